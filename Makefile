@@ -1,0 +1,55 @@
+# What people and CI call. Needs Python 3.10+, make and a package index; everything else goes into .venv.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+CONFIG ?= configs/demo.yaml
+
+.PHONY: help run test lint types unit format demo clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make run     set up an environment and run the demo ensemble ($(CONFIG))"
+	@echo "make test    set up an environment and run every check that CI runs"
+	@echo "make lint | types | unit    one of those checks"
+	@echo "make format  let ruff rewrite what it can"
+	@echo "make demo    train the demo models again (needs Debian's wordnet-base; about 15 minutes)"
+	@echo "make clean   remove the environment and caches"
+
+run: $(VENV)/.runtime
+	$(BIN)/python -m ensemble run $(CONFIG)
+
+test: lint types unit
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+# Two test processes: most tests wait for a worker that imports torch. Each keeps to one thread.
+unit: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+demo: $(VENV)/.dev
+	$(BIN)/python scripts/make_demo.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+
+$(VENV)/.runtime: pyproject.toml constraints.txt
+	@echo "Setting up $(VENV) (a minute or two, most of it PyTorch) ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) -e .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt
+	@echo "Setting up $(VENV) with the development tools (two minutes, most of it PyTorch) ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) -e '.[dev]'
+	@touch $@ $(VENV)/.runtime

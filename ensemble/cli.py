@@ -1,0 +1,111 @@
+"""Commands, printing and exit codes; no logic."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from ensemble import __version__
+from ensemble.config import LoadedConfig, load_config
+from ensemble.errors import EnsembleError
+
+_FILE_WIDTH = 120  # where nothing says how wide the reader's window is
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Run several Hugging Face models over one table, each in a process of its own, and merge them.",
+)
+
+ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML that describes the run.")]
+SetOption = Annotated[
+    list[str],
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        default_factory=list,
+        help="Override a key, such as models.gemma2.weight=0.5.",
+    ),
+]
+LimitOption = Annotated[
+    int | None, typer.Option("--limit", metavar="N", min=1, help="Only the first N rows.")
+]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
+
+
+@app.command()
+def run(
+    config: ConfigArgument,
+    sets: SetOption,
+    limit: LimitOption = None,
+    quiet: QuietOption = False,
+) -> None:
+    """Run every model of CONFIG over its table and merge the probabilities."""
+    loaded = _load(config, sets, limit)
+    # Imported here, because --help and config errors need none of it.
+    from ensemble.report.progress import choose_display
+    from ensemble.report.terminal import members_table, shown_path
+    from ensemble.run import run as run_config
+
+    console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console = Console(highlight=False, soft_wrap=True, width=_FILE_WIDTH)
+    result = run_config(loaded, choose_display(console, quiet))
+    if quiet:
+        return
+    console.print(members_table(result.members, result.scores))
+    for name, path in result.files.items():
+        console.print(f"{name}: {shown_path(path)}", markup=False)
+
+
+@app.command()
+def validate(
+    config: ConfigArgument,
+    sets: SetOption,
+    limit: LimitOption = None,
+    quiet: QuietOption = False,
+) -> None:
+    """Check CONFIG: keys, paths, columns, ids, labels and templates, without loading a model."""
+    loaded = _load(config, sets, limit)
+    from ensemble.prepare import prepare
+    from ensemble.report.preview import validation_lines
+
+    prepared = prepare(loaded)
+    if not quiet:
+        for line in validation_lines(prepared):
+            typer.echo(line)
+
+
+@app.callback(invoke_without_command=True)
+def _version(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        typer.echo(f"ensemble {__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run the command line; every error of ours becomes its sentences and its exit code."""
+    try:
+        app()
+    except EnsembleError as error:
+        console = Console(stderr=True, highlight=False, soft_wrap=True)
+        for problem in error.problems:
+            console.print(f"[red]error:[/red] {_escaped(problem)}")
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("[", r"\[")
+
+
+def _load(config: Path, sets: list[str], limit: int | None) -> LoadedConfig:
+    return load_config(config, [*sets, *([f"limit={limit}"] if limit is not None else [])])

@@ -1,0 +1,78 @@
+"""Every error this package raises on purpose, and the exit code each one ends the program with.
+
+    EnsembleError                 1   base class; catching it catches everything below
+    |-- ConfigError               2   the YAML, an override or an environment variable is wrong
+    |-- DataError                 2   the input table or the sample submission is wrong
+    |-- CheckpointError           2   a model folder is missing something that is known before loading
+    |-- DeviceError               2   a member asks for GPUs that are not there
+    |-- OutputError               2   the output directory cannot be written
+    |-- OutputInUse               3   another run holds the output directory
+    |-- MembersFailed             1   one or more members failed while running
+    |-- MergeError                1   the members' CSVs do not fit together
+    `-- Interrupted         130/143   SIGINT / SIGTERM
+
+Messages name the key, file, row or GPU, and say what to do.  An error can carry several problems, so that
+one run of ``validate`` shows everything there is to mend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class EnsembleError(Exception):
+    """Base of the tree.
+
+    Args:
+        problems: one sentence, or several; each names where and what to do.
+    """
+
+    exit_code = 1
+
+    def __init__(self, problems: str | Sequence[str]) -> None:
+        self.problems: tuple[str, ...] = (problems,) if isinstance(problems, str) else tuple(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class ConfigError(EnsembleError):
+    exit_code = 2
+
+
+class DataError(EnsembleError):
+    exit_code = 2
+
+
+class CheckpointError(EnsembleError):
+    exit_code = 2
+
+
+class DeviceError(EnsembleError):
+    exit_code = 2
+
+
+class OutputError(EnsembleError):
+    exit_code = 2
+
+
+class OutputInUse(EnsembleError):
+    exit_code = 3
+
+
+class MembersFailed(EnsembleError):
+    exit_code = 1
+
+
+class MergeError(EnsembleError):
+    exit_code = 1
+
+
+class Interrupted(EnsembleError):
+    """The run was stopped by a signal.
+
+    Args:
+        signal_number: the signal; the exit code is 128 plus it, as shells have it.
+    """
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(f"stopped by signal {signal_number}")
+        self.exit_code = 128 + signal_number

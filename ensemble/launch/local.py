@@ -1,0 +1,143 @@
+"""Worker processes on this machine: a fresh exec of the same Python, a session and process group of its own.
+
+Owns starting, talking to and ending one process.  Does not know what the messages mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ensemble.protocol import Command, decode, encode
+
+# A worker that was told to end gets this long before SIGKILL; it holds nothing that needs longer.
+GRACE_SECONDS = 5.0
+_READ_BYTES = 1 << 16
+
+
+class LocalWorker:
+    """One worker process and the two ends of its line.
+
+    Args:
+        environment: added to this process's environment, such as CUDA_VISIBLE_DEVICES.
+        log: file that takes everything the process prints.
+    """
+
+    def __init__(self, environment: Mapping[str, str], log: Path) -> None:
+        self.log = log
+        self.started_at = time.monotonic()
+        self._buffer = b""
+        read_end, write_end = os.pipe()
+        try:
+            with log.open("ab") as output:
+                # A list of arguments, no shell and no fork of this process's state.  The new session keeps the
+                # terminal's Ctrl-C away: this process decides how its workers end.
+                self._process = subprocess.Popen(
+                    _command(write_end),
+                    stdin=subprocess.PIPE,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **_python_environment(), **environment},
+                    pass_fds=(write_end,),
+                    start_new_session=True,
+                )
+        except BaseException:
+            os.close(read_end)
+            raise
+        finally:
+            os.close(write_end)
+        os.set_blocking(read_end, False)
+        self.events_fd = read_end
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, command: Command) -> None:
+        """Send one command; a process that is gone shows by its exit code, not here."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(encode(command).encode())
+            self._process.stdin.flush()
+
+    def receive(self) -> tuple[list[Any], bool]:
+        """The events that have arrived, and whether the line is still open."""
+        is_open = True
+        while True:
+            try:
+                data = os.read(self.events_fd, _READ_BYTES)
+            except BlockingIOError:
+                break
+            if not data:
+                is_open = False
+                break
+            self._buffer += data
+        *lines, self._buffer = self._buffer.split(b"\n")
+        return [decode(line.decode("utf-8", "replace")) for line in lines], is_open
+
+    def has_exited(self) -> bool:
+        """Whether the process has ended; it stays a zombie until ``close``, so that its group keeps its number."""
+        if self._process.returncode is not None:
+            return True
+        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, self._process.pid, options) is not None
+
+    def terminate(self) -> None:
+        """Ask the process and all it started to end."""
+        self._signal_group(signal.SIGTERM)
+
+    def close(self) -> int:
+        """End the process if it still runs (SIGTERM, grace, SIGKILL to its group), reap it, close the line.
+
+        Returns:
+            The exit code; negative for the signal that ended it.
+        """
+        if not self.has_exited():
+            self.terminate()
+            give_up = time.monotonic() + GRACE_SECONDS
+            while not self.has_exited() and time.monotonic() < give_up:
+                time.sleep(0.01)
+        # Before the reaping, while the group's number cannot belong to anybody else.
+        self._signal_group(signal.SIGKILL)
+        code = self._process.wait()
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+        if self.events_fd >= 0:
+            os.close(self.events_fd)
+            self.events_fd = -1
+        return code
+
+    def _signal_group(self, number: signal.Signals) -> None:
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
+
+def _command(events_fd: int) -> list[str]:
+    return [
+        sys.executable,
+        "-m",
+        "ensemble.worker",
+        f"--events-fd={events_fd}",
+        f"--parent-pid={os.getpid()}",
+    ]
+
+
+def _python_environment() -> dict[str, str]:
+    # The child must find this very package, also when it was started from a checkout, and must not take a
+    # `torch.py` or `datasets/` of the user's working directory for the library (Python >= 3.11 heeds the latter).
+    package_root = str(Path(__file__).resolve().parents[2])
+    inherited = os.environ.get("PYTHONPATH")
+    return {
+        "PYTHONPATH": os.pathsep.join([package_root, inherited] if inherited else [package_root]),
+        "PYTHONSAFEPATH": "1",
+        "PYTHONUNBUFFERED": "1",
+    }

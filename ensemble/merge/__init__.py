@@ -1,0 +1,1 @@
+"""Parts -> predictions -> ensemble: gathering, alignment, the weighted mean, scores."""

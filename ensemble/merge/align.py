@@ -1,0 +1,79 @@
+"""Members' CSVs -> arrays whose rows mean the same ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv as pa_csv
+
+from ensemble.errors import MergeError
+
+_BLOCK_BYTES = 1 << 24
+
+
+def read_predictions(
+    path: Path, id_column: str, labels: Sequence[str], ids: pa.ChunkedArray
+) -> npt.NDArray[np.float64]:
+    """Read a predictions CSV and put its rows into the order of ``ids``.
+
+    Args:
+        labels: the columns to read, in this order, wherever they stand in the file.
+        ids: text, [rows]; the rows that must be there, each once.
+
+    Returns:
+        float64 [rows, labels].
+
+    Raises:
+        MergeError: missing, repeated or additional ids, other columns, values that are not finite.
+    """
+    types = {id_column: pa.large_string()} | {label: pa.float64() for label in labels}
+    try:
+        table = pa_csv.read_csv(
+            path,
+            read_options=pa_csv.ReadOptions(block_size=_BLOCK_BYTES),
+            parse_options=pa_csv.ParseOptions(newlines_in_values=True),
+            convert_options=pa_csv.ConvertOptions(column_types=types, strings_can_be_null=False),
+        )
+    except (pa.ArrowInvalid, OSError) as error:
+        raise MergeError(f"{path}: cannot be read ({error})") from error
+    if sorted(table.column_names) != sorted(types):
+        raise MergeError(
+            f"{path}: its columns are {', '.join(table.column_names)}, expected {', '.join(types)}"
+        )
+    values = np.column_stack([table.column(label).to_numpy() for label in labels])
+    order = _order(path, table.column(id_column), ids.cast(pa.large_string()))
+    values = values if order is None else values[order]
+    bad = np.flatnonzero(~np.isfinite(values).all(axis=1))
+    if len(bad):
+        raise MergeError(f"{path}: {len(bad)} rows hold no finite number, the first is id {ids[int(bad[0])]}")
+    return values
+
+
+def _order(path: Path, found: pa.ChunkedArray, wanted: pa.ChunkedArray) -> npt.NDArray[np.int64] | None:
+    """Where each wanted id stands among the found ones; None where both are in the same order."""
+    if found.equals(wanted):
+        return None
+    problems = []
+    if pc.count_distinct(found).as_py() != len(found):
+        counts = pc.value_counts(found.combine_chunks())
+        twice = [pair["values"].as_py() for pair in counts if pair["counts"].as_py() > 1]
+        problems.append(f"{len(twice)} ids stand there more than once ({_first(twice)})")
+    place = pc.index_in(wanted, value_set=found.combine_chunks())
+    missing = wanted.filter(pc.is_null(place))
+    if len(missing):
+        problems.append(f"{len(missing)} ids are missing ({_first(missing[:3].to_pylist())})")
+    extra = found.filter(pc.is_null(pc.index_in(found, value_set=wanted.combine_chunks())))
+    if len(extra):
+        problems.append(f"{len(extra)} ids are not in the table ({_first(extra[:3].to_pylist())})")
+    if problems:
+        raise MergeError(f"{path}: {'; '.join(problems)}")
+    return np.asarray(place.to_numpy(), dtype=np.int64)
+
+
+def _first(ids: Sequence[str]) -> str:
+    return ", ".join(repr(text) for text in ids[:3]) + (", ..." if len(ids) > 3 else "")

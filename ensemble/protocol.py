@@ -1,0 +1,180 @@
+"""The messages that cross the line between the parent and a worker process.
+
+Commands go to the worker as JSON lines on its standard input, events come back as JSON lines on a pipe of
+their own.  A message is a frozen dataclass; on the wire it is an object whose ``type`` is the class's name.
+Nothing here knows how a message is sent or what it causes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+Activation = Literal["softmax", "sigmoid", "none"]
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """Everything a worker must know about its member; the first command it gets.
+
+    ``label_order[j]`` is the model's output column that holds the config's label ``j``.
+    ``token_budget`` and ``batch_size`` are None when the worker shall choose.
+    ``gpus`` counts the devices in the worker's lease (0: the CPU); ``cpu_threads`` None leaves torch's choice.
+    """
+
+    member: str
+    replica: int
+    model_name_or_path: str
+    revision: str | None
+    trust_remote_code: bool
+    label_order: tuple[int, ...]
+    activation: Activation
+    prompt_template: str | None
+    text_columns: tuple[str, ...]
+    max_length: int | None
+    truncation_side: str | None
+    add_special_tokens: bool
+    batch_size: int | None
+    token_budget: int | None
+    dtype: str
+    quantization_config: dict[str, Any] | None
+    attn_implementation: str | None
+    model_kwargs: dict[str, Any]
+    tokenizer_kwargs: dict[str, Any]
+    gpus: int
+    cpu_threads: int | None
+    seed: int
+    table_path: str
+    order_path: str
+    parts_dir: str
+
+
+@dataclass(frozen=True)
+class Start:
+    """Load the member described here."""
+
+    spec: dict[str, Any]
+
+    @classmethod
+    def of(cls, spec: WorkerSpec) -> Start:
+        return cls(dataclasses.asdict(spec))
+
+    def worker_spec(self) -> WorkerSpec:
+        return WorkerSpec(**_tuples(self.spec))
+
+
+@dataclass(frozen=True)
+class Predict:
+    """Compute rows ``order[start:stop]`` and leave them as the part of this chunk."""
+
+    chunk: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Stop:
+    """There is nothing left to do: close and exit 0."""
+
+
+@dataclass(frozen=True)
+class Started:
+    """Python is up and the libraries are imported."""
+
+    pid: int
+    versions: dict[str, str]
+    start_seconds: float
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The model is on its device."""
+
+    load_seconds: float
+    device: str
+    dtype: str
+    attn_implementation: str
+    parameters: int
+    max_length: int
+    token_budget: int
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How much of the chunk in hand is computed; tokens include the rows of this chunk only."""
+
+    chunk: int
+    rows: int
+    tokens: int
+    padded_tokens: int
+
+
+@dataclass(frozen=True)
+class ChunkDone:
+    """The chunk's part stands under its final name.
+
+    ``tokens`` are real tokens, ``padded_tokens`` what was computed (real and padding); ``batches`` counts
+    forward passes; ``seconds`` is from the command's arrival to the part's rename.
+    """
+
+    chunk: int
+    rows: int
+    tokens: int
+    padded_tokens: int
+    batches: int
+    truncated_rows: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The worker cannot go on; it exits after this."""
+
+    error_type: str
+    message: str
+    traceback: str
+    chunk: int | None = None
+
+
+@dataclass(frozen=True)
+class Closed:
+    """The last word of a worker that was told to stop. Memory in bytes; GPU None on a CPU."""
+
+    peak_memory_bytes: int
+    peak_gpu_memory_bytes: int | None = None
+    notes: tuple[str, ...] = field(default=())
+
+
+Command: TypeAlias = Start | Predict | Stop
+Event: TypeAlias = Started | Ready | Progress | ChunkDone | Failed | Closed
+
+_TYPES: dict[str, type[Any]] = {
+    kind.__name__: kind
+    for kind in (Start, Predict, Stop, Started, Ready, Progress, ChunkDone, Failed, Closed)
+}
+
+
+def encode(message: Command | Event) -> str:
+    """One message as one line of JSON, newline included."""
+    return json.dumps({"type": type(message).__name__, **dataclasses.asdict(message)}) + "\n"
+
+
+def decode(line: str) -> Any:
+    """The message in a line of JSON.
+
+    Raises:
+        ValueError: the line is not a message of this version of the package.
+    """
+    try:
+        fields = json.loads(line)
+        return _TYPES[fields.pop("type")](**_tuples(fields))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"not a message: {line[:200]!r}") from error
+
+
+def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
+    # JSON has no tuples; every top-level list of a message is one, what lies deeper is the user's own.
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}

@@ -1,0 +1,151 @@
+"""Progress while members run: bars on a terminal, plain lines everywhere else, or nothing."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+from ensemble.scheduler import MemberState
+
+PLAIN_LINE_SECONDS = 5.0
+# A notebook's "!command" runs on a pseudo-terminal, where isatty() is true and redrawing prints rubbish.
+_NOTEBOOK_VARIABLES = ("JPY_PARENT_PID", "KAGGLE_KERNEL_RUN_TYPE", "COLAB_RELEASE_TAG")
+
+
+class Display(Protocol):
+    """Shows a run; ``update`` is called a few times a second with every member's state."""
+
+    def start(self) -> None: ...
+    def say(self, text: str) -> None: ...
+    def update(self, members: Sequence[MemberState]) -> None: ...
+    def stop(self) -> None: ...
+
+
+def choose_display(console: Console, quiet: bool, environ: Mapping[str, str] | None = None) -> Display:
+    """The display that suits where the output goes."""
+    variables = os.environ if environ is None else environ
+    if quiet:
+        return QuietDisplay()
+    if console.is_terminal and not any(name in variables for name in _NOTEBOOK_VARIABLES):
+        return BarDisplay(console)
+    return PlainDisplay(console.file)
+
+
+class QuietDisplay:
+    def start(self) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+    def update(self, members: Sequence[MemberState]) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+class PlainDisplay:
+    """A line when a member's phase changes, and one every few seconds in between."""
+
+    def __init__(self, file: IO[str], clock: Callable[[], float] = time.monotonic) -> None:
+        self._file = file
+        self._clock = clock
+        self._last: dict[str, float] = {}
+        self._phases: dict[str, str] = {}
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def say(self, text: str) -> None:
+        print(text, file=self._file, flush=True)
+
+    def update(self, members: Sequence[MemberState]) -> None:
+        now = self._clock()
+        for state in members:
+            name, phase = state.plan.name, phase_of(state)
+            if phase == "waiting":
+                continue
+            changed = self._phases.get(name) != phase
+            due = phase == "predicting" and now - self._last.get(name, now) >= PLAIN_LINE_SECONDS
+            if changed or due:
+                self._phases[name], self._last[name] = phase, now
+                self.say(f"{name}: {describe(state, now)}")
+
+
+class BarDisplay:
+    """A bar per member, redrawn in place."""
+
+    def __init__(self, console: Console) -> None:
+        self._tasks: dict[str, TaskID] = {}
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[status]}"),
+            console=console,
+        )
+
+    def start(self) -> None:
+        self._progress.start()
+
+    def stop(self) -> None:
+        self._progress.stop()
+
+    def say(self, text: str) -> None:
+        self._progress.console.print(text, markup=False, highlight=False)
+
+    def update(self, members: Sequence[MemberState]) -> None:
+        now = time.monotonic()
+        for state in members:
+            name = state.plan.name
+            if name not in self._tasks:
+                self._tasks[name] = self._progress.add_task(name, total=1.0, status="")
+            self._progress.update(
+                self._tasks[name], completed=state.fraction, status=describe(state, now, short=True)
+            )
+
+
+def phase_of(state: MemberState) -> str:
+    """waiting, starting, loading, predicting, done or failed."""
+    if state.failure is not None:
+        return "failed"
+    if state.finished:
+        return "done"
+    if state.predicting_since is not None:
+        return "predicting"
+    if not state.workers:
+        return "waiting"
+    return "starting" if all(record.start_seconds is None for record in state.workers) else "loading"
+
+
+def describe(state: MemberState, now: float, short: bool = False) -> str:
+    """What a member is doing, in a phrase; ``now`` is a reading of the monotonic clock, in seconds."""
+    phase = phase_of(state)
+    if phase == "failed":
+        assert state.failure is not None
+        return "failed" if short else f"failed: {state.failure.message}"
+    if phase in ("waiting", "starting"):
+        return phase if phase == "waiting" else "starting Python"
+    if phase == "loading":
+        return "loading the model"
+    rows = int(state.plan.order.shape[0])
+    elapsed = max(now - (state.predicting_since or now), 1e-9)
+    speed = f"{state.tokens_done / elapsed:,.0f} tokens/s"
+    if phase == "done":
+        seconds = max((state.finished_at or now) - (state.predicting_since or now), 1e-9)
+        speed = f"{state.tokens_done / seconds:,.0f} tokens/s"
+        return f"{rows:,}/{rows:,} rows, {speed}, done in {duration(seconds)}"
+    left = "?" if state.fraction <= 0 else duration(elapsed * (1 - state.fraction) / state.fraction)
+    share = "" if short else f" ({state.fraction:.0%} of the work)"
+    return f"{state.rows_done:,}/{rows:,} rows{share}, {speed}, {left} left"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: 8.2 s, 1:05 min, 2:03:10 h."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d} h" if hours else f"{minutes}:{rest:02d} min"

@@ -1,0 +1,79 @@
+"""The table of members at the end of a run, and what is said of a failure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich import box
+from rich.table import Table
+
+from ensemble.merge.metrics import Score
+from ensemble.report.progress import duration
+from ensemble.scheduler import Failure, MemberState
+
+ENSEMBLE_ROW = "ensemble"
+
+
+def members_table(members: Sequence[MemberState], scores: dict[str, Score]) -> Table:
+    """Rows, time, speed, share of real tokens and peak memory per member; scores where the truth is known."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("member")
+    for header in ("weight", "rows", "seconds", "tokens/s", "real tokens", "peak memory"):
+        table.add_column(header, justify="right")
+    if scores:
+        table.add_column("log loss", justify="right")
+        table.add_column("accuracy", justify="right")
+    for state in members:
+        table.add_row(*_member_cells(state), *_score_cells(scores, state.plan.name))
+    if ENSEMBLE_ROW in scores:
+        table.add_section()
+        table.add_row(ENSEMBLE_ROW, *[""] * 6, *_score_cells(scores, ENSEMBLE_ROW))
+    return table
+
+
+def failure_text(failure: Failure) -> str:
+    """One failed member in a sentence: why, and where to read on."""
+    log = f"; its log: {failure.log_path}" if failure.log_path else ""
+    return f"member {failure.member} failed: {failure.message}{log}"
+
+
+def shown_path(path: Path) -> str:
+    """A path as short as it can be said: below the working directory, relative to it."""
+    try:
+        return str(path.resolve().relative_to(Path.cwd().resolve()))
+    except (ValueError, OSError):
+        return str(path)
+
+
+def _member_cells(state: MemberState) -> list[str]:
+    if state.failure is not None:
+        return [state.plan.name, f"{state.plan.model.weight:g}", "failed", "", "", "", ""]
+    workers = state.workers
+    seconds = max((state.finished_at or 0.0) - (state.predicting_since or 0.0), 1e-9)
+    computed = sum(record.padded_tokens for record in workers)
+    real = sum(record.tokens for record in workers)
+    return [
+        state.plan.name,
+        f"{state.plan.model.weight:g}",
+        f"{sum(record.rows for record in workers):,}",
+        duration(seconds).removesuffix(" s"),
+        f"{real / seconds:,.0f}",
+        f"{real / computed:.1%}" if computed else "",
+        _peak_memory(state),
+    ]
+
+
+def _peak_memory(state: MemberState) -> str:
+    closed = [record.closed for record in state.workers if record.closed is not None]
+    gpu = [report.peak_gpu_memory_bytes for report in closed if report.peak_gpu_memory_bytes is not None]
+    peaks = gpu or [report.peak_memory_bytes for report in closed]
+    return f"{max(peaks) / 2**30:.2f} GiB{' GPU' if gpu else ''}" if peaks else ""
+
+
+def _score_cells(scores: dict[str, Score], name: str) -> list[str]:
+    if not scores:
+        return []
+    if name not in scores:
+        return ["", ""]
+    return [f"{scores[name].log_loss:.4f}", f"{scores[name].accuracy:.1%}"]

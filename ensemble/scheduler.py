@@ -1,0 +1,312 @@
+"""Leases devices to workers, hands out chunks, and gathers what came of them.
+
+One thread, one loop: it waits for events on the workers' pipes, so that processes are started from the main
+thread and nothing needs a lock.  A worker's failure is data here; it never ends the loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ensemble.devices import Device
+from ensemble.plan import Chunk, MemberPlan, Plan
+from ensemble.protocol import ChunkDone, Closed, Command, Failed, Predict, Progress, Ready, Started, Stop
+
+TICK_SECONDS = 0.25
+log = logging.getLogger(__name__)
+
+
+class Worker(Protocol):
+    """What the scheduler needs of a worker process, wherever it runs."""
+
+    events_fd: int
+
+    @property
+    def pid(self) -> int: ...
+    def send(self, command: Command) -> None: ...
+    def receive(self) -> tuple[list[Any], bool]: ...
+    def has_exited(self) -> bool: ...
+    def terminate(self) -> None: ...
+    def close(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a member failed: one sentence, the whole traceback where there is one, and where to read on."""
+
+    member: str
+    message: str
+    traceback: str
+    log_path: str
+
+
+@dataclass
+class WorkerRecord:
+    """What one worker did, for run.json; times in seconds, memory in bytes."""
+
+    member: str
+    replica: int
+    devices: tuple[str, ...]
+    pid: int
+    log_path: str
+    started_after_seconds: float
+    start_seconds: float | None = None
+    load_seconds: float | None = None
+    predict_seconds: float = 0.0
+    life_seconds: float | None = None
+    rows: int = 0
+    tokens: int = 0
+    padded_tokens: int = 0
+    batches: int = 0
+    truncated_rows: int = 0
+    chunks: int = 0
+    exit_code: int | None = None
+    ready: Ready | None = None
+    closed: Closed | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class MemberState:
+    """A member while the run goes on; ``current`` holds the progress of chunks in hand, by worker pid."""
+
+    plan: MemberPlan
+    waiting: deque[Chunk]
+    current: dict[int, Progress] = field(default_factory=dict)
+    workers: list[WorkerRecord] = field(default_factory=list)
+    done_cost: float = 0.0
+    chunks_done: int = 0
+    running: int = 0
+    failure: Failure | None = None
+    predicting_since: float | None = None  # monotonic clock, seconds
+    finished_at: float | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.failure is None and self.chunks_done == len(self.plan.chunks)
+
+    @property
+    def rows_done(self) -> int:
+        return sum(record.rows for record in self.workers) + sum(p.rows for p in self.current.values())
+
+    @property
+    def tokens_done(self) -> int:
+        return sum(record.tokens for record in self.workers) + sum(p.tokens for p in self.current.values())
+
+    @property
+    def fraction(self) -> float:
+        """Share of the member's work that is done, by cost and not by rows: long rows come first."""
+        done = self.done_cost
+        for progress in self.current.values():
+            chunk = self.plan.chunks[progress.chunk]
+            done += chunk.cost * progress.rows / (chunk.stop - chunk.start)
+        return min(done, 1.0)
+
+
+@dataclass
+class _Slot:
+    """A running worker: its process, its record, the lease it holds, the chunk in its hands."""
+
+    state: MemberState
+    worker: Worker
+    record: WorkerRecord
+    lease: tuple[Device, ...]
+    chunk: Chunk | None = None
+    told_to_stop: bool = False
+    failed: Failed | None = None
+
+
+Launch = Callable[[MemberPlan, int, Sequence[Device]], tuple[Worker, str]]
+
+
+class Scheduler:
+    """Runs a plan.
+
+    Args:
+        plan: members with their chunks.
+        gpus: the devices that may be leased.
+        launch: starts a worker for (member, replica number, lease); returns it and its log's path.
+        on_change: called with the members' states a few times a second and after each event.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        gpus: Sequence[Device],
+        launch: Launch,
+        on_change: Callable[[Sequence[MemberState]], None],
+    ) -> None:
+        self.members = [MemberState(member, deque(member.chunks)) for member in plan.members]
+        self._gpus = tuple(gpus)
+        self._free = list(gpus)
+        self._launch = launch
+        self._on_change = on_change
+        self._slots: list[_Slot] = []
+        self._selector = selectors.DefaultSelector()
+        self._began = time.monotonic()
+
+    def run(self) -> list[MemberState]:
+        """Run every member to its end, good or bad.  No worker outlives this call, however it ends."""
+        try:
+            self._start_what_fits()
+            while self._slots:
+                for key, _ in self._selector.select(TICK_SECONDS):
+                    self._read(key.data)
+                for slot in [slot for slot in self._slots if slot.worker.has_exited()]:
+                    self._read(slot)
+                    self._end(slot)
+                self._start_what_fits()
+                self._on_change(self.members)
+        finally:
+            for slot in self._slots:
+                slot.worker.terminate()
+            for slot in self._slots:
+                slot.worker.close()
+            self._selector.close()
+        return self.members
+
+    def _start_what_fits(self) -> None:
+        """Start workers in the members' order; a member without any worker is not overtaken by later ones."""
+        for state in self.members:
+            plan = state.plan
+            while state.waiting and state.failure is None and state.running < plan.replicas:
+                if not self._can_lease(state):
+                    if state.running == 0:
+                        return
+                    break
+                self._start(state)
+
+    def _can_lease(self, state: MemberState) -> bool:
+        if state.plan.gpus:
+            return len(self._free) >= state.plan.gpus
+        # The CPU is one device: it takes the replicas of one member at a time.
+        return all(slot.state is state for slot in self._slots if not slot.lease)
+
+    def _start(self, state: MemberState) -> None:
+        lease = tuple(self._free[: state.plan.gpus])
+        replica = len(state.workers)
+        try:
+            worker, log_path = self._launch(state.plan, replica, lease)
+        except OSError as error:
+            self._fail(state, Failure(state.plan.name, f"could not start a worker: {error}", "", ""))
+            return
+        del self._free[: state.plan.gpus]
+        record = WorkerRecord(
+            member=state.plan.name,
+            replica=replica,
+            devices=tuple(device.uuid for device in lease) or ("cpu",),
+            pid=worker.pid,
+            log_path=log_path,
+            started_after_seconds=round(time.monotonic() - self._began, 3),
+        )
+        state.workers.append(record)
+        state.running += 1
+        slot = _Slot(state, worker, record, lease)
+        self._slots.append(slot)
+        self._selector.register(worker.events_fd, selectors.EVENT_READ, slot)
+        log.info("%s-%d started as process %d on %s", record.member, replica, record.pid, record.devices)
+
+    def _read(self, slot: _Slot) -> None:
+        if slot not in self._slots:
+            return
+        try:
+            events, is_open = slot.worker.receive()
+        except ValueError as error:
+            slot.failed = Failed("ProtocolError", str(error), "")
+            slot.worker.terminate()
+            return
+        for event in events:
+            self._handle(slot, event)
+        if not is_open:
+            self._end(slot)
+
+    def _handle(self, slot: _Slot, event: Any) -> None:
+        record = slot.record
+        if isinstance(event, Started):
+            record.start_seconds, record.versions = event.start_seconds, event.versions
+        elif isinstance(event, Ready):
+            record.ready, record.load_seconds = event, event.load_seconds
+            log.info("%s-%d ready: %s", record.member, record.replica, event)
+            self._hand_out(slot)
+        elif isinstance(event, Progress):
+            slot.state.current[record.pid] = event
+        elif isinstance(event, ChunkDone):
+            self._chunk_done(slot, event)
+            self._hand_out(slot)
+        elif isinstance(event, Failed):
+            slot.failed = event
+        elif isinstance(event, Closed):
+            record.closed = event
+
+    def _chunk_done(self, slot: _Slot, event: ChunkDone) -> None:
+        assert slot.chunk is not None
+        assert slot.chunk.index == event.chunk
+        record, state = slot.record, slot.state
+        record.rows += event.rows
+        record.tokens += event.tokens
+        record.padded_tokens += event.padded_tokens
+        record.batches += event.batches
+        record.truncated_rows += event.truncated_rows
+        record.predict_seconds += event.seconds
+        record.chunks += 1
+        state.chunks_done += 1
+        if state.finished:
+            state.finished_at = time.monotonic()
+        state.done_cost += slot.chunk.cost
+        state.current.pop(record.pid, None)
+        slot.chunk = None
+        log.info("%s-%d chunk %d done: %s", record.member, record.replica, event.chunk, event)
+
+    def _hand_out(self, slot: _Slot) -> None:
+        state = slot.state
+        if state.waiting and state.failure is None:
+            if state.predicting_since is None:
+                state.predicting_since = time.monotonic()
+            slot.chunk = state.waiting.popleft()
+            slot.worker.send(Predict(slot.chunk.index, slot.chunk.start, slot.chunk.stop))
+        else:
+            slot.told_to_stop = True
+            slot.worker.send(Stop())
+
+    def _end(self, slot: _Slot) -> None:
+        """A worker's line has closed: reap it, give its devices back, judge how it ended."""
+        if slot not in self._slots:
+            return
+        self._slots.remove(slot)
+        self._selector.unregister(slot.worker.events_fd)
+        code = slot.worker.close()
+        record, state = slot.record, slot.state
+        record.exit_code = code
+        record.life_seconds = round(time.monotonic() - self._began - record.started_after_seconds, 3)
+        state.current.pop(record.pid, None)
+        state.running -= 1
+        # In the inventory's order again, so that the same run makes the same choices.
+        self._free = [gpu for gpu in self._gpus if gpu in self._free or gpu in slot.lease]
+        log.info("%s-%d ended with exit code %d", record.member, record.replica, code)
+        if state.failure is None and (code != 0 or slot.failed or slot.chunk or not slot.told_to_stop):
+            self._fail(state, _failure(slot, code))
+
+    def _fail(self, state: MemberState, failure: Failure) -> None:
+        log.error("%s failed: %s", failure.member, failure.message)
+        state.failure = failure
+        state.waiting.clear()
+        for slot in self._slots:
+            if slot.state is state:
+                slot.worker.terminate()
+
+
+def _failure(slot: _Slot, code: int) -> Failure:
+    record = slot.record
+    if slot.failed is not None:
+        message, traceback = f"{slot.failed.error_type}: {slot.failed.message}", slot.failed.traceback
+    elif code < 0:
+        message, traceback = f"its worker (process {record.pid}) was killed by signal {-code}", ""
+    else:
+        message, traceback = f"its worker (process {record.pid}) ended with exit code {code}, work undone", ""
+    return Failure(record.member, message, traceback, record.log_path)

@@ -1,0 +1,441 @@
+#!/usr/bin/env python3
+"""Rebuild everything under `demo/` from WordNet: a test table and two small trained classifiers.
+
+    apt-get install wordnet-base
+    python scripts/make_demo.py
+
+The task is to name the topic of a noun from its gloss. The two members are real `transformers`
+checkpoints, small enough for the repository: a Gemma-2 and a Llama, each with a byte-level BPE
+tokenizer of its own. They differ where members of an ensemble differ in practice (architecture,
+vocabulary, letter case, pad token, order of the labels), so that the demo meets those cases.
+
+Both are trained at the same time, each in a process with one thread. Seeds are fixed; floating
+point makes the last digits vary between machines. Rows, scores and README are in `demo_data.py`;
+torch is imported inside functions, so that importing this module stays cheap.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import random
+import resource
+import shutil
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from demo_data import (
+    DEFAULT_DATA_NOUN,
+    TOPICS,
+    DemoDataError,
+    Score,
+    Split,
+    Trained,
+    read_source,
+    readme,
+    score,
+    split,
+    write_tables,
+)
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from torch import Tensor
+    from torch.nn import Module
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+    from transformers import PreTrainedModel
+
+DEMO = Path(__file__).resolve().parent.parent / "demo"
+
+LAYERS = 2
+EPOCHS = 4
+LEARNING_RATE = 3e-3
+MAX_LENGTH = 128  # tokens, special ones included; a handful of training glosses are longer
+TOKENS_PER_BATCH = 2048
+ROWS_PER_BATCH = 146  # what a batch of glosses holds on average: the constant that scales the loss
+WEIGHT_DECAY = 0.05
+EMBEDDING_DROPOUT = 0.2
+TOKEN_DROPOUT = 0.15
+BLOCK_DROPOUT = 0.1
+AVERAGE_DECAY = 0.998
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What sets one member apart from the other."""
+
+    name: str
+    labels: tuple[str, ...]
+    vocab_size: int
+    lowercase: bool
+    bos_token: str
+    eos_token: str
+    pad_token: str | None
+    seed: int
+
+    @property
+    def special_tokens(self) -> list[str]:
+        """In the order of their ids."""
+        pad = [self.pad_token] if self.pad_token else []
+        return [*pad, self.eos_token, self.bos_token]
+
+
+RECIPES = (
+    Recipe(
+        name="gemma2",
+        labels=tuple(sorted(TOPICS.values())),
+        vocab_size=6000,
+        lowercase=False,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        pad_token="<pad>",
+        seed=1,
+    ),
+    Recipe(
+        name="llama",
+        # Another order on purpose: members must be merged by the name of a label, not its index.
+        labels=tuple(sorted(TOPICS.values(), key=lambda topic: (len(topic), topic))),
+        vocab_size=12000,
+        lowercase=True,
+        bos_token="<|begin_of_text|>",
+        eos_token="<|end_of_text|>",
+        pad_token=None,  # as in Llama-3
+        seed=2,
+    ),
+)
+
+
+def train_tokenizer(recipe: Recipe, texts: Sequence[str]) -> Tokenizer:
+    """A byte-level BPE tokenizer that puts bos and eos around a plain text by itself.
+
+    The eos is the token that is pooled: the same for every row, it has nothing to do but collect.
+    """
+    from tokenizers import (
+        Tokenizer,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+        processors,
+        trainers,
+    )
+
+    tokenizer = Tokenizer(models.BPE())
+    steps = [normalizers.NFC(), *([normalizers.Lowercase()] if recipe.lowercase else [])]
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=recipe.vocab_size,
+        special_tokens=recipe.special_tokens,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    ends = (recipe.bos_token, recipe.eos_token)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="{} $A {}".format(*ends),
+        special_tokens=[(token, tokenizer.token_to_id(token)) for token in ends],
+    )
+    tokenizer.enable_truncation(MAX_LENGTH)
+    return tokenizer
+
+
+def new_model(recipe: Recipe) -> PreTrainedModel:
+    """An untrained classifier of the recipe's architecture."""
+    import transformers
+
+    ids = {token: index for index, token in enumerate(recipe.special_tokens)}
+    common = {
+        "vocab_size": recipe.vocab_size,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 2 * MAX_LENGTH,
+        "use_cache": False,
+        "bos_token_id": ids[recipe.bos_token],
+        "eos_token_id": ids[recipe.eos_token],
+        "pad_token_id": ids[recipe.pad_token] if recipe.pad_token else None,
+        "id2label": dict(enumerate(recipe.labels)),
+        "label2id": {label: index for index, label in enumerate(recipe.labels)},
+    }
+    if recipe.name == "llama":
+        return transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**common))
+    config = transformers.Gemma2Config(
+        **common,
+        query_pre_attn_scalar=32,
+        sliding_window=64,  # half of MAX_LENGTH, so that it does something
+        attn_logit_softcapping=50.0,
+        final_logit_softcapping=30.0,
+        attn_implementation="eager",  # soft-capping rules out the fused kinds
+    )
+    return transformers.Gemma2ForSequenceClassification(config)
+
+
+def add_dropout(model: PreTrainedModel) -> None:
+    """Dropout that these architectures lack, as hooks: only in training, not in the checkpoint."""
+    import torch
+    from torch.nn import functional
+
+    def embeddings(module: Module, _inputs: object, output: Tensor) -> Tensor:
+        if not module.training:
+            return output
+        keep = torch.rand(output.shape[:2]) >= TOKEN_DROPOUT
+        keep[:, -1] = True  # the pooled one
+        return functional.dropout(output, EMBEDDING_DROPOUT) * keep.unsqueeze(-1)
+
+    def block(module: Module, _inputs: object, output: Tensor) -> Tensor:
+        return functional.dropout(output, BLOCK_DROPOUT, module.training)
+
+    def pooled(module: Module, _inputs: object, output: Tensor) -> Tensor:
+        return functional.dropout(output, EMBEDDING_DROPOUT, module.training)
+
+    model.get_input_embeddings().register_forward_hook(embeddings)
+    for layer in model.model.layers:
+        layer.mlp.register_forward_hook(block)
+    model.model.norm.register_forward_hook(pooled)
+
+
+def equal_length_batches(rows: Sequence[Sequence[int]], shuffle: random.Random) -> list[list[int]]:
+    """Indices of rows, each batch of ONE length: no padding, so the last token is the pooled one.
+
+    That is what a model sees when rows come one at a time, and it suits a member without a pad
+    token. The number of batches does not depend on the shuffle.
+    """
+    by_length: dict[int, list[int]] = defaultdict(list)
+    for index, row in enumerate(rows):
+        by_length[len(row)].append(index)
+    batches = []
+    for length, indices in by_length.items():
+        shuffle.shuffle(indices)
+        size = max(1, TOKENS_PER_BATCH // length)
+        batches += [indices[start : start + size] for start in range(0, len(indices), size)]
+    shuffle.shuffle(batches)
+    return batches
+
+
+def forward(model: PreTrainedModel, rows: Sequence[Sequence[int]], batch: Sequence[int]) -> Tensor:
+    """Logits of rows of one length, without the model's own pooling, which wants a pad token."""
+    import torch
+
+    hidden = model.model(input_ids=torch.tensor([rows[index] for index in batch])).last_hidden_state
+    logits: Tensor = model.score(hidden[:, -1])
+    return logits
+
+
+def predict(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> Tensor:
+    """Logits of all rows, in their order."""
+    import torch
+
+    model.eval()
+    logits = torch.zeros(len(rows), model.config.num_labels)
+    with torch.inference_mode():
+        for batch in equal_length_batches(rows, random.Random(0)):
+            logits[batch] = forward(model, rows, batch)
+    return logits
+
+
+def best_temperature(logits: Tensor, targets: Tensor) -> tuple[float, float]:
+    """The lowest validation log loss and the temperature that gives it, by trying a grid."""
+    from torch.nn import functional
+
+    grid = [0.50 + 0.01 * step for step in range(151)]
+    return min((functional.cross_entropy(logits / t, targets).item(), t) for t in grid)
+
+
+def new_optimizer(model: PreTrainedModel, steps: int) -> tuple[Optimizer, LRScheduler]:
+    """AdamW, which leaves the norms undecayed, and one cycle of the learning rate."""
+    from torch.optim import AdamW
+    from torch.optim.lr_scheduler import OneCycleLR
+
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    optimizer = AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.98))
+    return optimizer, OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps, pct_start=0.15)
+
+
+def train_member(recipe: Recipe, data: Split, directory: Path) -> Trained:
+    """Train one member, calibrate it on the validation rows, save it; runs in its own process."""
+    import torch
+    from torch.nn import functional
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+    started = time.monotonic()
+    torch.set_num_threads(1)
+    torch.manual_seed(recipe.seed)
+    shuffle = random.Random(recipe.seed)
+    tokenizer = train_tokenizer(recipe, [gloss.text for gloss in data.train])
+    label_ids = {label: index for index, label in enumerate(recipe.labels)}
+
+    def encode(texts: Sequence[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in tokenizer.encode_batch(texts)]
+
+    # The words of a training synset are a second, short text of its topic. They teach the rarer
+    # words, which glosses use to explain each other; words of held-out synsets are not given.
+    rows = encode([gloss.text for gloss in data.train])
+    rows += encode([", ".join(gloss.words) for gloss in data.train])
+    targets = [label_ids[gloss.topic] for gloss in data.train] * 2
+    validation_rows = encode([gloss.text for gloss in data.validation])
+    validation_targets = torch.tensor([label_ids[gloss.topic] for gloss in data.validation])
+
+    model = new_model(recipe)
+    add_dropout(model)
+    averaging = get_ema_multi_avg_fn(AVERAGE_DECAY)  # type: ignore[no-untyped-call]
+    averaged = AveragedModel(model, multi_avg_fn=averaging)
+    steps = EPOCHS * len(equal_length_batches(rows, shuffle))
+    optimizer, schedule = new_optimizer(model, steps)
+    best = (math.inf, 1.0, 0)
+    best_state: dict[str, Tensor] = {}
+    for epoch in range(1, EPOCHS + 1):
+        model.train()
+        for batch in equal_length_batches(rows, shuffle):
+            wanted = torch.tensor([targets[index] for index in batch])
+            # A sum over a constant, not a mean: a row counts the same in batches of any size.
+            loss = functional.cross_entropy(forward(model, rows, batch), wanted, reduction="sum")
+            optimizer.zero_grad()
+            (loss / ROWS_PER_BATCH).backward()  # type: ignore[no-untyped-call]
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            averaged.update_parameters(model)
+        found = best_temperature(predict(averaged.module, validation_rows), validation_targets)
+        if found < best[:2]:
+            best = (*found, epoch)
+            best_state = {key: value.clone() for key, value in averaged.module.state_dict().items()}
+        print(
+            f"{recipe.name}: epoch {epoch} of {EPOCHS}, validation log loss {found[0]:.4f} "
+            f"at temperature {found[1]:.2f}, {time.monotonic() - started:.0f} s",
+            flush=True,
+        )
+    model.load_state_dict(best_state)
+    with torch.no_grad():
+        model.score.weight /= best[1]  # the head has no bias: this divides the logits
+    save(recipe, model, tokenizer, directory)
+    return Trained(
+        name=recipe.name,
+        architecture=type(model).__name__,
+        tokenizer=f"{'lowercase' if recipe.lowercase else 'cased'} vocabulary of "
+        f"{recipe.vocab_size:,}, {'a' if recipe.pad_token else 'no'} pad token",
+        parameters=sum(p.numel() for p in model.parameters()),
+        epoch=best[2],
+        validation_loss=best[0],
+        temperature=best[1],
+    )
+
+
+def save(recipe: Recipe, model: PreTrainedModel, tokenizer: Tokenizer, directory: Path) -> None:
+    """Write a checkpoint, small for the repository: float16 weights, a compact tokenizer.json."""
+    import torch
+    from transformers import PreTrainedTokenizerFast
+
+    shutil.rmtree(directory, ignore_errors=True)
+    model.to(torch.float16).save_pretrained(directory)
+    tokenizer.no_truncation()  # the caller's choice at inference
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=recipe.bos_token,
+        eos_token=recipe.eos_token,
+        pad_token=recipe.pad_token,
+        model_max_length=2 * MAX_LENGTH,
+        model_input_names=["input_ids", "attention_mask"],
+        clean_up_tokenization_spaces=False,
+    ).save_pretrained(directory)
+    path = directory / "tokenizer.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    compact = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+    path.write_text(compact + "\n", encoding="utf-8")
+    # transformers 5 writes a class name that transformers 4 does not know; both know this one.
+    path = directory / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def member_probabilities(directory: Path, texts: Sequence[str]) -> Iterator[dict[str, float]]:
+    """What a saved member says, through plain transformers, one row at a time in float32."""
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32)
+    model.eval()
+    for text in texts:
+        encoded = tokenizer(text, truncation=True, max_length=MAX_LENGTH, return_tensors="pt")
+        with torch.inference_mode():
+            probabilities = model(**encoded).logits.softmax(-1)[0].tolist()
+        yield {model.config.id2label[index]: p for index, p in enumerate(probabilities)}
+
+
+def evaluate(data: Split, models: Path) -> list[Score]:
+    """Score the class prior, each member and the mean of the members on the test rows."""
+    topics = sorted(TOPICS.values())
+    truth = [gloss.topic for gloss in data.test]
+    texts = [gloss.text for gloss in data.test]
+    counts = {topic: sum(gloss.topic == topic for gloss in data.train) for topic in topics}
+    prior = {topic: count / len(data.train) for topic, count in counts.items()}
+    tables = {"class prior": [prior] * len(truth)}
+    for recipe in RECIPES:
+        tables[recipe.name] = list(member_probabilities(models / recipe.name, texts))
+    members = [tables[recipe.name] for recipe in RECIPES]
+    tables["mean of both"] = [
+        {topic: sum(row[topic] for row in rows) / len(rows) for topic in topics}
+        for rows in zip(*members, strict=True)
+    ]
+    return [score(name, table, truth) for name, table in tables.items()]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Rebuild demo/ from WordNet's noun glosses.")
+    parser.add_argument("--data-noun", type=Path, default=DEFAULT_DATA_NOUN, metavar="PATH")
+    parser.add_argument("--output", type=Path, default=DEMO, metavar="DIR", help="default: demo/")
+    options = parser.parse_args(arguments)
+    started = time.monotonic()
+    try:
+        glosses, notice = read_source(options.data_noun)
+        data = split(glosses)
+    except DemoDataError as error:
+        print(f"make_demo.py: {error}", file=sys.stderr)
+        return 1
+    models = options.output / "models"
+    models.mkdir(parents=True, exist_ok=True)
+    (options.output / "LICENSE.WordNet").write_text(notice, encoding="utf-8")
+    write_tables(data.test, options.output)
+    # Spawned, not forked: a forked child would share the parent's thread pools.
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(len(RECIPES), mp_context=spawn) as pool:
+        jobs = [pool.submit(train_member, recipe, data, models / recipe.name) for recipe in RECIPES]
+        trained = [job.result() for job in jobs]
+    scores = evaluate(data, models)
+    processor_seconds = sum(
+        usage.ru_utime + usage.ru_stime
+        for usage in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    )
+    text = readme(data, trained, scores, processor_seconds)
+    (options.output / "README.md").write_text(text, encoding="utf-8")
+    for line in scores:
+        print(f"{line.name:14}{line.log_loss:8.4f}{line.accuracy:8.4f}")
+    size = sum(path.stat().st_size for path in models.rglob("*") if path.is_file())
+    print(
+        f"models: {size / 1e6:.2f} MB; {(time.monotonic() - started) / 60:.1f} minutes, "
+        f"{processor_seconds / 60:.1f} of processor time"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+"""Tiny checkpoints of the real architectures, made on the spot, and the plain transformers reference."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+WORDS = (
+    "any of various plants having leaves or flowers a person who works in an office large animal with long tail "
+    "the act of doing something small building used for food and drink river state mind body group place"
+).split()
+
+
+def make_texts(count: int, seed: int = 0, longest: int = 60) -> list[str]:
+    """Texts of very different lengths, a few of them empty."""
+    chooser = random.Random(seed)
+    texts = []
+    for index in range(count):
+        words = 0 if index % 37 == 5 else max(1, int(chooser.lognormvariate(2.2, 0.8)))
+        texts.append(" ".join(chooser.choice(WORDS) for _ in range(min(words, longest))))
+    return texts
+
+
+def make_tokenizer(
+    folder: Path, *, kind: str = "decoder", pad: str | None = "<pad>", side: str = "right"
+) -> Any:
+    """A byte-level BPE trained on a few words; ``kind`` "encoder" adds [CLS] and [SEP] around texts."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<pad>", "<bos>", "<eos>", "[CLS]", "[SEP]"]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(WORDS * 3, trainer)
+    names: dict[str, str] = {}
+    if kind == "encoder":
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A [SEP]",
+            pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+            special_tokens=[("[CLS]", 3), ("[SEP]", 4)],
+        )
+        names = {"cls_token": "[CLS]", "sep_token": "[SEP]"}
+    else:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", 1)]
+        )
+        names = {"bos_token": "<bos>", "eos_token": "<eos>"}
+    inputs = ["input_ids", "attention_mask"] + (["token_type_ids"] if kind == "encoder" else [])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=pad, padding_side=side, model_input_names=inputs, **names
+    )
+    fast.save_pretrained(folder)
+    return fast
+
+
+def make_checkpoint(
+    folder: Path,
+    architecture: str,
+    labels: Sequence[str],
+    *,
+    seed: int = 0,
+    pad: str | None = "<pad>",
+    side: str = "right",
+    problem_type: str | None = None,
+    dtype: str = "float32",
+) -> Path:
+    """Save a tiny checkpoint with a tokenizer; weights are random but spread enough to tell rows apart."""
+    import torch
+    import transformers
+
+    kind = "encoder" if architecture in ("bert", "deberta-v2", "roberta") else "decoder"
+    tokenizer = make_tokenizer(folder, kind=kind, pad=pad, side=side)
+    pad_token_id = tokenizer.pad_token_id
+    common: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "pad_token_id": pad_token_id,
+        "id2label": dict(enumerate(labels)),
+        "label2id": {label: index for index, label in enumerate(labels)},
+        "initializer_range": 0.3,
+    }
+    if problem_type is not None:
+        common["problem_type"] = problem_type
+    torch.manual_seed(seed)
+    config = _config(transformers, architecture, common)
+    model = transformers.AutoModelForSequenceClassification.from_config(config)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    return folder
+
+
+def _config(transformers: Any, architecture: str, common: dict[str, Any]) -> Any:
+    decoder = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 4096,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    encoder = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 128,
+    }
+    if architecture == "gemma2":
+        return transformers.Gemma2Config(**decoder, **common, query_pre_attn_scalar=8, sliding_window=16)
+    if architecture == "llama":
+        return transformers.LlamaConfig(**decoder, **common)
+    if architecture == "gpt2":
+        return transformers.GPT2Config(
+            n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2, **common
+        )
+    if architecture == "bert":
+        return transformers.BertConfig(**encoder, **common)
+    if architecture == "roberta":
+        return transformers.RobertaConfig(**encoder, type_vocab_size=2, **common)
+    if architecture == "deberta-v2":
+        return transformers.DebertaV2Config(
+            **encoder,
+            **common,
+            relative_attention=True,
+            pos_att_type=["p2c", "c2p"],
+            position_biased_input=False,
+            type_vocab_size=0,
+            position_buckets=16,
+            norm_rel_ebd="layer_norm",
+            share_att_key=True,
+        )
+    raise ValueError(architecture)
+
+
+def reference(
+    folder: Path,
+    texts: Sequence[str] | Sequence[tuple[str, str]],
+    max_length: int = 1024,
+    activation: str = "softmax",
+) -> npt.NDArray[np.float64]:
+    """Probabilities of plain transformers, one row at a time, in float32: what every batch must equal."""
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    rows = []
+    with torch.no_grad():
+        for text in texts:
+            # Lists of one, because a bare empty second text would be taken for no second text at all.
+            arguments = [[part] for part in text] if isinstance(text, tuple) else [[text]]
+            inputs = tokenizer(*arguments, truncation=True, max_length=max_length, return_tensors="pt")
+            logits = model(**inputs).logits[0]
+            if activation == "softmax":
+                logits = logits.softmax(-1)
+            rows.append((logits.sigmoid() if activation == "sigmoid" else logits).double().numpy())
+    return np.stack(rows)

@@ -1,0 +1,43 @@
+"""Fixtures that tests of several rooms share."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.nvml import sim
+from tests.project import Project, make_models
+
+
+@pytest.fixture(scope="session")
+def nvml_libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the simulated driver library; skips where there is no gcc to build it."""
+    if shutil.which("gcc") is None:
+        pytest.skip("gcc is needed to build the simulated driver library")
+    folder = tmp_path_factory.mktemp("nvml")
+    sim.build(folder)
+    return folder
+
+
+@pytest.fixture
+def nvml_sim(nvml_libraries: Path, tmp_path: Path) -> sim.NvmlSim:
+    """A simulated machine, without GPUs until the test writes some."""
+    return sim.NvmlSim(nvml_libraries, tmp_path / "nvml_state")
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two tiny checkpoints, made once per test process: ``gemma`` and ``llama``."""
+    return make_models(tmp_path_factory.mktemp("tiny models"))
+
+
+@pytest.fixture
+def project(tmp_path: Path, tiny_models: Path) -> Project:
+    """A user's folder with a table of 300 rows, on a path with a space and a quote in it."""
+    folder = tmp_path / "it's a folder"
+    folder.mkdir()
+    made = Project(folder, tiny_models)
+    made.write_table()
+    return made

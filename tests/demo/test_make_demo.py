@@ -1,0 +1,209 @@
+"""What the demo's files promise, and the reading of WordNet behind them; torch stays out."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "scripts"
+DEMO = ROOT / "demo"
+MEMBERS = {
+    "gemma2": "Gemma2ForSequenceClassification",
+    "llama": "LlamaForSequenceClassification",
+}
+DOG = (
+    "02084071 05 n 03 dog 0 domestic_dog 0 Canis_familiaris 0 002 @ 02083346 n 0000 "
+    "@ 01317541 n 0000 | a member of the genus Canis; occurs in many breeds; "
+    '"the dog barked all night"  '
+)
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up while they are made
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def demo_data() -> Iterator[ModuleType]:
+    yield load("demo_data")
+    del sys.modules["demo_data"]
+
+
+def rows(name: str) -> list[dict[str, str]]:
+    with (DEMO / name).open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def model_config(member: str) -> dict[str, object]:
+    content: dict[str, object] = json.loads(
+        (DEMO / "models" / member / "config.json").read_text(encoding="utf-8")
+    )
+    return content
+
+
+def labels_in_order(member: str) -> list[str]:
+    id2label = model_config(member)["id2label"]
+    assert isinstance(id2label, dict)
+    return [id2label[str(index)] for index in range(len(id2label))]
+
+
+def test_parse_line_reads_the_fields_of_a_synset(demo_data: ModuleType) -> None:
+    gloss = demo_data.parse_line(DOG)
+    assert gloss.id == "n02084071"
+    assert gloss.topic == "animal"
+    assert gloss.text == "a member of the genus Canis; occurs in many breeds"
+    assert gloss.words == ("dog", "domestic dog", "Canis familiaris")
+
+
+def test_parse_line_counts_words_in_hexadecimal(demo_data: ModuleType) -> None:
+    words = [f"word{index}" for index in range(16)]
+    line = f"00000001 18 n 10 {' '.join(f'{word} 0' for word in words)} 000 | someone"
+    assert demo_data.parse_line(line).words == tuple(words)
+
+
+def test_parse_line_leaves_out_the_licence_header_and_other_topics(demo_data: ModuleType) -> None:
+    assert demo_data.parse_line("  1 This software and database is being provided") is None
+    assert demo_data.parse_line(DOG.replace(" 05 n ", " 03 n ", 1)) is None
+
+
+def test_parse_line_refuses_a_line_of_another_file(demo_data: ModuleType) -> None:
+    with pytest.raises(demo_data.DemoDataError, match="not a line of"):
+        demo_data.parse_line("00001740 29 v 01 breathe 0 | draw air into the lungs")
+
+
+@pytest.mark.parametrize(
+    ("gloss", "text"),
+    [
+        ('a nap; "he took a nap"  ', "a nap"),
+        ('one; "an example"; two', "one; two"),
+        ('one; "never closed', "one"),
+        ('"only an example"', ""),
+        ('a "quoted" word', "a word"),
+    ],
+)
+def test_definition_drops_quoted_examples(demo_data: ModuleType, gloss: str, text: str) -> None:
+    assert demo_data.definition(gloss) == text
+
+
+def test_duplicates_are_dropped_and_ambiguous_texts_with_them(demo_data: ModuleType) -> None:
+    def gloss(number: int, text: str, topic: str) -> object:
+        return demo_data.Gloss(id=f"n{number}", text=text, topic=topic, words=("word",))
+
+    first, other = gloss(1, "A nap", "act"), gloss(5, "a dog", "animal")
+    glosses = [first, gloss(2, "a nap", "act"), gloss(3, "x", "act"), gloss(4, "x", "food"), other]
+    assert demo_data.drop_duplicates(glosses) == [first, other]
+
+
+def test_splits_share_no_text(demo_data: ModuleType) -> None:
+    glosses = [
+        demo_data.Gloss(id=f"n{index:08}", text=f"text {index}", topic="act", words=())
+        for index in range(10_000)
+    ]
+    data = demo_data.split(glosses)
+    parts = [{gloss.text for gloss in part} for part in (data.train, data.validation, data.test)]
+    assert [len(part) for part in parts] == [6000, 2000, 2000]
+    assert len(set.union(*parts)) == 10_000
+    assert demo_data.split(glosses[::-1]) == data
+
+
+def test_a_missing_source_names_the_package(
+    demo_data: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    heavy = {"torch", "transformers", "tokenizers"} - sys.modules.keys()
+    monkeypatch.setitem(sys.modules, "demo_data", demo_data)
+    make_demo = load("make_demo")
+    monkeypatch.delitem(sys.modules, "make_demo")
+    missing = tmp_path / "data.noun"
+    assert make_demo.main(["--data-noun", str(missing), "--output", str(tmp_path / "demo")]) == 1
+    message = capsys.readouterr().err
+    assert str(missing) in message
+    assert "apt-get install wordnet-base" in message
+    assert not (tmp_path / "demo").exists()
+    assert not heavy & sys.modules.keys(), "importing the script must stay cheap"
+
+
+def test_test_table(demo_data: ModuleType) -> None:
+    table = rows("test.csv")
+    assert list(table[0]) == ["id", "gloss", "label"]
+    assert len(table) == 2000
+    assert len({row["id"] for row in table}) == len(table)
+    assert all(row["id"][0] == "n" and len(row["id"]) == 9 for row in table)
+    assert len({row["gloss"].casefold() for row in table}) == len(table)
+    assert {row["label"] for row in table} == set(demo_data.TOPICS.values())
+    # Shuffled, so that a run with `limit: 100` meets every topic.
+    assert {row["label"] for row in table[:100]} == set(demo_data.TOPICS.values())
+
+
+def test_sample_submission_has_the_same_ids_in_another_order(demo_data: ModuleType) -> None:
+    table, sample = rows("test.csv"), rows("sample_submission.csv")
+    topics = sorted(demo_data.TOPICS.values())
+    assert list(sample[0]) == ["id", *topics]
+    assert len(sample) == len(table)
+    assert {row["id"] for row in sample} == {row["id"] for row in table}
+    assert [row["id"] for row in sample] != [row["id"] for row in table]
+    assert len({row[topic] for row in sample for topic in topics}) == 1
+
+
+def test_licence_notice_is_complete() -> None:
+    notice = (DEMO / "LICENSE.WordNet").read_text(encoding="utf-8")
+    assert notice.startswith("This software and database is being provided to you, the LICENSEE")
+    assert "WordNet 3.0 Copyright 2006 by Princeton University.  All rights reserved." in notice
+    assert "MERCHANT-\nABILITY OR FITNESS FOR ANY PARTICULAR PURPOSE" in notice
+    assert notice.rstrip().endswith("LICENSEE agrees to preserve same.")
+
+
+def test_models_are_small_and_safetensors_only() -> None:
+    files = [path for path in (DEMO / "models").rglob("*") if path.is_file()]
+    blocks = sum(-(-path.stat().st_size // 4096) * 4096 for path in files)
+    assert blocks <= 8 * 1024 * 1024
+    assert {path.parent.name for path in files} == set(MEMBERS)
+    assert not [path for path in files if path.suffix not in {".json", ".safetensors"}]
+
+
+@pytest.mark.parametrize("member", MEMBERS)
+def test_member_is_the_real_architecture(demo_data: ModuleType, member: str) -> None:
+    config = model_config(member)
+    labels = labels_in_order(member)
+    assert config["architectures"] == [MEMBERS[member]]
+    assert config["model_type"] == member
+    assert sorted(labels) == sorted(demo_data.TOPICS.values())
+    assert config["label2id"] == {label: index for index, label in enumerate(labels)}
+
+
+def test_members_order_their_labels_differently() -> None:
+    assert labels_in_order("gemma2") != labels_in_order("llama")
+
+
+def test_gemma_keeps_what_makes_it_gemma_and_llama_has_no_pad_token() -> None:
+    gemma, llama = model_config("gemma2"), model_config("llama")
+    assert gemma["attn_logit_softcapping"] == 50.0
+    assert gemma["layer_types"] == ["sliding_attention", "full_attention"]
+    assert gemma["pad_token_id"] == 0
+    assert llama.get("pad_token_id") is None
+    assert gemma["vocab_size"] != llama["vocab_size"]
+
+
+@pytest.mark.parametrize("member", MEMBERS)
+def test_tokenizer_matches_its_model(member: str) -> None:
+    tokenizer = json.loads((DEMO / "models" / member / "tokenizer.json").read_text(encoding="utf-8"))
+    settings = json.loads((DEMO / "models" / member / "tokenizer_config.json").read_text(encoding="utf-8"))
+    assert len(tokenizer["model"]["vocab"]) == model_config(member)["vocab_size"]
+    assert tokenizer["truncation"] is None
+    assert tokenizer["padding"] is None
+    assert bool(settings.get("pad_token")) == (member == "gemma2")

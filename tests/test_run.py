@@ -1,0 +1,309 @@
+"""Whole runs through the command line: real processes, real tiny models, a path with a space and a quote."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sklearn.metrics import accuracy_score, log_loss
+
+from tests.checkpoints import make_checkpoint, reference
+from tests.project import GEMMA_LABELS, LABELS, ROOT, Project
+
+
+def as_floats(rows: list[list[str]]) -> np.ndarray:
+    return np.array([[float(cell) for cell in row[1:]] for row in rows])
+
+
+def expected_members(project: Project) -> tuple[np.ndarray, np.ndarray]:
+    """Plain transformers' probabilities of both members, in the config's label order."""
+    order = [GEMMA_LABELS.index(label) for label in LABELS]
+    gemma = reference(project.models / "gemma", project.texts, max_length=128)[:, order]
+    return gemma, reference(project.models / "llama", project.texts, max_length=128)
+
+
+def test_a_run_from_yaml_to_submission(project: Project) -> None:
+    project.write_config(project.config())
+    done = project.ensemble("run", "config.yaml")
+    assert done.returncode == 0, done.stderr + done.stdout
+    gemma, llama = expected_members(project)
+    for name, expected in (("gemma", gemma), ("llama", llama)):
+        header, rows = project.read(f"runs/first/predictions/{name}.csv")
+        assert header == ["id", *LABELS]
+        assert [row[0] for row in rows] == project.ids
+        np.testing.assert_allclose(as_floats(rows), expected, atol=1e-5)
+    header, rows = project.read("runs/first/ensemble.csv")
+    merged = as_floats(rows)
+    np.testing.assert_allclose(merged, 0.6 * gemma + 0.4 * llama, atol=1e-5)
+    _check_the_mean_of_the_files(project, merged)
+    _check_the_submission(project, merged)
+    _check_the_report(project, done.stdout, merged)
+    left = {str(path.relative_to(project.folder)) for path in project.folder.rglob("*") if path.is_file()}
+    assert left == {
+        "config.yaml", "test.csv", "sample.csv", "out/submission.csv", "runs/first/.lock",
+        "runs/first/config.yaml", "runs/first/run.json", "runs/first/ensemble.csv",
+        "runs/first/submission.csv", "runs/first/predictions/gemma.csv", "runs/first/predictions/llama.csv",
+        "runs/first/logs/run.log", "runs/first/logs/gemma-0.log", "runs/first/logs/llama-0.log",
+    }  # fmt: skip
+
+
+def _check_the_mean_of_the_files(project: Project, merged: np.ndarray) -> None:
+    members = [
+        as_floats(project.read(f"runs/first/predictions/{name}.csv")[1]) for name in ("gemma", "llama")
+    ]
+    by_hand = (0.6 * members[0] + 0.4 * members[1]) / (0.6 + 0.4)
+    np.testing.assert_allclose(merged, by_hand, rtol=1e-14)
+
+
+def _check_the_submission(project: Project, merged: np.ndarray) -> None:
+    header, rows = project.read("out/submission.csv")
+    assert header == ["id", "tie", "winner_a", "winner_b"]
+    assert [row[0] for row in rows] == sorted(project.ids)
+    place = {row_id: index for index, row_id in enumerate(project.ids)}
+    wanted = merged[[place[row[0]] for row in rows]][:, [LABELS.index(label) for label in header[1:]]]
+    np.testing.assert_array_equal(as_floats(rows), wanted)
+    assert project.read("runs/first/submission.csv") == (header, rows)
+
+
+def _check_the_report(project: Project, printed: str, merged: np.ndarray) -> None:
+    report = project.run_json()
+    truth = [LABELS.index(label) for label in project.truth]
+    assert report["scores"]["ensemble"]["log_loss"] == pytest.approx(log_loss(truth, merged), rel=1e-6)
+    assert report["scores"]["ensemble"]["accuracy"] == accuracy_score(truth, merged.argmax(axis=1))
+    assert f"{report['scores']['ensemble']['log_loss']:.4f}" in printed
+    assert report["status"] == "complete"
+    assert report["null_texts"] == {"text": sum(text == "" for text in project.texts)}
+    assert report["versions"]["torch"]
+    for member in report["members"]:
+        (worker,) = member["workers"]
+        assert worker["rows"] == member["rows"] == 300
+        assert 0 < worker["tokens"] <= worker["padded_tokens"]
+        assert min(worker["start_seconds"], worker["load_seconds"], worker["predict_seconds"]) > 0
+        assert worker["peak_memory_bytes"] > 50e6
+        assert worker["exit_code"] == 0
+    assert "submission: out/submission.csv" in printed
+
+
+def test_replicas_batch_sizes_and_budgets_change_nothing(project: Project) -> None:
+    project.write_config(project.config())
+    cases = {
+        "one": [],
+        "two": ["--set", "models.gemma.replicas=2", "--set", "models.llama.replicas=3"],
+        "fixed": ["--set", "defaults.batch_size=3", "--set", "models.llama.max_num_batched_tokens=64"],
+    }
+    merged = {}
+    for name, options in cases.items():
+        done = project.ensemble("run", "config.yaml", "--quiet", "--set", f"output_dir=runs/{name}", *options)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == ""
+        merged[name] = as_floats(project.read(f"runs/{name}/ensemble.csv")[1])
+        report = project.run_json(f"runs/{name}")
+        assert [len(member["workers"]) for member in report["members"]] == (
+            [2, 3] if name == "two" else [1, 1]
+        )
+    np.testing.assert_allclose(merged["two"], merged["one"], atol=1e-5)
+    np.testing.assert_allclose(merged["fixed"], merged["one"], atol=1e-5)
+
+
+def test_the_same_command_twice_gives_the_same_bytes(project: Project) -> None:
+    project.write_config(project.config())
+    for name in ("x", "y"):
+        assert project.ensemble("run", "config.yaml", "--set", f"output_dir=runs/{name}").returncode == 0
+    first, second = (project.folder / "runs" / name / "ensemble.csv" for name in ("x", "y"))
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_a_member_that_fails_keeps_the_others(project: Project, tmp_path: Path) -> None:
+    import transformers
+
+    broken = make_checkpoint(tmp_path / "no head", "llama", LABELS)
+    transformers.AutoModelForCausalLM.from_pretrained(broken).save_pretrained(broken)
+    config = project.config()
+    config["models"].insert(0, {"name": "broken", "model_name_or_path": str(broken)})
+    project.write_config(config)
+    (project.folder / "runs/first").mkdir(parents=True)
+    (project.folder / "runs/first/ensemble.csv").write_text("of an earlier run")
+    done = project.ensemble("run", "config.yaml")
+    assert done.returncode == 1
+    assert "member broken failed: ValueError" in done.stderr
+    assert "score.weight" in done.stderr
+    assert "runs/first/logs/broken-0.log" in done.stderr
+    assert "Traceback" not in done.stderr
+    log = (project.folder / "runs/first/logs/broken-0.log").read_text()
+    assert "Traceback" in log
+    assert "score.weight" in log
+    assert not (project.folder / "runs/first/ensemble.csv").exists()
+    assert not (project.folder / "out/submission.csv").exists()
+    for name in ("gemma", "llama"):
+        assert len(project.read(f"runs/first/predictions/{name}.csv")[1]) == 300
+    report = project.run_json()
+    assert report["status"] == "failed"
+    assert [member["status"] for member in report["members"]] == ["failed", "complete", "complete"]
+
+
+def test_limit_tries_the_first_rows_and_spares_the_submission(project: Project) -> None:
+    project.write_config(project.config())
+    (project.folder / "out").mkdir()
+    (project.folder / "out/submission.csv").write_text("the real one")
+    done = project.ensemble("run", "config.yaml", "--limit", "7")
+    assert done.returncode == 0, done.stderr
+    assert [row[0] for row in project.read("runs/first/ensemble.csv")[1]] == project.ids[:7]
+    assert [row[0] for row in project.read("runs/first/submission.csv")[1]] == sorted(project.ids[:7])
+    assert (project.folder / "out/submission.csv").read_text() == "the real one"
+
+
+def test_templates_pairs_and_other_kinds_of_heads(project: Project, tmp_path: Path) -> None:
+    kinds = {"multi": "multi_label_classification", "plain": None}
+    for name, kind in kinds.items():
+        make_checkpoint(tmp_path / name, "bert", LABELS, problem_type=kind)
+    rows = [[f"{n}", json.dumps(["first", text]), text] for n, text in enumerate(project.texts[:40])]
+    project.write_csv("test.csv", ["id", "turns", "text"], rows)
+    config = project.config(
+        data={"path": "test.csv"},
+        models=[
+            {
+                "name": "multi",
+                "model_name_or_path": str(tmp_path / "multi"),
+                "text_column": ["text", "turns"],
+            },
+            {"name": "plain", "model_name_or_path": str(tmp_path / "plain"), "label_map": {}},
+        ],
+        defaults={"prompt_template": "{{ turns | fromjson | join('; ') }}!", "max_length": 128},
+        submission=None,
+    )
+    project.write_config(config)
+    done = project.ensemble("run", "config.yaml")
+    assert done.returncode == 0, done.stderr
+    pairs = [(text, json.dumps(["first", text])) for text in project.texts[:40]]
+    got = as_floats(project.read("runs/first/predictions/multi.csv")[1])
+    np.testing.assert_allclose(got, reference(tmp_path / "multi", pairs, 128, "sigmoid"), atol=1e-5)
+    prompts = [f"first; {text}!" for text in project.texts[:40]]
+    got = as_floats(project.read("runs/first/predictions/plain.csv")[1])
+    np.testing.assert_allclose(got, reference(tmp_path / "plain", prompts, 128), atol=1e-5)
+
+
+def _start(project: Project, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "ensemble", "run", "config.yaml", *arguments],
+        cwd=project.folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _children(pid: int) -> list[int]:
+    """Processes that a process has started, as /proc shows them."""
+    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True).stdout
+    return [int(number) for number in found.split()]
+
+
+def _wait_for_worker(process: subprocess.Popen[str]) -> int:
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        if children := _children(process.pid):
+            return children[0]
+        time.sleep(0.02)
+    raise AssertionError("no worker was started")
+
+
+def _gone(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state == "Z"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_run_and_its_workers(project: Project, number: int, code: int) -> None:
+    project.write_config(project.config())
+    with _start(project) as process:
+        worker = _wait_for_worker(process)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == code
+    assert "stopped by" in errors
+    assert "Traceback" not in errors
+    assert _gone(worker)
+
+
+def test_no_worker_outlives_a_killed_parent(project: Project) -> None:
+    project.write_config(project.config())
+    with _start(project) as process:
+        worker = _wait_for_worker(process)
+        time.sleep(0.5)  # long enough for the worker to have asked for the death signal
+        process.kill()
+        process.communicate(timeout=30)
+    until = time.monotonic() + 10
+    while not _gone(worker) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert _gone(worker)
+    assert project.ensemble("run", "config.yaml", "--quiet").returncode == 0
+
+
+def test_a_killed_worker_fails_its_member_only(project: Project) -> None:
+    project.write_config(project.config())
+    with _start(project) as process:
+        os.kill(_wait_for_worker(process), signal.SIGKILL)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "member gemma failed" in errors
+    assert "killed by signal 9" in errors
+    assert len(project.read("runs/first/predictions/llama.csv")[1]) == 300
+
+
+def test_two_runs_on_one_directory(project: Project) -> None:
+    project.write_config(project.config())
+    with _start(project) as process:
+        _wait_for_worker(process)
+        second = project.ensemble("run", "config.yaml")
+        assert second.returncode == 3
+        assert f"in use by process {process.pid}" in second.stderr
+        assert process.wait(60) == 0
+    assert len(project.read("runs/first/ensemble.csv")[1]) == 300
+
+
+def _run_on_a_terminal(project: Project, **environment: str) -> str:
+    """What a run prints on a pseudo-terminal."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ensemble", "run", "config.yaml"],
+        cwd=project.folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "120", **environment},
+        stdin=theirs, stdout=theirs, stderr=theirs,
+    )  # fmt: skip
+    os.close(theirs)
+    printed = b""
+    while True:
+        try:
+            data = os.read(ours, 65536)
+        except OSError:  # EIO: the other side has closed
+            break
+        if not data:
+            break
+        printed += data
+    os.close(ours)
+    assert process.wait(30) == 0, printed.decode()
+    return printed.decode()
+
+
+def test_bars_on_a_terminal_and_lines_in_a_notebook(project: Project) -> None:
+    project.write_config(project.config())
+    terminal = _run_on_a_terminal(project)
+    assert "\x1b[" in terminal
+    assert "━" in terminal
+    assert "300/300 rows" in terminal
+    notebook = _run_on_a_terminal(project, JPY_PARENT_PID="1")
+    assert "━━━━━━━━━━━━" not in notebook.split("member")[0]
+    assert "gemma: loading the model" in notebook
+    assert "llama: 300/300 rows" in notebook

@@ -1,0 +1,183 @@
+"""Probabilities against plain transformers run one row at a time in float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ensemble.protocol import WorkerSpec
+from tests.checkpoints import make_checkpoint, make_texts, reference
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+LABELS = ["yes", "no", "tie"]
+
+
+def worker_spec(folder: Path, **changes: Any) -> WorkerSpec:
+    fields: dict[str, Any] = {
+        "member": "m",
+        "replica": 0,
+        "model_name_or_path": str(folder),
+        "revision": None,
+        "trust_remote_code": False,
+        "label_order": (0, 1, 2),
+        "activation": "softmax",
+        "prompt_template": None,
+        "text_columns": ("text",),
+        "max_length": None,
+        "truncation_side": None,
+        "add_special_tokens": True,
+        "batch_size": None,
+        "token_budget": None,
+        "dtype": "auto",
+        "quantization_config": None,
+        "attn_implementation": None,
+        "model_kwargs": {},
+        "tokenizer_kwargs": {},
+        "gpus": 0,
+        "cpu_threads": None,
+        "seed": 0,
+        "table_path": "",
+        "order_path": "",
+        "parts_dir": "",
+    }
+    return WorkerSpec(**{**fields, **changes})
+
+
+def compute(spec: WorkerSpec, rows: list[dict[str, str]]) -> np.ndarray:
+    """What the worker's own pieces make of the rows, in the rows' order."""
+    from ensemble.worker.batching import make_batches
+    from ensemble.worker.load import load
+    from ensemble.worker.predict import Classifier, probabilities
+    from ensemble.worker.prompt import Prompt
+
+    loaded = load(spec)
+    prompt = Prompt(spec, loaded.tokenizer, loaded.max_length)
+    left = loaded.tokenizer.padding_side == "left"
+    classifier = Classifier(loaded.model, loaded.pad_token_id, left)
+    encoded = prompt.encode(rows)
+    values = np.empty((len(rows), 3))
+    for batch in make_batches(encoded.lengths, loaded.token_budget, spec.batch_size):
+        values[batch] = probabilities(classifier.logits(encoded, batch), spec.activation)
+    return values
+
+
+CASES = [
+    ("gemma2", {"pad": "<pad>", "side": "left"}),
+    ("gemma2", {"pad": "<pad>", "side": "right"}),
+    ("llama", {"pad": None, "side": "right"}),
+    ("llama", {"pad": "<eos>", "side": "right"}),
+    ("llama", {"pad": "<eos>", "side": "left"}),
+    ("gpt2", {"pad": None, "side": "right"}),
+    ("gpt2", {"pad": "<eos>", "side": "right"}),
+    ("bert", {"pad": "<pad>"}),
+    ("roberta", {"pad": "<pad>"}),
+    ("deberta-v2", {"pad": "<pad>"}),
+]
+
+
+@pytest.mark.parametrize(("architecture", "options"), CASES, ids=str)
+def test_probabilities_equal_plain_transformers_row_by_row(
+    architecture: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = make_checkpoint(tmp_path / "a model", architecture, LABELS, **options)
+    texts = make_texts(45, longest=40)
+    expected = reference(folder, texts)
+    assert expected.max(axis=1).std() > 0.02, "the checkpoint must tell rows apart"
+    rows = [{"text": text} for text in texts]
+    for batching in ({}, {"token_budget": 50}, {"batch_size": 7}):
+        got = compute(worker_spec(folder, **batching), rows)
+        np.testing.assert_allclose(got, expected, atol=1e-5, err_msg=str(batching))
+
+
+@pytest.mark.parametrize("architecture", ["bert", "llama"])
+def test_text_pairs(architecture: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, architecture, LABELS)
+    pairs = list(zip(make_texts(40, seed=1), make_texts(40, seed=2), strict=True))
+    rows = [{"first": first, "second": second} for first, second in pairs]
+    got = compute(worker_spec(folder, text_columns=("first", "second"), max_length=128), rows)
+    np.testing.assert_allclose(got, reference(folder, pairs, max_length=128), atol=1e-5)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_truncation_is_the_tokenizers_own(side: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "llama", LABELS)
+    texts = make_texts(30, longest=80)
+    rows = [{"text": text} for text in texts]
+    got = compute(worker_spec(folder, max_length=16, truncation_side=side), rows)
+    if side == "right":
+        np.testing.assert_allclose(got, reference(folder, texts, max_length=16), atol=1e-5)
+    else:
+        long = [index for index, text in enumerate(texts) if len(text) > 120]
+        assert np.abs(got[long] - reference(folder, texts, max_length=16)[long]).max() > 1e-3
+
+
+def test_a_text_that_ends_with_the_pad_token_is_pooled_at_its_own_last_token(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "llama", LABELS, pad=None)
+    texts = [text + "<eos>" for text in make_texts(20)]
+    expected = reference(folder, texts)
+    rows = [{"text": text} for text in texts]
+    got = compute(worker_spec(folder, tokenizer_kwargs={"pad_token": "<eos>"}), rows)
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("problem_type", ["multi_label_classification", "regression"])
+def test_other_activations(problem_type: str, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "bert", LABELS, problem_type=problem_type)
+    activation = "sigmoid" if problem_type.startswith("multi") else "none"
+    texts = make_texts(20)
+    got = compute(worker_spec(folder, activation=activation), [{"text": text} for text in texts])
+    np.testing.assert_allclose(got, reference(folder, texts, activation=activation), atol=1e-5, rtol=1e-5)
+
+
+def test_a_head_that_would_be_random_is_refused(tmp_path: Path) -> None:
+    import transformers
+
+    from ensemble.worker.load import load
+
+    make_checkpoint(tmp_path, "llama", LABELS)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"no weights for score\.weight.*would be random"):
+        load(worker_spec(tmp_path))
+
+
+def test_half_precision_checkpoints_run_as_float32_on_a_cpu(tmp_path: Path) -> None:
+    from ensemble.worker.load import load
+
+    folder = make_checkpoint(tmp_path, "gemma2", LABELS, dtype="float16")
+    assert load(worker_spec(folder)).dtype == "float32"
+    assert load(worker_spec(folder, dtype="bfloat16")).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(("architecture", "limit"), [("bert", 128), ("roberta", 126), ("gpt2", 128)])
+def test_max_length_stays_within_learnt_positions(architecture: str, limit: int, tmp_path: Path) -> None:
+    from ensemble.worker.load import load
+
+    folder = make_checkpoint(tmp_path, architecture, LABELS, pad="<pad>")
+    loaded = load(worker_spec(folder, max_length=500))
+    # RoBERTa counts positions from its pad id + 1; the pad id here is 0.
+    assert loaded.max_length == (limit if architecture != "roberta" else 127)
+    assert "using" in loaded.notes[0]
+    rows = [{"text": "a person who works " * 100}]
+    assert np.isfinite(compute(worker_spec(folder, max_length=500), rows)).all()
+
+
+def test_quantized_weights_on_the_cpu(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    folder = make_checkpoint(tmp_path, "llama", LABELS)
+    texts = make_texts(20)
+    settings = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    got = compute(worker_spec(folder, quantization_config=settings), [{"text": text} for text in texts])
+    np.testing.assert_allclose(got.sum(axis=1), 1, atol=1e-5)
+    difference = np.abs(got - reference(folder, texts)).max()
+    assert 1e-4 < difference < 0.6, "four bits change the numbers, but not beyond recognition"
+
+
+def test_an_unknown_quantization_key_is_named(tmp_path: Path) -> None:
+    from ensemble.worker.load import quantization_config
+
+    with pytest.raises(ValueError, match="unknown key bnb_4bit_quant_typ"):
+        quantization_config({"load_in_4bit": True, "bnb_4bit_quant_typ": "nf4"})
