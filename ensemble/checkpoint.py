@@ -57,7 +57,7 @@ def inspect_checkpoint(
     """
     path = _config_file(name_or_path, revision)
     config = _read_config(path, name_or_path)
-    names = _label_names(config)
+    names = _label_names(config, name_or_path)
     kind = problem_type or config.get("problem_type")
     activation: Activation = "softmax"
     if kind == "multi_label_classification":
@@ -171,11 +171,16 @@ def _read_config(path: Path, where: str) -> dict[str, Any]:
     return config
 
 
-def _label_names(config: Mapping[str, Any]) -> list[str]:
+def _label_names(config: Mapping[str, Any], where: str) -> list[str]:
     # transformers' own defaults: two labels where neither id2label nor num_labels is stored.
     stored = config.get("id2label")
     if isinstance(stored, dict) and stored:
-        return [str(stored[key]) for key in sorted(stored, key=lambda key: int(key))]
+        try:
+            return [str(stored[key]) for key in sorted(stored, key=int)]
+        except ValueError:
+            raise CheckpointError(
+                f"{where}: the keys of id2label in its config.json are no numbers"
+            ) from None
     return [f"LABEL_{index}" for index in range(int(config.get("num_labels") or 2))]
 
 

@@ -93,7 +93,7 @@ def _member_name(name: str) -> str:
     return name
 
 
-# Constraints, not Field(...): in older pydantic a Field that several keys share carries defaults from one to another.
+# Not Field(...): in older pydantic a Field that several keys share carries the default of one to the others.
 _WORD = StringConstraints(pattern=r"\S")
 _NAME = (
     f"made of letters, digits, '.', '_' and '-' (at most {MAX_NAME_CHARACTERS}, no '.' first, not 'ensemble')"

@@ -1,8 +1,7 @@
 """CSV files in and out, with every cell kept as the text it is.
 
 Reading: no type is guessed and no text means null, so ids such as ``001``, ``1e5``, ``nan`` or `` x`` stay
-byte for byte.  Writing: a cell is quoted only where it must be.  Also the opening of any input file (missing,
-empty, compressed, broken), which the other formats share.
+byte for byte.  Writing: a cell is quoted only where it must be.
 
 Does not know what a table, a label or an id is.
 """
@@ -10,78 +9,30 @@ Does not know what a table, a label or an id is.
 from __future__ import annotations
 
 import csv
-import difflib
-import gzip
 import io
-import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Protocol, cast
+from typing import BinaryIO, Protocol
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from ensemble.errors import DataError
+from ensemble.inputfile import check_names, missing_column, open_input, plural
 
-UTF8_MARK = b"\xef\xbb\xbf"
-_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
-_FIRST_BLOCK_BYTES = 1 << 20
+# pyarrow reads up to 32 blocks ahead.
+_FIRST_BLOCK_BYTES = 1 << 19
 # pyarrow keeps block sizes in a signed 32-bit integer.
 _LARGEST_BLOCK_BYTES = (1 << 31) - 1
-_SWEEP_BYTES = 1 << 24
+# Between the columns' many small buffers the allocator keeps what the parser has freed, at worst as much again
+# as the table; giving it back this often costs next to nothing.
+_SWEEP_BYTES = 1 << 23
 _WRITE_ROWS = 65_536
 _SHOWN = 3
 # Blanks at either end survive in plain CSV too, but some readers strip them unless they are quoted.
 _MUST_QUOTE = r'[",\r\n]|^\s|\s$'
 CONVERT_ADVICE = "convert the file to UTF-8 first, for example with: iconv -f WINDOWS-1252 -t UTF-8"
-
-
-def did_you_mean(name: str, known: Sequence[str]) -> str:
-    """`` (did you mean 'x'?)`` with the name nearest to ``name``, or nothing."""
-    by_folded = {candidate.strip().casefold(): candidate for candidate in reversed(known)}
-    close = difflib.get_close_matches(name.strip().casefold(), by_folded, n=1, cutoff=0.6)
-    return f" (did you mean {by_folded[close[0]]!r}?)" if close else ""
-
-
-def listed(names: Sequence[str], most: int = 20) -> str:
-    """Names for a message: quoted, separated by commas, cut after ``most``."""
-    more = f" and {len(names) - most:,} more" if len(names) > most else ""
-    return ", ".join(repr(name) for name in names[:most]) + more
-
-
-def plural(count: int, noun: str) -> str:
-    """``1 row``, ``2,000 rows``."""
-    return f"{count:,} {noun}" + ("" if count == 1 else "s")
-
-
-@contextmanager
-def open_input(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file for reading, uncompressed if its name ends in ``.gz``.
-
-    Raises:
-        DataError: there is no such file (names one that is close), it is a directory or empty, it is UTF-16,
-            it cannot be read, or (while reading, inside the ``with``) its gzip stream is broken or cut short.
-    """
-    if path.is_dir():
-        raise DataError(f"{path}: is a directory; name the file inside it")
-    if not path.exists():
-        raise DataError(f"{path}: no such file{_nearby(path)}")
-    try:
-        opened = gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb")  # noqa: SIM115
-        with cast(BinaryIO, opened) as stream:
-            start = stream.read(4)
-            if not start:
-                raise DataError(f"{path}: the file is empty")
-            if start.startswith(_UTF16_MARKS):
-                raise DataError(f"{path}: is UTF-16, not UTF-8; convert it with: iconv -f UTF-16 -t UTF-8")
-            stream.seek(0)
-            yield stream
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: not a whole gzip file ({error}); copy or download it again") from error
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
 def read_header(path: Path) -> tuple[str, ...]:
@@ -106,13 +57,6 @@ def read_header(path: Path) -> tuple[str, ...]:
             raise DataError(f"{path}: the header is not UTF-8; {CONVERT_ADVICE}")
     check_names(path, header)
     return tuple(header)
-
-
-def check_names(path: Path, names: Sequence[str]) -> None:
-    """Raises DataError where two columns share a name."""
-    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
-    if twice:
-        raise DataError(f"{path}: the header names {listed(twice)} more than once; rename the columns")
 
 
 @dataclass
@@ -149,14 +93,6 @@ def read_text_csv(path: Path, columns: Sequence[str] | None = None, limit: int |
     if text.problems:
         raise DataError(text.problems)
     return text.table
-
-
-def missing_column(path: Path, role: str, name: str, present: Sequence[str]) -> str:
-    """The problem of a column that is not there: the nearest name and the list of columns that are."""
-    hint = did_you_mean(name, present)
-    if len(present) == 1 and any(mark in present[0] for mark in ";\t|"):
-        hint = " (the header has a single column: are the columns separated by commas?)"
-    return f"{path}: no {role} {name!r}{hint}; the columns are {listed(present)}"
 
 
 def scan_csv(path: Path, columns: Sequence[str], limit: int | None = None) -> CsvText:
@@ -198,10 +134,10 @@ def _scan(path: Path, columns: Sequence[str], limit: int | None, block_bytes: in
             if limit is not None and rows >= limit:
                 complete = False
                 break
-    if ragged.count:
-        raise DataError(ragged.describe(path))
     if complete and counting.quotes % 2:
         _refuse_open_quote(path)
+    if ragged.count:
+        raise DataError(ragged.describe(path))
     table = pa.Table.from_batches(batches, schema=pa.schema([(name, pa.string()) for name in names]))
     problems = [cells.describe(path, name) for name, cells in invalid.items() if cells.count]
     return CsvText(table, problems)
@@ -345,15 +281,6 @@ def _quote_advice(path: Path) -> str:
 
 def _delimiter(path: Path) -> str:
     return "\t" if ".tsv" in [suffix.lower() for suffix in path.suffixes[-2:]] else ","
-
-
-def _nearby(path: Path) -> str:
-    if not path.parent.is_dir():
-        return f"; nor is there a folder {path.parent}"
-    try:
-        return did_you_mean(path.name, sorted(entry.name for entry in path.parent.iterdir()))
-    except OSError:
-        return ""
 
 
 def write_csv(path: Path, header: Sequence[str], columns: Sequence[pa.Array | pa.ChunkedArray]) -> None:

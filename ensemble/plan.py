@@ -19,8 +19,10 @@ from ensemble.errors import DeviceError
 # about 250,000 tokens: three to five minutes of a 9B model on a T4, under a minute of a small one on two cores.
 CHUNK_BYTES = 1 << 20
 CHUNK_MAX_ROWS = 4096
-CHUNK_MIN_ROWS = 128
+# Small tables are cut into about 16 chunks, but none so small that it holds only a batch or two: rows are in
+# order of their bytes, and it takes some batches to put them into order of their tokens without padding.
 CHUNKS_WANTED = 16
+CHUNK_MIN_BYTES = 1 << 16
 # What a row costs beyond its text, in bytes of text: template, special tokens, bookkeeping.
 ROW_OVERHEAD_BYTES = 32
 
@@ -119,15 +121,13 @@ def cut_chunks(lengths: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], t
     costs = (lengths[order] + ROW_OVERHEAD_BYTES).astype(np.float64)
     cumulative = np.concatenate([[0.0], np.cumsum(costs)])
     total, rows = float(cumulative[-1]), len(order)
-    target = min(float(CHUNK_BYTES), total / CHUNKS_WANTED)
+    target = min(float(CHUNK_BYTES), max(float(CHUNK_MIN_BYTES), total / CHUNKS_WANTED))
     chunks: list[Chunk] = []
     start = 0
     while start < rows:
-        by_cost = int(np.searchsorted(cumulative, cumulative[start] + target, side="right")) - 1
-        by_bytes = int(np.searchsorted(cumulative, cumulative[start] + CHUNK_BYTES, side="right")) - 1
-        stop = max(by_cost, min(start + CHUNK_MIN_ROWS, by_bytes), start + 1)
-        stop = min(stop, start + CHUNK_MAX_ROWS, rows)
-        if rows - stop < CHUNK_MIN_ROWS // 4 and rows - start <= CHUNK_MAX_ROWS:
+        within = int(np.searchsorted(cumulative, cumulative[start] + target, side="right")) - 1
+        stop = min(max(within, start + 1), start + CHUNK_MAX_ROWS, rows)
+        if total - cumulative[stop] < target / 4 and rows - start <= CHUNK_MAX_ROWS:
             stop = rows  # no crumb at the end
         chunks.append(Chunk(len(chunks), start, stop, float(cumulative[stop] - cumulative[start]) / total))
         start = stop

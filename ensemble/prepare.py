@@ -88,9 +88,7 @@ def prepare(loaded: LoadedConfig) -> Prepared:
     gpus = inventory()
     if table is None:
         with problems.at():  # what can be said of devices without the table
-            make_plan(
-                config, {model.name: np.zeros(1, dtype=np.int64) for model in config.models}, len(gpus.gpus)
-            )
+            make_plan(config, {model.name: np.zeros(1, dtype=np.int64) for model in config.models}, gpus.gpus)
         problems.raise_any()
     assert table is not None
     previews = _render_first_rows(config, table, templates, problems)

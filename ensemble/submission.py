@@ -15,16 +15,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ensemble.csvfile import (
-    did_you_mean,
-    listed,
-    missing_column,
-    plural,
-    read_header,
-    read_text_csv,
-    write_csv,
-)
+from ensemble.csvfile import read_header, read_text_csv, write_csv
 from ensemble.errors import DataError, MergeError
+from ensemble.inputfile import did_you_mean, listed, missing_column, plural
 
 _SHOWN = 5
 

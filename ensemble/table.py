@@ -18,9 +18,18 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ensemble.csvfile import did_you_mean, listed, missing_column, plural
 from ensemble.errors import DataError
-from ensemble.readers import Contents, Wanted, is_json_field, is_text, read_contents
+from ensemble.inputfile import (
+    Contents,
+    Wanted,
+    did_you_mean,
+    is_json_field,
+    is_text,
+    listed,
+    missing_column,
+    plural,
+)
+from ensemble.readers import read_contents
 from ensemble.template import TemplateProblem, parse_json_cell
 
 PUBLISHED_ROWS_PER_BATCH = 65_536
@@ -142,6 +151,7 @@ def _system_allocator() -> Iterator[None]:
 def _read_checked(path: Path, needs: TableNeeds) -> InputTable:
     columns = tuple(dict.fromkeys(needs.columns))
     contents = read_contents(path, Wanted(needs.id_column, needs.label_column, columns, needs.limit))
+    pa.default_memory_pool().release_unused()
     if contents.rows == 0:
         raise DataError(f"{path}: empty table: there is a header or a schema, but no row")
     problems = [*contents.problems, *_missing_columns(path, needs, contents)]

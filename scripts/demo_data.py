@@ -196,8 +196,8 @@ Written by `scripts/make_demo.py`: edit the script, not these files.
 glosses of WordNet 3.0 (Debian's package `wordnet-base`, file `data.noun`); the topic is the
 lexicographer file that a synset stands in. Examples in quotes were cut from the glosses, and of
 equal glosses one was kept (none where their topics differ). Then {train:,} were drawn for
-training, {validation:,} for choosing the epoch and a temperature, and {test:,} for the test.
-No gloss is in two of these, though similar wordings are common in WordNet. Training also used the
+training, {validation:,} for choosing the epoch and a temperature, and {test:,} for the test. No
+gloss is in two of these, though similar wordings are common in WordNet. Training also used the
 words of the training synsets, as short texts of their own.
 
 | File | What it is |
@@ -244,9 +244,9 @@ def readme(data: Split, trained: Sequence[Trained], scores: Sequence[Score], pro
         ),
         scores="\n".join(f"| {s.name} | {s.log_loss:.4f} | {s.accuracy:.4f} |" for s in scores),
         training="\n".join(
-            f"Kept of `{member.name}`: epoch {member.epoch}, validation log loss "
-            f"{member.validation_loss:.4f}, temperature {member.temperature:.2f} (it is folded "
-            "into the head)."
+            f"- `{member.name}`: kept after epoch {member.epoch}, validation log loss "
+            f"{member.validation_loss:.4f}, temperature {member.temperature:.2f} (already folded "
+            "into the head)"
             for member in trained
         ),
         minutes=processor_seconds / 60,

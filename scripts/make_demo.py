@@ -93,7 +93,7 @@ RECIPES = (
     Recipe(
         name="gemma2",
         labels=tuple(sorted(TOPICS.values())),
-        vocab_size=6000,
+        vocab_size=10000,
         lowercase=False,
         bos_token="<bos>",
         eos_token="<eos>",
@@ -345,6 +345,7 @@ def save(recipe: Recipe, model: PreTrainedModel, tokenizer: Tokenizer, directory
 
     shutil.rmtree(directory, ignore_errors=True)
     model.to(torch.float16).save_pretrained(directory)
+    (directory / "model.safetensors").chmod(0o644)  # it is written for its owner's eyes only
     tokenizer.no_truncation()  # the caller's choice at inference
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

@@ -684,8 +684,8 @@ ANYTHING = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None, database=None, derandomize=True)
-@given(
+@settings(max_examples=60, deadline=None, database=None, derandomize=True)  # type: ignore[untyped-decorator, unused-ignore]
+@given(  # type: ignore[untyped-decorator, unused-ignore]
     loc=st.sampled_from(sorted(steps(VALID), key=str)),
     value=ANYTHING,
     how=st.sampled_from(["set", "drop", "rename"]),

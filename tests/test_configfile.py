@@ -404,8 +404,8 @@ def test_characters_that_no_file_can_hold_are_refused(text: str) -> None:
 YAMLISH = st.text(alphabet="ab1.:-[]{}<&*!|>'\"#%@?,~$ \n\t\\x\ufeff\x00", max_size=40)
 
 
-@settings(max_examples=150, deadline=None, database=None, derandomize=True)
-@given(text=YAMLISH, override=YAMLISH)
+@settings(max_examples=150, deadline=None, database=None, derandomize=True)  # type: ignore[untyped-decorator, unused-ignore]
+@given(text=YAMLISH, override=YAMLISH)  # type: ignore[untyped-decorator, unused-ignore]
 def test_any_text_is_read_or_refused(text: str, override: str) -> None:
     try:
         document = read(text)

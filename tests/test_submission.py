@@ -89,10 +89,10 @@ def test_writes_the_columns_and_rows_of_the_sample(tmp_path: Path) -> None:
     probabilities = np.random.default_rng(1).dirichlet(np.ones(2), len(names))
     predicted = ids(*(names[i] for i in order))
     write_submission(sample, predicted, probabilities[order], LABELS, {"winner, a": "a"}, target, False)
-    frame = pd.read_csv(target, dtype={"id": str}, keep_default_na=False)
+    frame = pd.read_csv(target, dtype=str, keep_default_na=False)
     assert frame.columns.tolist() == ["winner, a", "id", "b"]
     assert frame["id"].tolist() == names
-    assert np.array_equal(frame[["winner, a", "b"]].to_numpy(), probabilities)
+    assert np.array_equal(frame[["winner, a", "b"]].map(float).to_numpy(), probabilities)
 
 
 def test_one_column_of_two_labels(tmp_path: Path) -> None:

@@ -63,6 +63,8 @@ class LocalWorker:
     def send(self, command: Command) -> None:
         """Send one command; a process that is gone shows by its exit code, not here."""
         assert self._process.stdin is not None
+        if self._process.stdin.closed:
+            return
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(encode(command).encode())
             self._process.stdin.flush()

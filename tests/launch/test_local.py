@@ -1,0 +1,88 @@
+"""One worker process: started, spoken to, killed."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ensemble.launch.local import LocalWorker
+from ensemble.protocol import Failed, Start, Stop
+from tests.worker.test_predict import worker_spec
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[LocalWorker]:
+    folder = tmp_path / "logs of it"
+    folder.mkdir()
+    made = LocalWorker({"CUDA_VISIBLE_DEVICES": "GPU-1,GPU-2"}, folder / "w.log")
+    yield made
+    made.close()
+
+
+def wait_until_closed(worker: LocalWorker, seconds: float = 60) -> list[Any]:
+    events: list[Any] = []
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        select.select([worker.events_fd], [], [], 0.2)
+        arrived, is_open = worker.receive()
+        events += arrived
+        if not is_open:
+            return events
+    raise AssertionError("the worker's line stayed open")
+
+
+def test_the_environment_is_set_before_the_process_starts(worker: LocalWorker) -> None:
+    variables = Path(f"/proc/{worker.pid}/environ").read_bytes().split(b"\0")
+    assert b"CUDA_VISIBLE_DEVICES=GPU-1,GPU-2" in variables
+
+
+def test_it_has_a_session_of_its_own(worker: LocalWorker) -> None:
+    assert os.getsid(worker.pid) == worker.pid != os.getsid(0)
+    assert os.getpgid(worker.pid) == worker.pid
+
+
+def test_what_goes_wrong_comes_back_as_an_event(worker: LocalWorker, tmp_path: Path) -> None:
+    worker.send(Start.of(worker_spec(tmp_path / "nowhere")))
+    events = wait_until_closed(worker)
+    failed = events[-1]
+    assert isinstance(failed, Failed)
+    assert "nowhere" in failed.message
+    assert "Traceback" in failed.traceback
+    assert "Traceback" in worker.log.read_text()
+    assert worker.close() == 1
+
+
+def test_stop_before_anything_else_is_no_start(worker: LocalWorker) -> None:
+    worker.send(Stop())
+    assert isinstance(wait_until_closed(worker)[-1], Failed)
+    assert worker.close() == 1
+
+
+def test_it_ends_when_its_standard_input_does(worker: LocalWorker) -> None:
+    assert worker._process.stdin is not None
+    worker._process.stdin.close()
+    wait_until_closed(worker)
+    assert worker.close() == 1
+
+
+def test_a_killed_process_tells_its_signal_and_is_reaped(worker: LocalWorker) -> None:
+    os.kill(worker.pid, signal.SIGKILL)
+    while not worker.has_exited():
+        time.sleep(0.01)
+    assert worker.close() == -signal.SIGKILL
+    assert not Path(f"/proc/{worker.pid}").exists()
+    worker.send(Stop())  # a process that is gone is no reason to fail
+    assert worker.close() == -signal.SIGKILL
+
+
+def test_a_stopped_process_is_ended_too(worker: LocalWorker) -> None:
+    os.kill(worker.pid, signal.SIGSTOP)
+    assert worker.close() in (-signal.SIGKILL, -signal.SIGTERM)
+    assert not Path(f"/proc/{worker.pid}").exists()

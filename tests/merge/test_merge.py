@@ -1,0 +1,115 @@
+"""Gathering, aligning, combining and scoring, against hand computation, pandas and scikit-learn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+from sklearn.metrics import accuracy_score, log_loss
+
+from ensemble.errors import MergeError
+from ensemble.merge.align import read_predictions
+from ensemble.merge.combine import weighted_mean
+from ensemble.merge.gather import gather_parts
+from ensemble.merge.metrics import score
+
+LABELS = ["a", "b", "c"]
+AWKWARD_IDS = ["001", "1e5", "nan", " x", "=1+1", 'say "hi"', "a,b", "two\nlines", "ü", "NULL"]
+
+
+def write(path: Path, ids: list[str], values: np.ndarray, labels: list[str] = LABELS) -> Path:
+    frame = pd.DataFrame(values, columns=labels)
+    frame.insert(0, "id", ids)
+    frame.to_csv(path, index=False)
+    return path
+
+
+def probabilities(rows: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).dirichlet([1, 1, 1], rows)
+
+
+def read(path: Path, ids: list[str]) -> np.ndarray:
+    return read_predictions(path, "id", LABELS, pa.chunked_array([pa.array(ids)]))
+
+
+def test_rows_are_joined_by_id_and_columns_by_name(tmp_path: Path) -> None:
+    values = probabilities(10, 0)
+    shuffled = [3, 1, 9, 0, 2, 4, 8, 7, 6, 5]
+    path = write(
+        tmp_path / "m.csv",
+        [AWKWARD_IDS[i] for i in shuffled],
+        values[shuffled][:, [2, 0, 1]],
+        ["c", "a", "b"],
+    )
+    np.testing.assert_array_equal(read(path, AWKWARD_IDS), values)
+    np.testing.assert_array_equal(read(write(path, AWKWARD_IDS, values), AWKWARD_IDS), values)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (["1", "2"], "1 ids are missing .'3'."),
+        (["1", "2", "3", "4"], "1 ids are not in the table .'4'."),
+        (["1", "2", "2", "3"], "1 ids stand there more than once .'2'."),
+        (["1", "02", "3"], "1 ids are missing .'2'.; 1 ids are not in the table .'02'."),
+    ],
+)
+def test_ids_that_do_not_fit(ids: list[str], message: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "m.csv", ids, probabilities(len(ids), 0))
+    with pytest.raises(MergeError, match=message):
+        read(path, ["1", "2", "3"])
+
+
+def test_columns_and_values_that_do_not_fit(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.csv", ["1"], probabilities(1, 0), ["a", "b", "d"])
+    with pytest.raises(MergeError, match="columns are id, a, b, d, expected id, a, b, c"):
+        read(path, ["1"])
+    path.write_text("id,a,b,c\n1,0.5,nan,0.5\n")
+    with pytest.raises(MergeError, match="no finite number, the first is id 1"):
+        read(path, ["1"])
+    path.write_text("id,a,b,c\n1,0.5,x,0.5\n")
+    with pytest.raises(MergeError, match="cannot be read"):
+        read(path, ["1"])
+
+
+def test_the_weighted_mean_is_the_hand_computed_one() -> None:
+    first, second, third = (probabilities(50, seed) for seed in range(3))
+    merged = weighted_mean([(0.55, first), (0.45, second), (0, third)])
+    np.testing.assert_allclose(merged, (0.55 * first + 0.45 * second) / 1.0, rtol=1e-15)
+    merged = weighted_mean([(2, first), (1, second), (3, third)])
+    np.testing.assert_allclose(
+        merged, np.average([first, second, third], axis=0, weights=[2, 1, 3]), rtol=1e-14
+    )
+    with pytest.raises(MergeError, match="nothing to merge"):
+        weighted_mean([(0.0, first)])
+    with pytest.raises(MergeError, match="shape"):
+        weighted_mean([(1.0, first), (1.0, second[:3])])
+
+
+def test_parts_are_gathered_into_the_tables_order(tmp_path: Path) -> None:
+    values = probabilities(6, 1)
+    rows = [[4, 0, 5], [1, 3, 2]]
+    parts = []
+    for index, part in enumerate(rows):
+        path = tmp_path / f"{index}.csv"
+        frame = pd.DataFrame(values[part], columns=["p0", "p1", "p2"])
+        frame.insert(0, "row", part)
+        frame.to_csv(path, index=False)
+        parts.append(path)
+    np.testing.assert_array_equal(gather_parts("m", parts, 6, 3), values)
+    with pytest.raises(MergeError, match=r"3 rows do not stand exactly once.*row 2 \(0 times\)"):
+        gather_parts("m", parts[:1], 6, 3)
+    with pytest.raises(MergeError, match=r"row 1 \(2 times\)"):
+        gather_parts("m", [*parts, parts[0]], 6, 3)
+
+
+def test_scores_equal_scikit_learns() -> None:
+    values, truth = probabilities(500, 3), np.random.default_rng(4).integers(0, 3, 500)
+    values[0] = [1, 0, 0]
+    truth[0] = 1  # a confident miss: clipped, not infinite
+    got = score(values, truth)
+    assert got.log_loss == pytest.approx(log_loss(truth, values, labels=[0, 1, 2]), rel=1e-12)
+    assert got.accuracy == accuracy_score(truth, values.argmax(axis=1))

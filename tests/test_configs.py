@@ -1,0 +1,113 @@
+"""Every file in configs/ is validated and run."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from tests.checkpoints import make_checkpoint, make_texts
+from tests.project import ROOT, Project
+
+LMSYS_LABELS = ["winner_model_a", "winner_model_b", "winner_tie"]
+
+
+def test_no_config_goes_untested() -> None:
+    assert {path.name for path in (ROOT / "configs").glob("*.yaml")} == {"demo.yaml", "kaggle.yaml"}
+
+
+def read_demo(name: str) -> list[list[str]]:
+    with (ROOT / "demo" / name).open(newline="", encoding="utf-8") as file:
+        return list(csv.reader(file))
+
+
+def test_the_demo_ensemble_beats_each_of_its_members(project: Project) -> None:
+    config = str(ROOT / "configs" / "demo.yaml")
+    done = project.ensemble("run", config, environment={"OMP_NUM_THREADS": "2"})
+    assert done.returncode == 0, done.stderr
+    report = project.run_json("runs/demo")
+    scores = {name: score["log_loss"] for name, score in report["scores"].items()}
+    truth = [row[2] for row in read_demo("test.csv")[1:]]
+    shares = np.unique(truth, return_counts=True)[1] / len(truth)
+    prior = -(shares * np.log(shares)).sum()
+    assert max(scores["gemma2"], scores["llama"]) < 0.6 * prior
+    assert scores["ensemble"] < min(scores["gemma2"], scores["llama"])
+    for score in scores.values():
+        assert f"{score:.4f}" in done.stdout
+    for member in report["members"]:
+        assert member["real_token_share"] > 0.95
+    header, rows = project.read("runs/demo/submission.csv")
+    sample = read_demo("sample_submission.csv")
+    assert header == sample[0]
+    assert [row[0] for row in rows] == [row[0] for row in sample[1:]]
+
+
+@pytest.fixture
+def kaggle(project: Project) -> Project:
+    """The folders that configs/kaggle.yaml reads, with small stand-ins of the same architectures."""
+    pytest.importorskip("bitsandbytes")
+    root = project.folder / "kaggle"
+    data = root / "input" / "lmsys-chatbot-arena"
+    data.mkdir(parents=True)
+    (root / "working").mkdir()
+    labels = ["LABEL_0", "LABEL_1", "LABEL_2"]
+    make_checkpoint(root / "input" / "gemma-2-9b-lmsys", "gemma2", labels, seed=1)
+    make_checkpoint(root / "input" / "llama-3-8b-lmsys", "llama", labels, seed=2, pad=None)
+    texts = make_texts(120, seed=5)
+    rows = []
+    for index in range(40):
+        turns = [texts[3 * index : 3 * index + 2], [texts[3 * index + 2], None], ["\ud83d broken pair"]]
+        rows.append([str(136060 + index), *[json.dumps(turn) for turn in turns]])
+    relative = data.relative_to(project.folder)
+    project.write_csv(f"{relative}/test.csv", ["id", "prompt", "response_a", "response_b"], rows)
+    sample = [[row[0], "0.33", "0.33", "0.34"] for row in rows]
+    project.write_csv(f"{relative}/sample_submission.csv", ["id", *LMSYS_LABELS], sample)
+    text = (ROOT / "configs" / "kaggle.yaml").read_text(encoding="utf-8")
+    assert text.count("/kaggle/") >= 6
+    (project.folder / "kaggle.yaml").write_text(text.replace("/kaggle/", f"{root}/"), encoding="utf-8")
+    return project
+
+
+def test_the_kaggle_config_with_stand_ins(kaggle: Project) -> None:
+    assert kaggle.ensemble("validate", "kaggle.yaml").returncode == 0
+    done = kaggle.ensemble("run", "kaggle.yaml")
+    assert done.returncode == 0, done.stderr
+    header, rows = kaggle.read("kaggle/working/submission.csv")
+    assert header == ["id", *LMSYS_LABELS]
+    assert [row[0] for row in rows] == [str(136060 + index) for index in range(40)]
+    values = np.array([[float(cell) for cell in row[1:]] for row in rows])
+    np.testing.assert_allclose(values.sum(axis=1), 1, atol=1e-8)
+    assert values.std(axis=0).min() > 0.01
+    report = kaggle.run_json("kaggle/working/ensemble")
+    # [text, null] in a JSON list: one null a row in response_a
+    assert report["null_texts"]["response_a"] >= 40
+
+
+def test_one_broken_json_cell_is_found_before_any_model_loads(kaggle: Project) -> None:
+    path = "kaggle/input/lmsys-chatbot-arena/test.csv"
+    header, rows = kaggle.read(path)
+    rows[33][2] = '["cut off'
+    kaggle.write_csv(path, header, rows)
+    done = kaggle.ensemble("run", "kaggle.yaml")
+    assert done.returncode == 2
+    assert "row 34 (id '136093')" in done.stderr
+    assert "response_a" in done.stderr
+    assert not (kaggle.folder / "kaggle/working/ensemble").exists()
+
+
+def test_the_readme_shows_a_config_that_is_valid(tmp_path: Path) -> None:
+    from ensemble.config import load_config
+
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    examples = [block.split("```")[0] for block in readme.split("```yaml\n")[1:]]
+    assert examples
+    whole = [example for example in examples if "models:" in example and "data:" in example]
+    assert whole
+    for example in whole:
+        (tmp_path / "c.yaml").write_text(example, encoding="utf-8")
+        assert load_config(tmp_path / "c.yaml").config.models
+        assert yaml.safe_load(example)["output_dir"]

@@ -1,0 +1,42 @@
+"""Messages survive the line; what is no message is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from ensemble.protocol import ChunkDone, Failed, Predict, Ready, Start, Stop, decode, encode
+from tests.worker.test_predict import worker_spec
+
+
+def test_every_message_comes_back_as_it_went() -> None:
+    messages = [
+        Predict(chunk=3, start=10, stop=20),
+        Stop(),
+        Ready(1.5, "cpu", "float32", "sdpa", 12, 128, 2048, ("a note", "another")),
+        ChunkDone(3, 10, 100, 110, 2, 1, 0.25),
+        Failed("ValueError", "line one\nline two, \u2028 and \ud83d", "trace\nback", None),
+    ]
+    for message in messages:
+        line = encode(message)  # type: ignore[arg-type]
+        assert line.count("\n") == 1
+        assert line.endswith("\n")
+        assert decode(line) == message
+
+
+def test_a_worker_spec_keeps_what_the_user_wrote(tmp_path: object) -> None:
+    from pathlib import Path
+
+    settings = {"load_in_4bit": True, "llm_int8_skip_modules": ["score"]}
+    spec = worker_spec(Path("a b/c"), quantization_config=settings, text_columns=("a", "b"))
+    start = decode(encode(Start.of(spec)))
+    assert start.worker_spec() == spec
+    assert start.worker_spec().quantization_config["llm_int8_skip_modules"] == ["score"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["", "x", "[]", "{}", "null", '{"type": "Nope"}', '{"type": "Stop", "a": 1}', '{"type": ["Stop"]}'],
+)
+def test_other_lines_are_refused(line: str) -> None:
+    with pytest.raises(ValueError, match="not a message"):
+        decode(line)
