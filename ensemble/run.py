@@ -157,15 +157,15 @@ def _merge(prepared: Prepared, rundir: RunDir, result: RunResult) -> None:
     config, table = prepared.config, prepared.table
     scored = table.truth is not None and scores_make_sense(prepared.checkpoints)
 
-    def members() -> Iterator[tuple[float, npt.NDArray[np.float64]]]:
+    def members() -> Iterator[npt.NDArray[np.float64]]:
         for model in config.models:
             path = rundir.predictions(model.name)
             values = read_predictions(path, config.data.id_column, config.labels, table.ids)
             if scored and table.truth is not None:
                 result.scores[model.name] = score(values, table.truth)
-            yield model.weight, values
+            yield values
 
-    merged = weighted_mean(members())
+    merged = weighted_mean([model.weight for model in config.models], members())
     if scored and table.truth is not None:
         result.scores[ENSEMBLE_ROW] = score(merged, table.truth)
     _write_probabilities(rundir.ensemble, prepared, merged)

@@ -194,7 +194,7 @@ def _id_problems(path: Path, column: str, ids: pa.ChunkedArray) -> Iterator[str]
     if blank.count:
         rows = ", ".join(f"{row + 1:,}" for row in blank.rows)
         count = plural(blank.count, "row")
-        yield f"{path}: id column {column!r}: {count} without an id, the first: {rows}; give every row an id"
+        yield f"{path}: id column {column!r}: {count} without an id, first: row {rows}; give every row an id"
     if pc.count_distinct(ids, mode="all").as_py() == len(ids):
         return
     counted = pc.value_counts(ids)
@@ -207,7 +207,7 @@ def _id_problems(path: Path, column: str, ids: pa.ChunkedArray) -> Iterator[str]
     for name in names[:_SHOWN].to_pylist():
         places = _first(pc.equal(ids, name))
         rows = ", ".join(f"{row + 1:,}" for row in places.rows)
-        shown.append(f"{_short(name)} in rows {rows}" + (", ..." if places.count > _SHOWN else ""))
+        shown.append(f"{_short(name)} in row {rows}" + (", ..." if places.count > _SHOWN else ""))
     count = plural(len(names), "id")
     yield f"{path}: id column {column!r}: {count} more than once: {'; '.join(shown)}; ids must be unique"
 

@@ -230,8 +230,8 @@ Seeds are fixed; the last digits vary with the processor and the version of torc
 """
 
 
-def readme(data: Split, trained: Sequence[Trained], scores: Sequence[Score], processor_seconds: float) -> str:
-    """The demo's README, with the figures measured while it was made."""
+def readme(data: Split, trained: Sequence[Trained], scores: Sequence[Score], seconds: float) -> str:
+    """The demo's README, with the figures measured; `seconds` are of processor time."""
     return _README.format(
         topic_count=len(TOPICS),
         train=len(data.train),
@@ -249,5 +249,5 @@ def readme(data: Split, trained: Sequence[Trained], scores: Sequence[Score], pro
             "into the head)"
             for member in trained
         ),
-        minutes=processor_seconds / 60,
+        minutes=seconds / 60,
     )

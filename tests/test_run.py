@@ -93,11 +93,12 @@ def _check_the_report(project: Project, printed: str, merged: np.ndarray) -> Non
 
 
 def test_replicas_batch_sizes_and_budgets_change_nothing(project: Project) -> None:
+    project.write_table(rows=2500)  # four chunks
     project.write_config(project.config())
     cases = {
         "one": [],
         "two": ["--set", "models.gemma.replicas=2", "--set", "models.llama.replicas=3"],
-        "fixed": ["--set", "defaults.batch_size=3", "--set", "models.llama.max_num_batched_tokens=64"],
+        "fixed": ["--set", "defaults.batch_size=23", "--set", "models.llama.max_num_batched_tokens=512"],
     }
     merged = {}
     for name, options in cases.items():

@@ -108,8 +108,8 @@ def test_every_problem_at_once(tmp_path: Path, suffix: str) -> None:
     asked = needs(label_column="label", columns=("prompt", "respons"), json_columns=("prompt", "respons"))
     missing, blank, repeated, labels, broken = problems(path, asked)
     assert "no text column 'respons'; the columns are 'id', 'prompt', 'label'" in missing
-    assert "id column 'id': 1 row without an id, the first: 4" in blank
-    assert "1 id more than once: 'x' in rows 1, 3" in repeated
+    assert "id column 'id': 1 row without an id, first: row 4" in blank
+    assert "1 id more than once: 'x' in row 1, 3" in repeated
     assert (
         "2 rows without a known label; row 2 (id 'y'): 'A' (did you mean 'a'?); row 3 (id 'x'): has no"
         in labels
@@ -134,14 +134,14 @@ def test_missing_id_and_label_columns(tmp_path: Path, suffix: str) -> None:
 def test_many_repeated_ids_are_counted(tmp_path: Path, suffix: str) -> None:
     rows = [{"id": str(i % 9_000), "text": "x"} for i in range(40_000)]
     (found,) = problems(write_rows(tmp_path / f"x{suffix}", rows))
-    assert "9,000 ids more than once: '0' in rows 1, 9,001, 18,001, ...; '1' in rows 2," in found
+    assert "9,000 ids more than once: '0' in row 1, 9,001, 18,001, ...; '1' in row 2," in found
 
 
 @FORMATS
 def test_null_ids(tmp_path: Path, suffix: str) -> None:
     rows = [{"id": name, "text": "x"} for name in ("1", None, None)]
     (found,) = problems(write_rows(tmp_path / f"x{suffix}", rows))
-    assert "2 rows without an id, the first: 2, 3" in found
+    assert "2 rows without an id, first: row 2, 3" in found
 
 
 @FORMATS

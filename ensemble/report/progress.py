@@ -46,10 +46,27 @@ class QuietDisplay:
     def stop(self) -> None: ...
 
 
+class _Notes:
+    """Says once what workers had to tell of how they loaded."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._said: set[str] = set()
+
+    def __call__(self, state: MemberState) -> None:
+        for record in state.workers:
+            for note in record.ready.notes if record.ready else ():
+                text = f"{state.plan.name}: {note}"
+                if text not in self._said:
+                    self._said.add(text)
+                    self._say(text)
+
+
 class PlainDisplay:
     """A line when a member's phase changes, and one every few seconds in between."""
 
     def __init__(self, file: IO[str], clock: Callable[[], float] = time.monotonic) -> None:
+        self._notes = _Notes(self.say)
         self._file = file
         self._clock = clock
         self._last: dict[str, float] = {}
@@ -68,17 +85,21 @@ class PlainDisplay:
             name, phase = state.plan.name, phase_of(state)
             if phase == "waiting":
                 continue
+            self._notes(state)
             changed = self._phases.get(name) != phase
             due = phase == "predicting" and now - self._last.get(name, now) >= PLAIN_LINE_SECONDS
             if changed or due:
                 self._phases[name], self._last[name] = phase, now
-                self.say(f"{name}: {describe(state, now)}")
+                first = phase == "predicting" and changed
+                rows = f"predicting {state.plan.order.shape[0]:,} rows"
+                self.say(f"{name}: {rows if first else describe(state, now)}")
 
 
 class BarDisplay:
     """A bar per member, redrawn in place."""
 
     def __init__(self, console: Console) -> None:
+        self._notes = _Notes(self.say)
         self._tasks: dict[str, TaskID] = {}
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -100,6 +121,7 @@ class BarDisplay:
         now = time.monotonic()
         for state in members:
             name = state.plan.name
+            self._notes(state)
             if name not in self._tasks:
                 self._tasks[name] = self._progress.add_task(name, total=1.0, status="")
             self._progress.update(

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -47,16 +48,14 @@ def rows(name: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def model_config(member: str) -> dict[str, object]:
-    content: dict[str, object] = json.loads(
-        (DEMO / "models" / member / "config.json").read_text(encoding="utf-8")
-    )
+def model_json(member: str, name: str = "config.json") -> dict[str, Any]:
+    path = DEMO / "models" / member / name
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return content
 
 
 def labels_in_order(member: str) -> list[str]:
-    id2label = model_config(member)["id2label"]
-    assert isinstance(id2label, dict)
+    id2label = model_json(member)["id2label"]
     return [id2label[str(index)] for index in range(len(id2label))]
 
 
@@ -178,7 +177,7 @@ def test_models_are_small_and_safetensors_only() -> None:
 
 @pytest.mark.parametrize("member", MEMBERS)
 def test_member_is_the_real_architecture(demo_data: ModuleType, member: str) -> None:
-    config = model_config(member)
+    config = model_json(member)
     labels = labels_in_order(member)
     assert config["architectures"] == [MEMBERS[member]]
     assert config["model_type"] == member
@@ -191,7 +190,7 @@ def test_members_order_their_labels_differently() -> None:
 
 
 def test_gemma_keeps_what_makes_it_gemma_and_llama_has_no_pad_token() -> None:
-    gemma, llama = model_config("gemma2"), model_config("llama")
+    gemma, llama = model_json("gemma2"), model_json("llama")
     assert gemma["attn_logit_softcapping"] == 50.0
     assert gemma["layer_types"] == ["sliding_attention", "full_attention"]
     assert gemma["pad_token_id"] == 0
@@ -201,9 +200,9 @@ def test_gemma_keeps_what_makes_it_gemma_and_llama_has_no_pad_token() -> None:
 
 @pytest.mark.parametrize("member", MEMBERS)
 def test_tokenizer_matches_its_model(member: str) -> None:
-    tokenizer = json.loads((DEMO / "models" / member / "tokenizer.json").read_text(encoding="utf-8"))
-    settings = json.loads((DEMO / "models" / member / "tokenizer_config.json").read_text(encoding="utf-8"))
-    assert len(tokenizer["model"]["vocab"]) == model_config(member)["vocab_size"]
+    tokenizer = model_json(member, "tokenizer.json")
+    settings = model_json(member, "tokenizer_config.json")
+    assert len(tokenizer["model"]["vocab"]) == model_json(member)["vocab_size"]
     assert tokenizer["truncation"] is None
     assert tokenizer["padding"] is None
     assert bool(settings.get("pad_token")) == (member == "gemma2")

@@ -1,0 +1,110 @@
+"""The config while it is being read: plain data, where each value stands, and what is wrong so far.
+
+Owns how a place and a value are written in an error, and the order of the errors.  It does not read YAML
+(that is ``yamlfile``) and does not know which keys there are (that is ``schema``).
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+# A place in the YAML: ("models", 1, "weight") is models[1].weight.
+Loc = tuple[str | int, ...]
+# What is wrong, and where.
+Problem = tuple[Loc, str]
+
+SHOWN_CHARACTERS: Final = 60
+AFTER_ALL_LINES: Final = sys.maxsize
+
+# Stands where a value could not be had: of no type that a check accepts, and already reported.
+INVALID: Final = object()
+
+
+@dataclass
+class Document:
+    """The YAML as plain data, with the place of each value and every problem found so far.
+
+    ``lines`` counts from 1.  ``overrides`` maps a place that an override made to that override and to the
+    place that it names.  ``invalid`` are places whose problem is known, and the places around them.
+    """
+
+    data: dict[str, Any]
+    lines: dict[Loc, int]
+    overrides: dict[Loc, tuple[str, Loc]] = field(default_factory=dict)
+    invalid: set[Loc] = field(default_factory=set)
+    found: list[tuple[int, str]] = field(default_factory=list)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What is wrong, each once, from the top of the file to its end, then what has no line."""
+        return tuple(dict.fromkeys(text for _, text in sorted(self.found, key=lambda item: item[0])))
+
+    def note(self, sentence: str) -> None:
+        """Note a problem that has no place in the YAML."""
+        self.found.append((AFTER_ALL_LINES, sentence))
+
+    def report(self, loc: Loc, sentence: str) -> None:
+        """Note a problem; after "must be ..." comes the value as it was written, never what ``${}`` gave."""
+        around = (loc[:size] for size in range(len(loc), 0, -1))
+        line = next((self.lines[outer] for outer in around if outer in self.lines), AFTER_ALL_LINES)
+        if sentence.startswith("must be "):
+            if loc in self.invalid:
+                return
+            value = self.value(loc)
+            sentence += f", not {shown(value)}"
+            if isinstance(value, str) and "${" in value:
+                sentence += " (a variable always gives text)"
+        self.found.append((line, f"{self._place(loc)}: {sentence}"))
+
+    def refuse(self, loc: Loc, sentence: str) -> None:
+        """Note a problem with the value at ``loc`` that makes any other problem with it pointless."""
+        self.report(loc, sentence)
+        self.invalid.update(loc[:size] for size in range(len(loc) + 1))
+
+    def value(self, loc: Loc) -> object:
+        """The value at ``loc`` as it was written, with ``${NAME}`` unexpanded; None where there is none."""
+        here: Any = self.data
+        for step in loc:
+            try:
+                here = here[step]
+            except (LookupError, TypeError):
+                return None
+        return here
+
+    def _place(self, loc: Loc) -> str:
+        for size in range(len(loc), 0, -1):
+            if loc[:size] in self.overrides:
+                text, target = self.overrides[loc[:size]]
+                return text if loc == target else f"{text}: {place(loc)}"
+            if loc[:size] in self.lines:
+                return f"{place(loc)} (line {self.lines[loc[:size]]})"
+        return place(loc)
+
+
+def place(loc: Loc) -> str:
+    """``("models", 1, "weight")`` as people write it: ``models[1].weight``."""
+    text = ""
+    for step in loc:
+        plain = isinstance(step, str) and re.fullmatch(r"[\w-]{1,60}", step)
+        text += f".{step}" if plain else f"[{shown(step)}]"
+    return text.removeprefix(".") or "top level"
+
+
+def shown(value: object) -> str:
+    """A value in an error message: on one line, and short."""
+    if value is None:
+        return "empty"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        return "a mapping" if value else "an empty mapping"
+    text = f"[{', '.join(map(shown, value))}]" if isinstance(value, list) else repr(value)
+    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
+
+
+def one_line(text: str) -> str:
+    """What the user typed, in a form that cannot break an error message up."""
+    return text if text.isprintable() else repr(text)

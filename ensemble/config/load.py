@@ -1,0 +1,100 @@
+"""From a YAML file to a ``RunConfig``, step by step: read, override, expand, merge the defaults, check.
+
+Owns ``load_config`` and ``defaults:``, which is merged under each model, key by key: a mapping in a model
+replaces that of the defaults as a whole.  Each step's own work is done in the module named after it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ensemble.config.document import Document, Loc, Problem
+from ensemble.config.overrides import apply_overrides
+from ensemble.config.rules import broken, broken_in_member
+from ensemble.config.schema import ModelConfig, RunConfig
+from ensemble.config.sentences import validate
+from ensemble.config.variables import expand
+from ensemble.config.yamlfile import parse, read_text
+from ensemble.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A config, and what it was made from: the YAML exactly as given, its file, the overrides as given."""
+
+    config: RunConfig
+    text: str
+    path: Path
+    overrides: tuple[str, ...]
+
+
+def load_config(
+    path: Path, overrides: Sequence[str] = (), *, environ: Mapping[str, str] | None = None
+) -> LoadedConfig:
+    """Read, override, expand and check a config.
+
+    Args:
+        path: the YAML file.
+        overrides: ``a.b=value``, the value in YAML, as in ``models.gemma2.weight=0.5``; the later one wins.
+        environ: what ``${NAME}`` stands for; the process's environment if None.  ``${CONFIG_DIR}`` is always
+            the absolute folder of the YAML file.
+
+    Raises:
+        ConfigError: with every problem there is, each with its path in the YAML and, where known, its line.
+    """
+    text = read_text(path)
+    document = parse(text, path)
+    apply_overrides(document, overrides)
+    variables = {**(os.environ if environ is None else environ), "CONFIG_DIR": str(path.absolute().parent)}
+    config = _validated(document, expand(document, variables))
+    if config is None or document.problems:
+        raise ConfigError(document.problems)
+    return LoadedConfig(config, text, path, tuple(overrides))
+
+
+def _validated(document: Document, values: dict[str, Any]) -> RunConfig | None:
+    problems: list[Problem] = []
+    defaults = values.pop("defaults", None)
+    defaults = {} if defaults is None else defaults
+    if not isinstance(defaults, dict):
+        problems.append((("defaults",), "must be a mapping of a model's keys to values"))
+        defaults = {}
+    problems += [(("defaults", *loc), sentence) for loc, sentence in _wrong_in_defaults(defaults)]
+    origins = _merge_defaults(values, defaults)
+    config, wrong = validate(RunConfig, values)
+    for loc, sentence in (*problems, *wrong, *broken(values)):
+        # What a default got wrong is said where it stands, which makes the members' copies of it one problem.
+        document.report((*origins.get(loc[:3], loc[:3]), *loc[3:]), sentence)
+    return config
+
+
+def _merge_defaults(values: dict[str, Any], defaults: dict[str, Any]) -> dict[Loc, Loc]:
+    """Put the defaults into the models; returns where each key that came from them stands in the YAML."""
+    origins: dict[Loc, Loc] = {}
+    models = values.get("models")
+    for index, model in enumerate(models if isinstance(models, list) else ()):
+        if not isinstance(model, dict):
+            continue
+        skipped = {"name", *model}
+        for mine, other in (("prompt_template", "text_column"), ("text_column", "prompt_template")):
+            if model.get(mine) is not None:
+                skipped.add(other)
+        for key in defaults.keys() - skipped:
+            model[key] = deepcopy(defaults[key])
+            origins["models", index, key] = ("defaults", key)
+    return origins
+
+
+def _wrong_in_defaults(defaults: dict[str, Any]) -> Iterator[Problem]:
+    if "name" in defaults:
+        yield ("name",), "belongs in each model; two models cannot share it"
+    member = {"model_name_or_path": "any", **defaults, "name": "any"}
+    _, wrong = validate(ModelConfig, member)
+    for loc, sentence in (*wrong, *broken_in_member(member, set())):
+        if loc not in {(), ("revision",)}:  # what is missing is for the models to bring
+            yield loc, sentence

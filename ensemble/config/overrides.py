@@ -1,0 +1,99 @@
+"""``--set a.b=value``: a value put into a ``Document`` in place of what the YAML says.
+
+Owns what the path of an override may reach.  The value is read by ``yamlfile``, and whether the key exists or
+takes such a value is for ``schema`` to say.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ensemble.config.document import SHOWN_CHARACTERS, Document, Loc, one_line, place, shown
+from ensemble.config.yamlfile import MAX_DEPTH, Unreadable, build_data
+
+
+def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
+    """Put each ``a.b=value`` into the document, in order; what cannot be done is noted there as a problem.
+
+    A part of the path is a key, a position in a list (``models.0`` or ``models[0]``) or a member's name; a
+    mapping that is missing on the way is made.  The value is YAML.
+    """
+    for text in overrides:
+        name = f"--set {one_line(text if len(text) <= 100 else text[:97] + '...')}"
+        try:
+            _override(document, text, name)
+        except Unreadable as error:
+            document.note(f"{name}: {error}")
+
+
+def _override(document: Document, text: str, name: str) -> None:
+    path, equals, value_text = text.partition("=")
+    parts = re.sub(r"\[(\d+)\]", r".\1", path.strip(), flags=re.ASCII).split(".")
+    if not equals:
+        raise Unreadable("needs the form key=value, for example --set limit=100")
+    if not all(parts) or len(parts) > MAX_DEPTH:
+        raise Unreadable(f"{shown(path)} is not a path; write it like models.0.weight")
+    steps = _find(document.data, parts)
+    for known in (document.lines, document.overrides):
+        for loc in [loc for loc in known if loc[: len(steps)] == steps]:
+            del known[loc]
+    document.invalid = {loc for loc in document.invalid if loc[: len(steps)] != steps}
+    document.overrides[steps] = (name, steps)
+    value = build_data(value_text, document, steps, with_lines=False)
+    here: Any = document.data
+    for depth, step in enumerate(steps[:-1], start=1):
+        inner = here.get(step) if isinstance(here, dict) else here[step]
+        if inner is None:
+            inner = here[step] = {}
+            document.overrides[steps[:depth]] = (name, steps)
+        here = inner
+    here[steps[-1]] = value
+
+
+def _find(data: dict[str, Any], parts: Sequence[str]) -> Loc:
+    here: Any = data
+    loc: Loc = ()
+    rest = list(parts)
+    while rest:
+        if here is None:
+            here = {}
+        if isinstance(here, dict):
+            used = _longest(rest, here)
+            step: str | int = ".".join(rest[:used])
+        elif isinstance(here, list):
+            step, used = _position(here, loc, rest)
+        else:
+            raise Unreadable(f"{place(loc)} is {shown(here)} and has no keys inside")
+        here = here.get(step) if isinstance(here, dict) else here[int(step)]
+        loc, rest = (*loc, step), rest[used:]
+    return loc
+
+
+def _longest(parts: Sequence[str], known: Mapping[str, Any]) -> int:
+    """How many parts make a known key together: a key may hold dots itself.  One if none does."""
+    return next((size for size in range(len(parts), 0, -1) if ".".join(parts[:size]) in known), 1)
+
+
+def _position(items: list[Any], loc: Loc, parts: Sequence[str]) -> tuple[int, int]:
+    names = {item["name"]: i for i, item in enumerate(items) if isinstance(item, dict) and _has_name(item)}
+    used = _longest(parts, names)
+    key = ".".join(parts[:used])
+    number = int(key) if re.fullmatch(r"[0-9]{1,6}", key) else None
+    if number is not None and names.get(key, number) != number:
+        raise Unreadable(f"{key} is both a position and the name of {place((*loc, names[key]))}; rename it")
+    if key in names:
+        return names[key], used
+    if number is None:
+        near = difflib.get_close_matches(key[:SHOWN_CHARACTERS], names, n=1)
+        advice = f"; did you mean {shown(near[0])}?" if near else ""
+        raise Unreadable(f"{place(loc)} has nothing named {shown(key)}{advice}")
+    if number >= len(items):
+        raise Unreadable(f"{place(loc)} has no position {number}; it holds {len(items)}, counted from 0")
+    return number, used
+
+
+def _has_name(item: Mapping[str, Any]) -> bool:
+    return isinstance(item.get("name"), str)

@@ -1,0 +1,123 @@
+"""The keys of the YAML: which there are, what each may hold, and what it is when it is left out.
+
+Owns ``RunConfig`` and the models it holds.  Kinds of values are in ``values``, what ties keys together is in
+``rules``, and ``defaults:`` is not here: ``load`` merges it under the models before they are checked.
+"""
+
+# No "from __future__ import annotations": pydantic would evaluate every annotation from its text again.
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from ensemble.config.rules import broken, broken_in_member, checked
+from ensemble.config.values import (
+    Column,
+    Columns,
+    Count,
+    Devices,
+    File,
+    LabelMap,
+    Labels,
+    MustBe,
+    Name,
+    ProblemType,
+    Seed,
+    Settings,
+    Source,
+    Text,
+    Weight,
+    at_least_one,
+)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        hide_input_in_errors=True,  # a value may come from an environment variable
+        protected_namespaces=(),
+        defer_build=True,  # at first use: with its search for plugins, pydantic would slow down --help
+    )
+
+
+class DataConfig(_Strict):
+    """The table to predict.  A relative path starts at the working directory."""
+
+    path: File = Field(examples=["test.csv"])
+    id_column: Column = "id"  # names each row
+    label_column: Column | None = None  # the true labels, for metrics
+
+
+class ModelConfig(_Strict):
+    """One member of the ensemble.  Exactly one of ``prompt_template`` and ``text_column`` is given.
+
+    Raises:
+        ValidationError: a value is of the wrong type or out of range, or two keys do not go together.
+    """
+
+    name: Name = Field(examples=["gemma2"])  # becomes a file name, so unique whatever the case
+    model_name_or_path: Source = Field(examples=["models/gemma-2-9b"])  # a folder, or a name on the hub
+    revision: Text | None = None  # the hub's branch, tag or commit
+    weight: Weight = 1.0  # share in the merge, relative to the other members
+    prompt_template: Text | None = None  # Jinja, over the row's columns
+    text_column: Column | Columns | None = None  # fed as it stands; two columns are a pair of sentences
+    max_length: Count | None = None  # tokens; a longer row is cut; None: the checkpoint's own limit
+    truncation_side: Literal["left", "right"] | None = None  # None: the tokenizer's own
+    add_special_tokens: bool = True  # False where the template holds them already
+    task_type: Literal["seq_cls"] = "seq_cls"  # sequence classification
+    problem_type: ProblemType | None = None  # how logits become probabilities; None: the checkpoint's own
+    label_map: LabelMap = {}  # the checkpoint's label -> the config's
+    batch_size: Count | Literal["auto"] = "auto"  # rows in one forward pass
+    max_num_batched_tokens: Count | None = None  # tokens in one forward pass, padding included
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"  # of the weights
+    quantization_config: Settings | None = None  # such as {load_in_4bit: true}
+    attn_implementation: Text | None = None  # such as sdpa, eager or flash_attention_2
+    num_gpus: Devices | None = None  # for each replica; 0: the CPU; None: one if there is any GPU
+    replicas: Count | Literal["auto"] = "auto"  # loaded copies that share the rows
+    trust_remote_code: bool = False  # runs code from the hub, which therefore demands a revision
+    model_kwargs: Settings = {}  # for the model's from_pretrained
+    tokenizer_kwargs: Settings = {}  # for the tokenizer's from_pretrained
+
+    @model_validator(mode="after")
+    def _check(self) -> "ModelConfig":
+        return checked(self, broken_in_member(dict(self), set()))
+
+
+class EnsembleConfig(_Strict):
+    """How the members' probabilities become one."""
+
+    method: Literal["mean"] = "mean"  # the mean, by weight
+
+
+class SubmissionConfig(_Strict):
+    """The file to hand in, made in the image of a sample."""
+
+    sample: File = Field(examples=["sample_submission.csv"])  # gives the columns and the order of the rows
+    path: File | None = None  # where to write; None: in the output directory
+    columns: LabelMap = {}  # the sample's column -> label, where they differ
+
+
+Models = Annotated[tuple[ModelConfig, ...], BeforeValidator(at_least_one), MustBe("a list of models")]
+
+
+class RunConfig(_Strict):
+    """Everything one run is asked for.
+
+    Raises:
+        ValidationError: a value is of the wrong type or out of range, or two keys do not go together.
+    """
+
+    data: DataConfig = Field(examples=["{path: test.csv}"])
+    labels: Labels = Field(examples=["[negative, positive]"])  # the predictions' columns, in this order
+    models: Models = Field(examples=["[{name: a, model_name_or_path: models/a, text_column: text}]"])
+    ensemble: EnsembleConfig = Field(default_factory=EnsembleConfig)
+    submission: SubmissionConfig | None = None
+    output_dir: File = Field(examples=["runs/first"])  # all that the run writes
+    limit: Count | None = None  # only so many rows from the top of the table
+    seed: Seed = 0  # for whatever is random
+
+    @model_validator(mode="after")
+    def _check(self) -> "RunConfig":
+        return checked(self, broken(self.model_dump()))

@@ -1,0 +1,128 @@
+"""What pydantic finds wrong, in plain sentences: with the place in the YAML, and today's name of an older key.
+
+Owns the wording for wrong types, missing keys and unknown keys.  The words for a kind of value stand with it
+in ``values``, the sentences of the rules in ``rules``.
+"""
+
+from __future__ import annotations
+
+import difflib
+from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from pydantic import BaseModel, ValidationError
+
+from ensemble.config.document import Loc, Problem
+from ensemble.config.rules import BROKEN_RULES
+from ensemble.config.schema import DataConfig, EnsembleConfig, ModelConfig, RunConfig, SubmissionConfig
+from ensemble.config.values import MAX_NAME_CHARACTERS, MustBe
+
+M = TypeVar("M", bound=BaseModel)
+
+# What people type from habit, where difflib would not find today's key or the value has another form as well.
+OLDER_KEYS: dict[type[BaseModel], dict[str, str]] = {
+    RunConfig: {
+        "models": "members",
+        "labels": "classes label_names",
+        "data": "dataset input table",
+        "output_dir": "output out_dir output_path save_dir",
+        "limit": "max_rows n_rows nrows num_rows",
+    },
+    DataConfig: {
+        "path": "file csv input input_path test",
+        "id_column": "id id_col",
+        "label_column": "label label_col target target_column",
+    },
+    ModelConfig: {
+        "model_name_or_path": "model model_path model_name model_id path checkpoint pretrained",
+        "max_length": "max_len max_seq_len max_seq_length model_max_length",
+        "prompt_template": "template prompt",
+        "text_column": "text column input_column",
+        "dtype": "torch_dtype precision fp16 bf16",
+        "quantization_config: {load_in_4bit: true}": "load_in_4bit",
+        "quantization_config: {load_in_8bit: true}": "load_in_8bit",
+        "quantization_config": "quantization bnb_config",
+        "attn_implementation": "attention use_flash_attention_2",
+        "batch_size": "bs per_device_eval_batch_size",
+        "num_gpus": "gpus n_gpus device devices device_map",
+        "label_map": "label_mapping id2label label2id",
+    },
+    EnsembleConfig: {"weight (in each model)": "weight weights", "method": "type strategy"},
+    SubmissionConfig: {"sample": "sample_path template", "path": "file output output_path"},
+}
+_ADAPTERS = {"adapter", "adapters", "adapter_name_or_path", "adapter_path", "lora", "lora_path", "peft"}
+
+
+def validate(model: type[M], values: dict[str, Any]) -> tuple[M | None, list[Problem]]:
+    """The values as a model, or None and what is wrong with them."""
+    try:
+        return model.model_validate(values), []
+    except ValidationError as error:
+        details = error.errors(include_url=False, include_input=False)
+    problems: list[Problem] = []
+    for detail in details:
+        loc, hint, owner = _locate(model, detail["loc"])
+        if detail["type"] == BROKEN_RULES:
+            problems += [((*loc, *inner), sentence) for inner, sentence in detail["ctx"]["problems"]]
+        elif detail["type"] == "extra_forbidden":
+            problems.append((loc, _unknown_key(str(loc[-1]), owner)))
+        elif detail["type"] == "missing" and loc == detail["loc"]:  # else a list is too short
+            example = owner.model_fields[str(loc[-1])].examples
+            problems.append((loc, f"required, for example {loc[-1]}: {example[0] if example else '...'}"))
+        else:
+            problems.append((loc, f"must be {expected(hint)}"))
+    return None, problems
+
+
+def _unknown_key(key: str, model: type[BaseModel]) -> str:
+    today = next((new for new, old in OLDER_KEYS[model].items() if key in old.split()), None)
+    if model is ModelConfig and key in _ADAPTERS:
+        return "unknown key; adapters are not supported yet, merge it into the checkpoint first"
+    if today:
+        return f"unknown key; use {today}"
+    known = [*model.model_fields, *(["defaults"] if model is RunConfig else [])]
+    near = difflib.get_close_matches(key[:MAX_NAME_CHARACTERS].lower(), known, n=1)
+    if near:
+        return f"unknown key; did you mean {near[0]}?"
+    return f"unknown key; the keys here are {', '.join(known)}"
+
+
+def expected(hint: Any) -> str:
+    """What a type's values are called; ``Devices | Literal["auto"]`` is a "whole number of ... or auto"."""
+    if get_origin(hint) is Annotated:
+        return next(item.phrase for item in hint.__metadata__ if isinstance(item, MustBe))
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(expected(part) for part in get_args(hint) if part is not NoneType)
+    if get_origin(hint) is Literal:
+        words = get_args(hint)
+        return words[0] if len(words) == 1 else f"one of {', '.join(words)}"
+    return "true or false" if hint is bool else "a mapping of keys to values"
+
+
+@cache
+def hints(model: type[BaseModel]) -> dict[str, Any]:
+    """The type of each key of a model, with its words."""
+    return get_type_hints(model, include_extras=True)
+
+
+def _locate(model: type[BaseModel], loc: Loc) -> tuple[Loc, Any, type[BaseModel]]:
+    """The part of pydantic's ``loc`` that stands in the YAML, the type wanted there, the model around it."""
+    hint: Any = model
+    owner = model
+    for depth, step in enumerate(loc):
+        plain = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+        parts = [part for part in get_args(plain) if part is not NoneType]
+        if get_origin(plain) in (Union, UnionType) and len(parts) == 1:
+            plain = parts[0]
+        # Python 3.10 takes dict[...] for a class.
+        if get_origin(plain) is None and isinstance(plain, type) and issubclass(plain, BaseModel):
+            owner = plain
+            hint = hints(plain).get(str(step))
+        elif get_origin(plain) is tuple and isinstance(step, int):
+            hint = parts[0]
+        elif get_origin(plain) is dict and depth == len(loc) - 1:
+            hint = parts[1]
+        else:
+            return loc[:depth], hint, owner
+    return loc, hint, owner

@@ -1,0 +1,88 @@
+"""What a key may hold: a type for each kind of value, with the words that an error has for it.
+
+It does not know which key holds which (that is ``schema``) or what ties two keys together (that is ``rules``).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from annotated_types import Ge, Le
+from pydantic import AfterValidator, AllowInfNan, BeforeValidator, PlainValidator, StringConstraints
+
+MAX_NAME_CHARACTERS: Final = 100
+MAX_SEED: Final = 2**32 - 1
+
+
+@dataclass(frozen=True)
+class MustBe:
+    """What a type's values are called in an error: "must be <phrase>"."""
+
+    phrase: str
+
+
+def with_home(text: str) -> str:
+    """The text with the home folder put in for a first "~"."""
+    # Nothing but that: Path would also tidy up the names of models on the hub.
+    try:
+        return str(Path(text).expanduser()) if text.startswith("~") else text
+    except RuntimeError as error:  # ~somebody who is not on this machine
+        raise ValueError(str(error)) from None
+
+
+def _file(value: object) -> Path:
+    if isinstance(value, Path):
+        return value
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError
+    return Path(with_home(value))
+
+
+def as_label(value: object) -> object:
+    """A whole number as text; anything else as it is."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _sequence(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def at_least_one(value: object) -> object:
+    """Refuses an empty list."""
+    # Before the items, not as min_length: older pydantic counts only the items that are right.
+    if value in ([], ()):
+        raise ValueError
+    return _sequence(value)
+
+
+def _member_name(name: str) -> str:
+    fits = re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", name) and len(name) <= MAX_NAME_CHARACTERS
+    if not fits or name.lower() == "ensemble":
+        raise ValueError
+    return name
+
+
+# Not Field(...): in older pydantic a Field that several keys share carries the default of one to the others.
+_WORD = StringConstraints(pattern=r"\S")
+_NAME = (
+    f"made of letters, digits, '.', '_' and '-' (at most {MAX_NAME_CHARACTERS}, no '.' first, not 'ensemble')"
+)
+
+Text = Annotated[str, _WORD, MustBe("text, and not empty")]
+Column = Annotated[str, _WORD, MustBe("the name of a column")]
+Columns = Annotated[tuple[Column, Column], BeforeValidator(_sequence), MustBe("a list of two columns")]
+Name = Annotated[str, AfterValidator(_member_name), MustBe(_NAME)]
+Source = Annotated[str, _WORD, AfterValidator(with_home), MustBe("the path of a folder or a name on the hub")]
+Label = Annotated[str, BeforeValidator(as_label), _WORD, MustBe("text (true, false and 0.5 only in quotes)")]
+Labels = Annotated[tuple[Label, ...], BeforeValidator(at_least_one), MustBe("a list of one or more labels")]
+LabelMap = Annotated[dict[str, Label], MustBe("a mapping of names to labels")]
+File = Annotated[Path, PlainValidator(_file), MustBe("the path of a file or folder")]
+Count = Annotated[int, Ge(1), MustBe("a whole number of at least 1")]
+Devices = Annotated[int, Ge(0), MustBe("a whole number of at least 0")]
+Seed = Annotated[int, Ge(0), Le(MAX_SEED), MustBe(f"a whole number from 0 to {MAX_SEED}")]
+Weight = Annotated[float, Ge(0), AllowInfNan(False), MustBe("a number of at least 0")]
+Settings = Annotated[dict[str, Any], MustBe("a mapping of keys to values")]
+ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]

@@ -1,0 +1,255 @@
+"""YAML text -> a ``Document``: plain data that remembers on which line each value stands.
+
+Owns the reading of the file: which words are numbers, and what is too large, too deep or no YAML at all.  It
+does not know which keys there are or what they mean.
+
+Unquoted words are read as YAML 1.2 has it (its core schema), not as PyYAML does: ``yes``, ``off``, ``1:30``
+and ``2024-01-31`` are text, ``012`` is twelve, ``1e-5`` is a number.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from ensemble.config.document import INVALID, Document, Loc, one_line, shown
+from ensemble.errors import ConfigError
+
+# No config comes near these; a wrong file (a CSV, say) or a bomb of aliases does, and must not fill memory.
+MAX_BYTES: Final = 1 << 20
+MAX_DEPTH: Final = 40
+MAX_VALUES: Final = 10_000
+MAX_DIGITS: Final = 100
+
+_TAG = "tag:yaml.org,2002:"
+_WORDS = (
+    (_TAG + "null", r"~|null|Null|NULL|"),
+    (_TAG + "bool", r"true|True|TRUE|false|False|FALSE"),
+    (_TAG + "int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+"),
+    (_TAG + "float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"),
+    (_TAG + "float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"),
+    (_TAG + "merge", r"<<"),
+)
+_KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+_HINTS = (
+    ("'\\t'", "; indent with spaces, not tabs"),
+    ("cannot start any token", "; a value that starts with this character must be in quotes"),
+    ("mapping values are not allowed", "; a value with ': ' inside must be in quotes"),
+    ("expected <block end>", "; check the indentation, and quote a value with quotes or braces in it"),
+    ("a single document", "; a config is one document, without a second ---"),
+)
+
+
+def read_text(path: Path) -> str:
+    """The file's text, exactly as it stands.
+
+    Raises:
+        ConfigError: there is no such file, or it cannot be read, is too large, or is not UTF-8.
+    """
+    name = one_line(str(path))
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise ConfigError(f"{name}: no such file") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{name}: a folder, not a YAML file") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{name}: cannot be read: {reason}") from None
+    if len(content) > MAX_BYTES:
+        raise ConfigError(f"{name}: larger than {MAX_BYTES >> 20} MiB; is this the config?")
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{name} (line {line}): not UTF-8 text; save the file as UTF-8") from None
+
+
+def parse(text: str, path: Path) -> Document:
+    """YAML text as a ``Document``; repeated and non-text keys are problems noted in it.
+
+    Args:
+        text: the YAML; may start with a byte order mark.
+        path: the file it came from, to name in errors.
+
+    Raises:
+        ConfigError: nothing to go on with: a syntax error, an empty file, too many values, no mapping.
+    """
+    name = one_line(str(path))
+    document = Document({}, {})
+    try:
+        data = build_data(text.removeprefix("\ufeff"), document, ())
+    except Unreadable as error:
+        raise ConfigError(f"{name}{error.position}: {error}") from None
+    if data is None:
+        raise ConfigError(f"{name}: empty; a config is a mapping of keys to values")
+    if not isinstance(data, dict):
+        raise ConfigError(f"{name}: the top level must be a mapping of keys to values, not {shown(data)}")
+    document.data = data
+    return document
+
+
+class Unreadable(Exception):
+    """Text that cannot be gone on with, be it YAML or an override; says why on one line."""
+
+    def __init__(self, sentence: str, mark: tuple[int, int] | None = None) -> None:
+        super().__init__(" ".join(sentence.split()))
+        self.position = f" (line {mark[0]}, column {mark[1]})" if mark else ""
+
+
+def _mark(node: yaml.Node) -> tuple[int, int]:
+    return node.start_mark.line + 1, node.start_mark.column + 1
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's composer with the words of YAML 1.2, and with an end: it is slow, and recursive."""
+
+    depth = 0
+    nodes = 0
+
+    def resolve(self, kind: type[yaml.Node], value: str, implicit: tuple[bool, bool]) -> str:
+        if kind is yaml.ScalarNode:
+            unquoted = implicit[0]
+            return next((tag for tag, word in _WORDS if unquoted and re.fullmatch(word, value)), _TAG + "str")
+        return _TAG + ("seq" if kind is yaml.SequenceNode else "map")
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if parent is not None and self.depth > MAX_DEPTH:
+            raise Unreadable(f"nested more than {MAX_DEPTH} levels deep", _mark(parent))
+        self.nodes += 1
+        if parent is not None and self.nodes > MAX_VALUES:
+            raise Unreadable(f"holds more than {MAX_VALUES} values; is this the config?", _mark(parent))
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
+def _compose(text: str) -> yaml.Node | None:
+    try:
+        loader = _Loader(text)
+        try:
+            return loader.get_single_node()
+        finally:
+            loader.dispose()
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        column = error.position - text.rfind("\n", 0, error.position)
+        raise Unreadable(f"a character that YAML forbids, number {error.character}", (line, column)) from None
+    except yaml.MarkedYAMLError as error:
+        parts = [part for part in (error.context, error.problem) if part]
+        sentence = "not valid YAML: " + ", ".join(parts)
+        sentence += next((hint for words, hint in _HINTS if words in sentence), "")
+        mark = error.problem_mark or error.context_mark
+        raise Unreadable(sentence, (mark.line + 1, mark.column + 1) if mark else None) from None
+    # ValueError: "\UFFFFFFFF", a character that there is not
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        raise Unreadable(f"not valid YAML: {error}") from None
+
+
+def build_data(text: str, document: Document, loc: Loc, *, with_lines: bool = True) -> object:
+    """YAML text as plain data; ``loc`` is where it will stand in the document.
+
+    Raises:
+        Unreadable: it is no YAML, or too large or too deep.
+    """
+    node = _compose(text)
+    return None if node is None else _Builder(document, with_lines).build(node, loc)
+
+
+class _Builder:
+    """Nodes -> plain data.  An alias becomes a copy, so that an override of one leaves the others alone."""
+
+    def __init__(self, document: Document, with_lines: bool) -> None:
+        self.document = document
+        self.with_lines = with_lines
+        self.values_left = MAX_VALUES
+
+    def build(self, node: yaml.Node, loc: Loc) -> object:
+        self._spend(node, len(loc))
+        if self.with_lines and loc:
+            self.document.lines.setdefault(loc, _mark(node)[0])
+        kind = node.tag.removeprefix(_TAG)
+        if isinstance(node, yaml.MappingNode) and kind == "map":
+            return self._mapping(node, loc)
+        if isinstance(node, yaml.SequenceNode) and kind == "seq":
+            return [self.build(item, (*loc, index)) for index, item in enumerate(node.value)]
+        if isinstance(node, yaml.ScalarNode) and kind in {"str", "int", "float", "bool", "null", "merge"}:
+            return self._scalar(node, kind, loc)
+        self.document.refuse(loc, f"the tag {shown(node.tag)} is not allowed here")
+        return INVALID
+
+    def _spend(self, node: yaml.Node, depth: int) -> None:
+        self.values_left -= 1
+        if self.values_left < 0:
+            raise Unreadable(
+                f"holds more than {MAX_VALUES} values, counting what *aliases repeat", _mark(node)
+            )
+        if depth > MAX_DEPTH * 2:
+            raise Unreadable("nested too deep; does an *alias stand inside what it names?", _mark(node))
+
+    def _mapping(self, node: yaml.MappingNode, loc: Loc) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for key_node, value_node, merged in self._pairs(node, loc, len(loc)):
+            if key_node.tag != _TAG + "str" or not isinstance(key_node, yaml.ScalarNode):
+                self._refuse_key(key_node, loc)
+                continue
+            key, inside = key_node.value, (*loc, key_node.value)
+            if key not in values:
+                if self.with_lines:
+                    self.document.lines[inside] = _mark(key_node)[0]
+                values[key] = self.build(value_node, inside)
+            elif not merged:
+                again = f"; again on line {_mark(key_node)[0]}" if self.with_lines else ""
+                self.document.report(inside, f"given twice{again}")
+        return values
+
+    def _pairs(
+        self, node: yaml.MappingNode, loc: Loc, depth: int, merged: bool = False
+    ) -> Iterator[tuple[yaml.Node, yaml.Node, bool]]:
+        """The mapping's own keys, then those that ``<<`` brings in: who comes first wins."""
+        self._spend(node, depth)
+        bases: list[yaml.Node] = []
+        for key, value in node.value:
+            self._spend(key, depth)
+            if key.tag != _TAG + "merge":
+                yield key, value, merged
+            elif isinstance(value, yaml.SequenceNode):
+                bases += value.value
+            else:
+                bases.append(value)
+        for base in bases:
+            if isinstance(base, yaml.MappingNode):
+                yield from self._pairs(base, loc, depth + 1, True)
+            else:
+                self.document.report(loc, f"<< on line {_mark(base)[0]} needs a mapping, such as <<: *name")
+
+    def _refuse_key(self, node: yaml.Node, loc: Loc) -> None:
+        line = _mark(node)[0]
+        if isinstance(node, yaml.ScalarNode):
+            sentence = f"the key {shown(node.value)} (line {line}) must be text; put it in quotes"
+        else:
+            sentence = f"a key (line {line}) must be text; a value that starts with {{ needs quotes"
+        self.document.refuse(loc, sentence)
+
+    def _scalar(self, node: yaml.ScalarNode, kind: str, loc: Loc) -> object:
+        text: str = node.value
+        try:
+            if kind == "int":
+                if len(text) > MAX_DIGITS:
+                    raise ValueError
+                base = {"0o": 8, "0x": 16}.get(text[:2], 10)
+                return int(text if base == 10 else text[2:], base)
+            if kind == "float":
+                return float(re.sub(r"\.(?=inf|nan)", "", text.lower()))
+            if kind == "bool":
+                return {"true": True, "false": False}[text.lower()]
+        except (ValueError, KeyError):
+            self.document.refuse(loc, f"{shown(text)} cannot be read as {_KINDS[kind]}")
+            return INVALID
+        return None if kind == "null" else text

@@ -1,0 +1,336 @@
+"""A config as a user has it: read, merged, overridden and checked in one go."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ensemble.config import DataConfig, EnsembleConfig, RunConfig, SubmissionConfig, load_config
+from ensemble.errors import ConfigError
+from tests.config.examples import SMALL, WHOLE, Load, Problems, small
+
+
+def test_what_a_user_writes(load: Load, tmp_path: Path) -> None:
+    loaded = load(WHOLE.replace("\n", "\r\n"), "limit=10")
+    assert loaded.text == WHOLE.replace("\n", "\r\n")
+    assert loaded.path == tmp_path / "my config.yaml"
+    assert loaded.overrides == ("limit=10",)
+    run = loaded.config
+    assert run.data == DataConfig(path=Path("test.csv"), id_column="id", label_column="label")
+    assert run.labels == ("winner_model_a", "winner_model_b", "winner_tie")
+    assert [(m.name, m.max_length, m.weight) for m in run.models] == [
+        ("gemma2", 2048, 0.6),
+        ("llama3", 1024, 0.4),
+    ]
+    assert run.models[0].prompt_template == "<prompt>: {{ prompt | fromjson | join(' ') }} ..."
+    assert run.models[1].prompt_template == "{{ text }}"
+    assert run.ensemble == EnsembleConfig(method="mean")
+    assert run.submission == SubmissionConfig(
+        sample=Path("sample_submission.csv"), path=Path("submission.csv")
+    )
+    assert (run.output_dir, run.limit, run.seed) == (Path("runs/first"), 10, 0)
+
+
+def test_what_is_left_out_has_a_default(load: Load) -> None:
+    run = load(SMALL).config
+    assert (run.data.id_column, run.data.label_column) == ("id", None)
+    assert run.submission is None
+    expected = {
+        "weight": 1.0,
+        "batch_size": "auto",
+        "replicas": "auto",
+        "dtype": "auto",
+        "task_type": "seq_cls",
+        "add_special_tokens": True,
+        "trust_remote_code": False,
+        "label_map": {},
+        "num_gpus": None,
+    }
+    assert {key: getattr(run.models[0], key) for key in expected} == expected
+
+
+def test_all_problems_come_at_once_and_in_order(problems: Problems) -> None:
+    text = """\
+data: {pth: test.csv}
+labels: [a, b, a]
+models:
+  - name: gemma2
+    model_name_or_path: models/a
+    max_lenght: 2048
+    weight: .nan
+    label_map: {x: c}
+    dtype: "${NO}"
+  - name: Gemma2
+    text_column: text
+    torch_dtype: float16
+    batch_size: 2
+    batch_size: 4
+submission: {sample: s.csv, columns: {x: d}}
+limit: 0
+"""
+    assert problems(text, "seed=abc", "nothing") == (
+        "data.path (line 1): required, for example path: test.csv",
+        "data.pth (line 1): unknown key; did you mean path?",
+        "labels[2] (line 2): the same as labels[0]; each label stands once",
+        "models[0] (line 4): prompt_template or text_column is required, for example text_column: text",
+        "models[0].max_lenght (line 6): unknown key; did you mean max_length?",
+        "models[0].weight (line 7): must be a number of at least 0, not nan",
+        "models[0].label_map.x (line 8): must be one of the labels, not 'c'",
+        "models[0].dtype (line 9): the environment variable NO is not set; to keep ${NO}, write $${NO}",
+        "models[1].model_name_or_path (line 10): required, for example model_name_or_path: models/gemma-2-9b",
+        "models[1].name (line 10): the same as models[0].name; names must differ in more than their case",
+        "models[1].torch_dtype (line 12): unknown key; use dtype",
+        "models[1].batch_size (line 13): given twice; again on line 14",
+        "submission.columns.x (line 15): must be one of the labels, not 'd'",
+        "limit (line 16): must be a whole number of at least 1, not 0",
+        "--set nothing: needs the form key=value, for example --set limit=100",
+        "output_dir: required, for example output_dir: runs/first",
+        "--set seed=abc: must be a whole number from 0 to 4294967295, not 'abc'",
+    )
+
+
+def test_defaults_reach_models_that_do_not_say(load: Load) -> None:
+    content = small(model_kwargs={"a": 1}, text_column=None)
+    content["models"].append({"name": "b", "model_name_or_path": "models/b", "text_column": ["t", "u"]})
+    content["models"].append({"name": "c", "model_name_or_path": "models/c", "max_length": None})
+    content["defaults"] = {
+        "prompt_template": "{{ x }}",
+        "max_length": 7,
+        "model_kwargs": {"b": {"c": []}},
+        "weight": 3,
+    }
+    a, b, c = load(content).config.models
+    assert (a.prompt_template, a.text_column, a.max_length, a.model_kwargs) == ("{{ x }}", None, 7, {"a": 1})
+    assert (b.prompt_template, b.text_column, b.model_kwargs) == (None, ("t", "u"), {"b": {"c": []}})
+    assert (c.max_length, c.weight) == (None, 3.0)
+    assert b.model_kwargs["b"] is not c.model_kwargs["b"]
+
+
+def test_a_models_template_drops_the_default_column(load: Load) -> None:
+    content = small(text_column=None, prompt_template="{{ x }}") | {"defaults": {"text_column": "text"}}
+    assert load(content).config.models[0].text_column is None
+
+
+def test_empty_defaults_are_none(load: Load) -> None:
+    assert load(yaml.safe_dump(SMALL) + "\ndefaults:\n").config.models[0].weight == 1.0
+
+
+def test_a_wrong_default_is_reported_once(problems: Problems) -> None:
+    text = WHOLE.replace(
+        "max_length: 1024}", "max_length: 0, wieght: 1, label_map: {x: nope}, batch_size: all, name: x}"
+    )
+    line = "(line 12)"
+    assert sorted(problems(text)) == [
+        f"defaults.batch_size {line}: must be a whole number of at least 1 or auto, not 'all'",
+        f"defaults.label_map.x {line}: must be one of the labels, not 'nope'",
+        f"defaults.max_length {line}: must be a whole number of at least 1, not 0",
+        f"defaults.name {line}: belongs in each model; two models cannot share it",
+        f"defaults.wieght {line}: unknown key; did you mean weight?",
+    ]
+
+
+@pytest.mark.parametrize("defaults", ["[]", "text", "0", "false"])
+def test_defaults_are_a_mapping(problems: Problems, defaults: str) -> None:
+    (problem,) = problems(yaml.safe_dump(SMALL) + f"\ndefaults: {defaults}\n")
+    assert "must be a mapping of a model's keys to values, not" in problem
+
+
+def test_defaults_are_checked_without_models(problems: Problems) -> None:
+    found = problems(
+        {**SMALL, "models": [], "defaults": {"dtype": "half", "text_column": "a", "prompt_template": "b"}}
+    )
+    assert [problem.split(" (")[0] for problem in found] == [
+        "models",
+        "defaults.dtype",
+        "defaults.prompt_template",
+    ]
+    found = problems({**SMALL, "models": 5, "defaults": {"text_column": "a", "prompt_template": "b"}})
+    assert "defaults.prompt_template (line 10): give either prompt_template or text_column, not both" in found
+
+
+def test_overrides_reach_defaults_and_members(load: Load) -> None:
+    run = load(
+        WHOLE,
+        "models.gemma2.weight=0.5",
+        "models[1].weight=1",
+        "defaults.max_length=99",
+        "data.path=a b.csv",
+        "submission=",
+    ).config
+    assert [(m.weight, m.max_length) for m in run.models] == [(0.5, 2048), (1.0, 99)]
+    assert run.data.path == Path("a b.csv")
+    assert run.submission is None
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("output_dri=x", "--set output_dri=x: unknown key; did you mean output_dir?"),
+        ("limit=none", "--set limit=none: must be a whole number of at least 1, not 'none'"),
+        ("models.llama3.weight=-1", "--set models.llama3.weight=-1: must be a number of at least 0, not -1"),
+        (
+            "defaults.dtype=x",
+            "--set defaults.dtype=x: must be one of auto, float32, float16, bfloat16, not 'x'",
+        ),
+        ("submision.path=x", "--set submision.path=x: submision: unknown key; did you mean submission?"),
+        ("data={}", "--set data={}: data.path: required, for example path: test.csv"),
+        (
+            "models.llama.weight=1",
+            "--set models.llama.weight=1: models has nothing named 'llama'; did you mean 'llama3'?",
+        ),
+    ],
+)
+def test_problems_of_an_override_name_it(problems: Problems, override: str, problem: str) -> None:
+    assert problems(WHOLE, override) == (problem,)
+
+
+def test_variables_are_put_in(load: Load, tmp_path: Path) -> None:
+    content = small(
+        model_name_or_path="${ROOT}/a", text_column=None, prompt_template="$${x} ${WORD} {{ text }}"
+    )
+    content["data"]["path"] = "${CONFIG_DIR}/test.csv"
+    run = load(content, "output_dir=${ROOT}/out", ROOT="/models", WORD="yes", CONFIG_DIR="elsewhere").config
+    assert run.data.path == tmp_path / "test.csv"
+    assert run.output_dir == Path("/models/out")
+    assert run.models[0].model_name_or_path == "/models/a"
+    assert run.models[0].prompt_template == "${x} yes {{ text }}"
+
+
+def test_the_processs_environment_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENSEMBLE_TEST_FOLDER", "some folder")
+    path = tmp_path / "my config.yaml"
+    path.write_text(yaml.safe_dump(SMALL | {"output_dir": "${ENSEMBLE_TEST_FOLDER}/x"}), encoding="utf-8")
+    assert load_config(path).config.output_dir == Path("some folder/x")
+
+
+def test_a_variable_gives_text_and_never_shows(problems: Problems) -> None:
+    token = "hf_secret_0123"
+    content = small(
+        name="${T}/",
+        weight="${T}",
+        dtype="${T}",
+        text_column=["${T}"],
+        label_map={"x": "${T}", "y": "${T}"},
+        model_kwargs="${T}",
+        trust_remote_code=True,
+    )
+    content["labels"] = ["${T}", "b", "${T}"]
+    content["data"] = {"path": "x", "id_column": "${T}"}
+    content["submission"] = {"sample": "x", "columns": {"a": "x${T}"}}
+    found = problems(content, "seed=${T}", T=token)
+    assert len(found) > 8
+    assert not any(token in problem for problem in found)
+    assert any(
+        "weight" in problem and "not '${T}' (a variable always gives text)" in problem for problem in found
+    )
+
+
+def test_the_cause_of_the_error_holds_no_value(load: Load) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(small(weight="${T}"), T="hf_secret_0123")
+    assert caught.value.__cause__ is None
+    assert caught.value.__context__ is None
+
+
+def test_what_an_unset_variable_brings_about_is_not_reported(
+    problems: Problems,
+) -> None:
+    content = small(label_map={"x": "neg"}, text_column=["a", "${NO}"], weight="${NO}") | {
+        "labels": ["${NO}", "pos"]
+    }
+    assert [problem.split(" (")[0] for problem in problems(content)] == [
+        "labels[0]",
+        "models[0].text_column[1]",
+        "models[0].weight",
+    ]
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"not here\.yaml: no such file"):
+        load_config(tmp_path / "not here.yaml")
+
+
+def test_importing_brings_in_nothing_heavy() -> None:
+    code = "import sys, ensemble.config; print(*{m.split('.')[0] for m in sys.modules})"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"torch", "transformers", "pandas", "pyarrow", "numpy"} & set(ran.stdout.split())
+
+
+def steps(value: object, loc: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    if loc:
+        yield loc
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from steps(item, (*loc, key))
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from steps(item, (*loc, index))
+
+
+VALID = {
+    **SMALL,
+    "models": [
+        {**SMALL["models"][0], "label_map": {"x": "neg"}, "weight": 0.5, "trust_remote_code": False},
+        {
+            "name": "b",
+            "model_name_or_path": "b",
+            "text_column": ["t", "u"],
+            "quantization_config": {"a": [1]},
+        },
+    ],
+    "defaults": {"prompt_template": "{{ x }}", "dtype": "auto", "batch_size": 2},
+    "submission": {"sample": "s.csv", "columns": {"a": "neg"}},
+}
+
+
+ANYTHING = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.sampled_from(["${X}", "${NO}", "~", "neg"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=60, deadline=None, database=None, derandomize=True)  # type: ignore[untyped-decorator, unused-ignore]
+@given(  # type: ignore[untyped-decorator, unused-ignore]
+    loc=st.sampled_from(sorted(steps(VALID), key=str)),
+    value=ANYTHING,
+    how=st.sampled_from(["set", "drop", "rename"]),
+)
+def test_a_changed_config_loads_or_is_refused(
+    tmp_path_factory: pytest.TempPathFactory, loc: tuple[str | int, ...], value: object, how: str
+) -> None:
+    content = copy.deepcopy(VALID)
+    parent: Any = content
+    for step in loc[:-1]:
+        parent = parent[step]
+    if how == "set":
+        parent[loc[-1]] = value
+    elif how == "drop":
+        del parent[loc[-1]]
+    elif isinstance(parent, dict):
+        parent[str(value)] = parent.pop(loc[-1])
+    path = tmp_path_factory.getbasetemp() / "changed config.yaml"
+    path.write_text(json.dumps(content), encoding="utf-8")
+    try:
+        assert isinstance(load_config(path, environ={"X": "hf_secret"}).config, RunConfig)
+    except ConfigError as error:
+        found = error.problems
+    else:
+        return
+    assert found
+    assert all("\n" not in problem and "hf_secret" not in problem for problem in found)

@@ -1,0 +1,74 @@
+"""Keys that do not go together."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from ensemble.config import ModelConfig, RunConfig
+from tests.config.examples import SMALL, Load, Problems, small
+
+
+def test_exactly_one_input(problems: Problems) -> None:
+    both = small(prompt_template="{{ x }}")
+    assert problems(both) == (
+        "models[0].prompt_template (line 10): give either prompt_template or text_column, not both",
+    )
+    (neither,) = problems(small(text_column=None))
+    assert neither.startswith("models[0] (line 7): prompt_template or text_column is required")
+
+
+def test_code_from_the_hub_demands_a_revision(load: Load, problems: Problems, tmp_path: Path) -> None:
+    remote: dict[str, Any] = {"trust_remote_code": True, "model_name_or_path": "org/model"}
+    (problem,) = problems(small(**remote))
+    assert problem.startswith("models[0].revision (line 7): required with trust_remote_code: true")
+    assert load(small(**remote, revision="abc")).config.models[0].trust_remote_code
+    assert load(small(**remote | {"model_name_or_path": str(tmp_path)})).config.models[0].trust_remote_code
+    assert problems(small(**remote | {"model_name_or_path": "x" * 5000}))
+
+
+def test_names_differ_whatever_their_case(problems: Problems) -> None:
+    content = copy.deepcopy(SMALL)
+    content["models"] += [content["models"][0] | {"name": "A"}, content["models"][0] | {"name": "b"}]
+    (problem,) = problems(yaml.dump(content, Dumper=_Plain))
+    assert problem.startswith("models[1].name (line ")
+    assert "the same as models[0].name" in problem
+
+
+class _Plain(yaml.SafeDumper):
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+def test_weights_are_not_all_zero(load: Load, problems: Problems) -> None:
+    content = small(weight=0)
+    assert problems(content) == ("models (line 6): the weights are all 0; at least one must be more",)
+    content["models"].append(content["models"][0] | {"name": "b", "weight": 1e308})
+    assert load(content).config.models[1].weight == 1e308
+    content["models"][0]["weight"] = 1e308
+    (problem,) = problems(content)
+    assert "add up to more than a number can hold" in problem
+
+
+def test_each_label_is_given_once(problems: Problems) -> None:
+    (problem,) = problems(small(label_map={"x": "pos", "y": "neg", "z": "pos"}))
+    assert problem.startswith("models[0].label_map.z (line ")
+    assert "the same label as label_map.x has" in problem
+
+
+def test_the_rules_hold_without_yaml() -> None:
+    model = ModelConfig(name="a", model_name_or_path="b", text_column="c", weight=0)
+    values: dict[str, Any] = {"data": {"path": "x"}, "labels": ["a"], "output_dir": "y"}
+    with pytest.raises(ValidationError, match="weights are all 0"):
+        RunConfig(**values, models=(model,))
+    with pytest.raises(ValidationError, match="is required"):
+        ModelConfig(name="a", model_name_or_path="b")
+    with pytest.raises(ValidationError, match="not both"):
+        ModelConfig(name="a", model_name_or_path="b", text_column="c", prompt_template="d")
+    with pytest.raises(ValidationError, match="must be one of the labels"):
+        RunConfig(**values, models=(model.model_copy(update={"weight": 1.0, "label_map": {"x": "b"}}),))

@@ -1,0 +1,83 @@
+"""Missing and unknown keys, and that no type lacks its words."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+from pydantic import BaseModel
+
+from ensemble.config import DataConfig, EnsembleConfig, ModelConfig, RunConfig, SubmissionConfig
+from ensemble.config.sentences import OLDER_KEYS, expected, hints
+from ensemble.config.values import MustBe
+from tests.config.examples import SMALL, Problems, small
+
+
+def test_an_empty_mapping_lists_what_is_required(problems: Problems) -> None:
+    assert problems("{}") == (
+        "data: required, for example data: {path: test.csv}",
+        "labels: required, for example labels: [negative, positive]",
+        "models: required, for example models: [{name: a, model_name_or_path: models/a, text_column: text}]",
+        "output_dir: required, for example output_dir: runs/first",
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("torch_dtype", "use dtype"),
+        ("load_in_4bit", "use quantization_config: {load_in_4bit: true}"),
+        ("load_in_8bit", "use quantization_config: {load_in_8bit: true}"),
+        ("peft", "adapters are not supported yet"),
+        ("lora", "adapters are not supported yet"),
+        ("adapter", "adapters are not supported yet"),
+        ("model", "use model_name_or_path"),
+        ("model_path", "use model_name_or_path"),
+        ("path", "use model_name_or_path"),
+        ("max_len", "use max_length"),
+        ("template", "use prompt_template"),
+        ("Max_Length", "did you mean max_length?"),
+        ("wheight", "did you mean weight?"),
+        ("zzz", "the keys here are name, model_name_or_path, revision"),
+        ("a\nb", "the keys here are"),
+        ("z" * 5000, "the keys here are"),
+    ],
+)
+def test_unknown_keys_name_the_known_one(problems: Problems, key: str, words: str) -> None:
+    (problem,) = problems(small(**{key: 1}))
+    assert f"unknown key; {words}" in problem
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"defualts": {}}, "did you mean defaults?"),
+        ({"data": {"path": "x", "csv": "y"}}, "use path"),
+        ({"ensemble": {"weights": [1]}}, "use weight (in each model)"),
+        ({"submission": {"sample": "x", "sampel": "y"}}, "did you mean sample?"),
+        ({"output": "x"}, "use output_dir"),
+    ],
+)
+def test_unknown_keys_elsewhere(problems: Problems, content: dict[str, Any], words: str) -> None:
+    (problem,) = problems(SMALL | content)
+    assert f"unknown key; {words}" in problem
+
+
+def test_todays_keys_are_keys() -> None:
+    """The table of older spellings names no key that is gone, and hides none that is there."""
+    for model, older in OLDER_KEYS.items():
+        for today, old in older.items():
+            keys = ModelConfig.model_fields if "in each model" in today else model.model_fields
+            assert today.split(":")[0].split(" ")[0] in keys
+            assert not set(old.split()) & set(model.model_fields)
+
+
+def test_every_type_has_its_words() -> None:
+    """No key of any model lacks the words for "must be ..."."""
+    models: list[type[BaseModel]] = [RunConfig, DataConfig, ModelConfig, EnsembleConfig, SubmissionConfig]
+    for model in models:
+        for key, hint in hints(model).items():
+            if key in model.model_fields:
+                assert expected(hint)
+            for part in get_args(hint):
+                assert not isinstance(part, MustBe) or part.phrase

@@ -1,0 +1,207 @@
+"""The command line: quick answers, exit codes, and one clear sentence for everything that is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.checkpoints import reference
+from tests.project import LABELS, Project
+
+Change = Callable[[Project, dict[str, Any]], None]
+
+
+def set_key(*path: str | int, value: Any) -> Change:
+    def change(project: Project, config: dict[str, Any]) -> None:
+        place: Any = config
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = value
+
+    return change
+
+
+def edit_table(change: Callable[[list[str], list[list[str]]], None]) -> Change:
+    def edit(project: Project, config: dict[str, Any]) -> None:
+        header, rows = project.read("test.csv")
+        change(header, rows)
+        project.write_csv("test.csv", header, rows)
+
+    return edit
+
+
+def write_bytes(name: str, data: bytes) -> Change:
+    def change(project: Project, config: dict[str, Any]) -> None:
+        (project.folder / name).write_bytes(data)
+
+    return change
+
+
+def rename(header: list[str], old: str, new: str) -> None:
+    header[header.index(old)] = new
+
+
+def drop_a_sample_row(project: Project, config: dict[str, Any]) -> None:
+    header, rows = project.read("sample.csv")
+    project.write_csv("sample.csv", header, [*rows[1:], ["9999", "0", "0", "1"]])
+
+
+def broken_json(project: Project, config: dict[str, Any]) -> None:
+    rows = [[str(index), '["fine"]', "tie"] for index in range(50)]
+    rows[41][1] = '["cut'
+    project.write_csv("test.csv", ["id", "turns", "label"], rows)
+    config["defaults"] = {"prompt_template": "{{ turns | fromjson | join(' ') }}"}
+    config.pop("submission")
+
+
+def a_file_in_the_way(project: Project, config: dict[str, Any]) -> None:
+    (project.folder / "runs").write_text("a file")
+
+
+def an_empty_folder(project: Project, config: dict[str, Any]) -> None:
+    (project.folder / "empty").mkdir()
+    config["models"][0]["model_name_or_path"] = "empty"
+
+
+# What is done to a good project, and what the one message must say.
+WRONG: dict[str, tuple[Change, list[str]]] = {
+    "no such table": (set_key("data", "path", value="tset.csv"), ["tset.csv", "test.csv"]),
+    "empty table": (edit_table(lambda header, rows: rows.clear()), ["test.csv", "empty"]),
+    "empty file": (write_bytes("test.csv", b""), ["test.csv", "empty"]),
+    "no id column": (edit_table(lambda header, rows: rename(header, "id", "Id")), ["'id'", "'Id'"]),
+    "no text column": (edit_table(lambda header, rows: rename(header, "text", "txt")), ["'text'", "'txt'"]),
+    "no label column": (set_key("data", "label_column", value="labell"), ["'labell'", "'label'"]),
+    "duplicate ids": (edit_table(lambda header, rows: rows.append(rows[3])), ["id", "301"]),
+    "empty ids": (edit_table(lambda header, rows: rows[6].__setitem__(0, "")), ["row 7", "id"]),
+    "not UTF-8": (write_bytes("test.csv", b"id,text,label\n1,caf\xe9,tie\n"), ["UTF-8", "row 1"]),
+    "broken JSON": (broken_json, ["turns", "row 42 (id '41')"]),
+    "unknown label": (
+        edit_table(lambda header, rows: rows[2].__setitem__(2, "winer_a")),
+        ["winer_a", "row 3"],
+    ),
+    "repeated label": (set_key("labels", value=[*LABELS, "tie"]), ["labels[3]", "the same as labels[2]"]),
+    "negative weight": (set_key("models", 0, "weight", value=-1), ["models[0].weight", "-1"]),
+    "weights all zero": (
+        lambda project, config: (
+            [set_key("models", n, "weight", value=0)(project, config) for n in (0, 1)] and None
+        ),
+        ["weight"],
+    ),
+    "no config.json": (an_empty_folder, ["models[0]", "empty", "config.json"]),
+    "no such model": (set_key("models", 1, "model_name_or_path", value="./nope"), ["models[1]", "nope"]),
+    "too many GPUs": (set_key("models", 0, "num_gpus", value=1), ["models[0].num_gpus", "0 GPUs"]),
+    "sample of other ids": (drop_a_sample_row, ["sample.csv", "9999"]),
+    "output in a file": (a_file_in_the_way, ["output_dir", "runs"]),
+    "unknown key": (set_key("models", 0, "max_lenght", value=5), ["models[0].max_lenght", "max_length"]),
+    "template of no column": (
+        set_key("defaults", value={"prompt_template": "{{ txt }}"}),
+        ["txt", "text"],
+    ),
+    "template that reaches out": (
+        set_key("defaults", value={"prompt_template": "{{ text.__class__.__mro__ }}"}),
+        ["models[0].prompt_template", "__mro__"],
+    ),
+    "other label names": (set_key("labels", value=["a", "b", "c"]), ["label"]),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_said_before_any_model_loads(case: str, project: Project) -> None:
+    change, words = WRONG[case]
+    config = project.config()
+    change(project, config)
+    project.write_config(config)
+    before = {path: path.stat().st_mtime_ns for path in project.folder.rglob("*")}
+    done = project.ensemble("run", "config.yaml")
+    assert done.returncode == 2, done.stdout + done.stderr
+    for word in words:
+        assert word in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "error:" in done.stderr
+    assert {path: path.stat().st_mtime_ns for path in project.folder.rglob("*")} == before, (
+        "nothing is written"
+    )
+    checked = project.ensemble("validate", "config.yaml")
+    assert (checked.returncode, checked.stderr) == (2, done.stderr)
+
+
+def test_all_problems_come_at_once(project: Project) -> None:
+    config = project.config()
+    config["models"][0]["model_name_or_path"] = "./nope"
+    config["models"][1]["num_gpus"] = 2
+    config["output_dir"] = "test.csv/out"
+    config["submission"]["sample"] = "none.csv"
+    project.write_csv("test.csv", ["id", "text", "label"], [["1", "x", "tie"], ["1", "y", "tye"]])
+    project.write_config(config)
+    errors = project.ensemble("validate", "config.yaml").stderr
+    for words in ("./nope", "models[1].num_gpus", "output_dir", "none.csv", "tye", "row 2"):
+        assert words in errors, errors
+
+
+def test_no_such_config(project: Project) -> None:
+    done = project.ensemble("run", "nope.yaml")
+    assert done.returncode == 2
+    assert "nope.yaml" in done.stderr
+
+
+def test_validate_says_what_it_found(project: Project) -> None:
+    project.write_config(project.config())
+    done = project.ensemble("validate", "config.yaml")
+    assert done.returncode == 0, done.stderr
+    assert "300 rows" in done.stdout
+    assert "gemma: Gemma2ForSequenceClassification" in done.stdout
+    assert "empty texts in 'text'" in done.stdout
+    assert not (project.folder / "runs").exists()
+
+
+def test_overrides_reach_the_run(project: Project) -> None:
+    config = project.config(output_dir="${WHERE}/x", submission=None)
+    project.write_config(config)
+    options = ["--set", "models.llama.weight=0", "--set", "models[0].name=first", "--limit", "5"]
+    done = project.ensemble("run", "config.yaml", *options, environment={"WHERE": "elsewhere"})
+    assert done.returncode == 0, done.stderr
+    report = project.run_json("elsewhere/x")
+    assert [member["name"] for member in report["members"]] == ["first", "llama"]
+    assert project.read("elsewhere/x/ensemble.csv")[1] == project.read("elsewhere/x/predictions/first.csv")[1]
+    assert report["overrides"] == [options[1], options[3], "limit=5"]
+    written = (project.folder / "elsewhere/x/config.yaml").read_bytes()
+    assert written == (project.folder / "config.yaml").read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_other_kinds_of_tables(kind: str, project: Project) -> None:
+    import pandas as pd
+
+    frame = pd.read_csv(project.folder / "test.csv", dtype=str, keep_default_na=False)
+    path = project.folder / f"test.{kind}"
+    if kind == "parquet":
+        frame.to_parquet(path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in frame.to_dict("records")))
+    config = project.config(models=project.config()["models"][1:], submission=None)
+    config["data"]["path"] = path.name
+    project.write_config(config)
+    done = project.ensemble("run", "config.yaml", "--limit", "40", "-q")
+    assert done.returncode == 0, done.stderr
+    rows = project.read("runs/first/ensemble.csv")[1]
+    assert [row[0] for row in rows] == project.ids[:40]
+    expected = reference(project.models / "llama", project.texts[:40], max_length=128)
+    got = np.array([[float(cell) for cell in row[1:]] for row in rows])
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+def test_version_and_help(project: Project) -> None:
+    from ensemble import __version__
+
+    assert project.ensemble("--version").stdout.strip() == f"ensemble {__version__}"
+    done = project.ensemble("--help")
+    assert done.returncode == 0
+    assert "validate" in done.stdout
+    assert project.ensemble("run", "--help").returncode == 0
+    assert project.ensemble("rnu").returncode == 2
+    assert not list(Path(project.folder).glob("runs"))

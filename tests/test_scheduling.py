@@ -1,0 +1,151 @@
+"""Runs on a simulated machine with GPUs: who gets which device, and when.
+
+Only the driver library is simulated; the workers are real and, with a torch that has no CUDA, compute on the CPU.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.nvml.sim import Gpu, NvmlSim
+from tests.project import ROOT, Project
+
+A, B = "GPU-aaaaaaaa-0000-0000-0000-000000000000", "GPU-bbbbbbbb-0000-0000-0000-000000000000"
+
+
+@pytest.fixture
+def two_gpus(nvml_sim: NvmlSim) -> NvmlSim:
+    """Two T4; NVML lists them against the order of their PCI addresses."""
+    nvml_sim.write([Gpu(B, pci=(0, 2, 0)), Gpu(A, pci=(0, 1, 0))])
+    return nvml_sim
+
+
+def watch_run(
+    project: Project, environment: dict[str, str], *options: str
+) -> tuple[int, str, dict[int, str]]:
+    """Run the config; returns exit code, everything printed, and each worker's CUDA_VISIBLE_DEVICES by pid."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ensemble", "run", "config.yaml", *options],
+        cwd=project.folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    seen: dict[int, str] = {}
+    while process.poll() is None:
+        listing = subprocess.run(
+            ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True
+        )
+        for pid in map(int, listing.stdout.split()):
+            variables = _environment(pid)
+            if "PYTHONSAFEPATH" in variables:  # after the exec
+                assert variables["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+                seen[pid] = variables["CUDA_VISIBLE_DEVICES"]
+        time.sleep(0.1)
+    assert process.stdout is not None
+    with process.stdout:
+        return process.returncode, process.stdout.read(), seen
+
+
+def _environment(pid: int) -> dict[str, str]:
+    try:
+        pairs = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    except OSError:
+        return {}
+    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+
+
+def check_leases(report: dict[str, Any], seen: dict[int, str]) -> None:
+    """What run.json says is what the processes had, and no device was held twice at a time."""
+    workers = [worker for member in report["members"] for worker in member["workers"]]
+    for worker in workers:
+        assert seen[worker["pid"]] == ",".join(worker["devices"])
+    for one, other in combinations(workers, 2):
+        if set(one["devices"]) & set(other["devices"]):
+            first, second = sorted([one, other], key=lambda worker: worker["started_after_seconds"])
+            end = first["started_after_seconds"] + first["life_seconds"]
+            assert end <= second["started_after_seconds"] + 0.01
+
+
+def devices(report: dict[str, Any]) -> list[list[str]]:
+    return [
+        [gpu for worker in member["workers"] for gpu in worker["devices"]] for member in report["members"]
+    ]
+
+
+def test_a_replica_on_each_gpu_by_default(project: Project, two_gpus: NvmlSim) -> None:
+    project.write_table(rows=2500)  # several chunks, or one replica would be enough
+    project.write_config(project.config())
+    code, printed, seen = watch_run(project, two_gpus.environment())
+    assert code == 0, printed
+    report = project.run_json()
+    check_leases(report, seen)
+    assert devices(report) == [[A, B], [A, B]]
+    assert [gpu["uuid"] for gpu in report["devices"]] == [A, B]
+    assert "the driver shows a GPU, but this torch" in printed, "a torch without CUDA is said, not hidden"
+
+
+def test_one_replica_each_means_two_members_at_the_same_time(project: Project, two_gpus: NvmlSim) -> None:
+    project.write_config(project.config())
+    code, printed, seen = watch_run(project, two_gpus.environment(), "--set", "defaults.replicas=1")
+    assert code == 0, printed
+    report = project.run_json()
+    check_leases(report, seen)
+    assert devices(report) == [[A], [B]]
+    starts = [member["workers"][0]["started_after_seconds"] for member in report["members"]]
+    assert starts[1] < starts[0] + report["members"][0]["workers"][0]["life_seconds"]
+
+
+def test_a_member_on_two_gpus_waits_for_both(project: Project, two_gpus: NvmlSim) -> None:
+    config = project.config()
+    config["models"][1]["num_gpus"] = 2
+    config["models"].append({**config["models"][0], "name": "last"})
+    project.write_config(config)
+    code, printed, seen = watch_run(
+        project, two_gpus.environment(), "--set", "defaults.replicas=1", "--limit", "60"
+    )
+    assert code == 0, printed
+    report = project.run_json()
+    check_leases(report, seen)
+    assert devices(report)[:2] == [[A], [A, B]]
+    starts = [member["workers"][0]["started_after_seconds"] for member in report["members"]]
+    assert starts == sorted(starts), "a later member must not overtake the one that waits"
+
+
+def test_an_inherited_mask_is_kept_to(project: Project, two_gpus: NvmlSim) -> None:
+    project.write_config(project.config())
+    environment = {**two_gpus.environment(), "CUDA_VISIBLE_DEVICES": B}
+    code, printed, seen = watch_run(project, environment, "--limit", "20")
+    assert code == 0, printed
+    report = project.run_json()
+    check_leases(report, seen)
+    assert devices(report) == [[B], [B]]
+
+
+def test_a_member_on_the_cpu_sees_no_gpu(project: Project, two_gpus: NvmlSim) -> None:
+    project.write_config(project.config())
+    code, printed, seen = watch_run(
+        project, two_gpus.environment(), "--set", "defaults.num_gpus=0", "--limit", "20"
+    )
+    assert code == 0, printed
+    assert set(seen.values()) == {""}
+    assert devices(project.run_json()) == [["cpu"], ["cpu"]]
+
+
+def test_more_gpus_than_there_are_is_said_before_anything_starts(project: Project, two_gpus: NvmlSim) -> None:
+    project.write_config(project.config())
+    done = project.ensemble(
+        "run", "config.yaml", "--set", "models.llama.num_gpus=3", environment=two_gpus.environment()
+    )
+    assert done.returncode == 2
+    assert "models[1].num_gpus: llama asks for 3, but 2 GPUs can be used" in done.stderr
+    assert not (project.folder / "runs").exists()
