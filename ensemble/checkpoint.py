@@ -13,10 +13,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ensemble.errors import CheckpointError
-from ensemble.protocol import Activation
+
+if TYPE_CHECKING:
+    from ensemble.protocol import Activation
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from ensemble import __version__
-from ensemble.config import LoadedConfig, load_config
 from ensemble.errors import EnsembleError
+
+# Commands import what they need when they run: --help and a typo in a key shall answer at once.
+if TYPE_CHECKING:
+    from ensemble.config import LoadedConfig
 
 _FILE_WIDTH = 120  # where nothing says how wide the reader's window is
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Run several Hugging Face models over one table, each in a process of its own, and merge them.",
 )
@@ -47,7 +50,8 @@ def run(
 ) -> None:
     """Run every model of CONFIG over its table and merge the probabilities."""
     loaded = _load(config, sets, limit)
-    # Imported here, because --help and config errors need none of it.
+    from rich.console import Console
+
     from ensemble.report.progress import choose_display
     from ensemble.report.terminal import members_table, shown_path
     from ensemble.run import run as run_config
@@ -95,17 +99,15 @@ def main() -> None:
     try:
         app()
     except EnsembleError as error:
-        console = Console(stderr=True, highlight=False, soft_wrap=True)
         for problem in error.problems:
-            console.print(f"[red]error:[/red] {_escaped(problem)}")
+            typer.secho("error: ", fg="red", nl=False, err=True)
+            typer.echo(problem, err=True)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
 
 
-def _escaped(text: str) -> str:
-    return text.replace("[", r"\[")
-
-
 def _load(config: Path, sets: list[str], limit: int | None) -> LoadedConfig:
+    from ensemble.config import load_config
+
     return load_config(config, [*sets, *([f"limit={limit}"] if limit is not None else [])])

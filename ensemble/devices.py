@@ -11,7 +11,9 @@ NVIDIA MIG User Guide ("Device Enumeration").
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import TypeVar
 
 from ensemble.errors import DeviceError
 
+_LIBRARY = "libnvidia-ml.so.1"
 _MASK = "CUDA_VISIBLE_DEVICES"
 _ORDER = "CUDA_DEVICE_ORDER"
 _PCI_ORDER = "PCI_BUS_ID"
@@ -151,6 +154,12 @@ def _driver() -> Iterator[ModuleType]:
     Raises:
         _NoDriverError: NVML cannot be started, or an error of it was not dealt with inside.
     """
+    if sys.platform == "linux":
+        # pynvml opens this very name; where it is missing, importing all of pynvml would be for nothing.
+        try:
+            ctypes.CDLL(_LIBRARY)
+        except OSError:
+            raise _NoDriverError("no NVIDIA driver found") from None
     try:
         import pynvml
     except ImportError:
