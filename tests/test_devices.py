@@ -122,10 +122,10 @@ def test_helpers_without_a_driver_tell_nothing() -> None:
     assert run(code, {}) == [{"cpu": None, "GPU-none": None}, []]
 
 
-def test_without_pynvml_there_is_the_cpu() -> None:
+def test_without_pynvml_there_is_the_cpu(nvml_sim: NvmlSim) -> None:
     # None in sys.modules makes the import fail as a missing package does.
     code = f'import pynvml; sys.modules["pynvml"] = None; {INVENTORY}; sys.modules["pynvml"] = pynvml'
-    found = run(code, {})
+    found = run(code, nvml_sim.environment())
     assert found["note"] == "nvidia-ml-py is not installed, so no NVIDIA GPU can be seen: running on the CPU"
 
 

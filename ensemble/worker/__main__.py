@@ -7,6 +7,7 @@ have a pipe of their own, so that no print can break the protocol.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import faulthandler
 import os
@@ -18,6 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ensemble.protocol import (
@@ -69,14 +71,23 @@ def main() -> None:
             chunk = command.chunk
             _predict(member, command, send)
             chunk = None
-        peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        send(Closed(peak_kib * 1024, member.peak_gpu_memory_bytes(), member.notes()))
+        send(Closed(_peak_memory_bytes(), member.peak_gpu_memory_bytes(), member.notes()))
     except Exception as error:  # whatever it is, the parent must hear of it before this process ends
         text = traceback.format_exc()
         print(text, file=sys.stderr, flush=True)  # noqa: T201
         send(Failed(type(error).__name__, _one_line(error), text, chunk))
         _exit(1)
     _exit(0)
+
+
+def _peak_memory_bytes() -> int:
+    """The most resident memory this process ever had."""
+    # Not ru_maxrss first: on Linux it survives the exec and can be the parent's peak.
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _exit(code: int) -> None:

@@ -1,0 +1,58 @@
+"""A worker's memory does not grow with the table."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from ensemble.launch.local import LocalWorker
+from ensemble.plan import cut_chunks
+from ensemble.protocol import ChunkDone, Closed, Predict, Start, Stop
+from ensemble.table import TableNeeds, read_table
+from tests.checkpoints import make_checkpoint
+from tests.worker.test_predict import LABELS, worker_spec
+
+ROWS = 1_000_000
+
+
+def next_event(worker: LocalWorker, kind: type[Any]) -> Any:
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        events, is_open = worker.receive()
+        for event in events:
+            if isinstance(event, kind):
+                return event
+        assert is_open, (events, worker.log.read_text())
+        time.sleep(0.02)
+    raise AssertionError(f"no {kind.__name__} came")
+
+
+def test_a_million_short_rows(tmp_path: Path) -> None:
+    """Model + 600 MB is the promise; three chunks from both ends and the middle touch the whole order."""
+    import pyarrow.csv as pa_csv
+
+    folder = make_checkpoint(tmp_path / "m", "bert", LABELS)
+    numbers = pa.array(np.arange(ROWS)).cast(pa.string())
+    pa_csv.write_csv(pa.table({"id": numbers, "text": numbers}), tmp_path / "t.csv")
+    needs = TableNeeds("id", None, (), ("text",), (), ("text",), None)
+    table = read_table(tmp_path / "t.csv", needs)
+    table.publish(tmp_path / "t.arrow")
+    order, chunks = cut_chunks(table.text_lengths(["text"]))
+    np.save(tmp_path / "order.npy", order)
+    (tmp_path / "parts").mkdir()
+    places = {"table_path": "t.arrow", "order_path": "order.npy", "parts_dir": "parts"}
+    spec = worker_spec(folder, **{key: str(tmp_path / name) for key, name in places.items()})
+    worker = LocalWorker({"CUDA_VISIBLE_DEVICES": ""}, tmp_path / "log")
+    try:
+        worker.send(Start.of(spec))
+        for chunk in (chunks[0], chunks[len(chunks) // 2], chunks[-1]):
+            worker.send(Predict(chunk.index, chunk.start, chunk.stop))
+            assert next_event(worker, ChunkDone).rows == chunk.stop - chunk.start
+        worker.send(Stop())
+        assert next_event(worker, Closed).peak_memory_bytes < 600e6
+    finally:
+        worker.close()
