@@ -53,7 +53,7 @@ def run(
     from rich.console import Console
 
     from ensemble.report.progress import choose_display
-    from ensemble.report.terminal import members_table, shown_path
+    from ensemble.report.terminal import members_table, oom_text, shown_path
     from ensemble.run import run as run_config
 
     console = Console(highlight=False, soft_wrap=True)
@@ -63,6 +63,8 @@ def run(
     if quiet:
         return
     console.print(members_table(result.members, result.scores))
+    for text in filter(None, map(oom_text, result.members)):
+        console.print(text, markup=False)
     for name, path in result.files.items():
         console.print(f"{name}: {shown_path(path)}", markup=False)
 

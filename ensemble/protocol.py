@@ -117,7 +117,8 @@ class ChunkDone:
     """The chunk's part stands under its final name.
 
     ``tokens`` are real tokens, ``padded_tokens`` what was computed (real and padding); ``batches`` counts
-    forward passes; ``seconds`` is from the command's arrival to the part's rename.
+    forward passes, ``oom_events`` those that ran out of memory and were run again smaller; ``seconds`` is from
+    the command's arrival to the part's rename.
     """
 
     chunk: int
@@ -126,6 +127,7 @@ class ChunkDone:
     padded_tokens: int
     batches: int
     truncated_rows: int
+    oom_events: int
     seconds: float
 
 

@@ -65,6 +65,7 @@ class WorkerRecord:
     padded_tokens: int = 0
     batches: int = 0
     truncated_rows: int = 0
+    oom_events: int = 0
     chunks: int = 0
     exit_code: int | None = None
     ready: Ready | None = None
@@ -253,6 +254,7 @@ class Scheduler:
         record.padded_tokens += event.padded_tokens
         record.batches += event.batches
         record.truncated_rows += event.truncated_rows
+        record.oom_events += event.oom_events
         record.predict_seconds += event.seconds
         record.chunks += 1
         state.chunks_done += 1

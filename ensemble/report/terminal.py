@@ -38,6 +38,18 @@ def failure_text(failure: Failure) -> str:
     return f"member {failure.member} failed: {failure.message}{log}"
 
 
+def oom_text(state: MemberState) -> str:
+    """What is said of a member whose batches did not all fit into memory; empty where they did."""
+    events = sum(record.oom_events for record in state.workers)
+    if not events:
+        return ""
+    batches = "1 batch" if events == 1 else f"{events} batches"
+    return (
+        f"{state.plan.name}: {batches} ran out of memory and ran again in halves; "
+        "a lower max_num_batched_tokens saves the attempts"
+    )
+
+
 def shown_path(path: Path) -> str:
     """A path as short as it can be said: below the working directory, relative to it."""
     try:

@@ -195,6 +195,7 @@ def _predict(member: Member, command: Predict, send: Callable[[Event], None]) ->
             padded_tokens=work.padded_tokens,
             batches=work.batches,
             truncated_rows=work.truncated_rows,
+            oom_events=work.oom_events,
             seconds=round(time.monotonic() - began, 4),
         )
     )

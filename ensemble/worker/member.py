@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,23 +13,22 @@ import torch
 
 from ensemble.protocol import Predict, WorkerSpec
 from ensemble.rundir import atomic_path, part_path
-from ensemble.worker.batching import make_batches
+from ensemble.worker.compute import BatchSizes, Report, RowTooLargeError, compute
 from ensemble.worker.load import Loaded, load
 from ensemble.worker.predict import Classifier, good_rows, probabilities
-from ensemble.worker.prompt import Encoded, Prompt
+from ensemble.worker.prompt import Prompt
 from ensemble.worker.rows import PublishedTable
-
-Report = Callable[[int, int, int], None]
 
 
 @dataclass(frozen=True)
 class ChunkWork:
-    """What a chunk took: real tokens, computed tokens, forward passes, rows cut at max_length."""
+    """What a chunk took: real and computed tokens, forward passes, rows cut at max_length, OOM errors survived."""
 
     tokens: int
     padded_tokens: int
     batches: int
     truncated_rows: int
+    oom_events: int
 
 
 class Member:
@@ -55,6 +53,7 @@ class Member:
             pad_left=self._loaded.tokenizer.padding_side == "left",
         )
         self.token_budget = self._loaded.token_budget
+        self._sizes = BatchSizes(self.token_budget, spec.batch_size)
         self.max_length = self._loaded.max_length
         self.parameters = self._loaded.parameters
         self.dtype = self._loaded.dtype
@@ -69,8 +68,16 @@ class Member:
         """
         rows = np.asarray(self._order[command.start : command.stop])
         encoded = self._prompt.encode(self._table.take(rows))
-        batches = make_batches(encoded.lengths, self.token_budget, self._spec.batch_size)
-        values, padded_tokens = self._run(encoded, batches, report)
+        try:
+            computed = compute(self._classifier, encoded, self._sizes, report)
+        except RowTooLargeError as error:
+            raise ValueError(
+                f"row {rows[error.row] + 1} of the table, {error.tokens} tokens long, does not fit into the memory "
+                f"of {self.device_name} even alone; lower max_length ({self.max_length}), quantize, or give it "
+                "more GPUs (num_gpus)"
+            ) from error
+        # One copy from the device per chunk: a copy per batch would wait for each of them.
+        values = probabilities(computed.logits, self._spec.activation)[:, list(self._spec.label_order)]
         bad = rows[~good_rows(values, self._spec.activation)]
         if len(bad):
             raise ValueError(
@@ -78,7 +85,13 @@ class Member:
                 f"of the table; a float16 overflow is likely, try dtype: bfloat16 or float32"
             )
         self._write(command.chunk, rows, values)
-        return ChunkWork(int(encoded.lengths.sum()), padded_tokens, len(batches), encoded.truncated_rows)
+        return ChunkWork(
+            tokens=int(encoded.lengths.sum()),
+            padded_tokens=computed.padded_tokens,
+            batches=computed.batches,
+            truncated_rows=encoded.truncated_rows,
+            oom_events=computed.oom_events,
+        )
 
     def peak_gpu_memory_bytes(self) -> int | None:
         """The most that torch held on this worker's GPUs together, in bytes; None on a CPU."""
@@ -89,25 +102,6 @@ class Member:
     def notes(self) -> tuple[str, ...]:
         """What the user should know of how the member was loaded."""
         return self._loaded.notes
-
-    def _run(
-        self, encoded: Encoded, batches: list[npt.NDArray[np.int64]], report: Report
-    ) -> tuple[npt.NDArray[np.float64], int]:
-        """float64 [rows, labels] in the config's label order, and the tokens computed for it."""
-        computed: list[torch.Tensor] = []
-        rows = tokens = padded_tokens = 0
-        for batch in batches:
-            computed.append(self._classifier.logits(encoded, batch))
-            lengths = encoded.lengths[batch]
-            rows += len(batch)
-            tokens += int(lengths.sum())
-            padded_tokens += int(lengths.max()) * len(batch)
-            report(rows, tokens, padded_tokens)
-        # One copy from the device per chunk: a copy per batch would wait for each of them.
-        together = probabilities(torch.cat(computed), self._spec.activation)
-        values = np.empty_like(together)
-        values[np.concatenate(batches)] = together
-        return values[:, list(self._spec.label_order)], padded_tokens
 
     def _write(self, chunk: int, rows: npt.NDArray[np.int64], values: npt.NDArray[np.float64]) -> None:
         columns = [pa.array(rows)] + [pa.array(values[:, label]) for label in range(values.shape[1])]

@@ -1,0 +1,126 @@
+"""Out of memory, at any batch: the same rows again in halves, the same numbers in the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.checkpoints import make_checkpoint, make_texts
+from tests.project import ROOT, Project
+from tests.worker.test_predict import LABELS, worker_spec
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+BUDGET = 512
+
+
+@pytest.fixture
+def loaded(tmp_path: Path) -> tuple[Any, Any]:
+    """A tiny Gemma-2 as the worker's classifier, and 150 rows of tokens."""
+    from ensemble.worker.load import load
+    from ensemble.worker.predict import Classifier
+    from ensemble.worker.prompt import Prompt
+
+    spec = worker_spec(make_checkpoint(tmp_path, "gemma2", LABELS))
+    model = load(spec)
+    rows = [{"text": text} for text in make_texts(150, longest=25)]
+    encoded = Prompt(spec, model.tokenizer, model.max_length).encode(rows)
+    return Classifier(model.model, model.pad_token_id, False), encoded
+
+
+def run(classifier: Any, encoded: Any, limit: Any, batch_size: int | None = None) -> tuple[Any, Any]:
+    from ensemble.worker.compute import BatchSizes, compute
+
+    sizes = BatchSizes(BUDGET, batch_size)
+    with limit:
+        return compute(classifier, encoded, sizes, lambda *counts: None), sizes
+
+
+def test_an_error_at_any_batch_changes_no_number(loaded: tuple[Any, Any]) -> None:
+    from tests.oom.limit import AllocatorLimit
+
+    classifier, encoded = loaded
+    undisturbed, sizes = run(classifier, encoded, AllocatorLimit())
+    assert undisturbed.oom_events == 0
+    assert sizes.token_budget == BUDGET
+    assert undisturbed.batches > 5
+    for number in range(undisturbed.batches - 1):  # the last batch may hold one row, which cannot be halved
+        computed, sizes = run(classifier, encoded, AllocatorLimit(fail_at=frozenset({number})))
+        assert computed.oom_events == 1
+        assert sizes.token_budget < BUDGET
+        np.testing.assert_allclose(computed.logits.numpy(), undisturbed.logits.numpy(), atol=1e-6)
+
+
+@pytest.mark.parametrize("batch_size", [None, 16])
+def test_batches_shrink_until_they_fit_and_stay_so(loaded: tuple[Any, Any], batch_size: int | None) -> None:
+    from tests.oom.limit import AllocatorLimit
+
+    classifier, encoded = loaded
+    undisturbed, _ = run(classifier, encoded, AllocatorLimit())
+    longest = int(encoded.lengths.max())
+    limit = AllocatorLimit(largest_bytes=4 * 4 * longest**2 * 2)  # attention of two of the longest rows
+    computed, sizes = run(classifier, encoded, limit, batch_size)
+    assert computed.oom_events == limit.refused > 0
+    assert computed.oom_events < 8, "what was learnt is kept"
+    np.testing.assert_allclose(computed.logits.numpy(), undisturbed.logits.numpy(), atol=1e-6)
+    assert sizes.token_budget < BUDGET
+    if batch_size:
+        assert 1 <= sizes.batch_size < batch_size
+
+
+def test_a_row_that_does_not_fit_alone_is_named(loaded: tuple[Any, Any]) -> None:
+    from ensemble.worker.compute import RowTooLargeError
+    from tests.oom.limit import AllocatorLimit
+
+    classifier, encoded = loaded
+    longest = int(encoded.lengths.max())
+    with pytest.raises(RowTooLargeError) as caught:
+        run(classifier, encoded, AllocatorLimit(largest_bytes=4 * 4 * longest**2 - 1))
+    assert caught.value.row == int(encoded.lengths.argmax())
+    assert caught.value.tokens == longest
+
+
+def test_a_budget_grows_back_but_not_to_what_failed() -> None:
+    from ensemble.worker.compute import BatchSizes
+
+    sizes = BatchSizes(1000, None)
+    sizes.shrink(rows=10, padded_tokens=800)
+    assert sizes.token_budget == 400
+    grown = [sizes.token_budget for _ in range(200) if sizes.grow()]
+    assert grown == [500, 625, 720]
+    for _ in range(5):
+        sizes.shrink(rows=1, padded_tokens=1)
+    assert sizes.token_budget == 1
+
+
+def test_a_run_that_runs_out_of_memory_ends_with_the_same_csv(project: Project) -> None:
+    config = project.config(models=project.config()["models"][:1])
+    config["models"][0]["attn_implementation"] = "eager"
+    project.write_config(config)
+    limits = {
+        "free": {},
+        "tight": {"TEST_LARGEST_TENSOR_BYTES": "300000"},
+        "none": {"TEST_LARGEST_TENSOR_BYTES": "60000"},
+    }
+    done = {}
+    for name, limit in limits.items():
+        environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'oom'}", **limit}
+        options = ["--set", f"output_dir=runs/{name}"]
+        done[name] = project.ensemble("run", "config.yaml", *options, environment=environment)
+    assert done["free"].returncode == done["tight"].returncode == 0, done["tight"].stderr
+    values = [
+        np.array([row[1:] for row in project.read(f"runs/{name}/ensemble.csv")[1]], dtype=float)
+        for name in ("free", "tight")
+    ]
+    np.testing.assert_allclose(values[1], values[0], atol=1e-6)
+    events = [
+        project.run_json(f"runs/{name}")["members"][0]["workers"][0]["oom_events"]
+        for name in ("free", "tight")
+    ]
+    assert events[0] == 0 < events[1]
+    assert f"{events[1]} batch" in done["tight"].stdout
+    assert done["none"].returncode == 1
+    assert "does not fit into the memory" in done["none"].stderr
+    assert "tokens long" in done["none"].stderr
