@@ -22,6 +22,7 @@ from ensemble.csvfile import write_csv
 from ensemble.devices import Device, worker_environment
 from ensemble.errors import Interrupted, MembersFailed, OutputError
 from ensemble.launch.local import LocalWorker
+from ensemble.leases import Leases
 from ensemble.merge.align import read_predictions
 from ensemble.merge.combine import weighted_mean
 from ensemble.merge.gather import gather_parts
@@ -41,9 +42,10 @@ log = logging.getLogger("ensemble")
 
 @dataclass
 class RunResult:
-    """What a run left: the members' records, scores by name, and the files by what they are."""
+    """What a run left: the records of members and devices, scores by name, and the files by what they are."""
 
     members: list[MemberState]
+    leases: Leases
     scores: dict[str, Score] = field(default_factory=dict)
     files: dict[str, Path] = field(default_factory=dict)
 
@@ -95,10 +97,11 @@ def _run_members(prepared: Prepared, rundir: RunDir, display: Display) -> RunRes
         worker.send(Start.of(_worker_spec(prepared, rundir, member, replica)))
         return worker, shown_path(log_path)
 
-    scheduler = Scheduler(prepared.plan, prepared.inventory.gpus, launch, display.update)
+    leases = Leases(prepared.inventory.gpus, prepared.config.release_timeout, display.say)
+    scheduler = Scheduler(prepared.plan, leases, launch, display.update)
     display.start()
     try:
-        return RunResult(scheduler.run())
+        return RunResult(scheduler.run(), leases)
     finally:
         display.stop()
 
@@ -213,6 +216,7 @@ def _write_run_json(prepared: Prepared, rundir: RunDir, result: RunResult, secon
         rows=prepared.table.rows,
         null_texts=prepared.table.null_texts,
         members=result.members,
+        leases=result.leases,
         scores=result.scores,
         warnings=prepared.warnings,
         files=result.files,

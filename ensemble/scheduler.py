@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ensemble.devices import Device
+from ensemble.leases import Leases
 from ensemble.plan import Chunk, MemberPlan, Plan
 from ensemble.protocol import ChunkDone, Closed, Command, Failed, Predict, Progress, Ready, Started, Stop
 
@@ -131,7 +132,7 @@ class Scheduler:
 
     Args:
         plan: members with their chunks.
-        gpus: the devices that may be leased.
+        leases: the devices that may be leased.
         launch: starts a worker for (member, replica number, lease); returns it and its log's path.
         on_change: called with the members' states a few times a second and after each event.
     """
@@ -139,13 +140,12 @@ class Scheduler:
     def __init__(
         self,
         plan: Plan,
-        gpus: Sequence[Device],
+        leases: Leases,
         launch: Launch,
         on_change: Callable[[Sequence[MemberState]], None],
     ) -> None:
         self.members = [MemberState(member, deque(member.chunks)) for member in plan.members]
-        self._gpus = tuple(gpus)
-        self._free = list(gpus)
+        self._leases = leases
         self._launch = launch
         self._on_change = on_change
         self._slots: list[_Slot] = []
@@ -156,12 +156,13 @@ class Scheduler:
         """Run every member to its end, good or bad.  No worker outlives this call, however it ends."""
         try:
             self._start_what_fits()
-            while self._slots:
+            while self._slots or self._is_waiting_for_release():
                 for key, _ in self._selector.select(TICK_SECONDS):
                     self._read(key.data)
                 for slot in [slot for slot in self._slots if slot.worker.has_exited()]:
                     self._read(slot)
                     self._end(slot)
+                self._leases.poll()
                 self._start_what_fits()
                 self._on_change(self.members)
         finally:
@@ -183,21 +184,26 @@ class Scheduler:
                     break
                 self._start(state)
 
+    def _is_waiting_for_release(self) -> bool:
+        return self._leases.is_releasing and any(state.waiting for state in self.members)
+
     def _can_lease(self, state: MemberState) -> bool:
         if state.plan.gpus:
-            return len(self._free) >= state.plan.gpus
+            # With nothing running and nothing coming back, a device that never came free is better than none.
+            is_last_resort = not self._slots and not self._leases.is_releasing
+            return self._leases.can_take(state.plan.gpus, is_last_resort)
         # The CPU is one device: it takes the replicas of one member at a time.
         return all(slot.state is state for slot in self._slots if not slot.lease)
 
     def _start(self, state: MemberState) -> None:
-        lease = tuple(self._free[: state.plan.gpus])
+        lease = self._leases.take(state.plan.gpus)
         replica = len(state.workers)
         try:
             worker, log_path = self._launch(state.plan, replica, lease)
         except OSError as error:
+            self._leases.give_back(lease)
             self._fail(state, Failure(state.plan.name, f"could not start a worker: {error}", "", ""))
             return
-        del self._free[: state.plan.gpus]
         record = WorkerRecord(
             member=state.plan.name,
             replica=replica,
@@ -288,8 +294,7 @@ class Scheduler:
         record.life_seconds = round(time.monotonic() - self._began - record.started_after_seconds, 3)
         state.current.pop(record.pid, None)
         state.running -= 1
-        # In the inventory's order again, so that the same run makes the same choices.
-        self._free = [gpu for gpu in self._gpus if gpu in self._free or gpu in slot.lease]
+        self._leases.give_back(slot.lease)
         log.info("%s-%d ended with exit code %d", record.member, record.replica, code)
         if state.failure is None and (code != 0 or slot.failed or slot.chunk or not slot.told_to_stop):
             self._fail(state, _failure(slot, code))

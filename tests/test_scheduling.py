@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.nvml.sim import Gpu, NvmlSim
+from tests.nvml.sim import GIB, Gpu, Memory, NvmlSim
 from tests.project import ROOT, Project
 
 A, B = "GPU-aaaaaaaa-0000-0000-0000-000000000000", "GPU-bbbbbbbb-0000-0000-0000-000000000000"
@@ -151,3 +151,76 @@ def test_more_gpus_than_there_are_is_said_before_anything_starts(project: Projec
     assert done.returncode == 2
     assert "models[1].num_gpus: llama asks for 3, but 2 GPUs can be used" in done.stderr
     assert not (project.folder / "runs").exists()
+
+
+def write_later(machine: NvmlSim, process: subprocess.Popen[str], *gpus: Gpu) -> None:
+    """Replace the machine once the run's first worker is up, as if that worker had filled a GPU."""
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        listing = subprocess.run(
+            ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True
+        )
+        if listing.stdout.split():
+            machine.write(gpus)
+            return
+        time.sleep(0.02)
+    raise AssertionError("no worker was started")
+
+
+def start(project: Project, machine: NvmlSim, *options: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "ensemble", "run", "config.yaml", "--limit", "20", *options],
+        cwd=project.folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **machine.environment()},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_the_next_member_waits_until_the_memory_is_back(project: Project, nvml_sim: NvmlSim) -> None:
+    nvml_sim.write([Gpu(A, memory=Memory(used=GIB // 4))])
+    project.write_config(project.config())
+    free_at = time.time() + 15
+    with start(project, nvml_sim) as process:
+        full = Memory(used=9 * GIB, later=GIB // 4, at_seconds=free_at)
+        write_later(nvml_sim, process, Gpu(A, memory=full))
+        began = time.time()
+        printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, printed
+    report = project.run_json()
+    (release,) = report["releases"][:1]
+    assert release["is_free"]
+    assert release["used_bytes"] == GIB // 4
+    first, second = (member["workers"][0] for member in report["members"])
+    ended = first["started_after_seconds"] + first["life_seconds"]
+    assert second["started_after_seconds"] >= ended + release["seconds"] - 0.1
+    assert release["seconds"] >= free_at - began - ended - 2
+    assert report["device_memory"][A]["baseline_bytes"] == GIB // 4
+    assert {used for _, used in report["device_memory"][A]["points"]} >= {9 * GIB, GIB // 4}
+
+
+def test_a_device_that_never_comes_free_is_left_out(project: Project, two_gpus: NvmlSim) -> None:
+    config = project.config()
+    config["models"].append({**config["models"][1], "name": "third"})
+    project.write_config(config)
+    with start(project, two_gpus, "--set", "defaults.replicas=1", "--set", "release_timeout=3s") as process:
+        held = Gpu(A, pci=(0, 1, 0), memory=Memory(used=9 * GIB), processes={4242: 8 * GIB})
+        write_later(two_gpus, process, Gpu(B, pci=(0, 2, 0)), held)
+        printed, _ = process.communicate(timeout=90)
+    assert process.returncode == 0, printed
+    report = project.run_json()
+    assert f"({A}): 9.0 GiB are still used 3 s after its worker ended" in printed
+    assert "process 4242" in printed
+    assert devices(report) == [[A], [B], [B]]
+
+
+def test_with_no_other_device_the_run_goes_on_all_the_same(project: Project, nvml_sim: NvmlSim) -> None:
+    nvml_sim.write([Gpu(A)])
+    project.write_config(project.config())
+    with start(project, nvml_sim, "--set", "release_timeout=1s") as process:
+        write_later(nvml_sim, process, Gpu(A, memory=Memory(used=9 * GIB)))
+        printed, _ = process.communicate(timeout=90)
+    assert process.returncode == 0, printed
+    assert "9.0 GiB are still used 1 s after its worker ended" in printed
+    assert devices(project.run_json()) == [[A], [A]]

@@ -16,6 +16,7 @@ from ensemble.config.values import (
     Columns,
     Count,
     Devices,
+    Duration,
     File,
     LabelMap,
     Labels,
@@ -117,6 +118,7 @@ class RunConfig(_Strict):
     output_dir: File = Field(examples=["runs/first"])  # all that the run writes
     limit: Count | None = None  # only so many rows from the top of the table
     seed: Seed = 0  # for whatever is random
+    release_timeout: Duration = 60.0  # seconds that a GPU may take to be free after its worker has ended
 
     @model_validator(mode="after")
     def _check(self) -> "RunConfig":

@@ -65,6 +65,21 @@ def _member_name(name: str) -> str:
     return name
 
 
+def _seconds(value: object) -> float:
+    """1h30m, 45s or a plain number of seconds."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        seconds = float(value)
+    else:
+        found = re.fullmatch(r"(?:(\d+)h)?\s*(?:(\d+)m)?\s*(?:(\d+)s)?", str(value).strip().lower())
+        if found is None or not any(found.groups()):
+            raise ValueError
+        hours, minutes, rest = (int(part or 0) for part in found.groups())
+        seconds = 3600.0 * hours + 60.0 * minutes + rest
+    if not 0 <= seconds < float("inf"):
+        raise ValueError
+    return seconds
+
+
 # Not Field(...): in older pydantic a Field that several keys share carries the default of one to the others.
 _WORD = StringConstraints(pattern=r"\S")
 _NAME = (
@@ -84,5 +99,6 @@ Count = Annotated[int, Ge(1), MustBe("a whole number of at least 1")]
 Devices = Annotated[int, Ge(0), MustBe("a whole number of at least 0")]
 Seed = Annotated[int, Ge(0), Le(MAX_SEED), MustBe(f"a whole number from 0 to {MAX_SEED}")]
 Weight = Annotated[float, Ge(0), AllowInfNan(False), MustBe("a number of at least 0")]
+Duration = Annotated[float, PlainValidator(_seconds), MustBe("a time such as 90s, 10m or 8h30m")]
 Settings = Annotated[dict[str, Any], MustBe("a mapping of keys to values")]
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]

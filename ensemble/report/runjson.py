@@ -11,6 +11,7 @@ from typing import Any
 
 from ensemble import __version__
 from ensemble.devices import Inventory
+from ensemble.leases import Leases
 from ensemble.merge.metrics import Score
 from ensemble.plan import MemberPlan
 from ensemble.rundir import write_text
@@ -26,6 +27,7 @@ def run_document(
     rows: int,
     null_texts: Mapping[str, int],
     members: Sequence[MemberState],
+    leases: Leases,
     scores: Mapping[str, Score],
     warnings: Sequence[str],
     files: Mapping[str, Path],
@@ -47,6 +49,8 @@ def run_document(
         "rows": rows,
         "null_texts": dict(null_texts),
         "timing": dict(timing),
+        "releases": [asdict(release) for release in leases.releases],
+        "device_memory": {uuid: asdict(curve) for uuid, curve in leases.curves.items()},
         "members": [_member(state) for state in members],
         "scores": {name: asdict(score) for name, score in scores.items()},
         "warnings": list(warnings),
