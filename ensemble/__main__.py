@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 
 # Imports make a few hundred thousand objects that all stay: looking through them again and again for garbage is
 # a sixth of the start-up time.  This only makes collections rarer.
@@ -12,6 +13,10 @@ _OBJECTS_BETWEEN_COLLECTIONS = 100_000
 
 def main() -> None:
     """Run the command line."""
+    # "python -m" puts the working directory first: a `numpy.py` there would be taken for the library.
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120  pathlib is slow
+    if sys.path and sys.path[0] in ("", os.getcwd()) and root != os.getcwd():  # noqa: PTH109
+        del sys.path[0]
     gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
     # pydantic would search every installed distribution for plugins.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")

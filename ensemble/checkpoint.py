@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 import re
-from collections.abc import Mapping, Sequence
+import socket
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ensemble.errors import CheckpointError
+from ensemble.weights import weight_files, weight_problems
 
 if TYPE_CHECKING:
     from ensemble.protocol import Activation
 
+_HUB_SECONDS = 5.0
+# Any one of these; without, transformers makes up an empty tokenizer and says nothing.
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "spiece*", "merges.txt", "*.tiktoken")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -60,25 +64,28 @@ def inspect_checkpoint(
     path = _config_file(name_or_path, revision)
     config = _read_config(path, name_or_path)
     names = _label_names(config, name_or_path)
+    if problems := [*_missing_files(path.parent)] if Path(name_or_path).is_dir() else []:
+        raise CheckpointError(problems)
     kind = problem_type or config.get("problem_type")
     activation: Activation = "softmax"
     if kind == "multi_label_classification":
         activation = "sigmoid"
     elif kind == "regression" or len(names) == 1:
         activation = "none"
-    architectures = config.get("architectures") or [""]
+    stored = config.get("architectures")
+    architecture = str(stored[0]) if isinstance(stored, list) and stored and stored[0] else ""
     warnings = []
-    if "ForCausalLM" in architectures[0] or "ForMaskedLM" in architectures[0]:
+    if "ForCausalLM" in architecture or "ForMaskedLM" in architecture:
         warnings.append(
-            f"{name_or_path} was saved as {architectures[0]}, which has no classification head; "
+            f"{name_or_path} was saved as {architecture}, which has no classification head; "
             "it will be refused unless its weights hold one"
         )
     return Checkpoint(
         model_type=str(config.get("model_type", "")),
-        architecture=str(architectures[0]),
+        architecture=architecture,
         activation=activation,
         label_order=match_labels(names, labels, label_map, name_or_path),
-        weight_bytes=_weight_bytes(path.parent),
+        weight_bytes=sum(file.stat().st_size for file in weight_files(path.parent)) or None,
         warnings=tuple(warnings),
     )
 
@@ -124,10 +131,6 @@ def match_labels(
     return tuple(mapped.index(label) for label in labels)
 
 
-def is_local(name_or_path: str) -> bool:
-    return Path(name_or_path).is_dir()
-
-
 def _config_file(name_or_path: str, revision: str | None) -> Path:
     folder = Path(name_or_path)
     if folder.is_dir():
@@ -139,7 +142,9 @@ def _config_file(name_or_path: str, revision: str | None) -> Path:
         return folder / "config.json"
     if folder.is_file():
         raise CheckpointError(f"{name_or_path} is a file; name the folder that holds its config.json")
-    if not _HUB_ID.fullmatch(name_or_path) or name_or_path.startswith("."):
+    # "models/gemma" is a mistyped path where there is a folder "models", and not a model of an organisation.
+    is_path = folder.parent != Path() and folder.parent.is_dir()
+    if is_path or not _HUB_ID.fullmatch(name_or_path) or name_or_path.startswith("."):
         raise CheckpointError(f"{name_or_path}: no such folder{_near_folder(folder)}")
     return _hub_config_file(name_or_path, revision)
 
@@ -151,9 +156,13 @@ def _hub_config_file(name: str, revision: str | None) -> Path:
     cached = try_to_load_from_cache(name, "config.json", revision=revision)
     if isinstance(cached, str):
         return Path(cached)
-    os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", "5")
+    if not _hub_can_be_asked():
+        raise CheckpointError(
+            f"{name}: no such folder{_near_folder(Path(name))}, and the Hugging Face hub cannot be reached from "
+            "here; mend the path, or download the model first"
+        )
     try:
-        return Path(hf_hub_download(name, "config.json", revision=revision))
+        return Path(hf_hub_download(name, "config.json", revision=revision, etag_timeout=_HUB_SECONDS))
     except Exception as error:  # the hub's errors share no base; each of them means "not to be had"
         last = str(error).strip().splitlines()
         reason = f"{type(error).__name__}: {last[0] if last else ''}"[:200]
@@ -161,6 +170,30 @@ def _hub_config_file(name: str, revision: str | None) -> Path:
             f"{name}: no such folder{_near_folder(Path(name))}, and its config.json could not be had from the "
             f"Hugging Face hub ({reason}); mend the path, or download the model first"
         ) from error
+
+
+def _missing_files(folder: Path) -> Iterator[str]:
+    yield from weight_problems(folder)
+    if not any(next(folder.glob(pattern), None) for pattern in _TOKENIZER_FILES):
+        yield f"{folder} has no tokenizer files (such as tokenizer.json); copy them too"
+
+
+def _hub_can_be_asked() -> bool:
+    """False where there is no network; asking the hub all the same would take half a minute of retries."""
+    from urllib.parse import urlsplit
+    from urllib.request import getproxies
+
+    from huggingface_hub import constants
+
+    address = urlsplit(constants.ENDPOINT)
+    if constants.HF_HUB_OFFLINE or address.scheme in getproxies():
+        return not constants.HF_HUB_OFFLINE
+    port = address.port or (443 if address.scheme == "https" else 80)
+    try:
+        socket.create_connection((address.hostname or "", port), timeout=_HUB_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 def _read_config(path: Path, where: str) -> dict[str, Any]:
@@ -183,15 +216,10 @@ def _label_names(config: Mapping[str, Any], where: str) -> list[str]:
             raise CheckpointError(
                 f"{where}: the keys of id2label in its config.json are no numbers"
             ) from None
-    return [f"LABEL_{index}" for index in range(int(config.get("num_labels") or 2))]
-
-
-def _weight_bytes(folder: Path) -> int | None:
-    for pattern in ("*.safetensors", "*.bin"):
-        sizes = [file.stat().st_size for file in folder.glob(pattern)]
-        if sizes:
-            return sum(sizes)
-    return None
+    count = config.get("num_labels") or 2
+    if not isinstance(count, int):
+        raise CheckpointError(f"{where}: num_labels in its config.json is no number")
+    return [f"LABEL_{index}" for index in range(count)]
 
 
 def _few(names: Sequence[str]) -> str:

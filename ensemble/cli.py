@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from ensemble import __version__
-from ensemble.errors import EnsembleError
+from ensemble.errors import EnsembleError, Interrupted, MembersFailed
 
 # Commands import what they need when they run: --help and a typo in a key shall answer at once.
 if TYPE_CHECKING:
@@ -53,20 +55,23 @@ def run(
     from rich.console import Console
 
     from ensemble.report.progress import choose_display
-    from ensemble.report.terminal import members_table, oom_text, shown_path
+    from ensemble.report.terminal import failure_text, members_table, oom_text, shown_path, truncation_text
     from ensemble.run import run as run_config
 
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console = Console(highlight=False, soft_wrap=True, width=_FILE_WIDTH)
     result = run_config(loaded, choose_display(console, quiet))
-    if quiet:
-        return
-    console.print(members_table(result.members, result.scores))
-    for text in filter(None, map(oom_text, result.members)):
-        console.print(text, markup=False)
-    for name, path in result.files.items():
-        console.print(f"{name}: {shown_path(path)}", markup=False)
+    # Whoever read the output may have gone (rich leaves by SystemExit then); the files are there.
+    with contextlib.suppress(OSError, SystemExit):
+        if not quiet:
+            console.print(members_table(result.members, result.results.scores))
+            for text in filter(None, [*map(truncation_text, result.members), *map(oom_text, result.members)]):
+                console.print(text, markup=False)
+            for name, path in result.results.files.items():
+                console.print(f"{name}: {shown_path(path)}", markup=False)
+    if failures := result.failures:
+        raise MembersFailed([failure_text(failure) for failure in failures])
 
 
 @app.command()
@@ -82,8 +87,8 @@ def validate(
     from ensemble.report.preview import validation_lines
 
     prepared = prepare(loaded)
-    if not quiet:
-        for line in validation_lines(prepared):
+    with contextlib.suppress(OSError):
+        for line in () if quiet else validation_lines(prepared):
             typer.echo(line)
 
 
@@ -96,17 +101,33 @@ def _version(
         raise typer.Exit
 
 
-def main() -> None:
+def main() -> NoReturn:
     """Run the command line; every error of ours becomes its sentences and its exit code."""
+    code = _run_command()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads any more, or it was closed
+            stream.flush()
+    # Not sys.exit: a thread of Arrow's CSV reader that is still about when Python tears down its C++ objects has
+    # been seen to abort the process, exit code -6, after everything was said and done.
+    os._exit(code)
+
+
+def _run_command() -> int:
     try:
         app()
     except EnsembleError as error:
         for problem in error.problems:
             typer.secho("error: ", fg="red", nl=False, err=True)
             typer.echo(problem, err=True)
-        sys.exit(error.exit_code)
+        return error.exit_code
+    except Interrupted as stopped:
+        typer.echo(f"error: {stopped}", err=True)
+        return stopped.exit_code
     except KeyboardInterrupt:
-        sys.exit(130)
+        return 130
+    except SystemExit as leaving:  # how typer ends a command, and a wrong one
+        return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    return 0
 
 
 def _load(config: Path, sets: list[str], limit: int | None) -> LoadedConfig:

@@ -7,9 +7,11 @@
     |-- DeviceError               2   a member asks for GPUs that are not there
     |-- OutputError               2   the output directory cannot be written
     |-- OutputInUse               3   another run holds the output directory
+    |-- WriteError                1   a file could not be written in mid-run, such as on a full disk
     |-- MembersFailed             1   one or more members failed while running
-    |-- MergeError                1   the members' CSVs do not fit together
-    `-- Interrupted         130/143   SIGINT / SIGTERM
+    `-- MergeError                1   the members' CSVs do not fit together
+    Interrupted     128 + its number   a signal: 130 SIGINT, 143 SIGTERM, 129 SIGHUP; no Exception, so that
+                                      nothing which survives errors swallows it
 
 Messages name the key, file, row or GPU, and say what to do.  An error can carry several problems, so that
 one run of ``validate`` shows everything there is to mend.
@@ -58,6 +60,10 @@ class OutputInUse(EnsembleError):
     exit_code = 3
 
 
+class WriteError(EnsembleError):
+    exit_code = 1
+
+
 class MembersFailed(EnsembleError):
     exit_code = 1
 
@@ -66,7 +72,7 @@ class MergeError(EnsembleError):
     exit_code = 1
 
 
-class Interrupted(EnsembleError):
+class Interrupted(BaseException):
     """The run was stopped by a signal.
 
     Args:
@@ -74,5 +80,6 @@ class Interrupted(EnsembleError):
     """
 
     def __init__(self, signal_number: int) -> None:
-        super().__init__(f"stopped by signal {signal_number}")
+        name = {2: "Ctrl-C", 15: "SIGTERM", 1: "SIGHUP"}.get(signal_number, f"signal {signal_number}")
+        super().__init__(f"stopped by {name}; the CSVs of members that were done are kept")
         self.exit_code = 128 + signal_number

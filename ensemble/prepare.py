@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -19,12 +20,13 @@ from ensemble.config import LoadedConfig, ModelConfig, RunConfig
 from ensemble.devices import Inventory, inventory
 from ensemble.errors import ConfigError, DataError, EnsembleError
 from ensemble.plan import Plan, make_plan
-from ensemble.rundir import unwritable_reason
+from ensemble.rundir import RunDir, unwritable_reason
 from ensemble.submission import Sample, check_sample, read_sample
 from ensemble.table import InputTable, TableNeeds, read_table
 from ensemble.template import PromptTemplate, TemplateProblem, compile_template
 
 RENDERED_ROWS = 5
+_KEYS_OF_THEIR_OWN = ("dtype", "revision", "trust_remote_code", "quantization_config", "attn_implementation")
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,10 @@ class _Problems:
     def at(self, place: str = "") -> Iterator[None]:
         try:
             yield
+        except OSError as error:  # such as a name that is too long for the file system
+            self.found.append(
+                ConfigError(f"{place or error.filename}: {error.strerror or error}: {error.filename}")
+            )
         except EnsembleError as error:
             prefixed = [f"{place}: {problem}" if place else problem for problem in error.problems]
             self.found.append(type(error)(prefixed))
@@ -77,8 +83,8 @@ def prepare(loaded: LoadedConfig) -> Prepared:
     problems = _Problems()
     templates = _templates(config, problems)
     checkpoints = _checkpoints(config, problems)
-    if reason := unwritable_reason("output_dir", config.output_dir):
-        problems.found.append(ConfigError(reason))
+    with problems.at():
+        _check_places(loaded)
     table: InputTable | None = None
     with problems.at():
         table = read_table(config.data.path, _needs(config, templates))
@@ -95,6 +101,8 @@ def prepare(loaded: LoadedConfig) -> Prepared:
     plan: Plan | None = None
     with problems.at():
         plan = make_plan(config, _lengths(config, table, templates), gpus.gpus)
+    with problems.at():
+        _check_members_fit(config, checkpoints)
     problems.raise_any()
     assert plan is not None
     warnings = [*gpus.warnings, *plan.warnings]
@@ -113,6 +121,23 @@ def text_columns(model: ModelConfig) -> tuple[str, ...]:
 def scores_make_sense(checkpoints: dict[str, Checkpoint]) -> bool:
     """Log loss and accuracy are defined where every member gives probabilities of exclusive labels."""
     return all(checkpoint.activation == "softmax" for checkpoint in checkpoints.values())
+
+
+def _check_members_fit(config: RunConfig, checkpoints: dict[str, Checkpoint]) -> None:
+    found = [
+        f"models[{index}].model_kwargs.{key}: set the key {key} of the model itself"
+        for index, model in enumerate(config.models)
+        for key in _KEYS_OF_THEIR_OWN
+        if key in model.model_kwargs
+    ]
+    raw = [name for name, checkpoint in checkpoints.items() if checkpoint.activation == "none"]
+    if raw and len(raw) < len(checkpoints):
+        found.append(
+            f"models: {', '.join(raw)} gives raw values (regression), the others probabilities; their mean means "
+            "nothing: run them apart, or set problem_type"
+        )
+    if found:
+        raise ConfigError(found)
 
 
 def _templates(config: RunConfig, problems: _Problems) -> dict[str, PromptTemplate]:
@@ -168,10 +193,28 @@ def _sample(config: RunConfig, table: InputTable | None) -> Sample | None:
         )
         if found:
             raise DataError(found)
-    target = config.submission.path
-    if target is not None and (reason := unwritable_reason("path", target.parent)):
-        raise ConfigError(reason)
     return sample
+
+
+def _check_places(loaded: LoadedConfig) -> None:
+    """Nothing that the run reads may be what it writes."""
+    config = loaded.config
+    inputs = [loaded.path, config.data.path, *(Path(model.model_name_or_path) for model in config.models)]
+    if config.submission is not None:
+        inputs.append(config.submission.sample)
+    found = [*RunDir(config.output_dir).endangered(inputs)]
+    if reason := unwritable_reason("output_dir", config.output_dir):
+        found.append(reason)
+    target = config.submission.path if config.submission is not None else None
+    if target is not None:
+        if target.is_dir():
+            found.append(f"submission.path: {target} is a directory; name a file in it")
+        elif reason := unwritable_reason("submission.path", target.parent):
+            found.append(reason)
+        if any(path.resolve() in (target.resolve(), *target.resolve().parents) for path in inputs):
+            found.append(f"submission.path: {target} would replace what the run reads; choose another name")
+    if found:
+        raise ConfigError(found)
 
 
 def _columns_read(model: ModelConfig, templates: dict[str, PromptTemplate]) -> tuple[str, ...]:
@@ -212,8 +255,14 @@ def _render_first_rows(
 
 
 def _scoring_warnings(config: RunConfig, checkpoints: dict[str, Checkpoint]) -> list[str]:
-    if config.data.label_column is None or scores_make_sense(checkpoints):
-        return []
-    return [
-        "data.label_column: log loss and accuracy need exclusive labels from every member; none are shown"
-    ]
+    kinds = {checkpoint.activation for checkpoint in checkpoints.values()}
+    found = []
+    if kinds >= {"softmax", "sigmoid"}:
+        found.append(
+            "models: some give exclusive labels (softmax), some independent ones (sigmoid); their mean is neither"
+        )
+    if config.data.label_column is not None and not scores_make_sense(checkpoints):
+        found.append(
+            "data.label_column: log loss and accuracy need exclusive labels from every member; none are shown"
+        )
+    return found

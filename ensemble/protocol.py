@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 Activation = Literal["softmax", "sigmoid", "none"]
@@ -24,8 +24,6 @@ class WorkerSpec:
     ``gpus`` counts the devices in the worker's lease (0: the CPU); ``cpu_threads`` None leaves torch's choice.
     """
 
-    member: str
-    replica: int
     model_name_or_path: str
     revision: str | None
     trust_remote_code: bool
@@ -83,7 +81,6 @@ class Stop:
 class Started:
     """Python is up and the libraries are imported."""
 
-    pid: int
     versions: dict[str, str]
     start_seconds: float
 
@@ -147,7 +144,6 @@ class Closed:
 
     peak_memory_bytes: int
     peak_gpu_memory_bytes: int | None = None
-    notes: tuple[str, ...] = field(default=())
 
 
 Command: TypeAlias = Start | Predict | Stop

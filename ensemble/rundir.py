@@ -19,11 +19,11 @@ import fcntl
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
-from ensemble.errors import OutputError, OutputInUse
+from ensemble.errors import OutputError, OutputInUse, WriteError
 
 _TEMPORARY = ".tmp-"
 
@@ -56,6 +56,28 @@ class RunDir:
     def parts_dir(self, member: str) -> Path:
         return self.work_dir / f"{member}.parts"
 
+    def endangered(self, inputs: Iterable[Path]) -> Iterator[str]:
+        """Why a run here would destroy something: files that no run has made, or the run's own inputs.
+
+        Args:
+            inputs: what the run reads.
+        """
+        folders = (self.predictions_dir, self.work_dir, self.logs_dir)
+        files = (self.config, self.run_json, self.ensemble, self.submission)
+        if not self.lock.exists():
+            strangers = [path.name for path in (*folders, *files) if path.exists()]
+            if strangers:
+                yield (
+                    f"output_dir: {self.root} holds {', '.join(strangers)}, which no run has made and this one "
+                    "would replace; choose another output_dir"
+                )
+        for path in inputs:
+            place = path.resolve()
+            if place in [file.resolve() for file in files] or any(
+                place.is_relative_to(folder.resolve()) for folder in folders
+            ):
+                yield f"output_dir: {path} is read by this run and would be lost to it; choose another output_dir"
+
     def create(self) -> None:
         """Make the directory and prove that it can be written.
 
@@ -65,8 +87,10 @@ class RunDir:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             probe = self.root / f".probe{_TEMPORARY}{os.getpid()}"
-            probe.write_bytes(b"x")
-            probe.unlink()
+            try:
+                probe.write_bytes(b"x")
+            finally:
+                probe.unlink(missing_ok=True)
         except OSError as error:
             raise OutputError(cannot_write("output_dir", self.root, error)) from error
 
@@ -110,6 +134,9 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
     The content is flushed to the disk before the rename and the directory entry after it, so that the name
     stands for a complete file even after a power loss.
+
+    Raises:
+        WriteError: the disk is full, the directory is gone, or the like.
     """
     temporary = path.with_name(f".{path.name}{_TEMPORARY}{os.getpid()}")
     try:
@@ -118,6 +145,11 @@ def atomic_path(path: Path) -> Iterator[Path]:
             os.fsync(written.fileno())
         temporary.replace(path)
         sync_directory(path.parent)
+    except OSError as error:
+        reason = error.strerror or error
+        raise WriteError(
+            f"cannot write {path} ({reason}); make room there or choose another place"
+        ) from error
     finally:
         temporary.unlink(missing_ok=True)
 

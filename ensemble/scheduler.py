@@ -20,6 +20,8 @@ from ensemble.plan import Chunk, MemberPlan, Plan
 from ensemble.protocol import ChunkDone, Closed, Command, Failed, Predict, Progress, Ready, Started, Stop
 
 TICK_SECONDS = 0.25
+# A worker that was told to end, or has closed its line, may take this long: freeing a GPU takes a while.
+END_SECONDS = 30.0
 log = logging.getLogger(__name__)
 
 
@@ -111,7 +113,7 @@ class MemberState:
         return min(done, 1.0)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Slot:
     """A running worker: its process, its record, the lease it holds, the chunk in its hands."""
 
@@ -122,6 +124,8 @@ class _Slot:
     chunk: Chunk | None = None
     told_to_stop: bool = False
     failed: Failed | None = None
+    is_line_open: bool = True
+    end_by: float | None = None  # monotonic clock: no longer does anybody wait for the process
 
 
 Launch = Callable[[MemberPlan, int, Sequence[Device]], tuple[Worker, str]]
@@ -134,7 +138,8 @@ class Scheduler:
         plan: members with their chunks.
         leases: the devices that may be leased.
         launch: starts a worker for (member, replica number, lease); returns it and its log's path.
-        on_change: called with the members' states a few times a second and after each event.
+        on_change: called with the members' states a few times a second.
+        on_finished: called once for each member, when its last chunk is done.
     """
 
     def __init__(
@@ -143,11 +148,13 @@ class Scheduler:
         leases: Leases,
         launch: Launch,
         on_change: Callable[[Sequence[MemberState]], None],
+        on_finished: Callable[[MemberState], None],
     ) -> None:
         self.members = [MemberState(member, deque(member.chunks)) for member in plan.members]
         self._leases = leases
         self._launch = launch
         self._on_change = on_change
+        self._on_finished = on_finished
         self._slots: list[_Slot] = []
         self._selector = selectors.DefaultSelector()
         self._began = time.monotonic()
@@ -159,9 +166,10 @@ class Scheduler:
             while self._slots or self._is_waiting_for_release():
                 for key, _ in self._selector.select(TICK_SECONDS):
                     self._read(key.data)
-                for slot in [slot for slot in self._slots if slot.worker.has_exited()]:
-                    self._read(slot)
-                    self._end(slot)
+                for slot in list(self._slots):
+                    if slot.worker.has_exited() or time.monotonic() > (slot.end_by or float("inf")):
+                        self._read(slot)
+                        self._end(slot)
                 self._leases.poll()
                 self._start_what_fits()
                 self._on_change(self.members)
@@ -174,15 +182,20 @@ class Scheduler:
         return self.members
 
     def _start_what_fits(self) -> None:
-        """Start workers in the members' order; a member without any worker is not overtaken by later ones."""
+        """Start workers in the members' order.
+
+        A member that has no worker yet is not overtaken by later ones that want the same kind of device.
+        """
+        blocked: set[bool] = set()
         for state in self.members:
-            plan = state.plan
-            while state.waiting and state.failure is None and state.running < plan.replicas:
-                if not self._can_lease(state):
-                    if state.running == 0:
-                        return
+            on_gpu = state.plan.gpus > 0
+            while state.waiting and state.running < state.plan.replicas and on_gpu not in blocked:
+                if self._can_lease(state):
+                    self._start(state)
+                elif state.running == 0:
+                    blocked.add(on_gpu)
+                else:
                     break
-                self._start(state)
 
     def _is_waiting_for_release(self) -> bool:
         return self._leases.is_releasing and any(state.waiting for state in self.members)
@@ -220,18 +233,18 @@ class Scheduler:
         log.info("%s-%d started as process %d on %s", record.member, replica, record.pid, record.devices)
 
     def _read(self, slot: _Slot) -> None:
-        if slot not in self._slots:
+        if not slot.is_line_open:
             return
         try:
-            events, is_open = slot.worker.receive()
+            events, slot.is_line_open = slot.worker.receive()
+            for event in events:
+                self._handle(slot, event)
         except ValueError as error:
             slot.failed = Failed("ProtocolError", str(error), "")
-            slot.worker.terminate()
-            return
-        for event in events:
-            self._handle(slot, event)
-        if not is_open:
-            self._end(slot)
+            self._ask_to_end(slot)
+        if not slot.is_line_open:
+            self._selector.unregister(slot.worker.events_fd)
+            slot.end_by = time.monotonic() + END_SECONDS
 
     def _handle(self, slot: _Slot, event: Any) -> None:
         record = slot.record
@@ -242,6 +255,8 @@ class Scheduler:
             log.info("%s-%d ready: %s", record.member, record.replica, event)
             self._hand_out(slot)
         elif isinstance(event, Progress):
+            if slot.chunk is None or slot.chunk.index != event.chunk:
+                raise ValueError(f"progress of chunk {event.chunk}, which it was not given")
             slot.state.current[record.pid] = event
         elif isinstance(event, ChunkDone):
             self._chunk_done(slot, event)
@@ -252,8 +267,8 @@ class Scheduler:
             record.closed = event
 
     def _chunk_done(self, slot: _Slot, event: ChunkDone) -> None:
-        assert slot.chunk is not None
-        assert slot.chunk.index == event.chunk
+        if slot.chunk is None or slot.chunk.index != event.chunk:
+            raise ValueError(f"chunk {event.chunk} done, which it was not given")
         record, state = slot.record, slot.state
         record.rows += event.rows
         record.tokens += event.tokens
@@ -264,11 +279,12 @@ class Scheduler:
         record.predict_seconds += event.seconds
         record.chunks += 1
         state.chunks_done += 1
-        if state.finished:
-            state.finished_at = time.monotonic()
         state.done_cost += slot.chunk.cost
         state.current.pop(record.pid, None)
         slot.chunk = None
+        if state.finished:
+            state.finished_at = time.monotonic()
+            self._on_finished(state)
         log.info("%s-%d chunk %d done: %s", record.member, record.replica, event.chunk, event)
 
     def _hand_out(self, slot: _Slot) -> None:
@@ -283,11 +299,10 @@ class Scheduler:
             slot.worker.send(Stop())
 
     def _end(self, slot: _Slot) -> None:
-        """A worker's line has closed: reap it, give its devices back, judge how it ended."""
-        if slot not in self._slots:
-            return
+        """The process has ended, or had its time: reap it, give its devices back, judge how it ended."""
         self._slots.remove(slot)
-        self._selector.unregister(slot.worker.events_fd)
+        if slot.is_line_open:
+            self._selector.unregister(slot.worker.events_fd)
         code = slot.worker.close()
         record, state = slot.record, slot.state
         record.exit_code = code
@@ -296,8 +311,13 @@ class Scheduler:
         state.running -= 1
         self._leases.give_back(slot.lease)
         log.info("%s-%d ended with exit code %d", record.member, record.replica, code)
-        if state.failure is None and (code != 0 or slot.failed or slot.chunk or not slot.told_to_stop):
-            self._fail(state, _failure(slot, code))
+        if code == 0 and slot.told_to_stop and not slot.failed and slot.chunk is None:
+            return
+        failure = _failure(slot, code)
+        if state.finished:  # by other replicas: nothing is missing
+            log.warning("%s-%d had no part in the end: %s", record.member, record.replica, failure.message)
+        elif state.failure is None:
+            self._fail(state, failure)
 
     def _fail(self, state: MemberState, failure: Failure) -> None:
         log.error("%s failed: %s", failure.member, failure.message)
@@ -305,7 +325,11 @@ class Scheduler:
         state.waiting.clear()
         for slot in self._slots:
             if slot.state is state:
-                slot.worker.terminate()
+                self._ask_to_end(slot)
+
+    def _ask_to_end(self, slot: _Slot) -> None:
+        slot.worker.terminate()
+        slot.end_by = time.monotonic() + END_SECONDS
 
 
 def _failure(slot: _Slot, code: int) -> Failure:

@@ -94,6 +94,12 @@ def check_sample(
         for name in columns_map
         if name not in others
     ]
+    given = [columns_map.get(name, name) for name in others]
+    problems += [
+        f"{path}: label {label!r} would stand in {given.count(label)} columns; mend submission.columns"
+        for label in dict.fromkeys(given)
+        if label in labels and given.count(label) > 1
+    ]
     return (*problems, *_id_problems(sample.ids, path, ids, limited))
 
 

@@ -1,8 +1,8 @@
 """The input table: read it, check it, publish it to the workers.
 
-Everything that would stop a run later (a row without an id, broken JSON in row 17,000, a label nobody
-declared) is found here, before any model is loaded, and reported all at once.  The formats are in
-``readers.py``; what the workers see of the published file is in ``worker/rows.py``.
+Everything that would stop a run later (a row without an id, broken JSON in row 17,000, an unknown label) is
+found here, before any model is loaded, and reported all at once.  Formats: ``readers.py``.  What the workers see
+of the published file: ``worker/rows.py``.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ensemble.cells import cell_lengths, is_binary, loaded_cell, python_cells
 from ensemble.errors import DataError
 from ensemble.inputfile import (
     Contents,
@@ -33,7 +34,6 @@ from ensemble.readers import read_contents
 from ensemble.template import TemplateProblem, parse_json_cell
 
 PUBLISHED_ROWS_PER_BATCH = 65_536
-_PYTHON_ROWS = 8_192
 _SHOWN = 3
 
 
@@ -66,10 +66,9 @@ class InputTable:
     Attributes:
         rows: number of rows.
         ids: shape (rows,), strings (large strings above 2 GB of text), in file order.
-        truth: shape (rows,), the index of each row's label in ``TableNeeds.labels``; None without a label
-            column.
-        null_texts: for each of ``TableNeeds.columns``, its cells that are null or empty.  In a JSON column
-            also those that hold an empty list or, anywhere inside, a null.
+        truth: shape (rows,), each row's label as its index in ``TableNeeds.labels``; None if there is none.
+        null_texts: for each of ``TableNeeds.columns``, its null or empty cells; in a JSON column also those
+            that hold an empty list or, anywhere inside, a null.
     """
 
     def __init__(
@@ -94,9 +93,13 @@ class InputTable:
         for name in columns:
             start = 0
             for chunk in self._columns.column(name).chunks:
-                total[start : start + len(chunk)] += _lengths(chunk)
+                total[start : start + len(chunk)] += cell_lengths(chunk)
                 start += len(chunk)
         return total
+
+    def forget_columns(self) -> None:
+        """Free the texts, once they are published; ids, truth and counts stay."""
+        self._columns = self._columns.schema.empty_table()
 
     def head(self, count: int) -> list[dict[str, object]]:
         """The first ``count`` rows, each a dict of column to value, as templates will see them."""
@@ -105,7 +108,7 @@ class InputTable:
             return [{} for _ in range(min(count, self.rows))]
         for name in [column.name for column in self._columns.schema if is_json_field(column)]:
             for row in rows:
-                row[name] = _loaded(row[name])
+                row[name] = loaded_cell(row[name])
         return rows
 
     def publish(self, path: Path) -> None:
@@ -252,18 +255,13 @@ def _type_problems(path: Path, needs: TableNeeds, contents: Contents) -> Iterato
         advice = "read it in a prompt_template, or write it as text"
         if pa.types.is_nested(field.type):
             yield f"{path}: column {name!r} holds {field.type} values, not text; {advice}"
-        elif _is_binary(field.type):
+        elif is_binary(field.type):
             yield f"{path}: column {name!r} holds bytes, not text; write the file with it cast to string"
         elif is_json_field(field):
             nested = _first(pc.match_substring_regex(column, r"^[\[{]"))
             if nested.count:
                 count, row = plural(nested.count, "row"), _row(nested.rows[0], contents.ids)
                 yield f"{path}: column {name!r} holds lists or objects in {count}, first {row}; {advice}"
-
-
-def _is_binary(kind: pa.DataType) -> bool:
-    checks = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary)
-    return any(check(kind) for check in checks)
 
 
 def _cell_facts(path: Path, needs: TableNeeds, contents: Contents) -> tuple[dict[str, int], list[str]]:
@@ -276,7 +274,7 @@ def _cell_facts(path: Path, needs: TableNeeds, contents: Contents) -> tuple[dict
             null_texts[field.name] = _empty_cells(column, field)
             continue
         empty, broken = 0, _BrokenCells()
-        for row, cell in enumerate(_python_cells(column, is_json_field(field))):
+        for row, cell in enumerate(python_cells(column, is_json_field(field))):
             try:
                 value = parse_json_cell(cell)
             except TemplateProblem as problem:
@@ -310,18 +308,6 @@ def _empty_cells(column: pa.ChunkedArray, field: pa.Field) -> int:
     return int(empty)
 
 
-def _python_cells(column: pa.ChunkedArray, is_json: bool) -> Iterator[object]:
-    """The cells as templates will see them, a few thousand in memory at a time."""
-    for chunk in column.chunks:
-        for start in range(0, len(chunk), _PYTHON_ROWS):
-            for cell in chunk.slice(start, _PYTHON_ROWS).to_pylist():
-                yield _loaded(cell) if is_json else cell
-
-
-def _loaded(cell: object) -> object:
-    return json.loads(cell) if isinstance(cell, str) else cell
-
-
 def _mentions_null(cell: object) -> bool:
     """Whether a cell that parses holds a null; most cells are cleared without being parsed again."""
     return (
@@ -332,18 +318,3 @@ def _mentions_null(cell: object) -> bool:
 def _holds_null(value: object) -> bool:
     items = list(value.values()) if isinstance(value, dict) else value
     return isinstance(items, list) and any(item is None or _holds_null(item) for item in items)
-
-
-def _lengths(chunk: pa.Array) -> npt.NDArray[np.int64]:
-    """UTF-8 bytes of each cell, shape (rows,)."""
-    if not (is_text(chunk.type) or _is_binary(chunk.type)):
-        try:
-            chunk = pc.cast(chunk, pa.string())
-        except pa.ArrowException:  # nested, or a type that has no text of its own
-            return np.fromiter(map(_json_length, _python_cells(pa.chunked_array([chunk]), False)), np.int64)
-    lengths: npt.NDArray[np.int64] = pc.fill_null(pc.binary_length(chunk), 0).to_numpy().astype(np.int64)
-    return lengths
-
-
-def _json_length(value: object) -> int:
-    return 0 if value is None else len(json.dumps(value, ensure_ascii=False, default=str).encode())

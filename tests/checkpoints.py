@@ -142,6 +142,20 @@ def _config(transformers: Any, architecture: str, common: dict[str, Any]) -> Any
             norm_rel_ebd="layer_norm",
             share_att_key=True,
         )
+    if architecture == "gemma3":
+        text = {
+            **decoder,
+            "vocab_size": common["vocab_size"],
+            "query_pre_attn_scalar": 8,
+            "sliding_window": 16,
+        }
+        vision = {
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+        }
+        return transformers.Gemma3Config(text_config=text, vision_config=vision, **common)
     raise ValueError(architecture)
 
 
@@ -150,12 +164,13 @@ def reference(
     texts: Sequence[str] | Sequence[tuple[str, str]],
     max_length: int = 1024,
     activation: str = "softmax",
+    truncation_side: str = "right",
 ) -> npt.NDArray[np.float64]:
     """Probabilities of plain transformers, one row at a time, in float32: what every batch must equal."""
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, truncation_side=truncation_side)
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     rows = []
     with torch.no_grad():

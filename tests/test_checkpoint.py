@@ -17,6 +17,9 @@ LABELS = ["a", "b", "c"]
 def write(folder: Path, **config: Any) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+    header = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
     return str(folder)
 
 
@@ -77,6 +80,7 @@ def test_without_stored_labels_transformers_has_two(tmp_path: Path) -> None:
 
 def test_paths_that_hold_no_checkpoint(tmp_path: Path) -> None:
     write(tmp_path / "models" / "gemma" / "checkpoint-10")
+    (tmp_path / "models" / "gemma" / "config.json").unlink(missing_ok=True)
     (tmp_path / "file").write_text("x")
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{")
@@ -94,10 +98,55 @@ def test_paths_that_hold_no_checkpoint(tmp_path: Path) -> None:
             inspect_checkpoint(str(path), None, LABELS, {}, None)
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("model.safetensors", None, "no weights"),
+        ("model.safetensors", b"", "cut short"),
+        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n", "git-lfs pointer"),
+        ("model.safetensors", (9).to_bytes(8, "little") + b"not JSON!", "broken header"),
+        ("tokenizer.json", None, "no tokenizer files"),
+        (
+            "model.safetensors.index.json",
+            b'{"weight_map": {"w": "a.safetensors"}}',
+            "the first is a.safetensors",
+        ),
+    ],
+)
+def test_files_that_are_missing_or_broken(
+    file: str, content: bytes | None, message: str, tmp_path: Path
+) -> None:
+    folder = Path(write(tmp_path / "m", id2label={"0": "a", "1": "b", "2": "c"}))
+    if content is None:
+        (folder / file).unlink()
+    else:
+        (folder / file).write_bytes(content)
+    with pytest.raises(CheckpointError, match=message):
+        inspect_checkpoint(str(folder), None, LABELS, {}, None)
+
+
+def test_a_cut_weight_file_is_named_with_its_sizes(tmp_path: Path) -> None:
+    folder = Path(write(tmp_path / "m", id2label={"0": "a", "1": "b", "2": "c"}))
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[:-1])
+    with pytest.raises(CheckpointError, match=f"has {len(whole) - 1} bytes and should have {len(whole)}"):
+        inspect_checkpoint(str(folder), None, LABELS, {}, None)
+
+
+def test_odd_configs_are_no_stack_trace(tmp_path: Path) -> None:
+    named = {"id2label": {"0": "a", "1": "b", "2": "c"}}
+    cases: list[dict[str, Any]] = [{"architectures": [None]}, {"architectures": "Foo"}, {"architectures": []}]
+    for odd in cases:
+        folder = write(tmp_path / "m", **named, **odd)
+        assert inspect_checkpoint(folder, None, LABELS, {}, None).architecture == ""
+    with pytest.raises(CheckpointError, match="num_labels"):
+        inspect_checkpoint(write(tmp_path / "n", num_labels="x"), None, LABELS, {}, None)
+
+
 def test_a_hub_id_that_cannot_be_had_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(CheckpointError, match=r"org/model: no such folder.*could not be had.*download"):
+    with pytest.raises(CheckpointError, match=r"org/model: no such folder.*cannot be reached.*download"):
         inspect_checkpoint("org/model", None, LABELS, {}, None)
 
 

@@ -64,6 +64,12 @@ def no_weight(project: Project, config: dict[str, Any]) -> None:
         model["weight"] = 0
 
 
+def somebodys_files(project: Project, config: dict[str, Any]) -> None:
+    (project.folder / "logs").mkdir()
+    (project.folder / "logs" / "mine.log").write_text("precious")
+    config["output_dir"] = "."
+
+
 def a_file_in_the_way(project: Project, config: dict[str, Any]) -> None:
     (project.folder / "runs").write_text("a file")
 
@@ -106,6 +112,21 @@ WRONG: dict[str, tuple[Change, list[str]]] = {
         set_key("defaults", value={"prompt_template": "{{ text.__class__.__mro__ }}"}),
         ["models[0].prompt_template", "__mro__"],
     ),
+    "raw values with probabilities": (
+        set_key("models", 0, "problem_type", value="regression"),
+        ["gemma", "raw values"],
+    ),
+    "a key in the wrong place": (
+        set_key("models", 0, "model_kwargs", value={"dtype": "float16"}),
+        ["models[0].model_kwargs.dtype"],
+    ),
+    "submission over the table": (
+        set_key("submission", "path", value="test.csv"),
+        ["submission.path", "test.csv"],
+    ),
+    "submission over a folder": (set_key("submission", "path", value="."), ["submission.path", "directory"]),
+    "output over somebody's files": (somebodys_files, ["output_dir", "logs", "no run has made"]),
+    "name too long": (set_key("output_dir", value="x" * 300), ["File name too long"]),
     "other label names": (set_key("labels", value=["a", "b", "c"]), ["label"]),
 }
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import yaml
 
-from tests.checkpoints import make_checkpoint, make_texts
+from tests.checkpoints import make_checkpoint, make_texts, reference
 from tests.project import ROOT, Project
 
 LMSYS_LABELS = ["winner_model_a", "winner_model_b", "winner_tie"]
@@ -85,6 +85,22 @@ def test_the_kaggle_config_with_stand_ins(kaggle: Project) -> None:
     report = kaggle.run_json("kaggle/working/ensemble")
     # [text, null] in a JSON list: one null a row in response_a
     assert report["null_texts"]["response_a"] >= 40
+
+
+def test_the_kaggle_labels_are_not_mixed_up(kaggle: Project) -> None:
+    """Without quantization the numbers are plain transformers' own, label by label."""
+    _, rows = kaggle.read("kaggle/input/lmsys-chatbot-arena/test.csv")
+    options = ["--set", "defaults.quantization_config=null", "--set", "models.llama3.weight=0"]
+    done = kaggle.ensemble("run", "kaggle.yaml", *options)
+    assert done.returncode == 0, done.stderr
+    prompts = []
+    for row in rows:
+        turns = ["\n".join(turn or "" for turn in json.loads(cell)) for cell in row[1:]]
+        prompt, first, second = (turn.replace("\ud83d", "\ufffd") for turn in turns)
+        prompts.append(f"<prompt>: {prompt}\n\n<response_a>: {first}\n\n<response_b>: {second}")
+    expected = reference(kaggle.folder / "kaggle/input/gemma-2-9b-lmsys", prompts, max_length=2048)
+    got = np.array([row[1:] for row in kaggle.read("kaggle/working/submission.csv")[1]], dtype=float)
+    np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
 def test_one_broken_json_cell_is_found_before_any_model_loads(kaggle: Project) -> None:

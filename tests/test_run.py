@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -155,6 +156,7 @@ def test_a_member_that_fails_keeps_the_others(project: Project, tmp_path: Path) 
     project.write_config(config)
     (project.folder / "runs/first").mkdir(parents=True)
     (project.folder / "runs/first/ensemble.csv").write_text("of an earlier run")
+    (project.folder / "runs/first/.lock").touch()
     done = project.ensemble("run", "config.yaml")
     assert done.returncode == 1
     assert "member broken failed: ValueError" in done.stderr
@@ -170,6 +172,85 @@ def test_a_member_that_fails_keeps_the_others(project: Project, tmp_path: Path) 
     report = project.run_json()
     assert report["status"] == "failed"
     assert [member["status"] for member in report["members"]] == ["failed", "complete"]
+
+
+def test_a_reader_that_goes_away_ends_nothing(project: Project) -> None:
+    only_llama(project)
+    command = f"{sys.executable} -m ensemble run config.yaml --limit 9 | head -1"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command],
+        cwd=project.folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(done.stdout.splitlines()) == 1
+    assert len(project.read("runs/first/ensemble.csv")[1]) == 9
+
+
+def test_nohup_is_heeded(project: Project) -> None:
+    only_llama(project)
+    process = subprocess.Popen(
+        ["nohup", sys.executable, "-m", "ensemble", "run", "config.yaml", "--limit", "9"],
+        cwd=project.folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    _wait_for_worker(process)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(60) == 0
+    assert len(project.read("runs/first/ensemble.csv")[1]) == 9
+
+
+def test_a_full_disk_is_said_and_leaves_no_half_file(project: Project, tmp_path: Path) -> None:
+    """The real thing: a file system of its own, too small for the predictions."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    small = tmp_path / "small disk"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", small], check=True)
+    try:
+        only_llama(project)
+        done = project.ensemble("run", "config.yaml", "--set", f"output_dir={small / 'run'}")
+        assert done.returncode == 1
+        assert "No space left" in done.stderr
+        assert str(small) in done.stderr
+        assert "Traceback" not in done.stderr
+        left = [path for path in (small / "run").rglob("*") if path.is_file()]
+        assert not any(".tmp-" in path.name for path in left)
+        assert not (small / "run/ensemble.csv").exists()
+    finally:
+        subprocess.run(["umount", small], check=True)
+
+
+def test_secrets_from_the_environment_stay_out_of_every_file(project: Project) -> None:
+    config = project.config(models=project.config()["models"][1:])
+    config["models"][0]["tokenizer_kwargs"] = {"token": "${MY_TOKEN}"}
+    project.write_config(config)
+    done = project.ensemble("run", "config.yaml", "--limit", "5", environment={"MY_TOKEN": "hf_s3cret"})
+    assert done.returncode == 0, done.stderr
+    assert "s3cret" not in done.stdout + done.stderr
+    for path in project.folder.rglob("*"):
+        assert path.is_dir() or b"s3cret" not in path.read_bytes(), path
+
+
+def test_one_column_regression_passes_its_value_through(project: Project, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "r", "bert", ["LABEL_0"])
+    config = project.config(
+        data={"path": "test.csv"},
+        labels=["score"],
+        models=[{"name": "r", "model_name_or_path": str(folder)}],
+        submission=None,
+    )
+    project.write_config(config)
+    done = project.ensemble("run", "config.yaml", "--limit", "30")
+    assert done.returncode == 0, done.stderr
+    expected = reference(folder, project.texts[:30], 128, "none")
+    np.testing.assert_allclose(
+        as_floats(project.read("runs/first/ensemble.csv")[1]), expected, atol=1e-5, rtol=1e-5
+    )
 
 
 def test_limit_tries_the_first_rows_and_spares_the_submission(project: Project) -> None:
@@ -230,7 +311,7 @@ def _children(pid: int) -> list[int]:
     return [int(number) for number in found.split()]
 
 
-def _wait_for_worker(process: subprocess.Popen[str]) -> int:
+def _wait_for_worker(process: subprocess.Popen[Any]) -> int:
     until = time.monotonic() + 30
     while time.monotonic() < until:
         if children := _children(process.pid):
@@ -322,7 +403,10 @@ def _run_on_a_terminal(project: Project, **environment: str) -> str:
 
 def test_bars_on_a_terminal_and_lines_in_a_notebook(project: Project) -> None:
     only_llama(project)
-    terminal = _run_on_a_terminal(project)
+    terminal = _run_on_a_terminal(project, COLUMNS="80")
+    assert all(word in terminal for word in ("accuracy", "log loss", "tokens/s", "ensemble")), (
+        "the table fits"
+    )
     assert "\x1b[" in terminal
     assert "━" in terminal
     assert "300/300 rows" in terminal

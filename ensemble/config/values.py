@@ -14,6 +14,7 @@ from annotated_types import Ge, Le
 from pydantic import AfterValidator, AllowInfNan, BeforeValidator, PlainValidator, StringConstraints
 
 MAX_NAME_CHARACTERS: Final = 100
+MAX_COUNT: Final = 2**31 - 1
 MAX_SEED: Final = 2**32 - 1
 
 
@@ -95,7 +96,7 @@ Label = Annotated[str, BeforeValidator(as_label), _WORD, MustBe("text (true, fal
 Labels = Annotated[tuple[Label, ...], BeforeValidator(at_least_one), MustBe("a list of one or more labels")]
 LabelMap = Annotated[dict[str, Label], MustBe("a mapping of names to labels")]
 File = Annotated[Path, PlainValidator(_file), MustBe("the path of a file or folder")]
-Count = Annotated[int, Ge(1), MustBe("a whole number of at least 1")]
+Count = Annotated[int, Ge(1), Le(MAX_COUNT), MustBe("a whole number of at least 1")]
 Devices = Annotated[int, Ge(0), MustBe("a whole number of at least 0")]
 Seed = Annotated[int, Ge(0), Le(MAX_SEED), MustBe(f"a whole number from 0 to {MAX_SEED}")]
 Weight = Annotated[float, Ge(0), AllowInfNan(False), MustBe("a number of at least 0")]

@@ -20,6 +20,11 @@ from ensemble.protocol import Command, decode, encode
 # A worker that was told to end gets this long before SIGKILL; it holds nothing that needs longer.
 GRACE_SECONDS = 5.0
 _READ_BYTES = 1 << 16
+# Not "-m": before Python 3.11, which heeds PYTHONSAFEPATH, a `torch.py` or `datasets/` in the user's working
+# directory would be taken for the library.
+_BOOT = (
+    "import sys; sys.path[:] = [p for p in sys.path if p]; from ensemble.worker.__main__ import main; main()"
+)
 
 
 class LocalWorker:
@@ -32,7 +37,6 @@ class LocalWorker:
 
     def __init__(self, environment: Mapping[str, str], log: Path) -> None:
         self.log = log
-        self.started_at = time.monotonic()
         self._buffer = b""
         read_end, write_end = os.pipe()
         try:
@@ -124,22 +128,15 @@ class LocalWorker:
 
 
 def _command(events_fd: int) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
-        "ensemble.worker",
-        f"--events-fd={events_fd}",
-        f"--parent-pid={os.getpid()}",
-    ]
+    return [sys.executable, "-c", _BOOT, f"--events-fd={events_fd}", f"--parent-pid={os.getpid()}"]
 
 
 def _python_environment() -> dict[str, str]:
-    # The child must find this very package, also when it was started from a checkout, and must not take a
-    # `torch.py` or `datasets/` of the user's working directory for the library (Python >= 3.11 heeds the latter).
-    package_root = str(Path(__file__).resolve().parents[2])
-    inherited = os.environ.get("PYTHONPATH")
-    return {
-        "PYTHONPATH": os.pathsep.join([package_root, inherited] if inherited else [package_root]),
-        "PYTHONSAFEPATH": "1",
-        "PYTHONUNBUFFERED": "1",
-    }
+    # The child must find this very package, also when it was started from a checkout.
+    package_root = Path(__file__).resolve().parents[2]
+    environment = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+    if package_root.name not in ("site-packages", "dist-packages"):
+        inherited = os.environ.get("PYTHONPATH")
+        paths = [str(package_root), *([inherited] if inherited else [])]
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
+    return environment

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ import pyarrow.csv as pa_csv
 
 from ensemble.errors import MergeError
 
-_BLOCK_BYTES = 1 << 24
+_BLOCK_BYTES = 1 << 22
 
 
 def read_predictions(
@@ -32,32 +32,61 @@ def read_predictions(
         MergeError: missing, repeated or additional ids, other columns, values that are not finite.
     """
     types = {id_column: pa.large_string()} | {label: pa.float64() for label in labels}
+    wanted = ids.cast(pa.large_string())
     try:
-        table = pa_csv.read_csv(
-            path,
-            read_options=pa_csv.ReadOptions(block_size=_BLOCK_BYTES),
-            parse_options=pa_csv.ParseOptions(newlines_in_values=True),
-            convert_options=pa_csv.ConvertOptions(column_types=types, strings_can_be_null=False),
-        )
+        values = _read_in_order(path, types, labels, wanted)
+        if values is None:
+            values = _read_and_join(path, types, labels, wanted)
     except (pa.ArrowInvalid, OSError) as error:
         raise MergeError(f"{path}: cannot be read ({error})") from error
-    if sorted(table.column_names) != sorted(types):
-        raise MergeError(
-            f"{path}: its columns are {', '.join(table.column_names)}, expected {', '.join(types)}"
-        )
-    values = np.column_stack([table.column(label).to_numpy() for label in labels])
-    order = _order(path, table.column(id_column), ids.cast(pa.large_string()))
-    values = values if order is None else values[order]
     bad = np.flatnonzero(~np.isfinite(values).all(axis=1))
     if len(bad):
         raise MergeError(f"{path}: {len(bad)} rows hold no finite number, the first is id {ids[int(bad[0])]}")
     return values
 
 
-def _order(path: Path, found: pa.ChunkedArray, wanted: pa.ChunkedArray) -> npt.NDArray[np.int64] | None:
-    """Where each wanted id stands among the found ones; None where both are in the same order."""
-    if found.equals(wanted):
-        return None
+def _read_in_order(
+    path: Path, types: Mapping[str, pa.DataType], labels: Sequence[str], wanted: pa.ChunkedArray
+) -> npt.NDArray[np.float64] | None:
+    """The values of a file whose rows stand in the wanted order, block by block; None for any other file."""
+    values = np.empty((len(wanted), len(labels)), order="F")
+    start = 0
+    with _open(path, types) as reader:
+        if sorted(reader.schema.names) != sorted(types):
+            found, expected = ", ".join(reader.schema.names), ", ".join(types)
+            raise MergeError(f"{path}: its columns are {found}, expected {expected}")
+        for batch in reader:
+            stop = start + len(batch)
+            (id_column, *_) = types
+            if not pa.chunked_array([batch.column(id_column)]).equals(wanted.slice(start, len(batch))):
+                return None
+            for index, label in enumerate(labels):
+                values[start:stop, index] = batch.column(label).to_numpy(zero_copy_only=False)
+            start = stop
+    return values if start == len(wanted) else None
+
+
+def _read_and_join(
+    path: Path, types: Mapping[str, pa.DataType], labels: Sequence[str], wanted: pa.ChunkedArray
+) -> npt.NDArray[np.float64]:
+    (id_column, *_) = types
+    with _open(path, types) as reader:
+        table = reader.read_all()
+    order = _order(path, table.column(id_column), wanted)
+    return np.asfortranarray(np.column_stack([table.column(label).to_numpy()[order] for label in labels]))
+
+
+def _open(path: Path, types: Mapping[str, pa.DataType]) -> pa_csv.CSVStreamingReader:
+    return pa_csv.open_csv(
+        path,
+        read_options=pa_csv.ReadOptions(block_size=_BLOCK_BYTES),
+        parse_options=pa_csv.ParseOptions(newlines_in_values=True),
+        convert_options=pa_csv.ConvertOptions(column_types=dict(types), strings_can_be_null=False),
+    )
+
+
+def _order(path: Path, found: pa.ChunkedArray, wanted: pa.ChunkedArray) -> npt.NDArray[np.int64]:
+    """Where each wanted id stands among the found ones."""
     problems = []
     if pc.count_distinct(found).as_py() != len(found):
         counts = pc.value_counts(found.combine_chunks())

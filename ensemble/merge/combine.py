@@ -19,7 +19,7 @@ def weighted_mean(
 
     Args:
         weights: one per member, >= 0.
-        members: float64 [rows, labels] each, in the weights' order.
+        members: float64 [rows, labels] each, in the weights' order; their values are used up.
 
     Raises:
         MergeError: no weight above 0, or different shapes.
@@ -29,10 +29,13 @@ def weighted_mean(
         raise MergeError("nothing to merge: no member with a weight above 0")
     total: npt.NDArray[np.float64] | None = None
     for weight, values in zip(weights, members, strict=True):
+        values *= weight / whole  # in place: two arrays of a large table are enough
         if total is None:
-            total = np.zeros_like(values)
-        if values.shape != total.shape:
+            total = values
+        elif values.shape != total.shape:
             raise MergeError(f"members differ in shape: {values.shape} and {total.shape}")
-        total += (weight / whole) * values
+        else:
+            total += values
+        del values
     assert total is not None
     return total

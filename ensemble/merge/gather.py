@@ -27,7 +27,7 @@ def gather_parts(member: str, parts: Iterable[Path], rows: int, labels: int) -> 
     Raises:
         MergeError: a row is missing or came twice.
     """
-    values = np.full((rows, labels), np.nan, dtype=np.float64)
+    values = np.full((rows, labels), np.nan, order="F")  # columns are written, not rows
     seen = np.zeros(rows, dtype=np.int64)
     types = {"row": pa.int64()} | {f"p{label}": pa.float64() for label in range(labels)}
     for part in parts:

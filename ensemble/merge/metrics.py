@@ -27,9 +27,8 @@ def score(values: npt.NDArray[np.float64], truth: npt.NDArray[np.int64]) -> Scor
         truth: label numbers, [rows].
     """
     rows = np.arange(len(truth))
-    scaled = values / values.sum(axis=1, keepdims=True)
     epsilon = np.finfo(np.float64).eps
-    true = np.clip(scaled[rows, truth], epsilon, 1 - epsilon)
+    true = np.clip(values[rows, truth] / values.sum(axis=1), epsilon, 1 - epsilon)
     return Score(
         log_loss=float(-np.log(true).mean()),
         accuracy=float((values.argmax(axis=1) == truth).mean()),

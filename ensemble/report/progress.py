@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -77,7 +78,9 @@ class PlainDisplay:
     def stop(self) -> None: ...
 
     def say(self, text: str) -> None:
-        print(text, file=self._file, flush=True)
+        # A reader that has gone (`| head`) or a full disk behind a redirection must not end the run.
+        with contextlib.suppress(OSError):
+            print(text, file=self._file, flush=True)
 
     def update(self, members: Sequence[MemberState]) -> None:
         now = self._clock()
@@ -87,7 +90,8 @@ class PlainDisplay:
                 continue
             self._notes(state)
             changed = self._phases.get(name) != phase
-            due = phase == "predicting" and now - self._last.get(name, now) >= PLAIN_LINE_SECONDS
+            is_busy = phase in ("starting", "loading", "predicting")
+            due = is_busy and now - self._last.get(name, now) >= PLAIN_LINE_SECONDS
             if changed or due:
                 self._phases[name], self._last[name] = phase, now
                 first = phase == "predicting" and changed
@@ -146,17 +150,17 @@ def describe(state: MemberState, now: float, short: bool = False) -> str:
     """What a member is doing, in a phrase; ``now`` is a reading of the monotonic clock, in seconds."""
     phase = phase_of(state)
     if phase == "failed":
-        assert state.failure is not None
-        return "failed" if short else f"failed: {state.failure.message}"
+        return "failed"
     if phase in ("waiting", "starting"):
         return phase if phase == "waiting" else "starting Python"
     if phase == "loading":
         return "loading the model"
     rows = int(state.plan.order.shape[0])
-    elapsed = max(now - (state.predicting_since or now), 1e-9)
+    since = now if state.predicting_since is None else state.predicting_since
+    elapsed = max(now - since, 1e-9)
     speed = f"{state.tokens_done / elapsed:,.0f} tokens/s"
     if phase == "done":
-        seconds = max((state.finished_at or now) - (state.predicting_since or now), 1e-9)
+        seconds = max((now if state.finished_at is None else state.finished_at) - since, 1e-9)
         speed = f"{state.tokens_done / seconds:,.0f} tokens/s"
         return f"{rows:,}/{rows:,} rows, {speed}, done in {duration(seconds)}"
     left = "?" if state.fraction <= 0 else duration(elapsed * (1 - state.fraction) / state.fraction)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ensemble import __version__
+from ensemble.config import LoadedConfig
 from ensemble.devices import Inventory
 from ensemble.leases import Leases
 from ensemble.merge.metrics import Score
@@ -21,8 +23,7 @@ from ensemble.scheduler import MemberState, WorkerRecord
 def run_document(
     *,
     status: str,
-    config: Mapping[str, Any],
-    overrides: Sequence[str],
+    loaded: LoadedConfig,
     inventory: Inventory,
     rows: int,
     null_texts: Mapping[str, int],
@@ -36,15 +37,15 @@ def run_document(
     """The content of run.json: seconds, bytes and counts; plain JSON values only.
 
     Args:
-        status: ``complete`` or ``failed``.
-        config: the resolved config, overrides and environment applied.
+        status: ``complete``, ``failed`` or ``interrupted``.
+        loaded: the config; stored as it was written, because a value from the environment may be a secret.
         timing: seconds by phase of the whole run.
     """
     return {
         "status": status,
         "versions": {"ensemble": __version__, "python": platform.python_version(), **_versions(members)},
         "platform": platform.platform(),
-        "devices": [asdict(gpu) for gpu in inventory.gpus] or [{"uuid": "cpu", "name": platform.processor()}],
+        "devices": [asdict(gpu) for gpu in inventory.gpus] or [{"uuid": "cpu", "name": _cpu_name()}],
         "driver_version": inventory.driver_version,
         "rows": rows,
         "null_texts": dict(null_texts),
@@ -55,13 +56,21 @@ def run_document(
         "scores": {name: asdict(score) for name, score in scores.items()},
         "warnings": list(warnings),
         "files": {name: str(path) for name, path in files.items()},
-        "config": dict(config),
-        "overrides": list(overrides),
+        "config": loaded.text,
+        "overrides": list(loaded.overrides),
     }
 
 
 def write_run_json(path: Path, document: Mapping[str, Any]) -> None:
     write_text(path, json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def _versions(members: Sequence[MemberState]) -> dict[str, str]:

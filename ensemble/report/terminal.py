@@ -17,18 +17,17 @@ ENSEMBLE_ROW = "ensemble"
 
 def members_table(members: Sequence[MemberState], scores: dict[str, Score]) -> Table:
     """Rows, time, speed, share of real tokens and peak memory per member; scores where the truth is known."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("member")
-    for header in ("weight", "rows", "seconds", "tokens/s", "real tokens", "peak memory"):
-        table.add_column(header, justify="right")
-    if scores:
-        table.add_column("log loss", justify="right")
-        table.add_column("accuracy", justify="right")
+    # Two-line headers, so that it fits 80 columns.
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table.add_column("member", no_wrap=True)
+    headers = ["rows", "seconds", "tokens/s", "real\ntokens", "peak\nmemory"]
+    for header in [*headers, *(["log loss", "accuracy"] if scores else [])]:
+        table.add_column(header, justify="right", no_wrap=True)
     for state in members:
         table.add_row(*_member_cells(state), *_score_cells(scores, state.plan.name))
     if ENSEMBLE_ROW in scores:
         table.add_section()
-        table.add_row(ENSEMBLE_ROW, *[""] * 6, *_score_cells(scores, ENSEMBLE_ROW))
+        table.add_row(ENSEMBLE_ROW, *[""] * len(headers), *_score_cells(scores, ENSEMBLE_ROW))
     return table
 
 
@@ -50,6 +49,16 @@ def oom_text(state: MemberState) -> str:
     )
 
 
+def truncation_text(state: MemberState) -> str:
+    """What is said of a member that cut rows at max_length; empty where it did not."""
+    cut = sum(record.truncated_rows for record in state.workers)
+    rows = sum(record.rows for record in state.workers)
+    if not cut:
+        return ""
+    length = max(record.ready.max_length for record in state.workers if record.ready is not None)
+    return f"{state.plan.name}: {cut:,} of {rows:,} rows were cut at max_length {length}"
+
+
 def shown_path(path: Path) -> str:
     """A path as short as it can be said: below the working directory, relative to it."""
     try:
@@ -60,14 +69,15 @@ def shown_path(path: Path) -> str:
 
 def _member_cells(state: MemberState) -> list[str]:
     if state.failure is not None:
-        return [state.plan.name, f"{state.plan.model.weight:g}", "failed", "", "", "", ""]
+        return [state.plan.name, "failed", "", "", "", ""]
+    if not state.finished:
+        return [state.plan.name, "unfinished", "", "", "", ""]
     workers = state.workers
     seconds = max((state.finished_at or 0.0) - (state.predicting_since or 0.0), 1e-9)
     computed = sum(record.padded_tokens for record in workers)
     real = sum(record.tokens for record in workers)
     return [
         state.plan.name,
-        f"{state.plan.model.weight:g}",
         f"{sum(record.rows for record in workers):,}",
         duration(seconds).removesuffix(" s"),
         f"{real / seconds:,.0f}",

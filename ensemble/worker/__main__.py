@@ -71,7 +71,7 @@ def main() -> None:
             chunk = command.chunk
             _predict(member, command, send)
             chunk = None
-        send(Closed(_peak_memory_bytes(), member.peak_gpu_memory_bytes(), member.notes()))
+        send(Closed(_peak_memory_bytes(), member.peak_gpu_memory_bytes()))
     except Exception as error:  # whatever it is, the parent must hear of it before this process ends
         text = traceback.format_exc()
         print(text, file=sys.stderr, flush=True)  # noqa: T201
@@ -127,10 +127,12 @@ def _commands() -> Iterator[Command]:
     arrived: queue.SimpleQueue[Command] = queue.SimpleQueue()
 
     def read() -> None:
-        with os.fdopen(line_fd, encoding="utf-8") as lines:
-            for line in lines:
-                arrived.put(decode(line))
-        os._exit(1)  # the parent has gone, there is nobody to compute for
+        try:
+            with os.fdopen(line_fd, encoding="utf-8") as lines:
+                for line in lines:
+                    arrived.put(decode(line))
+        finally:
+            os._exit(1)  # the parent has gone or talks nonsense: there is nobody to compute for
 
     threading.Thread(target=read, name="commands", daemon=True).start()
     while True:
@@ -139,6 +141,8 @@ def _commands() -> Iterator[Command]:
 
 def _import_libraries(began: float, send: Callable[[Event], None]) -> None:
     import platform
+    from importlib.metadata import version
+    from importlib.util import find_spec
 
     import torch
     import transformers
@@ -148,13 +152,15 @@ def _import_libraries(began: float, send: Callable[[Event], None]) -> None:
     keep_pandas_out()
     from ensemble.worker import member  # noqa: F401  imports what a member needs, as part of start-up
 
+    names = ("accelerate", "bitsandbytes", "pyarrow", "tokenizers")
     versions = {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
         "cuda": torch.version.cuda or "",
+        "transformers": transformers.__version__,
+        **{name: version(name) for name in names if find_spec(name) is not None},
     }
-    send(Started(os.getpid(), versions, round(time.monotonic() - began, 3)))
+    send(Started(versions, round(time.monotonic() - began, 3)))
 
 
 def _load(spec: WorkerSpec, send: Callable[[Event], None]) -> Member:

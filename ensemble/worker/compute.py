@@ -95,6 +95,7 @@ def compute(classifier: Classifier, encoded: Encoded, sizes: BatchSizes, report:
     waiting = sizes.cut(lengths, np.arange(len(lengths)))
     order: list[npt.NDArray[np.int64]] = []
     logits: list[torch.Tensor] = []
+    tried_alone: set[int] = set()
     rows = tokens = padded_tokens = oom_events = 0
     while waiting:
         batch = waiting.popleft()
@@ -104,9 +105,11 @@ def compute(classifier: Classifier, encoded: Encoded, sizes: BatchSizes, report:
             # Outside the except block: there the exception would still hold the tensors of the failed pass.
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
                 torch.cuda.empty_cache()
-            if len(batch) == 1:
-                raise RowTooLargeError(int(batch[0]), int(lengths[batch[0]]))
             oom_events += 1
+            if len(batch) == 1 and batch[0] in tried_alone:
+                raise RowTooLargeError(int(batch[0]), int(lengths[batch[0]]))
+            if len(batch) == 1:  # once more with the cache emptied, which may have been all that was wrong
+                tried_alone.add(int(batch[0]))
             sizes.shrink(len(batch), padded)
             waiting = sizes.cut(lengths, np.concatenate([batch, *waiting]))
             continue

@@ -13,8 +13,10 @@ from transformers.quantizers.auto import AutoQuantizationConfig
 from ensemble.protocol import WorkerSpec
 
 DEFAULT_MAX_LENGTH = 1024
-# Padded tokens per batch. On a CPU more does not pay: 2,048 reached 97 % of the floor's speed (docs/log.md).
+# Padded tokens per batch. On a CPU more does not pay: sorted rows at 2,048 ran as fast as a shape without padding.
 CPU_TOKEN_BUDGET = 2048
+# Heads stay unquantized: they are small, and transformers finds by itself only the ones named like Llama's.
+_HEADS = ("score", "classifier", "classification_head")
 GPU_TOKEN_BUDGET = 16384
 # Tokenizers without a limit of their own say something astronomic.
 _NO_LIMIT = 1_000_000
@@ -44,13 +46,19 @@ def load(spec: WorkerSpec) -> Loaded:
         OSError: the checkpoint's files cannot be read.
     """
     notes: list[str] = []
-    if spec.cpu_threads is not None:
-        torch.set_num_threads(spec.cpu_threads)
     torch.manual_seed(spec.seed)
     tokenizer = _tokenizer(spec)
     on_gpu = _use_gpu(spec, notes)
+    if not on_gpu and spec.cpu_threads is not None:
+        torch.set_num_threads(spec.cpu_threads)
     model = _model(spec, on_gpu, notes)
     model.eval()
+    if len(tokenizer) > (rows := int(model.get_input_embeddings().weight.shape[0])):
+        raise ValueError(
+            f"the tokenizer of {spec.model_name_or_path} knows {len(tokenizer)} tokens, its model only {rows}; "
+            "they do not belong together"
+        )
+    model.config.use_cache = False  # nothing is generated, so no keys and values need be kept
     return Loaded(
         model=model,
         tokenizer=tokenizer,
@@ -81,6 +89,8 @@ def _use_gpu(spec: WorkerSpec, notes: list[str]) -> bool:
     if spec.gpus == 0:
         return False
     if torch.cuda.is_available():
+        if torch.cuda.device_count() < spec.gpus:
+            raise ValueError(f"leased {spec.gpus} GPUs, but torch sees {torch.cuda.device_count()} of them")
         return True
     notes.append(
         f"the driver shows a GPU, but this torch ({torch.__version__}) cannot use it: running on the CPU; "
@@ -107,7 +117,8 @@ def _model(spec: WorkerSpec, on_gpu: bool, notes: list[str]) -> Any:
         output_loading_info=True,
         **options,
     )
-    missing = sorted(info["missing_keys"])
+    # With ignore_mismatched_sizes a head of another shape is thrown away and drawn anew.
+    missing = sorted({*info["missing_keys"], *(str(key[0]) for key in info["mismatched_keys"])})
     if missing:
         raise ValueError(
             f"{spec.model_name_or_path} has no weights for {_some(missing)}; they would be random. "
@@ -144,7 +155,8 @@ def quantization_config(settings: dict[str, Any]) -> Any:
         raise ValueError(
             f"quantization_config: unknown key {_some(unknown)}; known: {', '.join(sorted(known))}"
         )
-    return BitsAndBytesConfig(**settings)
+    skipped = settings.get("llm_int8_skip_modules") or []
+    return BitsAndBytesConfig(**{**settings, "llm_int8_skip_modules": [*dict.fromkeys([*skipped, *_HEADS])]})
 
 
 def _pad_token_id(tokenizer: Any) -> int:
@@ -165,15 +177,22 @@ def _max_length(spec: WorkerSpec, tokenizer: Any, model: Any, notes: list[str]) 
                 f"max_length {wanted} is more than the {limit} positions of the model: using {limit}"
             )
         wanted = limit
+    special = (
+        tokenizer.num_special_tokens_to_add(len(spec.text_columns) == 2) if spec.add_special_tokens else 0
+    )
+    if wanted <= special:
+        raise ValueError(
+            f"max_length {wanted} leaves no room for text beside {special} special tokens; raise it"
+        )
     return wanted
 
 
 def _position_limit(model: Any) -> int | None:
     """Tokens for which a model with learnt absolute positions has an embedding; None for the others."""
     for name, module in model.named_modules():
-        if name.endswith(("position_embeddings", ".wpe", "embed_positions")) and isinstance(
-            module, torch.nn.Embedding
-        ):
+        if name.endswith(
+            ("position_embeddings", ".wpe", "embed_positions", "positions_embed")
+        ) and isinstance(module, torch.nn.Embedding):
             # RoBERTa's kind counts its positions from padding_idx + 1, OPT's from an offset of 2.
             offset = getattr(module, "offset", 0)
             if module.padding_idx is not None and not offset:

@@ -16,7 +16,7 @@ from ensemble.rundir import atomic_path, part_path
 from ensemble.worker.compute import BatchSizes, Report, RowTooLargeError, compute
 from ensemble.worker.load import Loaded, load
 from ensemble.worker.predict import Classifier, good_rows, probabilities
-from ensemble.worker.prompt import Prompt
+from ensemble.worker.prompt import Prompt, RowError
 from ensemble.worker.rows import PublishedTable
 
 
@@ -47,11 +47,7 @@ class Member:
         self._table = PublishedTable(Path(spec.table_path))
         self._order = np.load(spec.order_path, mmap_mode="r")
         self._prompt = Prompt(spec, self._loaded.tokenizer, self._loaded.max_length)
-        self._classifier = Classifier(
-            self._loaded.model,
-            self._loaded.pad_token_id,
-            pad_left=self._loaded.tokenizer.padding_side == "left",
-        )
+        self._classifier = Classifier(self._loaded.model, self._loaded.pad_token_id)
         self.token_budget = self._loaded.token_budget
         self._sizes = BatchSizes(self.token_budget, spec.batch_size)
         self.max_length = self._loaded.max_length
@@ -67,7 +63,10 @@ class Member:
             report: called after each batch with rows, tokens and padded tokens so far.
         """
         rows = np.asarray(self._order[command.start : command.stop])
-        encoded = self._prompt.encode(self._table.take(rows))
+        try:
+            encoded = self._prompt.encode(self._table.take(rows))
+        except RowError as error:
+            raise ValueError(f"row {rows[error.row] + 1} of the table: prompt_template: {error}") from error
         try:
             computed = compute(self._classifier, encoded, self._sizes, report)
         except RowTooLargeError as error:

@@ -24,16 +24,16 @@ class Classifier:
     Args:
         model: as ``AutoModelForSequenceClassification`` loads it.
         pad_token_id: what to fill up with; any id, since no result depends on it.
-        pad_left: for models that need their padding on that side.
     """
 
-    def __init__(self, model: Any, pad_token_id: int, pad_left: bool) -> None:
+    def __init__(self, model: Any, pad_token_id: int) -> None:
         self._model = model
         self._pad_token_id = pad_token_id
         self._pools_last_token = _has_forward_of_generic(model)
         self._searches_pad_token = not self._pools_last_token and _searches_pad_token(model)
-        # Causal models see no padding on the right, and their positions start at 0 there.
-        self._pad_left = pad_left and not self._pools_last_token
+        # On the right, whatever side the tokenizer names: positions start at 0 there, encoders pool their first
+        # token, and causal attention does not see it. Only XLNet pools whatever stands last.
+        self._pad_left = model.config.model_type == "xlnet"
         self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
         self.device = model.get_input_embeddings().weight.device
 
@@ -63,7 +63,8 @@ class Classifier:
 
     def _all_logits(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         if self._searches_pad_token:
-            self._model.config.pad_token_id = self._mark_padding(inputs)
+            config = self._model.config
+            config.pad_token_id = config.get_text_config().pad_token_id = self._mark_padding(inputs)
         logits: torch.Tensor = self._model(**inputs).logits
         return logits
 
@@ -139,7 +140,12 @@ def _searches_pad_token(model: Any) -> bool:
     """Whether a decoder's own forward finds the last token by the pad id (GPT-2, OPT, Falcon, Bloom, ...)."""
     if getattr(model.config, "is_encoder_decoder", False):
         return False  # these pool at eos and use the pad id for shifting
+    # Along the inheritance, because some only delegate to transformers' generic forward.
+    return any("pad_token_id" in _source(vars(kind).get("forward")) for kind in type(model).__mro__)
+
+
+def _source(function: object) -> str:
     try:
-        return "pad_token_id" in inspect.getsource(type(model).forward)
-    except (OSError, TypeError):
-        return False
+        return inspect.getsource(function) if inspect.isfunction(function) else ""
+    except OSError:  # code without a file
+        return ""

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ensemble.protocol import WorkerSpec
-from ensemble.template import compile_template
+from ensemble.template import TemplateProblem, compile_template, replace_lone_surrogates
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,14 @@ class Encoded:
     inputs: dict[str, list[npt.NDArray[np.int64]]]
     lengths: npt.NDArray[np.int64]
     truncated_rows: int
+
+
+class RowError(ValueError):
+    """A row that cannot be rendered; ``row`` is its place among those given."""
+
+    def __init__(self, row: int, message: str) -> None:
+        super().__init__(message)
+        self.row = row
 
 
 class Prompt:
@@ -52,8 +60,17 @@ class Prompt:
         return texts[0] if len(texts) == 1 else (texts[0], texts[1])
 
     def encode(self, rows: Sequence[Mapping[str, object]]) -> Encoded:
-        """Token ids of the rows, cut to ``max_length``."""
-        texts = [self.render(row) for row in rows]
+        """Token ids of the rows, cut to ``max_length``.
+
+        Raises:
+            RowError: the template fails on a row.
+        """
+        texts = []
+        for index, row in enumerate(rows):
+            try:
+                texts.append(self.render(row))
+            except TemplateProblem as error:
+                raise RowError(index, str(error)) from error
         pairs = len(self._columns) == 2
         batch = self._tokenizer(
             [text[0] for text in texts] if pairs else texts,
@@ -89,5 +106,4 @@ def _count_truncated(batch: Any, lengths: npt.NDArray[np.int64], max_length: int
 
 
 def _text(value: object) -> str:
-    text = "" if value is None else str(value)
-    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+    return "" if value is None else replace_lone_surrogates(str(value))

@@ -27,7 +27,7 @@ def loaded(tmp_path: Path) -> tuple[Any, Any]:
     model = load(spec)
     rows = [{"text": text} for text in make_texts(150, longest=25)]
     encoded = Prompt(spec, model.tokenizer, model.max_length).encode(rows)
-    return Classifier(model.model, model.pad_token_id, False), encoded
+    return Classifier(model.model, model.pad_token_id), encoded
 
 
 def run(classifier: Any, encoded: Any, limit: Any, batch_size: int | None = None) -> tuple[Any, Any]:

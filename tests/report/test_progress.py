@@ -1,0 +1,76 @@
+"""What people read while a run goes on."""
+
+from __future__ import annotations
+
+import io
+from collections import deque
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from ensemble.plan import MemberPlan, cut_chunks
+from ensemble.protocol import Progress
+from ensemble.report.progress import (
+    BarDisplay,
+    PlainDisplay,
+    QuietDisplay,
+    choose_display,
+    describe,
+    duration,
+)
+from ensemble.scheduler import MemberState, WorkerRecord
+from tests.test_plan import config
+
+
+def member(rows: int = 1000) -> MemberState:
+    order, chunks = cut_chunks(np.full(rows, 100, dtype=np.int64))
+    plan = MemberPlan(0, config({}).models[0], 0, 1, chunks, order)
+    return MemberState(plan, deque(chunks))
+
+
+def test_plain_lines_come_with_each_phase_and_every_few_seconds() -> None:
+    clock = [100.0]
+    file = io.StringIO()
+    display = PlainDisplay(file, clock=lambda: clock[0])
+    state = member()
+    display.update([state])
+    assert file.getvalue() == "", "a member that waits is not worth a line"
+    state.workers.append(WorkerRecord("m0", 0, ("cpu",), 7, "log", 0.0))
+    for clock[0] in (101.0, 103.0, 107.0):
+        display.update([state])
+    assert file.getvalue().splitlines() == ["m0: starting Python"] * 2
+    state.predicting_since = 108.0
+    state.current[7] = Progress(chunk=0, rows=125, tokens=5000, padded_tokens=5100)
+    for clock[0] in (108.0, 110.0, 113.5, 114.0, 118.6):
+        display.update([state])
+    lines = file.getvalue().splitlines()[2:]
+    assert lines[0] == "m0: predicting 1,000 rows"
+    assert len(lines) == 3
+    assert lines[1].startswith("m0: 125/1,000 rows (12% of the work), 909 tokens/s, ")
+    assert lines[1].endswith("left")
+
+
+def test_time_left_follows_the_work_and_not_the_rows() -> None:
+    state = member()
+    state.predicting_since = 0.0
+    state.current[7] = Progress(chunk=0, rows=state.plan.chunks[0].stop, tokens=1, padded_tokens=1)
+    share = state.plan.chunks[0].cost
+    assert state.fraction == pytest.approx(share)
+    assert f"{duration(10 * (1 - share) / share)} left" in describe(state, 10.0)
+
+
+def test_the_display_suits_where_the_output_goes() -> None:
+    terminal = Console(file=io.StringIO(), force_terminal=True)
+    assert isinstance(choose_display(terminal, quiet=True, environ={}), QuietDisplay)
+    assert isinstance(choose_display(terminal, quiet=False, environ={}), BarDisplay)
+    for name in ("JPY_PARENT_PID", "KAGGLE_KERNEL_RUN_TYPE", "COLAB_RELEASE_TAG"):
+        assert isinstance(choose_display(terminal, quiet=False, environ={name: "1"}), PlainDisplay)
+    assert isinstance(choose_display(Console(file=io.StringIO()), quiet=False, environ={}), PlainDisplay)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.04, "0.0 s"), (59.9, "59.9 s"), (65, "1:05 min"), (7390, "2:03:10 h")]
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
