@@ -80,7 +80,7 @@ def make_checkpoint(
     import torch
     import transformers
 
-    kind = "encoder" if architecture in ("bert", "deberta-v2", "roberta") else "decoder"
+    kind = "encoder" if architecture in ("bert", "deberta-v2", "roberta", "fnet") else "decoder"
     tokenizer = make_tokenizer(folder, kind=kind, pad=pad, side=side)
     pad_token_id = tokenizer.pad_token_id
     common: dict[str, Any] = {
@@ -141,6 +141,10 @@ def _config(transformers: Any, architecture: str, common: dict[str, Any]) -> Any
             position_buckets=16,
             norm_rel_ebd="layer_norm",
             share_att_key=True,
+        )
+    if architecture == "fnet":
+        return transformers.FNetConfig(
+            hidden_size=32, intermediate_size=64, num_hidden_layers=2, max_position_embeddings=128, **common
         )
     if architecture == "gemma3":
         text = {

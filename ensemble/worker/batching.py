@@ -13,7 +13,10 @@ _PADDING_ALLOWED = 0.02
 
 
 def make_batches(
-    lengths: npt.NDArray[np.int64], token_budget: int, batch_size: int | None = None
+    lengths: npt.NDArray[np.int64],
+    token_budget: int,
+    batch_size: int | None = None,
+    equal_lengths: bool = False,
 ) -> list[npt.NDArray[np.int64]]:
     """Cut rows into batches of similar length.
 
@@ -25,12 +28,14 @@ def make_batches(
     Args:
         lengths: tokens per row, [rows].
         token_budget: padded tokens a batch may hold.
+        batch_size: rows a batch, at most.
+        equal_lengths: no padding at all, for models that cannot bear it.
 
     Returns:
         Arrays of row numbers; together every row exactly once.
     """
     order = np.argsort(-lengths, kind="stable")
-    if batch_size is not None:
+    if batch_size is not None and not equal_lengths:
         return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
     full_enough = min(_FULL_ENOUGH_TOKENS, token_budget // 4)
     batches: list[npt.NDArray[np.int64]] = []
@@ -39,6 +44,8 @@ def make_batches(
         rows = position - start + 1
         padded = rows * int(lengths[order[start]])
         wasteful = padded > full_enough and padded - real - length > _PADDING_ALLOWED * padded
+        if equal_lengths:
+            wasteful = length < int(lengths[order[start]]) or rows > (batch_size or rows)
         if position > start and (padded > token_budget or wasteful):
             batches.append(order[start:position])
             start, real = position, 0

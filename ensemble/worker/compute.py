@@ -47,9 +47,11 @@ class BatchSizes:
     Args:
         token_budget: padded tokens a batch may hold.
         batch_size: rows a batch, where the user fixed it; then the token budget does not count.
+        equal_lengths: only rows of the same length share a batch.
     """
 
-    def __init__(self, token_budget: int, batch_size: int | None) -> None:
+    def __init__(self, token_budget: int, batch_size: int | None, equal_lengths: bool = False) -> None:
+        self._equal_lengths = equal_lengths
         self.token_budget = token_budget
         self.batch_size = batch_size
         self._largest = token_budget
@@ -78,7 +80,8 @@ class BatchSizes:
         self, lengths: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
     ) -> deque[npt.NDArray[np.int64]]:
         """Batches of these rows, longest first."""
-        return deque(rows[batch] for batch in make_batches(lengths[rows], self.token_budget, self.batch_size))
+        batches = make_batches(lengths[rows], self.token_budget, self.batch_size, self._equal_lengths)
+        return deque(rows[batch] for batch in batches)
 
 
 def compute(classifier: Classifier, encoded: Encoded, sizes: BatchSizes, report: Report) -> Computed:

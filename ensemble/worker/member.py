@@ -49,10 +49,16 @@ class Member:
         self._prompt = Prompt(spec, self._loaded.tokenizer, self._loaded.max_length)
         self._classifier = Classifier(self._loaded.model, self._loaded.pad_token_id)
         self.token_budget = self._loaded.token_budget
-        self._sizes = BatchSizes(self.token_budget, spec.batch_size)
+        self.dtype = self._loaded.dtype
+        self._notes = list(self._loaded.notes)
+        bears_padding = self._bears_padding()
+        self._sizes = BatchSizes(self.token_budget, spec.batch_size, equal_lengths=not bears_padding)
+        if not bears_padding:
+            self._notes.append(
+                "its numbers change with padding, so only rows of equal length share a batch: slower"
+            )
         self.max_length = self._loaded.max_length
         self.parameters = self._loaded.parameters
-        self.dtype = self._loaded.dtype
         self.attn_implementation = self._loaded.attn_implementation
         self.device_name = self._loaded.device_name
 
@@ -100,7 +106,22 @@ class Member:
 
     def notes(self) -> tuple[str, ...]:
         """What the user should know of how the member was loaded."""
-        return self._loaded.notes
+        return tuple(self._notes)
+
+    def _bears_padding(self) -> bool:
+        """Whether a short text gets the same numbers alone and padded to a long one's length."""
+        texts = ["one", "one two three four five six seven eight nine ten eleven twelve"]
+        pairs = len(self._spec.text_columns) == 2
+        encoded = self._prompt.encode_texts([(text, text) for text in texts] if pairs else texts)
+        try:
+            alone, together = (
+                probabilities(self._classifier.logits(encoded, np.arange(rows)), self._spec.activation)[0]
+                for rows in (1, 2)
+            )
+        except torch.OutOfMemoryError:
+            return True  # too tight even for this: the first chunk will say so better
+        exact = self.dtype == "float32" and self._spec.quantization_config is None
+        return bool(np.allclose(alone, together, rtol=0, atol=1e-4 if exact else 5e-2))
 
     def _write(self, chunk: int, rows: npt.NDArray[np.int64], values: npt.NDArray[np.float64]) -> None:
         columns = [pa.array(rows)] + [pa.array(values[:, label]) for label in range(values.shape[1])]

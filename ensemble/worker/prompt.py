@@ -65,12 +65,16 @@ class Prompt:
         Raises:
             RowError: the template fails on a row.
         """
-        texts = []
+        texts: list[str | tuple[str, str]] = []
         for index, row in enumerate(rows):
             try:
                 texts.append(self.render(row))
             except TemplateProblem as error:
                 raise RowError(index, str(error)) from error
+        return self.encode_texts(texts)
+
+    def encode_texts(self, texts: Sequence[str | tuple[str, str]]) -> Encoded:
+        """Token ids of texts, or of pairs where the member reads two columns."""
         pairs = len(self._columns) == 2
         batch = self._tokenizer(
             [text[0] for text in texts] if pairs else texts,

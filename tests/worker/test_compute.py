@@ -82,6 +82,33 @@ def test_a_row_that_does_not_fit_alone_is_named(loaded: tuple[Any, Any]) -> None
     assert caught.value.tokens == longest
 
 
+def test_a_model_that_cannot_bear_padding_gets_none(tmp_path: Path) -> None:
+    """FNet mixes all positions, padding included: only rows of equal length may share a batch."""
+    import pyarrow as pa
+
+    from ensemble.protocol import Predict
+    from ensemble.worker.member import Member
+    from tests.checkpoints import reference
+
+    folder = make_checkpoint(tmp_path / "m", "fnet", LABELS)
+    texts = make_texts(60, longest=12)
+    table = pa.table({"text": texts})
+    with pa.ipc.new_file(tmp_path / "t.arrow", table.schema.with_metadata({b"ensemble.rows": b"60"})) as file:
+        file.write_table(table)
+    np.save(tmp_path / "o.npy", np.arange(60))
+    (tmp_path / "parts").mkdir()
+    places = {"table_path": "t.arrow", "order_path": "o.npy", "parts_dir": "parts"}
+    member = Member(
+        worker_spec(folder, max_length=128, **{key: str(tmp_path / name) for key, name in places.items()})
+    )
+    assert "only rows of equal length" in member.notes()[-1]
+    work = member.predict_chunk(Predict(0, 0, 60), lambda *counts: None)
+    assert work.padded_tokens == work.tokens
+    assert work.batches < 60
+    got = np.genfromtxt(tmp_path / "parts" / "000000.csv", delimiter=",", skip_header=1)
+    np.testing.assert_allclose(got[:, 1:], reference(folder, texts, 128), atol=1e-5)
+
+
 def test_a_budget_grows_back_but_not_to_what_failed() -> None:
     from ensemble.worker.compute import BatchSizes
 
