@@ -182,14 +182,22 @@ def test_validate_says_what_it_found(project: Project) -> None:
 
 def test_overrides_reach_the_run(project: Project) -> None:
     config = project.config(output_dir="${WHERE}/x", submission=None)
+    config["defaults"]["tokenizer_kwargs"] = {"token": "${MY_TOKEN}"}
     project.write_config(config)
     options = ["--set", "models.llama.weight=0", "--set", "models[0].name=first", "--limit", "5"]
-    done = project.ensemble("run", "config.yaml", *options, environment={"WHERE": "elsewhere"})
+    done = project.ensemble(
+        "run", "config.yaml", *options, environment={"WHERE": "elsewhere", "MY_TOKEN": "hf_s3cret"}
+    )
     assert done.returncode == 0, done.stderr
     report = project.run_json("elsewhere/x")
     assert [member["name"] for member in report["members"]] == ["first", "llama"]
     assert project.read("elsewhere/x/ensemble.csv")[1] == project.read("elsewhere/x/predictions/first.csv")[1]
     assert report["overrides"] == [options[1], options[3], "limit=5"]
+    assert "s3cret" not in done.stdout + done.stderr
+    for path in project.folder.rglob("*"):
+        assert path.is_dir() or b"s3cret" not in path.read_bytes(), (
+            f"a secret from the environment stands in {path}"
+        )
     written = (project.folder / "elsewhere/x/config.yaml").read_bytes()
     assert written == (project.folder / "config.yaml").read_bytes()
 

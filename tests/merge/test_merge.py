@@ -1,4 +1,4 @@
-"""Gathering, aligning, combining and scoring, against hand computation, pandas and scikit-learn."""
+"""Gathering, aligning, combining and scoring, against hand computation, pandas and torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
-from sklearn.metrics import accuracy_score, log_loss
 
 from ensemble.errors import MergeError
 from ensemble.merge.align import read_predictions
@@ -111,10 +110,14 @@ def test_parts_are_gathered_into_the_tables_order(tmp_path: Path) -> None:
         gather_parts("m", [*parts, parts[0]], 6, 3)
 
 
-def test_scores_equal_scikit_learns() -> None:
+def test_scores_equal_torchs() -> None:
+    import torch
+
     values, truth = probabilities(500, 3), np.random.default_rng(4).integers(0, 3, 500)
     values[0] = [1, 0, 0]
     truth[0] = 1  # a confident miss: clipped, not infinite
     got = score(values, truth)
-    assert got.log_loss == pytest.approx(log_loss(truth, values, labels=[0, 1, 2]), rel=1e-12)
-    assert got.accuracy == accuracy_score(truth, values.argmax(axis=1))
+    clipped = torch.from_numpy(np.clip(values, np.finfo(float).eps, 1))
+    expected = torch.nn.functional.nll_loss(clipped.log(), torch.from_numpy(truth))
+    assert got.log_loss == pytest.approx(expected.item(), rel=1e-12)
+    assert got.accuracy == np.mean([row.argmax() == label for row, label in zip(values, truth, strict=True)])

@@ -129,7 +129,6 @@ def test_a_run_that_runs_out_of_memory_ends_with_the_same_csv(project: Project) 
     limits = {
         "free": {},
         "tight": {"TEST_LARGEST_TENSOR_BYTES": "300000"},
-        "none": {"TEST_LARGEST_TENSOR_BYTES": "60000"},
     }
     done = {}
     for name, limit in limits.items():
@@ -148,6 +147,3 @@ def test_a_run_that_runs_out_of_memory_ends_with_the_same_csv(project: Project) 
     ]
     assert events[0] == 0 < events[1]
     assert f"{events[1]} batch" in done["tight"].stdout
-    assert done["none"].returncode == 1
-    assert "does not fit into the memory" in done["none"].stderr
-    assert "tokens long" in done["none"].stderr
