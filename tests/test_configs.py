@@ -27,7 +27,7 @@ def read_demo(name: str) -> list[list[str]]:
 
 def test_the_demo_ensemble_beats_each_of_its_members(project: Project) -> None:
     config = str(ROOT / "configs" / "demo.yaml")
-    done = project.ensemble("run", config, environment={"OMP_NUM_THREADS": "2"})
+    done = project.ensemble("run", config)
     assert done.returncode == 0, done.stderr
     report = project.run_json("runs/demo")
     scores = {name: score["log_loss"] for name, score in report["scores"].items()}
