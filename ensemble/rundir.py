@@ -7,7 +7,7 @@
       ensemble.csv             the merged predictions
       submission.csv           the sample submission's columns and row order, where one is named
       logs/run.log             what the parent did; logs/<member>-<replica>.log: all a worker printed
-      work/                    the table as Arrow, row orders and parts; removed when a run has succeeded
+      work/                    the table as Arrow, row orders and parts; removed when every member has ended
 
 This module does not know what is in those files.
 """
