@@ -22,11 +22,20 @@ class WorkerSpec:
     ``label_order[j]`` is the model's output column that holds the config's label ``j``.
     ``token_budget`` and ``batch_size`` are None when the worker shall choose.
     ``gpus`` counts the devices in the worker's lease (0: the CPU); ``cpu_threads`` None leaves torch's choice.
+    ``dtype`` is the config's; ``gpu_dtype`` is what "auto" means on the run's GPUs.  ``max_memory`` has bytes by
+    the GPU's number within the lease, as text, and by "cpu".
+
+    A batch of ``padded_tokens`` as wide as ``width`` takes ``padded_tokens * (bytes_per_token +
+    bytes_per_token_pair * width)`` beside the weights; None where the plan does not know the architecture.
+    ``memory_limit_bytes`` is what the worker may use of each of its devices, everything included; None: all.
     """
 
     model_name_or_path: str
     revision: str | None
     trust_remote_code: bool
+    adapter_name_or_path: str | None
+    merge_adapter: bool
+    gguf_file: str | None
     label_order: tuple[int, ...]
     activation: Activation
     prompt_template: str | None
@@ -37,11 +46,21 @@ class WorkerSpec:
     batch_size: int | None
     token_budget: int | None
     dtype: str
+    gpu_dtype: str
+    allow_tf32: bool
+    expandable_segments: bool
+    max_split_size_mb: int | None
     quantization_config: dict[str, Any] | None
     attn_implementation: str | None
     model_kwargs: dict[str, Any]
     tokenizer_kwargs: dict[str, Any]
     gpus: int
+    device_map: str | dict[str, Any] | None
+    max_memory: dict[str, int] | None
+    offload_folder: str | None
+    bytes_per_token: float | None
+    bytes_per_token_pair: float | None
+    memory_limit_bytes: int | None
     cpu_threads: int | None
     seed: int
     table_path: str
@@ -114,8 +133,9 @@ class ChunkDone:
     """The chunk's part stands under its final name.
 
     ``tokens`` are real tokens, ``padded_tokens`` what was computed (real and padding); ``batches`` counts
-    forward passes, ``oom_events`` those that ran out of memory and were run again smaller; ``seconds`` is from
-    the command's arrival to the part's rename.
+    forward passes, ``oom_events`` those that ran out of memory and were run again smaller;
+    ``recomputed_rows`` came out non-finite and were computed again in float32; ``seconds`` is from the
+    command's arrival to the part's rename.
     """
 
     chunk: int
@@ -125,6 +145,7 @@ class ChunkDone:
     batches: int
     truncated_rows: int
     oom_events: int
+    recomputed_rows: int
     seconds: float
 
 

@@ -20,14 +20,15 @@ from ensemble.errors import Interrupted, WriteError
 from ensemble.launch.local import LocalWorker
 from ensemble.leases import Leases
 from ensemble.plan import MemberPlan
-from ensemble.prepare import Prepared, prepare, text_columns
-from ensemble.protocol import Start, WorkerSpec
+from ensemble.prepare import Prepared, prepare
+from ensemble.protocol import Start
 from ensemble.report.progress import Display
 from ensemble.report.runjson import run_document, write_run_json
 from ensemble.report.terminal import shown_path
 from ensemble.results import Results, merge, write_predictions
 from ensemble.rundir import RunDir, atomic_path, hold, write_text
 from ensemble.scheduler import Failure, MemberState, Scheduler, Worker
+from ensemble.spec import worker_spec
 
 log = logging.getLogger("ensemble")
 
@@ -109,7 +110,7 @@ def _run_members(
     def launch(member: MemberPlan, replica: int, lease: Sequence[Device]) -> tuple[Worker, str]:
         log_path = rundir.log(member.name, replica)
         worker = LocalWorker(worker_environment(lease), log_path)
-        worker.send(Start.of(_worker_spec(prepared, rundir, member)))
+        worker.send(Start.of(worker_spec(prepared, rundir, member)))
         return worker, shown_path(log_path)
 
     def finished(state: MemberState) -> None:
@@ -122,41 +123,6 @@ def _run_members(
         scheduler.run()
     finally:
         display.stop()
-
-
-def _worker_spec(prepared: Prepared, rundir: RunDir, member: MemberPlan) -> WorkerSpec:
-    model, checkpoint = member.model, prepared.checkpoints[member.name]
-    return WorkerSpec(
-        model_name_or_path=model.model_name_or_path,
-        revision=model.revision,
-        trust_remote_code=model.trust_remote_code,
-        label_order=checkpoint.label_order,
-        activation=checkpoint.activation,
-        prompt_template=model.prompt_template,
-        text_columns=text_columns(model),
-        max_length=model.max_length,
-        truncation_side=model.truncation_side,
-        add_special_tokens=model.add_special_tokens,
-        batch_size=None if model.batch_size == "auto" else model.batch_size,
-        token_budget=model.max_num_batched_tokens,
-        dtype=model.dtype,
-        quantization_config=model.quantization_config,
-        attn_implementation=model.attn_implementation,
-        model_kwargs=model.model_kwargs,
-        tokenizer_kwargs=model.tokenizer_kwargs,
-        gpus=member.gpus,
-        cpu_threads=_cpu_threads(member),
-        seed=prepared.config.seed,
-        table_path=str(rundir.table.resolve()),
-        order_path=str(rundir.order(member.name).resolve()),
-        parts_dir=str(rundir.parts_dir(member.name).resolve()),
-    )
-
-
-def _cpu_threads(member: MemberPlan) -> int | None:
-    if member.replicas == 1:
-        return None  # torch's own choice
-    return max(1, len(os.sched_getaffinity(0)) // member.replicas)
 
 
 def _write_run_json(

@@ -69,6 +69,7 @@ class WorkerRecord:
     batches: int = 0
     truncated_rows: int = 0
     oom_events: int = 0
+    recomputed_rows: int = 0
     chunks: int = 0
     exit_code: int | None = None
     ready: Ready | None = None
@@ -276,6 +277,7 @@ class Scheduler:
         record.batches += event.batches
         record.truncated_rows += event.truncated_rows
         record.oom_events += event.oom_events
+        record.recomputed_rows += event.recomputed_rows
         record.predict_seconds += event.seconds
         record.chunks += 1
         state.chunks_done += 1

@@ -13,7 +13,7 @@ def test_every_message_comes_back_as_it_went() -> None:
         Predict(chunk=3, start=10, stop=20),
         Stop(),
         Ready(1.5, "cpu", "float32", "sdpa", 12, 128, 2048, ("a note", "another")),
-        ChunkDone(3, 10, 100, 110, 2, 1, 0, 0.25),
+        ChunkDone(3, 10, 100, 110, 2, 1, 0, 0, 0.25),
         Failed("ValueError", "line one\nline two, \u2028 and \ud83d", "trace\nback", None),
     ]
     for message in messages:

@@ -15,11 +15,13 @@ from ensemble.config.values import (
     Column,
     Columns,
     Count,
+    DeviceList,
     Devices,
     Duration,
     File,
     LabelMap,
     Labels,
+    MaxMemory,
     MustBe,
     Name,
     ProblemType,
@@ -61,6 +63,9 @@ class ModelConfig(_Strict):
     name: Name = Field(examples=["gemma2"])  # becomes a file name, so unique whatever the case
     model_name_or_path: Source = Field(examples=["models/gemma-2-9b"])  # a folder, or a name on the hub
     revision: Text | None = None  # the hub's branch, tag or commit
+    adapter_name_or_path: Source | None = None  # a LoRA adapter of peft, a folder or a name on the hub
+    merge_adapter: bool = False  # into the weights; False: computed beside them, as in training
+    gguf_file: Text | None = None  # the file of model_name_or_path that holds the weights, dequantized
     weight: Weight = 1.0  # share in the merge, relative to the other members
     prompt_template: Text | None = None  # Jinja, over the row's columns
     text_column: Column | Columns | None = None  # fed as it stands; two columns are a pair of sentences
@@ -75,8 +80,14 @@ class ModelConfig(_Strict):
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"  # of the weights
     quantization_config: Settings | None = None  # such as {load_in_4bit: true}
     attn_implementation: Text | None = None  # such as sdpa, eager or flash_attention_2
+    allow_tf32: bool = False  # float32 products in TF32, faster and good to three digits; from Ampere on
+    expandable_segments: bool = True  # of torch's allocator on GPUs: fits batches of changing size
+    max_split_size_mb: Count | None = None  # of torch's allocator: the older remedy for fragments
     num_gpus: Devices | None = None  # for each replica; 0: the CPU; None: one if there is any GPU
     replicas: Count | Literal["auto"] = "auto"  # loaded copies that share the rows
+    device_map: Text | Settings | None = None  # of accelerate, such as auto or {model: 0, score: cpu}
+    max_memory: MaxMemory | None = None  # the weights' share of each GPU of the lease, and of cpu: offload
+    offload_folder: File | None = None  # where weights go that fit nowhere else
     trust_remote_code: bool = False  # runs code from the hub, which therefore demands a revision
     model_kwargs: Settings = {}  # for the model's from_pretrained
     tokenizer_kwargs: Settings = {}  # for the tokenizer's from_pretrained
@@ -118,6 +129,9 @@ class RunConfig(_Strict):
     output_dir: File = Field(examples=["runs/first"])  # all that the run writes
     limit: Count | None = None  # only so many rows from the top of the table
     seed: Seed = 0  # for whatever is random
+    devices: DeviceList | None = None  # the GPUs to use, of those visible; None: all of them
+    max_workers_per_gpu: Count = 1  # workers that share a GPU
+    wait_for_gpu: Duration = 0.0  # seconds to wait for memory that other programs hold
     release_timeout: Duration = 60.0  # seconds that a GPU may take to be free after its worker has ended
 
     @model_validator(mode="after")

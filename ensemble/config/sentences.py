@@ -27,6 +27,7 @@ OLDER_KEYS: dict[type[BaseModel], dict[str, str]] = {
         "labels": "classes label_names",
         "data": "dataset input table",
         "output_dir": "output out_dir output_path save_dir",
+        "devices": "gpus gpu_ids device_ids visible_devices",
         "limit": "max_rows n_rows nrows num_rows",
     },
     DataConfig: {
@@ -45,13 +46,15 @@ OLDER_KEYS: dict[type[BaseModel], dict[str, str]] = {
         "quantization_config": "quantization bnb_config",
         "attn_implementation": "attention use_flash_attention_2",
         "batch_size": "bs per_device_eval_batch_size",
-        "num_gpus": "gpus n_gpus device devices device_map",
+        "adapter_name_or_path": "adapter adapters adapter_path lora lora_path peft peft_model",
+        "num_gpus": "gpus n_gpus device devices",
+        "allow_tf32": "tf32",
+        "offload_folder": "offload offload_dir",
         "label_map": "label_mapping id2label label2id",
     },
     EnsembleConfig: {"weight (in each model)": "weight weights", "method": "type strategy"},
     SubmissionConfig: {"sample": "sample_path template", "path": "file output output_path"},
 }
-_ADAPTERS = {"adapter", "adapters", "adapter_name_or_path", "adapter_path", "lora", "lora_path", "peft"}
 
 
 def validate(model: type[M], values: dict[str, Any]) -> tuple[M | None, list[Problem]]:
@@ -77,8 +80,6 @@ def validate(model: type[M], values: dict[str, Any]) -> tuple[M | None, list[Pro
 
 def _unknown_key(key: str, model: type[BaseModel]) -> str:
     today = next((new for new, old in OLDER_KEYS[model].items() if key in old.split()), None)
-    if model is ModelConfig and key in _ADAPTERS:
-        return "unknown key; adapters are not supported yet, merge it into the checkpoint first"
     if today:
         return f"unknown key; use {today}"
     known = [*model.model_fields, *(["defaults"] if model is RunConfig else [])]

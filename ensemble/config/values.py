@@ -81,6 +81,44 @@ def _seconds(value: object) -> float:
     return seconds
 
 
+def as_bytes(value: object) -> int:
+    """14GiB, 500MB or a plain number of bytes; units as accelerate reads them (GB is 10**9, GiB 2**30)."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    found = (
+        re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])(i?)B", value.strip(), re.ASCII)
+        if isinstance(value, str)
+        else None
+    )
+    if found is None:
+        raise ValueError
+    power = "KMGT".index(found[2]) + 1
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+
+
+def _max_memory(value: object) -> dict[int | str, int]:
+    """Bytes by the number of a GPU within the lease, or "cpu"."""
+    if not isinstance(value, dict) or not value:
+        raise ValueError
+    sizes: dict[int | str, int] = {}
+    for key, size in value.items():
+        number = int(key) if isinstance(key, str) and key.isdecimal() else key
+        if number != "cpu" and (not isinstance(number, int) or isinstance(number, bool) or number < 0):
+            raise ValueError
+        sizes[number] = as_bytes(size)
+    return sizes
+
+
+def _device_list(value: object) -> tuple[int | str, ...]:
+    if not isinstance(value, list | tuple) or not value:
+        raise ValueError
+    for item in value:
+        is_index = isinstance(item, int) and not isinstance(item, bool) and item >= 0
+        if not is_index and not (isinstance(item, str) and item.startswith(("GPU-", "MIG-"))):
+            raise ValueError
+    return tuple(value)
+
+
 # Not Field(...): in older pydantic a Field that several keys share carries the default of one to the others.
 _WORD = StringConstraints(pattern=r"\S")
 _NAME = (
@@ -101,5 +139,15 @@ Devices = Annotated[int, Ge(0), MustBe("a whole number of at least 0")]
 Seed = Annotated[int, Ge(0), Le(MAX_SEED), MustBe(f"a whole number from 0 to {MAX_SEED}")]
 Weight = Annotated[float, Ge(0), AllowInfNan(False), MustBe("a number of at least 0")]
 Duration = Annotated[float, PlainValidator(_seconds), MustBe("a time such as 90s, 10m or 8h30m")]
+MaxMemory = Annotated[
+    dict[int | str, int],
+    PlainValidator(_max_memory),
+    MustBe("a mapping of GPU numbers and cpu to sizes, such as {0: 14GiB, cpu: 30GiB}"),
+]
+DeviceList = Annotated[
+    tuple[int | str, ...],
+    PlainValidator(_device_list),
+    MustBe("a list of GPU numbers or UUIDs, such as [0, 1] or [GPU-5f3c...]"),
+]
 Settings = Annotated[dict[str, Any], MustBe("a mapping of keys to values")]
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]

@@ -121,6 +121,7 @@ def _worker(record: WorkerRecord) -> dict[str, Any]:
         "padded_tokens": record.padded_tokens,
         "truncated_rows": record.truncated_rows,
         "oom_events": record.oom_events,
+        "recomputed_rows": record.recomputed_rows,
         "peak_memory_bytes": closed.peak_memory_bytes if closed else None,
         "peak_gpu_memory_bytes": closed.peak_gpu_memory_bytes if closed else None,
         "device_name": ready.device if ready else None,

@@ -202,6 +202,7 @@ def _predict(member: Member, command: Predict, send: Callable[[Event], None]) ->
             batches=work.batches,
             truncated_rows=work.truncated_rows,
             oom_events=work.oom_events,
+            recomputed_rows=work.recomputed_rows,
             seconds=round(time.monotonic() - began, 4),
         )
     )

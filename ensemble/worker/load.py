@@ -1,22 +1,19 @@
-"""A member's settings -> tokenizer and model on their device: dtype, attention, quantization, a trained head."""
+"""A member's settings -> tokenizer and model on their device, and the limits that come with them."""
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, BitsAndBytesConfig
-from transformers.quantizers.auto import AutoQuantizationConfig
+from transformers import AutoTokenizer
 
 from ensemble.protocol import WorkerSpec
+from ensemble.worker.model import load_model
 
 DEFAULT_MAX_LENGTH = 1024
 # Padded tokens per batch. On a CPU more does not pay: sorted rows at 2,048 ran as fast as a shape without padding.
 CPU_TOKEN_BUDGET = 2048
-# Heads stay unquantized: they are small, and transformers finds by itself only the ones named like Llama's.
-_HEADS = ("score", "classifier", "classification_head")
 GPU_TOKEN_BUDGET = 16384
 # Tokenizers without a limit of their own say something astronomic.
 _NO_LIMIT = 1_000_000
@@ -51,7 +48,7 @@ def load(spec: WorkerSpec) -> Loaded:
     on_gpu = _use_gpu(spec, notes)
     if not on_gpu and spec.cpu_threads is not None:
         torch.set_num_threads(spec.cpu_threads)
-    model = _model(spec, on_gpu, notes)
+    model = load_model(spec, on_gpu, notes)
     model.eval()
     if len(tokenizer) > (rows := int(model.get_input_embeddings().weight.shape[0])):
         raise ValueError(
@@ -97,66 +94,6 @@ def _use_gpu(spec: WorkerSpec, notes: list[str]) -> bool:
         "install a torch built for the driver's CUDA"
     )
     return False
-
-
-def _model(spec: WorkerSpec, on_gpu: bool, notes: list[str]) -> Any:
-    options: dict[str, Any] = dict(spec.model_kwargs)
-    if spec.attn_implementation is not None:
-        options["attn_implementation"] = spec.attn_implementation
-    if spec.quantization_config is not None:
-        options["quantization_config"] = quantization_config(spec.quantization_config)
-    if spec.gpus > 1:
-        options.setdefault("device_map", "auto")
-    elif on_gpu or spec.quantization_config is not None:
-        options.setdefault("device_map", {"": 0 if on_gpu else "cpu"})
-    model, info = AutoModelForSequenceClassification.from_pretrained(
-        spec.model_name_or_path,
-        revision=spec.revision or "main",
-        trust_remote_code=spec.trust_remote_code,
-        dtype=_dtype(spec, on_gpu, notes),
-        output_loading_info=True,
-        **options,
-    )
-    # With ignore_mismatched_sizes a head of another shape is thrown away and drawn anew.
-    missing = sorted({*info["missing_keys"], *(str(key[0]) for key in info["mismatched_keys"])})
-    if missing:
-        raise ValueError(
-            f"{spec.model_name_or_path} has no weights for {_some(missing)}; they would be random. "
-            "Name a checkpoint that was trained for sequence classification"
-        )
-    return model
-
-
-def _dtype(spec: WorkerSpec, on_gpu: bool, notes: list[str]) -> torch.dtype | str:
-    if spec.dtype != "auto":
-        dtype = getattr(torch, spec.dtype)
-        assert isinstance(dtype, torch.dtype)
-        return dtype
-    if not on_gpu:
-        return torch.float32  # half precision is several times slower on a CPU
-    if torch.cuda.get_device_capability(0) < (8, 0):
-        # bf16 is only emulated there, whatever is_bf16_supported() says.
-        notes.append("float16, because bfloat16 is emulated below compute capability 8.0")
-        return torch.float16
-    return "auto"
-
-
-def quantization_config(settings: dict[str, Any]) -> Any:
-    """transformers' quantization config for a mapping from the YAML.
-
-    Raises:
-        ValueError: a key that this kind of quantization does not know.
-    """
-    if "quant_method" in settings:
-        return AutoQuantizationConfig.from_dict(settings)
-    known = set(inspect.signature(BitsAndBytesConfig.__init__).parameters) - {"self", "kwargs"}
-    unknown = sorted(set(settings) - known)
-    if unknown:
-        raise ValueError(
-            f"quantization_config: unknown key {_some(unknown)}; known: {', '.join(sorted(known))}"
-        )
-    skipped = settings.get("llm_int8_skip_modules") or []
-    return BitsAndBytesConfig(**{**settings, "llm_int8_skip_modules": [*dict.fromkeys([*skipped, *_HEADS])]})
 
 
 def _pad_token_id(tokenizer: Any) -> int:
@@ -206,7 +143,3 @@ def _elements(parameter: torch.nn.Parameter) -> int:
     state = getattr(parameter, "quant_state", None)
     shape = getattr(state, "shape", None)
     return int(torch.Size(shape).numel()) if shape is not None else parameter.numel()
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

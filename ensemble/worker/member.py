@@ -29,6 +29,7 @@ class ChunkWork:
     batches: int
     truncated_rows: int
     oom_events: int
+    recomputed_rows: int
 
 
 class Member:
@@ -96,6 +97,7 @@ class Member:
             batches=computed.batches,
             truncated_rows=encoded.truncated_rows,
             oom_events=computed.oom_events,
+            recomputed_rows=0,
         )
 
     def peak_gpu_memory_bytes(self) -> int | None:

@@ -20,6 +20,9 @@ def worker_spec(folder: Path, **changes: Any) -> WorkerSpec:
         "model_name_or_path": str(folder),
         "revision": None,
         "trust_remote_code": False,
+        "adapter_name_or_path": None,
+        "merge_adapter": False,
+        "gguf_file": None,
         "label_order": (0, 1, 2),
         "activation": "softmax",
         "prompt_template": None,
@@ -30,11 +33,21 @@ def worker_spec(folder: Path, **changes: Any) -> WorkerSpec:
         "batch_size": None,
         "token_budget": None,
         "dtype": "auto",
+        "gpu_dtype": "auto",
+        "allow_tf32": False,
+        "expandable_segments": True,
+        "max_split_size_mb": None,
         "quantization_config": None,
         "attn_implementation": None,
         "model_kwargs": {},
         "tokenizer_kwargs": {},
         "gpus": 0,
+        "device_map": None,
+        "max_memory": None,
+        "offload_folder": None,
+        "bytes_per_token": None,
+        "bytes_per_token_pair": None,
+        "memory_limit_bytes": None,
         "cpu_threads": None,
         "seed": 0,
         "table_path": "",
@@ -172,7 +185,7 @@ def test_quantized_weights_on_the_cpu(tmp_path: Path) -> None:
 
 
 def test_an_unknown_quantization_key_is_named(tmp_path: Path) -> None:
-    from ensemble.worker.load import quantization_config
+    from ensemble.worker.quantization import quantization_config
 
     with pytest.raises(ValueError, match="unknown key bnb_4bit_quant_typ"):
         quantization_config({"load_in_4bit": True, "bnb_4bit_quant_typ": "nf4"})

@@ -1,0 +1,61 @@
+"""A member of the plan -> what its worker is told."""
+
+from __future__ import annotations
+
+import os
+
+from ensemble.plan import MemberPlan
+from ensemble.prepare import Prepared, text_columns
+from ensemble.protocol import WorkerSpec
+from ensemble.rundir import RunDir
+
+
+def worker_spec(prepared: Prepared, rundir: RunDir, member: MemberPlan) -> WorkerSpec:
+    """What a worker is told of its member."""
+    model, checkpoint = member.model, prepared.checkpoints[member.name]
+    return WorkerSpec(
+        model_name_or_path=model.model_name_or_path,
+        revision=model.revision,
+        trust_remote_code=model.trust_remote_code,
+        adapter_name_or_path=model.adapter_name_or_path,
+        merge_adapter=model.merge_adapter,
+        gguf_file=model.gguf_file,
+        label_order=checkpoint.label_order,
+        activation=checkpoint.activation,
+        prompt_template=model.prompt_template,
+        text_columns=text_columns(model),
+        max_length=model.max_length,
+        truncation_side=model.truncation_side,
+        add_special_tokens=model.add_special_tokens,
+        batch_size=None if model.batch_size == "auto" else model.batch_size,
+        token_budget=model.max_num_batched_tokens,
+        dtype=model.dtype,
+        gpu_dtype="auto",
+        allow_tf32=model.allow_tf32,
+        expandable_segments=model.expandable_segments,
+        max_split_size_mb=model.max_split_size_mb,
+        quantization_config=model.quantization_config,
+        attn_implementation=model.attn_implementation,
+        model_kwargs=model.model_kwargs,
+        tokenizer_kwargs=model.tokenizer_kwargs,
+        gpus=member.gpus,
+        device_map=model.device_map,
+        max_memory=None
+        if model.max_memory is None
+        else {str(key): size for key, size in model.max_memory.items()},
+        offload_folder=None if model.offload_folder is None else str(model.offload_folder.resolve()),
+        bytes_per_token=None,
+        bytes_per_token_pair=None,
+        memory_limit_bytes=None,
+        cpu_threads=_cpu_threads(member),
+        seed=prepared.config.seed,
+        table_path=str(rundir.table.resolve()),
+        order_path=str(rundir.order(member.name).resolve()),
+        parts_dir=str(rundir.parts_dir(member.name).resolve()),
+    )
+
+
+def _cpu_threads(member: MemberPlan) -> int | None:
+    if member.replicas == 1:
+        return None  # torch's own choice
+    return max(1, len(os.sched_getaffinity(0)) // member.replicas)
