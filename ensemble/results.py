@@ -18,7 +18,7 @@ from ensemble.merge.metrics import Score, score
 from ensemble.prepare import Prepared, scores_make_sense
 from ensemble.report.terminal import ENSEMBLE_ROW
 from ensemble.rundir import RunDir, atomic_path, part_path
-from ensemble.scheduler import MemberState
+from ensemble.state import MemberState
 from ensemble.submission import write_submission
 
 

@@ -27,8 +27,9 @@ from ensemble.report.runjson import run_document, write_run_json
 from ensemble.report.terminal import shown_path
 from ensemble.results import Results, merge, write_predictions
 from ensemble.rundir import RunDir, atomic_path, hold, write_text
-from ensemble.scheduler import Failure, MemberState, Scheduler, Worker
+from ensemble.scheduler import Scheduler, Worker
 from ensemble.spec import worker_spec
+from ensemble.state import Failure, MemberState
 
 log = logging.getLogger("ensemble")
 

@@ -11,7 +11,7 @@ from typing import IO, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from ensemble.scheduler import MemberState
+from ensemble.state import MemberState
 
 PLAIN_LINE_SECONDS = 5.0
 # A notebook's "!command" runs on a pseudo-terminal, where isatty() is true and redrawing prints rubbish.

@@ -17,7 +17,7 @@ from ensemble.leases import Leases
 from ensemble.merge.metrics import Score
 from ensemble.plan import MemberPlan
 from ensemble.rundir import write_text
-from ensemble.scheduler import MemberState, WorkerRecord
+from ensemble.state import MemberState, WorkerRecord
 
 
 def run_document(

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from ensemble.merge.metrics import Score
 from ensemble.report.progress import duration
-from ensemble.scheduler import Failure, MemberState
+from ensemble.state import Failure, MemberState
 
 ENSEMBLE_ROW = "ensemble"
 

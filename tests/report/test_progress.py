@@ -19,7 +19,7 @@ from ensemble.report.progress import (
     describe,
     duration,
 )
-from ensemble.scheduler import MemberState, WorkerRecord
+from ensemble.state import MemberState, WorkerRecord
 from tests.test_plan import config
 
 
