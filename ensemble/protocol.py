@@ -26,7 +26,8 @@ class WorkerSpec:
     the GPU's number within the lease, as text, and by "cpu".
 
     A batch of ``padded_tokens`` as wide as ``width`` takes ``padded_tokens * (bytes_per_token +
-    bytes_per_token_pair * width)`` beside the weights; None where the plan does not know the architecture.
+    bytes_per_token_pair * width)`` beside the weights, and ``fixed_bytes`` whatever its size; None where the plan
+    does not know the architecture.
     ``memory_limit_bytes`` is what the worker may use of each of its devices, everything included; None: all.
     """
 
@@ -60,6 +61,7 @@ class WorkerSpec:
     offload_folder: str | None
     bytes_per_token: float | None
     bytes_per_token_pair: float | None
+    fixed_bytes: int
     memory_limit_bytes: int | None
     cpu_threads: int | None
     seed: int

@@ -28,6 +28,7 @@ from ensemble.config.values import (
     Seed,
     Settings,
     Source,
+    SplitSize,
     Text,
     Weight,
     at_least_one,
@@ -82,7 +83,7 @@ class ModelConfig(_Strict):
     attn_implementation: Text | None = None  # such as sdpa, eager or flash_attention_2
     allow_tf32: bool = False  # float32 products in TF32, faster and good to three digits; from Ampere on
     expandable_segments: bool = True  # of torch's allocator on GPUs: fits batches of changing size
-    max_split_size_mb: Count | None = None  # of torch's allocator: the older remedy for fragments
+    max_split_size_mb: SplitSize | None = None  # of torch's allocator: the older remedy for fragments
     num_gpus: Devices | None = None  # for each replica; 0: the CPU; None: one if there is any GPU
     replicas: Count | Literal["auto"] = "auto"  # loaded copies that share the rows
     device_map: Text | Settings | None = None  # of accelerate, such as auto or {model: 0, score: cpu}

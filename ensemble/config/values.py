@@ -135,6 +135,8 @@ Labels = Annotated[tuple[Label, ...], BeforeValidator(at_least_one), MustBe("a l
 LabelMap = Annotated[dict[str, Label], MustBe("a mapping of names to labels")]
 File = Annotated[Path, PlainValidator(_file), MustBe("the path of a file or folder")]
 Count = Annotated[int, Ge(1), Le(MAX_COUNT), MustBe("a whole number of at least 1")]
+# torch refuses less than 20 and older releases 20 itself.
+SplitSize = Annotated[int, Ge(21), Le(MAX_COUNT), MustBe("a whole number of at least 21")]
 Devices = Annotated[int, Ge(0), MustBe("a whole number of at least 0")]
 Seed = Annotated[int, Ge(0), Le(MAX_SEED), MustBe(f"a whole number from 0 to {MAX_SEED}")]
 Weight = Annotated[float, Ge(0), AllowInfNan(False), MustBe("a number of at least 0")]

@@ -11,6 +11,7 @@ from typing import IO, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
+from ensemble.protocol import Ready
 from ensemble.state import MemberState
 
 PLAIN_LINE_SECONDS = 5.0
@@ -48,19 +49,36 @@ class QuietDisplay:
 
 
 class _Notes:
-    """Says once what workers had to tell of how they loaded."""
+    """Says once how each member was loaded, and what its workers had to tell of it."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._said: set[str] = set()
+        self._loaded: set[str] = set()
 
     def __call__(self, state: MemberState) -> None:
+        name = state.plan.name
         for record in state.workers:
-            for note in record.ready.notes if record.ready else ():
-                text = f"{state.plan.name}: {note}"
+            if record.ready is None:
+                continue
+            if name not in self._loaded:  # its other workers have the same, but perhaps less memory
+                self._loaded.add(name)
+                self._say(f"{name}: {loaded_text(state, record.ready)}")
+            for note in record.ready.notes:
+                text = f"{name}: {note}"
                 if text not in self._said:
                     self._said.add(text)
                     self._say(text)
+
+
+def loaded_text(state: MemberState, ready: Ready) -> str:
+    """What a worker computes with, in a phrase: its type, its attention, how much it takes at a time."""
+    attention = ready.attn_implementation.replace("_", "-")
+    if attention and "attention" not in attention:
+        attention += " attention"
+    size = state.plan.model.batch_size
+    batch = f"{ready.token_budget:,} tokens a batch" if size == "auto" else f"{size:,} rows a batch"
+    return ", ".join(filter(None, (ready.dtype, attention, batch)))
 
 
 class PlainDisplay:

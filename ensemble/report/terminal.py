@@ -49,6 +49,18 @@ def oom_text(state: MemberState) -> str:
     )
 
 
+def float32_text(state: MemberState) -> str:
+    """What is said of a member with rows that overflowed its type; empty where none did."""
+    rows = sum(record.recomputed_rows for record in state.workers)
+    if not rows:
+        return ""
+    types = {record.ready.dtype for record in state.workers if record.ready is not None}
+    # A quantized model may compute in another type than its other weights have.
+    dtype = types.pop() if len(types) == 1 and types <= {"float16", "bfloat16"} else "half precision"
+    were = "1 row overflowed {0} and was" if rows == 1 else f"{rows:,} rows overflowed {{0}} and were"
+    return f"{state.plan.name}: {were.format(dtype)} computed again in float32"
+
+
 def truncation_text(state: MemberState) -> str:
     """What is said of a member that cut rows at max_length; empty where it did not."""
     cut = sum(record.truncated_rows for record in state.workers)

@@ -1,6 +1,8 @@
-"""PURE: token counts -> batches."""
+"""PURE: token counts -> batches, within a budget of tokens and within the memory there is."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -12,11 +14,38 @@ _FULL_ENOUGH_TOKENS = 1024
 _PADDING_ALLOWED = 0.02
 
 
+@dataclass(frozen=True)
+class MemoryLimit:
+    """The bytes that one batch may take beside the weights, and what decides how many it takes.
+
+    Eager attention holds a score for every pair of tokens of a row, so that its memory grows with the padded
+    tokens times the width; everything else grows with the padded tokens alone.
+
+    Attributes:
+        available_bytes: for one batch, at least 1.
+        bytes_per_token: per padded token, more than 0.
+        bytes_per_token_pair: per padded token and token of the width; 0 where attention keeps no scores.
+    """
+
+    available_bytes: int
+    bytes_per_token: float
+    bytes_per_token_pair: float
+
+    def cost(self, padded_tokens: int, width: int) -> float:
+        """Bytes that a batch of this many padded tokens, this wide, takes."""
+        return padded_tokens * (self.bytes_per_token + self.bytes_per_token_pair * width)
+
+    def tokens_at(self, width: int) -> int:
+        """Padded tokens that fit, in rows of ``width`` tokens."""
+        return max(1, int(self.available_bytes / self.cost(1, width)))
+
+
 def make_batches(
     lengths: npt.NDArray[np.int64],
     token_budget: int,
     batch_size: int | None = None,
     equal_lengths: bool = False,
+    memory: MemoryLimit | None = None,
 ) -> list[npt.NDArray[np.int64]]:
     """Cut rows into batches of similar length.
 
@@ -28,28 +57,39 @@ def make_batches(
     Args:
         lengths: tokens per row, [rows].
         token_budget: padded tokens a batch may hold.
-        batch_size: rows a batch, at most.
+        batch_size: rows a batch, at most; then neither the budget nor the memory counts.
         equal_lengths: no padding at all, for models that cannot bear it.
+        memory: what a batch may take beside its budget of tokens; None where that is not known.
 
     Returns:
-        Arrays of row numbers; together every row exactly once.
+        Arrays of row numbers; together every row exactly once.  The batch that takes most comes first: by
+        ``memory`` where it is given, otherwise the one of the longest rows.
     """
     order = np.argsort(-lengths, kind="stable")
     if batch_size is not None and not equal_lengths:
         return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
-    full_enough = min(_FULL_ENOUGH_TOKENS, token_budget // 4)
     batches: list[npt.NDArray[np.int64]] = []
-    start, real = 0, 0
+    start, real, width, limit = 0, 0, 0, 0
     for position, length in enumerate(lengths[order].tolist()):
         rows = position - start + 1
-        padded = rows * int(lengths[order[start]])
-        wasteful = padded > full_enough and padded - real - length > _PADDING_ALLOWED * padded
+        padded = rows * width
         if equal_lengths:
-            wasteful = length < int(lengths[order[start]]) or rows > (batch_size or rows)
-        if position > start and (padded > token_budget or wasteful):
+            wasteful = length < width
+        else:
+            padding = padded - real - length
+            wasteful = padded > min(_FULL_ENOUGH_TOKENS, limit // 4) and padding > _PADDING_ALLOWED * padded
+        is_full = padded > limit if batch_size is None else rows > batch_size
+        if position > start and (is_full or wasteful):
             batches.append(order[start:position])
             start, real = position, 0
+        if position == start:
+            width = length
+            limit = token_budget if memory is None else min(token_budget, memory.tokens_at(width))
         real += length
     if start < len(order):
         batches.append(order[start:])
-    return batches
+    if memory is None:
+        return batches
+    # Out of memory shall show in the first pass: a wide batch leaves more of the limit unused than a narrow one.
+    costs = [memory.cost(len(batch) * int(lengths[batch[0]]), int(lengths[batch[0]])) for batch in batches]
+    return [batches[place] for place in np.argsort(-np.array(costs), kind="stable")]

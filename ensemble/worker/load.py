@@ -6,15 +6,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 
 from ensemble.protocol import WorkerSpec
+from ensemble.worker.allocator import check_allocator
+from ensemble.worker.batching import MemoryLimit
 from ensemble.worker.model import load_model
+from ensemble.worker.precision import attention_errors, capability, prefer_flash_attention, set_tf32
+from ensemble.worker.tokenizer import load_tokenizer
 
 DEFAULT_MAX_LENGTH = 1024
 # Padded tokens per batch. On a CPU more does not pay: sorted rows at 2,048 ran as fast as a shape without padding.
 CPU_TOKEN_BUDGET = 2048
 GPU_TOKEN_BUDGET = 16384
+# Left free beside what is known to be needed: CUDA's own share of a limit, fragments, and the model of memory is
+# an estimate.
+_MARGIN_SHARE = 0.05
+_MARGIN_BYTES = 200_000_000
 # Tokenizers without a limit of their own say something astronomic.
 _NO_LIMIT = 1_000_000
 
@@ -28,6 +35,7 @@ class Loaded:
     pad_token_id: int
     max_length: int
     token_budget: int
+    memory: MemoryLimit | None
     parameters: int
     dtype: str
     attn_implementation: str
@@ -44,11 +52,17 @@ def load(spec: WorkerSpec) -> Loaded:
     """
     notes: list[str] = []
     torch.manual_seed(spec.seed)
-    tokenizer = _tokenizer(spec)
+    tokenizer = load_tokenizer(spec)
     on_gpu = _use_gpu(spec, notes)
+    if on_gpu:
+        check_allocator(spec, notes)
+    least = capability(on_gpu)
+    set_tf32(spec, least, notes)
     if not on_gpu and spec.cpu_threads is not None:
         torch.set_num_threads(spec.cpu_threads)
-    model = load_model(spec, on_gpu, notes)
+    with attention_errors(spec):
+        model = load_model(spec, on_gpu, notes)
+    prefer_flash_attention(spec, model, least)
     model.eval()
     if len(tokenizer) > (rows := int(model.get_input_embeddings().weight.shape[0])):
         raise ValueError(
@@ -62,24 +76,13 @@ def load(spec: WorkerSpec) -> Loaded:
         pad_token_id=_pad_token_id(tokenizer),
         max_length=_max_length(spec, tokenizer, model, notes),
         token_budget=spec.token_budget or (GPU_TOKEN_BUDGET if on_gpu else CPU_TOKEN_BUDGET),
+        memory=_memory_limit(spec, model, on_gpu),
         parameters=sum(_elements(parameter) for parameter in model.parameters()),
         dtype=str(model.dtype).removeprefix("torch."),
-        attn_implementation=str(getattr(model.config, "_attn_implementation", "")),
+        attn_implementation=str(getattr(model.config, "_attn_implementation", None) or ""),
         device_name=torch.cuda.get_device_name(0) if on_gpu else "cpu",
         notes=tuple(notes),
     )
-
-
-def _tokenizer(spec: WorkerSpec) -> Any:
-    tokenizer = AutoTokenizer.from_pretrained(
-        spec.model_name_or_path,
-        revision=spec.revision or "main",
-        trust_remote_code=spec.trust_remote_code,
-        **spec.tokenizer_kwargs,
-    )
-    if spec.truncation_side is not None:
-        tokenizer.truncation_side = spec.truncation_side
-    return tokenizer
 
 
 def _use_gpu(spec: WorkerSpec, notes: list[str]) -> bool:
@@ -136,6 +139,32 @@ def _position_limit(model: Any) -> int | None:
                 offset = module.padding_idx + 1
             return module.num_embeddings - offset
     return None
+
+
+def _memory_limit(spec: WorkerSpec, model: Any, on_gpu: bool) -> MemoryLimit | None:
+    """What a batch may take; None where the plan does not know, nothing limits it, or the user set the size."""
+    if not spec.bytes_per_token or spec.token_budget is not None or spec.batch_size is not None:
+        return None
+    if on_gpu:
+        available = min(_gpu_bytes(spec, index) for index in range(torch.cuda.device_count()))
+    elif spec.memory_limit_bytes is not None:
+        tensors = [*model.parameters(), *model.buffers()]
+        weights = sum(tensor.nbytes for tensor in tensors if tensor.device.type != "meta")
+        available = spec.memory_limit_bytes - weights
+    else:
+        return None
+    available -= spec.fixed_bytes
+    return MemoryLimit(max(1, available), spec.bytes_per_token, spec.bytes_per_token_pair or 0.0)
+
+
+def _gpu_bytes(spec: WorkerSpec, index: int) -> int:
+    """Bytes that a batch may take on a GPU now."""
+    free, total = torch.cuda.mem_get_info(index)
+    allocated = torch.cuda.memory_allocated(index)
+    available = free + torch.cuda.memory_reserved(index) - allocated
+    if spec.memory_limit_bytes is not None:
+        available = min(available, spec.memory_limit_bytes - allocated)
+    return available - int(_MARGIN_SHARE * total) - _MARGIN_BYTES
 
 
 def _elements(parameter: torch.nn.Parameter) -> int:

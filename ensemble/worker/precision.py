@@ -1,22 +1,138 @@
-"""Numbers: which type the weights have on this device."""
+"""Numbers: which types the weights and the arithmetic have on this device, and which attention goes with them."""
 
 from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 
 from ensemble.protocol import WorkerSpec
 
+Capability = tuple[int, int]
+# Below, bfloat16 is only emulated, whatever is_bf16_supported() says, and there is no TF32 (CUDA C++ Programming
+# Guide, "Compute Capabilities": both came with Ampere, as did the kernels of flash-attention-2).
+AMPERE: Capability = (8, 0)
+# What transformers' refusals speak of; names of modules, such as "attention.self", are not among it.
+_OF_ATTENTION = (
+    "attention implementation",
+    "attn_implementation",
+    "flash_attn",
+    "flashattention",
+    "flash attention",
+    "flex attention",
+)
+
 
 def model_dtype(spec: WorkerSpec, on_gpu: bool, notes: list[str]) -> torch.dtype | str:
     """The type for ``from_pretrained``: what the user said, or what suits the device."""
+    return choose_dtype(spec, capability(on_gpu), notes)
+
+
+def choose_dtype(spec: WorkerSpec, least: Capability | None, notes: list[str]) -> torch.dtype | str:
+    """The type of the weights; "auto" is the checkpoint's own.
+
+    Args:
+        least: the compute capability of the least capable device; None on a CPU.
+        notes: takes a sentence where the type may surprise.
+    """
+    too_old = least is not None and least < AMPERE
     if spec.dtype != "auto":
-        dtype = getattr(torch, spec.dtype)
-        assert isinstance(dtype, torch.dtype)
-        return dtype
-    if not on_gpu:
+        if spec.dtype == "bfloat16" and too_old:
+            notes.append(
+                "dtype: bfloat16 is only emulated below compute capability 8.0: slow; float16 is what this GPU has"
+            )
+        return _torch_dtype(spec.dtype)
+    if least is None:
         return torch.float32  # half precision is several times slower on a CPU
-    if torch.cuda.get_device_capability(0) < (8, 0):
-        # bf16 is only emulated there, whatever is_bf16_supported() says.
-        notes.append("float16, because bfloat16 is emulated below compute capability 8.0")
-        return torch.float16
-    return "auto"
+    if spec.gpu_dtype == "auto" and not too_old:
+        return "auto"
+    dtype = "float16" if too_old and spec.gpu_dtype != "float32" else spec.gpu_dtype
+    if dtype == "float16" and too_old:
+        notes.append("float16: bfloat16 is only emulated below compute capability 8.0")
+    return _torch_dtype(dtype)
+
+
+def capability(on_gpu: bool) -> Capability | None:
+    """The compute capability of the least capable GPU that this process sees; None on a CPU."""
+    if not on_gpu:
+        return None
+    return min(torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count()))
+
+
+def set_tf32(spec: WorkerSpec, least: Capability | None, notes: list[str]) -> None:
+    """Let float32 products use TF32's 10 bits of mantissa or not, and note what did not take effect.
+
+    cuDNN's is on in torch unless it is set.  The two switches are the ones that all releases have; since torch
+    2.9 they set ``fp32_precision`` too, while after setting that one, whatever reads these raises an error.
+    """
+    torch.backends.cuda.matmul.allow_tf32 = spec.allow_tf32
+    torch.backends.cudnn.allow_tf32 = spec.allow_tf32
+    if {torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32} != {spec.allow_tf32}:
+        notes.append(
+            f"allow_tf32: {str(spec.allow_tf32).lower()} did not take effect: torch keeps its own setting"
+        )
+    if not spec.allow_tf32 or least is None:
+        return
+    if least < AMPERE:
+        notes.append("allow_tf32 has no effect below compute capability 8.0")
+    elif os.environ.get("NVIDIA_TF32_OVERRIDE") == "0":  # cuBLAS and cuDNN heed it, whatever a program sets
+        notes.append("allow_tf32 has no effect while NVIDIA_TF32_OVERRIDE=0 is in the environment")
+
+
+def prefer_flash_attention(spec: WorkerSpec, model: Any, least: Capability | None) -> None:
+    """Give a model with soft-capped scores, such as Gemma-2, flash-attention-2 where the device can run it.
+
+    torch's fused attention does not cap scores, so transformers takes eager attention for these models, whose
+    memory grows with the square of the length.  For all others transformers' own choice is the right one.
+
+    Args:
+        model: as loaded with transformers' choice.
+        least: the compute capability of the least capable device; None on a CPU.
+    """
+    if spec.attn_implementation is None and can_use_flash_attention(model, least):
+        model.set_attn_implementation("flash_attention_2")
+
+
+def can_use_flash_attention(model: Any, least: Capability | None) -> bool:
+    """Whether eager attention of a model with soft-capped scores can be replaced by flash-attention-2."""
+    config = model.config.get_text_config()
+    return (
+        bool(getattr(config, "attn_logit_softcapping", None))
+        and config._attn_implementation == "eager"
+        and least is not None
+        and least >= AMPERE
+        and model.dtype in (torch.float16, torch.bfloat16)
+        and find_spec("flash_attn") is not None
+    )
+
+
+@contextlib.contextmanager
+def attention_errors(spec: WorkerSpec) -> Iterator[None]:
+    """Names the key where transformers refuses the attention that the user asked for.
+
+    Raises:
+        ValueError: the model, the device or the installed packages do not have that attention.
+    """
+    try:
+        yield
+    except (ImportError, ValueError) as error:
+        reason = str(error)
+        is_meant = any(words in reason.lower() for words in _OF_ATTENTION)
+        if spec.attn_implementation is None or not is_meant:
+            raise
+        # What follows is advice to ask for support of the architecture, and calls of transformers to try.
+        reason = reason.split(" Please ")[0].strip().rstrip(".")
+        raise ValueError(
+            f"attn_implementation: {spec.attn_implementation} cannot be used ({reason}); leave the key out, and "
+            "what suits the model and the device is taken"
+        ) from error
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype

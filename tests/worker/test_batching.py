@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ensemble.worker.batching import make_batches
+from ensemble.worker.batching import MemoryLimit, make_batches
 
 
 def padded(lengths: np.ndarray, batches: list[np.ndarray]) -> int:
@@ -54,3 +54,43 @@ def test_a_fixed_batch_size_is_honoured() -> None:
 
 def test_no_rows_no_batches() -> None:
     assert make_batches(np.array([], dtype=np.int64), 100) == []
+
+
+def test_eager_attention_makes_wide_batches_smaller() -> None:
+    limit = MemoryLimit(available_bytes=1_000_000, bytes_per_token=100.0, bytes_per_token_pair=10.0)
+    assert limit.cost(padded_tokens=200, width=50) == 200 * (100 + 10 * 50)
+    assert [limit.tokens_at(width) for width in (1, 90, 390)] == [9090, 1000, 250]
+    assert MemoryLimit(1, 100.0, 0.0).tokens_at(7) == 1, "a row is tried, whatever the estimate says"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_batch_goes_over_the_memory_and_the_dearest_is_first(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    lengths = generator.integers(1, 400, generator.integers(1, 300))
+    budget = int(generator.integers(500, 5000))
+    available = int(generator.integers(50_000, 500_000))
+    limit = MemoryLimit(available, 20.0, float(generator.integers(0, 3)))
+    batches = make_batches(lengths, budget, memory=limit)
+    assert sorted(np.concatenate(batches).tolist()) == list(range(len(lengths)))
+    costs = []
+    for batch in batches:
+        width = int(lengths[batch].max())
+        assert lengths[batch[0]] == width
+        padded_tokens = width * len(batch)
+        costs.append(padded_tokens * (20.0 + limit.bytes_per_token_pair * width))
+        assert len(batch) == 1 or (padded_tokens <= budget and costs[-1] <= available)
+    assert costs == sorted(costs, reverse=True)
+
+
+def test_memory_that_is_plenty_changes_no_batch_but_their_order() -> None:
+    lengths = long_tailed(1500)
+    plenty = make_batches(lengths, 2048, memory=MemoryLimit(10**12, 100.0, 10.0))
+    unlimited = make_batches(lengths, 2048)
+    assert sorted(batch.tolist() for batch in plenty) == sorted(batch.tolist() for batch in unlimited)
+
+
+def test_a_batch_size_of_the_users_holds_whatever_the_memory() -> None:
+    lengths = np.full(10, 100)
+    for equal_lengths in (False, True):
+        batches = make_batches(lengths, 50, 4, equal_lengths, MemoryLimit(1, 1.0, 1.0))
+        assert [len(batch) for batch in batches] == [4, 4, 2]

@@ -44,12 +44,12 @@ def test_an_error_at_any_batch_changes_no_number(loaded: tuple[Any, Any]) -> Non
     classifier, encoded = loaded
     undisturbed, sizes = run(classifier, encoded, AllocatorLimit())
     assert undisturbed.oom_events == 0
-    assert sizes.token_budget == BUDGET
+    assert sizes.tokens_at(1) == BUDGET
     assert undisturbed.batches > 5
     for number in range(undisturbed.batches - 1):  # the last batch may hold one row, which cannot be halved
         computed, sizes = run(classifier, encoded, AllocatorLimit(fail_at=frozenset({number})))
         assert computed.oom_events == 1
-        assert sizes.token_budget < BUDGET
+        assert sizes.tokens_at(1) < BUDGET
         np.testing.assert_allclose(computed.logits.numpy(), undisturbed.logits.numpy(), atol=1e-6)
 
 
@@ -65,7 +65,7 @@ def test_batches_shrink_until_they_fit_and_stay_so(loaded: tuple[Any, Any], batc
     assert computed.oom_events == limit.refused > 0
     assert computed.oom_events < 8, "what was learnt is kept"
     np.testing.assert_allclose(computed.logits.numpy(), undisturbed.logits.numpy(), atol=1e-6)
-    assert sizes.token_budget < BUDGET
+    assert sizes.tokens_at(1) < BUDGET
     if batch_size:
         assert 1 <= sizes.batch_size < batch_size
 
@@ -82,27 +82,34 @@ def test_a_row_that_does_not_fit_alone_is_named(loaded: tuple[Any, Any]) -> None
     assert caught.value.tokens == longest
 
 
-def test_a_model_that_cannot_bear_padding_gets_none(tmp_path: Path) -> None:
-    """FNet mixes all positions, padding included: only rows of equal length may share a batch."""
+def member_of(folder: Path, model: Path, texts: list[str], **changes: Any) -> tuple[Any, Any]:
+    """A member over the texts as its table, and what computes them as one chunk into ``folder``/parts."""
     import pyarrow as pa
 
     from ensemble.protocol import Predict
     from ensemble.worker.member import Member
+
+    table = pa.table({"text": texts})
+    schema = table.schema.with_metadata({b"ensemble.rows": str(len(texts)).encode()})
+    with pa.ipc.new_file(folder / "t.arrow", schema) as file:
+        file.write_table(table)
+    np.save(folder / "o.npy", np.arange(len(texts)))
+    (folder / "parts").mkdir()
+    places = {"table_path": "t.arrow", "order_path": "o.npy", "parts_dir": "parts"}
+    paths = {key: str(folder / name) for key, name in places.items()}
+    member = Member(worker_spec(model, **{"max_length": 128, **paths, **changes}))
+    return member, lambda: member.predict_chunk(Predict(0, 0, len(texts)), lambda *counts: None)
+
+
+def test_a_model_that_cannot_bear_padding_gets_none(tmp_path: Path) -> None:
+    """FNet mixes all positions, padding included: only rows of equal length may share a batch."""
     from tests.checkpoints import reference
 
     folder = make_checkpoint(tmp_path / "m", "fnet", LABELS)
     texts = make_texts(60, longest=12)
-    table = pa.table({"text": texts})
-    with pa.ipc.new_file(tmp_path / "t.arrow", table.schema.with_metadata({b"ensemble.rows": b"60"})) as file:
-        file.write_table(table)
-    np.save(tmp_path / "o.npy", np.arange(60))
-    (tmp_path / "parts").mkdir()
-    places = {"table_path": "t.arrow", "order_path": "o.npy", "parts_dir": "parts"}
-    member = Member(
-        worker_spec(folder, max_length=128, **{key: str(tmp_path / name) for key, name in places.items()})
-    )
+    member, predict = member_of(tmp_path, folder, texts)
     assert "only rows of equal length" in member.notes()[-1]
-    work = member.predict_chunk(Predict(0, 0, 60), lambda *counts: None)
+    work = predict()
     assert work.padded_tokens == work.tokens
     assert work.batches < 60
     got = np.genfromtxt(tmp_path / "parts" / "000000.csv", delimiter=",", skip_header=1)
@@ -113,13 +120,46 @@ def test_a_budget_grows_back_but_not_to_what_failed() -> None:
     from ensemble.worker.compute import BatchSizes
 
     sizes = BatchSizes(1000, None)
-    sizes.shrink(rows=10, padded_tokens=800)
-    assert sizes.token_budget == 400
-    grown = [sizes.token_budget for _ in range(200) if sizes.grow()]
+    sizes.shrink(rows=10, padded_tokens=800, width=80)
+    assert sizes.tokens_at(1) == 400
+    grown = [sizes.tokens_at(1) for _ in range(200) if sizes.grow()]
     assert grown == [500, 625, 720]
     for _ in range(5):
-        sizes.shrink(rows=1, padded_tokens=1)
-    assert sizes.token_budget == 1
+        sizes.shrink(rows=1, padded_tokens=1, width=1)
+    assert sizes.tokens_at(1) == 1
+
+
+def test_bytes_that_did_not_fit_are_halved_for_every_width() -> None:
+    from ensemble.worker.batching import MemoryLimit
+    from ensemble.worker.compute import BatchSizes
+
+    sizes = BatchSizes(10_000, None, memory=MemoryLimit(1_000_000, 100.0, 10.0))
+    assert [sizes.tokens_at(width) for width in (1, 90, 390)] == [9090, 1000, 250]
+    sizes.shrink(rows=2, padded_tokens=200, width=100)  # took 220,000 bytes
+    assert [sizes.tokens_at(width) for width in (1, 90, 390)] == [1000, 110, 27]
+    assert sizes.for_float32().tokens_at(90) == 55
+    grown = [sizes.tokens_at(90) for _ in range(200) if sizes.grow()]
+    assert grown == [137, 171, 198], "never as many bytes as failed"
+
+
+def test_a_limit_in_bytes_sets_the_batches_of_a_member(tmp_path: Path) -> None:
+    """Eager attention of long rows is what this limit is for; the user's own numbers go before it."""
+    from tests.checkpoints import reference
+
+    folder = make_checkpoint(tmp_path / "m", "gemma2", LABELS)
+    texts = make_texts(60)
+    weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    known = {"bytes_per_token": 500.0, "bytes_per_token_pair": 8.0, "memory_limit_bytes": weights + 100_000}
+    work = {}
+    for name, changes in {"free": {}, "known": known, "told": {**known, "token_budget": 700}}.items():
+        (tmp_path / name).mkdir()
+        member, predict = member_of(tmp_path / name, folder, texts, **changes)
+        work[name] = predict()
+        got = np.genfromtxt(tmp_path / name / "parts" / "000000.csv", delimiter=",", skip_header=1)
+        np.testing.assert_allclose(got[:, 1:], reference(folder, texts, 128), atol=1e-5)
+        expected = {"free": 2048, "known": 100_000 / (500 + 8 * 128), "told": 700}[name]
+        assert member.token_budget == pytest.approx(expected, abs=2)
+    assert work["known"].batches > work["told"].batches > work["free"].batches
 
 
 def test_a_run_that_runs_out_of_memory_ends_with_the_same_csv(project: Project) -> None:

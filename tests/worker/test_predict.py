@@ -47,6 +47,7 @@ def worker_spec(folder: Path, **changes: Any) -> WorkerSpec:
         "offload_folder": None,
         "bytes_per_token": None,
         "bytes_per_token_pair": None,
+        "fixed_bytes": 0,
         "memory_limit_bytes": None,
         "cpu_threads": None,
         "seed": 0,

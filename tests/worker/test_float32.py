@@ -1,0 +1,282 @@
+"""Rows that overflow half precision: run again in float32, counted, and the others untouched."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.checkpoints import make_checkpoint, make_texts, reference
+from tests.worker.test_predict import LABELS, worker_spec
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+TEXTS = make_texts(60)
+BUDGET = 512
+
+
+def make_overflowing(folder: Path, architecture: str, factor: float = 65) -> Path:
+    """A float16 checkpoint whose feed-forward layers go beyond 65,504 on some tokens, and come back at once."""
+    import torch
+    import transformers
+
+    make_checkpoint(folder, architecture, LABELS, dtype="float16")
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float16)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "gate_proj" in name or "up_proj" in name:
+                parameter.mul_(factor)
+            if "down_proj" in name:
+                parameter.mul_(1 / factor**2)
+    model.save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path, **changes: Any) -> tuple[Any, Any, Any]:
+    """The model, its classifier, and the rows' tokens."""
+    from ensemble.worker.load import load
+    from ensemble.worker.predict import Classifier
+    from ensemble.worker.prompt import Prompt
+
+    spec = worker_spec(folder, max_length=128, **{"dtype": "float16", **changes})
+    loaded = load(spec)
+    encoded = Prompt(spec, loaded.tokenizer, loaded.max_length).encode([{"text": text} for text in TEXTS])
+    return loaded.model, Classifier(loaded.model, loaded.pad_token_id), encoded
+
+
+def run(model: Any, classifier: Any, encoded: Any, again: bool = True, **sizes: Any) -> Any:
+    from ensemble.worker.compute import BatchSizes, compute
+    from ensemble.worker.float32 import in_float32
+
+    mode = partial(in_float32, model) if again else None
+    batch_sizes = BatchSizes(**{"token_budget": BUDGET, "batch_size": None, **sizes})
+    return compute(classifier, encoded, batch_sizes, lambda *counts: None, mode)
+
+
+def bits(model: Any) -> dict[str, tuple[str, bytes]]:
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return {name: (str(tensor.dtype), tensor.detach().numpy().tobytes()) for name, tensor in tensors}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Any]:
+    return load(make_overflowing(tmp_path_factory.mktemp("llama"), "llama"))
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "llama"])
+def test_they_equal_the_weights_upcast_and_the_others_stay_as_they_were(
+    architecture: str, tmp_path: Path
+) -> None:
+    from ensemble.worker.predict import probabilities
+
+    folder = make_overflowing(tmp_path, architecture)
+    model, classifier, encoded = load(folder)
+    before = bits(model)
+    plain = run(model, classifier, encoded, again=False)
+    bad = ~np.isfinite(plain.logits.numpy()).all(axis=1)
+    assert 3 < bad.sum() < len(TEXTS) - 3, "some rows must overflow, others must not"
+    assert plain.recomputed_rows == 0
+    computed = run(model, classifier, encoded)
+    assert computed.recomputed_rows == bad.sum()
+    in_eights = run(model, classifier, encoded, batch_size=8)
+    again_in_fours = -(-in_eights.recomputed_rows // 4)
+    assert in_eights.batches == -(-len(TEXTS) // 8) + again_in_fours, "as many bytes are half as many rows"
+    assert computed.padded_tokens > plain.padded_tokens
+    np.testing.assert_array_equal(computed.logits.numpy()[~bad], plain.logits.numpy()[~bad])
+    expected = reference(folder, TEXTS, 128)
+    np.testing.assert_allclose(probabilities(computed.logits, "softmax")[bad], expected[bad], atol=1e-6)
+    assert bits(model) == before
+    assert not [module for module in model.modules() if "forward" in vars(module)]
+
+
+def test_memory_may_run_out_on_the_way(llama: tuple[Any, Any, Any]) -> None:
+    import torch
+
+    from ensemble.worker.compute import RowTooLargeError
+    from ensemble.worker.float32 import in_float32
+    from tests.oom.limit import AllocatorLimit
+
+    model, classifier, encoded = llama
+    before = bits(model)
+    passes = run(model, classifier, encoded, again=False).batches
+    undisturbed = run(model, classifier, encoded)
+    with AllocatorLimit(fail_at=frozenset({passes})):
+        computed = run(model, classifier, encoded)
+    assert computed.oom_events == 1
+    np.testing.assert_allclose(computed.logits.numpy(), undisturbed.logits.numpy(), atol=1e-6)
+    with pytest.raises(RowTooLargeError) as caught, AllocatorLimit(fail_at=frozenset(range(passes, 1000))):
+        run(model, classifier, encoded)
+    assert caught.value.in_float32
+    assert bits(model) == before
+    # Inside of a module that holds its upcast weights: the feed-forward's states are the first over the limit.
+    short = np.argsort(encoded.lengths)[:25]
+    states = 4 * 64 * 25 * int(encoded.lengths[short].max())
+    with in_float32(model), pytest.raises(torch.OutOfMemoryError), AllocatorLimit(largest_bytes=states - 1):
+        classifier.logits(encoded, short)
+    assert bits(model) == before
+
+
+def test_a_row_that_is_broken_in_float32_too_stays_so(tmp_path: Path) -> None:
+    import torch
+
+    model, classifier, encoded = load(make_checkpoint(tmp_path, "llama", LABELS))
+    with torch.no_grad():
+        model.get_input_embeddings().weight[int(encoded.inputs["input_ids"][0][-1])] = torch.nan
+    computed = run(model, classifier, encoded)
+    bad = ~np.isfinite(computed.logits.numpy()).all(axis=1)
+    assert 0 < bad.sum() == computed.recomputed_rows < len(TEXTS)
+
+
+def test_a_member_of_which_all_rows_overflow(tmp_path: Path) -> None:
+    """Also the rows that it is tried with after loading, from which nothing must be concluded."""
+    from tests.worker.test_compute import member_of
+
+    folder = make_overflowing(tmp_path / "m", "gemma2", factor=250)
+    member, predict = member_of(tmp_path, folder, TEXTS, dtype="float16")
+    assert member.notes() == ()
+    assert predict().recomputed_rows == len(TEXTS)
+    got = np.genfromtxt(tmp_path / "parts" / "000000.csv", delimiter=",", skip_header=1)[:, 1:]
+    np.testing.assert_allclose(got, reference(folder, TEXTS, 128), atol=1e-6)
+
+
+def test_rows_that_nothing_mends_end_the_chunk_with_advice(tmp_path: Path) -> None:
+    import torch
+    import transformers
+
+    from tests.worker.test_compute import member_of
+
+    folder = make_checkpoint(tmp_path / "m", "llama", LABELS)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
+    with torch.no_grad():
+        model.score.weight[0] = torch.nan
+    model.save_pretrained(folder)
+    for dtype, tried in (("float16", "float32 gave no better"), ("float32", "they were computed in float32")):
+        (tmp_path / dtype).mkdir()
+        _, predict = member_of(tmp_path / dtype, folder, TEXTS, dtype=dtype)
+        with pytest.raises(
+            ValueError, match=f"^60 rows came out as NaN.* row 1 of the table; {tried}.*damaged"
+        ):
+            predict()
+
+
+# peft asks transformers for a name that has changed.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_adapters_do_not_cast_back_to_half_precision(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    import torch
+
+    model, classifier, encoded = load(make_overflowing(tmp_path, "llama"))
+    settings = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="SEQ_CLS"
+    )
+    adapted = peft.get_peft_model(model, settings, autocast_adapter_dtype=False).eval().half()
+    inner = adapted.get_base_model()
+    before = bits(inner)
+    computed = run(inner, classifier, encoded)
+    assert computed.recomputed_rows > 3
+    assert bits(inner) == before
+    bad = ~np.isfinite(run(inner, classifier, encoded, again=False).logits.numpy()).all(axis=1)
+    adapted.float()
+    expected = run(inner, classifier, encoded).logits.numpy()
+    np.testing.assert_allclose(computed.logits.numpy()[bad], expected[bad], atol=1e-4)
+    assert torch.isfinite(computed.logits).all()
+
+
+def test_flash_attention_which_is_for_half_precision_makes_way(llama: tuple[Any, Any, Any]) -> None:
+    from ensemble.worker.float32 import in_float32
+
+    model, classifier, encoded = llama
+    rows = np.arange(8)
+    with in_float32(model):
+        expected = classifier.logits(encoded, rows)
+    model.config._attn_implementation = "flash_attention_2"
+    try:
+        with in_float32(model):
+            got = classifier.logits(encoded, rows)
+        assert model.config._attn_implementation == "flash_attention_2"
+    finally:
+        model.config._attn_implementation = "sdpa"
+    np.testing.assert_array_equal(got.numpy(), expected.numpy())
+
+
+def test_offloaded_weights_are_upcast_when_they_have_arrived(tmp_path: Path) -> None:
+    import torch
+    from accelerate import cpu_offload
+
+    from ensemble.worker.float32 import in_float32
+
+    model, _, encoded = load(make_overflowing(tmp_path, "llama"))
+    row = int(np.argmax(encoded.lengths))
+    ids = torch.from_numpy(encoded.inputs["input_ids"][row])[None]
+    with torch.no_grad(), in_float32(model):
+        expected = model(input_ids=ids).logits
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    assert model.model.layers[0].mlp.down_proj.weight.device.type == "meta"
+    with torch.no_grad():
+        half = model(input_ids=ids).logits
+        with in_float32(model):
+            got = model(input_ids=ids).logits
+        after = model(input_ids=ids).logits
+    assert not torch.isfinite(half).all()
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(after, half, equal_nan=True)
+    assert model.model.layers[0].mlp.down_proj.weight.device.type == "meta"
+
+
+def test_four_bits_as_if_loaded_to_compute_in_float32(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    folder = make_overflowing(tmp_path, "llama")
+    settings = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    half = {**settings, "bnb_4bit_compute_dtype": "float16"}
+    model, classifier, encoded = load(folder, quantization_config=half)
+    before = bits(model)
+    plain = run(model, classifier, encoded, again=False)
+    bad = ~np.isfinite(plain.logits.numpy()).all(axis=1)
+    assert 0 < bad.sum() < len(TEXTS)
+    computed = run(model, classifier, encoded)
+    assert bits(model) == before
+    assert computed.recomputed_rows == bad.sum()
+    other = load(
+        folder, quantization_config={**settings, "bnb_4bit_compute_dtype": "float32"}, dtype="float32"
+    )
+    expected = run(*other, again=False).logits.numpy()
+    np.testing.assert_allclose(computed.logits.numpy()[bad], expected[bad], atol=1e-4)
+    assert run(*other).recomputed_rows == 0
+
+
+def test_eight_bits_as_the_weights_they_stand_for(tmp_path: Path) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    import torch
+
+    from ensemble.worker.float32 import in_float32, uses_half_precision
+
+    folder = make_overflowing(tmp_path, "llama")
+    model, classifier, encoded = load(folder, quantization_config={"load_in_8bit": True})
+    rows = np.arange(len(TEXTS))
+    classifier.logits(encoded, rows)  # bitsandbytes moves its scales in the first pass
+    assert uses_half_precision(model)
+    with in_float32(model):
+        got = classifier.logits(encoded, rows)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, bitsandbytes.nn.Linear8bitLt):
+            plain = torch.nn.Linear(module.in_features, module.out_features, bias=False)
+            weight = bitsandbytes.functional.int8_vectorwise_dequant(module.state.CB, module.state.SCB)
+            plain.weight = torch.nn.Parameter(weight, requires_grad=False)
+            model.set_submodule(name, plain)
+    torch.nn.Module.float(model)  # transformers refuses its own for a model that was quantized
+    assert not uses_half_precision(model)
+    np.testing.assert_allclose(got.numpy(), classifier.logits(encoded, rows).numpy(), atol=1e-4)
+
+
+def test_what_it_does_not_know_is_not_tried(llama: tuple[Any, Any, Any]) -> None:
+    from types import SimpleNamespace
+
+    from ensemble.worker.float32 import why_not_float32
+
+    assert why_not_float32(llama[0]) == ""
+    quantized = SimpleNamespace(
+        hf_quantizer=SimpleNamespace(quantization_config=SimpleNamespace(quant_method="gptq"))
+    )
+    assert "gptq" in why_not_float32(quantized)
