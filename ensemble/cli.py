@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from ensemble import __version__
-from ensemble.errors import EnsembleError, Interrupted, MembersFailed
+from ensemble.errors import DeviceError, EnsembleError, Interrupted, MembersFailed
 
 # Commands import what they need when they run: --help and a typo in a key shall answer at once.
 if TYPE_CHECKING:
@@ -34,12 +34,17 @@ SetOption = Annotated[
         "--set",
         metavar="KEY=VALUE",
         default_factory=list,
+        show_default=False,
         help="Override a key, such as models.gemma2.weight=0.5.",
     ),
 ]
 LimitOption = Annotated[
     int | None, typer.Option("--limit", metavar="N", min=1, help="Only the first N rows.")
 ]
+OptionalConfigArgument = Annotated[
+    Path | None, typer.Argument(metavar="CONFIG", help="A run to check it for.")
+]
+ProblemsOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print problems only.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
 
 
@@ -55,7 +60,14 @@ def run(
     from rich.console import Console
 
     from ensemble.report.progress import choose_display
-    from ensemble.report.terminal import failure_text, members_table, oom_text, shown_path, truncation_text
+    from ensemble.report.terminal import (
+        failure_text,
+        float32_text,
+        members_table,
+        oom_text,
+        shown_path,
+        truncation_text,
+    )
     from ensemble.run import run as run_config
 
     console = Console(highlight=False, soft_wrap=True)
@@ -66,8 +78,9 @@ def run(
     with contextlib.suppress(OSError, SystemExit):
         if not quiet:
             console.print(members_table(result.members, result.results.scores))
-            for text in filter(None, [*map(truncation_text, result.members), *map(oom_text, result.members)]):
-                console.print(text, markup=False)
+            for tell in (truncation_text, oom_text, float32_text):
+                for text in filter(None, map(tell, result.members)):
+                    console.print(text, markup=False)
             for name, path in result.results.files.items():
                 console.print(f"{name}: {shown_path(path)}", markup=False)
     if failures := result.failures:
@@ -90,6 +103,47 @@ def validate(
     with contextlib.suppress(OSError):
         for line in () if quiet else validation_lines(prepared):
             typer.echo(line)
+
+
+@app.command()
+def plan(config: ConfigArgument, sets: SetOption, limit: LimitOption = None) -> None:
+    """Show what CONFIG would take: memory per model, what fits on which GPU, where each runs, and the time."""
+    loaded = _load(config, sets, limit)
+    from rich.console import Console
+
+    from ensemble.prepare import prepare
+    from ensemble.report.planned import memory_table, opening_lines, placement_lines
+
+    prepared = prepare(loaded, must_fit=False)
+    console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console = Console(highlight=False, soft_wrap=True, width=_FILE_WIDTH)
+    with contextlib.suppress(OSError, SystemExit):
+        for line in opening_lines(prepared):
+            console.print(line, markup=False)
+        console.print(memory_table(prepared))
+        for line in placement_lines(prepared):
+            console.print(line, markup=False)
+    if prepared.plan.problems:
+        raise DeviceError(prepared.plan.problems)
+
+
+@app.command()
+def doctor(sets: SetOption, config: OptionalConfigArgument = None, quiet: ProblemsOption = False) -> None:
+    """Check this machine: Python, packages, driver, GPUs, torch on each of them, memory, disk, the hub."""
+    from ensemble.doctor import examine
+
+    problems = 0
+    for finding in examine(config, sets):
+        problems += finding.mark == "problem"
+        with contextlib.suppress(OSError):
+            for line in finding.lines() if finding.mark == "problem" or not quiet else ():
+                typer.echo(line)
+    with contextlib.suppress(OSError):
+        if not quiet:
+            typer.echo(f"{problems} to mend: no run can start" if problems else "A run can start.")
+    if problems:
+        raise typer.Exit(2)
 
 
 @app.callback(invoke_without_command=True)

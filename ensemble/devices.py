@@ -55,14 +55,16 @@ class Inventory:
     """The GPUs that a run may use.
 
     ``gpus`` stay within the inherited CUDA_VISIBLE_DEVICES and in its order, otherwise in PCI bus order.
-    ``note`` says in a sentence why there are none, "" when there are some.  ``driver_version`` is None when
-    the driver does not say.
+    ``note`` says in a sentence why there are none, "" when there are some.  ``mask_problem`` says so where
+    CUDA_VISIBLE_DEVICES hides them all by naming one that is not there.  ``driver_version`` is None when the
+    driver does not say.
     """
 
     gpus: tuple[Device, ...]
     note: str
     driver_version: str | None
     warnings: tuple[str, ...]
+    mask_problem: str = ""
 
 
 @dataclass
@@ -96,14 +98,30 @@ def inventory(environ: Mapping[str, str] | None = None) -> Inventory:
             with contextlib.suppress(nvml.NVMLError):
                 version = _text(nvml.nvmlSystemGetDriverVersion())
     except _NoDriverError as error:
-        return Inventory((), f"{error}: running on the CPU", None, ())
+        return Inventory((), f"{error}{_other_makers()}: running on the CPU", None, ())
     devices = _visible(gpus, environ, warnings)
     if devices:
         return Inventory(devices, "", version, tuple(warnings))
     reason = "no GPU can be used" if gpus else "the NVIDIA driver shows no GPU"
     if any(gpu.devices for gpu in gpus):
         reason = f"{_MASK}={environ.get(_MASK)} leaves no GPU"
+        first = environ.get(_MASK, "").split(",")[0].strip()
+        if first not in _LIST_ENDS:  # a 9B model on the CPU by a slip of the pen would take weeks
+            there = ", ".join(device.uuid for gpu in gpus for device in gpu.devices)
+            problem = (
+                f"{_MASK}={environ.get(_MASK)}: {first!r} names no GPU here, which hides all of them; there are "
+                f"{len(gpus)} ({there}); mend it, or set it to -1 to run on the CPU"
+            )
+            return Inventory((), f"{reason}: running on the CPU", version, (), problem)
     return Inventory((), f"{reason}: running on the CPU", version, tuple(warnings))
+
+
+def _other_makers() -> str:
+    """Names a GPU that is there but not NVIDIA's, so that nobody wonders."""
+    if sys.platform == "darwin":
+        return ", and Apple's GPUs are not used"
+    # The device of AMD's compute driver, as ROCm's installation guide names it.
+    return ", and AMD's GPUs are not used" if Path("/dev/kfd").exists() else ""
 
 
 def used_memory(uuids: Iterable[str]) -> dict[str, int | None]:
@@ -117,6 +135,14 @@ def used_memory(uuids: Iterable[str]) -> dict[str, int | None]:
             with contextlib.suppress(nvml.NVMLError):
                 used[uuid] = _memory(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid))[1]
     return used
+
+
+def driver_cuda_version() -> tuple[int, int] | None:
+    """The newest CUDA that the driver knows, major and minor; None when it does not say."""
+    with contextlib.suppress(_NoDriverError), _driver() as nvml:
+        number = nvml.nvmlSystemGetCudaDriverVersion_v2()  # 12040 for 12.4
+        return number // 1000, number % 1000 // 10
+    return None
 
 
 def processes_on(uuid: str) -> tuple[tuple[int, str | None, int | None], ...]:

@@ -114,6 +114,7 @@ def test_a_driver_library_that_cannot_be_loaded_is_none(tmp_path: Path) -> None:
         "note": "no NVIDIA driver found: running on the CPU",
         "driver_version": None,
         "warnings": [],
+        "mask_problem": "",
     }
 
 

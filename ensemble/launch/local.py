@@ -20,11 +20,6 @@ from ensemble.protocol import Command, decode, encode
 # A worker that was told to end gets this long before SIGKILL; it holds nothing that needs longer.
 GRACE_SECONDS = 5.0
 _READ_BYTES = 1 << 16
-# Not "-m": before Python 3.11, which heeds PYTHONSAFEPATH, a `torch.py` or `datasets/` in the user's working
-# directory would be taken for the library.
-_BOOT = (
-    "import sys; sys.path[:] = [p for p in sys.path if p]; from ensemble.worker.__main__ import main; main()"
-)
 
 
 class LocalWorker:
@@ -44,11 +39,15 @@ class LocalWorker:
                 # A list of arguments, no shell and no fork of this process's state.  The new session keeps the
                 # terminal's Ctrl-C away: this process decides how its workers end.
                 self._process = subprocess.Popen(
-                    _command(write_end),
+                    [
+                        *python_command("ensemble.worker.__main__"),
+                        f"--events-fd={write_end}",
+                        f"--parent-pid={os.getpid()}",
+                    ],
                     stdin=subprocess.PIPE,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, **_python_environment(), **environment},
+                    env={**os.environ, **python_environment(), **environment},
                     pass_fds=(write_end,),
                     start_new_session=True,
                 )
@@ -127,11 +126,16 @@ class LocalWorker:
                 os.killpg(self._process.pid, number)
 
 
-def _command(events_fd: int) -> list[str]:
-    return [sys.executable, "-c", _BOOT, f"--events-fd={events_fd}", f"--parent-pid={os.getpid()}"]
+def python_command(module: str) -> list[str]:
+    """What runs ``module.main()`` in a fresh exec of this very Python; the module's arguments go behind it."""
+    # Not "-m": before Python 3.11, which heeds PYTHONSAFEPATH, a `torch.py` or `datasets/` in the user's working
+    # directory would be taken for the library.
+    boot = f"import sys; sys.path[:] = [p for p in sys.path if p]; from {module} import main; main()"
+    return [sys.executable, "-c", boot]
 
 
-def _python_environment() -> dict[str, str]:
+def python_environment() -> dict[str, str]:
+    """What ``python_command`` needs in its environment, beyond this process's own."""
     # The child must find this very package, also when it was started from a checkout.
     package_root = Path(__file__).resolve().parents[2]
     environment = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}

@@ -7,6 +7,7 @@
  * One fact a line, indented as you like; sizes in bytes, PCI numbers in hexadecimal:
  *
  *     driver VERSION                            at most once
+ *     cuda NUMBER                               1000 * major + 10 * minor; no line: not supported
  *     process_name PID NAME                     NAME runs to the end of the line, as in every NAME below
  *     fail CALL CODE                            before the first gpu: CALL without "nvml", such as Init
  *     gpu UUID                                  opens a GPU; NVML's index is the order in the file
@@ -69,7 +70,7 @@ typedef struct {
 } Gpu;
 typedef struct {
     char driver[80];
-    int gpus, fails, names;
+    int cuda, gpus, fails, names;
     Gpu gpu[MAX_GPUS];
     Fail fail[MAX_FAILS];
     Name name[MAX_NAMES];
@@ -144,7 +145,7 @@ static void read_line(const char *line, State *state, Gpu **gpu, Part **part)
         if (sscanf(line, "process_name %u %255[^\n]", &name->pid, name->name) == 2) ++state->names;
     } else if (strncmp(line, "fail ", 5) == 0) {
         read_fail(line, state->fail, &state->fails);
-    } else {
+    } else if (sscanf(line, "cuda %d", &state->cuda) != 1) {
         sscanf(line, "driver %79s", state->driver);
     }
 }
@@ -251,6 +252,17 @@ int nvmlSystemGetDriverVersion(char *version, u32 length)
     int code = begin("SystemGetDriverVersion", &state);
     if (code) return code;
     code = copy(version, length, state->driver);
+    free(state);
+    return code;
+}
+
+int nvmlSystemGetCudaDriverVersion_v2(int *version)
+{
+    State *state;
+    int code = begin("SystemGetCudaDriverVersion_v2", &state);
+    if (code) return code;
+    *version = state->cuda;
+    code = state->cuda ? OK : NOT_SUPPORTED;
     free(state);
     return code;
 }

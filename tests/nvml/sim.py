@@ -102,9 +102,15 @@ class NvmlSim:
         driver: str = "550.90.07",
         fails: Sequence[Fail] = (),
         process_names: Mapping[int, str] | None = None,
+        cuda: int | None = None,
     ) -> None:
-        """Replace the machine, for running processes too; ``gpus`` in NVML's order, not always PCI's."""
+        """Replace the machine, for running processes too; ``gpus`` in NVML's order, not always PCI's.
+
+        Args:
+            cuda: the newest CUDA that the driver knows, 12040 for 12.4; None: not told.
+        """
         lines = [f"driver {driver}", *_fail_lines(fails)]
+        lines += [] if cuda is None else [f"cuda {cuda}"]
         lines += [f"process_name {pid} {name}" for pid, name in (process_names or {}).items()]
         for gpu in gpus:
             lines += _gpu_lines(gpu)

@@ -1,0 +1,35 @@
+"""How much memory this machine has for us, within the limits of the container or job that we are in."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ensemble.cgroup import memory_left, memory_limit, own_groups
+
+
+def available_memory_bytes() -> int | None:
+    """Bytes that can be used before the kernel swaps or kills; None where the system does not tell."""
+    return _smaller(meminfo_bytes(_meminfo(), "MemAvailable"), memory_left(own_groups("memory")))
+
+
+def total_memory_bytes() -> int | None:
+    """Bytes there are, or that the container or job may use; None where the system does not tell."""
+    return _smaller(meminfo_bytes(_meminfo(), "MemTotal"), memory_limit(own_groups("memory")))
+
+
+def meminfo_bytes(text: str, key: str) -> int | None:
+    """One size out of the text of /proc/meminfo, whose kB are 1,024 bytes (proc(5))."""
+    found = re.search(rf"^{key}:\s*(\d+) kB$", text, re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
+
+
+def _meminfo() -> str:
+    try:
+        return Path("/proc/meminfo").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
+
+
+def _smaller(one: int | None, other: int | None) -> int | None:
+    return min((size for size in (one, other) if size is not None), default=None)

@@ -1,0 +1,117 @@
+"""A test process: whether torch works on the one device that this process can see.
+
+Prints one line of JSON on standard output and nothing else there; what libraries print goes to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+_SIZE = 256
+# Against a product in float64 of the same numbers, relative to its largest: a few roundings of the result, which
+# has 24, 11 and 8 bits; on GPUs half precision may also be summed in half precision.
+_TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m ensemble.worker.probe")
+    parser.add_argument("--on-gpu", action="store_true")
+    parser.add_argument("--allocate-bytes", type=int, required=True)
+    parser.add_argument("--seconds", type=int, required=True)
+    parser.add_argument("--import", dest="imports", action="append", default=[])
+    arguments = parser.parse_args()
+    # Whoever started this ends it in time; the alarm is for when nobody is left to do that.
+    signal.alarm(arguments.seconds)
+    line_fd = os.dup(1)
+    os.dup2(2, 1)
+    report = probe(arguments.on_gpu, arguments.allocate_bytes, arguments.imports)
+    os.write(line_fd, f"{json.dumps(report)}\n".encode())
+    sys.stderr.flush()
+    os._exit(0)  # as a worker does: with a CUDA context alive the interpreter's teardown can hang
+
+
+def probe(on_gpu: bool, allocate_bytes: int, imports: list[str]) -> dict[str, Any]:
+    """Try torch on the first GPU or on the CPU, then import modules.
+
+    Args:
+        allocate_bytes: how much to allocate and free; at most half of what is free on a GPU.
+        imports: modules that a worker needs besides torch.
+
+    Returns:
+        The facts, the types of numbers that ``passed``, and ``errors``: what failed, by what was tried.
+    """
+    errors: dict[str, str] = {}
+    report: dict[str, Any] = {"errors": errors, "passed": []}
+    with _trying("import torch", errors):
+        import torch
+
+        report["torch"] = torch.__version__
+        report["cuda"] = torch.version.cuda
+        report["sees_gpu"] = torch.cuda.is_available()
+        report["architectures"] = torch.cuda.get_arch_list()
+        if on_gpu and not report["sees_gpu"]:
+            with _trying("start CUDA", errors):
+                torch.cuda.init()  # type: ignore[no-untyped-call]  # is_available() swallows the reason
+        else:
+            _try_device(torch.device("cuda" if on_gpu else "cpu"), allocate_bytes, report)
+    if "torch" in report:
+        for name in imports:
+            with _trying(f"import {name}", errors):
+                importlib.import_module(name)
+    return report
+
+
+def _try_device(device: torch.device, allocate_bytes: int, report: dict[str, Any]) -> None:
+    import torch
+
+    errors = report["errors"]
+    names = ["float32"]
+    if device.type == "cuda":
+        with _trying("ask the GPU", errors):
+            capability = torch.cuda.get_device_capability()
+            # Below 8.0 bfloat16 is only emulated, and no member gets it there.
+            names = ["float32", "float16", *(["bfloat16"] if capability >= (8, 0) else [])]
+            report["capability"] = capability
+            report["free_bytes"] = torch.cuda.mem_get_info()[0]
+            allocate_bytes = min(allocate_bytes, report["free_bytes"] // 2)
+    with _trying(f"allocate {allocate_bytes >> 20} MiB", errors):
+        torch.empty(allocate_bytes, dtype=torch.uint8, device=device).fill_(1)
+        torch.cuda.empty_cache()
+    for name in names:
+        with _trying(f"multiply in {name}", errors):
+            error = product_error(getattr(torch, name), device)
+            if not error <= _TOLERANCES[name]:  # not ">": NaN is wrong too
+                raise ArithmeticError(f"the product is off by {error:.1e} of its largest number")
+            report["passed"].append(name)
+
+
+def product_error(dtype: torch.dtype, device: torch.device) -> float:
+    """How far a product of two matrices is off, relative to its largest number."""
+    import torch
+
+    random = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(_SIZE, _SIZE, generator=random).to(dtype) for _ in range(2))
+    expected = left.double() @ right.double()
+    # The product is cuBLAS's work; making it float64 there is a kernel of torch's own, built for other GPUs.
+    got = (left.to(device) @ right.to(device)).double().cpu()
+    return float((got - expected).abs().max() / expected.abs().max())
+
+
+@contextlib.contextmanager
+def _trying(what: str, errors: dict[str, str]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # whatever it is, it is the finding
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        errors[what] = f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]

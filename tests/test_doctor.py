@@ -1,0 +1,513 @@
+"""``doctor``: what it finds on this machine, on simulated ones, and of test processes that hang or die."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ensemble.devices import Device, Inventory
+from ensemble.doctor.examine import examine
+from ensemble.doctor.finding import Finding
+from ensemble.doctor.gpus import code_for, inventory_findings, trial_findings
+from ensemble.doctor.packages import (
+    Requirement,
+    own_requirements,
+    package_findings,
+    parse_requirement,
+    python_findings,
+)
+from ensemble.doctor.places import cpu_finding, disk_findings, memory_findings, room_finding
+from ensemble.doctor.trials import CPU, Report, Trial, run_trials
+from ensemble.launch.local import python_command
+from ensemble.worker.probe import probe, product_error
+from tests.nvml.sim import GIB, GPU_IS_LOST, Fail, Memory, NvmlSim, gpu_uuid, gpus
+from tests.oom.limit import AllocatorLimit
+from tests.project import ROOT, Project
+
+MIB = 1 << 20
+T4 = Device(gpu_uuid(1), "Tesla T4", (7, 5), 15 * GIB, 0)
+# Before CUDA 13 builds had code for GPUs from 5.0 on; this is a build of today.
+BUILD = ("sm_80", "sm_90a", "sm_100", "sm_120")
+
+# Does something when torch is first imported; torch itself never is.
+AT_TORCH = """
+import os, signal, subprocess, sys, time
+print("what others print")
+class AtTorch:
+    def find_spec(self, name, path, target=None):
+        if name == "torch":
+            DEED
+sys.meta_path.insert(0, AtTorch())
+"""
+
+
+@pytest.fixture
+def empty_project(tmp_path: Path) -> Project:
+    folder = tmp_path / "it's a folder"
+    folder.mkdir()
+    return Project(folder, folder)
+
+
+def at_torch(monkeypatch: pytest.MonkeyPatch, folder: Path, deed: str) -> None:
+    """Let test processes do ``deed``, a line of Python, instead of importing torch."""
+    (folder / "sitecustomize.py").write_text(AT_TORCH.replace("DEED", deed))
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+
+
+def marks(findings: list[Finding]) -> list[str]:
+    return [finding.mark for finding in findings]
+
+
+# The command
+
+
+def test_a_machine_without_gpus_can_run(empty_project: Project) -> None:
+    environment = {"CUDA_VISIBLE_DEVICES": "-1", "HF_HUB_OFFLINE": "1", "HF_TOKEN": "hf_s3cret"}
+    done = empty_project.ensemble("doctor", environment=environment)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    assert f"the CPU: torch {torch.__version__} computes right in float32" in done.stdout
+    assert f"transformers {version('transformers')}" in done.stdout
+    assert "HF_HUB_OFFLINE is set" in done.stdout
+    assert done.stdout.endswith("\nA run can start.\n")
+    assert "s3cret" not in done.stdout
+    assert not [line for line in done.stdout.splitlines() if len(line) > 100 and " " in line[9:].strip()]
+    assert not list(empty_project.folder.iterdir())
+
+
+def test_gpus_that_torch_cannot_use_and_a_config_that_cannot_run(
+    empty_project: Project, nvml_sim: NvmlSim
+) -> None:
+    held = {4711: 3 * GIB}
+    machine = gpus(2)
+    machine[1] = replace(machine[1], memory=Memory(used=3 * GIB), processes=held)
+    nvml_sim.write(machine, cuda=12040, process_names={4711: "train.py"})
+    (empty_project.folder / "out").write_text("a file")
+    models = [
+        {"name": "a", "model_name_or_path": "./nope", "num_gpus": 3},
+        {"name": "b", "model_name_or_path": "some/model", "adapter_name_or_path": "../no_adapter"},
+    ]
+    empty_project.write_config(empty_project.config(models=models, output_dir="out/x", submission=None))
+    done = empty_project.ensemble(
+        "doctor", "config.yaml", environment={**nvml_sim.environment(), "HF_HUB_OFFLINE": "1"}
+    )
+    assert (done.returncode, done.stderr) == (2, "")
+    said = " ".join(done.stdout.split())  # as it is before it is broken into lines
+    for words in (
+        "NVIDIA driver 550.90.07, CUDA up to 12.4",
+        f"Simulated T4 ({gpu_uuid(0)}), capability 7.5",
+        "process 4711 (train.py) with 3.0 GiB",
+        f"Simulated T4 ({gpu_uuid(0)}), Simulated T4 ({gpu_uuid(1)}): torch {torch.__version__} is a build without "
+        "CUDA, and the driver knows CUDA up to 12.4 -> install a build of torch for CUDA 12",
+        "models[0].num_gpus: a asks for 3, but 2 can be used here",
+        "models[0] (a): ./nope: no such folder",
+        "models[1] (b): some/model: no such folder",
+        "models[1].adapter_name_or_path: ../no_adapter: no such folder",
+        "output_dir: out/x cannot be a directory, because out is a file -> choose another directory",
+        "6 to mend: no run can start",
+    ):
+        assert words in said, done.stdout
+    assert done.stdout.count("\nproblem  ") == 6, done.stdout
+
+
+def test_quiet_says_problems_only(
+    empty_project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_torch(monkeypatch, tmp_path, "raise ImportError('libcudart.so.12: cannot open')")
+    environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)]), "HF_HUB_OFFLINE": "1"}
+    done = empty_project.ensemble(
+        "doctor", "nope.yaml", "-q", environment={**environment, "CUDA_VISIBLE_DEVICES": "-1"}
+    )
+    assert done.returncode == 2
+    assert [line for line in done.stdout.splitlines() if line.startswith("problem")] == [
+        "problem  nope.yaml: no such file",
+        "problem  the CPU: torch cannot be imported (ImportError: libcudart.so.12: cannot open)",
+    ]
+    assert not [line for line in done.stdout.splitlines() if line.startswith(("ok", "note"))]
+
+
+def test_doctor_imports_little() -> None:
+    # So that it can say what is missing.
+    heavy = ("torch", "transformers", "accelerate", "pandas", "pydantic", "numpy", "huggingface_hub")
+    code = f"import sys, ensemble.doctor; print([name for name in {heavy!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def test_a_config_decides_where_torch_is_tried(
+    empty_project: Project, nvml_sim: NvmlSim, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvml_sim.write(gpus(3))
+    at_torch(monkeypatch, tmp_path, "raise ImportError(os.environ['CUDA_VISIBLE_DEVICES'] or 'no GPU')")
+    environment = {**nvml_sim.environment(), "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
+    model = {"name": "a", "model_name_or_path": "."}
+    cpu_only = {**model, "num_gpus": 0}
+    both = [model, {**cpu_only, "name": "b"}]
+    for models, devices, tried in (
+        ([cpu_only], None, ["no GPU"]),
+        ([model], [2, gpu_uuid(0)], [gpu_uuid(2), gpu_uuid(0)]),
+        (both, [1], [gpu_uuid(1), "no GPU"]),
+    ):
+        config = empty_project.config(models=models, devices=devices, submission=None)
+        empty_project.write_config(config)
+        done = empty_project.ensemble("doctor", "config.yaml", "-q", environment=environment)
+        said = " ".join(done.stdout.split())
+        assert re.findall(r"cannot be imported \(ImportError: (.*?)\)", said) == tried, done.stdout
+
+
+# Test processes
+
+
+def test_each_device_has_a_process_pinned_to_it_and_no_more_than_four_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = tmp_path / "times"
+    note = f"open({str(times)!r}, 'a').write(f'{{time.monotonic()}} %s\\n')"
+    tell = (
+        "raise ImportError(' '.join([os.environ['CUDA_VISIBLE_DEVICES'], os.environ['CUDA_DEVICE_ORDER']]))"
+    )
+    at_torch(monkeypatch, tmp_path, f"{note % 1}; time.sleep(0.3); {note % -1}; {tell}")
+    devices = [replace(T4, uuid=gpu_uuid(index)) for index in range(5)]
+    trials = run_trials([*devices, CPU], host_bytes=GIB)
+    told = [trial.report.errors["import torch"] for trial in trials if trial.report]
+    assert told == [f"ImportError: {one.uuid} PCI_BUS_ID" for one in devices] + ["ImportError: PCI_BUS_ID"]
+    steps = sorted(
+        (float(moment), int(step)) for moment, step in map(str.split, times.read_text().splitlines())
+    )
+    running = [sum(step for _, step in steps[: index + 1]) for index in range(len(steps))]
+    assert max(running) in (2, 3, 4)
+    assert len(running) == 12
+
+
+def test_a_process_that_hangs_is_ended_with_all_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = tmp_path / "child"
+    started = f"open({str(child)!r}, 'w').write(str(subprocess.Popen(['sleep', '100']).pid))"
+    at_torch(monkeypatch, tmp_path, f"{started}; time.sleep(100)")
+    trial = run_trials([T4], timeout_seconds=2)[0]
+    assert trial.report is None
+    assert "no answer within 2 s" in trial.ending
+    state = Path(f"/proc/{child.read_text()}/stat")
+    until = time.monotonic() + 20
+    while state.exists() and state.read_text().split()[2] != "Z" and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+def test_a_process_that_nobody_ends_ends_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_torch(monkeypatch, tmp_path, "time.sleep(100)")
+    command = [*python_command("ensemble.worker.probe"), "--allocate-bytes=1", "--seconds=1"]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(tmp_path)]))
+    assert subprocess.run(command, timeout=60, capture_output=True).returncode == -signal.SIGALRM
+
+
+@pytest.mark.parametrize(
+    ("deed", "ending", "advice"),
+    [
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "was ended by SIGSEGV", "try again"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "was ended by SIGKILL", "memory"),
+        (
+            "print('no such version', file=sys.stderr, flush=True); os._exit(3)",
+            "exit code 3: no such version",
+            "try",
+        ),
+        ("os._exit(0)", "exit code 0", "try again"),
+    ],
+)
+def test_a_process_that_dies_is_a_problem(
+    deed: str, ending: str, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_torch(monkeypatch, tmp_path, deed)
+    (finding,) = trial_findings(run_trials([T4]), None)
+    assert finding.mark == "problem"
+    assert ending in finding.text
+    assert advice in finding.advice
+
+
+class WrongProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A device that multiplies matrices in float32 wrongly."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_product = func is torch.ops.aten.mm.default and result.dtype == torch.float32
+        return result * 1.01 if is_product else result
+
+
+def test_what_a_probe_tries() -> None:
+    report = probe(False, MIB, ["json", "no_such_module"])
+    assert report["torch"] == torch.__version__
+    assert report["passed"] == ["float32"]
+    assert list(report["errors"]) == ["import no_such_module"]
+    assert Report(**json.loads(json.dumps(report))).torch == torch.__version__
+    with WrongProducts():  # type: ignore[no-untyped-call]
+        report = probe(False, MIB, [])
+    assert "off by 1." in report["errors"]["multiply in float32"]
+    assert not report["passed"]
+    with AllocatorLimit(largest_bytes=4 * MIB):
+        report = probe(False, 8 * MIB, [])
+    assert "OutOfMemoryError" in report["errors"]["allocate 8 MiB"]
+
+
+def test_right_products_are_within_the_tolerances() -> None:
+    for dtype, bound in ((torch.float32, 1e-5), (torch.float16, 1e-3), (torch.bfloat16, 1e-2)):
+        assert 0 < product_error(dtype, torch.device("cpu")) < bound
+
+
+# What test processes mean
+
+
+@pytest.mark.parametrize(
+    ("architectures", "capability", "expected"),
+    [
+        (["sm_75"], (7, 5), "binary"),
+        (["sm_70"], (7, 5), "binary"),
+        (["sm_80", "sm_86", "sm_90"], (7, 5), None),
+        (["sm_80", "compute_80"], (7, 5), None),
+        (["sm_80"], (8, 9), "binary"),
+        (["sm_89"], (8, 6), None),
+        (["sm_86"], (9, 0), None),
+        (["sm_90a"], (9, 0), "binary"),
+        (["sm_100a"], (10, 3), None),
+        (["compute_90a"], (10, 0), None),
+        (["sm_100f"], (10, 3), "binary"),
+        (["compute_100f"], (12, 0), None),
+        (["sm_90", "compute_90"], (12, 0), "ptx"),
+        (["sm_120"], (12, 0), "binary"),
+        (["sm_120"], (12, 1), "binary"),
+        (["sm_90"], (12, 0), None),
+        (["sm_86"], (8, 7), None),  # inside of a Tegra chip
+        (["gfx90a"], (9, 0), None),
+        ([], (8, 0), None),
+    ],
+)
+def test_which_builds_have_code_for_a_gpu(
+    architectures: list[str], capability: tuple[int, int], expected: str | None
+) -> None:
+    assert code_for(architectures, capability) == expected
+
+
+@pytest.mark.skipif(not hasattr(torch.cuda, "DEVICE_REQUIREMENT"), reason="this torch keeps no such table")
+def test_machine_code_suits_the_gpus_that_torch_says() -> None:
+    seen = set()
+    requirement: Any = torch.cuda.DEVICE_REQUIREMENT
+    for built, suits in requirement.items():
+        for device in requirement:
+            if (built, device) == (101, 110):
+                continue  # one GPU that changed its number between releases of CUDA
+            found = code_for([f"sm_{built}"], (device // 10, device % 10)) == "binary"
+            assert found == (device in suits), (built, device)
+            seen.add(found)
+    assert seen == {True, False}
+
+
+def judged(report: Report, device: Device = T4, cuda: tuple[int, int] | None = (12, 4)) -> list[Finding]:
+    return [*trial_findings([Trial(device, 1.0, report)], cuda)]
+
+
+GOOD = Report("2.9", "12.4", True, ("sm_70", "sm_75"), (7, 5), 14 * GIB, ("float32", "float16"))
+
+
+@pytest.mark.parametrize(
+    ("report", "mark", "words"),
+    [
+        (GOOD, "ok", ["torch 2.9 (CUDA 12.4) computes right in float32, float16, 14.0 GiB free"]),
+        (
+            replace(GOOD, architectures=BUILD),
+            "problem",
+            ["no code for capability 7.5, only for sm_80", "sm_75"],
+        ),
+        (replace(GOOD, architectures=("compute_70",)), "note", ["compiled at first use", "sm_75"]),
+        (
+            replace(GOOD, sees_gpu=False, cuda="13.0"),
+            "problem",
+            ["built for CUDA 13.0", "up to 12.4", "update the driver", "for CUDA 12 "],
+        ),
+        (
+            replace(GOOD, sees_gpu=False, errors={"start CUDA": "RuntimeError: unknown error"}),
+            "problem",
+            ["cannot start CUDA (RuntimeError: unknown error)", "nvidia-smi"],
+        ),
+        (replace(GOOD, sees_gpu=False, cuda=None), "problem", ["without CUDA", "for CUDA 12 "]),
+        (
+            replace(GOOD, errors={"allocate 256 MiB": "OutOfMemoryError: CUDA out of memory"}),
+            "problem",
+            ["could not allocate 256 MiB", "end what holds the memory"],
+        ),
+        (replace(GOOD, errors={"multiply in float16": "x"}), "problem", ["multiply in float16", "driver"]),
+        (Report(errors={"import torch": "OSError: libtorch.so"}), "problem", ["libtorch.so", "anew"]),
+    ],
+)
+def test_what_a_report_means(report: Report, mark: str, words: list[str]) -> None:
+    (finding,) = judged(report)
+    assert finding.mark == mark
+    for word in words:
+        assert word in f"{finding.text} -> {finding.advice}"
+
+
+def test_imports_that_fail_are_told_besides() -> None:
+    found = judged(replace(GOOD, errors={"import ensemble.worker.member": "a", "import peft": "b"}))
+    assert marks(found) == ["ok", "problem", "problem"]
+    assert "a worker's imports fail (a)" in found[1].text
+    assert "peft cannot be imported (b)" in found[2].text
+
+
+def test_a_lost_gpu_and_a_wrong_mask_come_with_advice(
+    empty_project: Project, nvml_sim: NvmlSim, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = gpus(2)
+    machine[1] = replace(machine[1], fails=[Fail("DeviceGetMemoryInfo", GPU_IS_LOST)])
+    nvml_sim.write(machine)
+    at_torch(monkeypatch, tmp_path, "raise ImportError()")
+    environment = {**nvml_sim.environment(), "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
+    done = empty_project.ensemble("doctor", environment=environment)
+    assert f"note     GPU 1 ({gpu_uuid(1)}) is left out" in done.stdout
+    assert "restart" in done.stdout
+    masked = Inventory(
+        (), "x: running on the CPU", "550", (), "CUDA_VISIBLE_DEVICES=7: '7' names no GPU; mend it"
+    )
+    found = [*inventory_findings(masked, None)]
+    assert marks(found) == ["ok", "problem"]
+    assert found[1].advice == "mend it"
+
+
+# Packages
+
+
+def test_the_lower_bounds_are_this_packages_own() -> None:
+    requirements = {one.name: one for one in own_requirements()}
+    assert re.fullmatch(r"\d+\.\d+", requirements["torch"].minimum)
+    assert requirements["torch"].extra == ""
+    assert requirements["bitsandbytes"].extra == "quantization"
+    assert {"transformers", "tokenizers", "safetensors", "pydantic", "peft"} <= requirements.keys()
+    assert "pytest" not in requirements
+
+
+def test_requirements_are_read() -> None:
+    assert parse_requirement("torch>=2.6") == Requirement("torch", "2.6")
+    assert parse_requirement('peft >=0.14 ; extra == "adapters"') == Requirement("peft", "0.14", "adapters")
+    assert parse_requirement("rich") == Requirement("rich")
+    assert parse_requirement("pytest>=8; extra == 'dev'") is None
+
+
+@pytest.mark.parametrize(
+    ("installed", "needed", "mark", "text"),
+    [
+        ({"torch": "2.6.0a0+df5bbc09d1.nv24.11"}, {}, "ok", "torch\xa02.6.0a0+df5bbc09d1.nv24.11"),
+        ({"torch": "2.10"}, {}, "ok", "torch\xa02.10"),
+        ({"torch": "2.5.1"}, {}, "problem", "torch 2.5.1 is older than 2.6"),
+        ({}, {}, "problem", "torch is not installed"),
+        ({"torch": "2.6", "peft": "0.13.2"}, {}, "note", "peft 0.13.2 is older than 0.14"),
+        (
+            {"torch": "2.6"},
+            {"peft": "models[0].x"},
+            "problem",
+            "peft is not installed, which models[0].x needs",
+        ),
+        ({"torch": "2.6", "peft": "0.13"}, {"peft": "models[0].x"}, "problem", "peft 0.13 is older"),
+    ],
+)
+def test_packages(installed: dict[str, str], needed: dict[str, str], mark: str, text: str) -> None:
+    requirements = [Requirement("torch", "2.6"), Requirement("peft", "0.14", "adapters")]
+    first = next(package_findings(requirements, installed, needed))
+    assert (first.mark, text in first.text) == (mark, True), first
+    assert mark == "ok" or first.advice.startswith("pip install '")
+
+
+def test_extras_that_nothing_needs_are_not_missed() -> None:
+    assert not [*package_findings([Requirement("peft", "0.14", "adapters")], {}, {})]
+
+
+def test_an_old_python() -> None:
+    assert marks([*python_findings((3, 9), "3.9.1")]) == ["problem"]
+    assert marks([*python_findings((3, 10), "3.10.0")]) == ["ok"]
+
+
+# Memory, CPUs, disk
+
+
+@pytest.mark.parametrize(
+    ("available", "shared", "expected"),
+    [
+        (20 * GIB, GIB, ["ok", "ok"]),
+        (GIB, 63 * MIB, ["note", "note"]),
+        (100 * MIB, None, ["problem", "note"]),
+        (None, GIB, ["note", "ok"]),
+    ],
+)
+def test_memory(available: int | None, shared: int | None, expected: list[str]) -> None:
+    found = [*memory_findings(available, 24 * GIB, shared)]
+    assert marks(found) == expected
+    assert all(finding.advice or finding.mark == "ok" for finding in found)
+
+
+def test_cpus_of_a_container() -> None:
+    assert cpu_finding(4, 8, None) == Finding("ok", "4 of 8 CPUs may be used")
+    assert cpu_finding(4, 8, 4.0).mark == "ok"
+    short = cpu_finding(64, 64, 2.5)
+    assert (short.mark, "time of 2.5" in short.text, "OMP_NUM_THREADS=2" in short.advice) == (
+        "note",
+        True,
+        True,
+    )
+    assert "OMP_NUM_THREADS=1" in cpu_finding(4, 4, 0.5).advice
+
+
+def test_the_disk(tmp_path: Path) -> None:
+    (found,) = disk_findings("output_dir", tmp_path / "a" / "b")
+    assert "output_dir: " in found.text
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").write_text("x")
+    (found,) = disk_findings("output_dir", tmp_path / "file" / "b")
+    assert (found.mark, found.advice) == ("problem", "choose another directory")
+    (found,) = disk_findings("output_dir", Path("/proc/self/nowhere"))
+    assert found.mark == "problem"
+    assert marks([room_finding("k", tmp_path, size) for size in (2 * GIB, GIB // 2, 40 * MIB)]) == [
+        "ok",
+        "note",
+        "problem",
+    ]
+
+
+# The list
+
+
+def test_lines_are_broken_and_advice_stands_below() -> None:
+    long = Finding("note", "word " * 30, "do " * 40).lines()
+    assert all(len(line) <= 100 for line in long)
+    assert long[0].startswith("note     word")
+    assert next(line for line in long if "->" in line).startswith("         -> do")
+    assert Finding.of_sentence("problem", "a; b; c", "d") == Finding("problem", "a; b", "c")
+    assert Finding.of_sentence("problem", "a", "d") == Finding("problem", "a", "d")
+
+
+def test_a_check_that_breaks_hides_no_other(
+    empty_project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_torch(monkeypatch, tmp_path, "raise ImportError()")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    # A directory for the hub's settings that no library can make anything of.
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    found = [*examine()]
+    broken = [finding for finding in found if "could not be checked" in finding.text]
+    assert broken[0].mark == "problem"
+    assert "the disk" in broken[0].text
+    assert found[-1].text.startswith("the CPU: torch cannot be imported")

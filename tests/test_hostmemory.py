@@ -1,0 +1,98 @@
+"""Memory and CPU limits of control groups, from files as the kernel writes them, and of this machine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ensemble.cgroup import Groups, cpu_limit, find_groups, memory_left, memory_limit
+from ensemble.hostmemory import available_memory_bytes, meminfo_bytes, total_memory_bytes
+
+GIB = 1 << 30
+NO_LIMIT = 9223372036854771712  # how version 1 says it
+
+
+def write(folder: Path, **files: object) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(f"{text}\n")
+    return folder
+
+
+def v2(mount: Path, root: str = "/") -> str:
+    point = str(mount).replace(" ", r"\040")
+    return f"24 23 0:22 / /proc rw - proc proc rw\n30 23 0:26 {root} {point} rw,nosuid - cgroup2 cgroup2 rw\n"
+
+
+def v1(mount: Path, controllers: str, root: str = "/") -> str:
+    return f"31 23 0:27 {root} {mount} rw shared:9 - cgroup cgroup rw,{controllers}\n"
+
+
+def test_version_2_counts_every_group_up_to_the_root(tmp_path: Path) -> None:
+    mount = tmp_path / "a mount"
+    outer = write(mount / "slurm", memory__max=8 * GIB, memory__current=7 * GIB, cpu__max="150000 100000")
+    write(outer, memory__stat=f"anon 5\nactive_file {GIB}\ninactive_file {2 * GIB}\nshmem 1")
+    inner = write(
+        outer / "job", memory__max="max", memory__current=GIB, cpu__max="max 100000", memory__stat=""
+    )
+    groups = find_groups("memory", "0::/slurm/job\n", v2(mount))
+    assert groups == Groups(True, (inner, outer, mount))
+    assert memory_limit(groups) == 8 * GIB
+    assert memory_left(groups) == 4 * GIB, "the files' pages can be had back"
+    assert cpu_limit(groups) == 1.5
+    write(inner, memory__max=2 * GIB)
+    assert (memory_limit(groups), memory_left(groups)) == (2 * GIB, GIB)
+
+
+def test_version_1_and_both_at_once(tmp_path: Path) -> None:
+    memory, cpu = tmp_path / "memory", tmp_path / "cpu,cpuacct"
+    own = write(
+        memory / "docker" / "f00",
+        memory__limit_in_bytes=4 * GIB,
+        memory__usage_in_bytes=3 * GIB,
+        memory__stat=f"active_file 7\ntotal_active_file 0\ntotal_inactive_file {GIB}",
+    )
+    write(memory, memory__limit_in_bytes=NO_LIMIT, memory__usage_in_bytes=9 * GIB)
+    write(cpu / "docker" / "f00", cpu__cfs_quota_us=50000, cpu__cfs_period_us=100000)
+    write(cpu, cpu__cfs_quota_us=-1, cpu__cfs_period_us=100000)
+    unified = write(tmp_path / "unified", memory__max=1)
+    memberships = "4:memory:/docker/f00\n3:cpu,cpuacct:/docker/f00\n0::/\n"
+    mounts = v2(unified) + v1(memory, "memory") + v1(cpu, "cpu,cpuacct")
+    groups = find_groups("memory", memberships, mounts)
+    assert groups.folders[0] == own
+    assert not groups.is_v2
+    assert (memory_limit(groups), memory_left(groups)) == (4 * GIB, 2 * GIB)
+    assert cpu_limit(find_groups("cpu", memberships, mounts)) == 0.5
+
+
+def test_a_container_that_sees_only_its_own_part(tmp_path: Path) -> None:
+    mount = write(tmp_path / "memory", memory__limit_in_bytes=GIB, memory__usage_in_bytes=2 * GIB)
+    for path, root in (("/docker/f00", "/docker/f00"), ("/docker/f00", "/kubepods/1"), ("/gone", "/")):
+        groups = find_groups("memory", f"4:memory:{path}\n", v1(mount, "memory", root))
+        assert groups.folders == (mount,)
+        assert (memory_limit(groups), memory_left(groups)) == (GIB, 0)
+
+
+def test_without_limits_or_groups(tmp_path: Path) -> None:
+    mount = write(tmp_path / "group", memory__max="max", cpu__max="max 100000")
+    groups = find_groups("memory", "0::/\n", v2(mount))
+    assert groups.folders == (mount,)
+    assert (memory_limit(groups), memory_left(groups), cpu_limit(groups)) == (None, None, None)
+    assert find_groups("memory", "", v2(mount)).folders == ()
+    assert find_groups("memory", "0::/\n", "").folders == ()
+    assert memory_left(Groups(True, (tmp_path / "gone",))) is None
+
+
+def test_meminfo() -> None:
+    text = "MemTotal:       24644612 kB\nMemFree:         1 kB\nMemAvailable:   23554312 kB\nHugePages_Total: 3\n"
+    assert meminfo_bytes(text, "MemTotal") == 24644612 * 1024
+    assert meminfo_bytes(text, "MemAvailable") == 23554312 * 1024
+    assert meminfo_bytes(text, "HugePages_Total") is None
+    assert meminfo_bytes("", "MemTotal") is None
+
+
+def test_this_machine() -> None:
+    total, available = total_memory_bytes(), available_memory_bytes()
+    assert total is not None
+    assert available is not None
+    assert 0 < available < total <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
