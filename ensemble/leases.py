@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from ensemble.devices import Device, processes_on, used_memory
+from ensemble.sizes import gib
 
 # Drivers keep a little for themselves once a GPU has been used, and other programs come and go.
 TOLERANCE_BYTES = 256 << 20
@@ -59,6 +60,7 @@ class Leases:
 
     Args:
         gpus: those that may be leased, in the inventory's order.
+        workers_per_gpu: how many workers may be on a device at the same time.
         release_timeout_seconds: how long a device may take to come back to its baseline.
         say: takes a sentence for the user.
         clock: the monotonic clock, in seconds.
@@ -67,14 +69,16 @@ class Leases:
     def __init__(
         self,
         gpus: Sequence[Device],
+        workers_per_gpu: int,
         release_timeout_seconds: float,
         say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._gpus = tuple(gpus)
-        self._free = list(gpus)
+        self._workers_per_gpu = workers_per_gpu
+        self._workers = dict.fromkeys(gpus, 0)
         self._releasing: dict[Device, float] = {}
-        self._doubtful: list[Device] = []
+        self._doubtful: set[Device] = set()
         self._timeout_seconds = release_timeout_seconds
         self._say = say
         self._clock = clock
@@ -89,24 +93,46 @@ class Leases:
         """Whether a device is on its way back."""
         return bool(self._releasing)
 
-    def can_take(self, count: int, is_last_resort: bool = False) -> bool:
-        """Whether ``count`` devices could be leased now; as a last resort also those that never came free."""
-        return len(self._free) + (len(self._doubtful) if is_last_resort else 0) >= count
+    def can_take(self, count: int, allowed: Collection[str], is_last_resort: bool = False) -> bool:
+        """Whether ``count`` of the ``allowed`` UUIDs could be leased now.
 
-    def take(self, count: int) -> tuple[Device, ...]:
-        """Lease devices, in the inventory's order, those that are known to be free first."""
-        chosen = [*self._free, *self._doubtful][:count]
+        As a last resort also those whose memory never came free.
+        """
+        return len(self._choose(count, allowed, is_last_resort)) == count
+
+    def take(self, count: int, allowed: Collection[str], is_last_resort: bool = False) -> tuple[Device, ...]:
+        """Lease devices: those that are known to be free first, then those with fewer workers, then in order."""
+        chosen = self._choose(count, allowed, is_last_resort)
         assert len(chosen) == count
-        self._free = [gpu for gpu in self._free if gpu not in chosen]
-        self._doubtful = [gpu for gpu in self._doubtful if gpu not in chosen]
+        for gpu in chosen:
+            self._workers[gpu] += 1
+        self._doubtful -= set(chosen)
         return tuple(gpu for gpu in self._gpus if gpu in chosen)
 
     def give_back(self, lease: Sequence[Device]) -> None:
-        """The worker on these devices has ended; they are free once their memory says so."""
+        """The worker on these devices has ended; a device is free once its memory says so.
+
+        What a worker leaves on a device that others still use cannot be told from theirs: its place there is
+        free at once.
+        """
         now = self._clock()
-        self._releasing |= dict.fromkeys(lease, now)
+        for gpu in lease:
+            self._workers[gpu] -= 1
+            if not self._workers[gpu]:
+                self._releasing[gpu] = now
         self._sampled_at = float("-inf")  # look at once
         self.poll()
+
+    def _choose(self, count: int, allowed: Collection[str], is_last_resort: bool) -> list[Device]:
+        usable = [
+            gpu
+            for gpu in self._gpus
+            if gpu.uuid in allowed
+            and gpu not in self._releasing
+            and self._workers[gpu] < self._workers_per_gpu
+            and (is_last_resort or gpu not in self._doubtful)
+        ]
+        return sorted(usable, key=lambda gpu: (gpu in self._doubtful, self._workers[gpu]))[:count]
 
     def poll(self) -> None:
         """Look at the memory if it is time, and free the devices that are back at their baseline."""
@@ -119,32 +145,32 @@ class Leases:
             if used is not None:
                 self.curves[uuid].add(now - self._began, used)
         for gpu, since in list(self._releasing.items()):
-            used, baseline = self._used.get(gpu.uuid), self.curves[gpu.uuid].baseline_bytes
-            # What the driver does not tell cannot be waited for.
-            if used is None or baseline is None or used <= baseline + TOLERANCE_BYTES:
+            used = self._used.get(gpu.uuid)
+            if self._is_back(gpu):
                 self._released(gpu, now - since, used, True)
             elif now - since >= self._timeout_seconds:
                 self._released(gpu, now - since, used, False)
-                self._say(self._stuck(gpu, used, baseline))
+                self._say(self._stuck(gpu, used or 0, self.curves[gpu.uuid].baseline_bytes or 0))
+
+        # A late release is still one.
+        self._doubtful -= {gpu for gpu in self._doubtful if self._is_back(gpu)}
+
+    def _is_back(self, gpu: Device) -> bool:
+        used, baseline = self._used.get(gpu.uuid), self.curves[gpu.uuid].baseline_bytes
+        # What the driver does not tell cannot be waited for.
+        return used is None or baseline is None or used <= baseline + TOLERANCE_BYTES
 
     def _released(self, gpu: Device, seconds: float, used: int | None, is_free: bool) -> None:
         del self._releasing[gpu]
         self.releases.append(Release(gpu.uuid, round(seconds, 3), used, is_free))
         log.info("%s released: %s", gpu.uuid, self.releases[-1])
-        back = {*self._free, gpu} if is_free else set(self._free)
-        self._free = [known for known in self._gpus if known in back]
         if not is_free:
-            self._doubtful.append(gpu)
+            self._doubtful.add(gpu)
 
     def _stuck(self, gpu: Device, used: int, baseline: int) -> str:
-        holders = [
-            f"process {pid}{f' ({name})' if name else ''}{f' with {_gib(size)}' if size else ''}"
-            for pid, name, size in processes_on(gpu.uuid)
-        ]
         return (
-            f"{gpu.name} ({gpu.uuid}): {_gib(used)} are still used {self._timeout_seconds:g} s after its worker "
-            f"ended, {_gib(baseline)} were before the first one; NVML shows "
-            f"{', '.join(holders) if holders else 'no process'} there. "
+            f"{gpu.name} ({gpu.uuid}): {gib(used)} are still used {self._timeout_seconds:g} s after its worker "
+            f"ended, {gib(baseline)} were before the first one; NVML shows {holders(gpu.uuid)} there. "
             "The device is left out as long as there is another"
         )
 
@@ -152,5 +178,10 @@ class Leases:
         return used_memory([gpu.uuid for gpu in self._gpus]) if self._gpus else {}
 
 
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB"
+def holders(uuid: str) -> str:
+    """Who holds a GPU's memory, as far as NVML shows."""
+    found = [
+        f"process {pid}{f' ({name})' if name else ''}{f' with {gib(size)}' if size else ''}"
+        for pid, name, size in processes_on(uuid)
+    ]
+    return ", ".join(found) if found else "no process"

@@ -1,53 +1,46 @@
 """PURE: what to run where.  RunConfig + facts about table, checkpoints and devices -> Plan.
 
 No disk, no clock, no environment: the same arguments give the same plan, so that it can be tested as arithmetic.
+What a member takes of a device is in ``footprint``, where it may run in ``placement``, how long it takes in
+``forecast``, its chunks in ``chunks``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from ensemble.chunks import Chunk, cut_chunks, work_of
 from ensemble.config import ModelConfig, RunConfig
 from ensemble.devices import Device
-from ensemble.errors import DeviceError
+from ensemble.footprint import MemberFacts
+from ensemble.forecast import Job, Speed, guessed_speed, total_seconds
+from ensemble.placement import Placement, place
 
-# A chunk is what is lost when a worker dies and what two devices can differ by at the end.  One MiB of text is
-# about 250,000 tokens: three to five minutes of a 9B model on a T4, under a minute of a small one on two cores.
-CHUNK_BYTES = 1 << 20
-CHUNK_MAX_ROWS = 4096
-# Small tables are cut into about 16 chunks, but none so small that it holds only a batch or two: rows are in
-# order of their bytes, and it takes some batches to put them into order of their tokens without padding.
-CHUNKS_WANTED = 16
-CHUNK_MIN_BYTES = 1 << 16
-# What a row costs beyond its text, in bytes of text: template, special tokens, bookkeeping.
-ROW_OVERHEAD_BYTES = 32
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Rows ``order[start:stop]`` of a member; ``cost`` is its share of the member's work, relative."""
-
-    index: int
-    start: int
-    stop: int
-    cost: float
+# Side by side is chosen where it promises to be this much faster: a replica on each GPU stays balanced where the
+# promise was wrong.
+_WORTH_CHANGING = 0.98
 
 
 @dataclass(frozen=True)
 class MemberPlan:
     """How one member runs: on ``gpus`` devices per replica (0: the CPU), ``replicas`` at most at a time.
 
-    ``order`` holds row numbers, longest text first, int64 [rows]; chunks are slices of it.
+    ``order`` holds row numbers, longest text first, int64 [rows]; chunks are slices of it.  ``work`` is the
+    text of all rows in bytes, with what each row costs beyond it.  ``first_replicas`` start before any later
+    member; the others join where a GPU is left over.
     """
 
     index: int
     model: ModelConfig
-    gpus: int
+    placement: Placement
     replicas: int
+    first_replicas: int
+    speed: Speed
+    work: float
     chunks: tuple[Chunk, ...]
     order: npt.NDArray[np.int64] = field(compare=False, repr=False)
 
@@ -55,100 +48,126 @@ class MemberPlan:
     def name(self) -> str:
         return self.model.name
 
+    @property
+    def gpus(self) -> int:
+        return self.placement.gpus
+
+    @property
+    def job(self) -> Job:
+        return Job(
+            self.speed.startup_seconds,
+            self.speed.seconds_per_work * self.work,
+            self.gpus,
+            self.replicas,
+            self.first_replicas,
+        )
+
 
 @dataclass(frozen=True)
 class Plan:
+    """``problems`` name the members that cannot run; then nothing else is decided.
+
+    ``why`` says how members share the GPUs, where there was a choice.  ``seconds`` is the forecast of the whole
+    run, None where no earlier run has measured every member.
+    """
+
     members: tuple[MemberPlan, ...]
     warnings: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+    why: str = ""
+    seconds: float | None = None
 
 
 def make_plan(
-    config: RunConfig, lengths: Mapping[str, npt.NDArray[np.int64]], devices: Sequence[Device]
+    config: RunConfig,
+    facts: Mapping[str, MemberFacts],
+    devices: Sequence[Device],
+    host_bytes: int | None = None,
+    speeds: Mapping[str, Speed] | None = None,
 ) -> Plan:
-    """Decide replicas and chunks for every member.
+    """Decide devices, replicas and chunks for every member.
 
     Args:
         config: the run.
-        lengths: per member name, bytes of text per row, [rows].
-        devices: the GPUs this process may use.
-
-    Raises:
-        DeviceError: a member wants more GPUs than there are; every such member is named.
+        facts: per member name.
+        devices: the GPUs this run may use, with what others hold of them.
+        host_bytes: memory that the CPU's workers may use; None: not known.
+        speeds: per member name, from an earlier run.
     """
-    problems: list[str] = []
-    warnings: list[str] = []
     members: list[MemberPlan] = []
-    gpu_count = len(devices)
+    warnings: list[str] = []
+    problems: list[str] = []
     for index, model in enumerate(config.models):
-        gpus = min(1, gpu_count) if model.num_gpus is None else model.num_gpus
-        if gpus > gpu_count:
-            problems.append(_too_many_gpus(index, model, gpu_count))
-            continue
-        if gpus > 1 and any(device.uuid.startswith("MIG-") for device in devices):
-            problems.append(
-                f"models[{index}].num_gpus: {model.name} asks for {gpus}, but CUDA gives a process one MIG slice "
-                f"at most; set num_gpus: 1, or switch MIG off"
-            )
-            continue
-        order, chunks = cut_chunks(lengths[model.name])
-        replicas, warning = _replicas(index, model, gpus, gpu_count)
+        known = facts[model.name]
+        placement = place(config, index, known, devices, host_bytes)
+        problems += placement.problems
+        warnings += placement.warnings
+        order, chunks = cut_chunks(known.lengths)
+        replicas, warning = _replicas(index, model, placement, config.max_workers_per_gpu)
         warnings += warning
         members.append(
             MemberPlan(
                 index=index,
                 model=model,
-                gpus=gpus,
+                placement=placement,
                 replicas=min(replicas, len(chunks)),
+                first_replicas=min(replicas, len(chunks)),
+                speed=(speeds or {}).get(model.name) or _guess(placement, devices),
+                work=work_of(known.lengths),
                 chunks=chunks,
                 order=order,
             )
         )
-    if problems:
-        raise DeviceError(problems)
-    return Plan(tuple(members), tuple(warnings))
+    plan = Plan(tuple(members), tuple(warnings), tuple(problems))
+    return plan if problems else _shared(plan, len(devices) * config.max_workers_per_gpu)
 
 
-def cut_chunks(lengths: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], tuple[Chunk, ...]]:
-    """Row order, longest first, and its slices.
+def _shared(plan: Plan, places: int) -> Plan:
+    """The plan with the better way of sharing the GPUs: a replica on each, or members at the same time."""
+    is_measured = all(member.speed.is_measured for member in plan.members)
+    seconds = total_seconds([member.job for member in plan.members], places)
+    open_choice = [
+        member
+        for member in plan.members
+        if member.gpus and member.replicas > 1 and member.model.replicas == "auto"
+    ]
+    why = ""
+    if open_choice and len(plan.members) > 1:
+        apart = tuple(
+            replace(member, first_replicas=1) if member in open_choice else member for member in plan.members
+        )
+        at_once = total_seconds([member.job for member in apart], places)
+        by = "by the speeds of an earlier run" if is_measured else "by the sizes of the models"
+        if at_once < _WORTH_CHANGING * seconds:
+            gain = 1 - at_once / seconds
+            plan, seconds = replace(plan, members=apart), at_once
+            why = f"members run at the same time, one replica each at first: {by}, {gain:.0%} sooner than in turn"
+        else:
+            why = (
+                f"members run in turn, with replicas on all their GPUs: {by}, no later than at the same time"
+            )
+    return replace(plan, why=why, seconds=seconds if is_measured else None)
 
-    The cut depends on the table alone, not on devices or replicas, so that any number of them computes the
-    same batches.
 
-    Args:
-        lengths: bytes of text per row, [rows].
-    """
-    order = np.argsort(-lengths, kind="stable")
-    costs = (lengths[order] + ROW_OVERHEAD_BYTES).astype(np.float64)
-    cumulative = np.concatenate([[0.0], np.cumsum(costs)])
-    total, rows = float(cumulative[-1]), len(order)
-    target = min(float(CHUNK_BYTES), max(float(CHUNK_MIN_BYTES), total / CHUNKS_WANTED))
-    chunks: list[Chunk] = []
-    start = 0
-    while start < rows:
-        within = int(np.searchsorted(cumulative, cumulative[start] + target, side="right")) - 1
-        stop = min(max(within, start + 1), start + CHUNK_MAX_ROWS, rows)
-        if total - cumulative[stop] < target / 4 and rows - start <= CHUNK_MAX_ROWS:
-            stop = rows  # no crumb at the end
-        chunks.append(Chunk(len(chunks), start, stop, float(cumulative[stop] - cumulative[start]) / total))
-        start = stop
-    return order, tuple(chunks)
+def _guess(placement: Placement, devices: Sequence[Device]) -> Speed:
+    needed = placement.footprint
+    parameters = needed.weights.parameters if needed else 0
+    weight_bytes = needed.weights.bytes if needed else 0
+    capability = devices[0].compute_capability if placement.gpus and devices else None
+    return guessed_speed(parameters, weight_bytes, capability)
 
 
-def _replicas(index: int, model: ModelConfig, gpus: int, gpu_count: int) -> tuple[int, Sequence[str]]:
+def _replicas(
+    index: int, model: ModelConfig, placement: Placement, workers_per_gpu: int
+) -> tuple[int, Sequence[str]]:
+    gpus = placement.gpus
+    places = len(placement.devices) * workers_per_gpu
     if model.replicas == "auto":
-        return (gpu_count // gpus if gpus else 1), ()
-    room = gpu_count // gpus if gpus else model.replicas
+        return (max(1, places // gpus) if gpus else 1), ()
+    room = max(1, places // gpus) if gpus else model.replicas
     if model.replicas > room:
         return room, (
             f"models[{index}].replicas: {model.name} asks for {model.replicas} of {gpus} GPU each, but there "
             f"is room for {room} at a time; running {room}",
         )
     return model.replicas, ()
-
-
-def _too_many_gpus(index: int, model: ModelConfig, gpu_count: int) -> str:
-    there = f"{gpu_count} GPU{'s' if gpu_count != 1 else ''}"
-    return (
-        f"models[{index}].num_gpus: {model.name} asks for {model.num_gpus}, but {there} can be used here; "
-        f"lower it, make more visible (CUDA_VISIBLE_DEVICES), or set num_gpus: 0 for the CPU"
-    )

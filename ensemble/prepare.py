@@ -17,16 +17,22 @@ import numpy.typing as npt
 from ensemble.arrow import keep_pandas_out
 from ensemble.checkpoint import Checkpoint, inspect_checkpoint
 from ensemble.config import LoadedConfig, ModelConfig, RunConfig
-from ensemble.devices import Inventory, inventory
-from ensemble.errors import ConfigError, DataError, EnsembleError
-from ensemble.plan import Plan, make_plan
+from ensemble.devices import Device, Inventory, inventory
+from ensemble.errors import ConfigError, DataError, DeviceError, EnsembleError
+from ensemble.outlook import Outlook, look_ahead
+from ensemble.placement import chosen_devices
+from ensemble.plan import Plan
+from ensemble.quantization import carried_warning, quantization_problems
 from ensemble.rundir import RunDir, unwritable_reason
 from ensemble.submission import Sample, check_sample, read_sample
 from ensemble.table import InputTable, TableNeeds, read_table
 from ensemble.template import PromptTemplate, TemplateProblem, compile_template
 
 RENDERED_ROWS = 5
-_KEYS_OF_THEIR_OWN = ("dtype", "revision", "trust_remote_code", "quantization_config", "attn_implementation")
+_KEYS_OF_THEIR_OWN = (
+    *("dtype", "revision", "trust_remote_code", "quantization_config", "attn_implementation"),
+    *("device_map", "max_memory", "offload_folder", "gguf_file"),
+)
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,7 @@ class Prepared:
     loaded: LoadedConfig
     table: InputTable
     checkpoints: dict[str, Checkpoint]
-    plan: Plan
+    outlook: Outlook
     inventory: Inventory
     sample: Sample | None
     warnings: tuple[str, ...]
@@ -45,6 +51,10 @@ class Prepared:
     @property
     def config(self) -> RunConfig:
         return self.loaded.config
+
+    @property
+    def plan(self) -> Plan:
+        return self.outlook.plan
 
 
 class _Problems:
@@ -72,8 +82,11 @@ class _Problems:
             raise ConfigError([problem for error in self.found for problem in error.problems])
 
 
-def prepare(loaded: LoadedConfig) -> Prepared:
+def prepare(loaded: LoadedConfig, must_fit: bool = True) -> Prepared:
     """Check a run.
+
+    Args:
+        must_fit: a member that fits on no device is a problem like any other; else it is the plan's to tell.
 
     Raises:
         EnsembleError: of exit code 2, with every problem found.
@@ -91,24 +104,32 @@ def prepare(loaded: LoadedConfig) -> Prepared:
     sample: Sample | None = None
     with problems.at("submission"):
         sample = _sample(config, table)
-    gpus = inventory()
+    gpus: tuple[Device, ...] = ()
+    machine = inventory()
+    with problems.at():
+        gpus = _devices(config, machine)
     if table is None:
         with problems.at():  # what can be said of devices without the table
-            make_plan(config, {model.name: np.zeros(1, dtype=np.int64) for model in config.models}, gpus.gpus)
+            _demand(look_ahead(config, checkpoints, {}, gpus).plan)
         problems.raise_any()
     assert table is not None
     previews = _render_first_rows(config, table, templates, problems)
-    plan: Plan | None = None
-    with problems.at():
-        plan = make_plan(config, _lengths(config, table, templates), gpus.gpus)
     with problems.at():
         _check_members_fit(config, checkpoints)
+    with problems.at():
+        _check_quantization(config, checkpoints, bool(gpus))
+    outlook: Outlook | None = None
+    with problems.at():
+        outlook = look_ahead(config, checkpoints, _lengths(config, table, templates), gpus)
+        if must_fit:
+            _demand(outlook.plan)
     problems.raise_any()
-    assert plan is not None
-    warnings = [*gpus.warnings, *plan.warnings]
+    assert outlook is not None
+    warnings = [*machine.warnings]
     warnings += [warning for checkpoint in checkpoints.values() for warning in checkpoint.warnings]
+    warnings += _quantization_warnings(config, checkpoints)
     warnings += _scoring_warnings(config, checkpoints)
-    return Prepared(loaded, table, checkpoints, plan, gpus, sample, tuple(warnings), previews)
+    return Prepared(loaded, table, checkpoints, outlook, machine, sample, tuple(warnings), previews)
 
 
 def text_columns(model: ModelConfig) -> tuple[str, ...]:
@@ -140,6 +161,25 @@ def _check_members_fit(config: RunConfig, checkpoints: dict[str, Checkpoint]) ->
         raise ConfigError(found)
 
 
+def _check_quantization(config: RunConfig, checkpoints: dict[str, Checkpoint], any_gpu: bool) -> None:
+    found = []
+    for index, model in enumerate(config.models):
+        checkpoint = checkpoints.get(model.name)
+        stored = checkpoint.quantization if checkpoint is not None else None
+        on_gpu = any_gpu if model.num_gpus is None else model.num_gpus > 0
+        wrong = quantization_problems(model.quantization_config, stored, on_gpu, model.merge_adapter)
+        found += [f"models[{index}].{problem}" for problem in wrong]
+    if found:
+        raise ConfigError(found)
+
+
+def _quantization_warnings(config: RunConfig, checkpoints: dict[str, Checkpoint]) -> Iterator[str]:
+    for index, model in enumerate(config.models):
+        warning = carried_warning(model.quantization_config, checkpoints[model.name].quantization)
+        if warning is not None:
+            yield f"models[{index}].{warning}"
+
+
 def _templates(config: RunConfig, problems: _Problems) -> dict[str, PromptTemplate]:
     compiled = {}
     for index, model in enumerate(config.models):
@@ -157,9 +197,26 @@ def _checkpoints(config: RunConfig, problems: _Problems) -> dict[str, Checkpoint
     for index, model in enumerate(config.models):
         with problems.at(f"models[{index}] ({model.name})"):
             found[model.name] = inspect_checkpoint(
-                model.model_name_or_path, model.revision, config.labels, model.label_map, model.problem_type
+                model.model_name_or_path,
+                model.revision,
+                config.labels,
+                model.label_map,
+                model.problem_type,
+                model.adapter_name_or_path,
+                model.gguf_file,
             )
     return found
+
+
+def _devices(config: RunConfig, machine: Inventory) -> tuple[Device, ...]:
+    if machine.mask_problem and any(model.num_gpus != 0 for model in config.models):
+        raise DeviceError(machine.mask_problem)
+    return chosen_devices(machine.gpus, config.devices)
+
+
+def _demand(plan: Plan) -> None:
+    if plan.problems:
+        raise DeviceError(plan.problems)
 
 
 def _needs(config: RunConfig, templates: dict[str, PromptTemplate]) -> TableNeeds:
@@ -200,6 +257,7 @@ def _check_places(loaded: LoadedConfig) -> None:
     """Nothing that the run reads may be what it writes."""
     config = loaded.config
     inputs = [loaded.path, config.data.path, *(Path(model.model_name_or_path) for model in config.models)]
+    inputs += [Path(model.adapter_name_or_path) for model in config.models if model.adapter_name_or_path]
     if config.submission is not None:
         inputs.append(config.submission.sample)
     found = [*RunDir(config.output_dir).endangered(inputs)]

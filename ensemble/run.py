@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
@@ -17,9 +17,11 @@ import numpy as np
 from ensemble.config import LoadedConfig
 from ensemble.devices import Device, worker_environment
 from ensemble.errors import Interrupted, WriteError
+from ensemble.launch.allocator import allocator_environment
 from ensemble.launch.local import LocalWorker
 from ensemble.leases import Leases
 from ensemble.plan import MemberPlan
+from ensemble.preflight import held_texts, wait_for_room
 from ensemble.prepare import Prepared, prepare
 from ensemble.protocol import Start
 from ensemble.report.progress import Display
@@ -60,12 +62,13 @@ def run(loaded: LoadedConfig, display: Display) -> RunResult:
     prepared = prepare(loaded)
     for text in _opening(prepared):
         display.say(text)
+    prepared = replace(prepared, outlook=wait_for_room(prepared.outlook, display.say))
     rundir = RunDir(prepared.config.output_dir)
     rundir.create()
     result = RunResult()
     with _other_disk_errors(rundir), hold(rundir), _signals_raise():
         rundir.clear()
-        leases = Leases(prepared.inventory.gpus, prepared.config.release_timeout, display.say)
+        leases = _leases(prepared, display)
         with _logging_to(rundir.run_log):
             status = "interrupted"
             try:
@@ -92,7 +95,15 @@ def _opening(prepared: Prepared) -> Iterator[str]:
             yield f"{count:,} empty texts in {column!r}, read as empty strings"
     if config.limit is not None and config.submission is not None and config.submission.path is not None:
         yield f"a trial on the first rows: {shown_path(config.submission.path)} will not be written"
-    yield from filter(None, (prepared.inventory.note, *prepared.warnings))
+    yield from filter(None, (prepared.inventory.note, *prepared.warnings, *prepared.plan.warnings))
+    yield from held_texts(prepared.outlook.gpus)
+    if prepared.plan.why:
+        yield prepared.plan.why
+
+
+def _leases(prepared: Prepared, display: Display) -> Leases:
+    config = prepared.config
+    return Leases(prepared.outlook.gpus, config.max_workers_per_gpu, config.release_timeout, display.say)
 
 
 def _publish(prepared: Prepared, rundir: RunDir) -> None:
@@ -110,7 +121,11 @@ def _run_members(
 ) -> None:
     def launch(member: MemberPlan, replica: int, lease: Sequence[Device]) -> tuple[Worker, str]:
         log_path = rundir.log(member.name, replica)
-        worker = LocalWorker(worker_environment(lease), log_path)
+        model = member.model
+        environment = worker_environment(lease)
+        if lease:
+            environment |= allocator_environment(model.expandable_segments, model.max_split_size_mb)
+        worker = LocalWorker(environment, log_path)
         worker.send(Start.of(worker_spec(prepared, rundir, member)))
         return worker, shown_path(log_path)
 

@@ -14,9 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ensemble.chunks import Chunk
 from ensemble.devices import Device
+from ensemble.forecast import worth_joining
 from ensemble.leases import Leases
-from ensemble.plan import Chunk, MemberPlan, Plan
+from ensemble.plan import MemberPlan, Plan
 from ensemble.protocol import ChunkDone, Closed, Command, Failed, Predict, Progress, Ready, Started, Stop
 from ensemble.state import Failure, MemberState, WorkerRecord
 
@@ -111,32 +113,49 @@ class Scheduler:
     def _start_what_fits(self) -> None:
         """Start workers in the members' order.
 
-        A member that has no worker yet is not overtaken by later ones that want the same kind of device.
+        A member that has no worker yet is not overtaken by later ones that want the same kind of device.  GPUs
+        that nobody waits for go to members that have long to run.
         """
         blocked: set[bool] = set()
         for state in self.members:
             on_gpu = state.plan.gpus > 0
-            while state.waiting and state.running < state.plan.replicas and on_gpu not in blocked:
+            while state.waiting and state.running < state.plan.first_replicas and on_gpu not in blocked:
                 if self._can_lease(state):
                     self._start(state)
                 elif state.running == 0:
                     blocked.add(on_gpu)
                 else:
                     break
+        if not blocked:
+            for state in sorted(self.members, key=lambda state: -state.seconds_left):
+                while (
+                    state.waiting
+                    and 0 < state.running < state.plan.replicas
+                    and self._is_worth_joining(state)
+                ):
+                    self._start(state)
+
+    def _is_worth_joining(self, state: MemberState) -> bool:
+        startup = state.startup_seconds
+        return startup > 0 and worth_joining(state.seconds_left, startup) and self._can_lease(state)
 
     def _is_waiting_for_release(self) -> bool:
         return self._leases.is_releasing and any(state.waiting for state in self.members)
 
     def _can_lease(self, state: MemberState) -> bool:
         if state.plan.gpus:
-            # With nothing running and nothing coming back, a device that never came free is better than none.
-            is_last_resort = not self._slots and not self._leases.is_releasing
-            return self._leases.can_take(state.plan.gpus, is_last_resort)
+            return self._leases.can_take(
+                state.plan.gpus, state.plan.placement.devices, self._is_last_resort()
+            )
         # The CPU is one device: it takes the replicas of one member at a time.
         return all(slot.state is state for slot in self._slots if not slot.lease)
 
+    def _is_last_resort(self) -> bool:
+        # With nothing running and nothing coming back, a device that never came free is better than none.
+        return not self._slots and not self._leases.is_releasing
+
     def _start(self, state: MemberState) -> None:
-        lease = self._leases.take(state.plan.gpus)
+        lease = self._leases.take(state.plan.gpus, state.plan.placement.devices, self._is_last_resort())
         replica = len(state.workers)
         try:
             worker, log_path = self._launch(state.plan, replica, lease)

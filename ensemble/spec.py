@@ -12,6 +12,8 @@ from ensemble.rundir import RunDir
 
 def worker_spec(prepared: Prepared, rundir: RunDir, member: MemberPlan) -> WorkerSpec:
     """What a worker is told of its member."""
+    needed = member.placement.footprint
+    per_token, per_pair = needed.activation.line(needed.width) if needed is not None else (None, None)
     model, checkpoint = member.model, prepared.checkpoints[member.name]
     return WorkerSpec(
         model_name_or_path=model.model_name_or_path,
@@ -30,7 +32,7 @@ def worker_spec(prepared: Prepared, rundir: RunDir, member: MemberPlan) -> Worke
         batch_size=None if model.batch_size == "auto" else model.batch_size,
         token_budget=model.max_num_batched_tokens,
         dtype=model.dtype,
-        gpu_dtype="auto",
+        gpu_dtype=needed.dtype if needed is not None else "auto",
         allow_tf32=model.allow_tf32,
         expandable_segments=model.expandable_segments,
         max_split_size_mb=model.max_split_size_mb,
@@ -44,9 +46,10 @@ def worker_spec(prepared: Prepared, rundir: RunDir, member: MemberPlan) -> Worke
         if model.max_memory is None
         else {str(key): size for key, size in model.max_memory.items()},
         offload_folder=None if model.offload_folder is None else str(model.offload_folder.resolve()),
-        bytes_per_token=None,
-        bytes_per_token_pair=None,
-        memory_limit_bytes=None,
+        bytes_per_token=per_token,
+        bytes_per_token_pair=per_pair,
+        fixed_bytes=needed.activation.fixed_bytes if needed is not None else 0,
+        memory_limit_bytes=_memory_limit(prepared, member),
         cpu_threads=_cpu_threads(member),
         seed=prepared.config.seed,
         table_path=str(rundir.table.resolve()),
@@ -59,3 +62,14 @@ def _cpu_threads(member: MemberPlan) -> int | None:
     if member.replicas == 1:
         return None  # torch's own choice
     return max(1, len(os.sched_getaffinity(0)) // member.replicas)
+
+
+def _memory_limit(prepared: Prepared, member: MemberPlan) -> int | None:
+    """A worker's share of a GPU that it does not have to itself."""
+    sharing = prepared.config.max_workers_per_gpu
+    if not member.gpus or sharing == 1:
+        return None
+    return (
+        min(gpu.total_bytes for gpu in prepared.outlook.gpus if gpu.uuid in member.placement.devices)
+        // sharing
+    )

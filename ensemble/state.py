@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from ensemble.plan import Chunk, MemberPlan
+from ensemble.chunks import Chunk
+from ensemble.plan import MemberPlan
 from ensemble.protocol import Closed, Progress, Ready
 
 
@@ -82,3 +84,22 @@ class MemberState:
             chunk = self.plan.chunks[progress.chunk]
             done += chunk.cost * progress.rows / (chunk.stop - chunk.start)
         return min(done, 1.0)
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the member's end at the speed so far; 0 while there is none."""
+        if self.predicting_since is None or not self.fraction:
+            return 0.0
+        return (time.monotonic() - self.predicting_since) * (1 - self.fraction) / self.fraction
+
+    @property
+    def startup_seconds(self) -> float:
+        """What a worker of this member takes until it computes; 0 while none has got there."""
+        return max(
+            (
+                one.start_seconds + one.load_seconds
+                for one in self.workers
+                if one.start_seconds is not None and one.load_seconds is not None
+            ),
+            default=0.0,
+        )

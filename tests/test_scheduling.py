@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.nvml.sim import GIB, Gpu, Memory, NvmlSim
+from tests.nvml.sim import GIB, Gpu, Memory, NvmlSim, gpu_uuid
 from tests.project import ROOT, Project
 
 A, B = "GPU-aaaaaaaa-0000-0000-0000-000000000000", "GPU-bbbbbbbb-0000-0000-0000-000000000000"
@@ -82,10 +82,10 @@ def devices(report: dict[str, Any]) -> list[list[str]]:
     ]
 
 
-def test_a_replica_on_each_gpu_by_default(project: Project, two_gpus: NvmlSim) -> None:
+def test_a_replica_on_each_gpu(project: Project, two_gpus: NvmlSim) -> None:
     project.write_table(rows=2500)  # several chunks, or one replica would be enough
     project.write_config(project.config())
-    code, printed, seen = watch_run(project, two_gpus.environment())
+    code, printed, seen = watch_run(project, two_gpus.environment(), "--set", "defaults.replicas=2")
     assert code == 0, printed
     report = project.run_json()
     check_leases(report, seen)
@@ -96,10 +96,13 @@ def test_a_replica_on_each_gpu_by_default(project: Project, two_gpus: NvmlSim) -
     assert "the driver shows a GPU, but this torch" in printed, "a torch without CUDA is said, not hidden"
 
 
-def test_one_replica_each_means_two_members_at_the_same_time(project: Project, two_gpus: NvmlSim) -> None:
+def test_small_members_run_at_the_same_time_by_default(project: Project, two_gpus: NvmlSim) -> None:
+    """Loading is most of their time, and this way each is loaded once."""
+    project.write_table(rows=2500)
     project.write_config(project.config())
-    code, printed, seen = watch_run(project, two_gpus.environment(), "--set", "defaults.replicas=1")
+    code, printed, seen = watch_run(project, two_gpus.environment())
     assert code == 0, printed
+    assert "members run at the same time, one replica each at first: by the sizes of the models" in printed
     report = project.run_json()
     check_leases(report, seen)
     assert devices(report) == [[A], [B]]
@@ -151,6 +154,102 @@ def test_more_gpus_than_there_are_is_said_before_anything_starts(project: Projec
     assert done.returncode == 2
     assert "models[1].num_gpus: llama asks for 3, but 2 GPUs can be used" in done.stderr
     assert not (project.folder / "runs").exists()
+
+
+def test_two_members_share_a_gpu_where_that_is_asked(project: Project, nvml_sim: NvmlSim) -> None:
+    nvml_sim.write([Gpu(A)])
+    project.write_config(project.config())
+    code, printed, _ = watch_run(
+        project, nvml_sim.environment(), "--set", "max_workers_per_gpu=2", "--limit", "20"
+    )
+    assert code == 0, printed
+    report = project.run_json()
+    assert devices(report) == [[A], [A]]
+    first, second = (member["workers"][0] for member in report["members"])
+    assert second["started_after_seconds"] < first["started_after_seconds"] + first["life_seconds"]
+    assert len(report["releases"]) == 1, "proof is possible only once the GPU is empty"
+
+
+def test_eight_gpus_in_an_order_unlike_cudas_are_pinned_by_uuid(project: Project, nvml_sim: NvmlSim) -> None:
+    order = [5, 2, 7, 0, 3, 6, 1, 4]
+    nvml_sim.write([Gpu(gpu_uuid(number), pci=(0, 1 + number, 0)) for number in order])
+    project.write_config(project.config())
+    code, printed, seen = watch_run(
+        project, nvml_sim.environment(), "--set", f"devices=[6, {gpu_uuid(3)}]", "--limit", "20"
+    )
+    assert code == 0, printed
+    assert sorted(seen.values()) == [gpu_uuid(3), gpu_uuid(6)], (
+        "number 6 of PCI's order, which is CUDA's here"
+    )
+    assert devices(project.run_json()) == [[gpu_uuid(6)], [gpu_uuid(3)]]
+
+
+BAD_DEVICES = [
+    (["--set", "devices=[2]"], {}, "devices[0]: 2: no visible GPU has this number; there are 0: GPU-aaaa"),
+    (
+        ["--set", "devices=[0]", "--set", "devices=[0, 1]"],
+        {"CUDA_VISIBLE_DEVICES": B},
+        "devices[1]: 1: no visible",
+    ),
+    (["--set", "devices=[GPU-1234]"], {}, "devices[0]: GPU-1234: no GPU has this UUID"),
+    (["--set", "devices=[0, 0]"], {}, "devices[1]: 0: named before"),
+    ([], {"CUDA_VISIBLE_DEVICES": "GPU-1234"}, "CUDA_VISIBLE_DEVICES=GPU-1234: 'GPU-1234' names no GPU here"),
+    (
+        [],
+        {"CUDA_VISIBLE_DEVICES": "7"},
+        "CUDA_VISIBLE_DEVICES=7: '7' names no GPU here, which hides all of them",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "environment", "sentence"), BAD_DEVICES)
+def test_devices_that_are_not_there_are_named(
+    options: list[str], environment: dict[str, str], sentence: str, project: Project, two_gpus: NvmlSim
+) -> None:
+    project.write_config(project.config())
+    done = project.ensemble(
+        "validate", "config.yaml", *options, environment={**two_gpus.environment(), **environment}
+    )
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert done.stderr.count("error:") == 1
+
+
+def held(used: int = 15 * GIB, **memory: Any) -> Gpu:
+    return Gpu(A, memory=Memory(total=15 * GIB, used=used, **memory), processes={4242: 14 * GIB})
+
+
+def test_memory_that_others_hold_is_named_before_anything_starts(project: Project, nvml_sim: NvmlSim) -> None:
+    nvml_sim.write([held()], process_names={4242: "python train.py"})
+    project.write_config(project.config())
+    done = project.ensemble("run", "config.yaml", environment=nvml_sim.environment())
+    assert done.returncode == 2
+    assert (
+        f"({A}) has 0.0 MiB free, NVML shows process 4242 (python train.py) with 14.0 GiB there"
+        in done.stderr
+    )
+    assert "wait_for_gpu: 10m" in done.stderr
+    assert not (project.folder / "runs").exists()
+
+
+def test_a_run_waits_for_memory_that_others_hold(project: Project, nvml_sim: NvmlSim) -> None:
+    nvml_sim.write([held(later=GIB // 4, at_seconds=time.time() + 4)])
+    project.write_config(project.config(models=project.config()["models"][1:]))
+    options = ["--set", "wait_for_gpu=1m", "--limit", "20"]
+    done = project.ensemble("run", "config.yaml", *options, environment=nvml_sim.environment())
+    assert done.returncode == 0, done.stderr
+    assert "waiting up to 60 s more for it" in done.stdout
+    assert project.run_json()["device_memory"][A]["baseline_bytes"] == GIB // 4
+
+
+def test_a_held_gpu_is_left_out_where_there_is_another(project: Project, nvml_sim: NvmlSim) -> None:
+    nvml_sim.write([held(), Gpu(B, pci=(0, 2, 0))])
+    project.write_config(project.config(models=project.config()["models"][1:]))
+    options = ["--set", "wait_for_gpu=1s", "--limit", "20"]
+    done = project.ensemble("run", "config.yaml", *options, environment=nvml_sim.environment())
+    assert done.returncode == 0, done.stderr
+    assert f"llama leaves out {A}: too little of it is free" in done.stdout
+    assert devices(project.run_json()) == [[B]]
 
 
 def write_later(machine: NvmlSim, process: subprocess.Popen[str], *gpus: Gpu) -> None:

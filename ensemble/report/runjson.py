@@ -92,6 +92,9 @@ def _member(state: MemberState) -> dict[str, Any]:
         "weight": plan.model.weight,
         "gpus_per_replica": plan.gpus,
         "replicas": plan.replicas,
+        "first_replicas": plan.first_replicas,
+        "work": plan.work,
+        "forecast": _forecast(state),
         "chunks": len(plan.chunks),
         "rows": sum(record.rows for record in state.workers),
         "tokens": tokens,
@@ -99,6 +102,23 @@ def _member(state: MemberState) -> dict[str, Any]:
         "real_token_share": round(tokens / padded, 4) if padded else None,
         "failure": None if state.failure is None else asdict(state.failure),
         "workers": [_worker(record) for record in state.workers],
+    }
+
+
+def _forecast(state: MemberState) -> dict[str, Any] | None:
+    """What the plan said of a replica's memory, per device, at the token budget that the workers then took."""
+    needed = state.plan.placement.footprint
+    budgets = [record.ready.token_budget for record in state.workers if record.ready is not None]
+    if needed is None:
+        return None
+    tokens = max(budgets, default=needed.width)
+    return {
+        "parameters": needed.weights.parameters,
+        "weight_bytes": needed.weights.bytes,
+        "context_bytes": needed.context_bytes,
+        "peak_bytes": needed.peak_bytes(state.plan.gpus, tokens),
+        "token_budget": tokens,
+        "width": needed.width,
     }
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from ensemble.plan import MemberPlan, cut_chunks
+from ensemble.plan import make_plan
 from ensemble.protocol import Progress
 from ensemble.report.progress import (
     BarDisplay,
@@ -20,13 +20,12 @@ from ensemble.report.progress import (
     duration,
 )
 from ensemble.state import MemberState, WorkerRecord
-from tests.test_plan import config
+from tests.test_plan import config, facts
 
 
 def member(rows: int = 1000) -> MemberState:
-    order, chunks = cut_chunks(np.full(rows, 100, dtype=np.int64))
-    plan = MemberPlan(0, config({}).models[0], 0, 1, chunks, order)
-    return MemberState(plan, deque(chunks))
+    (plan,) = make_plan(config({}), {"m0": facts(np.full(rows, 100, dtype=np.int64))}, []).members
+    return MemberState(plan, deque(plan.chunks))
 
 
 def test_plain_lines_come_with_each_phase_and_every_few_seconds() -> None:

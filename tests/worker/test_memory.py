@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from ensemble.chunks import cut_chunks
 from ensemble.launch.local import LocalWorker
-from ensemble.plan import cut_chunks
 from ensemble.protocol import ChunkDone, Closed, Predict, Start, Stop
 from ensemble.table import TableNeeds, read_table
 from tests.checkpoints import make_checkpoint
