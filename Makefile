@@ -8,13 +8,14 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 COMPILE := $(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null 2>&1 || true
 CONFIG ?= configs/demo.yaml
 
-.PHONY: help run test lint types unit format demo clean
+.PHONY: help run test test-gpu lint types unit format demo clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make run     set up an environment and run the demo ensemble ($(CONFIG))"
 	@echo "make test    set up an environment and run every check that CI runs"
 	@echo "make lint | types | unit    one of those checks"
+	@echo "make test-gpu  the checks that need a GPU; PYTHON= names the Python whose torch can use it"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make demo    train the demo models again (needs Debian's wordnet-base; about 15 minutes)"
 	@echo "make clean   remove the environment and caches"
@@ -34,6 +35,10 @@ types: $(VENV)/.dev
 # Two test processes: most tests wait for a worker that imports torch. Each keeps to one thread.
 unit: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+# With the Python that has a torch for the GPU, which is not the one of $(VENV).
+test-gpu:
+	@$(PYTHON) -m tests.gpu
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
