@@ -42,11 +42,14 @@ def place(
         return Placement(asked, problems=(problem,))
     capability = _lowest_capability(devices) if asked else None
     needed = footprint(model, facts, asked, capability)
+    if needed is not None and (problem := _allowed_too_little(index, model, needed)):
+        return Placement(asked, footprint=needed, problems=(problem,))
     if not asked:
         return _on_cpu(index, model, needed, host_bytes)
     everywhere = tuple(device.uuid for device in devices)
     if needed is None or _decides_itself(model):
-        return Placement(asked, everywhere, footprint=needed)
+        reason = "" if needed is None else "its layers go where device_map, max_memory and offload_folder say"
+        return Placement(asked, everywhere, footprint=needed, reason=reason)
     can_spread = model.num_gpus is None and not _has_slices(devices)
     most = len(devices) if can_spread else asked
     gpus = _gpus_needed(config, needed, devices, range(asked, most + 1))
@@ -120,6 +123,16 @@ def _lowest_capability(devices: Sequence[Device]) -> Capability | None:
 def _decides_itself(model: ModelConfig) -> bool:
     """Whether the user has taken placement into their own hands, or lets weights go to the CPU or to disk."""
     return model.device_map is not None or model.max_memory is not None or model.offload_folder is not None
+
+
+def _allowed_too_little(index: int, model: ModelConfig, needed: Footprint) -> str:
+    allowed = sum((model.max_memory or {}).values())
+    if model.max_memory is None or model.offload_folder is not None or allowed >= needed.weights.bytes:
+        return ""
+    return (
+        f"models[{index}].max_memory: {gib(allowed)} in all, and the weights of {model.name} take "
+        f"{gib(needed.weights.bytes)}; raise it, or set offload_folder for what is left over"
+    )
 
 
 def _on_cpu(index: int, model: ModelConfig, needed: Footprint | None, host_bytes: int | None) -> Placement:

@@ -11,7 +11,9 @@ import pytest
 import yaml
 
 from tests.checkpoints import make_checkpoint, make_texts, reference
+from tests.nvml.sim import GIB, Gpu, Memory, NvmlSim, gpu_uuid
 from tests.project import ROOT, Project
+from tests.shapes import GEMMA_2_9B, LLAMA_3_8B, make_full_size
 
 LMSYS_LABELS = ["winner_model_a", "winner_model_b", "winner_tie"]
 
@@ -86,6 +88,44 @@ def test_the_kaggle_config_with_stand_ins(kaggle: Project) -> None:
     report = kaggle.run_json("kaggle/working/ensemble")
     # [text, null] in a JSON list: one null a row in response_a
     assert report["null_texts"]["response_a"] >= 40
+    done = kaggle.ensemble("plan", "kaggle.yaml")
+    assert done.returncode == 0, done.stderr
+    assert "the whole run: about " in done.stdout, "by the speeds of the run before"
+
+
+def test_the_kaggle_config_fits_two_t4(kaggle: Project, nvml_sim: NvmlSim) -> None:
+    """With checkpoints of the real size, of which only the headers are there."""
+    names = {"gemma-2-9b-lmsys": GEMMA_2_9B, "llama-3-8b-lmsys": LLAMA_3_8B}
+    for name, shape in names.items():
+        make_full_size(kaggle.folder / "kaggle/input" / name, shape, ["LABEL_0", "LABEL_1", "LABEL_2"])
+    nvml_sim.write(
+        [Gpu(gpu_uuid(index), "Tesla T4", (0, 1 + index, 0), memory=Memory(15 * GIB)) for index in range(2)]
+    )
+    done = kaggle.ensemble("plan", "kaggle.yaml", environment=nvml_sim.environment())
+    assert done.returncode == 0, done.stderr
+    lines = {line.split()[0]: line for line in done.stdout.splitlines() if line}
+    assert " 9.24 B " in lines["gemma2"]
+    assert " 7.50 B " in lines["llama3"]
+    assert "float16, eager attention" in lines["gemma2:"]
+    assert "float16, sdpa attention" in lines["llama3:"]
+    assert all("on GPUs 0, 1" in lines[name] for name in ("gemma2:", "llama3:"))
+    assert "tight" not in done.stdout
+    done = kaggle.ensemble(
+        "plan",
+        "kaggle.yaml",
+        "--set",
+        "defaults.quantization_config=null",
+        environment=nvml_sim.environment(),
+    )
+    assert done.stdout.count("too large for one GPU, so a replica takes 2") == 2
+    assert "17.2 GiB" in done.stdout
+    nvml_sim.write([Gpu(gpu_uuid(0), memory=Memory(4 * GIB))])
+    for command in ("plan", "run"):
+        done = kaggle.ensemble(command, "kaggle.yaml", environment=nvml_sim.environment())
+        assert done.returncode == 2
+        assert "models[0] (gemma2): its weights take " in done.stderr
+        assert "models[1] (llama3): its weights take " in done.stderr
+    assert not (kaggle.folder / "kaggle/working/ensemble").exists()
 
 
 def _check_labels_are_not_mixed_up(kaggle: Project, values: np.ndarray) -> None:

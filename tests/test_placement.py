@@ -72,7 +72,12 @@ def test_what_cannot_fit_is_said_with_what_would_help(models: Path) -> None:
     assert "num_gpus: 2 of this size hold it (this run has 1)" in problem
     (problem,) = plan(models, [card(0, 8), card(1, 8)], {"num_gpus": 1}).problems
     assert "num_gpus: 3 of this size hold it (this run has 2)" in problem
-    assert plan(models, [card(0, 8)], {"max_memory": {0: "6GiB", "cpu": "20GiB"}}).problems == ()
+    offloaded = {"max_memory": {0: "6GiB", "cpu": "20GiB"}}
+    assert plan(models, [card(0, 8)], offloaded).problems == ()
+    (problem,) = plan(models, [card(0, 8)], {"max_memory": {0: "6GiB", "cpu": "2GiB"}}).problems
+    assert problem.startswith(
+        "models[0].max_memory: 8.0 GiB in all, and the weights of m0 take 14.0 GiB; raise it"
+    )
 
 
 def test_a_long_row_that_does_not_fit_is_a_warning_with_the_length_that_does(models: Path) -> None:

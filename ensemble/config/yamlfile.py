@@ -162,6 +162,12 @@ def build_data(text: str, document: Document, loc: Loc, *, with_lines: bool = Tr
     return None if node is None else _Builder(document, with_lines).build(node, loc)
 
 
+def _is_key(node: yaml.ScalarNode) -> bool:
+    """Text, or a number as one counts GPUs and labels with, which is kept as it is written."""
+    is_count = node.tag == _TAG + "int" and re.fullmatch("0|[1-9][0-9]{0,8}", node.value) is not None
+    return node.tag == _TAG + "str" or is_count
+
+
 class _Builder:
     """Nodes -> plain data.  An alias becomes a copy, so that an override of one leaves the others alone."""
 
@@ -196,7 +202,7 @@ class _Builder:
     def _mapping(self, node: yaml.MappingNode, loc: Loc) -> dict[str, Any]:
         values: dict[str, Any] = {}
         for key_node, value_node, merged in self._pairs(node, loc, len(loc)):
-            if key_node.tag != _TAG + "str" or not isinstance(key_node, yaml.ScalarNode):
+            if not isinstance(key_node, yaml.ScalarNode) or not _is_key(key_node):
                 self._refuse_key(key_node, loc)
                 continue
             key, inside = key_node.value, (*loc, key_node.value)

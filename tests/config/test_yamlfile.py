@@ -85,6 +85,12 @@ def test_lines_of_keys_and_items_are_known() -> None:
     assert document.lines["models", 1, "weight"] == 7
 
 
+def test_small_numbers_are_keys_as_they_are_written() -> None:
+    document = read("max_memory: {0: 14GiB, 12: 1GiB, cpu: 30GiB}")
+    assert document.problems == ()
+    assert document.data == {"max_memory": {"0": "14GiB", "12": "1GiB", "cpu": "30GiB"}}
+
+
 def test_repeated_keys_are_each_reported() -> None:
     document = read("a: 1\nb:\n  c: 1\n  c: 2\na: 2\n")
     assert document.problems == (
@@ -93,7 +99,7 @@ def test_repeated_keys_are_each_reported() -> None:
     )
 
 
-@pytest.mark.parametrize("key", ["1", "1.5", "true", "null", "~"])
+@pytest.mark.parametrize("key", ["010", "-1", "1.5", "true", "null", "~"])
 def test_keys_that_are_not_text_are_refused(key: str) -> None:
     (problem,) = read(f"a: 1\nb:\n  {key}: x").problems
     assert problem == f"b (line 2): the key '{key}' (line 3) must be text; put it in quotes"
