@@ -7,24 +7,25 @@ worker's business.
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import json
-import re
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ensemble.adapter import Adapter, base_problems, inspect_adapter
 from ensemble.errors import CheckpointError
+from ensemble.hub import find_file
+from ensemble.tensors import read_tensors
 from ensemble.weights import weight_files, weight_problems
 
 if TYPE_CHECKING:
     from ensemble.protocol import Activation
 
-_HUB_SECONDS = 5.0
 # Any one of these; without, transformers makes up an empty tokenizer and says nothing.
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "spiece*", "merges.txt", "*.tiktoken")
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_GGUF_MAGIC = b"GGUF"
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Checkpoint:
     """A member's checkpoint as its ``config.json`` describes it.
 
     ``label_order[j]`` is the model's output column of the config's label ``j``; ``weight_bytes`` is the size
-    of the weight files on disk, None where they are not here yet.
+    of the weight files on disk, None where they are not here yet; ``folder`` is where its files lie;
+    ``quantization`` is what the weights were quantized with when they were saved.
     """
 
     model_type: str
@@ -40,7 +42,10 @@ class Checkpoint:
     activation: Activation
     label_order: tuple[int, ...]
     weight_bytes: int | None
+    folder: Path
     warnings: tuple[str, ...] = ()
+    adapter: Adapter | None = None
+    quantization: Mapping[str, Any] | None = None
 
 
 def inspect_checkpoint(
@@ -49,6 +54,8 @@ def inspect_checkpoint(
     labels: Sequence[str],
     label_map: Mapping[str, str],
     problem_type: str | None,
+    adapter_name_or_path: str | None = None,
+    gguf_file: str | None = None,
 ) -> Checkpoint:
     """Read a checkpoint's ``config.json`` and match its labels to the config's.
 
@@ -57,36 +64,48 @@ def inspect_checkpoint(
         labels: the config's labels, in the order of the output columns.
         label_map: checkpoint's label -> config's label.
         problem_type: overrides the checkpoint's own.
+        adapter_name_or_path: an adapter of peft on top of it; where that brings a head, its rows are the labels.
+        gguf_file: the file of the folder that holds the weights; then ``config.json`` may be missing.
 
     Raises:
-        CheckpointError: no ``config.json``, or labels that do not match; every problem is listed.
+        CheckpointError: no ``config.json``, files that are missing or broken, an adapter for another base, or
+            labels that do not match; every problem is listed.
     """
-    path = _config_file(name_or_path, revision)
-    config = _read_config(path, name_or_path)
-    names = _label_names(config, name_or_path)
-    if problems := [*_missing_files(path.parent)] if Path(name_or_path).is_dir() else []:
+    if gguf_file is None:
+        path = find_file(name_or_path, "config.json", revision)
+        config, folder = _read_config(path, name_or_path), path.parent
+    else:
+        config, folder = _gguf_config(name_or_path), Path(name_or_path)
+    base_names = _label_names(config, name_or_path)
+    problems = [*_missing_files(folder, gguf_file)] if Path(name_or_path).is_dir() else []
+    adapter: Adapter | None = None
+    if adapter_name_or_path is not None:
+        try:
+            adapter = inspect_adapter(adapter_name_or_path)
+        except CheckpointError as error:
+            problems += error.problems
+    # In the hub's cache the weights may be there in part.
+    if adapter is not None and not problems and gguf_file is None and Path(name_or_path).is_dir():
+        problems += base_problems(adapter, name_or_path, read_tensors(folder) or ())
+    if problems:
         raise CheckpointError(problems)
-    kind = problem_type or config.get("problem_type")
-    activation: Activation = "softmax"
-    if kind == "multi_label_classification":
-        activation = "sigmoid"
-    elif kind == "regression" or len(names) == 1:
-        activation = "none"
-    stored = config.get("architectures")
-    architecture = str(stored[0]) if isinstance(stored, list) and stored and stored[0] else ""
-    warnings = []
-    if "ForCausalLM" in architecture or "ForMaskedLM" in architecture:
-        warnings.append(
-            f"{name_or_path} was saved as {architecture}, which has no classification head; "
-            "it will be refused unless its weights hold one"
+    if gguf_file is not None and (adapter is None or adapter.brings_head is False):
+        raise CheckpointError(
+            f"{gguf_file}: a GGUF file holds no classification head; name an adapter that brings one "
+            "(adapter_name_or_path)"
         )
+    names, where = _names_with_adapter(base_names, name_or_path, adapter, len(labels))
+    quantization = config.get("quantization_config")
     return Checkpoint(
         model_type=str(config.get("model_type", "")),
-        architecture=architecture,
-        activation=activation,
-        label_order=match_labels(names, labels, label_map, name_or_path),
-        weight_bytes=sum(file.stat().st_size for file in weight_files(path.parent)) or None,
-        warnings=tuple(warnings),
+        architecture=_architecture(config) or ("GGUF" if gguf_file is not None else ""),
+        activation=_activation(problem_type or config.get("problem_type"), len(names)),
+        label_order=match_labels(names, labels, label_map, where),
+        weight_bytes=_weight_bytes(folder, gguf_file),
+        folder=folder,
+        warnings=tuple(_head_warnings(config, name_or_path, adapter)),
+        adapter=adapter,
+        quantization=quantization if isinstance(quantization, dict) and gguf_file is None else None,
     )
 
 
@@ -131,69 +150,59 @@ def match_labels(
     return tuple(mapped.index(label) for label in labels)
 
 
-def _config_file(name_or_path: str, revision: str | None) -> Path:
-    folder = Path(name_or_path)
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise CheckpointError(
-                f"{name_or_path} has no config.json; name the folder that save_pretrained wrote"
-                + _nested_hint(folder)
-            )
-        return folder / "config.json"
-    if folder.is_file():
-        raise CheckpointError(f"{name_or_path} is a file; name the folder that holds its config.json")
-    # "models/gemma" is a mistyped path where there is a folder "models", and not a model of an organisation.
-    is_path = folder.parent != Path() and folder.parent.is_dir()
-    if is_path or not _HUB_ID.fullmatch(name_or_path) or name_or_path.startswith("."):
-        raise CheckpointError(f"{name_or_path}: no such folder{_near_folder(folder)}")
-    return _hub_config_file(name_or_path, revision)
-
-
-def _hub_config_file(name: str, revision: str | None) -> Path:
-    # Imported here because it costs 0.2 s, which users of local folders need not pay.
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
-
-    cached = try_to_load_from_cache(name, "config.json", revision=revision)
-    if isinstance(cached, str):
-        return Path(cached)
-    if not _hub_can_be_asked():
-        raise CheckpointError(
-            f"{name}: no such folder{_near_folder(Path(name))}, and the Hugging Face hub cannot be reached from "
-            "here; mend the path, or download the model first"
-        )
-    try:
-        return Path(hf_hub_download(name, "config.json", revision=revision, etag_timeout=_HUB_SECONDS))
-    except Exception as error:  # the hub's errors share no base; each of them means "not to be had"
-        last = str(error).strip().splitlines()
-        reason = f"{type(error).__name__}: {last[0] if last else ''}"[:200]
-        raise CheckpointError(
-            f"{name}: no such folder{_near_folder(Path(name))}, and its config.json could not be had from the "
-            f"Hugging Face hub ({reason}); mend the path, or download the model first"
-        ) from error
-
-
-def _missing_files(folder: Path) -> Iterator[str]:
+def _missing_files(folder: Path, gguf_file: str | None) -> Iterator[str]:
+    if gguf_file is not None:
+        yield from _gguf_problems(folder, gguf_file)
+        return
     yield from weight_problems(folder)
     if not any(next(folder.glob(pattern), None) for pattern in _TOKENIZER_FILES):
         yield f"{folder} has no tokenizer files (such as tokenizer.json); copy them too"
 
 
-def _hub_can_be_asked() -> bool:
-    """False where there is no network; asking the hub all the same would take half a minute of retries."""
-    from urllib.parse import urlsplit
-    from urllib.request import getproxies
+def _gguf_config(name_or_path: str) -> dict[str, Any]:
+    """The ``config.json`` beside a GGUF file; transformers makes up for one that is missing."""
+    path = Path(name_or_path) / "config.json"
+    return _read_config(path, name_or_path) if path.is_file() else {}
 
-    from huggingface_hub import constants
 
-    address = urlsplit(constants.ENDPOINT)
-    if constants.HF_HUB_OFFLINE or address.scheme in getproxies():
-        return not constants.HF_HUB_OFFLINE
-    port = address.port or (443 if address.scheme == "https" else 80)
-    try:
-        socket.create_connection((address.hostname or "", port), timeout=_HUB_SECONDS).close()
-    except OSError:
-        return False
-    return True
+def _gguf_problems(folder: Path, file: str) -> Iterator[str]:
+    path = folder / file
+    if not path.is_file():
+        near = difflib.get_close_matches(file, [entry.name for entry in folder.glob("*.gguf")], n=1)
+        yield f"gguf_file: {folder} has no file {file}" + (f"; did you mean {near[0]}?" if near else "")
+    else:
+        with path.open("rb") as opened:
+            if opened.read(len(_GGUF_MAGIC)) != _GGUF_MAGIC:
+                yield f"gguf_file: {path} is no GGUF file; copy it again"
+    if importlib.util.find_spec("gguf") is None:
+        yield "gguf_file needs the package gguf, which is not installed: pip install 'ensemble-runner[gguf]'"
+
+
+def _weight_bytes(folder: Path, gguf_file: str | None) -> int | None:
+    files = weight_files(folder) if gguf_file is None else [folder / gguf_file]
+    return sum(file.stat().st_size for file in files if file.is_file()) or None
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    stored = config.get("architectures")
+    return str(stored[0]) if isinstance(stored, list) and stored and stored[0] else ""
+
+
+def _activation(kind: object, columns: int) -> Activation:
+    if kind == "multi_label_classification":
+        return "sigmoid"
+    return "none" if kind == "regression" or columns == 1 else "softmax"
+
+
+def _head_warnings(config: Mapping[str, Any], where: str, adapter: Adapter | None) -> Iterator[str]:
+    architecture = _architecture(config)
+    if ("ForCausalLM" in architecture or "ForMaskedLM" in architecture) and (
+        adapter is None or adapter.brings_head is False
+    ):
+        yield (
+            f"{where} was saved as {architecture}, which has no classification head; "
+            "it will be refused unless its weights hold one"
+        )
 
 
 def _read_config(path: Path, where: str) -> dict[str, Any]:
@@ -222,6 +231,22 @@ def _label_names(config: Mapping[str, Any], where: str) -> list[str]:
     return [f"LABEL_{index}" for index in range(count)]
 
 
+def _names_with_adapter(
+    names: list[str], base: str, adapter: Adapter | None, wanted: int
+) -> tuple[list[str], str]:
+    """The names of the model's output columns, and whose they are.
+
+    An adapter stores no names.  Its head decides how many there are; the base's names stand where it has as many.
+    """
+    if adapter is None or adapter.brings_head is False:
+        return names, base
+    # Of an adapter that is still on the hub, the head cannot be seen: the worker will compare.
+    rows = wanted if adapter.head_rows is None else adapter.head_rows
+    return (
+        (names, base) if len(names) == rows else ([f"LABEL_{index}" for index in range(rows)], adapter.name)
+    )
+
+
 def _few(names: Sequence[str]) -> str:
     shown = ", ".join(names[:4])
     return f"{shown}, ..." if len(names) > 4 else shown
@@ -230,17 +255,3 @@ def _few(names: Sequence[str]) -> str:
 def _did_you_mean(name: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {near[0]!r}?" if near else f" ({_few(known)})"
-
-
-def _near_folder(folder: Path) -> str:
-    if not folder.parent.is_dir():
-        return f" ({folder.parent} does not exist either)" if folder.parent != folder else ""
-    names = [entry.name for entry in folder.parent.iterdir() if entry.is_dir()]
-    near = difflib.get_close_matches(folder.name, names, n=1)
-    return f"; did you mean {folder.parent / near[0]}?" if near else ""
-
-
-def _nested_hint(folder: Path) -> str:
-    for child in sorted(folder.glob("*/config.json")) + sorted(folder.glob("*/*/config.json")):
-        return f", perhaps {child.parent}"
-    return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # The format: 8 bytes with the header's length, the header as JSON, the tensors (safetensors' README, "Format").
 _LENGTH_BYTES = 8
@@ -35,11 +36,12 @@ def weight_problems(folder: Path) -> Iterator[str]:
         if missing and any(path.suffix == Path(missing[0]).suffix for path in files):
             yield f"{index} names {len(missing)} files that are not there, the first is {missing[0]}; copy them too"
     for path in files:
-        if path.suffix == ".safetensors" and (reason := _safetensors_problem(path)):
+        if path.suffix == ".safetensors" and (reason := safetensors_problem(path)):
             yield f"{path} {reason}; copy it again"
 
 
-def _safetensors_problem(path: Path) -> str:
+def safetensors_problem(path: Path) -> str:
+    """What is wrong with a safetensors file, as the end of a sentence; empty for a whole one."""
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(_LENGTH_BYTES)
@@ -56,3 +58,11 @@ def _safetensors_problem(path: Path) -> str:
         return "has a broken header"
     expected = _LENGTH_BYTES + length + end
     return "" if size == expected else f"has {size:,} bytes and should have {expected:,}"
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """The header of a whole safetensors file: its tensors' types and shapes by name."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        entries = json.loads(file.read(length))
+    return {name: entry for name, entry in entries.items() if name != "__metadata__"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -161,6 +162,104 @@ def _config(transformers: Any, architecture: str, common: dict[str, Any]) -> Any
         }
         return transformers.Gemma3Config(text_config=text, vision_config=vision, **common)
     raise ValueError(architecture)
+
+
+def make_base(folder: Path, architecture: str, *, seed: int = 0, **options: Any) -> Path:
+    """A tiny language model without a classification head, as the ones that adapters are trained on."""
+    import torch
+    import transformers
+
+    make_checkpoint(folder, architecture, ["LABEL_0", "LABEL_1"], seed=seed, **options)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    torch.manual_seed(seed)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def make_adapter(folder: Path, base: Path, labels: int, *, seed: int = 0, **settings: Any) -> Path:
+    """A LoRA adapter on this base with a head of its own, saved by peft; no part of it is without effect."""
+    import peft
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    torch.manual_seed(seed)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        base, num_labels=labels, ignore_mismatched_sizes=True
+    )
+    defaults = {"task_type": "SEQ_CLS", "r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**{**defaults, **settings}))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:  # zero at first, which would leave the base as it is
+            torch.nn.init.normal_(parameter, std=0.2)
+    adapted.save_pretrained(folder)
+    return folder
+
+
+def make_gguf(path: Path, base: Path) -> Path:
+    """The weights and the tokenizer of a Llama as a GGUF file, written with llama.cpp's own package in float32."""
+    import gguf
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)
+    config = model.config
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    stored = json.loads((base / "tokenizer.json").read_text(encoding="utf-8"))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([token for token, _ in vocabulary])
+    writer.add_token_types([3 if index < 3 else 1 for _, index in vocabulary])
+    writer.add_token_merges([" ".join(merge) for merge in stored["model"]["merges"]])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_add_bos_token(True)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(
+            name.split(".")[-2]
+        )
+        values = tensor.numpy()
+        if heads is not None:  # llama.cpp turns neighbouring pairs, transformers turns halves
+            halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
+            values = halves.swapaxes(1, 2).reshape(values.shape)
+        writer.add_tensor(str(names.get_name(name, try_suffixes=(".weight",))), values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def adapter_reference(
+    base: Path, adapter: Path, texts: Sequence[str], labels: int, max_length: int = 1024, **options: Any
+) -> npt.NDArray[np.float64]:
+    """Probabilities of plain transformers and peft, one row at a time.
+
+    Args:
+        options: for the base's ``from_pretrained``.
+    """
+    import peft
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        base, num_labels=labels, ignore_mismatched_sizes=True, **{"dtype": torch.float32, **options}
+    )
+    adapted = peft.PeftModel.from_pretrained(model, str(adapter)).eval()
+    rows = []
+    with torch.no_grad():
+        for text in texts:
+            inputs = tokenizer([text], truncation=True, max_length=max_length, return_tensors="pt")
+            rows.append(adapted(**inputs).logits[0].float().softmax(-1).double().numpy())
+    return np.stack(rows)
 
 
 def reference(

@@ -16,7 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.checkpoints import WORDS, make_checkpoint, reference
+from tests.checkpoints import (
+    WORDS,
+    adapter_reference,
+    make_adapter,
+    make_base,
+    make_checkpoint,
+    reference,
+)
 from tests.project import GEMMA_LABELS, LABELS, ROOT, Project
 
 
@@ -241,6 +248,34 @@ def test_one_column_regression_passes_its_value_through(project: Project, tmp_pa
     np.testing.assert_allclose(
         as_floats(project.read("runs/first/ensemble.csv")[1]), expected, atol=1e-5, rtol=1e-5
     )
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft's
+def test_an_adapter_on_a_base_without_a_head(project: Project, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    base = make_base(tmp_path / "base", "llama")
+    adapter = make_adapter(tmp_path / "adapter", base, 3)
+    member = {
+        "name": "lora",
+        "model_name_or_path": str(base),
+        "adapter_name_or_path": str(adapter),
+        "label_map": {"LABEL_0": "tie", "LABEL_1": "winner_a", "LABEL_2": "winner_b"},
+    }
+    project.write_config(project.config(models=[member], limit=60, submission=None))
+    done = project.ensemble("run", "config.yaml")
+    assert done.returncode == 0, done.stderr + done.stdout
+    _, rows = project.read("runs/first/predictions/lora.csv")
+    expected = adapter_reference(base, adapter, project.texts[:60], 3, max_length=128)
+    order = [GEMMA_LABELS.index(label) for label in LABELS]
+    np.testing.assert_allclose(as_floats(rows), expected[:, order], atol=1e-5)
+    other = make_base(tmp_path / "other", "gpt2")
+    project.write_config(project.config(models=[{**member, "model_name_or_path": str(other)}]))
+    refused = project.ensemble("run", "config.yaml")
+    assert refused.returncode == 2
+    said = " ".join(refused.stderr.split())
+    assert f"adapter {adapter} is not for {other}: the base has no model.layers.0." in said
+    assert f"it was trained on {base}" in said
+    assert "Traceback" not in refused.stderr
 
 
 def test_limit_tries_the_first_rows_and_spares_the_submission(project: Project) -> None:

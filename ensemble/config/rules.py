@@ -76,6 +76,64 @@ def broken_in_member(member: Mapping[str, Any], labels: set[str]) -> Iterator[Pr
             yield ("label_map", key), "must be one of the labels"
         elif given.setdefault(label, key) != key:
             yield ("label_map", key), f"the same label as {place(('label_map', given[label]))} has"
+    yield from _broken_placement(member)
+    yield from _broken_weights(member)
+
+
+def _broken_placement(member: Mapping[str, Any]) -> Iterator[Problem]:
+    gpus, sizes = member.get("num_gpus"), member.get("max_memory")
+    if isinstance(gpus, int) and isinstance(sizes, dict):
+        for key in sizes:
+            if str(key).isdecimal() and int(key) >= gpus:
+                there = (
+                    f"a lease of {gpus} has GPUs 0 to {gpus - 1}" if gpus else "num_gpus: 0 leaves only cpu"
+                )
+                yield ("max_memory", str(key)), f"there is no such GPU: {there}; GPUs count from 0 within it"
+    settings = member.get("quantization_config")
+    if isinstance(settings, dict) and _asks_for_offload(member):
+        in_bits = next((key for key in ("load_in_8bit", "load_in_4bit") if settings.get(key)), None)
+        if in_bits and not settings.get("llm_int8_enable_fp32_cpu_offload"):
+            yield (
+                ("quantization_config",),
+                f"{in_bits} and offload go together only with llm_int8_enable_fp32_cpu_offload: true, which keeps "
+                "the offloaded layers in float32",
+            )
+
+
+def _broken_weights(member: Mapping[str, Any]) -> Iterator[Problem]:
+    """Keys that say which weights are loaded, and where they would shut each other out."""
+    adapter, gguf_file = member.get("adapter_name_or_path"), member.get("gguf_file")
+    if member.get("merge_adapter") is True:
+        if adapter is None:
+            yield ("merge_adapter",), "there is no adapter to merge; add adapter_name_or_path"
+        elif member.get("quantization_config") is not None:
+            yield (
+                ("merge_adapter",),
+                "quantized weights cannot take an adapter in without rounding it away; leave it unmerged, or drop "
+                "quantization_config",
+            )
+    if adapter is not None and _asks_for_offload(member):
+        yield (
+            ("adapter_name_or_path",),
+            "an adapter needs its base on the devices themselves, not offloaded; quantize it, give it more GPUs, "
+            "or merge the adapter into a checkpoint first",
+        )
+    if gguf_file is not None and member.get("quantization_config") is not None:
+        yield (
+            ("gguf_file",),
+            "its weights are quantized already and are read as they were; drop quantization_config",
+        )
+    if gguf_file is not None and member.get("offload_folder") is not None:
+        yield ("gguf_file",), "transformers cannot offload a GGUF file to disk; drop offload_folder"
+
+
+def _asks_for_offload(member: Mapping[str, Any]) -> bool:
+    sizes = member.get("max_memory")
+    to_cpu = isinstance(sizes, dict) and "cpu" in sizes and member.get("num_gpus") != 0
+    placed = member.get("device_map")
+    places = {str(device) for device in placed.values()} if isinstance(placed, dict) else set()
+    by_hand = "disk" in places or ("cpu" in places and len(places) > 1)
+    return to_cpu or by_hand or member.get("offload_folder") is not None
 
 
 def _is_remote(member: Mapping[str, Any]) -> bool:

@@ -4,33 +4,42 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import AutoModelForSequenceClassification
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers.modeling_layers import GenericForSequenceClassification
 
 from ensemble.protocol import WorkerSpec
+from ensemble.worker.adapter import AdapterFiles, attach_adapter, open_adapter, some
+from ensemble.worker.placement import check_placement, input_device, placement_options
 from ensemble.worker.precision import model_dtype
-from ensemble.worker.quantization import quantization_config
+from ensemble.worker.quantization import is_bitsandbytes, keep_whole, quantization_config, unpacked_gguf
 
 
 def load_model(spec: WorkerSpec, on_gpu: bool, notes: list[str]) -> Any:
-    """Load the model onto the devices this process can see.
+    """Load the model onto the devices this process can see, its adapter with it.
 
     Args:
         on_gpu: whether the lease holds a GPU that torch can use.
         notes: takes sentences for the user.
 
     Raises:
-        ValueError: weights are missing (a head that would be random), or a setting does not exist.
+        ValueError: weights are missing (a head that would be random), layers do not fit, the adapter is not for
+            this base, or a setting does not exist.
         OSError: the checkpoint's files cannot be read.
     """
-    options: dict[str, Any] = dict(spec.model_kwargs)
+    options: dict[str, Any] = {**placement_options(spec, on_gpu), **spec.model_kwargs}
     if spec.attn_implementation is not None:
         options["attn_implementation"] = spec.attn_implementation
     if spec.quantization_config is not None:
         options["quantization_config"] = quantization_config(spec.quantization_config)
-    if spec.gpus > 1:
-        options.setdefault("device_map", "auto")
-    elif on_gpu or spec.quantization_config is not None:
-        options.setdefault("device_map", {"": 0 if on_gpu else "cpu"})
+    adapter: AdapterFiles | None = None
+    if spec.adapter_name_or_path is not None:
+        adapter = open_adapter(spec.adapter_name_or_path)
+        options["config"], taken = _config_for_adapter(spec, adapter)
+        options = {key: value for key, value in options.items() if key not in taken}
+        options["ignore_mismatched_sizes"] = True  # the base's own head, where the adapter brings another
+    if spec.gguf_file is not None:
+        options |= {"gguf_file": spec.gguf_file, **unpacked_gguf()}
     model, info = AutoModelForSequenceClassification.from_pretrained(
         spec.model_name_or_path,
         revision=spec.revision or "main",
@@ -39,15 +48,49 @@ def load_model(spec: WorkerSpec, on_gpu: bool, notes: list[str]) -> Any:
         output_loading_info=True,
         **options,
     )
+    check_placement(model, spec, on_gpu, notes)
+    _run_first_hooks(model)
     # With ignore_mismatched_sizes a head of another shape is thrown away and drawn anew.
     missing = sorted({*info["missing_keys"], *(str(key[0]) for key in info["mismatched_keys"])})
+    if adapter is not None:
+        return attach_adapter(model, adapter, missing, spec, notes)
     if missing:
         raise ValueError(
-            f"{spec.model_name_or_path} has no weights for {_some(missing)}; they would be random. "
-            "Name a checkpoint that was trained for sequence classification"
+            f"{spec.model_name_or_path} has no weights for {some(missing)}; they would be random. "
+            "Name a checkpoint that was trained for sequence classification, or its adapter"
         )
     return model
 
 
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+def _run_first_hooks(model: Any) -> None:
+    """One token through the whole model, where a hook waits for that.
+
+    compressed-tensors unpacks its weights before the first pass of the whole model.  ``Classifier`` runs body and
+    head of these models apart and would never set it off, and an adapter needs the weights as well.
+    """
+    if isinstance(model, GenericForSequenceClassification) and model._forward_pre_hooks:
+        token = torch.ones((1, 1), dtype=torch.int64, device=input_device(model))
+        with torch.no_grad():
+            model.eval()(input_ids=token, attention_mask=token)
+
+
+def _config_for_adapter(spec: WorkerSpec, adapter: AdapterFiles) -> tuple[Any, set[str]]:
+    """The base's config with the adapter's number of labels, its head left out of the base's quantization.
+
+    Returns:
+        The config, and those of ``model_kwargs`` that are its own keys and now in it.
+    """
+    config, left = AutoConfig.from_pretrained(
+        spec.model_name_or_path,
+        revision=spec.revision or "main",
+        trust_remote_code=spec.trust_remote_code,
+        return_unused_kwargs=True,
+        **({} if spec.gguf_file is None else {"gguf_file": spec.gguf_file}),
+        **spec.model_kwargs,
+    )
+    if config.num_labels != len(spec.label_order):
+        config.num_labels = len(spec.label_order)
+    carried = getattr(config, "quantization_config", None)
+    if isinstance(carried, dict) and is_bitsandbytes(carried) and (heads := adapter.whole_modules()):
+        config.quantization_config = keep_whole(carried, heads)
+    return config, set(spec.model_kwargs) - set(left)

@@ -11,6 +11,7 @@ import torch
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from ensemble.protocol import Activation
+from ensemble.worker.placement import input_device
 from ensemble.worker.prompt import Encoded
 
 
@@ -35,7 +36,7 @@ class Classifier:
         # token, and causal attention does not see it. Only XLNet pools whatever stands last.
         self._pad_left = model.config.model_type == "xlnet"
         self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
-        self.device = model.get_input_embeddings().weight.device
+        self.device = input_device(model)
 
     @torch.inference_mode()
     def logits(self, encoded: Encoded, rows: npt.NDArray[np.int64]) -> torch.Tensor:

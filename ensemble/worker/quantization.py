@@ -1,30 +1,57 @@
-"""A mapping from the YAML -> transformers' quantization config."""
+"""A mapping from the YAML -> transformers' quantization config; heads are kept out of it."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from transformers import BitsAndBytesConfig
 from transformers.quantizers.auto import AutoQuantizationConfig
+from transformers.utils import quantization_config as settings_of_transformers
 
+_BITSANDBYTES = "bitsandbytes"
 # Heads stay unquantized: they are small, and transformers finds by itself only the ones named like Llama's.
 _HEADS = ("score", "classifier", "classification_head")
 
 
-def quantization_config(settings: dict[str, Any]) -> Any:
+def is_bitsandbytes(settings: Mapping[str, Any] | None) -> bool:
+    """Whether settings from the YAML or from a config.json mean bitsandbytes, which needs no name there."""
+    return settings is not None and settings.get("quant_method", _BITSANDBYTES) == _BITSANDBYTES
+
+
+def quantization_config(settings: Mapping[str, Any]) -> Any:
     """transformers' quantization config for a mapping from the YAML.
 
     Raises:
         ValueError: a key that this kind of quantization does not know.
     """
-    if "quant_method" in settings:
-        return AutoQuantizationConfig.from_dict(settings)
+    if not is_bitsandbytes(settings):
+        return AutoQuantizationConfig.from_dict(dict(settings))
+    # A config.json that was saved names the method and repeats two keys with a line in front.
+    given = {
+        key: value for key, value in settings.items() if key != "quant_method" and not key.startswith("_")
+    }
     known = set(inspect.signature(BitsAndBytesConfig.__init__).parameters) - {"self", "kwargs"}
-    unknown = sorted(set(settings) - known)
+    unknown = sorted(set(given) - known)
     if unknown:
         raise ValueError(
             f"quantization_config: unknown key {', '.join(unknown)}; known: {', '.join(sorted(known))}"
         )
+    return BitsAndBytesConfig(**keep_whole(given, _HEADS))
+
+
+def unpacked_gguf() -> dict[str, Any]:
+    """Settings with which a GGUF file's weights become plain ones.
+
+    Newer releases of transformers leave them packed where they find kernels on the hub; adapters have no layers
+    for those.  Older releases have no such settings and always unpack.
+    """
+    kind = getattr(settings_of_transformers, "GgufConfig", None)
+    return {} if kind is None else {"quantization_config": kind(dequantize=True)}
+
+
+def keep_whole(settings: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Any]:
+    """bitsandbytes' settings with these modules left as they are."""
     skipped = settings.get("llm_int8_skip_modules") or []
-    return BitsAndBytesConfig(**{**settings, "llm_int8_skip_modules": [*dict.fromkeys([*skipped, *_HEADS])]})
+    return {**settings, "llm_int8_skip_modules": [*dict.fromkeys([*skipped, *modules])]}

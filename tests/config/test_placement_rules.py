@@ -1,0 +1,81 @@
+"""Keys of placement, adapters and quantization that do not go together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.config.examples import Load, Problems, small
+
+EIGHT_BITS = {"load_in_8bit": True}
+OFFLOADED = {"load_in_8bit": True, "llm_int8_enable_fp32_cpu_offload": True}
+
+
+@pytest.mark.parametrize(
+    ("keys", "start", "end"),
+    [
+        (
+            {"num_gpus": 2, "max_memory": {0: "14GiB", 3: "14GiB"}},
+            "models[0].max_memory.3 (line ",
+            "there is no such GPU: a lease of 2 has GPUs 0 to 1; GPUs count from 0 within it",
+        ),
+        (
+            {"num_gpus": 0, "max_memory": {"0": "14GiB", "cpu": "1GB"}},
+            "models[0].max_memory.0 (line ",
+            "there is no such GPU: num_gpus: 0 leaves only cpu; GPUs count from 0 within it",
+        ),
+        (
+            {"quantization_config": EIGHT_BITS, "offload_folder": "disk"},
+            "models[0].quantization_config (line ",
+            "in float32",
+        ),
+        (
+            {"quantization_config": EIGHT_BITS, "max_memory": {"0": "14GiB", "cpu": "1GB"}},
+            "models[0].quantization_config (line ",
+            "llm_int8_enable_fp32_cpu_offload: true, which keeps the offloaded layers in float32",
+        ),
+        (
+            {"quantization_config": {"load_in_4bit": True}, "device_map": {"model": 0, "score": "cpu"}},
+            "models[0].quantization_config (line ",
+            "in float32",
+        ),
+        ({"merge_adapter": True}, "models[0].merge_adapter (line ", "add adapter_name_or_path"),
+        (
+            {"merge_adapter": True, "adapter_name_or_path": "x", "quantization_config": EIGHT_BITS},
+            "models[0].merge_adapter (line ",
+            "leave it unmerged, or drop quantization_config",
+        ),
+        (
+            {"adapter_name_or_path": "x", "offload_folder": "disk"},
+            "models[0].adapter_name_or_path (line ",
+            "or merge the adapter into a checkpoint first",
+        ),
+        (
+            {"gguf_file": "x.gguf", "quantization_config": EIGHT_BITS},
+            "models[0].gguf_file (line ",
+            "drop quantization_config",
+        ),
+        ({"gguf_file": "x.gguf", "offload_folder": "d"}, "models[0].gguf_file (line ", "drop offload_folder"),
+    ],
+)
+def test_keys_that_exclude_each_other(keys: dict[str, Any], start: str, end: str, problems: Problems) -> None:
+    (problem,) = problems(small(**keys))
+    assert problem.startswith(start)
+    assert problem.endswith(end)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"num_gpus": 2, "max_memory": {0: "14GiB", "1": "14GiB"}},
+        {"max_memory": {"5": "14GiB"}},
+        {"num_gpus": 0, "quantization_config": EIGHT_BITS, "max_memory": {"cpu": "1GB"}},
+        {"quantization_config": OFFLOADED, "offload_folder": "disk", "max_memory": {"cpu": "1GB"}},
+        {"quantization_config": EIGHT_BITS, "device_map": {"model": 0, "score": 1}},
+        {"adapter_name_or_path": "x", "merge_adapter": True},
+        {"adapter_name_or_path": "x", "quantization_config": EIGHT_BITS, "gguf_file": None},
+    ],
+)
+def test_keys_that_go_together(keys: dict[str, Any], load: Load) -> None:
+    load(small(**keys))
