@@ -48,10 +48,11 @@ _PLAIN_MLP = (
     "roberta-prelayernorm roformer squeezebert starcoder2 t5 umt5 mt5 xlm xlm-roberta xlm-roberta-xl "
     "xlnet xmod yoso"
 ).split()
+# Families whose MLP has been looked at.
 _KNOWN_MLP = (
-    *_PLAIN_MLP,
-    *"gemma gemma2 gemma3_text granite llama ministral mistral olmo olmo2 qwen2 qwen3 smollm3".split(),
-)
+    "bert camembert data2vec-text deberta deberta-v2 distilbert electra ernie falcon gemma gemma2 gemma3_text gpt2 "
+    "llama ministral mistral olmo olmo2 opt phi3 qwen2 qwen3 roberta smollm3 xlm-roberta"
+).split()
 # Families that cannot take a row longer than their table of learnt positions.
 _LEARNT_POSITIONS = (
     "albert bart bert big_bird biogpt camembert convbert data2vec-text deberta distilbert electra ernie gpt2 "
@@ -186,9 +187,13 @@ def _sliding_window(config: Mapping[str, Any]) -> int | None:
 
 
 def _inner_copies(model_type: str, config: Mapping[str, Any], gated: bool) -> int:
-    names = [str(config.get(key, "")) for key in ("activation_function", "hidden_act", "feed_forward_proj")]
+    if model_type in _FUSED_GATE:
+        return 4
+    if model_type not in _KNOWN_MLP:
+        # Bloom's gelu holds six, a mixture of experts four for each that a token is sent to.
+        return max(6, 4 * (_number(config, ("num_experts_per_tok", "top_k_experts")) or 1))
     # gelu_new is written out in products and sums: x, x / 2, its cube and a multiple of that live at once.
-    if model_type in _FUSED_GATE or model_type not in _KNOWN_MLP or any("gelu_new" in name for name in names):
+    if "gelu_new" in (config.get("activation_function"), config.get("hidden_act")):
         return 4
     # The activated gate, the input and their product; without a gate what goes into the function and comes out.
     return 3 if gated else 2

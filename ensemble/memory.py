@@ -26,17 +26,13 @@ __all__ = [
 ]
 
 # Post-norm encoders: BERT and what was made from its code.
-_LIKE_BERT = frozenset(
-    "bert camembert convbert data2vec-text distilbert electra ernie layoutlm megatron-bert mpnet nezha rembert "
-    "roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod".split()
-)
+_LIKE_BERT = frozenset("bert camembert data2vec-text distilbert electra ernie roberta xlm-roberta".split())
 # Pre-norm decoders whose layers drop what attention gave once it is added.
 _LIKE_LLAMA = frozenset(
-    "falcon gemma gemma2 gemma3_text granite llama ministral mistral olmo olmo2 opt phi3 qwen2 qwen3 "
-    "smollm3".split()
+    "falcon gemma gemma2 gemma3_text llama ministral mistral olmo olmo2 opt phi3 qwen2 qwen3 smollm3".split()
 )
 # Pre-norm layers that hold on to it until they end.
-_LIKE_GPT2 = frozenset("gpt2 gpt_bigcode gpt_neo modernbert".split())
+_LIKE_GPT2 = frozenset(("gpt2", "modernbert"))
 # Eager attention that takes its softmax in float32, whatever the weights; the other known ones keep their type.
 _FLOAT32_SOFTMAX = (_LIKE_LLAMA - {"falcon"}) | {"modernbert"}
 # Token ids and attention mask, int64, and what is made of them.
@@ -172,6 +168,10 @@ def _hidden_copies(a: Architecture) -> int:
     )  # of an unknown family the worst that is known, and one more
 
 
+def _is_known(a: Architecture) -> bool:
+    return a.relative_terms > 0 or a.model_type in _LIKE_BERT | _LIKE_LLAMA | _LIKE_GPT2
+
+
 def _mask(a: Architecture, size: int, attention: str, padded: bool) -> float:
     """Bytes per token pair of the masks that live throughout: floats for eager attention, booleans for sdpa."""
     if a.relative_terms:
@@ -202,7 +202,9 @@ def _attention_stages(
     a: Architecture, size: int, attention: str, on_gpu: bool, padded: bool, capability: tuple[int, int] | None
 ) -> list[Stage]:
     queries, keys = a.heads * a.head_dim, a.kv_heads * a.head_dim
-    held = size * (_hidden_copies(a) - 1) * a.hidden + _INPUT_BYTES
+    held: float = size * (_hidden_copies(a) - 1) * a.hidden + _INPUT_BYTES
+    if not _is_known(a):
+        held += 2 * 2 * 4 * queries  # some turn queries and keys in float32
     mask = _mask(a, size, attention, padded)
     if a.relative_terms:
         return _disentangled(a, size, held + size * 3 * queries, mask)
@@ -232,8 +234,10 @@ def _attention_stages(
 def _score_bytes(a: Architecture, size: int, on_gpu: bool) -> float:
     """Bytes per head and token pair while eager attention takes its softmax."""
     if a.model_type not in _FLOAT32_SOFTMAX:
-        # The scores and their softmax; unknown families may do as Falcon, which masks a copy and casts twice.
-        return float(2 * size if a.model_type in _LIKE_BERT | _LIKE_GPT2 else max(4 * size, size + 8))
+        if a.model_type in _LIKE_BERT | _LIKE_GPT2:
+            return 2.0 * size  # the scores and their softmax
+        # Falcon masks a copy and casts it twice; unknown families may add a bias in float32 as well.
+        return 4.0 * size if a.model_type == "falcon" else max(4.0 * size, 12.0)
     if size == 4:
         return 8.0
     # Scores, their softmax in float32, its cast; a CPU casts the scores first.
@@ -244,10 +248,11 @@ def _disentangled(a: Architecture, size: int, held: float, mask: float) -> list[
     """DeBERTa's attention: scores between contents, from contents to positions, from positions to contents.
 
     Each of the latter two is a product with the table of positions, [heads, width, 2 * buckets], out of which
-    the scores are gathered.  The table's two projections are repeated for every row of the batch.
+    the scores are gathered.  The table's two projections are repeated for every row of the batch,
+    in all but the first version.
     """
     scores = a.heads * size
-    table = 2 * 2 * a.position_buckets * a.hidden * size
+    table = 0 if a.model_type == "deberta" else 2 * 2 * a.position_buckets * a.hidden * size
     product = 2 * a.position_buckets * scores
     return [
         Stage(held + product, mask + 2 * a.relative_terms * scores, table),
