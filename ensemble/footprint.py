@@ -112,7 +112,23 @@ def footprint(
     architecture = facts.architecture
     dtype = chosen_dtype(model.dtype, architecture.dtype, gpus, capability)
     settings = quantization or model.quantization_config
+    if settings is not None and settings.get("load_in_4bit"):
+        settings = {"bnb_4bit_compute_dtype": dtype, **settings}  # as the worker sets it
     attention = chosen_attention(model, facts, dtype, gpus, capability)
+    # Rows of one length need no mask; what transformers then takes for shared keys can need more.
+    padded, even = (
+        activation(
+            architecture,
+            dtype,
+            attention,
+            facts.num_labels,
+            settings,
+            on_gpu=gpus > 0,
+            padded=is_padded,
+            capability=capability,
+        )
+        for is_padded in (True, False)
+    )
     length = max_length or facts.max_length
     longest = int(facts.lengths.max(initial=1))
     base = weights(
@@ -128,7 +144,7 @@ def footprint(
         base = Weights(base.parameters, grown, base.largest_layer_bytes, base.largest_tensor_bytes)
     return Footprint(
         weights=base,
-        activation=activation(architecture, dtype, attention, facts.num_labels, settings, on_gpu=gpus > 0, capability=capability),
+        activation=Activation((*padded.stages, *even.stages), max(padded.fixed_bytes, even.fixed_bytes)),
         context_bytes=cuda_context_bytes(capability) if gpus else PROCESS_BYTES,
         dtype=dtype,
         quantization=quantization_name(settings, architecture),

@@ -27,11 +27,12 @@ def load_model(spec: WorkerSpec, on_gpu: bool, notes: list[str]) -> Any:
             this base, or a setting does not exist.
         OSError: the checkpoint's files cannot be read.
     """
+    dtype = model_dtype(spec, on_gpu, notes)
     options: dict[str, Any] = {**placement_options(spec, on_gpu), **spec.model_kwargs}
     if spec.attn_implementation is not None:
         options["attn_implementation"] = spec.attn_implementation
     if spec.quantization_config is not None:
-        options["quantization_config"] = quantization_config(spec.quantization_config)
+        options["quantization_config"] = quantization_config(spec.quantization_config, dtype)
     adapter: AdapterFiles | None = None
     if spec.adapter_name_or_path is not None:
         adapter = open_adapter(spec.adapter_name_or_path)
@@ -44,7 +45,7 @@ def load_model(spec: WorkerSpec, on_gpu: bool, notes: list[str]) -> Any:
         spec.model_name_or_path,
         revision=spec.revision or "main",
         trust_remote_code=spec.trust_remote_code,
-        dtype=model_dtype(spec, on_gpu, notes),
+        dtype=dtype,
         output_loading_info=True,
         **options,
     )
