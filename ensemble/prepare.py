@@ -15,17 +15,17 @@ import numpy as np
 import numpy.typing as npt
 
 from ensemble.arrow import keep_pandas_out
-from ensemble.checkpoint import Checkpoint, inspect_checkpoint
+from ensemble.checkpoint.inspection import Checkpoint, inspect_checkpoint
+from ensemble.checkpoint.quantization import carried_warning, quantization_problems
 from ensemble.config import LoadedConfig, ModelConfig, RunConfig
 from ensemble.devices import Device, Inventory, inventory
 from ensemble.errors import ConfigError, DataError, DeviceError, EnsembleError
-from ensemble.outlook import Outlook, look_ahead
-from ensemble.placement import chosen_devices
-from ensemble.plan import Plan
-from ensemble.quantization import carried_warning, quantization_problems
+from ensemble.planning.outlook import Outlook, look_ahead
+from ensemble.planning.placement import chosen_devices
+from ensemble.planning.plan import Plan
 from ensemble.rundir import RunDir, unwritable_reason
-from ensemble.submission import Sample, check_sample, read_sample
-from ensemble.table import InputTable, TableNeeds, read_table
+from ensemble.tables.submission import Sample, check_sample, read_sample
+from ensemble.tables.table import InputTable, TableNeeds, read_table
 from ensemble.template import PromptTemplate, TemplateProblem, compile_template
 
 RENDERED_ROWS = 5

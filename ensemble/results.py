@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ensemble.csvfile import write_csv
 from ensemble.merge.align import read_predictions
 from ensemble.merge.combine import weighted_mean
 from ensemble.merge.gather import gather_parts
@@ -19,7 +18,8 @@ from ensemble.prepare import Prepared, scores_make_sense
 from ensemble.report.terminal import ENSEMBLE_ROW
 from ensemble.rundir import RunDir, atomic_path, part_path
 from ensemble.state import MemberState
-from ensemble.submission import write_submission
+from ensemble.tables.csvfile import write_csv
+from ensemble.tables.submission import write_submission
 
 
 @dataclass

@@ -20,8 +20,8 @@ from ensemble.errors import Interrupted, WriteError
 from ensemble.launch.allocator import allocator_environment
 from ensemble.launch.local import LocalWorker
 from ensemble.leases import Leases
-from ensemble.plan import MemberPlan
-from ensemble.preflight import held_texts, wait_for_room
+from ensemble.planning.plan import MemberPlan
+from ensemble.planning.preflight import held_texts, wait_for_room
 from ensemble.prepare import Prepared, prepare
 from ensemble.protocol import Start
 from ensemble.report.progress import Display

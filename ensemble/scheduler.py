@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ensemble.chunks import Chunk
 from ensemble.devices import Device
-from ensemble.forecast import worth_joining
 from ensemble.leases import Leases
-from ensemble.plan import MemberPlan, Plan
+from ensemble.planning.chunks import Chunk
+from ensemble.planning.forecast import worth_joining
+from ensemble.planning.plan import MemberPlan, Plan
 from ensemble.protocol import ChunkDone, Closed, Command, Failed, Predict, Progress, Ready, Started, Stop
 from ensemble.state import Failure, MemberState, WorkerRecord
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from ensemble.plan import MemberPlan
+from ensemble.planning.plan import MemberPlan
 from ensemble.prepare import Prepared, text_columns
 from ensemble.protocol import WorkerSpec
 from ensemble.rundir import RunDir

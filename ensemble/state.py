@@ -6,8 +6,8 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from ensemble.chunks import Chunk
-from ensemble.plan import MemberPlan
+from ensemble.planning.chunks import Chunk
+from ensemble.planning.plan import MemberPlan
 from ensemble.protocol import Closed, Progress, Ready
 
 

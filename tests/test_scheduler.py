@@ -13,11 +13,11 @@ import numpy as np
 
 from ensemble.devices import Device
 from ensemble.leases import Leases
-from ensemble.plan import MemberPlan, Plan, make_plan
+from ensemble.planning.plan import MemberPlan, Plan, make_plan
 from ensemble.protocol import ChunkDone, Closed, Command, Predict, Ready, Start, Started, Stop
 from ensemble.scheduler import Scheduler
 from ensemble.state import MemberState
-from tests.test_plan import config, facts, gpus
+from tests.planning.test_plan import config, facts, gpus
 
 CHUNK_SECONDS = 0.03
 

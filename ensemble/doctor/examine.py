@@ -124,7 +124,7 @@ def _devices(config: RunConfig | None, needed: dict[str, str]) -> Iterator[Findi
 
 def _wanted_devices(config: RunConfig, machine: Inventory) -> tuple[list[Device], list[Finding]]:
     """The devices that the config's members run on, and members that ask for more than there are."""
-    from ensemble.placement import chosen_devices
+    from ensemble.planning.placement import chosen_devices
 
     try:
         gpus = chosen_devices(machine.gpus, config.devices)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from ensemble.checkpoint.hub import find_file, hub_can_be_reached
 from ensemble.doctor.finding import Finding
 from ensemble.errors import CheckpointError
-from ensemble.hub import find_file, hub_can_be_reached
 
 if TYPE_CHECKING:
     from ensemble.config import ModelConfig

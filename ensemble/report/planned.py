@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from rich import box
 from rich.table import Table
 
-from ensemble.footprint import Fit, Footprint
-from ensemble.plan import MemberPlan
-from ensemble.preflight import held_texts
+from ensemble.planning.footprint import Fit, Footprint
+from ensemble.planning.plan import MemberPlan
+from ensemble.planning.preflight import held_texts
 from ensemble.prepare import Prepared
 from ensemble.report.progress import duration
 from ensemble.sizes import gib

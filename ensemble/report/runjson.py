@@ -15,7 +15,7 @@ from ensemble.config import LoadedConfig
 from ensemble.devices import Inventory
 from ensemble.leases import Leases
 from ensemble.merge.metrics import Score
-from ensemble.plan import MemberPlan
+from ensemble.planning.plan import MemberPlan
 from ensemble.rundir import write_text
 from ensemble.state import MemberState, WorkerRecord
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from ensemble.plan import make_plan
+from ensemble.planning.plan import make_plan
 from ensemble.protocol import Progress
 from ensemble.report.progress import (
     BarDisplay,
@@ -20,7 +20,7 @@ from ensemble.report.progress import (
     duration,
 )
 from ensemble.state import MemberState, WorkerRecord
-from tests.test_plan import config, facts
+from tests.planning.test_plan import config, facts
 
 
 def member(rows: int = 1000) -> MemberState:

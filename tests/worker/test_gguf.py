@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ensemble.checkpoint import inspect_checkpoint
+from ensemble.checkpoint.inspection import inspect_checkpoint
 from ensemble.errors import CheckpointError
 from tests.checkpoints import (
     adapter_reference,

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ensemble.chunks import cut_chunks
 from ensemble.launch.local import LocalWorker
+from ensemble.planning.chunks import cut_chunks
 from ensemble.protocol import ChunkDone, Closed, Predict, Start, Stop
-from ensemble.table import TableNeeds, read_table
+from ensemble.tables.table import TableNeeds, read_table
 from tests.checkpoints import make_checkpoint
 from tests.worker.test_predict import LABELS, worker_spec
 

@@ -61,7 +61,7 @@ def test_eight_bits(architecture: str, tmp_path: Path) -> None:
 def test_a_checkpoint_that_was_saved_in_four_bits(tmp_path: Path) -> None:
     import torch
 
-    from ensemble.checkpoint import inspect_checkpoint
+    from ensemble.checkpoint.inspection import inspect_checkpoint
     from ensemble.worker.load import load
 
     folder = make_checkpoint(tmp_path / "whole", "llama", LABELS)

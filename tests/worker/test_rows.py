@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ensemble.table import TableNeeds, read_table
+from ensemble.tables.table import TableNeeds, read_table
 from ensemble.worker.rows import PublishedTable, json_columns
 
 

@@ -1,0 +1,1 @@
+"""What can be known of checkpoints and adapters from their files, without loading them."""

@@ -1,0 +1,158 @@
+"""PURE: the tensors of a checkpoint -> what they are once loaded, at a type or quantized."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ensemble.checkpoint.architecture import Architecture
+from ensemble.checkpoint.tensors import Tensor
+
+Dtype = Literal["float32", "float16", "bfloat16"]
+DTYPE_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
+# Heads of other tasks, buffers that old releases stored, settings as text: nothing that is loaded onto a device.
+_DROPPED = re.compile(
+    r"(^|\.)(lm_head|cls\.(predictions|seq_relationship)|(lm|mask|generator|discriminator)_predictions"
+    r"|vocab_(transform|layer_norm|projector)|embed_out|qa_outputs)\."
+    r"|^decoder\.(weight|bias)$|\.quant_state\.|rotary_emb\.inv_freq$|position_ids$|\.attn\.(bias|masked_bias)$"
+)
+_HEAD = re.compile(r"(^|\.)(score|classifier|classification_head)\.")
+_EMBEDDING = re.compile(r"embed|(^|\.)(wte|wpe|shared|relative_attention_bias)\.")
+# What stands beside packed weights: bitsandbytes, GPTQ and AWQ, compressed-tensors.
+_BESIDE_PACKED = re.compile(
+    r"\.(absmax|quant_map|nested_absmax|nested_quant_map|SCB|qzeros|scales|g_idx"
+    r"|weight_(format|scale|scale_inv|zero_point|shape|g_idx)|input_scale)$"
+)
+# Heads stay as they are: the worker names these to bitsandbytes.
+_UNQUANTIZED = ("score", "classifier", "classification_head")
+# bitsandbytes scales blocks of so many weights, and so many of those scales where it quantizes them as well.
+_BLOCK, _NESTED_BLOCK = 64, 256
+# The 16 values that 4 bits stand for, float32, with every layer.
+_TABLE_BYTES = 64
+_BLOCK_OF_LAYER = re.compile(r".*?\.\d+\.")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What a loaded model holds.
+
+    ``parameters`` counts packed weights as what they stand for.  ``largest_layer_bytes`` is the largest block
+    that stays on one device; ``largest_tensor_bytes`` the largest tensor before it is quantized, which loading
+    takes beside the rest.
+    """
+
+    parameters: int
+    bytes: int
+    largest_layer_bytes: int
+    largest_tensor_bytes: int
+
+
+def weights(
+    tensors: Sequence[Tensor],
+    architecture: Architecture,
+    dtype: Dtype,
+    quantization: Mapping[str, Any] | None,
+    num_labels: int,
+    is_adapter_base: bool = False,
+) -> Weights:
+    """What is in memory after ``AutoModelForSequenceClassification.from_pretrained``.
+
+    Args:
+        tensors: of the checkpoint.
+        dtype: what floating-point tensors are loaded as.
+        quantization: asked for when loading; a checkpoint that is stored quantized stays as it is.
+        num_labels: of the head that is made where the checkpoint has none.
+        is_adapter_base: whether an adapter brings a head of its own, kept beside the base model's.
+    """
+    size = DTYPE_BYTES[dtype]
+    bits = 0 if architecture.quant_method else quantized_bits(quantization)
+    packed = {tensor.name.removesuffix(".absmax") for tensor in tensors if tensor.name.endswith(".absmax")}
+    parameters = total = largest = 0
+    blocks: dict[str, int] = {}
+    kept = [tensor for tensor in tensors if not _is_dropped(tensor, tensors)]
+    if is_adapter_base or not any(_HEAD.search(tensor.name) for tensor in kept):
+        kept.append(Tensor("score.weight", "F32", (num_labels, architecture.hidden)))
+    for tensor in kept:
+        stored = tensor.dtype not in _FLOATS or bool(architecture.quant_method and _beside_packed(tensor))
+        loaded = tensor.stored_bytes if stored else tensor.elements * size
+        largest = max(largest, loaded)
+        if not stored and bits and _is_linear(tensor, architecture, quantization):
+            loaded = _quantized_bytes(tensor, bits, quantization)
+        match = _BLOCK_OF_LAYER.match(tensor.name)
+        block = match[0] if match else tensor.name
+        blocks[block] = blocks.get(block, 0) + loaded
+        total += loaded
+        parameters += _parameters(tensor, architecture, packed)
+    return Weights(parameters, total, max(blocks.values()), largest)
+
+
+def quantized_bits(quantization: Mapping[str, Any] | None) -> int:
+    """Bits of a weight under a quantization that is asked for when loading; 0 without one."""
+    if not quantization:
+        return 0
+    if quantization.get("load_in_4bit") or quantization.get("load_in_8bit"):
+        return 4 if quantization.get("load_in_4bit") else 8
+    for key in ("bits", "nbits", "w_bit", "num_bits"):
+        if isinstance(bits := quantization.get(key), int):
+            return bits
+    if str(quantization.get("quant_method", "")) in ("", "bitsandbytes"):
+        return 0
+    # Others say it in a name, such as torchao's int4_weight_only or fp8.
+    named = re.search(
+        r"(?:int|fp|nf|float)_?([248])(?!\d)", " ".join(str(value) for value in quantization.values())
+    )
+    return int(named[1]) if named else 8
+
+
+def _is_dropped(tensor: Tensor, tensors: Sequence[Tensor]) -> bool:
+    if _DROPPED.search(tensor.name):
+        return True
+    # Encoder and decoder of one kind share their embeddings, which some checkpoints hold three times.
+    return tensor.name.endswith("coder.embed_tokens.weight") and any(
+        other.name.endswith("shared.weight") for other in tensors
+    )
+
+
+def _beside_packed(tensor: Tensor) -> bool:
+    return _BESIDE_PACKED.search(tensor.name) is not None
+
+
+def _is_linear(tensor: Tensor, architecture: Architecture, quantization: Mapping[str, Any] | None) -> bool:
+    """Whether bitsandbytes takes a tensor: the weight of a linear layer that is neither embedding nor head."""
+    if len(tensor.shape) != 2 or not tensor.name.endswith(".weight") or _EMBEDDING.search(tensor.name):
+        return False
+    module = tensor.name.removesuffix(".weight")
+    skipped = (quantization or {}).get("llm_int8_skip_modules") or ()
+    # As transformers' should_convert_module: from the start up to a dot, or at the end.
+    return not any(
+        module.endswith(name) or f".{module}.".startswith(f".{name}.") for name in (*_UNQUANTIZED, *skipped)
+    )
+
+
+def _quantized_bytes(tensor: Tensor, bits: int, quantization: Mapping[str, Any] | None) -> int:
+    settings, elements = quantization or {}, tensor.elements
+    if settings.get("load_in_8bit"):
+        return elements + 4 * tensor.shape[0]  # int8, and a float32 scale for each row
+    blocks = math.ceil(elements / _BLOCK)
+    loaded = math.ceil(elements * bits / 8) + _TABLE_BYTES
+    if not settings.get("bnb_4bit_use_double_quant"):
+        return loaded + 4 * blocks
+    # The scales in 8 bits with scales of their own; their table of 256 values and an offset, float32.
+    return loaded + blocks + 4 * (math.ceil(blocks / _NESTED_BLOCK) + 256 + 1)
+
+
+def _parameters(tensor: Tensor, architecture: Architecture, packed: set[str]) -> int:
+    if not architecture.quant_method or tensor.name == "score.weight":
+        return tensor.elements
+    if _beside_packed(tensor):
+        return 0
+    if tensor.dtype == "U8" and tensor.name in packed:
+        return 2 * tensor.elements  # bitsandbytes packs two into a byte
+    if tensor.dtype == "I32" and tensor.name.endswith(("qweight", "weight_packed")):
+        return tensor.elements * 32 // (architecture.quant_bits or 4)
+    return tensor.elements

@@ -1,0 +1,1 @@
+"""What a run will take and where it goes, before anything loads."""

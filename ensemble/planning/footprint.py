@@ -1,0 +1,239 @@
+"""PURE: the memory one replica of a member takes on a device, and whether that fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ensemble.checkpoint.architecture import Architecture
+from ensemble.checkpoint.tensors import Tensor
+from ensemble.config import ModelConfig
+from ensemble.devices import Device
+from ensemble.planning.memory import (
+    Activation,
+    Dtype,
+    Weights,
+    activation,
+    cuda_context_bytes,
+    fits_tokens,
+    weights,
+)
+
+# Padded tokens a batch; more does not make a GPU faster, and a CPU is at its best with fewer.
+GPU_TOKEN_BUDGET = 16384
+CPU_TOKEN_BUDGET = 2048
+# What a Python with torch, transformers and CUDA-less libraries holds on a CPU before any weights.
+PROCESS_BYTES = 450 << 20
+# Of a device's free memory, what is not planned with: fragments, and programs that come later.
+_RESERVE_SHARE = 0.05
+Capability = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class MemberFacts:
+    """What the plan must know of a member.
+
+    ``lengths`` has the bytes of text per row, int64 [rows].  ``tensors`` and ``architecture`` are None where
+    they cannot be known yet (on the hub, pickled); ``adapter_bytes`` is the size of its adapter's file.
+    ``max_length`` is how many tokens a row may have.
+    """
+
+    lengths: npt.NDArray[np.int64]
+    tensors: tuple[Tensor, ...] | None
+    architecture: Architecture | None
+    adapter_bytes: int
+    num_labels: int
+    max_length: int
+    supports_sdpa: bool
+    has_flash_attention: bool
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """A replica's memory; all of it is an estimate from the checkpoint's files.
+
+    ``width`` is the longest row to come, in tokens; ``context_bytes`` is what CUDA itself takes on each device,
+    or the process on a CPU.
+    """
+
+    weights: Weights
+    activation: Activation
+    context_bytes: int
+    dtype: Dtype
+    quantization: str
+    attention: str
+    max_length: int
+    width: int
+
+    def resident_bytes(self, gpus: int) -> int:
+        """Per device, before the first batch, on ``gpus`` devices (0: the CPU)."""
+        share = self.weights.bytes if gpus < 2 else math.ceil(self.weights.bytes / gpus)
+        # Layers are not cut: one device can have most of a layer more than its share.
+        uneven = self.weights.largest_layer_bytes if gpus > 1 else 0
+        return min(self.weights.bytes, share + uneven) + self.context_bytes
+
+    def peak_bytes(self, gpus: int, padded_tokens: int, width: int | None = None) -> int:
+        """Per device, with a batch of ``padded_tokens`` of rows as wide as the longest, or as ``width``."""
+        return self.resident_bytes(gpus) + self.activation.bytes(padded_tokens, width or self.width)
+
+    def token_budget(self, gpus: int, room_bytes: int) -> int:
+        """Padded tokens of the longest rows that a batch may hold; 0 where not even one such row fits."""
+        tokens = fits_tokens(self.activation, room_bytes - self.resident_bytes(gpus), self.width)
+        most = GPU_TOKEN_BUDGET if gpus else CPU_TOKEN_BUDGET
+        return max(self.width, min(most, tokens)) if tokens >= self.width else 0
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A footprint on a device of ``total_bytes`` of which ``room_bytes`` are free to plan with.
+
+    ``verdict``: ``fits``; ``tight``, where the weights fit but perhaps not the longest row beside them;
+    ``held``, where they would fit if others did not use the device; ``never``.
+    """
+
+    verdict: str
+    token_budget: int
+    peak_bytes: int
+    room_bytes: int
+
+
+def footprint(
+    model: ModelConfig,
+    facts: MemberFacts,
+    gpus: int,
+    capability: Capability | None,
+    quantization: Mapping[str, Any] | None = None,
+    max_length: int | None = None,
+) -> Footprint | None:
+    """What a replica takes on ``gpus`` devices of this capability; None where too little is known.
+
+    Args:
+        quantization, max_length: instead of the member's own, to see what they would change.
+    """
+    if facts.tensors is None or facts.architecture is None:
+        return None
+    architecture = facts.architecture
+    dtype = chosen_dtype(model.dtype, architecture.dtype, gpus, capability)
+    settings = quantization or model.quantization_config
+    if settings is not None and settings.get("load_in_4bit"):
+        settings = {"bnb_4bit_compute_dtype": dtype, **settings}  # as the worker sets it
+    attention = chosen_attention(model, facts, dtype, gpus, capability)
+    # Rows of one length need no mask; what transformers then takes for shared keys can need more.
+    padded, even = (
+        activation(
+            architecture,
+            dtype,
+            attention,
+            facts.num_labels,
+            settings,
+            on_gpu=gpus > 0,
+            padded=is_padded,
+            capability=capability,
+        )
+        for is_padded in (True, False)
+    )
+    length = max_length or facts.max_length
+    longest = int(facts.lengths.max(initial=1))
+    base = weights(
+        facts.tensors,
+        architecture,
+        dtype,
+        settings,
+        facts.num_labels,
+        is_adapter_base=bool(facts.adapter_bytes),
+    )
+    if facts.adapter_bytes:
+        grown = base.bytes + facts.adapter_bytes
+        base = Weights(base.parameters, grown, base.largest_layer_bytes, base.largest_tensor_bytes)
+    return Footprint(
+        weights=base,
+        activation=Activation((*padded.stages, *even.stages), max(padded.fixed_bytes, even.fixed_bytes)),
+        context_bytes=cuda_context_bytes(capability) if gpus else PROCESS_BYTES,
+        dtype=dtype,
+        quantization=quantization_name(settings, architecture),
+        attention=attention,
+        max_length=length,
+        # A token is a byte at the least; templates and special tokens add some.
+        width=min(length, longest + 64),
+    )
+
+
+def chosen_dtype(
+    asked: Dtype | Literal["auto"], stored: str | None, gpus: int, capability: Capability | None
+) -> Dtype:
+    """The type of the weights: what was asked for, or what suits the device.
+
+    bfloat16 is only emulated below compute capability 8.0, whatever torch's is_bf16_supported says; a CPU is
+    several times slower in half precision.
+    """
+    if asked != "auto":
+        return asked
+    if not gpus:
+        return "float32"
+    if capability is not None and capability < (8, 0):
+        return "float16"
+    return "bfloat16" if stored == "bfloat16" else "float16" if stored == "float16" else "float32"
+
+
+def chosen_attention(
+    model: ModelConfig, facts: MemberFacts, dtype: str, gpus: int, capability: Capability | None
+) -> str:
+    """The attention that transformers will take, or is told to take.
+
+    Soft-capped scores (Gemma-2) rule out torch's fused attention; flash-attention-2 has them, for half precision
+    from compute capability 8.0.
+    """
+    if model.attn_implementation is not None:
+        return model.attn_implementation
+    assert facts.architecture is not None
+    if facts.supports_sdpa and not facts.architecture.soft_capping:
+        return "sdpa"
+    can_flash = facts.has_flash_attention and facts.architecture.soft_capping and dtype != "float32"
+    if gpus and can_flash and capability is not None and capability >= (8, 0):
+        return "flash_attention_2"
+    return "eager"
+
+
+def quantization_name(settings: Mapping[str, Any] | None, architecture: Architecture) -> str:
+    """What people call a quantization: nf4, fp4, int8, gptq, ...; empty without one."""
+    if settings is None:
+        return architecture.quant_method or ""
+    if settings.get("load_in_4bit"):
+        return str(settings.get("bnb_4bit_quant_type", "fp4"))
+    return "int8" if settings.get("load_in_8bit") else str(settings.get("quant_method", ""))
+
+
+def fit(
+    needed: Footprint,
+    device: Device,
+    gpus: int,
+    workers_per_gpu: int,
+    asked_tokens: int | None,
+    held_bytes: int = 0,
+) -> Fit:
+    """How ``needed`` fits on ``device``.
+
+    Args:
+        workers_per_gpu: how many workers share the device.
+        asked_tokens: the user's own budget for a batch, padded tokens of the longest rows.
+        held_bytes: what others use of it.
+    """
+    total = device.total_bytes // workers_per_gpu
+    free = max(0, device.total_bytes - held_bytes) // workers_per_gpu
+    room = int(free - _RESERVE_SHARE * total)
+    resident = needed.resident_bytes(gpus)
+    budget = needed.token_budget(gpus, room)
+    verdict = "fits"
+    if resident > total:
+        verdict = "never"
+    elif resident > free:
+        verdict = "held"
+    elif not budget or (asked_tokens is not None and needed.peak_bytes(gpus, asked_tokens) > free):
+        verdict = "tight"
+    tokens = asked_tokens or budget
+    return Fit(verdict, tokens, needed.peak_bytes(gpus, max(tokens, needed.width)), room)

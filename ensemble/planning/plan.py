@@ -1,0 +1,173 @@
+"""PURE: what to run where.  RunConfig + facts about table, checkpoints and devices -> Plan.
+
+No disk, no clock, no environment: the same arguments give the same plan, so that it can be tested as arithmetic.
+What a member takes of a device is in ``footprint``, where it may run in ``placement``, how long it takes in
+``forecast``, its chunks in ``chunks``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from ensemble.config import ModelConfig, RunConfig
+from ensemble.devices import Device
+from ensemble.planning.chunks import Chunk, cut_chunks, work_of
+from ensemble.planning.footprint import MemberFacts
+from ensemble.planning.forecast import Job, Speed, guessed_speed, total_seconds
+from ensemble.planning.placement import Placement, place
+
+# Side by side is chosen where it promises to be this much faster: a replica on each GPU stays balanced where the
+# promise was wrong.
+_WORTH_CHANGING = 0.98
+
+
+@dataclass(frozen=True)
+class MemberPlan:
+    """How one member runs: on ``gpus`` devices per replica (0: the CPU), ``replicas`` at most at a time.
+
+    ``order`` holds row numbers, longest text first, int64 [rows]; chunks are slices of it.  ``work`` is the
+    text of all rows in bytes, with what each row costs beyond it.  ``first_replicas`` start before any later
+    member; the others join where a GPU is left over.
+    """
+
+    index: int
+    model: ModelConfig
+    placement: Placement
+    replicas: int
+    first_replicas: int
+    speed: Speed
+    work: float
+    chunks: tuple[Chunk, ...]
+    order: npt.NDArray[np.int64] = field(compare=False, repr=False)
+
+    @property
+    def name(self) -> str:
+        return self.model.name
+
+    @property
+    def gpus(self) -> int:
+        return self.placement.gpus
+
+    @property
+    def job(self) -> Job:
+        return Job(
+            self.speed.startup_seconds,
+            self.speed.seconds_per_work * self.work,
+            self.gpus,
+            self.replicas,
+            self.first_replicas,
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``problems`` name the members that cannot run; then nothing else is decided.
+
+    ``why`` says how members share the GPUs, where there was a choice.  ``seconds`` is the forecast of the whole
+    run, None where no earlier run has measured every member.
+    """
+
+    members: tuple[MemberPlan, ...]
+    warnings: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+    why: str = ""
+    seconds: float | None = None
+
+
+def make_plan(
+    config: RunConfig,
+    facts: Mapping[str, MemberFacts],
+    devices: Sequence[Device],
+    host_bytes: int | None = None,
+    speeds: Mapping[str, Speed] | None = None,
+) -> Plan:
+    """Decide devices, replicas and chunks for every member.
+
+    Args:
+        config: the run.
+        facts: per member name.
+        devices: the GPUs this run may use, with what others hold of them.
+        host_bytes: memory that the CPU's workers may use; None: not known.
+        speeds: per member name, from an earlier run.
+    """
+    members: list[MemberPlan] = []
+    warnings: list[str] = []
+    problems: list[str] = []
+    for index, model in enumerate(config.models):
+        known = facts[model.name]
+        placement = place(config, index, known, devices, host_bytes)
+        problems += placement.problems
+        warnings += placement.warnings
+        order, chunks = cut_chunks(known.lengths)
+        replicas, warning = _replicas(index, model, placement, config.max_workers_per_gpu)
+        warnings += warning
+        members.append(
+            MemberPlan(
+                index=index,
+                model=model,
+                placement=placement,
+                replicas=min(replicas, len(chunks)),
+                first_replicas=min(replicas, len(chunks)),
+                speed=(speeds or {}).get(model.name) or _guess(placement, devices),
+                work=work_of(known.lengths),
+                chunks=chunks,
+                order=order,
+            )
+        )
+    plan = Plan(tuple(members), tuple(warnings), tuple(problems))
+    return plan if problems else _shared(plan, len(devices) * config.max_workers_per_gpu)
+
+
+def _shared(plan: Plan, places: int) -> Plan:
+    """The plan with the better way of sharing the GPUs: a replica on each, or members at the same time."""
+    is_measured = all(member.speed.is_measured for member in plan.members)
+    seconds = total_seconds([member.job for member in plan.members], places)
+    open_choice = [
+        member
+        for member in plan.members
+        if member.gpus and member.replicas > 1 and member.model.replicas == "auto"
+    ]
+    why = ""
+    if open_choice and len(plan.members) > 1:
+        apart = tuple(
+            replace(member, first_replicas=1) if member in open_choice else member for member in plan.members
+        )
+        at_once = total_seconds([member.job for member in apart], places)
+        by = "by the speeds of an earlier run" if is_measured else "by the sizes of the models"
+        if at_once < _WORTH_CHANGING * seconds:
+            gain = 1 - at_once / seconds
+            plan, seconds = replace(plan, members=apart), at_once
+            why = f"members run at the same time, one replica each at first: {by}, {gain:.0%} sooner than in turn"
+        else:
+            why = (
+                f"members run in turn, with replicas on all their GPUs: {by}, no later than at the same time"
+            )
+    return replace(plan, why=why, seconds=seconds if is_measured else None)
+
+
+def _guess(placement: Placement, devices: Sequence[Device]) -> Speed:
+    needed = placement.footprint
+    parameters = needed.weights.parameters if needed else 0
+    weight_bytes = needed.weights.bytes if needed else 0
+    capability = devices[0].compute_capability if placement.gpus and devices else None
+    return guessed_speed(parameters, weight_bytes, capability)
+
+
+def _replicas(
+    index: int, model: ModelConfig, placement: Placement, workers_per_gpu: int
+) -> tuple[int, Sequence[str]]:
+    gpus = placement.gpus
+    places = len(placement.devices) * workers_per_gpu
+    if model.replicas == "auto":
+        return (max(1, places // gpus) if gpus else 1), ()
+    room = max(1, places // gpus) if gpus else model.replicas
+    if model.replicas > room:
+        return room, (
+            f"models[{index}].replicas: {model.name} asks for {model.replicas} of {gpus} GPU each, but there "
+            f"is room for {room} at a time; running {room}",
+        )
+    return model.replicas, ()

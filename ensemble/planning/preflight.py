@@ -1,0 +1,78 @@
+"""Memory that other programs hold of the GPUs: said before the run starts, waited for where that was asked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from ensemble.devices import Device, used_memory
+from ensemble.errors import DeviceError
+from ensemble.leases import holders
+from ensemble.planning.outlook import Outlook
+from ensemble.planning.plan import MemberPlan
+from ensemble.sizes import gib
+
+# Less than this is a desktop's or the driver's own.
+WORTH_SAYING_BYTES = 512 << 20
+_LOOK_SECONDS = 1.0
+_SAY_SECONDS = 30.0
+
+
+def held_texts(devices: Sequence[Device]) -> Iterator[str]:
+    """A sentence for each GPU of which others hold a good part."""
+    for device in devices:
+        if device.used_bytes >= WORTH_SAYING_BYTES:
+            yield (
+                f"{device.name} ({device.uuid}): {gib(device.used_bytes)} of {gib(device.total_bytes)} are held by "
+                f"others; NVML shows {holders(device.uuid)} there"
+            )
+
+
+def wait_for_room(outlook: Outlook, say: Callable[[str], None]) -> Outlook:
+    """The outlook once every member finds the room it needs, or as it is when the time is over.
+
+    Raises:
+        DeviceError: a member has no GPU to run on, even now.
+    """
+    wait_seconds = outlook.config.wait_for_gpu
+    began = time.monotonic()
+    said_at = float("-inf")
+    while (lacking := _lacking(outlook)) and time.monotonic() - began < wait_seconds:
+        if time.monotonic() - said_at >= _SAY_SECONDS:
+            said_at = time.monotonic()
+            left = wait_seconds - (said_at - began)
+            for text in held_texts([device for device in outlook.gpus if device.uuid in lacking]):
+                say(f"{text}; waiting up to {left:,.0f} s more for it")
+        time.sleep(min(_LOOK_SECONDS, wait_seconds))
+        used = used_memory([device.uuid for device in outlook.gpus])
+        outlook = outlook.again([replace(one, used_bytes=used[one.uuid] or 0) for one in outlook.gpus])
+    members = outlook.plan.members
+    homeless = [member for member in members if member.gpus > len(member.placement.devices)]
+    if homeless:
+        raise DeviceError([_no_room(member, outlook.gpus, wait_seconds) for member in homeless])
+    for member in members:
+        if member.placement.held:
+            say(f"{member.name} leaves out {', '.join(member.placement.held)}: too little of it is free")
+    return outlook
+
+
+def _lacking(outlook: Outlook) -> set[str]:
+    return {uuid for member in outlook.plan.members for uuid in member.placement.held}
+
+
+def _no_room(member: MemberPlan, devices: Sequence[Device], wait_seconds: float) -> str:
+    placement = member.placement
+    assert placement.footprint is not None
+    states = "; ".join(
+        f"{device.name} ({device.uuid}) has {gib(device.total_bytes - device.used_bytes)} free, NVML shows "
+        f"{holders(device.uuid)} there"
+        for device in devices
+        if device.uuid in placement.held
+    )
+    waited = f" after {wait_seconds:g} s" if wait_seconds else ""
+    needed = gib(placement.footprint.resident_bytes(placement.gpus))
+    return (
+        f"models[{member.index}] ({member.name}) needs {needed} of a GPU: {states}{waited}; end what runs there, "
+        f"or set wait_for_gpu: {'1h' if wait_seconds else '10m'}"
+    )

@@ -1,0 +1,1 @@
+"""Tables in and out: formats, the input, the sample submission."""

@@ -1,0 +1,186 @@
+"""What is known of an adapter before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from ensemble.checkpoint.adapter import inspect_adapter
+from ensemble.checkpoint.inspection import Checkpoint, inspect_checkpoint
+from ensemble.errors import CheckpointError
+from tests.checkpoints import make_adapter, make_base, make_checkpoint
+
+pytest.importorskip("peft")
+pytestmark = [  # both peft's
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False"),
+]
+LABELS = ["a", "b", "c"]
+PLAIN = {"LABEL_0": "a", "LABEL_1": "b", "LABEL_2": "c"}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_base(tmp_path_factory.mktemp("bases") / "llama", "llama")
+
+
+@pytest.fixture(scope="module")
+def lora(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Path:
+    return make_adapter(tmp_path_factory.mktemp("adapters") / "lora", llama, 3)
+
+
+def inspect(
+    base: Path, adapter: Path, label_map: Mapping[str, str] = PLAIN, labels: Sequence[str] = LABELS
+) -> Checkpoint:
+    return inspect_checkpoint(str(base), None, labels, label_map, None, str(adapter))
+
+
+def write(folder: Path, tensors: Mapping[str, Sequence[int]], dtype: str = "F32", **config: object) -> Path:
+    """An adapter, or with ``config.json`` a base, of empty tensors of these shapes."""
+    folder.mkdir()
+    entries, end = {}, 0
+    for name, shape in tensors.items():
+        size = 4
+        for length in shape:
+            size *= length
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + size]}
+        end += size
+    header = json.dumps(entries).encode()
+    data = len(header).to_bytes(8, "little") + header + bytes(end)
+    adapter = "peft_type" in config
+    (folder / ("adapter_model.safetensors" if adapter else "model.safetensors")).write_bytes(data)
+    (folder / ("adapter_config.json" if adapter else "config.json")).write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def test_a_head_says_how_many_labels_there_are(llama: Path, lora: Path) -> None:
+    adapter = inspect_adapter(str(lora))
+    assert (adapter.head_rows, adapter.brings_head, adapter.base) == (3, True, str(llama))
+    checkpoint = inspect(llama, lora, {"LABEL_0": "c", "LABEL_1": "a", "LABEL_2": "b"})
+    assert checkpoint.label_order == (1, 2, 0)
+    assert checkpoint.activation == "softmax"
+    assert checkpoint.warnings == (), "the base has no head, but the adapter has"
+    with pytest.raises(CheckpointError, match=r"lora has 3 labels .LABEL_0.*, the config has 2"):
+        inspect(llama, lora, {}, ["a", "b"])
+    with pytest.raises(CheckpointError, match=r"the labels of .*lora are LABEL_0.*label_map"):
+        inspect(llama, lora, {})
+
+
+def test_the_bases_names_stand_where_it_has_as_many(lora: Path, tmp_path: Path) -> None:
+    base = make_checkpoint(tmp_path / "base", "llama", ["c", "b", "a"])
+    assert inspect(base, lora, {}).label_order == (2, 1, 0)
+
+
+def test_without_a_head_of_its_own_the_bases_labels_stand(tmp_path: Path) -> None:
+    base = make_checkpoint(tmp_path / "base", "llama", LABELS)
+    # LoRA beside the head is no head.
+    adapter = make_adapter(tmp_path / "adapter", base, 3, task_type=None, target_modules=["q_proj", "score"])
+    assert inspect_adapter(str(adapter)).brings_head is False
+    assert inspect(base, adapter, {}).label_order == (0, 1, 2)
+    headless = make_base(tmp_path / "headless", "llama")
+    (warning,) = inspect(headless, adapter, {"LABEL_0": "a", "LABEL_1": "b"}, ["a", "b"]).warnings
+    assert "no classification head" in warning
+
+
+@pytest.mark.parametrize("architecture", ["bert", "roberta", "gpt2", "gemma3", "deberta-v2"])
+def test_heads_and_layers_of_other_families(architecture: str, tmp_path: Path) -> None:
+    base = make_checkpoint(tmp_path / "base", architecture, ["x", "y"])
+    adapter = make_adapter(tmp_path / "adapter", base, 3)
+    assert inspect_adapter(str(adapter)).head_rows == 3
+    assert inspect(base, adapter).label_order == (0, 1, 2)
+
+
+def test_files_that_are_missing_or_cut_short(llama: Path, lora: Path, tmp_path: Path) -> None:
+    def changed(name: str) -> Path:
+        return Path(shutil.copytree(lora, tmp_path / name))
+
+    short = changed("short") / "adapter_model.safetensors"
+    short.write_bytes(short.read_bytes()[:-10])
+    (changed("gone") / "adapter_model.safetensors").unlink()
+    pickled = changed("pickled") / "adapter_model.safetensors"
+    pickled.rename(pickled.with_suffix(".bin"))
+    (changed("no json") / "adapter_config.json").write_text("{")
+    (changed("no kind") / "adapter_config.json").write_text("{}")
+    (changed("prompts") / "adapter_config.json").write_text('{"peft_type": "PREFIX_TUNING"}')
+    cases = {
+        "short": r"short/adapter_model\.safetensors has .* bytes and should have .*; copy it again",
+        "gone": r"gone has an adapter_config\.json but no adapter_model\.safetensors; copy it too",
+        "pickled": r"pickled holds its weights as a pickle",
+        "no json": r"adapter_config\.json cannot be read",
+        "no kind": r"names no peft_type",
+        "prompts": r"is a PREFIX_TUNING adapter.*only LoRA",
+        "lorra": r"lorra: no such folder",
+    }
+    for name, message in cases.items():
+        with pytest.raises(CheckpointError, match=message):
+            inspect(llama, tmp_path / name)
+    with pytest.raises(CheckpointError, match=r"has no adapter_config\.json"):
+        inspect(llama, llama)
+    with pytest.raises(
+        CheckpointError, match=r"no config\.json.*it holds an adapter: name it with adapter_name"
+    ):
+        inspect_checkpoint(str(lora), None, LABELS, {}, None)
+
+
+def test_a_name_on_the_hub_that_cannot_be_had(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(
+        CheckpointError, match=r"org/lora: no such folder.*cannot be reached.*download it first"
+    ):
+        inspect(llama, Path("org/lora"))
+
+
+BASE = {"model.layers.0.self_attn.q_proj.weight": (64, 32), "model.embed_tokens.weight": (100, 32)}
+LORA_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+LORA_B = LORA_A.replace("lora_A", "lora_B")
+HEAD = {"base_model.model.score.weight": (3, 32)}
+CONFIG = {"peft_type": "LORA", "base_model_name_or_path": "org/other-model"}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({LORA_A: (4, 32), LORA_B: (64, 4)}, None),
+        ({LORA_A: (4, 64), LORA_B: (32, 4)}, None),  # transposed, as in GPT-2
+        (
+            {LORA_A: (4, 48), LORA_B: (96, 4)},
+            r"adapter is not for .*base: its model\.layers\.0\.self_attn\.q_proj is made for 96 x 48, the base has "
+            r"64 x 32; it was trained on org/other-model",
+        ),
+        ({LORA_A.replace("q_proj", "query"): (4, 32)}, r"the base has no model\.layers\.0\.self_attn\.query"),
+        (
+            {"base_model.model.model.embed_tokens.weight": (101, 32)},
+            r"its model\.embed_tokens is made for 101 x 32, the base has 100 x 32",
+        ),
+    ],
+)
+def test_whether_an_adapter_is_for_this_base(
+    tensors: dict[str, tuple[int, int]], message: str | None, tmp_path: Path
+) -> None:
+    base = write(tmp_path / "base", BASE)
+    adapter = write(tmp_path / "adapter", {**tensors, **HEAD}, **CONFIG)
+    if message is None:
+        inspect(base, adapter)
+        return
+    with pytest.raises(CheckpointError, match=message):
+        inspect(base, adapter)
+
+
+def test_names_without_the_classifiers_prefix_and_packed_weights(tmp_path: Path) -> None:
+    tensors = {LORA_A: (4, 32), LORA_B: (64, 4), **HEAD}
+    adapter = write(tmp_path / "adapter", tensors, **CONFIG)
+    bare = {name.removeprefix("model."): shape for name, shape in BASE.items()}
+    inspect(write(tmp_path / "bare", bare), adapter)
+    other = {name: (shape[0] + 1, shape[1]) for name, shape in bare.items()}
+    with pytest.raises(CheckpointError, match="65 x 32"):
+        inspect(write(tmp_path / "other", other), adapter)
+    packed = dict.fromkeys(BASE, (1024, 1))
+    inspect(write(tmp_path / "packed", packed, dtype="I32"), adapter)

@@ -1,0 +1,157 @@
+"""What is known of a checkpoint before it is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ensemble.checkpoint.inspection import inspect_checkpoint, match_labels
+from ensemble.errors import CheckpointError
+
+LABELS = ["a", "b", "c"]
+
+
+def write(folder: Path, **config: Any) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+    header = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    return str(folder)
+
+
+def test_order_comes_from_names() -> None:
+    assert match_labels(["c", "a", "b"], LABELS, {}, "m") == (1, 2, 0)
+    names = ["LABEL_0", "LABEL_1", "LABEL_2"]
+    label_map = {"LABEL_0": "b", "LABEL_1": "c", "LABEL_2": "a"}
+    assert match_labels(names, LABELS, label_map, "m") == (2, 0, 1)
+    assert match_labels(["x", "b", "c"], LABELS, {"x": "a"}, "m") == (0, 1, 2)
+    assert match_labels(["LABEL_0"], ["score"], {}, "m") == (0,)
+
+
+@pytest.mark.parametrize(
+    ("names", "label_map", "message"),
+    [
+        (["LABEL_0", "LABEL_1", "LABEL_2"], {}, r"label_map: \{LABEL_0: a\}"),
+        (["a", "b"], {}, "has 2 labels .a, b., the config has 3"),
+        (["a", "b", "C"], {}, "label 'C' of m is not in labels"),
+        (["a", "b", "c"], {"d": "a"}, "label_map: 'd' is not a label of m"),
+        (["a", "b", "x"], {"x": "a"}, "two labels of m would both be 'a'"),
+    ],
+)
+def test_labels_that_do_not_match(names: list[str], label_map: dict[str, str], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        match_labels(names, LABELS, label_map, "m")
+
+
+def test_activation_follows_the_problem_type(tmp_path: Path) -> None:
+    named = {"id2label": {"0": "a", "1": "b", "2": "c"}}
+    kinds = {
+        None: "softmax",
+        "single_label_classification": "softmax",
+        "multi_label_classification": "sigmoid",
+        "regression": "none",
+    }
+    for kind, activation in kinds.items():
+        folder = write(tmp_path / str(kind), problem_type=kind, **named)
+        assert inspect_checkpoint(folder, None, LABELS, {}, None).activation == activation
+        assert (
+            inspect_checkpoint(folder, None, LABELS, {}, "multi_label_classification").activation == "sigmoid"
+        )
+    one = write(tmp_path / "one", id2label={"0": "LABEL_0"})
+    assert inspect_checkpoint(one, None, ["score"], {}, None).activation == "none"
+
+
+def test_ids_are_sorted_as_numbers(tmp_path: Path) -> None:
+    labels = [f"topic {index}" for index in range(12)]
+    stored = {str(index): labels[index] for index in reversed(range(12))}
+    folder = write(tmp_path / "m", id2label=stored)
+    assert inspect_checkpoint(folder, None, labels, {}, None).label_order == tuple(range(12))
+
+
+def test_without_stored_labels_transformers_has_two(tmp_path: Path) -> None:
+    folder = write(tmp_path / "m", model_type="bert")
+    label_map = {"LABEL_0": "no", "LABEL_1": "yes"}
+    assert inspect_checkpoint(folder, None, ["yes", "no"], label_map, None).label_order == (1, 0)
+
+
+def test_paths_that_hold_no_checkpoint(tmp_path: Path) -> None:
+    write(tmp_path / "models" / "gemma" / "checkpoint-10")
+    (tmp_path / "models" / "gemma" / "config.json").unlink(missing_ok=True)
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{")
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "config.json").write_text('{"id2label": {"zero": "a", "one": "b", "two": "c"}}')
+    cases = {
+        tmp_path / "models" / "gemma": "no config.json.*checkpoint-10",
+        tmp_path / "models" / "gemmma": "no such folder; did you mean .*gemma",
+        tmp_path / "file": "is a file",
+        tmp_path / "broken": "cannot be read",
+        tmp_path / "odd": "id2label",
+    }
+    for path, message in cases.items():
+        with pytest.raises(CheckpointError, match=message):
+            inspect_checkpoint(str(path), None, LABELS, {}, None)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("model.safetensors", None, "no weights"),
+        ("model.safetensors", b"", "cut short"),
+        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n", "git-lfs pointer"),
+        ("model.safetensors", (9).to_bytes(8, "little") + b"not JSON!", "broken header"),
+        ("tokenizer.json", None, "no tokenizer files"),
+        (
+            "model.safetensors.index.json",
+            b'{"weight_map": {"w": "a.safetensors"}}',
+            "the first is a.safetensors",
+        ),
+    ],
+)
+def test_files_that_are_missing_or_broken(
+    file: str, content: bytes | None, message: str, tmp_path: Path
+) -> None:
+    folder = Path(write(tmp_path / "m", id2label={"0": "a", "1": "b", "2": "c"}))
+    if content is None:
+        (folder / file).unlink()
+    else:
+        (folder / file).write_bytes(content)
+    with pytest.raises(CheckpointError, match=message):
+        inspect_checkpoint(str(folder), None, LABELS, {}, None)
+
+
+def test_a_cut_weight_file_is_named_with_its_sizes(tmp_path: Path) -> None:
+    folder = Path(write(tmp_path / "m", id2label={"0": "a", "1": "b", "2": "c"}))
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[:-1])
+    with pytest.raises(CheckpointError, match=f"has {len(whole) - 1} bytes and should have {len(whole)}"):
+        inspect_checkpoint(str(folder), None, LABELS, {}, None)
+
+
+def test_odd_configs_are_no_stack_trace(tmp_path: Path) -> None:
+    named = {"id2label": {"0": "a", "1": "b", "2": "c"}}
+    cases: list[dict[str, Any]] = [{"architectures": [None]}, {"architectures": "Foo"}, {"architectures": []}]
+    for odd in cases:
+        folder = write(tmp_path / "m", **named, **odd)
+        assert inspect_checkpoint(folder, None, LABELS, {}, None).architecture == ""
+    with pytest.raises(CheckpointError, match="num_labels"):
+        inspect_checkpoint(write(tmp_path / "n", num_labels="x"), None, LABELS, {}, None)
+
+
+def test_a_hub_id_that_cannot_be_had_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(CheckpointError, match=r"org/model: no such folder.*cannot be reached.*download"):
+        inspect_checkpoint("org/model", None, LABELS, {}, None)
+
+
+def test_a_checkpoint_without_a_head_is_pointed_at(tmp_path: Path) -> None:
+    named = {"id2label": {"0": "a", "1": "b", "2": "c"}}
+    folder = write(tmp_path / "m", architectures=["LlamaForCausalLM"], **named)
+    (warning,) = inspect_checkpoint(folder, None, LABELS, {}, None).warnings
+    assert "LlamaForCausalLM" in warning

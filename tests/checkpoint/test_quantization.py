@@ -1,0 +1,143 @@
+"""Quantization settings, before anything is loaded."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import shutil
+from typing import Any
+
+import pytest
+
+from ensemble.checkpoint.quantization import quantization_problems
+from tests.project import Project
+
+FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "float16"}
+
+
+def wrong(
+    settings: dict[str, Any] | None,
+    stored: dict[str, Any] | None = None,
+    on_gpu: bool = True,
+    merges_adapter: bool = False,
+) -> list[str]:
+    return list(quantization_problems(settings, stored, on_gpu, merges_adapter))
+
+
+def test_settings_that_are_right() -> None:
+    assert wrong(None) == []
+    assert wrong(FOUR_BITS, on_gpu=False) == []
+    assert wrong({"quant_method": "bitsandbytes", "_load_in_8bit": True, "load_in_8bit": True}) == []
+    assert wrong(None, {**FOUR_BITS, "quant_method": "bitsandbytes"}) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentences"),
+    [
+        (
+            {**FOUR_BITS, "bnb_4bit_quant_typ": "nf4"},
+            [
+                "quantization_config.bnb_4bit_quant_typ: there is no such key; did you mean bnb_4bit_quant_type?"
+            ],
+        ),
+        (
+            {"load_in_4bit": True, "load_in_8bit": True},
+            ["quantization_config: load_in_4bit and load_in_8bit exclude each other; keep one"],
+        ),
+        (
+            {"bnb_4bit_quant_type": "nf4"},
+            ["quantization_config: it quantizes nothing; add load_in_4bit: true or load_in_8bit: true"],
+        ),
+        (
+            {"quant_method": "higs", "bits": 4},
+            ["quantization_config.quant_method: 'higs' is unknown; did you mean higgs?"],
+        ),
+        (
+            {"quant_method": "eetq", "weight": "int8"},
+            ["quantization_config.weight: there is no such key; did you mean weights?"],
+        ),
+    ],
+)
+def test_settings_that_are_wrong(settings: dict[str, Any], sentences: list[str]) -> None:
+    assert wrong(settings) == sentences
+
+
+def test_the_keys_are_those_of_the_installed_transformers() -> None:
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+    for method, kind in AUTO_QUANTIZATION_CONFIG_MAPPING.items():
+        method = method.removesuffix("_4bit").removesuffix("_8bit")
+        parameters = set(inspect.signature(kind.__init__).parameters) - {"self", "kwargs"}
+        settings: dict[str, Any] = {**dict.fromkeys(parameters), "quant_method": method}
+        if method == "bitsandbytes":
+            settings["load_in_4bit"] = True
+        assert not [problem for problem in wrong(settings) if "no such key" in problem], method
+
+
+@pytest.mark.parametrize("method", ["eetq", "higgs", "spqr", "fbgemm_fp8"])
+def test_methods_that_need_a_gpu(method: str) -> None:
+    import torch
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+
+    settings = {"quant_method": method}
+    (sentence,) = wrong(settings, on_gpu=False)
+    assert sentence.startswith(f"num_gpus: {method} quantization needs a GPU, and this member gets none")
+    assert wrong(None, settings, on_gpu=False) == [sentence]
+    assert wrong(settings) == []
+    if torch.cuda.is_available():
+        pytest.skip("transformers refuses them only where torch sees no GPU")
+    quantizer = object.__new__(AUTO_QUANTIZER_MAPPING[method])
+    with pytest.raises((RuntimeError, ImportError, NotImplementedError), match=r"GPU|kernels"):
+        quantizer.validate_environment(device_map=None)
+
+
+def test_weights_that_are_unpacked_on_a_cpu_need_no_gpu() -> None:
+    assert wrong(None, {"quant_method": "fp8"}, on_gpu=False) == []
+    assert wrong({"quant_method": "fp8"}, on_gpu=False)[0].startswith(
+        "num_gpus: fp8 quantization needs a GPU"
+    )
+
+
+def test_packages_that_are_missing() -> None:
+    # Of these no test environment has the package.
+    assert wrong({"quant_method": "vptq"}) == [
+        "quantization_config: vptq needs the package vptq, which is not installed: pip install vptq"
+    ]
+    assert wrong(None, {"quant_method": "aqlm"}) == [
+        "model_name_or_path: aqlm needs the package aqlm, which is not installed: pip install aqlm"
+    ]
+
+
+def test_what_the_checkpoint_carries_goes_first() -> None:
+    stored = {**FOUR_BITS, "quant_method": "bitsandbytes"}
+    (other,) = wrong({"quant_method": "fp8"}, stored)
+    assert other.startswith("quantization_config: it says fp8, but the checkpoint was saved in bitsandbytes")
+    (merge,) = wrong(None, stored, merges_adapter=True)
+    assert merge.startswith("merge_adapter: the checkpoint was saved in bitsandbytes")
+
+
+def test_validate_says_all_of_it_without_torch(project: Project) -> None:
+    saved = project.folder / "saved"
+    shutil.copytree(project.models / "llama", saved)
+    config = json.loads((saved / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "eetq", "weights": "int8"}
+    (saved / "config.json").write_text(json.dumps(config))
+    llama = str(project.models / "llama")
+    project.write_config(
+        project.config(
+            models=[
+                {"name": "a", "model_name_or_path": str(saved), "num_gpus": 0},
+                {"name": "b", "model_name_or_path": llama, "quantization_config": {"load_in_4bits": True}},
+                {"name": "c", "model_name_or_path": llama, "model_kwargs": {"device_map": "auto"}},
+            ]
+        )
+    )
+    done = project.ensemble("validate", "config.yaml")
+    assert done.returncode == 2, done.stdout
+    assert "models[0].num_gpus: eetq quantization needs a GPU" in done.stderr
+    assert (
+        "models[1].quantization_config.load_in_4bits: there is no such key; did you mean load_in_4bit?"
+        in (" ".join(done.stderr.split()))
+    )
+    assert "models[2].model_kwargs.device_map: set the key device_map of the model itself" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,59 @@
+"""How long runs take, as arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+
+from ensemble.planning.forecast import Job, measured_speeds, total_seconds
+
+
+def job(startup: float, compute: float, first: int, gpus: int = 1, replicas: int = 2) -> Job:
+    return Job(startup, compute, gpus, replicas, first)
+
+
+def test_in_turn_each_member_starts_when_the_one_before_has_ended() -> None:
+    assert total_seconds([job(10, 100, 2), job(10, 60, 2)], 2) == 10 + 50 + 10 + 30
+    assert total_seconds([job(10, 100, 1, replicas=1)], 1) == 110
+
+
+def test_at_the_same_time_each_is_loaded_once() -> None:
+    assert total_seconds([job(10, 100, 1), job(10, 100, 1)], 2) == 110
+
+
+def test_a_gpu_that_is_left_over_joins_the_longer_member() -> None:
+    alone = total_seconds([job(10, 1000, 1, replicas=1), job(10, 100, 1, replicas=1)], 2)
+    joined = total_seconds([job(10, 1000, 1), job(10, 100, 1)], 2)
+    assert alone == 1010
+    # At 110 s the second GPU is free and loads until 120; from there 890 s of work are shared.
+    assert joined == pytest.approx(120 + 890 / 2)
+    assert total_seconds([job(60, 110, 1), job(10, 100, 1)], 2) == 170, (
+        "loading would take longer than what is left"
+    )
+
+
+def test_members_on_the_cpu_and_over_several_gpus() -> None:
+    jobs = [
+        job(10, 100, 1, gpus=2, replicas=1),
+        job(5, 300, 1, gpus=0, replicas=1),
+        job(10, 50, 1, replicas=1),
+    ]
+    assert total_seconds(jobs, 2) == 305
+    assert total_seconds([job(1, 1, 1, gpus=3)], 2) == 0, "what fits nowhere takes no time, and never hangs"
+
+
+def test_speeds_come_from_complete_members_on_the_same_kind_of_gpu() -> None:
+    worker = {"start_seconds": 4.0, "load_seconds": 6.0, "predict_seconds": 30.0}
+    document = {
+        "devices": [{"uuid": "GPU-1", "name": "T4"}],
+        "members": [
+            {"name": "a", "status": "complete", "work": 120.0, "workers": [worker, worker]},
+            {"name": "b", "status": "failed", "work": 120.0, "workers": []},
+        ],
+    }
+    speeds = measured_speeds(document, ["T4", "T4"])
+    assert list(speeds) == ["a"]
+    assert speeds["a"].startup_seconds == 10
+    assert speeds["a"].seconds_per_work == 0.5
+    assert measured_speeds(document, ["H100"]) == {}
+    assert measured_speeds({"devices": None}, []) == {}
+    assert measured_speeds({}, []) == {}

@@ -1,0 +1,318 @@
+"""Predicted memory against what real models hold and allocate."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from ensemble.checkpoint.architecture import Architecture, read_architecture
+from ensemble.checkpoint.tensors import Tensor, read_tensors
+from ensemble.planning.memory import Activation, Dtype, Stage, activation, fits_tokens, weights
+from ensemble.worker.predict import Classifier
+from ensemble.worker.quantization import quantization_config
+from tests.checkpoints import make_checkpoint
+from tests.planning.tracking.measure import fake_classifier, peak_bytes
+
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "float32"}
+DOUBLE = {**NF4, "bnb_4bit_use_double_quant": True}
+INT8 = {"load_in_8bit": True}
+
+
+def architecture_of(config: Any) -> Architecture:
+    found = read_architecture(config.to_dict())
+    assert found is not None
+    return found
+
+
+def decoder(**sizes: int) -> dict[str, int]:
+    """Real widths, few layers: a layer's memory is freed before the next one runs."""
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    given = dict(zip(names, (sizes.pop(key) for key in ("hidden", "inner", "heads", "kv")), strict=True))
+    return {**given, "num_hidden_layers": 2, "vocab_size": 32_000, "pad_token_id": 0, **sizes}
+
+
+ENCODER = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 2,
+    "pad_token_id": 0,
+}
+# The widths of Gemma-2-9B, Llama-3-8B, Qwen3-0.6B, Phi-3-mini, Gemma-3-270M, GPT-2 XL, and of the large encoders.
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "gemma2": lambda: transformers.Gemma2Config(
+        **decoder(hidden=3584, inner=14336, heads=16, kv=8, head_dim=256)
+    ),
+    "llama": lambda: transformers.LlamaConfig(**decoder(hidden=4096, inner=14336, heads=32, kv=8)),
+    "qwen3": lambda: transformers.Qwen3Config(
+        **decoder(hidden=1024, inner=3072, heads=16, kv=8, head_dim=128)
+    ),
+    "phi3": lambda: transformers.Phi3Config(
+        **decoder(hidden=3072, inner=8192, heads=32, kv=32, bos_token_id=1, eos_token_id=2)
+    ),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **{**decoder(hidden=640, inner=2048, heads=4, kv=1, head_dim=256), "num_hidden_layers": 6},
+        sliding_window=512,
+    ),
+    "gpt2": lambda: transformers.GPT2Config(n_embd=1600, n_layer=2, n_head=25, pad_token_id=0),
+    "bert": lambda: transformers.BertConfig(**ENCODER),
+    "modernbert": lambda: transformers.ModernBertConfig(**{**ENCODER, "intermediate_size": 2624}),
+    "deberta-v2": lambda: transformers.DebertaV2Config(
+        **{**ENCODER, "num_hidden_layers": 6},
+        relative_attention=True,
+        pos_att_type=["p2c", "c2p"],
+        position_biased_input=False,
+        type_vocab_size=0,
+        position_buckets=256,
+        norm_rel_ebd="layer_norm",
+        share_att_key=True,
+    ),
+    "bloom": lambda: transformers.BloomConfig(
+        hidden_size=1024, n_layer=2, n_head=16, vocab_size=32_000, pad_token_id=0
+    ),
+    "mixtral": lambda: transformers.MixtralConfig(**decoder(hidden=1024, inner=3584, heads=16, kv=4)),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [
+        ("gemma2", "eager"),
+        ("llama", "sdpa"),
+        ("llama", "eager"),
+        ("qwen3", "sdpa"),
+        ("phi3", "sdpa"),
+        ("gemma3", "sdpa"),
+        ("gpt2", "sdpa"),
+        ("bert", "sdpa"),
+        ("bert", "eager"),
+        ("modernbert", "sdpa"),
+        ("deberta-v2", "eager"),
+    ],
+)
+def test_the_activation_of_real_widths_on_a_gpu(family: str, attention: str) -> None:
+    config = FAMILIES[family]()
+    predicted = activation(architecture_of(config), "bfloat16", attention, 2, None, on_gpu=True)
+    with fake_classifier(config, torch.bfloat16, attention) as (classifier, _):
+        for rows, width in ((32, 24), (4, 500)):
+            measured = peak_bytes(classifier, [width] * rows)
+            assert 0.9 < predicted.bytes(rows * width, width) / measured < 1.15, (rows, width)
+
+
+@pytest.mark.parametrize("family", ["bloom", "mixtral"])
+def test_an_unknown_family_is_never_thought_too_small(family: str) -> None:
+    config = FAMILIES[family]()
+    attention = "eager" if family == "bloom" else "sdpa"
+    predicted = activation(architecture_of(config), "bfloat16", attention, 2, None, on_gpu=True)
+    with fake_classifier(config, torch.bfloat16, attention) as (classifier, _):
+        for rows, width in ((32, 24), (4, 500)):
+            measured = peak_bytes(classifier, [width] * rows)
+            assert measured <= predicted.bytes(rows * width, width) * 1.005 < 3 * measured, (rows, width)
+
+
+SMALL = {"hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4, "num_hidden_layers": 3}
+SMALL_CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaConfig(**SMALL, num_key_value_heads=2, vocab_size=200, pad_token_id=0),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **SMALL, num_key_value_heads=2, head_dim=32, vocab_size=200, pad_token_id=0
+    ),
+    "bert": lambda: transformers.BertConfig(**SMALL, vocab_size=200),
+    "gpt2": lambda: transformers.GPT2Config(n_embd=128, n_layer=3, n_head=4, vocab_size=200, pad_token_id=0),
+}
+
+
+@pytest.mark.parametrize("lengths", [[96] * 8, [96, 90, 60, 40, 7, 3], [300]])
+@pytest.mark.parametrize(
+    ("family", "attention"), [("llama", "sdpa"), ("gemma2", "eager"), ("bert", "sdpa"), ("gpt2", "sdpa")]
+)
+def test_the_activation_of_models_that_really_run(family: str, attention: str, lengths: list[int]) -> None:
+    config = SMALL_CONFIGS[family]()
+    model = transformers.AutoModelForSequenceClassification.from_config(config, attn_implementation=attention)
+    model.config.use_cache = False
+    measured = peak_bytes(Classifier(model.eval(), 0), lengths)
+    predicted = activation(
+        architecture_of(config), "float32", attention, 2, None, on_gpu=False, padded=len(set(lengths)) > 1
+    )
+    width = max(lengths)
+    assert 0.8 < predicted.bytes(len(lengths) * width, width) / measured < 1.25
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("checkpoints")
+    names = ("gemma2", "gpt2", "roberta", "deberta-v2")
+    return {name: make_checkpoint(root / name, name, ["a", "b", "c"]) for name in names}
+
+
+def load(folder: Path, dtype: Dtype, quantization: dict[str, Any] | None) -> Any:
+    options: dict[str, Any] = {"dtype": getattr(torch, dtype)}
+    if quantization is not None:
+        options["quantization_config"] = quantization_config(quantization)
+        options["device_map"] = {"": "cpu"}
+    return transformers.AutoModelForSequenceClassification.from_pretrained(folder, **options)
+
+
+def held_bytes(model: Any) -> int:
+    """Parameters, and what bitsandbytes keeps beside them."""
+    total = 0
+    for parameter in model.parameters():
+        total += parameter.nbytes
+        if (state := getattr(parameter, "quant_state", None)) is not None:
+            total += state.absmax.nbytes + state.code.nbytes
+            if state.nested:
+                total += state.offset.nbytes + state.state2.absmax.nbytes + state.state2.code.nbytes
+        if (scales := getattr(parameter, "SCB", None)) is not None:
+            total += scales.nbytes
+    return total
+
+
+def read(folder: Path) -> tuple[tuple[Tensor, ...], Architecture]:
+    tensors = read_tensors(folder)
+    architecture = read_architecture(json.loads((folder / "config.json").read_text()))
+    assert tensors is not None
+    assert architecture is not None
+    return tensors, architecture
+
+
+@pytest.mark.filterwarnings("ignore")  # bitsandbytes' own
+@pytest.mark.parametrize(
+    ("dtype", "quantization"),
+    [("float32", None), ("bfloat16", None), ("bfloat16", NF4), ("bfloat16", DOUBLE), ("float16", INT8)],
+)
+@pytest.mark.parametrize("family", ["gemma2", "gpt2", "roberta", "deberta-v2"])
+def test_weights_as_they_are_loaded(
+    checkpoints: dict[str, Path],
+    family: str,
+    dtype: Dtype,
+    quantization: dict[str, Any] | None,
+    tmp_path: Path,
+) -> None:
+    if quantization:
+        pytest.importorskip("bitsandbytes")
+    tensors, architecture = read(checkpoints[family])
+    model = load(checkpoints[family], dtype, quantization)
+    predicted = weights(tensors, architecture, dtype, quantization, 3)
+    plain = transformers.AutoModelForSequenceClassification.from_config(model.config)
+    assert predicted.parameters == sum(parameter.numel() for parameter in plain.parameters())
+    assert predicted.bytes == pytest.approx(held_bytes(model), rel=0.02)
+    if quantization:  # and the same once it has been stored that way
+        model.save_pretrained(tmp_path)
+        stored_tensors, stored_architecture = read(tmp_path)
+        stored = weights(stored_tensors, stored_architecture, dtype, None, 3)
+        assert stored.parameters == predicted.parameters
+        assert stored.bytes == pytest.approx(held_bytes(load(tmp_path, dtype, None)), rel=0.02)
+
+
+def test_a_causal_checkpoint_leaves_its_head_and_gets_another(tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(**SMALL, num_key_value_heads=2, vocab_size=1000, num_labels=5)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    tensors, architecture = read(tmp_path)
+    plain = transformers.AutoModelForSequenceClassification.from_config(config)
+    predicted = weights(tensors, architecture, "float16", None, 5)
+    assert predicted.parameters == sum(parameter.numel() for parameter in plain.parameters())
+    layer = sum(parameter.numel() for parameter in plain.model.layers[0].parameters())
+    assert predicted.largest_layer_bytes == 2 * max(layer, 1000 * 128)
+    assert predicted.largest_tensor_bytes == 2 * 1000 * 128
+    with_adapter = weights(tensors, architecture, "float16", None, 5, is_adapter_base=True)
+    assert with_adapter.bytes == predicted.bytes
+
+
+def test_a_checkpoint_of_gptq_keeps_its_bytes_and_unpacks_its_parameters() -> None:
+    # A layer [in 256, out 128] in 4 bits and groups of 128, as AutoGPTQ stores it.
+    tensors = [
+        Tensor("model.layers.0.q.qweight", "I32", (32, 128)),
+        Tensor("model.layers.0.q.qzeros", "I32", (2, 16)),
+        Tensor("model.layers.0.q.scales", "F16", (2, 128)),
+        Tensor("model.layers.0.q.g_idx", "I32", (256,)),
+        Tensor("score.weight", "F16", (2, 256)),
+    ]
+    config = {
+        **{"model_type": "llama", "hidden_size": 256, "num_hidden_layers": 1, "vocab_size": 10},
+        "quantization_config": {"quant_method": "gptq", "bits": 4},
+    }
+    architecture = read_architecture(config)
+    assert architecture is not None
+    predicted = weights(tensors, architecture, "float16", None, 2)
+    assert predicted.parameters == 256 * 128 + 2 * 256
+    assert predicted.bytes == sum(tensor.stored_bytes for tensor in tensors)
+
+
+def test_bitsandbytes_makes_the_largest_weight_anew() -> None:
+    architecture = architecture_of(FAMILIES["llama"]())
+    plain = activation(architecture, "float16", "sdpa", 2, None, on_gpu=True)
+    packed = activation(
+        architecture, "float16", "sdpa", 2, {**NF4, "bnb_4bit_compute_dtype": "float16"}, on_gpu=True
+    )
+    assert packed.fixed_bytes - plain.fixed_bytes == 2 * 4096 * 14336
+    assert packed.stages == plain.stages
+
+
+def test_logits_over_a_vocabulary_count_for_every_token() -> None:
+    architecture = architecture_of(FAMILIES["gemma3"]())
+    pooled = activation(architecture, "bfloat16", "sdpa", 262_144, None, on_gpu=True)
+    all_tokens = activation(
+        architecture, "bfloat16", "sdpa", 262_144, None, on_gpu=True, pools_last_token=False
+    )
+    assert pooled.bytes(1000, 100) < 100e6
+    assert all_tokens.bytes(1000, 100) > 1000 * 262_144 * 6
+
+
+def test_a_batch_that_fits_fits_and_one_token_more_does_not() -> None:
+    needed = Activation((Stage(1000.0, 2.0), Stage(400.0, 10.0, 3000.0)), 5_000)
+    for width in (8, 75, 900):
+        tokens = fits_tokens(needed, 10_000_000, width)
+        assert needed.bytes(tokens, width) <= 10_000_000 < needed.bytes(tokens + 1, width)
+    assert fits_tokens(needed, 4_000, 10) == 0
+
+
+@pytest.mark.parametrize("row_bytes", [0.0, 1e6])
+def test_one_line_for_all_stages_is_never_too_low(row_bytes: float) -> None:
+    needed = Activation((Stage(1000.0, 2.0), Stage(400.0, 10.0, row_bytes)), 0)
+    per_token, per_pair = needed.line(512)
+    for width in (16, 60, 100, 300, 512):
+        assert needed.bytes(width, width) <= width * (per_token + per_pair * width) + 1
+    if not row_bytes:
+        assert per_token + per_pair * 512 == pytest.approx(400 + 10 * 512)
+
+
+def test_numbers_go_by_different_names_in_different_families() -> None:
+    gpt2 = architecture_of(transformers.GPT2Config(n_embd=64, n_layer=3, n_head=4, n_positions=77))
+    assert (gpt2.hidden, gpt2.layers, gpt2.heads, gpt2.intermediate, gpt2.max_positions) == (
+        64,
+        3,
+        4,
+        256,
+        77,
+    )
+    distilbert = architecture_of(transformers.DistilBertConfig(dim=96, n_layers=2, n_heads=3, hidden_dim=100))
+    assert (distilbert.hidden, distilbert.head_dim, distilbert.intermediate) == (96, 32, 100)
+    assert not distilbert.is_decoder
+    # RoBERTa counts its positions from its padding's id on.
+    assert architecture_of(transformers.RobertaConfig(max_position_embeddings=514)).max_positions == 512
+    assert architecture_of(transformers.LlamaConfig()).max_positions is None
+    assert read_architecture({"model_type": "vit", "hidden_size": 768}) is None
+
+
+def test_a_sparse_nested_config_has_its_familys_numbers() -> None:
+    # As google/gemma-3-4b-it stores it; the rest are the defaults of transformers' configuration.
+    text = {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+    }
+    found = read_architecture({"model_type": "gemma3", "torch_dtype": "bfloat16", "text_config": text})
+    expected = transformers.Gemma3TextConfig(**text)
+    assert found is not None
+    assert (found.heads, found.kv_heads, found.head_dim) == (
+        expected.num_attention_heads,
+        expected.num_key_value_heads,
+        expected.head_dim,
+    )
+    assert (found.vocabulary, found.dtype, found.masks) == (expected.vocab_size, "bfloat16", 2)

@@ -1,0 +1,156 @@
+"""Where members go, as arithmetic over checkpoints of full size that take no disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from ensemble.checkpoint.inspection import inspect_checkpoint
+from ensemble.config import ModelConfig
+from ensemble.devices import Device
+from ensemble.planning.facts import member_facts
+from ensemble.planning.footprint import MemberFacts, chosen_attention, chosen_dtype
+from ensemble.planning.plan import Plan, make_plan
+from tests.planning.test_plan import config
+from tests.shapes import GEMMA_2_9B, LLAMA_3_8B, make_full_size
+
+GIB = 1 << 30
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+LABELS = ["a", "b", "tie"]
+MODELS = {"gemma": GEMMA_2_9B, "llama": LLAMA_3_8B}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("full size")
+    for name, shape in MODELS.items():
+        make_full_size(folder / name, shape, LABELS)
+    return folder
+
+
+def card(number: int, gigabytes: float, capability: tuple[int, int] = (7, 5), used: float = 0) -> Device:
+    return Device(f"GPU-{number}", "card", capability, int(gigabytes * GIB), int(used * GIB))
+
+
+def plan(
+    models: Path, devices: list[Device], *members: dict[str, Any], rows: int = 25_000, **keys: Any
+) -> Plan:
+    base = {"max_length": 2048}
+    asked = config(*({**base, "model_name_or_path": "llama", **member} for member in members), **keys)
+    lengths = np.full(rows, 6000, dtype=np.int64)
+    facts = {model.name: known(models, model, lengths) for model in asked.models}
+    return make_plan(asked, facts, devices)
+
+
+def known(models: Path, model: ModelConfig, lengths: npt.NDArray[np.int64]) -> MemberFacts:
+    checkpoint = inspect_checkpoint(str(models / model.model_name_or_path), None, LABELS, {}, None)
+    return member_facts(model, checkpoint, lengths, len(LABELS))
+
+
+def where(made: Plan) -> list[tuple[int, tuple[str, ...], int]]:
+    return [(member.gpus, member.placement.devices, member.first_replicas) for member in made.members]
+
+
+def test_a_model_that_fits_gets_one_gpu_and_one_that_does_not_gets_more(models: Path) -> None:
+    two = [card(0, 15), card(1, 15)]
+    assert where(plan(models, two, {"quantization_config": NF4})) == [(1, ("GPU-0", "GPU-1"), 2)]
+    made = plan(models, two, {})  # 15 GB of float16
+    assert where(made) == [(2, ("GPU-0", "GPU-1"), 1)]
+    assert made.members[0].placement.reason == "too large for one GPU, so a replica takes 2"
+    assert where(plan(models, [card(0, 15), card(1, 80)], {})) == [(1, ("GPU-1",), 1)]
+    assert "does not fit well on card (GPU-0)" in plan(models, [card(0, 15), card(1, 80)], {}).warnings[0]
+
+
+def test_what_cannot_fit_is_said_with_what_would_help(models: Path) -> None:
+    (problem,) = plan(models, [card(0, 12)], {}).problems
+    assert "models[0] (m0): its weights take 14.0 GiB in float16" in problem
+    assert "quantization_config: {load_in_4bit: true} makes it 4." in problem
+    assert "num_gpus: 2 of this size hold it (this run has 1)" in problem
+    (problem,) = plan(models, [card(0, 8), card(1, 8)], {"num_gpus": 1}).problems
+    assert "num_gpus: 3 of this size hold it (this run has 2)" in problem
+    offloaded = {"max_memory": {0: "6GiB", "cpu": "20GiB"}}
+    assert plan(models, [card(0, 8)], offloaded).problems == ()
+    (problem,) = plan(models, [card(0, 8)], {"max_memory": {0: "6GiB", "cpu": "2GiB"}}).problems
+    assert problem.startswith(
+        "models[0].max_memory: 8.0 GiB in all, and the weights of m0 take 14.0 GiB; raise it"
+    )
+
+
+def test_a_long_row_that_does_not_fit_is_a_warning_with_the_length_that_does(models: Path) -> None:
+    gemma = {"model_name_or_path": "gemma", "quantization_config": NF4, "max_length": 8192, "num_gpus": 1}
+    made = plan(models, [card(0, 15)], {**gemma, "max_num_batched_tokens": None}, rows=100)
+    assert made.problems == ()
+    made = plan(models, [card(0, 8)], {**gemma})
+    (warning,) = made.warnings
+    assert warning.startswith("models[0] (m0): a row of 6,064 tokens takes about ")
+    length = int(warning.split("max_length: ")[1].split()[0])
+    assert 64 < length < 6064
+    assert plan(models, [card(0, 8)], {**gemma, "max_length": length}).warnings == ()
+
+
+def test_the_budget_knows_that_eager_attention_is_quadratic(models: Path) -> None:
+    budgets = {}
+    for name in MODELS:
+        for length in (2048, 4096, 6000):
+            member = {"model_name_or_path": name, "quantization_config": NF4, "max_length": length}
+            (made,) = plan(models, [card(0, 15, (8, 0))], member).members
+            budgets[name, length] = made.placement.fits["GPU-0"].token_budget
+    assert budgets["gemma", 2048] > budgets["gemma", 4096] > budgets["gemma", 6000]
+    assert budgets["llama", 6000] == pytest.approx(budgets["llama", 2048], rel=0.01), "fused attention is not"
+    llama = {"quantization_config": NF4, "max_length": 6000}
+    (on_t4,) = plan(models, [card(0, 15)], llama).members
+    assert on_t4.placement.fits["GPU-0"].token_budget < 0.6 * budgets["llama", 6000], (
+        "rows of one length get no mask, and there is no kernel for shared keys below 8.0 then"
+    )
+
+
+def test_others_memory_counts_and_is_told_from_too_small(models: Path) -> None:
+    made = plan(models, [card(0, 15, used=12), card(1, 15)], {"quantization_config": NF4})
+    placement = made.members[0].placement
+    assert placement.devices == ("GPU-1",)
+    assert placement.held == ("GPU-0",)
+
+
+def test_workers_that_share_a_gpu_share_its_memory(models: Path) -> None:
+    one = [card(0, 15)]
+    assert plan(models, one, {"quantization_config": NF4}, max_workers_per_gpu=2).members[0].replicas == 2
+    assert plan(models, one, {"quantization_config": NF4}, max_workers_per_gpu=4).problems
+
+
+def test_members_of_a_size_run_at_the_same_time_and_a_small_one_beside_a_large_in_turn(models: Path) -> None:
+    two = [card(0, 15), card(1, 15)]
+    alike = plan(models, two, {"quantization_config": NF4}, {"quantization_config": NF4}, rows=300)
+    assert [member.first_replicas for member in alike.members] == [1, 1]
+    assert "at the same time" in alike.why
+    chosen = plan(models, two, {"quantization_config": NF4, "replicas": 2}, {"quantization_config": NF4})
+    assert chosen.members[0].first_replicas == 2, "what is asked for holds"
+    assert plan(models, two, {}, {}).why == "", "each takes both GPUs: there is nothing to choose"
+
+
+@pytest.mark.parametrize(
+    ("asked", "stored", "gpus", "capability", "expected"),
+    [
+        ("auto", "bfloat16", 1, (8, 0), "bfloat16"),
+        ("auto", "bfloat16", 1, (7, 5), "float16"),
+        ("auto", "float32", 1, (9, 0), "float32"),
+        ("auto", "bfloat16", 0, None, "float32"),
+        ("bfloat16", "float32", 0, None, "bfloat16"),
+        ("auto", None, 1, (8, 6), "float32"),
+    ],
+)
+def test_the_type_of_numbers_follows_the_device(
+    asked: Any, stored: str | None, gpus: int, capability: tuple[int, int] | None, expected: str
+) -> None:
+    assert chosen_dtype(asked, stored, gpus, capability) == expected
+
+
+def test_soft_capping_rules_out_fused_attention(models: Path) -> None:
+    names = [{"model_name_or_path": name} for name in ("gemma", "llama")]
+    asked = config(*names, {**names[0], "attn_implementation": "flex_attention"}).models
+    facts = [known(models, model, np.ones(1, dtype=np.int64)) for model in asked]
+    taken = [chosen_attention(*both, "float16", 1, (7, 5)) for both in zip(asked, facts, strict=True)]
+    assert taken == ["eager", "sdpa", "flex_attention"]

@@ -1,0 +1,99 @@
+"""Plans as arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from ensemble.config import RunConfig
+from ensemble.devices import Device
+from ensemble.planning.chunks import CHUNK_MAX_ROWS, cut_chunks
+from ensemble.planning.facts import UNKNOWN
+from ensemble.planning.footprint import MemberFacts
+from ensemble.planning.plan import make_plan
+
+
+def config(*models: dict[str, Any], **keys: Any) -> RunConfig:
+    base = {"model_name_or_path": "m", "text_column": "text"}
+    return RunConfig.model_validate(
+        {
+            "data": {"path": "t.csv"},
+            "labels": ["a", "b"],
+            "models": [{"name": f"m{index}", **base, **model} for index, model in enumerate(models)],
+            "output_dir": "out",
+            **keys,
+        },
+        strict=False,
+    )
+
+
+def gpus(count: int, kind: str = "GPU") -> list[Device]:
+    return [Device(f"{kind}-{index}", "T4", (7, 5), 16 << 30, 0) for index in range(count)]
+
+
+def facts(lengths: npt.NDArray[np.int64]) -> MemberFacts:
+    return replace(UNKNOWN, lengths=lengths)
+
+
+def plan(devices: list[Device], *models: dict[str, Any], rows: int = 5000) -> list[tuple[int, int]]:
+    lengths = np.full(rows, 200, dtype=np.int64)
+    known = {f"m{index}": facts(lengths) for index in range(len(models))}
+    made = make_plan(config(*models), known, devices)
+    return [(member.gpus, member.replicas) for member in made.members]
+
+
+def test_replicas_and_gpus() -> None:
+    assert plan([], {}) == [(0, 1)]
+    assert plan([], {"replicas": 3}, {"num_gpus": 0}) == [(0, 3), (0, 1)]
+    assert plan(gpus(2), {}, {"replicas": 1}, {"num_gpus": 2}) == [(1, 2), (1, 1), (2, 1)]
+    assert plan(gpus(4), {"num_gpus": 2}, {"num_gpus": 0}) == [(2, 2), (0, 1)]
+    assert plan(gpus(2), {}, rows=3) == [(1, 1)], "no more replicas than chunks"
+
+
+def test_more_gpus_than_there_are() -> None:
+    models: tuple[dict[str, Any], ...] = ({"num_gpus": 2}, {}, {"num_gpus": 4})
+    known = {f"m{index}": UNKNOWN for index in range(3)}
+    problems = make_plan(config(*models), known, gpus(1)).problems
+    assert [problem.split(":")[0] for problem in problems] == ["models[0].num_gpus", "models[2].num_gpus"]
+    assert "1 GPU can be used" in problems[0]
+    (problem,) = make_plan(config({"num_gpus": 2}), known, gpus(2, "MIG")).problems
+    assert "one MIG slice" in problem
+
+
+def test_replicas_beyond_the_room_are_said_and_capped() -> None:
+    made = make_plan(config({"replicas": 4}), {"m0": facts(np.full(5000, 50))}, gpus(2))
+    assert made.members[0].replicas == 2
+    assert "models[0].replicas" in made.warnings[0]
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_chunks_hold_every_row_once_longest_first(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    rows = int(generator.integers(1, 30_000))
+    lengths = generator.lognormal(5, 1.5, rows).astype(np.int64)
+    order, chunks = cut_chunks(lengths)
+    assert sorted(order.tolist()) == list(range(rows))
+    assert (np.diff(lengths[order]) <= 0).all()
+    assert [chunk.start for chunk in chunks] == [0, *[chunk.stop for chunk in chunks[:-1]]]
+    assert chunks[-1].stop == rows
+    assert all(0 < chunk.stop - chunk.start <= CHUNK_MAX_ROWS for chunk in chunks)
+    assert [chunk.index for chunk in chunks] == list(range(len(chunks)))
+    assert sum(chunk.cost for chunk in chunks) == pytest.approx(1)
+
+
+def test_chunks_of_a_large_table_are_neither_crumbs_nor_mountains() -> None:
+    _, chunks = cut_chunks(np.full(1_000_000, 40, dtype=np.int64))
+    assert 200 <= len(chunks) <= 300
+    _, chunks = cut_chunks(np.full(25_000, 6_000, dtype=np.int64))  # the LMSYS test table
+    assert 100 <= len(chunks) <= 200
+    _, chunks = cut_chunks(np.array([10_000_000, 5, 5], dtype=np.int64))
+    assert len(chunks) >= 1
+
+
+def test_equal_lengths_keep_the_tables_order() -> None:
+    order, _ = cut_chunks(np.array([5, 9, 5, 9, 5], dtype=np.int64))
+    assert order.tolist() == [1, 3, 0, 2, 4]

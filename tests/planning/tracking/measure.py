@@ -1,0 +1,98 @@
+"""A sequence classifier of any size run without computing: what its forward pass allocates, by ``PeakTracker``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+from ensemble.worker.predict import Classifier
+from ensemble.worker.prompt import Encoded
+from tests.planning.tracking.tracker import PeakTracker
+
+
+class LikeCuda(TorchFunctionMode):
+    """Fake tensors of a CPU take the CPU's way through two functions; here they allocate what CUDA's would.
+
+    A softmax of half precision into float32 is one kernel there, without a copy of its input (aten's
+    SoftMax.cpp, softmax with dtype).  Attention is the memory-efficient kernel, the one for masked rows
+    (attention.cu, _scaled_dot_product_efficient_attention): the mask is cast to the queries' type and padded to
+    a multiple of 16 wide (attention.cpp, pad_bias), and a value of more than 128 wide is summed up in float32.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        options = kwargs or {}
+        if func is torch.nn.functional.softmax and options.get("dtype") is not None:
+            return torch.empty_like(args[0], dtype=options["dtype"])
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            query, _, value = args
+            return _efficient_attention(query, value, options.get("attn_mask"))
+        return func(*args, **options)
+
+
+def _efficient_attention(query: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    bias = None
+    if mask is not None:
+        bias = mask.to(query.dtype)
+        if beyond := mask.shape[-1] % 16:
+            bias = bias.new_empty((*mask.shape[:-1], mask.shape[-1] + 16 - beyond))
+    batch, heads, tokens, _ = query.shape
+    size = value.shape[-1]
+    out = query.new_empty((batch, tokens, heads, size))
+    if size > 128 and query.dtype != torch.float32:
+        out.new_empty(out.shape, dtype=torch.float32)
+    return out.transpose(1, 2)
+
+
+def encoded(lengths: Sequence[int], token_types: bool = False) -> Encoded:
+    """Rows of these lengths; the ids do not matter."""
+    names = ["input_ids", *(["token_type_ids"] if token_types else [])]
+    rows = {name: [np.ones(length, dtype=np.int64) for length in lengths] for name in names}
+    return Encoded(rows, np.asarray(lengths, dtype=np.int64), 0)
+
+
+def peak_bytes(classifier: Classifier, lengths: Sequence[int]) -> int:
+    """The peak of a batch with rows of these lengths, beyond what the classifier holds already."""
+    rows = encoded(lengths)
+    classifier.logits(rows, np.arange(1))  # caches that grow once, such as DeBERTa's compiled helpers
+    tracker = PeakTracker()
+    with tracker:
+        classifier.logits(rows, np.arange(len(lengths)))
+    return tracker.peak_bytes
+
+
+@contextlib.contextmanager
+def fake_classifier(config: Any, dtype: torch.dtype, attention: str, like_cuda: bool = True) -> Iterator[Any]:
+    """A classifier of fake tensors, and the model it runs; every batch counts as one with padding.
+
+    transformers skips masks where it sees that nothing is padded; with fake tensors it cannot look.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    with torch.device("meta"):
+        model = AutoModelForSequenceClassification.from_config(
+            config, dtype=dtype, attn_implementation=attention
+        ).eval()
+    model.config.use_cache = False  # as the worker loads it
+    with FakeTensorMode(allow_non_fake_inputs=True), LikeCuda() if like_cuda else contextlib.nullcontext():
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = torch.nn.Parameter(_fake(parameter), requires_grad=False)
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = _fake(buffer)
+        classifier = Classifier(model, 0)
+        classifier._searches_pad_token = False  # an id that no row holds cannot be looked for without ids
+        yield classifier, model
+
+
+def _fake(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")

@@ -1,0 +1,123 @@
+"""The sample submission: compared with the table, then filled in."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+
+from ensemble.errors import DataError, MergeError
+from ensemble.tables.submission import Sample, check_sample, read_sample, write_submission
+
+LABELS = ("a", "b")
+NOT_MAPPED: dict[str, str] = {}
+
+
+def sample_of(tmp_path: Path, text: str, id_column: str = "id") -> tuple[Sample, Path]:
+    path = tmp_path / "sample submission.csv"
+    path.write_text(text, newline="")
+    return read_sample(path, id_column), path
+
+
+def ids(*names: str) -> pa.ChunkedArray:
+    return pa.chunked_array([names[:1], names[1:]], pa.string())
+
+
+def test_reads_ids_as_text_in_file_order(tmp_path: Path) -> None:
+    sample, _ = sample_of(tmp_path, 'a,id,b\n0.5,010,0.5\n0.5," x",0.5\n,nan,\n')
+    assert sample == Sample("id", ("a", "id", "b"), sample.ids)
+    assert sample.ids.to_pylist() == ["010", " x", "nan"]
+
+
+def test_a_sample_without_its_id_column(tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"no id column 'id' \(did you mean 'ID'\?\); the columns are 'ID', 'a'"
+    ):
+        sample_of(tmp_path, "ID,a\n1,0\n")
+
+
+def test_a_sample_that_fits(tmp_path: Path) -> None:
+    sample, path = sample_of(tmp_path, "id,winner_a,b\n2,0,0\n1,0,0\n")
+    assert check_sample(sample, path, ids("1", "2"), "id", LABELS, {"winner_a": "a"}, False) == ()
+    large = ids("1", "2").cast(pa.large_string())
+    assert check_sample(sample, path, large, "id", LABELS, {"winner_a": "a"}, False) == ()
+
+
+def test_every_problem_at_once(tmp_path: Path) -> None:
+    sample, path = sample_of(tmp_path, "id,A,x,b\n1,,,\n1,,,\n" + "".join(f"s{i},,,\n" for i in range(9)))
+    columns_map = {"x": "c", "winner": "b"}
+    found = check_sample(sample, path, ids("1", "t1", "t2"), "id", LABELS, columns_map, False)
+    assert all(sentence.startswith(f"{path}: ") for sentence in found)
+    assert [sentence.removeprefix(f"{path}: ") for sentence in found] == [
+        "column 'A' is not a label (did you mean 'a'?); map it to one of 'a', 'b'",
+        "column 'x' is mapped to 'c', which is not a label; map it to one of 'a', 'b'",
+        "has no column 'winner', though it is mapped to a label",
+        "1 id more than once: '1'",
+        "9 ids not in the input table: 's0', 's1', 's2', 's3', 's4', ...",
+        "lacks 2 ids of the input table: 't1', 't2'",
+    ]
+
+
+def test_a_sample_of_ids_alone(tmp_path: Path) -> None:
+    sample, path = sample_of(tmp_path, "id\n1\n")
+    (found,) = check_sample(sample, path, ids("1"), "id", LABELS, NOT_MAPPED, False)
+    assert "has no column besides 'id'" in found
+    (found, _) = check_sample(sample, path, ids("1"), "nr", LABELS, NOT_MAPPED, False)
+    assert "no id column 'nr'" in found
+
+
+def test_a_trial_on_the_first_rows_may_lack_ids_and_not_have_others(tmp_path: Path) -> None:
+    sample, path = sample_of(tmp_path, "id,a\n1,0\n2,0\n3,0\n")
+    assert check_sample(sample, path, ids("3", "1"), "id", LABELS, NOT_MAPPED, True) == ()
+    (found,) = check_sample(sample, path, ids("3", "9"), "id", LABELS, NOT_MAPPED, True)
+    assert "lacks 1 id of the input table: '9'" in found
+
+
+def test_writes_the_columns_and_rows_of_the_sample(tmp_path: Path) -> None:
+    names = ["=1+1", "a,b", 'q"q', "l\nl", " x", "é", "007", "nan"]
+    target = tmp_path / "submission.csv"
+    with (tmp_path / "sample.csv").open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.writer(stream, lineterminator="\r\n")
+        writer.writerow(["winner, a", "id", "b"])
+        writer.writerows([["0", name, "0"] for name in names])
+    sample = read_sample(tmp_path / "sample.csv", "id")
+    order = np.random.default_rng(0).permutation(len(names))
+    probabilities = np.random.default_rng(1).dirichlet(np.ones(2), len(names))
+    predicted = ids(*(names[i] for i in order))
+    write_submission(sample, predicted, probabilities[order], LABELS, {"winner, a": "a"}, target, False)
+    frame = pd.read_csv(target, dtype=str, keep_default_na=False)
+    assert frame.columns.tolist() == ["winner, a", "id", "b"]
+    assert frame["id"].tolist() == names
+    assert np.array_equal(frame[["winner, a", "b"]].map(float).to_numpy(), probabilities)
+
+
+def test_one_column_of_two_labels(tmp_path: Path) -> None:
+    sample, _ = sample_of(tmp_path, "id,target\nx,0\ny,0\n")
+    values = np.array([[0.75, 0.25], [0.5, 0.5]])
+    write_submission(sample, ids("y", "x"), values, LABELS, {"target": "b"}, tmp_path / "out.csv", False)
+    assert (tmp_path / "out.csv").read_text() == "id,target\nx,0.5\ny,0.25\n"
+
+
+def test_a_trial_writes_the_rows_it_has(tmp_path: Path) -> None:
+    sample, _ = sample_of(tmp_path, "id,a\n1,0\n2,0\n3,0\n")
+    values = np.array([[0.25, 0.75], [1.0, 0.0]])
+    predicted = ids("3", "1").cast(pa.large_string())
+    write_submission(sample, predicted, values, LABELS, NOT_MAPPED, tmp_path / "out.csv", True)
+    assert (tmp_path / "out.csv").read_text() == "id,a\n1,1\n3,0.25\n"
+
+
+def test_predictions_that_do_not_fit_write_nothing(tmp_path: Path) -> None:
+    sample, _ = sample_of(tmp_path, "id,a\n1,0\n2,0\n")
+    target = tmp_path / "out.csv"
+    one, two = np.ones((1, 2)), np.ones((2, 2))
+    with pytest.raises(MergeError, match="no prediction for 1 id of the sample: '2'"):
+        write_submission(sample, ids("1"), one, LABELS, NOT_MAPPED, target, False)
+    with pytest.raises(MergeError, match="1 predicted id not in the sample: '9'"):
+        write_submission(sample, ids("1", "9"), two, LABELS, NOT_MAPPED, target, True)
+    with pytest.raises(ValueError, match="shape"):
+        write_submission(sample, ids("1", "2"), one, LABELS, NOT_MAPPED, target, False)
+    assert not target.exists()
