@@ -126,16 +126,6 @@ def test_a_member_on_two_gpus_waits_for_both(project: Project, two_gpus: NvmlSim
     assert starts == sorted(starts), "a later member must not overtake the one that waits"
 
 
-def test_an_inherited_mask_is_kept_to(project: Project, two_gpus: NvmlSim) -> None:
-    project.write_config(project.config(models=project.config()["models"][1:]))
-    environment = {**two_gpus.environment(), "CUDA_VISIBLE_DEVICES": B}
-    code, printed, seen = watch_run(project, environment, "--limit", "20")
-    assert code == 0, printed
-    report = project.run_json()
-    check_leases(report, seen)
-    assert devices(report) == [[B]]
-
-
 def test_a_member_on_the_cpu_sees_no_gpu(project: Project, two_gpus: NvmlSim) -> None:
     project.write_config(project.config(models=project.config()["models"][1:]))
     code, printed, seen = watch_run(
