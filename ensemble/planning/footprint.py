@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -58,12 +58,14 @@ class Footprint:
     """A replica's memory; all of it is an estimate from the checkpoint's files.
 
     ``width`` is the longest row to come, in tokens; ``context_bytes`` is what CUDA itself takes on each device,
-    or the process on a CPU.
+    or the process on a CPU.  ``mapped_bytes`` of a file count as a process's memory while weights of another type
+    are made of them; the system takes them back where memory is short.
     """
 
     weights: Weights
     activation: Activation
     context_bytes: int
+    mapped_bytes: int
     dtype: Dtype
     quantization: str
     attention: str
@@ -79,7 +81,8 @@ class Footprint:
 
     def peak_bytes(self, gpus: int, padded_tokens: int, width: int | None = None) -> int:
         """Per device, with a batch of ``padded_tokens`` of rows as wide as the longest, or as ``width``."""
-        return self.resident_bytes(gpus) + self.activation.bytes(padded_tokens, width or self.width)
+        batch = self.activation.bytes(padded_tokens, width or self.width)
+        return self.resident_bytes(gpus) + max(batch, 0 if gpus else self.mapped_bytes)
 
     def token_budget(self, gpus: int, room_bytes: int) -> int:
         """Padded tokens of the longest rows that a batch may hold; 0 where not even one such row fits."""
@@ -154,6 +157,7 @@ def footprint(
         weights=base,
         activation=Activation((*padded.stages, *even.stages), max(padded.fixed_bytes, even.fixed_bytes)),
         context_bytes=cuda_context_bytes(capability) if gpus else PROCESS_BYTES,
+        mapped_bytes=_mapped_bytes(facts.tensors, base.bytes),
         dtype=dtype,
         quantization=quantization_name(settings, architecture),
         attention=attention,
@@ -161,6 +165,12 @@ def footprint(
         # A token is a byte at the least; templates and special tokens add some.
         width=min(length, longest + 64),
     )
+
+
+def _mapped_bytes(tensors: Sequence[Tensor], loaded_bytes: int) -> int:
+    """What of the file is not itself the loaded weights, which stay mapped where the type is the stored one."""
+    stored = sum(tensor.stored_bytes for tensor in tensors)
+    return 0 if abs(stored - loaded_bytes) < 0.02 * stored else stored
 
 
 def chosen_dtype(

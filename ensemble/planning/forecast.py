@@ -91,22 +91,18 @@ def total_seconds(jobs: Sequence[Job], gpus: int) -> float:
     waiting, running = list(jobs), list[_Running]()
     now, free = 0.0, gpus
     while waiting or running:
-        while waiting and (waiting[0].gpus <= free or not waiting[0].gpus):
-            job = waiting.pop(0)
+        blocked: set[bool] = set()
+        for job in list(waiting):
+            if (job.gpus > 0) in blocked or not _can_start(job, free, running):
+                blocked.add(job.gpus > 0)  # later members of the kind do not overtake
+                continue
             most = free // job.gpus if job.gpus else job.replicas
             count = max(1, min(job.first_replicas, most))
             free -= count * job.gpus
+            waiting.remove(job)
             running.append(_Running(job, job.compute_seconds, [now + job.startup_seconds] * count))
         for one in sorted(running, key=lambda one: -one.left) if not waiting else ():
-            job = one.job
-            while (
-                job.gpus
-                and free >= job.gpus
-                and len(one.ready_at) < job.replicas
-                and worth_joining(one.left / len(one.ready_at), job.startup_seconds)
-            ):
-                one.ready_at.append(now + job.startup_seconds)
-                free -= job.gpus
+            free -= _join(one, free, now)
         if not running:  # what is left fits nowhere; the plan has said so
             return now
         events = [ready for one in running for ready in one.ready_at if ready > now]
@@ -119,6 +115,24 @@ def total_seconds(jobs: Sequence[Job], gpus: int) -> float:
             running.remove(one)
             free += len(one.ready_at) * one.job.gpus
     return now
+
+
+def _join(member: _Running, free: int, now: float) -> int:
+    """Replicas that start beside those that run; the GPUs they take."""
+    job, before = member.job, len(member.ready_at)
+    while (
+        job.gpus
+        and (len(member.ready_at) - before + 1) * job.gpus <= free
+        and len(member.ready_at) < job.replicas
+        and worth_joining(member.left / len(member.ready_at), job.startup_seconds)
+    ):
+        member.ready_at.append(now + job.startup_seconds)
+    return (len(member.ready_at) - before) * job.gpus
+
+
+def _can_start(job: Job, free: int, running: Sequence[_Running]) -> bool:
+    """Whether there is room: the CPU is one device, which takes one member at a time."""
+    return job.gpus <= free if job.gpus else all(one.job.gpus for one in running)
 
 
 def worth_joining(seconds_left: float, startup_seconds: float) -> bool:

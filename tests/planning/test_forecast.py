@@ -38,6 +38,9 @@ def test_members_on_the_cpu_and_over_several_gpus() -> None:
         job(10, 50, 1, replicas=1),
     ]
     assert total_seconds(jobs, 2) == 305
+    on_cpu = job(5, 300, 1, gpus=0, replicas=1)
+    assert total_seconds([on_cpu, on_cpu], 0) == 610, "the CPU takes one member at a time"
+    assert total_seconds([on_cpu, on_cpu, job(10, 50, 1)], 1) == 610, "which keeps no GPU waiting"
     assert total_seconds([job(1, 1, 1, gpus=3)], 2) == 0, "what fits nowhere takes no time, and never hangs"
 
 
