@@ -88,10 +88,9 @@ class Leases:
         self.curves = {uuid: MemoryCurve(used) for uuid, used in self._used.items()}
         self.releases: list[Release] = []
 
-    @property
-    def is_releasing(self) -> bool:
-        """Whether a device is on its way back."""
-        return bool(self._releasing)
+    def is_releasing(self, among: Collection[str] | None = None) -> bool:
+        """Whether a device is on its way back; of these UUIDs, or of all."""
+        return any(among is None or gpu.uuid in among for gpu in self._releasing)
 
     def can_take(self, count: int, allowed: Collection[str], is_last_resort: bool = False) -> bool:
         """Whether ``count`` of the ``allowed`` UUIDs could be leased now.

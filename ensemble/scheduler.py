@@ -10,7 +10,7 @@ import logging
 import selectors
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -113,49 +113,54 @@ class Scheduler:
     def _start_what_fits(self) -> None:
         """Start workers in the members' order.
 
-        A member that has no worker yet is not overtaken by later ones that want the same kind of device.  GPUs
-        that nobody waits for go to members that have long to run.
+        A member that has no worker yet keeps the devices it may use from later ones.  GPUs that nobody waits for
+        go to members that have long to run.
         """
-        blocked: set[bool] = set()
+        reserved: set[str] = set()
         for state in self.members:
-            on_gpu = state.plan.gpus > 0
-            while state.waiting and state.running < state.plan.first_replicas and on_gpu not in blocked:
-                if self._can_lease(state):
-                    self._start(state)
-                elif state.running == 0:
-                    blocked.add(on_gpu)
-                else:
-                    break
-        if not blocked:
-            for state in sorted(self.members, key=lambda state: -state.seconds_left):
-                while (
-                    state.waiting
-                    and 0 < state.running < state.plan.replicas
-                    and self._is_worth_joining(state)
-                ):
-                    self._start(state)
+            while (
+                state.waiting
+                and state.running < state.plan.first_replicas
+                and self._can_lease(state, reserved)
+            ):
+                self._start(state, reserved)
+            if state.waiting and not state.running:
+                reserved |= set(state.plan.placement.devices)
+        for state in sorted(self.members, key=lambda state: -state.seconds_left):
+            while (
+                state.waiting
+                and 0 < state.running < state.plan.replicas
+                and self._is_worth_joining(state)
+                and self._can_lease(state, reserved)
+            ):
+                self._start(state, reserved)
 
     def _is_worth_joining(self, state: MemberState) -> bool:
         startup = state.startup_seconds
-        return startup > 0 and worth_joining(state.seconds_left, startup) and self._can_lease(state)
+        return startup > 0 and worth_joining(state.seconds_left, startup)
 
     def _is_waiting_for_release(self) -> bool:
-        return self._leases.is_releasing and any(state.waiting for state in self.members)
+        return self._leases.is_releasing() and any(state.waiting for state in self.members)
 
-    def _can_lease(self, state: MemberState) -> bool:
+    def _can_lease(self, state: MemberState, reserved: Collection[str]) -> bool:
         if state.plan.gpus:
-            return self._leases.can_take(
-                state.plan.gpus, state.plan.placement.devices, self._is_last_resort()
-            )
+            allowed = self._allowed(state, reserved)
+            return self._leases.can_take(state.plan.gpus, allowed, self._is_last_resort(state))
         # The CPU is one device: it takes the replicas of one member at a time.
         return all(slot.state is state for slot in self._slots if not slot.lease)
 
-    def _is_last_resort(self) -> bool:
-        # With nothing running and nothing coming back, a device that never came free is better than none.
-        return not self._slots and not self._leases.is_releasing
+    def _allowed(self, state: MemberState, reserved: Collection[str]) -> list[str]:
+        return [uuid for uuid in state.plan.placement.devices if uuid not in reserved]
 
-    def _start(self, state: MemberState) -> None:
-        lease = self._leases.take(state.plan.gpus, state.plan.placement.devices, self._is_last_resort())
+    def _is_last_resort(self, state: MemberState) -> bool:
+        # With no other device of its own in use or coming back, one that never came free is better than none.
+        own = set(state.plan.placement.devices)
+        in_use = {device.uuid for slot in self._slots for device in slot.lease}
+        return not own & in_use and not self._leases.is_releasing(own)
+
+    def _start(self, state: MemberState, reserved: Collection[str]) -> None:
+        allowed = self._allowed(state, reserved)
+        lease = self._leases.take(state.plan.gpus, allowed, self._is_last_resort(state))
         replica = len(state.workers)
         try:
             worker, log_path = self._launch(state.plan, replica, lease)

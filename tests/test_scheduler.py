@@ -115,3 +115,16 @@ def test_a_member_that_waits_for_its_first_gpu_comes_before_those_who_would_join
     assert used(states[0])[1:] == [("GPU-1",)], "only then does the first member get more"
     starts = [state.workers[-1].started_after_seconds for state in states]
     assert starts[0] > starts[2] > starts[1]
+
+
+def test_a_member_that_waits_keeps_only_the_devices_it_may_use() -> None:
+    two = gpus(2)
+    made = plan_of([30, 30, 6], [1, 1, 1], two)
+    members = [
+        replace(member, placement=replace(member.placement, devices=devices))
+        for member, devices in zip(made.members, [("GPU-1",), ("GPU-1",), ("GPU-0", "GPU-1")], strict=True)
+    ]
+    first, second, third = schedule(replace(made, members=tuple(members)), two)
+    assert used(first) == used(second) == [("GPU-1",)]
+    assert used(third) == [("GPU-0",)]
+    assert third.workers[0].started_after_seconds < second.workers[0].started_after_seconds

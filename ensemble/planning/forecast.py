@@ -6,8 +6,8 @@ the model, which is good enough to weigh a second load against a shared table, a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 # A fresh Python with torch and transformers, then a CUDA context.
@@ -36,7 +36,8 @@ class Speed:
 class Job:
     """A member as the forecast sees it: seconds to start a replica, and seconds of computing on one replica.
 
-    ``first_replicas`` start before any later member, up to ``replicas`` where devices are left over.
+    A replica takes ``gpus`` of ``devices`` (UUIDs), or the CPU.  ``first_replicas`` start before any later member,
+    up to ``replicas`` where devices are left over.
     """
 
     startup_seconds: float
@@ -44,6 +45,7 @@ class Job:
     gpus: int
     replicas: int
     first_replicas: int
+    devices: tuple[str, ...]
 
 
 def measured_speeds(document: Mapping[str, Any], gpu_names: Sequence[str]) -> dict[str, Speed]:
@@ -80,59 +82,86 @@ class _Running:
 
     job: Job
     left: float
-    ready_at: list[float]
+    ready_at: list[float] = field(default_factory=list)
+    leases: list[str] = field(default_factory=list)
 
     def rate(self, now: float) -> int:
         return sum(ready <= now for ready in self.ready_at)
 
 
-def total_seconds(jobs: Sequence[Job], gpus: int) -> float:
-    """When the last of ``jobs`` ends on ``gpus`` equal devices, by the scheduler's own rules."""
+class _Places:
+    """How many workers each device still takes."""
+
+    def __init__(self, places: Mapping[str, int]) -> None:
+        self._free = dict(places)
+
+    def start(self, member: _Running, now: float, reserved: Collection[str] = ()) -> bool:
+        """One more replica, if the devices outside of ``reserved`` have room for it."""
+        job = member.job
+        open_ones = [uuid for uuid in job.devices if self._free.get(uuid, 0) and uuid not in reserved]
+        if len(open_ones) < job.gpus:
+            return False
+        lease = sorted(open_ones, key=lambda uuid: -self._free[uuid])[: job.gpus]
+        for uuid in lease:
+            self._free[uuid] -= 1
+        member.leases += lease
+        member.ready_at.append(now + job.startup_seconds)
+        return True
+
+    def end(self, member: _Running) -> None:
+        for uuid in member.leases:
+            self._free[uuid] += 1
+
+
+def total_seconds(jobs: Sequence[Job], places: Mapping[str, int]) -> float:
+    """When the last of ``jobs`` ends, by the scheduler's own rules.
+
+    Args:
+        places: how many workers may be on each GPU, by UUID; all GPUs count as equally fast.
+    """
     waiting, running = list(jobs), list[_Running]()
-    now, free = 0.0, gpus
+    free, now = _Places(places), 0.0
     while waiting or running:
-        blocked: set[bool] = set()
-        for job in list(waiting):
-            if (job.gpus > 0) in blocked or not _can_start(job, free, running):
-                blocked.add(job.gpus > 0)  # later members of the kind do not overtake
-                continue
-            most = free // job.gpus if job.gpus else job.replicas
-            count = max(1, min(job.first_replicas, most))
-            free -= count * job.gpus
-            waiting.remove(job)
-            running.append(_Running(job, job.compute_seconds, [now + job.startup_seconds] * count))
+        _start_waiting(waiting, running, free, now)
         for one in sorted(running, key=lambda one: -one.left) if not waiting else ():
-            free -= _join(one, free, now)
+            while (
+                one.job.gpus
+                and len(one.ready_at) < one.job.replicas
+                and worth_joining(one.left / len(one.ready_at), one.job.startup_seconds)
+                and free.start(one, now)
+            ):
+                pass
         if not running:  # what is left fits nowhere; the plan has said so
             return now
-        events = [ready for one in running for ready in one.ready_at if ready > now]
-        events += [now + one.left / one.rate(now) for one in running if one.rate(now)]
-        later = min(events)
-        for one in running:
+        ends = {id(one): now + one.left / one.rate(now) for one in running if one.rate(now)}
+        later = min([*ends.values(), *(ready for one in running for ready in one.ready_at if ready > now)])
+        for one in list(running):
             one.left -= (later - now) * one.rate(now)
+            # By its time and not by what is left of it, which rounding may keep above 0 for ever.
+            if ends.get(id(one)) == later:
+                running.remove(one)
+                free.end(one)
         now = later
-        for one in [one for one in running if one.left <= 1e-9 and one.rate(now)]:
-            running.remove(one)
-            free += len(one.ready_at) * one.job.gpus
     return now
 
 
-def _join(member: _Running, free: int, now: float) -> int:
-    """Replicas that start beside those that run; the GPUs they take."""
-    job, before = member.job, len(member.ready_at)
-    while (
-        job.gpus
-        and (len(member.ready_at) - before + 1) * job.gpus <= free
-        and len(member.ready_at) < job.replicas
-        and worth_joining(member.left / len(member.ready_at), job.startup_seconds)
-    ):
-        member.ready_at.append(now + job.startup_seconds)
-    return (len(member.ready_at) - before) * job.gpus
-
-
-def _can_start(job: Job, free: int, running: Sequence[_Running]) -> bool:
-    """Whether there is room: the CPU is one device, which takes one member at a time."""
-    return job.gpus <= free if job.gpus else all(one.job.gpus for one in running)
+def _start_waiting(waiting: list[Job], running: list[_Running], free: _Places, now: float) -> None:
+    """Members in their order; one that waits keeps the devices it may use from later ones."""
+    reserved: set[str] = set()
+    is_cpu_taken = any(not one.job.gpus for one in running)
+    for job in list(waiting):
+        member = _Running(job, job.compute_seconds)
+        if not job.gpus and not is_cpu_taken:
+            is_cpu_taken = True
+            member.ready_at = [now + job.startup_seconds] * max(1, job.first_replicas)
+        elif job.gpus:
+            while len(member.ready_at) < max(1, job.first_replicas) and free.start(member, now, reserved):
+                pass
+        if member.ready_at:
+            waiting.remove(job)
+            running.append(member)
+        else:
+            reserved |= set(job.devices)
 
 
 def worth_joining(seconds_left: float, startup_seconds: float) -> bool:

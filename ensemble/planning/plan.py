@@ -55,11 +55,12 @@ class MemberPlan:
     @property
     def job(self) -> Job:
         return Job(
-            self.speed.startup_seconds,
-            self.speed.seconds_per_work * self.work,
-            self.gpus,
-            self.replicas,
-            self.first_replicas,
+            startup_seconds=self.speed.startup_seconds,
+            compute_seconds=self.speed.seconds_per_work * self.work,
+            gpus=self.gpus,
+            replicas=self.replicas,
+            first_replicas=self.first_replicas,
+            devices=self.placement.devices,
         )
 
 
@@ -119,12 +120,14 @@ def make_plan(
             )
         )
     plan = Plan(tuple(members), tuple(warnings), tuple(problems))
-    return plan if problems else _shared(plan, len(devices) * config.max_workers_per_gpu)
+    places = dict.fromkeys((device.uuid for device in devices), config.max_workers_per_gpu)
+    return plan if problems else _shared(plan, places)
 
 
-def _shared(plan: Plan, places: int) -> Plan:
+def _shared(plan: Plan, places: Mapping[str, int]) -> Plan:
     """The plan with the better way of sharing the GPUs: a replica on each, or members at the same time."""
     is_measured = all(member.speed.is_measured for member in plan.members)
+    is_known = all(member.speed.seconds_per_work > 0 for member in plan.members)
     seconds = total_seconds([member.job for member in plan.members], places)
     open_choice = [
         member
@@ -132,7 +135,7 @@ def _shared(plan: Plan, places: int) -> Plan:
         if member.gpus and member.replicas > 1 and member.model.replicas == "auto"
     ]
     why = ""
-    if open_choice and len(plan.members) > 1:
+    if open_choice and len(plan.members) > 1 and is_known:
         apart = tuple(
             replace(member, first_replicas=1) if member in open_choice else member for member in plan.members
         )

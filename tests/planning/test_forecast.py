@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
-from ensemble.planning.forecast import Job, measured_speeds, total_seconds
+from ensemble.planning import forecast
+from ensemble.planning.forecast import Job, measured_speeds
 
 
-def job(startup: float, compute: float, first: int, gpus: int = 1, replicas: int = 2) -> Job:
-    return Job(startup, compute, gpus, replicas, first)
+def job(
+    startup: float, compute: float, first: int, gpus: int = 1, replicas: int = 2, devices: str = "ABCDEFGH"
+) -> Job:
+    return Job(startup, compute, gpus, replicas, first, tuple(devices))
+
+
+def total_seconds(jobs: list[Job], gpus: int) -> float:
+    return forecast.total_seconds(jobs, dict.fromkeys("ABCDEFGH"[:gpus], 1))
 
 
 def test_in_turn_each_member_starts_when_the_one_before_has_ended() -> None:
@@ -60,3 +69,24 @@ def test_speeds_come_from_complete_members_on_the_same_kind_of_gpu() -> None:
     assert measured_speeds(document, ["H100"]) == {}
     assert measured_speeds({"devices": None}, []) == {}
     assert measured_speeds({}, []) == {}
+
+
+def test_members_that_fit_only_one_gpu_take_turns_on_it_and_keep_nobody_else_waiting() -> None:
+    large = job(10, 100, 1, replicas=1, devices="B")
+    assert total_seconds([large, large], 2) == 220
+    anywhere = job(10, 500, 1, replicas=1)
+    assert total_seconds([large, large, anywhere], 2) == 510, "A is free for the third from the start"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_long_runs_end(seed: int) -> None:
+    """Seconds by the million, divided by odd numbers of replicas, leave residues that must not matter."""
+    chooser = random.Random(seed)
+    jobs = [
+        job(chooser.uniform(1, 200), chooser.uniform(1e6, 1e9), chooser.choice([1, 3, 7]), replicas=7)
+        for _ in range(chooser.randint(1, 6))
+    ]
+    jobs.append(job(chooser.uniform(1, 200), chooser.uniform(1e6, 1e9), 3, gpus=0, replicas=3))
+    spent = total_seconds(jobs, 8)
+    assert spent >= max(one.compute_seconds / 8 for one in jobs)
+    assert spent <= sum(one.startup_seconds + one.compute_seconds for one in jobs)
