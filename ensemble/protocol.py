@@ -12,6 +12,15 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+# Padded tokens a batch; more does not make a GPU faster, and a CPU is at its best with fewer.
+GPU_TOKEN_BUDGET = 16384
+CPU_TOKEN_BUDGET = 2048
+# Of a device, what is not planned with: fragments, estimates, and programs that come later.
+RESERVE_SHARE = 0.05
+# Tokens a row may have where neither config nor tokenizer says; those without a limit say something astronomic.
+DEFAULT_MAX_LENGTH = 1024
+NO_LENGTH_LIMIT = 1_000_000
+
 Activation = Literal["softmax", "sigmoid", "none"]
 
 
@@ -28,7 +37,8 @@ class WorkerSpec:
     A batch of ``padded_tokens`` as wide as ``width`` takes ``padded_tokens * (bytes_per_token +
     bytes_per_token_pair * width)`` beside the weights, and ``fixed_bytes`` whatever its size; None where the plan
     does not know the architecture.
-    ``memory_limit_bytes`` is what the worker may use of each of its devices, everything included; None: all.
+    ``width`` is the longest row to come, in tokens, as far as the parent can tell.
+    ``memory_limit_bytes`` is what torch may use of each of the worker's devices, weights included; None: all.
     """
 
     model_name_or_path: str
@@ -62,6 +72,7 @@ class WorkerSpec:
     bytes_per_token: float | None
     bytes_per_token_pair: float | None
     fixed_bytes: int
+    width: int | None
     memory_limit_bytes: int | None
     cpu_threads: int | None
     seed: int
@@ -163,7 +174,10 @@ class Failed:
 
 @dataclass(frozen=True)
 class Closed:
-    """The last word of a worker that was told to stop. Memory in bytes; GPU None on a CPU."""
+    """The last word of a worker that was told to stop.
+
+    Memory in bytes; of the GPU that held most, None on a CPU.
+    """
 
     peak_memory_bytes: int
     peak_gpu_memory_bytes: int | None = None

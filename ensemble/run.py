@@ -63,6 +63,8 @@ def run(loaded: LoadedConfig, display: Display) -> RunResult:
     for text in _opening(prepared):
         display.say(text)
     prepared = replace(prepared, outlook=wait_for_room(prepared.outlook, display.say))
+    for text in filter(None, (*prepared.plan.warnings, prepared.plan.why)):
+        display.say(text)
     rundir = RunDir(prepared.config.output_dir)
     rundir.create()
     result = RunResult()
@@ -95,10 +97,8 @@ def _opening(prepared: Prepared) -> Iterator[str]:
             yield f"{count:,} empty texts in {column!r}, read as empty strings"
     if config.limit is not None and config.submission is not None and config.submission.path is not None:
         yield f"a trial on the first rows: {shown_path(config.submission.path)} will not be written"
-    yield from filter(None, (prepared.inventory.note, *prepared.warnings, *prepared.plan.warnings))
+    yield from filter(None, (prepared.inventory.note, *prepared.warnings))
     yield from held_texts(prepared.outlook.gpus)
-    if prepared.plan.why:
-        yield prepared.plan.why
 
 
 def _leases(prepared: Prepared, display: Display) -> Leases:
@@ -148,6 +148,7 @@ def _write_run_json(
         status=status,
         loaded=prepared.loaded,
         inventory=prepared.inventory,
+        gpus=prepared.outlook.gpus,
         rows=prepared.table.rows,
         null_texts=prepared.table.null_texts,
         members=result.members,

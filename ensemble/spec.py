@@ -32,7 +32,7 @@ def worker_spec(prepared: Prepared, rundir: RunDir, member: MemberPlan) -> Worke
         batch_size=None if model.batch_size == "auto" else model.batch_size,
         token_budget=model.max_num_batched_tokens,
         dtype=model.dtype,
-        gpu_dtype=needed.dtype if needed is not None else "auto",
+        gpu_dtype=member.placement.dtype,
         allow_tf32=model.allow_tf32,
         expandable_segments=model.expandable_segments,
         max_split_size_mb=model.max_split_size_mb,
@@ -49,6 +49,7 @@ def worker_spec(prepared: Prepared, rundir: RunDir, member: MemberPlan) -> Worke
         bytes_per_token=per_token,
         bytes_per_token_pair=per_pair,
         fixed_bytes=needed.activation.fixed_bytes if needed is not None else 0,
+        width=needed.width if needed is not None else None,
         memory_limit_bytes=_memory_limit(prepared, member),
         cpu_threads=_cpu_threads(member),
         seed=prepared.config.seed,
@@ -65,11 +66,13 @@ def _cpu_threads(member: MemberPlan) -> int | None:
 
 
 def _memory_limit(prepared: Prepared, member: MemberPlan) -> int | None:
-    """A worker's share of a GPU that it does not have to itself."""
-    sharing = prepared.config.max_workers_per_gpu
+    """A worker's share of a GPU that it does not have to itself, without what CUDA takes of it."""
+    sharing, needed = prepared.config.max_workers_per_gpu, member.placement.footprint
     if not member.gpus or sharing == 1:
         return None
-    return (
-        min(gpu.total_bytes for gpu in prepared.outlook.gpus if gpu.uuid in member.placement.devices)
-        // sharing
+    free = min(
+        gpu.total_bytes - gpu.used_bytes
+        for gpu in prepared.outlook.gpus
+        if gpu.uuid in member.placement.devices
     )
+    return free // sharing - (needed.context_bytes if needed is not None else 0)

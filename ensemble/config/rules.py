@@ -81,14 +81,16 @@ def broken_in_member(member: Mapping[str, Any], labels: set[str]) -> Iterator[Pr
 
 
 def _broken_placement(member: Mapping[str, Any]) -> Iterator[Problem]:
-    gpus, sizes = member.get("num_gpus"), member.get("max_memory")
-    if isinstance(gpus, int) and isinstance(sizes, dict):
-        for key in sizes:
+    gpus, sizes, layers = (member.get(key) for key in ("num_gpus", "max_memory", "device_map"))
+    if isinstance(gpus, int):
+        there = f"a lease of {gpus} has GPUs 0 to {gpus - 1}" if gpus else "num_gpus: 0 leaves only cpu"
+        sentence = f"there is no such GPU: {there}; GPUs count from 0 within it"
+        for key in sizes if isinstance(sizes, dict) else ():
             if str(key).isdecimal() and int(key) >= gpus:
-                there = (
-                    f"a lease of {gpus} has GPUs 0 to {gpus - 1}" if gpus else "num_gpus: 0 leaves only cpu"
-                )
-                yield ("max_memory", str(key)), f"there is no such GPU: {there}; GPUs count from 0 within it"
+                yield ("max_memory", str(key)), sentence
+        for key, place in layers.items() if isinstance(layers, dict) else ():
+            if isinstance(place, int) and place >= gpus:
+                yield ("device_map", str(key)), sentence
     settings = member.get("quantization_config")
     if isinstance(settings, dict) and _asks_for_offload(member):
         in_bits = next((key for key in ("load_in_8bit", "load_in_4bit") if settings.get(key)), None)

@@ -17,10 +17,11 @@ from ensemble.checkpoint.inspection import Checkpoint
 from ensemble.checkpoint.tensors import read_tensors
 from ensemble.config import ModelConfig
 from ensemble.planning.footprint import MemberFacts
+from ensemble.protocol import DEFAULT_MAX_LENGTH, NO_LENGTH_LIMIT
 
-# As in the worker: what a member without max_length gets where its tokenizer has no limit.
-DEFAULT_MAX_LENGTH = 1024
-_NO_LIMIT = 1_000_000
+# Tables in transformers' models/auto: the class of each kind's classifier, the folder of its source.
+_CLASSIFIERS = "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"
+_FOLDERS = "SPECIAL_MODEL_TYPE_TO_MODULE_NAME"
 # Of a member whose checkpoint or table could not be read.
 UNKNOWN = MemberFacts(
     lengths=np.zeros(1, dtype=np.int64),
@@ -50,7 +51,7 @@ def member_facts(
     architecture = read_architecture(config)
     return MemberFacts(
         lengths=lengths,
-        tensors=read_tensors(folder) if model.gguf_file is None else None,
+        tensors=read_tensors(folder) if _is_whole(model, folder) else None,
         architecture=architecture,
         adapter_bytes=_adapter_bytes(model),
         num_labels=num_labels,
@@ -62,25 +63,53 @@ def member_facts(
 
 @cache
 def supports_sdpa(model_type: str) -> bool:
-    """Whether the installed transformers runs this kind of model with torch's fused attention.
+    """Whether the installed transformers runs classifiers of this kind with torch's fused attention.
 
     Read from its source, because importing it takes seconds; a kind that is not there is taken for one of today's,
-    which do.
+    which do.  A class that does not say so does not (transformers, modeling_utils.py, PreTrainedModel).
     """
     found = importlib.util.find_spec("transformers")
-    places = list(found.submodule_search_locations or ()) if found is not None else []
-    for place in places:
-        for file in Path(place).glob(f"models/{model_type.replace('-', '_')}/modeling_*.py"):
-            said = re.findall(
-                r"^    _supports_sdpa = (True|False)", file.read_text(encoding="utf-8"), re.MULTILINE
-            )
-            return "True" in said
+    for place in (found.submodule_search_locations or ()) if found is not None else ():
+        models = Path(place) / "models"
+        name = _listed(models / "auto" / "modeling_auto.py", _CLASSIFIERS, r"\w+", model_type)
+        folder = _folder_of(model_type, models / "auto")
+        for parent in ("models", "models/deprecated"):
+            for file in Path(place).glob(f"{parent}/{folder}/modeling_*.py"):
+                text = file.read_text(encoding="utf-8")
+                if f"\nclass {name}(" in text:  # a folder may hold other models too, such as ESMFold
+                    return re.search(r"^    _supports_sdpa = True", text, re.MULTILINE) is not None
     return True
+
+
+def _folder_of(model_type: str, auto: Path) -> str:
+    """Where the source of a kind of model is: under its own name, but for those in a table of transformers'."""
+    for file in ("auto_mappings.py", "configuration_auto.py"):  # of transformers 5 and 4
+        if folder := _listed(auto / file, _FOLDERS, "[a-z0-9_]+", model_type):
+            return folder
+    return model_type.replace("-", "_")
+
+
+def _listed(file: Path, table: str, pattern: str, model_type: str) -> str | None:
+    """What stands for a kind of model in a table of transformers' source, or after it; None for nothing."""
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    found = re.search(rf'\("{re.escape(model_type)}",\s*"({pattern})"', text.partition(f"\n{table}")[2])
+    return found[1] if found else None
+
+
+def _is_whole(model: ModelConfig, folder: Path) -> bool:
+    """Whether the weights are safetensors and all here; in the hub's cache they may be so in part."""
+    if model.gguf_file is not None:
+        return False
+    if Path(model.model_name_or_path).is_dir():
+        return True
+    shards = _json(folder / "model.safetensors.index.json").get("weight_map")
+    names = set(shards.values()) if isinstance(shards, dict) else {"model.safetensors"}
+    return all((folder / str(name)).is_file() for name in names)
 
 
 def _max_length(model: ModelConfig, folder: Path, architecture: Architecture | None) -> int:
     own = _json(folder / "tokenizer_config.json").get("model_max_length")
-    limit = int(own) if isinstance(own, int | float) and own < _NO_LIMIT else DEFAULT_MAX_LENGTH
+    limit = int(own) if isinstance(own, int | float) and own < NO_LENGTH_LIMIT else DEFAULT_MAX_LENGTH
     length = model.max_length or min(DEFAULT_MAX_LENGTH, limit)
     positions = architecture.max_positions if architecture is not None else None
     return length if positions is None else min(length, positions)

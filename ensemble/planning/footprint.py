@@ -23,14 +23,10 @@ from ensemble.planning.memory import (
     fits_tokens,
     weights,
 )
+from ensemble.protocol import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET, RESERVE_SHARE
 
-# Padded tokens a batch; more does not make a GPU faster, and a CPU is at its best with fewer.
-GPU_TOKEN_BUDGET = 16384
-CPU_TOKEN_BUDGET = 2048
 # What a Python with torch, transformers and CUDA-less libraries holds on a CPU before any weights.
 PROCESS_BYTES = 450 << 20
-# Of a device's free memory, what is not planned with: fragments, and programs that come later.
-_RESERVE_SHARE = 0.05
 Capability = tuple[int, int]
 
 
@@ -69,7 +65,6 @@ class Footprint:
     dtype: Dtype
     quantization: str
     attention: str
-    max_length: int
     width: int
 
     def resident_bytes(self, gpus: int) -> int:
@@ -95,8 +90,9 @@ class Footprint:
 class Fit:
     """A footprint on a device of ``total_bytes`` of which ``room_bytes`` are free to plan with.
 
-    ``verdict``: ``fits``; ``tight``, where the weights fit but perhaps not the longest row beside them;
-    ``held``, where they would fit if others did not use the device; ``never``.
+    ``verdict``: ``fits``; ``tight``, where the weights fit but perhaps not the longest row beside them; ``short``,
+    where that is so only because others use the device; ``held``, where others leave no room for the weights;
+    ``never``.
     """
 
     verdict: str
@@ -111,17 +107,16 @@ def footprint(
     gpus: int,
     capability: Capability | None,
     quantization: Mapping[str, Any] | None = None,
-    max_length: int | None = None,
 ) -> Footprint | None:
     """What a replica takes on ``gpus`` devices of this capability; None where too little is known.
 
     Args:
-        quantization, max_length: instead of the member's own, to see what they would change.
+        quantization: instead of the member's own, to see what it would change.
     """
     if facts.tensors is None or facts.architecture is None:
         return None
     architecture = facts.architecture
-    dtype = chosen_dtype(model.dtype, architecture.dtype, gpus, capability)
+    dtype = chosen_dtype(model.dtype, stored_dtype(facts), gpus, capability)
     settings = quantization or model.quantization_config
     if settings is not None and settings.get("load_in_4bit"):
         settings = {"bnb_4bit_compute_dtype": dtype, **settings}  # as the worker sets it
@@ -140,7 +135,6 @@ def footprint(
         )
         for is_padded in (True, False)
     )
-    length = max_length or facts.max_length
     longest = int(facts.lengths.max(initial=1))
     base = weights(
         facts.tensors,
@@ -161,9 +155,8 @@ def footprint(
         dtype=dtype,
         quantization=quantization_name(settings, architecture),
         attention=attention,
-        max_length=length,
         # A token is a byte at the least; templates and special tokens add some.
-        width=min(length, longest + 64),
+        width=min(facts.max_length, longest + 64),
     )
 
 
@@ -171,6 +164,14 @@ def _mapped_bytes(tensors: Sequence[Tensor], loaded_bytes: int) -> int:
     """What of the file is not itself the loaded weights, which stay mapped where the type is the stored one."""
     stored = sum(tensor.stored_bytes for tensor in tensors)
     return 0 if abs(stored - loaded_bytes) < 0.02 * stored else stored
+
+
+def stored_dtype(facts: MemberFacts) -> str | None:
+    """The type that the checkpoint says it has, or else its first floating tensor's, as transformers has it."""
+    if facts.architecture is not None and facts.architecture.dtype is not None:
+        return facts.architecture.dtype
+    names = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+    return next((names[tensor.dtype] for tensor in facts.tensors or () if tensor.dtype in names), None)
 
 
 def chosen_dtype(
@@ -235,15 +236,19 @@ def fit(
     """
     total = device.total_bytes // workers_per_gpu
     free = max(0, device.total_bytes - held_bytes) // workers_per_gpu
-    room = int(free - _RESERVE_SHARE * total)
-    resident = needed.resident_bytes(gpus)
+    room = int(free - RESERVE_SHARE * total)
     budget = needed.token_budget(gpus, room)
-    verdict = "fits"
-    if resident > total:
-        verdict = "never"
-    elif resident > free:
-        verdict = "held"
-    elif not budget or (asked_tokens is not None and needed.peak_bytes(gpus, asked_tokens) > free):
-        verdict = "tight"
+    verdict = _verdict(needed, gpus, total, free, asked_tokens)
+    if verdict == "tight" and _verdict(needed, gpus, total, total, asked_tokens) == "fits":
+        verdict = "short"
     tokens = asked_tokens or budget
     return Fit(verdict, tokens, needed.peak_bytes(gpus, max(tokens, needed.width)), room)
+
+
+def _verdict(needed: Footprint, gpus: int, total: int, free: int, asked_tokens: int | None) -> str:
+    resident = needed.resident_bytes(gpus)
+    if resident > free:
+        return "never" if resident > total else "held"
+    if asked_tokens is not None:
+        return "tight" if needed.peak_bytes(gpus, asked_tokens) > free else "fits"
+    return "fits" if needed.token_budget(gpus, int(free - RESERVE_SHARE * total)) else "tight"

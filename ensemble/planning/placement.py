@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ensemble.config import ModelConfig, RunConfig
 from ensemble.devices import Device
 from ensemble.errors import DeviceError
-from ensemble.planning.footprint import Capability, Fit, Footprint, MemberFacts, fit, footprint
+from ensemble.planning.footprint import (
+    Capability,
+    Fit,
+    Footprint,
+    MemberFacts,
+    chosen_dtype,
+    fit,
+    footprint,
+    stored_dtype,
+)
+from ensemble.planning.remedies import what_helps
 from ensemble.sizes import gib
 
-_FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+# Less than this of a GPU is a desktop's or the driver's own.
+WORTH_SAYING_BYTES = 512 << 20
 
 
 @dataclass(frozen=True)
 class Placement:
     """Where a member may run.
 
-    ``devices`` are UUIDs that hold it now, in the inventory's order; ``held`` those that would if others did
-    not use them.  ``fits`` says by UUID ("cpu" for the CPU) how, where its footprint is known.
+    ``devices`` are UUIDs that it may run on now, in the inventory's order; ``held`` those that would hold it, or
+    hold it better, if others did not use them.  ``fits`` says by UUID ("cpu" for the CPU) how, where its footprint
+    is known.  ``dtype`` is what dtype: auto means on these GPUs; "auto" where the checkpoint is not known.
     """
 
     gpus: int
@@ -27,6 +39,7 @@ class Placement:
     held: tuple[str, ...] = ()
     footprint: Footprint | None = None
     fits: Mapping[str, Fit] = field(default_factory=dict)
+    dtype: str = "auto"
     reason: str = ""
     problems: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -37,34 +50,27 @@ def place(
 ) -> Placement:
     """Where a member runs; what speaks against it is in the placement's ``problems``."""
     model = config.models[index]
-    asked = min(1, len(devices)) if model.num_gpus is None else model.num_gpus
+    asked = _asked_gpus(model, devices)
     if problem := _impossible(index, model, asked, devices):
         return Placement(asked, problems=(problem,))
-    capability = _lowest_capability(devices) if asked else None
-    needed = footprint(model, facts, asked, capability)
+    needed = footprint(model, facts, asked, _lowest_capability(devices) if asked else None)
     if needed is not None and (problem := _allowed_too_little(index, model, needed)):
         return Placement(asked, footprint=needed, problems=(problem,))
     if not asked:
         return _on_cpu(index, model, needed, host_bytes)
-    everywhere = tuple(device.uuid for device in devices)
     if needed is None or _decides_itself(model):
-        reason = "" if needed is None else "its layers go where device_map, max_memory and offload_folder say"
-        return Placement(asked, everywhere, footprint=needed, reason=reason)
+        return _trusted(model, facts, asked, devices, needed)
     can_spread = model.num_gpus is None and not _has_slices(devices)
-    most = len(devices) if can_spread else asked
-    gpus = _gpus_needed(config, needed, devices, range(asked, most + 1))
-    if gpus:
-        fits = _fits(config, model, needed, devices, gpus)
-        reason = "" if gpus == asked else f"too large for one GPU, so a replica takes {gpus}"
-        return _on_gpus(index, model, needed, devices, gpus, fits, reason)
-    largest = max(device.total_bytes for device in devices)
-    fits = _fits(config, model, needed, devices, asked)
-    sentence = (
-        f"models[{index}] ({model.name}): its weights take {gib(needed.weights.bytes)} in "
-        f"{needed.quantization or needed.dtype}, and {gib(needed.context_bytes)} go to CUDA, but the largest GPU "
-        f"has {gib(largest)}; {_remedies(config, index, facts, devices, capability)}"
-    )
-    return Placement(asked, footprint=needed, fits=fits, problems=(sentence,))
+    counts = range(asked, (len(devices) if can_spread else asked) + 1)
+    gpus = _gpus_needed(config, model, needed, devices, counts)
+    if not gpus:
+        return _nowhere(config, index, facts, devices, asked, needed)
+    able = [
+        device for device in devices if _empty_fit(config, model, needed, device, gpus).verdict != "never"
+    ]
+    # A GPU that cannot hold the member has no say in its type.
+    needed = footprint(model, facts, gpus, _lowest_capability(able)) or needed
+    return _on_gpus(config, index, needed, devices, able, gpus, asked)
 
 
 def chosen_devices(visible: Sequence[Device], wanted: Sequence[int | str] | None) -> tuple[Device, ...]:
@@ -95,17 +101,26 @@ def chosen_devices(visible: Sequence[Device], wanted: Sequence[int | str] | None
     return tuple(chosen.values())
 
 
+def _asked_gpus(model: ModelConfig, devices: Sequence[Device]) -> int:
+    if model.num_gpus is not None:
+        return model.num_gpus
+    places = model.device_map.values() if isinstance(model.device_map, dict) else ()
+    numbers = [place for place in (*(model.max_memory or {}), *places) if isinstance(place, int)]
+    return max(numbers) + 1 if numbers else min(1, len(devices))
+
+
 def _impossible(index: int, model: ModelConfig, asked: int, devices: Sequence[Device]) -> str:
     count = len(devices)
+    key = "num_gpus" if model.num_gpus is not None else "max_memory" if model.max_memory else "device_map"
     if asked > count:
         there = f"{count} GPU{'s' if count != 1 else ''}"
         return (
-            f"models[{index}].num_gpus: {model.name} asks for {asked}, but {there} can be used here; "
+            f"models[{index}].{key}: {model.name} asks for {asked}, but {there} can be used here; "
             f"lower it, make more visible (CUDA_VISIBLE_DEVICES), or set num_gpus: 0 for the CPU"
         )
     if asked > 1 and _has_slices(devices):
         return (
-            f"models[{index}].num_gpus: {model.name} asks for {asked}, but CUDA gives a process one MIG slice "
+            f"models[{index}].{key}: {model.name} asks for {asked}, but CUDA gives a process one MIG slice "
             f"at most; set num_gpus: 1, or switch MIG off"
         )
     return ""
@@ -148,105 +163,132 @@ def _on_cpu(index: int, model: ModelConfig, needed: Footprint | None, host_bytes
     return Placement(0, footprint=needed, fits={"cpu": found}, warnings=warnings)
 
 
-def _fits(
-    config: RunConfig, model: ModelConfig, needed: Footprint, devices: Sequence[Device], gpus: int
-) -> dict[str, Fit]:
-    share = config.max_workers_per_gpu
-    return {
-        device.uuid: fit(needed, device, gpus, share, model.max_num_batched_tokens, device.used_bytes)
-        for device in devices
-    }
+def _trusted(
+    model: ModelConfig, facts: MemberFacts, gpus: int, devices: Sequence[Device], needed: Footprint | None
+) -> Placement:
+    """Anywhere: where nothing is known, or the user has decided; what others hold can still be waited for."""
+    everywhere = tuple(device.uuid for device in devices)
+    held = tuple(device.uuid for device in devices if device.used_bytes >= WORTH_SAYING_BYTES)
+    capability, stored = _lowest_capability(devices), stored_dtype(facts)
+    is_known = stored is not None or (capability is not None and capability < (8, 0))
+    dtype = chosen_dtype(model.dtype, stored, gpus, capability) if is_known else "auto"
+    reason = "" if needed is None else "its layers go where device_map, max_memory and offload_folder say"
+    return Placement(gpus, everywhere, held, needed, {}, dtype, reason)
+
+
+def _empty_fit(config: RunConfig, model: ModelConfig, needed: Footprint, device: Device, gpus: int) -> Fit:
+    return fit(needed, device, gpus, config.max_workers_per_gpu, None)
 
 
 def _gpus_needed(
-    config: RunConfig, needed: Footprint, devices: Sequence[Device], counts: Iterable[int]
+    config: RunConfig,
+    model: ModelConfig,
+    needed: Footprint,
+    devices: Sequence[Device],
+    counts: Iterable[int],
 ) -> int:
     """The fewest GPUs on which a replica fits with its longest row, or else with its weights; 0: not even that."""
     for wanted in (("fits",), ("fits", "tight")):
         for gpus in counts:
-            empty = (fit(needed, device, gpus, config.max_workers_per_gpu, None) for device in devices)
+            empty = (_empty_fit(config, model, needed, device, gpus) for device in devices)
             if sum(one.verdict in wanted for one in empty) >= gpus:
                 return gpus
     return 0
 
 
 def _on_gpus(
+    config: RunConfig,
     index: int,
-    model: ModelConfig,
     needed: Footprint,
     devices: Sequence[Device],
+    able: Sequence[Device],
     gpus: int,
-    fits: dict[str, Fit],
-    reason: str,
+    asked: int,
 ) -> Placement:
-    roomy = [uuid for uuid, one in fits.items() if one.verdict == "fits"]
-    tight = [uuid for uuid, one in fits.items() if one.verdict == "tight"]
-    chosen = set(roomy if len(roomy) >= gpus else [*roomy, *tight])
-    usable = tuple(device.uuid for device in devices if device.uuid in chosen)
-    held = tuple(uuid for uuid, one in fits.items() if one.verdict == "held")
-    small = [device for device in devices if device.uuid not in (*usable, *held)]
+    model = config.models[index]
+    tokens = _asked_tokens(model, needed)
+    fits = {
+        device.uuid: fit(needed, device, gpus, config.max_workers_per_gpu, tokens, device.used_bytes)
+        for device in able
+    }
+    by_verdict = {
+        verdict: [uuid for uuid, one in fits.items() if one.verdict == verdict]
+        for verdict in ("fits", "short", "tight", "held")
+    }
+    roomy = by_verdict["fits"]
+    usable = roomy if len(roomy) >= gpus else [*roomy, *by_verdict["short"], *by_verdict["tight"]]
+    held = [*by_verdict["short"], *by_verdict["held"]]
     warnings = []
-    if small:
+    if small := [device for device in devices if device.uuid not in (*usable, *held)]:
         names = ", ".join(f"{device.name} ({device.uuid})" for device in small)
         warnings.append(f"{model.name} does not fit well on {names} and runs elsewhere")
-    if any(fits[uuid].verdict == "tight" for uuid in usable):
+    if any(uuid in usable for uuid in by_verdict["tight"]):
         warnings.append(_tight(index, model, needed, gpus, fits))
-    return Placement(gpus, usable, held, needed, fits, reason, (), tuple(warnings))
+    return Placement(
+        gpus,
+        tuple(device.uuid for device in able if device.uuid in usable),
+        tuple(device.uuid for device in able if device.uuid in held),
+        needed,
+        fits,
+        needed.dtype,
+        _why_spread(needed, able, gpus, asked),
+        (),
+        tuple(warnings),
+    )
+
+
+def _why_spread(needed: Footprint, devices: Sequence[Device], gpus: int, asked: int) -> str:
+    if gpus == asked:
+        return ""
+    holds = any(needed.resident_bytes(asked) <= device.total_bytes for device in devices)
+    what = "its longest row is too large beside its weights" if holds else "too large"
+    return f"{what} for one GPU, so a replica takes {gpus}"
+
+
+def _asked_tokens(model: ModelConfig, needed: Footprint) -> int | None:
+    """Padded tokens in the largest batch that the user asks for; None where it is left to the plan."""
+    if model.batch_size != "auto":
+        return model.batch_size * needed.width
+    return model.max_num_batched_tokens
 
 
 def _tight(index: int, model: ModelConfig, needed: Footprint, gpus: int, fits: Mapping[str, Fit]) -> str:
     tight = min((one for one in fits.values() if one.verdict == "tight"), key=lambda one: one.room_bytes)
-    if model.max_num_batched_tokens is not None:
+    if (tokens := _asked_tokens(model, needed)) is not None:
         # Even so the run is not lost: batches that do not fit run again in halves.
+        key = "max_num_batched_tokens" if model.batch_size == "auto" else "batch_size"
         return (
-            f"models[{index}].max_num_batched_tokens: {model.max_num_batched_tokens:,} tokens in rows of "
-            f"{needed.width:,} take about {gib(tight.peak_bytes)}, and {gib(tight.room_bytes)} are free; "
-            "lower or drop it"
+            f"models[{index}].{key}: {tokens:,} tokens in rows of {needed.width:,} take about "
+            f"{gib(tight.peak_bytes)}, and {gib(tight.room_bytes)} can be planned with; lower or drop it"
         )
-    room = tight.room_bytes - needed.resident_bytes(gpus) - needed.activation.fixed_bytes
-    shorter = next(
-        (
-            length
-            for length in range(needed.width - 64, 64, -64)
-            if needed.activation.bytes(length, length) <= room
-        ),
-        0,
-    )
+    room = tight.room_bytes - needed.resident_bytes(gpus)
+    lengths = range(needed.width - 64, 64, -64)
+    shorter = next((length for length in lengths if needed.activation.bytes(length, length) <= room), 0)
     advice = f"max_length: {shorter} fits" if shorter else "quantize it, or give it more GPUs (num_gpus)"
     return (
         f"models[{index}] ({model.name}): a row of {needed.width:,} tokens takes about "
-        f"{gib(needed.peak_bytes(gpus, needed.width))}, and {gib(tight.room_bytes)} are free; {advice}"
+        f"{gib(needed.peak_bytes(gpus, needed.width))}, and {gib(tight.room_bytes)} can be planned with; {advice}"
     )
 
 
-def _remedies(
+def _nowhere(
     config: RunConfig,
     index: int,
     facts: MemberFacts,
     devices: Sequence[Device],
-    capability: Capability | None,
-) -> str:
-    return "; ".join(_what_helps(config, index, facts, devices, capability)) or "use a smaller model"
-
-
-def _what_helps(
-    config: RunConfig,
-    index: int,
-    facts: MemberFacts,
-    devices: Sequence[Device],
-    capability: Capability | None,
-) -> Iterator[str]:
-    model = config.models[index]
-    plain = footprint(model, facts, 1, capability)
-    assert plain is not None
-    largest = max(device.total_bytes for device in devices) // config.max_workers_per_gpu
-    if not plain.quantization:
-        four = footprint(model, facts, 1, capability, quantization=_FOUR_BITS)
-        if four is not None and four.resident_bytes(1) < largest:
-            yield f"quantization_config: {{load_in_4bit: true}} makes it {gib(four.weights.bytes)}"
-    counts = range((model.num_gpus or 1) + 1, 9)
-    enough = next((count for count in counts if plain.resident_bytes(count) < largest), None)
-    if enough is not None:
-        there = "" if enough <= len(devices) else f" (this run has {len(devices)})"
-        yield f"num_gpus: {enough} of this size hold it{there}"
-    yield "max_memory with a cpu entry and offload_folder keep a part of it outside the GPU, slowly"
+    gpus: int,
+    needed: Footprint,
+) -> Placement:
+    sharing = config.max_workers_per_gpu
+    largest = max(device.total_bytes for device in devices)
+    share = (
+        f", which max_workers_per_gpu: {sharing} makes {gib(largest // sharing)} each" if sharing > 1 else ""
+    )
+    fits = {device.uuid: fit(needed, device, gpus, sharing, None, device.used_bytes) for device in devices}
+    sentence = (
+        f"models[{index}] ({config.models[index].name}): its weights take {gib(needed.weights.bytes)} in "
+        f"{needed.quantization or needed.dtype}, and {gib(needed.context_bytes)} go to CUDA, but the largest GPU "
+        f"has {gib(largest)}{share}; "
+        f"{'; '.join(what_helps(config, index, facts, devices)) or 'use a smaller model'}"
+    )
+    return Placement(gpus, footprint=needed, fits=fits, problems=(sentence,))

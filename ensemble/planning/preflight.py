@@ -10,11 +10,10 @@ from ensemble.devices import Device, used_memory
 from ensemble.errors import DeviceError
 from ensemble.leases import holders
 from ensemble.planning.outlook import Outlook
+from ensemble.planning.placement import WORTH_SAYING_BYTES
 from ensemble.planning.plan import MemberPlan
 from ensemble.sizes import gib
 
-# Less than this is a desktop's or the driver's own.
-WORTH_SAYING_BYTES = 512 << 20
 _LOOK_SECONDS = 1.0
 _SAY_SECONDS = 30.0
 
@@ -46,15 +45,22 @@ def wait_for_room(outlook: Outlook, say: Callable[[str], None]) -> Outlook:
                 say(f"{text}; waiting up to {left:,.0f} s more for it")
         time.sleep(min(_LOOK_SECONDS, wait_seconds))
         used = used_memory([device.uuid for device in outlook.gpus])
-        outlook = outlook.again([replace(one, used_bytes=used[one.uuid] or 0) for one in outlook.gpus])
+        # A GPU that does not answer has not come free.
+        gpus = [replace(one, used_bytes=_or(used[one.uuid], one.used_bytes)) for one in outlook.gpus]
+        if gpus != list(outlook.gpus):
+            outlook = outlook.again(gpus)
     members = outlook.plan.members
     homeless = [member for member in members if member.gpus > len(member.placement.devices)]
     if homeless:
         raise DeviceError([_no_room(member, outlook.gpus, wait_seconds) for member in homeless])
     for member in members:
-        if member.placement.held:
-            say(f"{member.name} leaves out {', '.join(member.placement.held)}: too little of it is free")
+        if left_out := [uuid for uuid in member.placement.held if uuid not in member.placement.devices]:
+            say(f"{member.name} leaves out {', '.join(left_out)}: too little of it is free")
     return outlook
+
+
+def _or(size: int | None, otherwise: int) -> int:
+    return otherwise if size is None else size
 
 
 def _lacking(outlook: Outlook) -> set[str]:

@@ -14,7 +14,13 @@ from ensemble.prepare import Prepared
 from ensemble.report.progress import duration
 from ensemble.sizes import gib
 
-_VERDICTS = {"fits": "", "tight": "tight", "held": "held by others", "never": "does not fit"}
+_VERDICTS = {
+    "fits": "",
+    "tight": "tight",
+    "short": "tight: others use it",
+    "held": "held by others",
+    "never": "does not fit",
+}
 
 
 def opening_lines(prepared: Prepared) -> Iterator[str]:
@@ -30,6 +36,7 @@ def opening_lines(prepared: Prepared) -> Iterator[str]:
         )
         free = gib(gpu.total_bytes - gpu.used_bytes)
         yield f"GPU {number}: {gpu.name} ({gpu.uuid}){capability}, {free} of {gib(gpu.total_bytes)} free"
+    yield from prepared.warnings
     yield from held_texts(prepared.outlook.gpus)
     if prepared.outlook.host_bytes is not None and any(not member.gpus for member in prepared.plan.members):
         yield f"CPU: {gib(prepared.outlook.host_bytes)} of memory free"
@@ -50,7 +57,7 @@ def memory_table(prepared: Prepared) -> Table:
         "peak",
     ):
         table.add_column(header, justify="right", no_wrap=True)
-    table.add_column("free", justify="right", no_wrap=True)
+    table.add_column("usable", justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     for member in prepared.plan.members:
         table.add_row(member.name, *_memory_cells(member))
@@ -112,7 +119,7 @@ def _member_facts(prepared: Prepared, member: MemberPlan) -> Iterator[str]:
     if needed is not None:
         yield _numbers(needed)
         labels = len(prepared.config.labels)
-        yield f"rows of up to {needed.width:,} tokens, and {labels} logits a row at their last position only"
+        yield f"rows of up to {needed.width:,} tokens, {labels} logits each"
     yield f"{len(member.chunks)} chunk{'s' if len(member.chunks) > 1 else ''}"
     if member.speed.is_measured:
         job = member.job

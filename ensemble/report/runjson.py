@@ -12,7 +12,7 @@ from typing import Any
 
 from ensemble import __version__
 from ensemble.config import LoadedConfig
-from ensemble.devices import Inventory
+from ensemble.devices import Device, Inventory
 from ensemble.leases import Leases
 from ensemble.merge.metrics import Score
 from ensemble.planning.plan import MemberPlan
@@ -25,6 +25,7 @@ def run_document(
     status: str,
     loaded: LoadedConfig,
     inventory: Inventory,
+    gpus: Sequence[Device],
     rows: int,
     null_texts: Mapping[str, int],
     members: Sequence[MemberState],
@@ -45,7 +46,7 @@ def run_document(
         "status": status,
         "versions": {"ensemble": __version__, "python": platform.python_version(), **_versions(members)},
         "platform": platform.platform(),
-        "devices": [asdict(gpu) for gpu in inventory.gpus] or [{"uuid": "cpu", "name": _cpu_name()}],
+        "devices": [asdict(gpu) for gpu in gpus] or [{"uuid": "cpu", "name": _cpu_name()}],
         "driver_version": inventory.driver_version,
         "rows": rows,
         "null_texts": dict(null_texts),

@@ -18,6 +18,10 @@ from ensemble.worker.batching import MemoryLimit, make_batches
 from ensemble.worker.predict import Classifier
 from ensemble.worker.prompt import Encoded
 
+# Illegal accesses and failed assertions on the device; before torch 2.8 they have no type of their own.
+_DEVICE_ERRORS: tuple[type[Exception], ...] = tuple(
+    kind for kind in (getattr(torch, "AcceleratorError", None),) if kind is not None
+)
 Report = Callable[[int, int, int], None]
 Mode = Callable[[], AbstractContextManager[None]]
 # Batches without an error before a budget that was cut is tried a little larger, and how much larger.
@@ -160,6 +164,8 @@ def compute(
             again = _run(classifier, encoded, sizes.for_float32(), bad, report_again)
     except RowTooLargeError as error:
         raise RowTooLargeError(error.row, error.tokens, in_float32=True) from error
+    except _DEVICE_ERRORS:  # the process is done for, whatever the type of its numbers
+        raise
     except RuntimeError as error:
         raise ValueError(
             f"{len(bad)} rows overflowed half precision, and this model does not run in float32 ({error}); "
@@ -225,3 +231,8 @@ def _try(classifier: Classifier, encoded: Encoded, batch: npt.NDArray[np.int64])
         return classifier.logits(encoded, batch)
     except torch.OutOfMemoryError:
         return None
+    except RuntimeError as error:
+        # cuBLAS makes its workspace past torch's allocator, and says so in an error of its own.
+        if "CUBLAS_STATUS_ALLOC_FAILED" in str(error):
+            return None
+        raise

@@ -7,23 +7,19 @@ from typing import Any
 
 import torch
 
-from ensemble.protocol import WorkerSpec
+from ensemble.protocol import (
+    CPU_TOKEN_BUDGET,
+    DEFAULT_MAX_LENGTH,
+    GPU_TOKEN_BUDGET,
+    NO_LENGTH_LIMIT,
+    RESERVE_SHARE,
+    WorkerSpec,
+)
 from ensemble.worker.allocator import check_allocator
 from ensemble.worker.batching import MemoryLimit
 from ensemble.worker.model import load_model
 from ensemble.worker.precision import attention_errors, capability, prefer_flash_attention, set_tf32
 from ensemble.worker.tokenizer import load_tokenizer
-
-DEFAULT_MAX_LENGTH = 1024
-# Padded tokens per batch. On a CPU more does not pay: sorted rows at 2,048 ran as fast as a shape without padding.
-CPU_TOKEN_BUDGET = 2048
-GPU_TOKEN_BUDGET = 16384
-# Left free beside what is known to be needed: CUDA's own share of a limit, fragments, and the model of memory is
-# an estimate.
-_MARGIN_SHARE = 0.05
-_MARGIN_BYTES = 200_000_000
-# Tokenizers without a limit of their own say something astronomic.
-_NO_LIMIT = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -109,7 +105,9 @@ def _max_length(spec: WorkerSpec, tokenizer: Any, model: Any, notes: list[str]) 
     limit = _position_limit(model)
     wanted = spec.max_length
     if wanted is None:
-        own = tokenizer.model_max_length if tokenizer.model_max_length < _NO_LIMIT else DEFAULT_MAX_LENGTH
+        own = (
+            tokenizer.model_max_length if tokenizer.model_max_length < NO_LENGTH_LIMIT else DEFAULT_MAX_LENGTH
+        )
         wanted = min(DEFAULT_MAX_LENGTH, int(own))
     if limit is not None and wanted > limit:
         if spec.max_length is not None:
@@ -164,7 +162,7 @@ def _gpu_bytes(spec: WorkerSpec, index: int) -> int:
     available = free + torch.cuda.memory_reserved(index) - allocated
     if spec.memory_limit_bytes is not None:
         available = min(available, spec.memory_limit_bytes - allocated)
-    return available - int(_MARGIN_SHARE * total) - _MARGIN_BYTES
+    return available - int(RESERVE_SHARE * total)
 
 
 def _elements(parameter: torch.nn.Parameter) -> int:

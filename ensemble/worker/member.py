@@ -71,7 +71,7 @@ class Member:
                 "its numbers change with padding, so only rows of equal length share a batch: slower"
             )
         self.max_length = self._loaded.max_length
-        self.token_budget = self._sizes.tokens_at(self.max_length)
+        self.token_budget = self._sizes.tokens_at(min(self.max_length, spec.width or self.max_length))
         self.parameters = self._loaded.parameters
         self.attn_implementation = self._loaded.attn_implementation
         self.device_name = self._loaded.device_name
@@ -117,10 +117,10 @@ class Member:
         )
 
     def peak_gpu_memory_bytes(self) -> int | None:
-        """The most that torch held on this worker's GPUs together, in bytes; None on a CPU."""
+        """The most that torch held on one of this worker's GPUs, in bytes; None on a CPU."""
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return None
-        return sum(torch.cuda.max_memory_reserved(index) for index in range(torch.cuda.device_count()))
+        return max(torch.cuda.max_memory_reserved(index) for index in range(torch.cuda.device_count()))
 
     def notes(self) -> tuple[str, ...]:
         """What the user should know of how the member was loaded."""

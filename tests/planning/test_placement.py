@@ -60,7 +60,9 @@ def test_a_model_that_fits_gets_one_gpu_and_one_that_does_not_gets_more(models: 
     assert where(plan(models, two, {"quantization_config": NF4})) == [(1, ("GPU-0", "GPU-1"), 2)]
     made = plan(models, two, {})  # 15 GB of float16
     assert where(made) == [(2, ("GPU-0", "GPU-1"), 1)]
-    assert made.members[0].placement.reason == "too large for one GPU, so a replica takes 2"
+    assert made.members[0].placement.reason == (
+        "its longest row is too large beside its weights for one GPU, so a replica takes 2"
+    )
     assert where(plan(models, [card(0, 15), card(1, 80)], {})) == [(1, ("GPU-1",), 1)]
     assert "does not fit well on card (GPU-0)" in plan(models, [card(0, 15), card(1, 80)], {}).warnings[0]
 
@@ -113,6 +115,66 @@ def test_others_memory_counts_and_is_told_from_too_small(models: Path) -> None:
     placement = made.members[0].placement
     assert placement.devices == ("GPU-1",)
     assert placement.held == ("GPU-0",)
+
+
+def test_memory_that_others_hold_is_no_reason_to_cut_rows(models: Path) -> None:
+    gemma = {"model_name_or_path": "gemma", "quantization_config": NF4}
+    (member,) = plan(models, [card(0, 15, used=8)], gemma).members
+    assert member.placement.fits["GPU-0"].verdict == "short"
+    assert member.placement.held == ("GPU-0",), "worth waiting for"
+    assert member.placement.devices == ("GPU-0",), "and taken when the time is over"
+    assert member.placement.warnings == ()
+
+
+def test_what_is_not_known_runs_anywhere_but_still_waits(models: Path) -> None:
+    (member,) = plan(models, [card(0, 15, used=2), card(1, 15)], {"device_map": "auto"}).members
+    assert member.placement.devices == ("GPU-0", "GPU-1")
+    assert member.placement.held == ("GPU-0",)
+
+
+def test_the_gpus_that_maps_name_are_leased(models: Path) -> None:
+    two = [card(0, 15), card(1, 15)]
+    assert where(plan(models, two, {"max_memory": {0: "8GiB", 1: "8GiB"}})) == [(2, ("GPU-0", "GPU-1"), 1)]
+    (problem,) = plan(models, two, {"device_map": {"model": 2, "score": 0}}).problems
+    assert problem.startswith("models[0].device_map: m0 asks for 3, but 2 GPUs can be used here")
+
+
+def test_a_gpu_that_cannot_hold_a_member_has_no_say_in_its_type(models: Path) -> None:
+    mixed = [card(0, 15), card(1, 80, (8, 0))]
+    gemma = {"model_name_or_path": "gemma"}
+    (alone,) = plan(models, mixed, {**gemma, "num_gpus": 1}).members
+    assert alone.placement.devices == ("GPU-1",)
+    assert alone.placement.dtype == "bfloat16"
+    (both,) = plan(models, mixed, {**gemma, "quantization_config": NF4}).members
+    assert both.placement.dtype == "float16", "one type for all replicas"
+
+
+def test_a_checkpoint_that_does_not_say_its_type_has_that_of_its_tensors(
+    models: Path, tmp_path: Path
+) -> None:
+    folder = make_full_size(tmp_path / "llama", {**LLAMA_3_8B, "num_hidden_layers": 1}, LABELS)
+    text = (folder / "config.json").read_text(encoding="utf-8")
+    (folder / "config.json").write_text(text.replace('"dtype": "bfloat16",', ""), encoding="utf-8")
+    assert "bfloat16" not in (folder / "config.json").read_text(encoding="utf-8")
+    (member,) = plan(tmp_path, [card(0, 15, (8, 0))], {}).members
+    assert member.placement.dtype == "bfloat16"
+
+
+def test_a_batch_size_is_held_against_the_memory(models: Path) -> None:
+    (warning,) = plan(models, [card(0, 15)], {"quantization_config": NF4, "batch_size": 256}).warnings
+    assert warning.startswith("models[0].batch_size: 524,288 tokens in rows of 2,048 take about ")
+
+
+def test_remedies_are_ones_that_the_rules_allow(models: Path) -> None:
+    (problem,) = plan(models, [card(0, 15)], {"quantization_config": NF4}, max_workers_per_gpu=4).problems
+    assert (
+        "which max_workers_per_gpu: 4 makes 3.8 GiB each; max_workers_per_gpu: 1 gives it a whole one"
+        in problem
+    )
+    assert "offload" not in problem
+    slices = [Device(f"MIG-{number}", "slice", (8, 0), 5 * GIB, 0) for number in range(2)]
+    (problem,) = plan(models, slices, {}).problems
+    assert "num_gpus" not in problem
 
 
 def test_workers_that_share_a_gpu_share_its_memory(models: Path) -> None:

@@ -48,6 +48,7 @@ def worker_spec(folder: Path, **changes: Any) -> WorkerSpec:
         "bytes_per_token": None,
         "bytes_per_token_pair": None,
         "fixed_bytes": 0,
+        "width": None,
         "memory_limit_bytes": None,
         "cpu_threads": None,
         "seed": 0,
