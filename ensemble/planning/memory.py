@@ -62,15 +62,6 @@ class Activation:
     stages: tuple[Stage, ...]
     fixed_bytes: int
 
-    @property
-    def bytes_per_token(self) -> float:
-        """Of the worst stage; with ``bytes_per_token_pair`` an upper bound, far off where rows are wide."""
-        return max(stage.bytes_per_token + stage.bytes_per_row / _NARROWEST for stage in self.stages)
-
-    @property
-    def bytes_per_token_pair(self) -> float:
-        return max(stage.bytes_per_token_pair for stage in self.stages)
-
     def bytes(self, padded_tokens: int, width: int) -> int:
         """For a batch of rows ``width`` tokens wide that hold ``padded_tokens`` together."""
         return self.fixed_bytes + math.ceil(padded_tokens * self._per_token(width))

@@ -1,0 +1,125 @@
+"""The checks for a real GPU can fail: what they say of runs that went wrong, without a GPU and without a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ensemble.devices import Device
+from ensemble.leases import Release
+from tests.gpu.__main__ import rows_of
+from tests.gpu.bench import GEMMA, NF4, Bench
+from tests.gpu.verdicts import (
+    GIB,
+    Apart,
+    Failed,
+    Row,
+    Skip,
+    against_plan,
+    check_devices,
+    releases,
+    too_little,
+)
+
+FORECAST = {"weight_bytes": 1 * GIB, "context_bytes": GIB // 2, "peak_bytes": 2 * GIB, "token_budget": 16384}
+
+
+def member(forecast: dict[str, int] | None = FORECAST, **worker: Any) -> dict[str, Any]:
+    known = {"device_name": "Tesla T4", "notes": [], "batches": 1, "padded_tokens": 60_000}
+    return {"name": "m", "forecast": forecast, "workers": [{**known, **worker}]}
+
+
+def bench(tmp_path: Path, gibibytes: float = 80, seconds: float = 60) -> Bench:
+    return Bench(tmp_path, [Device("GPU-0", "card", (7, 5), int(gibibytes * GIB), 0)], False, seconds)
+
+
+def test_rows_must_be_close_to_themselves_and_not_to_each_other() -> None:
+    values = np.random.default_rng(0).dirichlet([1, 1, 1], 50)
+    assert Apart.of(values, values + 1e-5).verdict(largest=1e-4) == "ok"
+    assert Apart.of(values, values + 1e-3).verdict(largest=1e-4) == "FAILED"
+    assert Apart.of(values, values + 1e-3).verdict(mean=1e-4) == "FAILED"
+    assert Apart.of(values, values[::-1]).verdict() == "FAILED"
+    alike = np.full((50, 3), 1 / 3)
+    assert Apart.of(alike, alike).verdict(largest=1e-4) == "FAILED"
+    with pytest.raises(Failed, match="cannot be compared"):
+        Apart.of(values, values[:-1])
+
+
+@pytest.mark.parametrize("name", ["cpu", None])
+def test_a_worker_beside_the_gpu_is_no_success(name: str | None) -> None:
+    check_devices({"members": [member()]})
+    with pytest.raises(Failed, match=r"not on a GPU \(the driver shows a GPU\)"):
+        check_devices({"members": [member(), member(device_name=name, notes=["the driver shows a GPU"])]})
+    with pytest.raises(Failed, match="m ran on nothing"):
+        check_devices({"members": [{**member(), "workers": []}]})
+
+
+@pytest.mark.parametrize(
+    ("release", "verdict"),
+    [
+        (Release("GPU-0", 0.5, GIB, True), "ok"),
+        (Release("GPU-0", 60.0, GIB, False), "FAILED"),
+        (Release("GPU-0", 0.0, 2 * GIB, True), "FAILED"),  # called free, and is not
+        (Release("GPU-0", 0.0, None, True), "FAILED"),
+        (Release("GPU-1", 0.0, GIB, True), "FAILED"),
+        (None, "FAILED"),
+    ],
+)
+def test_a_release_is_held_to_the_memory_before_the_first_run(release: Release | None, verdict: str) -> None:
+    report = {"releases": [asdict(release)] if release else []}
+    assert [row[1] for row in releases(report, {"GPU-0": GIB}, False)] == [verdict]
+
+
+def test_the_memory_for_recovery_holds_half_a_batch_and_not_the_whole() -> None:
+    weights, batch = GIB, 60_000 * (GIB // 2) / 16384
+    assert weights + 0.5 * batch < too_little(member()) < weights + 0.8 * batch
+    with pytest.raises(Failed, match="nothing to compare with"):
+        too_little(member(None))
+
+
+@pytest.mark.parametrize(
+    ("forecast", "measured", "verdict"),
+    [
+        (FORECAST, int(1.5 * GIB), "ok"),
+        (FORECAST, int(1.25 * GIB), "FAILED"),
+        (FORECAST, 2 * GIB, "FAILED"),
+        (FORECAST, None, "FAILED"),
+        (None, GIB, "FAILED"),
+    ],
+)
+def test_a_plan_is_held_to_a_measured_peak(
+    forecast: dict[str, int] | None, measured: int | None, verdict: str
+) -> None:
+    report = {"members": [member(forecast, peak_gpu_memory_bytes=measured)]}
+    assert [row[1] for row in against_plan(report, False)] == [verdict]
+
+
+def test_a_model_that_is_too_large_runs_in_4_bits_or_is_skipped(tmp_path: Path) -> None:
+    assert bench(tmp_path, 24).settings(GEMMA) == {}
+    assert bench(tmp_path, 15).settings(GEMMA) == {"quantization_config": NF4}
+    with pytest.raises(Skip, match="gemma9b: needs 9 GiB even in 4 bits"):
+        bench(tmp_path, 8).settings(GEMMA)
+
+
+def test_a_run_that_hangs_is_ended(tmp_path: Path) -> None:
+    sleep = ["-c", "import time; time.sleep(60)"]
+    with pytest.raises(Failed, match="nap took more than 1 s"):
+        bench(tmp_path).call("nap", sleep, tmp_path, 1)
+    with pytest.raises(Skip, match="nap: the 1 s that all checks have together were over"):
+        bench(tmp_path, seconds=1).call("nap", sleep, tmp_path, 30)
+    with pytest.raises(Failed, match=r"oops ended with exit code 3: \.\.\. why"):
+        bench(tmp_path).call("oops", ["-c", "import sys; print('why'); sys.exit(3)"], tmp_path, 30)
+
+
+def test_whatever_ends_a_check_is_a_row(tmp_path: Path) -> None:
+    def crash(_: Bench) -> Iterator[Row]:
+        yield "first", "ok"
+        raise KeyError("forecast")
+
+    assert list(rows_of(crash, bench(tmp_path))) == [("first", "ok"), ("KeyError: 'forecast'", "FAILED")]
+    assert [verdict for _, verdict in rows_of(crash, bench(tmp_path, seconds=0))] == ["skipped"]

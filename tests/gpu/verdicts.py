@@ -1,0 +1,155 @@
+"""PURE: what a run.json and its probabilities say about a check, as rows of the table: (text, verdict).
+
+Nothing is ``ok`` because nothing was measured: outside of a rehearsal that is ``FAILED``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Row = tuple[str, str]
+GIB = 1 << 30
+# How far the plan may be from the measured peak, either way.
+_PLAN_TOLERANCE = 0.15
+# A device that is free again may hold this much more than before the first run: the driver's own share, and others.
+_RELEASE_BYTES = 512 << 20
+# Of the planned activation, what a batch is given that must not fit, while its half must.
+_TOO_LITTLE = 0.6
+# A row must be this much closer to itself than to another one for a comparison to say anything.
+_CLOSER = 0.6
+
+
+class Skip(Exception):
+    """This machine lacks what a check needs; the message says what."""
+
+
+class Failed(Exception):
+    """A check cannot be carried out on what a run has left; the message says why."""
+
+
+@dataclass(frozen=True)
+class Apart:
+    """How far two runs' probabilities are apart: [rows, labels] each.
+
+    ``mean`` and ``largest`` are between the same rows, ``strangers`` is the mean between each row and the next:
+    rows that are all alike would hide every mistake.
+    """
+
+    mean: float
+    largest: float
+    strangers: float
+
+    @classmethod
+    def of(cls, one: npt.NDArray[np.float64], other: npt.NDArray[np.float64]) -> Apart:
+        if one.shape != other.shape or len(one) < 2:
+            raise Failed(f"predictions of shape {one.shape} and {other.shape} cannot be compared")
+        same = np.abs(one - other)
+        return cls(float(same.mean()), float(same.max()), float(np.abs(one - np.roll(other, 1, 0)).mean()))
+
+    def verdict(self, mean: float | None = None, largest: float | None = None) -> str:
+        """ok where rows stay within the limits that are given, and are much closer to themselves than to others."""
+        good = self.mean < _CLOSER * self.strangers
+        good &= mean is None or self.mean <= mean
+        good &= largest is None or self.largest <= largest
+        return "ok" if good else "FAILED"
+
+    def __str__(self) -> str:
+        return (
+            f"mean {self.mean:.1e}, largest {self.largest:.1e} apart ({self.strangers:.1e} from another row)"
+        )
+
+
+def check_devices(report: Mapping[str, Any]) -> None:
+    """Hold every worker of a run to a GPU.
+
+    Raises:
+        Failed: one ran elsewhere, or none ran.
+    """
+    for member in report["members"]:
+        names = [worker["device_name"] for worker in member["workers"]]
+        if not names or any(name in (None, "cpu") for name in names):
+            notes = "; ".join(note for worker in member["workers"] for note in worker["notes"])
+            raise Failed(
+                f"{member['name']} ran on {names or 'nothing'}, not on a GPU ({notes or 'no notes'})"
+            )
+
+
+def releases(report: Mapping[str, Any], used_before: Mapping[str, int], is_rehearsal: bool) -> Iterator[Row]:
+    """One row for each device that came back.
+
+    Args:
+        used_before: bytes used by UUID, measured before the first run.
+    """
+    if not report["releases"]:
+        yield "no device was given back", "skipped" if is_rehearsal else "FAILED"
+    for one in report["releases"]:
+        used, before = one["used_bytes"], used_before.get(one["device"])
+        if used is None or before is None:
+            yield f"{one['device']}: its memory was not measured", "FAILED"
+            continue
+        good = one["is_free"] and used <= before + _RELEASE_BYTES
+        text = (
+            f"{one['device']}: {one['seconds']:.2f} s, {used / GIB:.2f} GiB used, {before / GIB:.2f} before"
+        )
+        yield text, "ok" if good else "FAILED"
+
+
+def too_little(member: Mapping[str, Any]) -> int:
+    """Bytes in which the weights of a member fit, and half of one of its batches, but not the whole batch.
+
+    Args:
+        member: of a run whose batches were all alike.
+
+    Raises:
+        Failed: nothing was planned.
+    """
+    planned = _planned(member)
+    batches = sum(worker["batches"] for worker in member["workers"])
+    tokens = sum(worker["padded_tokens"] for worker in member["workers"]) / batches
+    activation = planned["peak_bytes"] - planned["context_bytes"] - planned["weight_bytes"]
+    return int(planned["weight_bytes"] + _TOO_LITTLE * tokens * activation / planned["token_budget"])
+
+
+def against_plan(report: Mapping[str, Any], is_rehearsal: bool) -> Iterator[Row]:
+    """One row for each member: what a device was planned to hold at most, and what torch held of it.
+
+    Both are per device, and neither counts CUDA's context.
+    """
+    for member in report["members"]:
+        name = member["name"]
+        try:
+            planned = _planned(member)
+        except Failed as error:
+            yield str(error), "FAILED"
+            continue
+        bytes_planned = planned["peak_bytes"] - planned["context_bytes"]
+        measured = max((worker["peak_gpu_memory_bytes"] or 0 for worker in member["workers"]), default=0)
+        if not measured:
+            yield f"{name}: no peak was measured", "skipped" if is_rehearsal else "FAILED"
+            continue
+        ratio = bytes_planned / measured
+        text = f"{name}: planned {bytes_planned / GIB:.2f}, measured {measured / GIB:.2f} GiB, {ratio:.2f}"
+        yield text, "ok" if abs(ratio - 1) <= _PLAN_TOLERANCE else "FAILED"
+
+
+def load_and_speed(member: Mapping[str, Any]) -> str:
+    """What a member's first worker took to load, how fast it was, and what it held."""
+    worker = member["workers"][0]
+    speed = worker["tokens"] / max(worker["predict_seconds"], 1e-9)
+    peak = worker["peak_gpu_memory_bytes"] or worker["peak_memory_bytes"] or 0
+    return (
+        f"{worker['dtype']}, {worker['attn_implementation']}, load {worker['load_seconds']:.1f} s, "
+        f"{speed:,.0f} tokens/s, peak {peak / GIB:.2f} GiB"
+    )
+
+
+def _planned(member: Mapping[str, Any]) -> Mapping[str, Any]:
+    planned = member["forecast"]
+    if planned is None:
+        raise Failed(f"{member['name']}: run.json has no forecast of it, so there is nothing to compare with")
+    return dict(planned)
