@@ -29,6 +29,8 @@ _PCI_ORDER = "PCI_BUS_ID"
 # Entries that people write to end the list on purpose.
 _LIST_ENDS = ("", "-1", "NoDevFiles")
 _T = TypeVar("_T")
+# Less than this of a GPU is a desktop's or the driver's own.
+WORTH_SAYING_BYTES = 512 << 20
 
 
 @dataclass(frozen=True)

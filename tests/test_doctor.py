@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -98,7 +99,7 @@ def test_gpus_that_torch_cannot_use_and_a_config_that_cannot_run(
     (empty_project.folder / "out").write_text("a file")
     models = [
         {"name": "a", "model_name_or_path": "./nope", "num_gpus": 3},
-        {"name": "b", "model_name_or_path": "some/model", "adapter_name_or_path": "../no_adapter"},
+        {"name": "b", "model_name_or_path": "some/model"},
     ]
     empty_project.write_config(empty_project.config(models=models, output_dir="out/x", submission=None))
     done = empty_project.ensemble(
@@ -112,15 +113,62 @@ def test_gpus_that_torch_cannot_use_and_a_config_that_cannot_run(
         "process 4711 (train.py) with 3.0 GiB",
         f"Simulated T4 ({gpu_uuid(0)}), Simulated T4 ({gpu_uuid(1)}): torch {torch.__version__} is a build without "
         "CUDA, and the driver knows CUDA up to 12.4 -> install a build of torch for CUDA 12",
-        "models[0].num_gpus: a asks for 3, but 2 can be used here",
+        "models[0].num_gpus: a asks for 3, but 2 GPUs can be used here",
         "models[0] (a): ./nope: no such folder",
         "models[1] (b): some/model: no such folder",
-        "models[1].adapter_name_or_path: ../no_adapter: no such folder",
+        "test.csv: no such file",
         "output_dir: out/x cannot be a directory, because out is a file -> choose another directory",
         "6 to mend: no run can start",
     ):
         assert words in said, done.stdout
     assert done.stdout.count("\nproblem  ") == 6, done.stdout
+
+
+def test_with_a_config_all_is_said_that_validate_says(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes: dict[str, dict[str, Any]] = {
+        "other labels": {"id2label": {"0": "x", "1": "y", "2": "z"}},
+        "no package": {"quantization_config": {"quant_method": "aqlm", "nbits_per_codebook": 16}},
+    }
+    for name, change in changes.items():
+        saved = Path(shutil.copytree(project.models / "llama", project.folder / name))
+        config = json.loads((saved / "config.json").read_text())
+        (saved / "config.json").write_text(json.dumps({**config, **change}))
+    models = [{"name": name.split()[1], "model_name_or_path": f"./{name}"} for name in changes]
+    llama = {"name": "llama", "model_name_or_path": str(project.models / "llama")}
+    mapped = {**llama, "model_kwargs": {"device_map": "auto"}}
+    project.write_config(project.config(models=[*models, mapped], output_dir="test.csv"))
+    at_torch(monkeypatch, tmp_path, "raise ImportError('stands for torch')")
+    environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)]), "CUDA_VISIBLE_DEVICES": "-1"}
+    validated = project.ensemble("validate", "config.yaml", environment=environment)
+    done = project.ensemble("doctor", "config.yaml", environment=environment)
+    assert (validated.returncode, done.returncode, done.stderr) == (2, 2, "")
+    said = " ".join(done.stdout.split())
+    problems = [line.removeprefix("error: ") for line in validated.stderr.splitlines()]
+    for words in ("the labels of", "needs the package aqlm", "device_map", "output_dir: "):
+        assert any(words in problem for problem in problems)
+    for problem in problems:
+        text, _, advice = problem.rpartition("; ")
+        assert (f"problem {text} -> {advice} " if text else f"problem {problem} ") in said
+    assert done.stdout.count("\nproblem  ") == len(problems) + 1, "one of torch, and none twice"
+
+
+def test_a_wrong_mask_stops_only_members_that_want_a_gpu(
+    project: Project, nvml_sim: NvmlSim, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvml_sim.write(gpus(1))
+    at_torch(monkeypatch, tmp_path, "raise ImportError('stands for torch')")
+    environment = {**nvml_sim.environment(), "CUDA_VISIBLE_DEVICES": "7", "HF_HUB_OFFLINE": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(tmp_path)])
+    project.write_config(project.config())
+    done = project.ensemble("doctor", "config.yaml", environment=environment)
+    assert done.stdout.count("problem  CUDA_VISIBLE_DEVICES") == 1, done.stdout
+    assert "2 to mend: no run can start" in done.stdout
+    done = project.ensemble("doctor", "config.yaml", "--set", "defaults.num_gpus=0", environment=environment)
+    assert done.stdout.count("note     CUDA_VISIBLE_DEVICES") == 1, done.stdout
+    assert "problem  the CPU: torch cannot be imported" in done.stdout
+    assert "1 to mend: no run can start" in done.stdout
 
 
 def test_quiet_says_problems_only(
@@ -414,12 +462,11 @@ def test_requirements_are_read() -> None:
         ({}, {}, "problem", "torch is not installed"),
         ({"torch": "2.6", "peft": "0.13.2"}, {}, "note", "peft 0.13.2 is older than 0.14"),
         (
-            {"torch": "2.6"},
+            {"torch": "2.6", "peft": "0.13"},
             {"peft": "models[0].x"},
             "problem",
-            "peft is not installed, which models[0].x needs",
+            "peft 0.13 is older than 0.14, which models[0].x needs",
         ),
-        ({"torch": "2.6", "peft": "0.13"}, {"peft": "models[0].x"}, "problem", "peft 0.13 is older"),
     ],
 )
 def test_packages(installed: dict[str, str], needed: dict[str, str], mark: str, text: str) -> None:
@@ -429,8 +476,9 @@ def test_packages(installed: dict[str, str], needed: dict[str, str], mark: str, 
     assert mark == "ok" or first.advice.startswith("pip install '")
 
 
-def test_extras_that_nothing_needs_are_not_missed() -> None:
-    assert not [*package_findings([Requirement("peft", "0.14", "adapters")], {}, {})]
+@pytest.mark.parametrize("needed", [{}, {"peft": "models[0].x"}])
+def test_extras_are_not_missed_here(needed: dict[str, str]) -> None:
+    assert not [*package_findings([Requirement("peft", "0.14", "adapters")], {}, needed)]
 
 
 def test_an_old_python() -> None:

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ensemble.checkpoint.hub import find_file
-from ensemble.checkpoint.tensors import Tensor
-from ensemble.checkpoint.weights import read_header, safetensors_problem
+from ensemble.checkpoint.tensors import Tensor, read_file
 from ensemble.errors import CheckpointError
 
 WEIGHTS = "adapter_model.safetensors"
@@ -74,10 +73,10 @@ def inspect_adapter(name_or_path: str) -> Adapter:
         problems.append("adapters need peft, which is not installed: pip install 'ensemble-runner[adapters]'")
     shapes: dict[str, tuple[int, ...]] = {}
     if Path(name_or_path).is_dir():
-        problems += _weight_problems(path.parent)
-        if not problems:
-            header = read_header(path.parent / WEIGHTS)
-            shapes = {name.removeprefix(_PREFIX): tuple(entry["shape"]) for name, entry in header.items()}
+        try:
+            shapes = {tensor.name.removeprefix(_PREFIX): tensor.shape for tensor in _weights(path.parent)}
+        except CheckpointError as error:
+            problems += error.problems
     if problems:
         raise CheckpointError(problems)
     rows = [shape[0] for name, shape in shapes.items() if _LAST.fullmatch(name) and len(shape) == 2]
@@ -136,18 +135,15 @@ def _kind_problems(config: Mapping[str, Any], name: str) -> Iterator[str]:
         yield f"{name} is an activated LoRA, which waits for tokens to begin with; only plain LoRA can be run"
 
 
-def _weight_problems(folder: Path) -> Iterator[str]:
-    path = folder / WEIGHTS
-    if path.is_file():
-        if reason := safetensors_problem(path):
-            yield f"{path} {reason}; copy it again"
-    elif (folder / "adapter_model.bin").is_file():
-        yield (
+def _weights(folder: Path) -> tuple[Tensor, ...]:
+    if (folder / WEIGHTS).is_file():
+        return read_file(folder / WEIGHTS)
+    if (folder / "adapter_model.bin").is_file():
+        raise CheckpointError(
             f"{folder} holds its weights as a pickle (adapter_model.bin), which could run code; load it with peft "
             f"where you trust it, and save it again: save_pretrained writes {WEIGHTS}"
         )
-    else:
-        yield f"{folder} has an adapter_config.json but no {WEIGHTS}; copy it too"
+    raise CheckpointError(f"{folder} has an adapter_config.json but no {WEIGHTS}; copy it too")
 
 
 def _is_head(name: str) -> bool:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ensemble.checkpoint.quantization import method_of, quantized_bits
+
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads")
@@ -67,11 +69,6 @@ _POSITIONS_AFTER_PADDING = (
 _FUSED_GATE = ("glm", "glm4", "modernbert", "phi3")
 # All layers of these look through the same window.
 _ONE_MASK = ("ministral", "mistral", "mixtral", "phi3", "starcoder2")
-_ENCODERS = (
-    "albert bert big_bird camembert convbert data2vec-text deberta deberta-v2 distilbert electra ernie esm fnet "
-    "funnel layoutlm longformer megatron-bert modernbert mpnet nezha nystromformer rembert roberta "
-    "roberta-prelayernorm roformer squeezebert xlm-roberta xlm-roberta-xl xmod yoso eurobert"
-).split()
 
 
 @dataclass(frozen=True)
@@ -81,11 +78,10 @@ class Architecture:
     ``max_positions`` is how long a row may be, None where positions are not learnt; ``dtype`` is the stored one
     (float32, float16, bfloat16), None where nothing is said; ``quant_method``, ``quant_bits`` and
     ``quantization`` (its settings) are of a checkpoint that is stored quantized; ``soft_capping``: attention
-    scores go through tanh, as in Gemma-2; ``sliding_window``: tokens that some layers look back, None without;
-    ``masks``: how many attention masks a forward pass makes, two where only some layers have a window;
-    ``fused_gate``: the MLP's gate and its input come out of one product; ``inner_copies``: tensors of the
-    intermediate size that live at the MLP's peak; ``relative_terms``: how many of DeBERTa's c2p and p2c,
-    ``position_buckets`` half its table of positions.
+    scores go through tanh, as in Gemma-2; ``masks``: how many attention masks a forward pass makes, two where
+    only some layers have a window; ``fused_gate``: the MLP's gate and its input come out of one product;
+    ``inner_copies``: tensors of the intermediate size that live at the MLP's peak; ``relative_terms``: how many
+    of DeBERTa's c2p and p2c, ``position_buckets`` half its table of positions.
     """
 
     model_type: str
@@ -97,14 +93,11 @@ class Architecture:
     head_dim: int
     vocabulary: int
     max_positions: int | None
-    gated_mlp: bool
     soft_capping: bool
-    is_decoder: bool
     dtype: str | None
     quant_method: str | None
     quant_bits: int = 0
     quantization: Mapping[str, Any] | None = None
-    sliding_window: int | None = None
     masks: int = 1
     fused_gate: bool = False
     inner_copies: int = 3
@@ -130,8 +123,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture | None:
         return None
     heads = heads or 1  # FNet mixes tokens without attention
     quantization = config.get("quantization_config")
-    stored = quantization if isinstance(quantization, Mapping) else {}
-    window = _sliding_window(text)
+    stored = quantization if isinstance(quantization, Mapping) and quantization else None
     gated = model_type not in _PLAIN_MLP or "gated" in str(text.get("feed_forward_proj", ""))
     dtype = str(text.get("dtype") or text.get("torch_dtype") or "").removeprefix("torch.")
     return Architecture(
@@ -144,15 +136,12 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture | None:
         head_dim=_number(text, _HEAD_DIM) or max(1, hidden // heads),
         vocabulary=vocabulary,
         max_positions=_max_positions(model_type, text),
-        gated_mlp=gated,
         soft_capping=bool(text.get("attn_logit_softcapping")),
-        is_decoder=model_type not in _ENCODERS and not text.get("is_encoder_decoder"),
         dtype=dtype or None,
-        quant_method=str(stored.get("quant_method") or "") or _bitsandbytes(stored),
-        quant_bits=_quant_bits(stored),
-        quantization=stored or None,
-        sliding_window=window,
-        masks=2 if window and model_type not in _ONE_MASK else 1,
+        quant_method=method_of(stored),
+        quant_bits=quantized_bits(stored),
+        quantization=stored,
+        masks=2 if _has_window(text) and model_type not in _ONE_MASK else 1,
         fused_gate=model_type in _FUSED_GATE,
         inner_copies=_inner_copies(model_type, text, gated),
         relative_terms=_relative_terms(text),
@@ -180,10 +169,11 @@ def _max_positions(model_type: str, config: Mapping[str, Any]) -> int | None:
     return positions
 
 
-def _sliding_window(config: Mapping[str, Any]) -> int | None:
+def _has_window(config: Mapping[str, Any]) -> bool:
+    """Whether some layers look back at so many tokens only."""
     if config.get("use_sliding_window") is False:  # Qwen2 stores a window that it does not use
-        return None
-    return _number(config, ("sliding_window", "local_attention")) or None
+        return False
+    return _number(config, ("sliding_window", "local_attention")) > 0
 
 
 def _inner_copies(model_type: str, config: Mapping[str, Any], gated: bool) -> int:
@@ -203,13 +193,3 @@ def _relative_terms(config: Mapping[str, Any]) -> int:
     stored = config.get("pos_att_type") or ()
     terms = stored.split("|") if isinstance(stored, str) else stored
     return len({"c2p", "p2c"} & {str(term).strip().lower() for term in terms})
-
-
-def _bitsandbytes(stored: Mapping[str, Any]) -> str | None:
-    return "bitsandbytes" if stored.get("load_in_4bit") or stored.get("load_in_8bit") else None
-
-
-def _quant_bits(stored: Mapping[str, Any]) -> int:
-    if stored.get("load_in_4bit") or stored.get("load_in_8bit"):
-        return 4 if stored.get("load_in_4bit") else 8
-    return _number(stored, ("bits", "w_bit", "nbits", "num_bits"))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ensemble.checkpoint.architecture import Architecture
+from ensemble.checkpoint.quantization import quantized_bits
 from ensemble.checkpoint.tensors import Tensor
 
 Dtype = Literal["float32", "float16", "bfloat16"]
@@ -42,14 +43,12 @@ class Weights:
     """What a loaded model holds.
 
     ``parameters`` counts packed weights as what they stand for.  ``largest_layer_bytes`` is the largest block
-    that stays on one device; ``largest_tensor_bytes`` the largest tensor before it is quantized, which loading
-    takes beside the rest.
+    that stays on one device.
     """
 
     parameters: int
     bytes: int
     largest_layer_bytes: int
-    largest_tensor_bytes: int
 
 
 def weights(
@@ -72,7 +71,7 @@ def weights(
     size = DTYPE_BYTES[dtype]
     bits = 0 if architecture.quant_method else quantized_bits(quantization)
     packed = {tensor.name.removesuffix(".absmax") for tensor in tensors if tensor.name.endswith(".absmax")}
-    parameters = total = largest = 0
+    parameters = total = 0
     blocks: dict[str, int] = {}
     kept = [tensor for tensor in tensors if not _is_dropped(tensor, tensors)]
     if is_adapter_base or not any(_HEAD.search(tensor.name) for tensor in kept):
@@ -80,7 +79,6 @@ def weights(
     for tensor in kept:
         stored = tensor.dtype not in _FLOATS or bool(architecture.quant_method and _beside_packed(tensor))
         loaded = tensor.stored_bytes if stored else tensor.elements * size
-        largest = max(largest, loaded)
         if not stored and bits and _is_linear(tensor, architecture, quantization):
             loaded = _quantized_bytes(tensor, bits, quantization)
         match = _BLOCK_OF_LAYER.match(tensor.name)
@@ -88,25 +86,7 @@ def weights(
         blocks[block] = blocks.get(block, 0) + loaded
         total += loaded
         parameters += _parameters(tensor, architecture, packed)
-    return Weights(parameters, total, max(blocks.values()), largest)
-
-
-def quantized_bits(quantization: Mapping[str, Any] | None) -> int:
-    """Bits of a weight under a quantization that is asked for when loading; 0 without one."""
-    if not quantization:
-        return 0
-    if quantization.get("load_in_4bit") or quantization.get("load_in_8bit"):
-        return 4 if quantization.get("load_in_4bit") else 8
-    for key in ("bits", "nbits", "w_bit", "num_bits"):
-        if isinstance(bits := quantization.get(key), int):
-            return bits
-    if str(quantization.get("quant_method", "")) in ("", "bitsandbytes"):
-        return 0
-    # Others say it in a name, such as torchao's int4_weight_only or fp8.
-    named = re.search(
-        r"(?:int|fp|nf|float)_?([248])(?!\d)", " ".join(str(value) for value in quantization.values())
-    )
-    return int(named[1]) if named else 8
+    return Weights(parameters, total, max(blocks.values()))
 
 
 def _is_dropped(tensor: Tensor, tensors: Sequence[Tensor]) -> bool:

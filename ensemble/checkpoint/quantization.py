@@ -1,4 +1,4 @@
-"""Quantization settings, checked without importing what would run them: keys, packages, and what needs a GPU.
+"""Quantization settings: what they mean, and whether they are right, without importing what would run them.
 
 The keys are read from the source of the installed transformers, so that they are those of its release.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
+import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import metadata
@@ -46,6 +47,28 @@ def method_of(settings: Mapping[str, Any] | None) -> str | None:
     if settings.get("load_in_4bit") or settings.get("load_in_8bit"):
         return BITSANDBYTES
     return str(settings.get("quant_method") or BITSANDBYTES)
+
+
+def quantized_bits(settings: Mapping[str, Any] | None) -> int:
+    """Bits of a weight under settings, whether they are asked for or stored; 0 without any."""
+    if not settings:
+        return 0
+    if settings.get("load_in_4bit") or settings.get("load_in_8bit"):
+        return 4 if settings.get("load_in_4bit") else 8
+    groups = settings.get("config_groups")  # compressed-tensors: how the layers of each group are stored
+    groups = groups.values() if isinstance(groups, Mapping) else ()
+    of_weights = [group.get("weights") for group in groups if isinstance(group, Mapping)]
+    for place in (settings, *(one for one in of_weights if isinstance(one, Mapping))):
+        for key in ("bits", "nbits", "w_bit", "num_bits"):
+            if isinstance(bits := place.get(key), int) and bits > 0:
+                return bits
+    if method_of(settings) == BITSANDBYTES:
+        return 0
+    # Others say it in a name, such as torchao's int4_weight_only or fp8.
+    named = re.search(
+        r"(?:int|fp|nf|float)_?([248])(?!\d)", " ".join(str(value) for value in settings.values())
+    )
+    return int(named[1]) if named else 8
 
 
 def quantization_problems(

@@ -1,4 +1,4 @@
-"""What a checkpoint's safetensors files hold, from their headers alone: names, types and shapes.
+"""What safetensors files hold, from their headers alone: names, types and shapes, and whether a file is whole.
 
 Format: 8 bytes with the header's length, the header as JSON, the data (safetensors' README, "Format").
 """
@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ensemble.checkpoint.weights import _LARGEST_HEADER, _LENGTH_BYTES
 from ensemble.errors import CheckpointError
 
+_LENGTH_BYTES = 8
+_LARGEST_HEADER = 100_000_000  # safetensors' own limit
 # Bits per element; safetensors' Dtype.
 _BITS = {
     **dict.fromkeys(("F4",), 4),
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 8),
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
     **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
     **dict.fromkeys(("I32", "U32", "F32"), 32),
     **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
@@ -55,7 +56,7 @@ def read_tensors(folder: Path) -> tuple[Tensor, ...] | None:
     files = _files(folder)
     if not files:
         return None
-    return tuple(tensor for file in files for tensor in _read_header(file))
+    return tuple(tensor for file in files for tensor in read_file(file))
 
 
 def _files(folder: Path) -> tuple[Path, ...]:
@@ -73,26 +74,41 @@ def _files(folder: Path) -> tuple[Path, ...]:
     return tuple(folder / name for name in sorted(names))
 
 
-def _read_header(path: Path) -> list[Tensor]:
+def read_file(path: Path) -> tuple[Tensor, ...]:
+    """The tensors of one safetensors file.
+
+    Raises:
+        CheckpointError: it cannot be read, is cut short, is no safetensors file, or has a type unknown here.
+    """
     try:
+        size = path.stat().st_size
         with path.open("rb") as file:
             start = file.read(_LENGTH_BYTES)
             length = int.from_bytes(start, "little")
-            if len(start) < _LENGTH_BYTES or not 0 < length <= _LARGEST_HEADER:
-                raise CheckpointError(f"{path} is cut short or no safetensors file; copy it again")
-            header = file.read(length)
+            is_whole = 0 < length <= min(_LARGEST_HEADER, size - _LENGTH_BYTES)
+            header = file.read(length) if is_whole else b""
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}); copy it again") from error
+    if start.startswith(b"version "):
+        raise CheckpointError(f"{path} is only a git-lfs pointer to the weights; copy it again")
+    if not header:
+        raise CheckpointError(f"{path} is cut short or no safetensors file ({size:,} bytes); copy it again")
     try:
-        entries = json.loads(header)
-        return [_tensor(name, entry) for name, entry in entries.items() if name != "__metadata__"]
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        entries = {key: value for key, value in json.loads(header).items() if key != "__metadata__"}
+        tensors = tuple(_tensor(path, name, entry) for name, entry in entries.items())
+        expected = (
+            _LENGTH_BYTES + length + max((one["data_offsets"][1] for one in entries.values()), default=0)
+        )
+    except (ValueError, KeyError, IndexError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{path} has a broken header; copy it again") from error
+    if size != expected:
+        raise CheckpointError(f"{path} has {size:,} bytes and should have {expected:,}; copy it again")
+    return tensors
 
 
-def _tensor(name: str, entry: Mapping[str, Any]) -> Tensor:
+def _tensor(path: Path, name: str, entry: Mapping[str, Any]) -> Tensor:
     if entry["dtype"] not in _BITS:
         raise CheckpointError(
-            f"tensor {name} has the type {entry['dtype']}, which is unknown here; use a newer release"
+            f"{path}: tensor {name} has the type {entry['dtype']}, which is unknown here; use a newer release"
         )
     return Tensor(name, entry["dtype"], tuple(int(size) for size in entry["shape"]))

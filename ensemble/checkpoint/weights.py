@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-# The format: 8 bytes with the header's length, the header as JSON, the tensors (safetensors' README, "Format").
-_LENGTH_BYTES = 8
-_LARGEST_HEADER = 100_000_000
+from ensemble.checkpoint.tensors import read_file
+from ensemble.errors import CheckpointError
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
@@ -36,33 +34,8 @@ def weight_problems(folder: Path) -> Iterator[str]:
         if missing and any(path.suffix == Path(missing[0]).suffix for path in files):
             yield f"{index} names {len(missing)} files that are not there, the first is {missing[0]}; copy them too"
     for path in files:
-        if path.suffix == ".safetensors" and (reason := safetensors_problem(path)):
-            yield f"{path} {reason}; copy it again"
-
-
-def safetensors_problem(path: Path) -> str:
-    """What is wrong with a safetensors file, as the end of a sentence; empty for a whole one."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(_LENGTH_BYTES)
-        if start.startswith(b"version "):
-            return "is only a git-lfs pointer to the weights"
-        length = int.from_bytes(start, "little")
-        if len(start) < _LENGTH_BYTES or not 0 < length <= min(_LARGEST_HEADER, size - _LENGTH_BYTES):
-            return f"is cut short or no safetensors file ({size:,} bytes)"
-        header = file.read(length)
-    try:
-        tensors = [value for key, value in json.loads(header).items() if key != "__metadata__"]
-        end = max((tensor["data_offsets"][1] for tensor in tensors), default=0)
-    except (ValueError, KeyError, IndexError, AttributeError, TypeError):
-        return "has a broken header"
-    expected = _LENGTH_BYTES + length + end
-    return "" if size == expected else f"has {size:,} bytes and should have {expected:,}"
-
-
-def read_header(path: Path) -> dict[str, Any]:
-    """The header of a whole safetensors file: its tensors' types and shapes by name."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        entries = json.loads(file.read(length))
-    return {name: entry for name, entry in entries.items() if name != "__metadata__"}
+        if path.suffix == ".safetensors":
+            try:
+                read_file(path)
+            except CheckpointError as error:
+                yield from error.problems

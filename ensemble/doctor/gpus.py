@@ -7,7 +7,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from ensemble.devices import Inventory, processes_on
+from ensemble.devices import WORTH_SAYING_BYTES, Inventory, processes_on
 from ensemble.doctor.finding import Finding, Mark
 from ensemble.doctor.trials import Report, Trial
 from ensemble.leases import holders
@@ -15,8 +15,6 @@ from ensemble.sizes import gib
 
 Version = tuple[int, int]
 
-# Less is the driver's own, or a desktop's.
-_WORTH_SAYING_BYTES = 512 << 20
 # GPUs inside of Tegra chips; code for the others does not run there, nor the other way round.
 _TEGRA = {(5, 3), (6, 2), (7, 2), (8, 7), (10, 1), (11, 0)}
 _INSTALL = "see https://pytorch.org/get-started/locally/"
@@ -28,17 +26,21 @@ _ENDINGS: dict[int, str] = {
 }
 
 
-def inventory_findings(found: Inventory, driver_cuda: Version | None) -> Iterator[Finding]:
+def inventory_findings(
+    found: Inventory, driver_cuda: Version | None, needs_gpu: bool = True
+) -> Iterator[Finding]:
     """The driver and the GPUs that may be used.
 
     Args:
         driver_cuda: the newest CUDA that the driver knows, None where it does not say.
+        needs_gpu: whether a mask that names no GPU keeps the run from starting.
     """
     if found.driver_version is not None:
         cuda = f", CUDA up to {_dotted(driver_cuda)}" if driver_cuda else ""
         yield Finding("ok", f"NVIDIA driver {found.driver_version}{cuda}")
     if found.mask_problem:
-        yield Finding.of_sentence("problem", found.mask_problem, _MASK_ADVICE)
+        mark: Mark = "problem" if needs_gpu else "note"
+        yield Finding.of_sentence(mark, found.mask_problem, _MASK_ADVICE)
     elif found.note:
         advice = (
             "a big model takes very long there; for GPUs install NVIDIA's driver (in a container: --gpus all)"
@@ -52,7 +54,7 @@ def inventory_findings(found: Inventory, driver_cuda: Version | None) -> Iterato
         capability = f", capability {_dotted(gpu.compute_capability)}" if gpu.compute_capability else ""
         used = f"{gib(gpu.used_bytes)} of {gib(gpu.total_bytes)} used"
         text = f"{gpu.name} ({gpu.uuid}){capability}, {used}"
-        if gpu.used_bytes >= _WORTH_SAYING_BYTES or processes_on(gpu.uuid):
+        if gpu.used_bytes >= WORTH_SAYING_BYTES or processes_on(gpu.uuid):
             advice = "end what holds the memory if the models need it, or set wait_for_gpu"
             yield Finding("note", f"{text}; NVML shows {holders(gpu.uuid)} there", advice)
         else:

@@ -63,15 +63,16 @@ def package_findings(
     Args:
         requirements: what this package asks for.
         installed: version by name of those that are there.
-        needed: packages of extras that the config needs, and which key needs them.
+        needed: packages of extras that the config needs, and which key needs them; ``validate`` misses those
+            that are not there.
     """
     good = []
     for requirement in requirements:
         name, version = requirement.name, installed.get(requirement.name)
         is_needed = not requirement.extra or name in needed
         why = f", which {needed[name]} needs" if name in needed else ""
-        if version is None and is_needed:
-            yield Finding("problem", f"{name} is not installed{why}", requirement.install)
+        if version is None and not requirement.extra:
+            yield Finding("problem", f"{name} is not installed", requirement.install)
         elif version is not None and _release(version) < _release(requirement.minimum):
             text = f"{name} {version} is older than {requirement.minimum}{why}"
             yield Finding("problem" if is_needed else "note", text, requirement.install)

@@ -31,6 +31,7 @@ UNKNOWN = MemberFacts(
     num_labels=1,
     max_length=DEFAULT_MAX_LENGTH,
     supports_sdpa=True,
+    pools_last_token=True,
     has_flash_attention=False,
 )
 
@@ -57,16 +58,34 @@ def member_facts(
         num_labels=num_labels,
         max_length=_max_length(model, folder, architecture),
         supports_sdpa=supports_sdpa(checkpoint.model_type),
+        pools_last_token=not scores_every_position(checkpoint.model_type),
         has_flash_attention=importlib.util.find_spec("flash_attn") is not None,
     )
 
 
-@cache
 def supports_sdpa(model_type: str) -> bool:
     """Whether the installed transformers runs classifiers of this kind with torch's fused attention.
 
-    Read from its source, because importing it takes seconds; a kind that is not there is taken for one of today's,
-    which do.  A class that does not say so does not (transformers, modeling_utils.py, PreTrainedModel).
+    A kind that is not there is taken for one of today's, which do.  A class that does not say so does not
+    (transformers, modeling_utils.py, PreTrainedModel).
+    """
+    source = _source_of(model_type)
+    return source is None or re.search(r"^    _supports_sdpa = True", source, re.MULTILINE) is not None
+
+
+def scores_every_position(model_type: str) -> bool:
+    """Whether a classifier of this kind sends all positions through its head, and not only the one it pools.
+
+    So do the decoders that have a forward of their own; for the others the worker pools first.
+    """
+    return "self.score(hidden_states)" in (_source_of(model_type) or "")
+
+
+@cache
+def _source_of(model_type: str) -> str | None:
+    """The file of the installed transformers that defines a kind's classifier; None where there is none.
+
+    Read and not imported, because importing it takes seconds.
     """
     found = importlib.util.find_spec("transformers")
     for place in (found.submodule_search_locations or ()) if found is not None else ():
@@ -77,8 +96,8 @@ def supports_sdpa(model_type: str) -> bool:
             for file in Path(place).glob(f"{parent}/{folder}/modeling_*.py"):
                 text = file.read_text(encoding="utf-8")
                 if f"\nclass {name}(" in text:  # a folder may hold other models too, such as ESMFold
-                    return re.search(r"^    _supports_sdpa = True", text, re.MULTILINE) is not None
-    return True
+                    return text
+    return None
 
 
 def _folder_of(model_type: str, auto: Path) -> str:

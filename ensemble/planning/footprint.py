@@ -36,7 +36,8 @@ class MemberFacts:
 
     ``lengths`` has the bytes of text per row, int64 [rows].  ``tensors`` and ``architecture`` are None where
     they cannot be known yet (on the hub, pickled); ``adapter_bytes`` is the size of its adapter's file.
-    ``max_length`` is how many tokens a row may have.
+    ``max_length`` is how many tokens a row may have; ``pools_last_token`` is False where logits are computed at
+    every position.
     """
 
     lengths: npt.NDArray[np.int64]
@@ -46,6 +47,7 @@ class MemberFacts:
     num_labels: int
     max_length: int
     supports_sdpa: bool
+    pools_last_token: bool
     has_flash_attention: bool
 
 
@@ -131,6 +133,7 @@ def footprint(
             settings,
             on_gpu=gpus > 0,
             padded=is_padded,
+            pools_last_token=facts.pools_last_token,
             capability=capability,
         )
         for is_padded in (True, False)
@@ -146,7 +149,7 @@ def footprint(
     )
     if facts.adapter_bytes:
         grown = base.bytes + facts.adapter_bytes
-        base = Weights(base.parameters, grown, base.largest_layer_bytes, base.largest_tensor_bytes)
+        base = Weights(base.parameters, grown, base.largest_layer_bytes)
     return Footprint(
         weights=base,
         activation=Activation((*padded.stages, *even.stages), max(padded.fixed_bytes, even.fixed_bytes)),

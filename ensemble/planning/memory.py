@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ensemble.checkpoint.architecture import Architecture
-from ensemble.checkpoint.loaded import DTYPE_BYTES, Dtype, Weights, quantized_bits, weights
+from ensemble.checkpoint.loaded import DTYPE_BYTES, Dtype, Weights, weights
+from ensemble.checkpoint.quantization import quantized_bits
 
 __all__ = [
     "Activation",

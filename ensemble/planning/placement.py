@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ensemble.config import ModelConfig, RunConfig
-from ensemble.devices import Device
+from ensemble.devices import WORTH_SAYING_BYTES, Device
 from ensemble.errors import DeviceError
 from ensemble.planning.footprint import (
     Capability,
@@ -20,9 +20,6 @@ from ensemble.planning.footprint import (
 )
 from ensemble.planning.remedies import what_helps
 from ensemble.sizes import gib
-
-# Less than this of a GPU is a desktop's or the driver's own.
-WORTH_SAYING_BYTES = 512 << 20
 
 
 @dataclass(frozen=True)

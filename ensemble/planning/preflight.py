@@ -6,11 +6,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from ensemble.devices import Device, used_memory
+from ensemble.devices import WORTH_SAYING_BYTES, Device, used_memory
 from ensemble.errors import DeviceError
 from ensemble.leases import holders
 from ensemble.planning.outlook import Outlook
-from ensemble.planning.placement import WORTH_SAYING_BYTES
 from ensemble.planning.plan import MemberPlan
 from ensemble.sizes import gib
 

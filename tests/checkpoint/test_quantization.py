@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ensemble.checkpoint.quantization import quantization_problems
+from ensemble.checkpoint.quantization import method_of, quantization_problems, quantized_bits
 from tests.project import Project
 
 FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "float16"}
@@ -114,6 +114,34 @@ def test_what_the_checkpoint_carries_goes_first() -> None:
     assert other.startswith("quantization_config: it says fp8, but the checkpoint was saved in bitsandbytes")
     (merge,) = wrong(None, stored, merges_adapter=True)
     assert merge.startswith("merge_adapter: the checkpoint was saved in bitsandbytes")
+
+
+@pytest.mark.parametrize(
+    ("settings", "method", "bits"),
+    [
+        (None, None, 0),
+        (FOUR_BITS, "bitsandbytes", 4),
+        ({"load_in_8bit": True, "load_in_4bit": False, "quant_method": "bitsandbytes"}, "bitsandbytes", 8),
+        ({"bnb_4bit_quant_type": "nf4"}, "bitsandbytes", 0),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "gptq", 4),
+        ({"quant_method": "awq", "w_bit": 4, "zero_point": True}, "awq", 4),
+        ({"quant_method": "hqq", "nbits": 2}, "hqq", 2),
+        ({"quant_method": "torchao", "quant_type": "int4_weight_only"}, "torchao", 4),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8", 8),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {
+                    "group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int"}}
+                },
+            },
+            "compressed-tensors",
+            4,
+        ),
+    ],
+)
+def test_what_settings_mean(settings: dict[str, Any] | None, method: str | None, bits: int) -> None:
+    assert (method_of(settings), quantized_bits(settings)) == (method, bits)
 
 
 def test_validate_says_all_of_it_without_torch(project: Project) -> None:

@@ -62,3 +62,10 @@ def test_broken_files_are_refused_by_name(tmp_path: Path, content: bytes) -> Non
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         read_tensors(tmp_path)
+
+
+def test_a_type_that_nobody_knows_is_refused_by_name(tmp_path: Path) -> None:
+    header = b'{"a":{"dtype":"F99","shape":[1],"data_offsets":[0,4]}}'
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: tensor a has the type F99"):
+        read_tensors(tmp_path)

@@ -218,7 +218,6 @@ def test_a_causal_checkpoint_leaves_its_head_and_gets_another(tmp_path: Path) ->
     assert predicted.parameters == sum(parameter.numel() for parameter in plain.parameters())
     layer = sum(parameter.numel() for parameter in plain.model.layers[0].parameters())
     assert predicted.largest_layer_bytes == 2 * max(layer, 1000 * 128)
-    assert predicted.largest_tensor_bytes == 2 * 1000 * 128
     with_adapter = weights(tensors, architecture, "float16", None, 5, is_adapter_base=True)
     assert with_adapter.bytes == predicted.bytes
 
@@ -292,7 +291,6 @@ def test_numbers_go_by_different_names_in_different_families() -> None:
     )
     distilbert = architecture_of(transformers.DistilBertConfig(dim=96, n_layers=2, n_heads=3, hidden_dim=100))
     assert (distilbert.hidden, distilbert.head_dim, distilbert.intermediate) == (96, 32, 100)
-    assert not distilbert.is_decoder
     # RoBERTa counts its positions from its padding's id on.
     assert architecture_of(transformers.RobertaConfig(max_position_embeddings=514)).max_positions == 512
     assert architecture_of(transformers.LlamaConfig()).max_positions is None
