@@ -20,8 +20,14 @@ def main() -> None:
     gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
     # pydantic would search every installed distribution for plugins.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
-    from ensemble.cli import main as command_line
-
+    try:
+        from ensemble.cli import main as command_line
+    except ImportError as error:
+        sys.stderr.write(
+            f"error: a package that this needs is missing or broken ({error}); install it with "
+            f"{sys.executable} -m pip install '{root}'\n"
+        )
+        sys.exit(2)
     command_line()
 
 

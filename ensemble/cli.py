@@ -133,6 +133,8 @@ def doctor(sets: SetOption, config: OptionalConfigArgument = None, quiet: Proble
     """Check this machine: Python, packages, driver, GPUs, torch on each of them, memory, disk, the hub."""
     from ensemble.doctor import examine
 
+    if sets and config is None:
+        raise typer.BadParameter("--set changes a CONFIG; name one")
     problems = 0
     for finding in examine(config, sets):
         problems += finding.mark == "problem"

@@ -147,6 +147,11 @@ class Leases:
             used = self._used.get(gpu.uuid)
             if self._is_back(gpu):
                 self._released(gpu, now - since, used, True)
+            elif used is None:
+                self._released(gpu, now - since, None, False)
+                self._say(
+                    f"{gpu.name} ({gpu.uuid}) no longer answers; it is left out as long as there is another"
+                )
             elif now - since >= self._timeout_seconds:
                 self._released(gpu, now - since, used, False)
                 self._say(self._stuck(gpu, used or 0, self.curves[gpu.uuid].baseline_bytes or 0))
@@ -156,8 +161,9 @@ class Leases:
 
     def _is_back(self, gpu: Device) -> bool:
         used, baseline = self._used.get(gpu.uuid), self.curves[gpu.uuid].baseline_bytes
-        # What the driver does not tell cannot be waited for.
-        return used is None or baseline is None or used <= baseline + TOLERANCE_BYTES
+        if baseline is None:
+            return True  # what the driver never told cannot be waited for
+        return used is not None and used <= baseline + TOLERANCE_BYTES
 
     def _released(self, gpu: Device, seconds: float, used: int | None, is_free: bool) -> None:
         del self._releasing[gpu]

@@ -263,6 +263,11 @@ def _check_places(loaded: LoadedConfig) -> None:
     found = [*RunDir(config.output_dir).endangered(inputs)]
     if reason := unwritable_reason("output_dir", config.output_dir):
         found.append(reason)
+    for index, model in enumerate(config.models):
+        if model.offload_folder is not None:
+            key = f"models[{index}].offload_folder"
+            if reason := unwritable_reason(key, model.offload_folder):
+                found.append(reason)
     target = config.submission.path if config.submission is not None else None
     if target is not None:
         if target.is_dir():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -62,7 +63,8 @@ def run(loaded: LoadedConfig, display: Display) -> RunResult:
     prepared = prepare(loaded)
     for text in _opening(prepared):
         display.say(text)
-    prepared = replace(prepared, outlook=wait_for_room(prepared.outlook, display.say))
+    with _signals_raise():
+        prepared = replace(prepared, outlook=wait_for_room(prepared.outlook, display.say))
     for text in filter(None, (*prepared.plan.warnings, prepared.plan.why)):
         display.say(text)
     rundir = RunDir(prepared.config.output_dir)
@@ -119,14 +121,22 @@ def _publish(prepared: Prepared, rundir: RunDir) -> None:
 def _run_members(
     prepared: Prepared, rundir: RunDir, leases: Leases, display: Display, result: RunResult
 ) -> None:
+    offloaded: list[Path] = []
+
     def launch(member: MemberPlan, replica: int, lease: Sequence[Device]) -> tuple[Worker, str]:
         log_path = rundir.log(member.name, replica)
         model = member.model
+        folder: Path | None = None
+        if model.offload_folder is not None:
+            # transformers names its files there after parameters, which are alike in every model.
+            folder = model.offload_folder / f"{member.name}-{replica}-{os.getpid()}"
+            folder.mkdir(parents=True)
+            offloaded.append(folder)
         environment = worker_environment(lease)
         if lease:
             environment |= allocator_environment(model.expandable_segments, model.max_split_size_mb)
         worker = LocalWorker(environment, log_path)
-        worker.send(Start.of(worker_spec(prepared, rundir, member)))
+        worker.send(Start.of(worker_spec(prepared, rundir, member, folder)))
         return worker, shown_path(log_path)
 
     def finished(state: MemberState) -> None:
@@ -139,6 +149,8 @@ def _run_members(
         scheduler.run()
     finally:
         display.stop()
+        for folder in offloaded:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write_run_json(

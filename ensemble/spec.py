@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from ensemble.planning.plan import MemberPlan
 from ensemble.prepare import Prepared, text_columns
@@ -10,8 +11,10 @@ from ensemble.protocol import WorkerSpec
 from ensemble.rundir import RunDir
 
 
-def worker_spec(prepared: Prepared, rundir: RunDir, member: MemberPlan) -> WorkerSpec:
-    """What a worker is told of its member."""
+def worker_spec(
+    prepared: Prepared, rundir: RunDir, member: MemberPlan, offload_folder: Path | None
+) -> WorkerSpec:
+    """What a worker is told of its member; ``offload_folder`` is for it alone."""
     needed = member.placement.footprint
     per_token, per_pair = needed.activation.line(needed.width) if needed is not None else (None, None)
     model, checkpoint = member.model, prepared.checkpoints[member.name]
@@ -45,7 +48,7 @@ def worker_spec(prepared: Prepared, rundir: RunDir, member: MemberPlan) -> Worke
         max_memory=None
         if model.max_memory is None
         else {str(key): size for key, size in model.max_memory.items()},
-        offload_folder=None if model.offload_folder is None else str(model.offload_folder.resolve()),
+        offload_folder=None if offload_folder is None else str(offload_folder.resolve()),
         bytes_per_token=per_token,
         bytes_per_token_pair=per_pair,
         fixed_bytes=needed.activation.fixed_bytes if needed is not None else 0,

@@ -258,7 +258,12 @@ def test_a_process_that_hangs_is_ended_with_all_it_started(
 
 def test_a_process_that_nobody_ends_ends_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     at_torch(monkeypatch, tmp_path, "time.sleep(100)")
-    command = [*python_command("ensemble.worker.probe"), "--allocate-bytes=1", "--seconds=1"]
+    command = [
+        *python_command("ensemble.worker.probe"),
+        "--allocate-bytes=1",
+        f"--parent-pid={os.getpid()}",
+        "--seconds=1",
+    ]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(tmp_path)]))
     assert subprocess.run(command, timeout=60, capture_output=True).returncode == -signal.SIGALRM
 

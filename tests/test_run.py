@@ -437,3 +437,17 @@ def test_bars_on_a_terminal_and_lines_in_a_notebook(project: Project) -> None:
     assert "━━━━━━━━━━━━" not in notebook.split("member")[0]
     assert "llama: loading the model" in notebook
     assert "llama: 300/300 rows" in notebook
+
+
+def test_what_is_offloaded_lies_in_a_folder_of_each_worker_and_goes_with_it(project: Project) -> None:
+    """transformers calls the files there after parameters, which are alike in all models."""
+    only_llama(project)
+    (project.folder / "disk").mkdir()
+    options = ["--set", "models.llama.offload_folder=disk", "--set", "models.llama.max_memory={cpu: 40KB}"]
+    done = project.ensemble("run", "config.yaml", *options, "--limit", "20")
+    assert done.returncode == 0, done.stderr
+    assert "on the disk" in done.stdout
+    assert list((project.folder / "disk").iterdir()) == []
+    _, rows = project.read("runs/first/ensemble.csv")
+    expected = reference(project.models / "llama", [project.texts[project.ids.index(row[0])] for row in rows])
+    np.testing.assert_allclose(as_floats(rows), expected, atol=1e-5)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.nvml.sim import GIB, Gpu, Memory, NvmlSim, gpu_uuid
+from tests.nvml.sim import GIB, GPU_IS_LOST, Fail, Gpu, Memory, NvmlSim, gpu_uuid
 from tests.project import ROOT, Project
 
 A, B = "GPU-aaaaaaaa-0000-0000-0000-000000000000", "GPU-bbbbbbbb-0000-0000-0000-000000000000"
@@ -302,6 +302,32 @@ def test_a_device_that_never_comes_free_is_left_out(project: Project, two_gpus: 
     assert f"({A}): 9.0 GiB are still used 3 s after its worker ended" in printed
     assert "process 4242" in printed
     assert devices(report) == [[A], [B], [B]]
+
+
+def test_a_gpu_that_is_lost_is_said_and_left_out(project: Project, two_gpus: NvmlSim) -> None:
+    project.write_config(project.config())
+    with start(project, two_gpus, "--set", "defaults.replicas=1") as process:
+        lost = Gpu(A, pci=(0, 1, 0), fails=[Fail("*", GPU_IS_LOST)])
+        write_later(two_gpus, process, Gpu(B, pci=(0, 2, 0)), lost)
+        printed, _ = process.communicate(timeout=90)
+    assert process.returncode == 0, printed
+    report = project.run_json()
+    assert f"({A}) no longer answers" in printed
+    (release,) = (one for one in report["releases"] if one["device"] == A)
+    assert not release["is_free"]
+
+
+def test_a_signal_while_waiting_for_memory_is_heeded(project: Project, nvml_sim: NvmlSim) -> None:
+    nvml_sim.write([held()])
+    project.write_config(project.config())
+    with start(project, nvml_sim, "--set", "wait_for_gpu=1m") as process:
+        assert process.stdout is not None
+        while "waiting up to" not in process.stdout.readline():
+            assert process.poll() is None
+        process.terminate()
+        printed = process.stdout.read()
+    assert process.returncode == 143
+    assert "stopped by SIGTERM" in printed
 
 
 def test_with_no_other_device_the_run_goes_on_all_the_same(project: Project, nvml_sim: NvmlSim) -> None:

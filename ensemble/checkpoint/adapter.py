@@ -54,7 +54,7 @@ class Adapter:
     @property
     def brings_head(self) -> bool | None:
         """Whether it brings a head; None where its weights are not here yet."""
-        return any(map(_is_head, self.shapes)) if self.shapes else None
+        return any(map(is_head, self.shapes)) if self.shapes else None
 
 
 def inspect_adapter(name_or_path: str) -> Adapter:
@@ -118,7 +118,7 @@ def base_problems(adapter: Adapter, base: str, tensors: Sequence[Tensor]) -> Ite
 def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read ({error})") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} is not a JSON object")
@@ -146,7 +146,8 @@ def _weights(folder: Path) -> tuple[Tensor, ...]:
     raise CheckpointError(f"{folder} has an adapter_config.json but no {WEIGHTS}; copy it too")
 
 
-def _is_head(name: str) -> bool:
+def is_head(name: str) -> bool:
+    """Whether a tensor of this name belongs to a classification head."""
     return ".lora_" not in name and _HEAD.fullmatch(name) is not None
 
 
@@ -156,7 +157,7 @@ def _sides(adapter: Adapter) -> dict[str, dict[str, tuple[int, ...]]]:
         found = _LORA.fullmatch(name)
         if found and len(shape) == 2:
             sides.setdefault(found["module"], {})[found["side"]] = shape
-        elif name.endswith(".weight") and len(shape) == 2 and not _is_head(name) and ".lora_" not in name:
+        elif name.endswith(".weight") and len(shape) == 2 and not is_head(name) and ".lora_" not in name:
             sides.setdefault(name.removesuffix(".weight"), {})["whole"] = shape
     return sides
 
@@ -207,3 +208,20 @@ def _by(shape: tuple[int, ...]) -> str:
 
 def _trained_on(adapter: Adapter) -> str:
     return f"it was trained on {adapter.base or 'a model it does not name'}"
+
+
+def other_base(adapter: Adapter, base: str) -> str:
+    """The base that the adapter names, where ``base`` goes by another name; empty where they may be the same.
+
+    Copies lie in folders of all kinds (Kaggle's end in a version's number), so that its name may stand anywhere
+    in the path.
+    """
+    if not adapter.base:
+        return ""
+    name = Path(adapter.base).name.lower()
+    parts = (
+        [part.lower() for part in Path(base).resolve().parts]
+        if Path(base).is_dir()
+        else [Path(base).name.lower()]
+    )
+    return "" if any(name in part for part in parts) else adapter.base

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ensemble.checkpoint.adapter import Adapter, base_problems, inspect_adapter
+from ensemble.checkpoint.adapter import Adapter, base_problems, inspect_adapter, is_head, other_base
 from ensemble.checkpoint.hub import find_file
 from ensemble.checkpoint.tensors import read_tensors
 from ensemble.checkpoint.weights import weight_files, weight_problems
@@ -89,11 +89,8 @@ def inspect_checkpoint(
         problems += base_problems(adapter, name_or_path, read_tensors(folder) or ())
     if problems:
         raise CheckpointError(problems)
-    if gguf_file is not None and (adapter is None or adapter.brings_head is False):
-        raise CheckpointError(
-            f"{gguf_file}: a GGUF file holds no classification head; name an adapter that brings one "
-            "(adapter_name_or_path)"
-        )
+    if adapter is None or adapter.brings_head is False:
+        _demand_head(config, name_or_path, adapter, gguf_file)
     names, where = _names_with_adapter(base_names, name_or_path, adapter, len(labels))
     quantization = config.get("quantization_config")
     return Checkpoint(
@@ -194,8 +191,34 @@ def _activation(kind: object, columns: int) -> Activation:
     return "none" if kind == "regression" or columns == 1 else "softmax"
 
 
+def _demand_head(
+    config: Mapping[str, Any], where: str, adapter: Adapter | None, gguf_file: str | None
+) -> None:
+    """Refuse a language model whose weights are here and hold no head, before its labels are compared."""
+    if gguf_file is not None:
+        raise CheckpointError(
+            f"{gguf_file}: a GGUF file holds no classification head; name an adapter that brings one "
+            "(adapter_name_or_path)"
+        )
+    folder, architecture = Path(where), _architecture(config)
+    if not folder.is_dir() or not ("ForCausalLM" in architecture or "ForMaskedLM" in architecture):
+        return
+    tensors = read_tensors(folder)
+    if tensors and not any(is_head(tensor.name) for tensor in tensors):
+        neither = f"nor has its adapter {adapter.name}" if adapter is not None else "and it has no adapter"
+        raise CheckpointError(
+            f"{where} ({architecture}) has no classification head, {neither}; name a checkpoint that was trained "
+            "for sequence classification, or its adapter (adapter_name_or_path)"
+        )
+
+
 def _head_warnings(config: Mapping[str, Any], where: str, adapter: Adapter | None) -> Iterator[str]:
     architecture = _architecture(config)
+    if adapter is not None and (trained_on := other_base(adapter, where)):
+        yield (
+            f"adapter {adapter.name} says that it was trained on {trained_on}, and runs on {where} here; if "
+            "that is another model of the same shape, its probabilities mean nothing"
+        )
     if ("ForCausalLM" in architecture or "ForMaskedLM" in architecture) and (
         adapter is None or adapter.brings_head is False
     ):
@@ -208,7 +231,7 @@ def _head_warnings(config: Mapping[str, Any], where: str, adapter: Adapter | Non
 def _read_config(path: Path, where: str) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{where}: its config.json cannot be read ({error})") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{where}: its config.json is not a JSON object")

@@ -36,6 +36,14 @@ _PACKAGES: dict[str, tuple[str, ...]] = {
 # quantize, since weights that are quantized already are unpacked on a CPU.
 _NEED_GPU = ("eetq", "fbgemm_fp8", "fp_quant", "higgs", "nvfp4", "spqr", "vptq")
 _NEED_GPU_TO_QUANTIZE = ("fp8", "metal", "mxfp8")
+_BOOLEANS = (
+    *("load_in_4bit", "load_in_8bit", "bnb_4bit_use_double_quant"),
+    *("llm_int8_enable_fp32_cpu_offload", "llm_int8_has_fp16_weight"),
+)
+_WORDS = {
+    "bnb_4bit_quant_type": ("fp4", "nf4"),
+    "bnb_4bit_compute_dtype": ("float16", "bfloat16", "float32"),
+}
 # They take any further key and pass it on.
 _OPEN_ENDED = ("quark", "torchao", "compressed-tensors")
 
@@ -147,11 +155,21 @@ def _setting_problems(settings: Mapping[str, Any]) -> Iterator[str]:
             if key not in known and key != "quant_method" and not key.startswith("_"):
                 yield f"quantization_config.{key}: there is no such key{_nearest(key, sorted(known))}"
     if method == BITSANDBYTES:
+        yield from _wrong_values(settings)
         widths = [key for key in ("load_in_4bit", "load_in_8bit") if settings.get(key)]
         if len(widths) == 2:
             yield "quantization_config: load_in_4bit and load_in_8bit exclude each other; keep one"
         elif not widths:
             yield "quantization_config: it quantizes nothing; add load_in_4bit: true or load_in_8bit: true"
+
+
+def _wrong_values(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Values of bitsandbytes' keys that it would refuse only when the weights are there, if at all."""
+    for key, value in settings.items():
+        if key in _BOOLEANS and not isinstance(value, bool):
+            yield f"quantization_config.{key}: must be true or false"
+        elif key in _WORDS and str(value).removeprefix("torch.") not in _WORDS[key]:
+            yield f"quantization_config.{key}: must be one of {', '.join(_WORDS[key])}"
 
 
 @cache

@@ -82,6 +82,8 @@ def broken_in_member(member: Mapping[str, Any], labels: set[str]) -> Iterator[Pr
 
 def _broken_placement(member: Mapping[str, Any]) -> Iterator[Problem]:
     gpus, sizes, layers = (member.get(key) for key in ("num_gpus", "max_memory", "device_map"))
+    if layers == {}:
+        yield ("device_map",), "must not be empty; name the place of each part, such as {model: 0, score: 0}"
     if isinstance(gpus, int):
         there = f"a lease of {gpus} has GPUs 0 to {gpus - 1}" if gpus else "num_gpus: 0 leaves only cpu"
         sentence = f"there is no such GPU: {there}; GPUs count from 0 within it"

@@ -6,6 +6,7 @@ Owns ``RunConfig`` and the models it holds.  Kinds of values are in ``values``, 
 
 # No "from __future__ import annotations": pydantic would evaluate every annotation from its text again.
 
+from hashlib import sha256
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -92,6 +93,15 @@ class ModelConfig(_Strict):
     trust_remote_code: bool = False  # runs code from the hub, which therefore demands a revision
     model_kwargs: Settings = {}  # for the model's from_pretrained
     tokenizer_kwargs: Settings = {}  # for the tokenizer's from_pretrained
+
+    @property
+    def computed_as(self) -> str:
+        """A fingerprint of what decides how long a row takes; values may come from the environment, so no text."""
+        keys = (
+            *("model_name_or_path", "adapter_name_or_path", "gguf_file", "quantization_config", "dtype"),
+            *("attn_implementation", "max_length", "num_gpus", "prompt_template", "text_column"),
+        )
+        return sha256(repr([getattr(self, key) for key in keys]).encode()).hexdigest()[:16]
 
     @model_validator(mode="after")
     def _check(self) -> "ModelConfig":

@@ -103,6 +103,7 @@ class _Process:
         self._process = subprocess.Popen(
             [
                 *python_command("ensemble.worker.probe"),
+                f"--parent-pid={os.getpid()}",
                 f"--allocate-bytes={allocate}",
                 f"--seconds={int(timeout + _GRACE_SECONDS) + 1}",
                 *(["--on-gpu"] if device.is_gpu else []),

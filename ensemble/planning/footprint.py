@@ -239,7 +239,7 @@ def fit(
     """
     total = device.total_bytes // workers_per_gpu
     free = max(0, device.total_bytes - held_bytes) // workers_per_gpu
-    room = int(free - RESERVE_SHARE * total)
+    room = max(0, int(free - RESERVE_SHARE * total))
     budget = needed.token_budget(gpus, room)
     verdict = _verdict(needed, gpus, total, free, asked_tokens)
     if verdict == "tight" and _verdict(needed, gpus, total, total, asked_tokens) == "fits":

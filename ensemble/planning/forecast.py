@@ -18,6 +18,8 @@ _LOAD_BYTES_PER_SECOND = 150e6
 _FLOPS = {7: 20e12, 8: 100e12, 9: 300e12}
 _CPU_FLOPS = 1e11
 _BYTES_PER_TOKEN = 4.0
+# More than any run, and than any table has bytes.
+_LONGEST_SECONDS = 1e15
 
 
 @dataclass(frozen=True)
@@ -48,22 +50,33 @@ class Job:
     devices: tuple[str, ...]
 
 
-def measured_speeds(document: Mapping[str, Any], gpu_names: Sequence[str]) -> dict[str, Speed]:
-    """Speeds by member name from a run.json; only of complete members, and of runs on GPUs of these names."""
+def measured_speeds(
+    document: Mapping[str, Any], gpu_names: Sequence[str], computed_as: Mapping[str, str]
+) -> dict[str, Speed]:
+    """Speeds by member name from a run.json.
+
+    Args:
+        document: what an earlier run left; anything that is not one gives no speeds.
+        gpu_names: the kinds of GPU there are now; a run on others tells nothing.
+        computed_as: ``ModelConfig.computed_as`` by member name; a member that was computed otherwise is left out.
+    """
+    found = {}
     try:
         if {gpu["name"] for gpu in document["devices"] if gpu["uuid"] != "cpu"} != set(gpu_names):
             return {}
-        return {
-            member["name"]: Speed(
-                startup_seconds=max(one["start_seconds"] + one["load_seconds"] for one in member["workers"]),
-                seconds_per_work=sum(one["predict_seconds"] for one in member["workers"]) / member["work"],
-                is_measured=True,
-            )
-            for member in document["members"]
-            if member["status"] == "complete" and member["work"] > 0
-        }
-    except (KeyError, TypeError, ValueError):  # of another version, or by another hand
+        for member in document["members"]:
+            workers = member["workers"]
+            # A worker that was leased a GPU and fell back to the CPU says nothing of the GPU.
+            fell_back = any(one["device_name"] == "cpu" and one["devices"] != ["cpu"] for one in workers)
+            is_same = member["computed_as"] == computed_as.get(member["name"])
+            if member["status"] == "complete" and is_same and not fell_back:
+                startup = max(one["start_seconds"] + one["load_seconds"] for one in workers)
+                seconds = sum(one["predict_seconds"] for one in workers)
+                if all(0 < value < _LONGEST_SECONDS for value in (startup, seconds, member["work"])):
+                    found[member["name"]] = Speed(float(startup), seconds / member["work"], is_measured=True)
+    except (KeyError, TypeError, ValueError, AttributeError):  # of another version, or by another hand
         return {}
+    return found
 
 
 def guessed_speed(parameters: int, weight_bytes: int, capability: tuple[int, int] | None) -> Speed:

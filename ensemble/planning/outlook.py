@@ -14,7 +14,7 @@ import numpy.typing as npt
 from ensemble.checkpoint.inspection import Checkpoint
 from ensemble.config import RunConfig
 from ensemble.devices import Device
-from ensemble.hostmemory import available_memory_bytes
+from ensemble.hostmemory import available_memory_bytes, total_memory_bytes
 from ensemble.planning.facts import UNKNOWN, member_facts
 from ensemble.planning.footprint import MemberFacts
 from ensemble.planning.forecast import Speed, measured_speeds
@@ -24,18 +24,18 @@ from ensemble.rundir import RunDir
 
 @dataclass(frozen=True)
 class Outlook:
-    """A plan, and the facts behind it by member name; ``host_bytes`` is the memory for workers on the CPU."""
+    """A plan, and the facts behind it by member name; ``host`` is the CPU with its memory, where that is known."""
 
     config: RunConfig
     facts: dict[str, MemberFacts]
     gpus: tuple[Device, ...]
-    host_bytes: int | None
+    host: Device | None
     speeds: dict[str, Speed]
     plan: Plan
 
     def again(self, gpus: Sequence[Device]) -> Outlook:
         """The same run on devices that have changed."""
-        plan = make_plan(self.config, self.facts, gpus, self.host_bytes, self.speeds)
+        plan = make_plan(self.config, self.facts, gpus, self.host, self.speeds)
         return replace(self, gpus=tuple(gpus), plan=plan)
 
 
@@ -61,15 +61,26 @@ def look_ahead(
         else UNKNOWN
         for model in config.models
     }
-    host_bytes = available_memory_bytes()
-    speeds = measured_speeds(_earlier_report(RunDir(config.output_dir).run_json), [gpu.name for gpu in gpus])
-    plan = make_plan(config, facts, gpus, host_bytes, speeds)
-    return Outlook(config, facts, tuple(gpus), host_bytes, speeds, plan)
+    host = _host()
+    speeds = measured_speeds(
+        _earlier_report(RunDir(config.output_dir).run_json),
+        [gpu.name for gpu in gpus],
+        {model.name: model.computed_as for model in config.models},
+    )
+    plan = make_plan(config, facts, gpus, host, speeds)
+    return Outlook(config, facts, tuple(gpus), host, speeds, plan)
+
+
+def _host() -> Device | None:
+    total, available = total_memory_bytes(), available_memory_bytes()
+    if total is None or available is None:
+        return None
+    return Device("cpu", "CPU", None, total, max(0, total - available))
 
 
 def _earlier_report(path: Path) -> Mapping[str, Any]:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return document if isinstance(document, dict) else {}

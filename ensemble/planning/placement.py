@@ -43,7 +43,7 @@ class Placement:
 
 
 def place(
-    config: RunConfig, index: int, facts: MemberFacts, devices: Sequence[Device], host_bytes: int | None
+    config: RunConfig, index: int, facts: MemberFacts, devices: Sequence[Device], host: Device | None
 ) -> Placement:
     """Where a member runs; what speaks against it is in the placement's ``problems``."""
     model = config.models[index]
@@ -54,7 +54,7 @@ def place(
     if needed is not None and (problem := _allowed_too_little(index, model, needed)):
         return Placement(asked, footprint=needed, problems=(problem,))
     if not asked:
-        return _on_cpu(index, model, needed, host_bytes)
+        return _on_cpu(index, model, needed, host)
     if needed is None or _decides_itself(model):
         return _trusted(model, facts, asked, devices, needed)
     can_spread = model.num_gpus is None and not _has_slices(devices)
@@ -134,7 +134,8 @@ def _lowest_capability(devices: Sequence[Device]) -> Capability | None:
 
 def _decides_itself(model: ModelConfig) -> bool:
     """Whether the user has taken placement into their own hands, or lets weights go to the CPU or to disk."""
-    return model.device_map is not None or model.max_memory is not None or model.offload_folder is not None
+    by_hand = isinstance(model.device_map, dict)
+    return by_hand or model.max_memory is not None or model.offload_folder is not None
 
 
 def _allowed_too_little(index: int, model: ModelConfig, needed: Footprint) -> str:
@@ -147,17 +148,22 @@ def _allowed_too_little(index: int, model: ModelConfig, needed: Footprint) -> st
     )
 
 
-def _on_cpu(index: int, model: ModelConfig, needed: Footprint | None, host_bytes: int | None) -> Placement:
-    if needed is None or host_bytes is None:
+def _on_cpu(index: int, model: ModelConfig, needed: Footprint | None, host: Device | None) -> Placement:
+    if needed is None or host is None:
         return Placement(0, footprint=needed)
-    found = fit(needed, Device("cpu", "CPU", None, host_bytes, 0), 0, 1, model.max_num_batched_tokens)
+    found = fit(needed, host, 0, 1, _asked_tokens(model, needed), host.used_bytes)
+    problems: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    if found.verdict == "never" and model.offload_folder is None:
-        warnings = (
-            f"models[{index}] ({model.name}): about {gib(needed.resident_bytes(0))} of memory are needed, "
-            f"{gib(host_bytes)} are free; it may be killed: quantize it, or set max_memory and offload_folder",
-        )
-    return Placement(0, footprint=needed, fits={"cpu": found}, warnings=warnings)
+    if found.verdict in ("never", "held") and not _decides_itself(model):
+        size = gib(needed.resident_bytes(0))
+        start = f"models[{index}] ({model.name}): on the CPU it takes about {size} of memory"
+        advice = "quantize it, or set max_memory and offload_folder"
+        if found.verdict == "never":
+            problems = (f"{start}, and this machine has {gib(host.total_bytes)}; {advice}",)
+        else:
+            free = gib(host.total_bytes - host.used_bytes)
+            warnings = (f"{start}, and {free} are free: it may be killed; {advice}",)
+    return Placement(0, footprint=needed, fits={"cpu": found}, problems=problems, warnings=warnings)
 
 
 def _trusted(

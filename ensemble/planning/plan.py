@@ -83,7 +83,7 @@ def make_plan(
     config: RunConfig,
     facts: Mapping[str, MemberFacts],
     devices: Sequence[Device],
-    host_bytes: int | None = None,
+    host: Device | None = None,
     speeds: Mapping[str, Speed] | None = None,
 ) -> Plan:
     """Decide devices, replicas and chunks for every member.
@@ -92,7 +92,7 @@ def make_plan(
         config: the run.
         facts: per member name.
         devices: the GPUs this run may use, with what others hold of them.
-        host_bytes: memory that the CPU's workers may use; None: not known.
+        host: the CPU with its memory; None: not known.
         speeds: per member name, from an earlier run.
     """
     members: list[MemberPlan] = []
@@ -100,7 +100,7 @@ def make_plan(
     problems: list[str] = []
     for index, model in enumerate(config.models):
         known = facts[model.name]
-        placement = place(config, index, known, devices, host_bytes)
+        placement = place(config, index, known, devices, host)
         problems += placement.problems
         warnings += placement.warnings
         order, chunks = cut_chunks(known.lengths)

@@ -38,8 +38,9 @@ def opening_lines(prepared: Prepared) -> Iterator[str]:
         yield f"GPU {number}: {gpu.name} ({gpu.uuid}){capability}, {free} of {gib(gpu.total_bytes)} free"
     yield from prepared.warnings
     yield from held_texts(prepared.outlook.gpus)
-    if prepared.outlook.host_bytes is not None and any(not member.gpus for member in prepared.plan.members):
-        yield f"CPU: {gib(prepared.outlook.host_bytes)} of memory free"
+    host = prepared.outlook.host
+    if host is not None and any(not member.gpus for member in prepared.plan.members):
+        yield f"CPU: {gib(host.total_bytes - host.used_bytes)} of {gib(host.total_bytes)} of memory free"
 
 
 def memory_table(prepared: Prepared) -> Table:
@@ -134,6 +135,8 @@ def _where(prepared: Prepared, member: MemberPlan) -> str:
     where = f"GPU {there[0]}" if len(there) == 1 else f"GPUs {', '.join(there)}"
     if member.gpus > 1 and len(there) == member.gpus:
         return f"1 replica over {where}"
+    if member.gpus == member.replicas == 1 and len(there) > 1:
+        return f"1 replica on GPU {' or '.join(there)}"
     spread = f" over {member.gpus} GPUs each" if member.gpus > 1 else ""
     replicas = "1 replica" if member.replicas == 1 else f"{member.replicas} replicas"
     later = "" if member.first_replicas == member.replicas else ", all but the first when GPUs are left over"

@@ -95,6 +95,7 @@ def _member(state: MemberState) -> dict[str, Any]:
         "replicas": plan.replicas,
         "first_replicas": plan.first_replicas,
         "work": plan.work,
+        "computed_as": plan.model.computed_as,
         "forecast": _forecast(state),
         "chunks": len(plan.chunks),
         "rows": sum(record.rows for record in state.workers),

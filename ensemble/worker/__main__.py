@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import faulthandler
 import os
 import queue
 import resource
-import signal
 import sys
 import threading
 import time
@@ -38,11 +36,11 @@ from ensemble.protocol import (
     decode,
     encode,
 )
+from ensemble.worker.parent import die_with_parent
 
 if TYPE_CHECKING:
     from ensemble.worker.member import Member
 
-_PR_SET_PDEATHSIG = 1
 PROGRESS_SECONDS = 0.5
 
 
@@ -52,7 +50,7 @@ def main() -> None:
     parser.add_argument("--events-fd", type=int, required=True)
     parser.add_argument("--parent-pid", type=int, required=True)
     arguments = parser.parse_args()
-    _die_with_parent(arguments.parent_pid)
+    die_with_parent(arguments.parent_pid)
     faulthandler.enable()
     os.set_inheritable(arguments.events_fd, False)
     send = _sender(arguments.events_fd)
@@ -96,14 +94,6 @@ def _exit(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _die_with_parent(parent_pid: int) -> None:
-    """Ask Linux for SIGKILL when the parent is gone; the end of standard input covers other systems."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it went before the request was made
-        os._exit(1)
 
 
 def _sender(events_fd: int) -> Callable[[Event], None]:

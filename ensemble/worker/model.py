@@ -39,6 +39,7 @@ def load_model(spec: WorkerSpec, on_gpu: bool, notes: list[str]) -> Any:
         options["config"], taken = _config_for_adapter(spec, adapter)
         options = {key: value for key, value in options.items() if key not in taken}
         options["ignore_mismatched_sizes"] = True  # the base's own head, where the adapter brings another
+    options.setdefault("ignore_mismatched_sizes", True)  # and then refused below, by name
     if spec.gguf_file is not None:
         options |= {"gguf_file": spec.gguf_file, **unpacked_gguf()}
     model, info = AutoModelForSequenceClassification.from_pretrained(
@@ -52,6 +53,12 @@ def load_model(spec: WorkerSpec, on_gpu: bool, notes: list[str]) -> Any:
     check_placement(model, spec, on_gpu, notes)
     _run_first_hooks(model)
     # With ignore_mismatched_sizes a head of another shape is thrown away and drawn anew.
+    if adapter is None and info["mismatched_keys"]:
+        name, stored, wanted = next(iter(info["mismatched_keys"]))
+        raise ValueError(
+            f"{spec.model_name_or_path}: its config.json does not fit its weights: {name} is {list(stored)} in the "
+            f"file and {list(wanted)} by config.json; they are of two models"
+        )
     missing = sorted({*info["missing_keys"], *(str(key[0]) for key in info["mismatched_keys"])})
     if adapter is not None:
         return attach_adapter(model, adapter, missing, spec, notes)

@@ -15,6 +15,8 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from ensemble.worker.parent import die_with_parent
+
 if TYPE_CHECKING:
     import torch
 
@@ -26,12 +28,14 @@ _TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m ensemble.worker.probe")
+    parser.add_argument("--parent-pid", type=int, required=True)
     parser.add_argument("--on-gpu", action="store_true")
     parser.add_argument("--allocate-bytes", type=int, required=True)
     parser.add_argument("--seconds", type=int, required=True)
     parser.add_argument("--import", dest="imports", action="append", default=[])
     arguments = parser.parse_args()
-    # Whoever started this ends it in time; the alarm is for when nobody is left to do that.
+    die_with_parent(arguments.parent_pid)
+    # Whoever started this ends it in time; the alarm is for systems where nothing tells that it has gone.
     signal.alarm(arguments.seconds)
     line_fd = os.dup(1)
     os.dup2(2, 1)

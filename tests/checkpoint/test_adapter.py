@@ -83,8 +83,18 @@ def test_without_a_head_of_its_own_the_bases_labels_stand(tmp_path: Path) -> Non
     assert inspect_adapter(str(adapter)).brings_head is False
     assert inspect(base, adapter, {}).label_order == (0, 1, 2)
     headless = make_base(tmp_path / "headless", "llama")
-    (warning,) = inspect(headless, adapter, {"LABEL_0": "a", "LABEL_1": "b"}, ["a", "b"]).warnings
-    assert "no classification head" in warning
+    with pytest.raises(CheckpointError, match="has no classification head, nor has its adapter"):
+        inspect(headless, adapter)
+
+
+def test_an_adapter_that_names_another_base_is_pointed_at(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "llama-3-8b", "llama")
+    adapter = make_adapter(tmp_path / "adapter", base, 3)
+    assert inspect(base, adapter).warnings == ()
+    other = base.rename(tmp_path / "llama-3-8b-instruct")
+    assert inspect(other, adapter).warnings == (), "a copy may well be called more than the original"
+    (warning,) = inspect(base := other.rename(tmp_path / "gemma"), adapter).warnings
+    assert f"says that it was trained on {tmp_path / 'llama-3-8b'}, and runs on {base} here" in warning
 
 
 @pytest.mark.parametrize("architecture", ["bert", "roberta", "gpt2", "gemma3", "deberta-v2"])

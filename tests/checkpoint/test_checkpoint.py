@@ -153,5 +153,5 @@ def test_a_hub_id_that_cannot_be_had_says_so(tmp_path: Path, monkeypatch: pytest
 def test_a_checkpoint_without_a_head_is_pointed_at(tmp_path: Path) -> None:
     named = {"id2label": {"0": "a", "1": "b", "2": "c"}}
     folder = write(tmp_path / "m", architectures=["LlamaForCausalLM"], **named)
-    (warning,) = inspect_checkpoint(folder, None, LABELS, {}, None).warnings
-    assert "LlamaForCausalLM" in warning
+    with pytest.raises(CheckpointError, match=r"\(LlamaForCausalLM\) has no classification head"):
+        inspect_checkpoint(folder, None, LABELS, {}, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -53,22 +54,36 @@ def test_members_on_the_cpu_and_over_several_gpus() -> None:
     assert total_seconds([job(1, 1, 1, gpus=3)], 2) == 0, "what fits nowhere takes no time, and never hangs"
 
 
-def test_speeds_come_from_complete_members_on_the_same_kind_of_gpu() -> None:
-    worker = {"start_seconds": 4.0, "load_seconds": 6.0, "predict_seconds": 30.0}
-    document = {
-        "devices": [{"uuid": "GPU-1", "name": "T4"}],
-        "members": [
-            {"name": "a", "status": "complete", "work": 120.0, "workers": [worker, worker]},
-            {"name": "b", "status": "failed", "work": 120.0, "workers": []},
-        ],
+def report(**changes: Any) -> dict[str, Any]:
+    worker = {"start_seconds": 4.0, "load_seconds": 6.0, "predict_seconds": 30.0, "device_name": "T4"}
+    worker |= {"devices": ["GPU-1"], **changes}
+    member = {
+        "name": "a",
+        "status": "complete",
+        "work": 120.0,
+        "computed_as": "same",
+        "workers": [worker] * 2,
     }
-    speeds = measured_speeds(document, ["T4", "T4"])
+    failed = {**member, "name": "b", "status": "failed", "workers": []}
+    return {"devices": [{"uuid": "GPU-1", "name": "T4"}], "members": [member, failed]}
+
+
+def test_speeds_come_from_complete_members_that_were_computed_alike() -> None:
+    same = {"a": "same", "b": "same"}
+    speeds = measured_speeds(report(), ["T4", "T4"], same)
     assert list(speeds) == ["a"]
     assert speeds["a"].startup_seconds == 10
     assert speeds["a"].seconds_per_work == 0.5
-    assert measured_speeds(document, ["H100"]) == {}
-    assert measured_speeds({"devices": None}, []) == {}
-    assert measured_speeds({}, []) == {}
+    assert measured_speeds(report(), ["H100"], same) == {}
+    assert measured_speeds(report(), ["T4"], {"a": "another model"}) == {}
+    assert measured_speeds(report(device_name="cpu"), ["T4"], same) == {}, "torch could not use the GPU"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -3, 10**400, "soon", None])
+def test_an_odd_report_gives_no_speeds(value: Any) -> None:
+    assert measured_speeds(report(predict_seconds=value), ["T4"], {"a": "same"}) == {}
+    assert measured_speeds({"devices": value}, [], {}) == {}
+    assert measured_speeds({}, [], {}) == {}
 
 
 def test_members_that_fit_only_one_gpu_take_turns_on_it_and_keep_nobody_else_waiting() -> None:

@@ -82,6 +82,18 @@ def test_what_cannot_fit_is_said_with_what_would_help(models: Path) -> None:
     )
 
 
+def test_on_the_cpu_too_what_cannot_fit_is_an_error_and_what_may_not_a_warning(models: Path) -> None:
+    (asked,) = config({"model_name_or_path": "llama", "num_gpus": 0}).models
+    facts = {"m0": known(models, asked, np.full(10, 6000, dtype=np.int64))}  # 28 GiB in float32
+    for total, used, found in ((24, 1, "problem"), (40, 20, "warning"), (40, 1, "")):
+        host = Device("cpu", "CPU", None, total * GIB, used * GIB)
+        made = make_plan(config({"model_name_or_path": "llama", "num_gpus": 0}), facts, [], host)
+        assert len(made.problems) == (found == "problem")
+        assert len(made.warnings) == (found == "warning")
+        for text in (*made.problems, *made.warnings):
+            assert text.startswith("models[0] (m0): on the CPU it takes about 28.4 GiB of memory, and ")
+
+
 def test_a_long_row_that_does_not_fit_is_a_warning_with_the_length_that_does(models: Path) -> None:
     gemma = {"model_name_or_path": "gemma", "quantization_config": NF4, "max_length": 8192, "num_gpus": 1}
     made = plan(models, [card(0, 15)], {**gemma, "max_num_batched_tokens": None}, rows=100)
@@ -127,7 +139,7 @@ def test_memory_that_others_hold_is_no_reason_to_cut_rows(models: Path) -> None:
 
 
 def test_what_is_not_known_runs_anywhere_but_still_waits(models: Path) -> None:
-    (member,) = plan(models, [card(0, 15, used=2), card(1, 15)], {"device_map": "auto"}).members
+    (member,) = plan(models, [card(0, 15, used=2), card(1, 15)], {"device_map": {"": 0}}).members
     assert member.placement.devices == ("GPU-0", "GPU-1")
     assert member.placement.held == ("GPU-0",)
 
