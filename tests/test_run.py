@@ -157,6 +157,10 @@ def test_a_member_that_fails_keeps_the_others(project: Project, tmp_path: Path) 
 
     broken = make_checkpoint(tmp_path / "no head", "llama", LABELS)
     transformers.AutoModelForCausalLM.from_pretrained(broken).save_pretrained(broken)
+    settings = (broken / "config.json").read_text()  # says that there is a head, or it would not come so far
+    (broken / "config.json").write_text(
+        settings.replace("LlamaForCausalLM", "LlamaForSequenceClassification")
+    )
     config = project.config()
     config["models"][0] = {"name": "broken", "model_name_or_path": str(broken)}
     project.write_config(config)
