@@ -48,7 +48,7 @@ def member_facts(
         CheckpointError: a weight file is broken.
     """
     folder = checkpoint.folder
-    config = _json(folder / "config.json")
+    config = read_json(folder / "config.json")
     architecture = read_architecture(config)
     return MemberFacts(
         lengths=lengths,
@@ -121,13 +121,13 @@ def _is_whole(model: ModelConfig, folder: Path) -> bool:
         return False
     if Path(model.model_name_or_path).is_dir():
         return True
-    shards = _json(folder / "model.safetensors.index.json").get("weight_map")
+    shards = read_json(folder / "model.safetensors.index.json").get("weight_map")
     names = set(shards.values()) if isinstance(shards, dict) else {"model.safetensors"}
     return all((folder / str(name)).is_file() for name in names)
 
 
 def _max_length(model: ModelConfig, folder: Path, architecture: Architecture | None) -> int:
-    own = _json(folder / "tokenizer_config.json").get("model_max_length")
+    own = read_json(folder / "tokenizer_config.json").get("model_max_length")
     limit = int(own) if isinstance(own, int | float) and own < NO_LENGTH_LIMIT else DEFAULT_MAX_LENGTH
     length = model.max_length or min(DEFAULT_MAX_LENGTH, limit)
     positions = architecture.max_positions if architecture is not None else None
@@ -141,7 +141,8 @@ def _adapter_bytes(model: ModelConfig) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty where there is none, or anything else."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

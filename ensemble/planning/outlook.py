@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +12,7 @@ from ensemble.checkpoint.inspection import Checkpoint
 from ensemble.config import RunConfig
 from ensemble.devices import Device
 from ensemble.hostmemory import available_memory_bytes, total_memory_bytes
-from ensemble.planning.facts import UNKNOWN, member_facts
+from ensemble.planning.facts import UNKNOWN, member_facts, read_json
 from ensemble.planning.footprint import MemberFacts
 from ensemble.planning.forecast import Speed, measured_speeds
 from ensemble.planning.plan import Plan, make_plan
@@ -63,7 +60,7 @@ def look_ahead(
     }
     host = _host()
     speeds = measured_speeds(
-        _earlier_report(RunDir(config.output_dir).run_json),
+        read_json(RunDir(config.output_dir).run_json),
         [gpu.name for gpu in gpus],
         {model.name: model.computed_as for model in config.models},
     )
@@ -76,11 +73,3 @@ def _host() -> Device | None:
     if total is None or available is None:
         return None
     return Device("cpu", "CPU", None, total, max(0, total - available))
-
-
-def _earlier_report(path: Path) -> Mapping[str, Any]:
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return document if isinstance(document, dict) else {}
