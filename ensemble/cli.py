@@ -15,6 +15,8 @@ from ensemble.errors import DeviceError, EnsembleError, Interrupted, MembersFail
 
 # Commands import what they need when they run: --help and a typo in a key shall answer at once.
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from ensemble.config import LoadedConfig
 
 _FILE_WIDTH = 120  # where nothing says how wide the reader's window is
@@ -57,8 +59,6 @@ def run(
 ) -> None:
     """Run every model of CONFIG over its table and merge the probabilities."""
     loaded = _load(config, sets, limit)
-    from rich.console import Console
-
     from ensemble.report.progress import choose_display
     from ensemble.report.terminal import (
         failure_text,
@@ -70,9 +70,7 @@ def run(
     )
     from ensemble.run import run as run_config
 
-    console = Console(highlight=False, soft_wrap=True)
-    if not console.is_terminal:
-        console = Console(highlight=False, soft_wrap=True, width=_FILE_WIDTH)
+    console = _console()
     result = run_config(loaded, choose_display(console, quiet))
     # Whoever read the output may have gone (rich leaves by SystemExit then); the files are there.
     with contextlib.suppress(OSError, SystemExit):
@@ -109,15 +107,11 @@ def validate(
 def plan(config: ConfigArgument, sets: SetOption, limit: LimitOption = None) -> None:
     """Show what CONFIG would take: memory per model, what fits on which GPU, where each runs, and the time."""
     loaded = _load(config, sets, limit)
-    from rich.console import Console
-
     from ensemble.prepare import prepare
     from ensemble.report.planned import memory_table, opening_lines, placement_lines
 
     prepared = prepare(loaded, must_fit=False)
-    console = Console(highlight=False, soft_wrap=True)
-    if not console.is_terminal:
-        console = Console(highlight=False, soft_wrap=True, width=_FILE_WIDTH)
+    console = _console()
     with contextlib.suppress(OSError, SystemExit):
         for line in opening_lines(prepared):
             console.print(line, markup=False)
@@ -184,6 +178,13 @@ def _run_command() -> int:
     except SystemExit as leaving:  # how typer ends a command, and a wrong one
         return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     return 0
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True)
+    return console if console.is_terminal else Console(highlight=False, soft_wrap=True, width=_FILE_WIDTH)
 
 
 def _load(config: Path, sets: list[str], limit: int | None) -> LoadedConfig:

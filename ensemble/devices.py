@@ -51,6 +51,11 @@ class Device:
     def is_gpu(self) -> bool:
         return self.uuid != "cpu"
 
+    @property
+    def is_slice(self) -> bool:
+        """Whether it is a MIG slice, of which CUDA gives a process one at most."""
+        return self.uuid.startswith("MIG-")
+
 
 @dataclass(frozen=True)
 class Inventory:

@@ -57,14 +57,12 @@ def place(
         return _on_cpu(index, model, needed, host)
     if needed is None or _decides_itself(model):
         return _trusted(model, facts, asked, devices, needed)
-    can_spread = model.num_gpus is None and not _has_slices(devices)
+    can_spread = model.num_gpus is None and not any(device.is_slice for device in devices)
     counts = range(asked, (len(devices) if can_spread else asked) + 1)
-    gpus = _gpus_needed(config, model, needed, devices, counts)
+    gpus = _gpus_needed(config, needed, devices, counts)
     if not gpus:
         return _nowhere(config, index, facts, devices, asked, needed)
-    able = [
-        device for device in devices if _empty_fit(config, model, needed, device, gpus).verdict != "never"
-    ]
+    able = [device for device in devices if _empty_fit(config, needed, device, gpus).verdict != "never"]
     # A GPU that cannot hold the member has no say in its type.
     needed = footprint(model, facts, gpus, _lowest_capability(able)) or needed
     return _on_gpus(config, index, needed, devices, able, gpus, asked)
@@ -115,16 +113,12 @@ def _impossible(index: int, model: ModelConfig, asked: int, devices: Sequence[De
             f"models[{index}].{key}: {model.name} asks for {asked}, but {there} can be used here; "
             f"lower it, make more visible (CUDA_VISIBLE_DEVICES), or set num_gpus: 0 for the CPU"
         )
-    if asked > 1 and _has_slices(devices):
+    if asked > 1 and any(device.is_slice for device in devices):
         return (
             f"models[{index}].{key}: {model.name} asks for {asked}, but CUDA gives a process one MIG slice "
             f"at most; set num_gpus: 1, or switch MIG off"
         )
     return ""
-
-
-def _has_slices(devices: Sequence[Device]) -> bool:
-    return any(device.uuid.startswith("MIG-") for device in devices)
 
 
 def _lowest_capability(devices: Sequence[Device]) -> Capability | None:
@@ -179,13 +173,12 @@ def _trusted(
     return Placement(gpus, everywhere, held, needed, {}, dtype, reason)
 
 
-def _empty_fit(config: RunConfig, model: ModelConfig, needed: Footprint, device: Device, gpus: int) -> Fit:
+def _empty_fit(config: RunConfig, needed: Footprint, device: Device, gpus: int) -> Fit:
     return fit(needed, device, gpus, config.max_workers_per_gpu, None)
 
 
 def _gpus_needed(
     config: RunConfig,
-    model: ModelConfig,
     needed: Footprint,
     devices: Sequence[Device],
     counts: Iterable[int],
@@ -193,7 +186,7 @@ def _gpus_needed(
     """The fewest GPUs on which a replica fits with its longest row, or else with its weights; 0: not even that."""
     for wanted in (("fits",), ("fits", "tight")):
         for gpus in counts:
-            empty = (_empty_fit(config, model, needed, device, gpus) for device in devices)
+            empty = (_empty_fit(config, needed, device, gpus) for device in devices)
             if sum(one.verdict in wanted for one in empty) >= gpus:
                 return gpus
     return 0

@@ -30,7 +30,7 @@ def what_helps(config: RunConfig, index: int, facts: MemberFacts, devices: Seque
             yield f"quantization_config: {{load_in_4bit: true}} makes it {gib(four.weights.bytes)}"
     counts = range((model.num_gpus or 1) + 1, _MOST_GPUS + 1)
     enough = next((count for count in counts if plain.resident_bytes(count) < largest), None)
-    if enough is not None and not any(device.uuid.startswith("MIG-") for device in devices):
+    if enough is not None and not any(device.is_slice for device in devices):
         there = "" if enough <= len(devices) else f" (this run has {len(devices)})"
         yield f"num_gpus: {enough} of this size hold it{there}"
     if _may_offload(model):
