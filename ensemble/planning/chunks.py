@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +22,10 @@ ROW_OVERHEAD_BYTES = 32
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows ``order[start:stop]`` of a member; ``cost`` is its share of the member's work, relative."""
+    """Rows ``order[start:stop]`` of a member; ``cost`` is its share of the member's work, relative.
+
+    ``index`` is its number on the process line, so no two chunks of a member ever have the same.
+    """
 
     index: int
     start: int
@@ -29,7 +33,9 @@ class Chunk:
     cost: float
 
 
-def cut_chunks(lengths: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], tuple[Chunk, ...]]:
+def cut_chunks(
+    lengths: npt.NDArray[np.int64], common: npt.NDArray[np.int64] | None = None
+) -> tuple[npt.NDArray[np.int64], tuple[Chunk, ...]]:
     """Row order, longest first, and its slices.
 
     The cut depends on the table alone, not on devices or replicas, so that any number of them computes the
@@ -37,10 +43,13 @@ def cut_chunks(lengths: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], t
 
     Args:
         lengths: bytes of text per row, [rows].
+        common: lengths to order and cut by instead, so that members with different texts have the same
+            chunks, [rows]; the costs are still those of ``lengths``.
     """
-    order = np.argsort(-lengths, kind="stable")
-    costs = (lengths[order] + ROW_OVERHEAD_BYTES).astype(np.float64)
-    cumulative = np.concatenate([[0.0], np.cumsum(costs)])
+    ranked = lengths if common is None else common
+    order = np.argsort(-ranked, kind="stable")
+    cumulative = _running_costs(ranked[order])
+    own = cumulative if common is None else _running_costs(lengths[order])
     total, rows = float(cumulative[-1]), len(order)
     target = min(float(CHUNK_BYTES), max(float(CHUNK_MIN_BYTES), total / CHUNKS_WANTED))
     chunks: list[Chunk] = []
@@ -50,9 +59,79 @@ def cut_chunks(lengths: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], t
         stop = min(max(within, start + 1), start + CHUNK_MAX_ROWS, rows)
         if total - cumulative[stop] < target / 4 and rows - start <= CHUNK_MAX_ROWS:
             stop = rows  # no crumb at the end
-        chunks.append(Chunk(len(chunks), start, stop, float(cumulative[stop] - cumulative[start]) / total))
+        chunks.append(Chunk(len(chunks), start, stop, float(own[stop] - own[start]) / float(own[-1])))
         start = stop
     return order, tuple(chunks)
+
+
+def _running_costs(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """What the rows before each place cost, [rows + 1]."""
+    costs = (lengths + ROW_OVERHEAD_BYTES).astype(np.float64)
+    return np.concatenate([[0.0], np.cumsum(costs)])
+
+
+def common_lengths(lengths_by_member: Mapping[str, npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+    """Lengths by which all members are cut where all are to cover the same rows first, [rows].
+
+    It is the sum of the members' lengths, in which a text that several of them read counts once.  Where all
+    read the same, the cut is what it would be without.
+
+    Args:
+        lengths_by_member: bytes of text per row, [rows] each; at least one member.
+    """
+    distinct: list[npt.NDArray[np.int64]] = []
+    for lengths in lengths_by_member.values():
+        if not any(lengths is other or np.array_equal(lengths, other) for other in distinct):
+            distinct.append(lengths)
+    first, *others = distinct
+    for lengths in others:
+        first = first + lengths  # not in place: the array is the member's own
+    return first
+
+
+def left_over(
+    chunk: Chunk, order: npt.NDArray[np.int64], is_done: npt.NDArray[np.bool_], numbers: Iterator[int]
+) -> tuple[Chunk, ...]:
+    """What of a chunk is still to be computed: the chunk itself where nothing is done, else its gaps.
+
+    Args:
+        order: the member's row numbers, in order, [rows].
+        is_done: by row of the table, [rows].
+        numbers: indices that no chunk of the member has yet, one is taken for each gap.
+    """
+    done = is_done[order[chunk.start : chunk.stop]]
+    if not done.any():
+        return (chunk,)
+    edges = np.concatenate([[True], done, [True]])
+    places = (chunk.start + np.flatnonzero(edges[1:] != edges[:-1])).tolist()
+    return tuple(
+        _part(chunk, start, stop, numbers) for start, stop in zip(places[::2], places[1::2], strict=True)
+    )
+
+
+def halves(chunk: Chunk, numbers: Iterator[int]) -> tuple[Chunk, Chunk]:
+    """The chunk in two, longer rows first; see :func:`cut_at`."""
+    return cut_at(chunk, (chunk.start + chunk.stop) // 2, numbers)
+
+
+def cut_at(chunk: Chunk, place: int, numbers: Iterator[int]) -> tuple[Chunk, Chunk]:
+    """The chunk's places up to ``place`` and from there on, each with a new index.
+
+    Costs go by rows: within a chunk the rows are about equally long.
+
+    Args:
+        numbers: indices that no chunk of the member has yet.
+
+    Raises:
+        ValueError: nothing would be on one side, as where a chunk has a single row.
+    """
+    if not chunk.start < place < chunk.stop:
+        raise ValueError(f"a chunk of rows {chunk.start} to {chunk.stop} cannot be cut at {place}")
+    return _part(chunk, chunk.start, place, numbers), _part(chunk, place, chunk.stop, numbers)
+
+
+def _part(chunk: Chunk, start: int, stop: int, numbers: Iterator[int]) -> Chunk:
+    return Chunk(next(numbers), start, stop, chunk.cost * (stop - start) / (chunk.stop - chunk.start))
 
 
 def work_of(lengths: npt.NDArray[np.int64]) -> float:

@@ -1,7 +1,7 @@
 """The submission: a sample file says which columns and rows it has, and in which order.
 
-Owns reading the sample, comparing it with the input table before anything runs, and writing the final file.
-Does not know where the probabilities come from.
+Owns reading the sample, comparing it with the input table before anything runs, its own values, which may stand
+in for rows that were not computed, and writing the final file.  Does not know where the probabilities come from.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from ensemble.tables.csvfile import read_header, read_text_csv, write_csv
 from ensemble.tables.inputfile import did_you_mean, listed, missing_column, plural
 
 _SHOWN = 5
+_SHOWN_CHARACTERS = 60
+_NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Sample:
 
 
 def read_sample(path: Path, id_column: str) -> Sample:
-    """Reads a sample submission (CSV or TSV); its example values are not looked at.
+    """Reads a sample submission (CSV or TSV); its example values are for :func:`sample_values`.
 
     Raises:
         DataError: the file cannot be read, or has no column ``id_column``.
@@ -115,7 +117,7 @@ def _id_problems(sample_ids: pa.ChunkedArray, path: Path, ids: pa.ChunkedArray, 
         problems.append(f"{path}: {plural(len(unknown), 'id')} not in the input table: {_first(unknown)}")
     missing = ours.filter(pc.invert(pc.is_in(ours, value_set=theirs)))
     if len(missing):
-        problems.append(f"{path}: lacks {plural(len(missing), 'id')} of the input table: {_first(missing)}")
+        problems.append(_lacks(path, missing))
     return problems
 
 
@@ -165,11 +167,108 @@ def write_submission(
     write_csv(path, sample.columns, columns)
 
 
+def check_sample_values(
+    sample: Sample, path: Path, labels: Sequence[str], columns_map: Mapping[str, str]
+) -> tuple[str, ...]:
+    """Whether the sample's own values can stand in for predictions; reads them.
+
+    Args: as for :func:`sample_values`.
+
+    Returns:
+        the problems found: a column with cells that are no finite number; empty if there are none.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    return _read_values(sample, path, labels, columns_map)[2]
+
+
+def sample_values(
+    sample: Sample,
+    path: Path,
+    ids: pa.ChunkedArray,
+    labels: Sequence[str],
+    columns_map: Mapping[str, str],
+) -> npt.NDArray[np.float64]:
+    """The values that stand in the sample, read from its file.
+
+    A label without a column gets what the others leave of 1, in equal parts with the other labels that have none,
+    and never less than 0: with a single column for one of two classes, the other class has the rest.  None of
+    it is in the submission, which has no such column either.
+
+    Args:
+        sample: the sample submission, checked by :func:`check_sample`.
+        path: its file.
+        ids: shape (rows,), strings, unique; the rows wanted, which may be some of the sample's only.
+        labels: what the columns of the result stand for.
+        columns_map: sample column to label, for columns that are not named like a label.
+
+    Returns:
+        float64 [rows, labels], in the order of ``ids``.
+
+    Raises:
+        DataError: the file cannot be read, a cell is no finite number, or an id is not there (any more).
+    """
+    found_ids, by_label, problems = _read_values(sample, path, labels, columns_map)
+    if problems:
+        raise DataError(problems)
+    theirs, ours = _alike(found_ids, ids)
+    places = pc.index_in(ours, value_set=theirs)
+    if places.null_count:
+        raise DataError(_lacks(path, ours.filter(pc.is_null(places))))
+    rows = places.to_numpy()
+    values = np.zeros((len(rows), len(labels)), order="F")
+    for index, label in enumerate(labels):
+        if label in by_label:
+            values[:, index] = by_label[label][rows]
+    rest = [index for index, label in enumerate(labels) if label not in by_label]
+    if rest:
+        values[:, rest] = (np.maximum(1.0 - values.sum(axis=1), 0.0) / len(rest))[:, None]
+    return values
+
+
+def _read_values(
+    sample: Sample, path: Path, labels: Sequence[str], columns_map: Mapping[str, str]
+) -> tuple[pa.ChunkedArray, dict[str, npt.NDArray[np.float64]], tuple[str, ...]]:
+    """Ids, numbers by label, and the problems of cells that are none; all in file order."""
+    names = {name: columns_map.get(name, name) for name in sample.columns if name != sample.id_column}
+    wanted = {name: label for name, label in names.items() if label in labels}
+    # The ids once more: their order is the file's as it is now.
+    table = read_text_csv(path, [sample.id_column, *wanted])
+    by_label, problems = {}, []
+    for name, label in wanted.items():
+        numbers = _numbers(table.column(name))
+        by_label[label] = numbers
+        bad = np.flatnonzero(~np.isfinite(numbers))
+        if len(bad):
+            cell = table.column(name)[int(bad[0])].as_py()
+            problems.append(
+                f"{path}: column {name!r}: {plural(len(bad), 'cell')} without a finite number, the first in row "
+                f"{bad[0] + 1:,}: {cell[:_SHOWN_CHARACTERS]!r}; mend the file, or choose fill: uniform or prior"
+            )
+    return table.column(0), by_label, tuple(problems)
+
+
+def _numbers(cells: pa.ChunkedArray) -> npt.NDArray[np.float64]:
+    """Text as numbers, NaN where it is none; shape (rows,)."""
+    trimmed = pc.utf8_trim_whitespace(cells)
+    try:
+        numbers = pc.cast(trimmed, pa.float64())
+    except pa.ArrowInvalid:  # one cell is enough for that
+        is_number = pc.match_substring_regex(trimmed, _NUMBER)
+        numbers = pc.cast(pc.if_else(is_number, trimmed, "nan"), pa.float64())
+    return np.asarray(numbers.to_numpy(), dtype=np.float64)
+
+
 def _alike(left: pa.ChunkedArray, right: pa.ChunkedArray) -> tuple[pa.ChunkedArray, pa.ChunkedArray]:
     """Both columns as large strings, unless both are plain ones already."""
     if left.type == right.type == pa.string():
         return left, right
     return pc.cast(left, pa.large_string()), pc.cast(right, pa.large_string())
+
+
+def _lacks(path: Path, ids: pa.ChunkedArray) -> str:
+    return f"{path}: lacks {plural(len(ids), 'id')} of the input table: {_first(ids)}"
 
 
 def _first(ids: pa.Array | pa.ChunkedArray) -> str:

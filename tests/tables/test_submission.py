@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ensemble.errors import DataError, MergeError
-from ensemble.tables.submission import Sample, check_sample, read_sample, write_submission
+from ensemble.tables.submission import (
+    Sample,
+    check_sample,
+    check_sample_values,
+    read_sample,
+    sample_values,
+    write_submission,
+)
+from tests.properties.amount import tries
 
 LABELS = ("a", "b")
 NOT_MAPPED: dict[str, str] = {}
@@ -121,3 +132,69 @@ def test_predictions_that_do_not_fit_write_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="shape"):
         write_submission(sample, ids("1", "2"), one, LABELS, NOT_MAPPED, target, False)
     assert not target.exists()
+
+
+def values_of(tmp_path: Path, text: str, wanted: pa.ChunkedArray, **columns_map: str) -> list[list[float]]:
+    sample, path = sample_of(tmp_path, text)
+    assert check_sample_values(sample, path, LABELS, columns_map) == ()
+    values = sample_values(sample, path, wanted, LABELS, columns_map)
+    assert values.dtype == np.float64
+    return [[float(value) for value in row] for row in values]
+
+
+def test_the_samples_own_values_in_the_tables_order(tmp_path: Path) -> None:
+    text = 'b,id,winner\n0.25,010,0.75\n1e-3," x", .5 \n+1,nan,-0\n'
+    assert values_of(tmp_path, text, ids("nan", "010"), winner="a") == [[0.0, 1.0], [0.75, 0.25]]
+    large = ids(" x", "nan").cast(pa.large_string())
+    assert values_of(tmp_path, text, large, winner="a") == [[0.5, 0.001], [0.0, 1.0]]
+
+
+def test_labels_without_a_column_share_what_the_others_leave(tmp_path: Path) -> None:
+    assert values_of(tmp_path, "id,target\nx,0.25\ny,7\n", ids("x", "y"), target="b") == [
+        [0.75, 0.25],
+        [0.0, 7.0],
+    ]
+    sample, path = sample_of(tmp_path, "id,b\nx,0.5\n")
+    values = sample_values(sample, path, ids("x"), ("a", "b", "c"), NOT_MAPPED)
+    assert values.tolist() == [[0.25, 0.5, 0.25]]
+
+
+def test_cells_of_the_sample_that_are_no_numbers(tmp_path: Path) -> None:
+    text = "id,a,b\n1,0.5,0.5\n2,half,nan\n3,,inf\n4,1_0,1e999\n5,0x1,٣\n"
+    sample, path = sample_of(tmp_path, text)
+    advice = "mend the file, or choose fill: uniform or prior"
+    expected = (
+        f"{path}: column 'a': 4 cells without a finite number, the first in row 2: 'half'; {advice}",
+        f"{path}: column 'b': 4 cells without a finite number, the first in row 2: 'nan'; {advice}",
+    )
+    assert check_sample_values(sample, path, LABELS, NOT_MAPPED) == expected
+    with pytest.raises(DataError) as caught:
+        sample_values(sample, path, ids("1"), LABELS, NOT_MAPPED)
+    assert caught.value.problems == expected
+    assert check_sample_values(sample, path, ("c",), NOT_MAPPED) == (), "only columns of labels count"
+
+
+@tries(25)
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=5))
+def test_every_number_is_read_as_python_reads_it(numbers: list[float]) -> None:
+    with TemporaryDirectory() as folder:
+        for odd in ("", "x\n"):
+            rows = "".join(f"{row},{number!r}\n" for row, number in enumerate(numbers))
+            sample, path = sample_of(Path(folder), f"id,a\n{rows}{'odd,' if odd else ''}{odd}")
+            problems = check_sample_values(sample, path, ("a",), NOT_MAPPED)
+            assert len(problems) == bool(odd)
+            assert all(
+                f"1 cell without a finite number, the first in row {len(numbers) + 1}" in one
+                for one in problems
+            )
+        sample, path = sample_of(Path(folder), f"id,a\n{rows}")
+        wanted = ids(*map(str, range(len(numbers))))
+        assert sample_values(sample, path, wanted, ("a",), NOT_MAPPED)[:, 0].tolist() == numbers
+
+
+def test_a_sample_that_lost_an_id_since_it_was_checked(tmp_path: Path) -> None:
+    sample, path = sample_of(tmp_path, "id,a,b\n1,0,1\n2,1,0\n")
+    path.write_text("id,a,b\n2,1,0\n3,1,0\n")
+    with pytest.raises(DataError, match="lacks 1 id of the input table: '1'"):
+        sample_values(sample, path, ids("2", "1"), LABELS, NOT_MAPPED)
+    assert sample_values(sample, path, ids("2"), LABELS, NOT_MAPPED).tolist() == [[1.0, 0.0]]

@@ -1,0 +1,124 @@
+"""The weighted mean where members did not reach every row, against numpy's masked average."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ensemble.errors import MergeError
+from ensemble.merge.combine import weighted_mean
+from tests.properties.amount import tries
+
+NAN = float("nan")
+WEIGHT = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(1e-6, 1e6))
+
+
+def members(count: int, rows: int, labels: int, seed: int = 0) -> list[npt.NDArray[np.float64]]:
+    generator = np.random.default_rng(seed)
+    return [np.asfortranarray(generator.dirichlet(np.ones(labels), rows)) for _ in range(count)]
+
+
+def copies(arrays: list[npt.NDArray[np.float64]]) -> Iterator[npt.NDArray[np.float64]]:
+    return (array.copy(order="K") for array in arrays)
+
+
+@st.composite
+def merges(draw: st.DrawFn) -> tuple[list[float], list[npt.NDArray[np.float64]]]:
+    """Weights, not all 0, and members that each lack some rows."""
+    weights = draw(st.lists(WEIGHT, min_size=1, max_size=5).filter(any))
+    rows, labels = draw(st.integers(1, 12)), draw(st.integers(1, 4))
+    arrays = members(len(weights), rows, labels, draw(st.integers(0, 99)))
+    for array in arrays:
+        array[draw(st.lists(st.integers(0, rows - 1), max_size=rows))] = NAN
+    return weights, arrays
+
+
+@tries(60)
+@given(merges())
+def test_each_row_is_the_mean_of_the_members_that_reached_it(
+    case: tuple[list[float], list[npt.NDArray[np.float64]]],
+) -> None:
+    weights, arrays = case
+    merged = weighted_mean(weights, copies(arrays))
+    stacked = np.ma.masked_invalid(np.stack(arrays))
+    expected: Any = np.ma.average(stacked, axis=0, weights=weights)
+    np.testing.assert_allclose(merged, np.ma.filled(expected, NAN), rtol=1e-12, atol=1e-15)
+    reached = ~np.isnan(merged[:, 0])
+    np.testing.assert_allclose(merged[reached].sum(axis=1), 1, rtol=1e-12)
+
+
+@tries(60)
+@given(merges())
+def test_rows_that_all_reached_are_what_they_would_be_without_the_others(
+    case: tuple[list[float], list[npt.NDArray[np.float64]]],
+) -> None:
+    weights, arrays = case
+    merged = weighted_mean(weights, copies(arrays))
+    lacking = np.any([np.isnan(array[:, 0]) for array in arrays], axis=0)
+    whole = [np.where(lacking[:, None], 0.5, array) for array in arrays]
+    plain = np.zeros_like(merged)
+    for weight, array in zip(weights, whole, strict=True):
+        plain += array * (weight / sum(weights))
+    assert merged[~lacking].tobytes() == plain[~lacking].tobytes()
+    assert weighted_mean(weights, copies(whole)).tobytes() == plain.tobytes()
+
+
+def test_by_hand() -> None:
+    first = np.array([[0.2, 0.8], [0.4, 0.6], [NAN, NAN], [NAN, NAN]])
+    second = np.array([[0.6, 0.4], [NAN, NAN], [0.1, 0.9], [NAN, NAN]])
+    third = np.array([[1.0, 0.0]] * 4)  # without a weight it reaches no row for anybody
+    merged = weighted_mean([3, 1, 0], copies([first, second, third]))
+    np.testing.assert_allclose(merged, [[0.3, 0.7], [0.4, 0.6], [0.1, 0.9], [NAN, NAN]], rtol=1e-15)
+
+
+def test_a_weight_too_small_to_count_decides_no_row() -> None:
+    first, second = np.array([[NAN], [0.25]]), np.array([[0.5], [0.5]])
+    merged = weighted_mean([1e300, 1e-300], copies([first, second]))
+    np.testing.assert_array_equal(merged, [[NAN], [0.25]])
+    merged = weighted_mean([1.0, 1e-300], copies([first, second]))
+    np.testing.assert_allclose(merged, [[0.5], [0.25]], rtol=1e-12)
+
+
+@pytest.mark.parametrize("row", [[NAN, 0.5], [float("inf"), 0.0], [float("-inf"), NAN], [float("inf")] * 2])
+def test_rows_that_are_neither_whole_nor_missing(row: list[float]) -> None:
+    first, second = members(2, 5, 2)
+    second[1], second[3] = NAN, row
+    message = "member 2 of 2: 1 rows hold infinite values or are NaN in part, the first is row 4"
+    with pytest.raises(MergeError, match=message):
+        weighted_mean([1, 1], copies([first, second]))
+
+
+def test_shapes_are_compared_where_rows_are_missing_too() -> None:
+    first, second = members(2, 5, 2)
+    first[0] = NAN
+    with pytest.raises(MergeError, match="differ in shape"):
+        weighted_mean([1, 1], copies([first, second[:3]]))
+    with pytest.raises(ValueError, match="2 weights, but 1 members"):
+        weighted_mean([1, 1], copies([first]))
+
+
+@pytest.mark.parametrize("lacks_rows", [False, True])
+def test_no_more_than_two_tables_are_in_memory(lacks_rows: bool) -> None:
+    rows, labels = 40_000, 8
+
+    def made() -> Iterator[npt.NDArray[np.float64]]:
+        for member in range(4):
+            values = np.full((rows, labels), 0.125, order="F")
+            if lacks_rows:
+                values[member::5] = NAN
+            yield values
+            del values
+
+    tracemalloc.start()
+    merged = weighted_mean([1, 2, 3, 4], made())
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2.6 * merged.nbytes
+    np.testing.assert_allclose(merged, 0.125, rtol=1e-12)

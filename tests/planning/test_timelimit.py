@@ -1,0 +1,284 @@
+"""What fits into the time, as arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import count, pairwise
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ensemble.planning.chunks import Chunk, common_lengths, cut_at, cut_chunks, halves, left_over
+from ensemble.planning.timelimit import (
+    RESERVE_MAX_SHARE,
+    RESERVE_MIN_SECONDS,
+    SAFETY,
+    SMALLEST_ROWS,
+    Share,
+    calibrated,
+    chunk_fits,
+    fitting_start,
+    goals,
+    handout_order,
+    reachable_fraction,
+    reserve_seconds,
+)
+from tests.properties.amount import tries
+
+SHARE = st.builds(
+    Share,
+    name=st.text("abcdef", min_size=1),
+    fraction_done=st.one_of(st.sampled_from([0.0, 0.25, 1.0]), st.floats(0, 1)),
+    seconds_per_member=st.one_of(st.none(), st.floats(0, 1e6)),
+    startup_seconds=st.one_of(st.just(0.0), st.floats(0, 1e4)),
+    gpus=st.integers(0, 4),
+)
+SHARES = st.lists(SHARE, max_size=6, unique_by=lambda share: share.name)
+SECONDS = st.floats(-10, 1e6)
+# In whole seconds there is no time too short to bring anybody forward.
+WHOLE_SHARES = st.lists(
+    st.builds(
+        Share,
+        name=st.text("abcdef", min_size=1),
+        fraction_done=st.sampled_from([0.0, 0.25, 0.5, 1.0]),
+        seconds_per_member=st.one_of(st.none(), st.integers(0, 100_000).map(float)),
+        startup_seconds=st.one_of(st.just(0.0), st.integers(0, 1000).map(float)),
+        gpus=st.integers(0, 4),
+    ),
+    max_size=6,
+    unique_by=lambda share: share.name,
+)
+
+
+def share(name: str, done: float, seconds: float | None, startup: float = 0.0, gpus: int = 1) -> Share:
+    return Share(name, done, seconds, startup, gpus)
+
+
+def demand(shares: list[Share], fraction: float) -> float:
+    """Device-seconds that bring everybody to a fraction."""
+    known = [one.seconds_per_member for one in shares if one.seconds_per_member is not None]
+    below = [one for one in shares if one.fraction_done < fraction]
+    return sum(
+        one.startup_seconds * (one.gpus or 1)
+        + (fraction - one.fraction_done)
+        * (max(known, default=0.0) if one.seconds_per_member is None else one.seconds_per_member)
+        for one in below
+    )
+
+
+def test_the_reach_by_hand() -> None:
+    even = [share("a", 0, 100), share("b", 0, 300)]
+    assert reachable_fraction(even, 1, 200) == pytest.approx(0.5)
+    assert reachable_fraction(even, 2, 200) == 1.0
+    # 20 s bring a to where b is; of the other 180, one part goes to a and three to b.
+    ahead = [share("a", 0, 100), share("b", 0.2, 300)]
+    assert reachable_fraction(ahead, 1, 200) == pytest.approx(0.2 + 180 / 400)
+    # c is there already: neither its work nor its start counts.
+    assert reachable_fraction([*ahead, share("c", 0.9, 1e9, 1e9)], 1, 200) == pytest.approx(0.65)
+    # Three GPUs start for 10 s each; the CPU is one place.
+    assert reachable_fraction([share("a", 0, 100, 10, gpus=3)], 1, 80) == pytest.approx(0.5)
+    assert reachable_fraction([share("a", 0, 100, 10, gpus=0)], 1, 60) == pytest.approx(0.5)
+    assert reachable_fraction([share("a", 0.3, 100, 10)], 1, 9) == 0.3, "no time to start"
+    assert reachable_fraction([], 1, 0) == 1.0
+
+
+def test_a_member_of_unknown_speed_counts_as_the_slowest() -> None:
+    known, unknown = share("a", 0, 300), share("b", 0, None)
+    assert reachable_fraction([known, unknown], 1, 300) == pytest.approx(0.5)
+    assert reachable_fraction([unknown], 1, 300) == 1.0
+    assert reachable_fraction([replace(unknown, startup_seconds=400)], 1, 300) == 0.0
+
+
+@tries(60)
+@given(SHARES, st.integers(1, 8), SECONDS, SECONDS)
+def test_more_time_reaches_no_less(shares: list[Share], places: int, first: float, second: float) -> None:
+    shorter, longer = sorted([first, second])
+    reached = reachable_fraction(shares, places, shorter)
+    assert 0 <= reached <= reachable_fraction(shares, places, longer) <= 1
+
+
+@tries(60)
+@given(SHARES, st.integers(1, 8), SECONDS)
+def test_the_reach_takes_the_time_there_is_and_no_more(
+    shares: list[Share], places: int, seconds: float
+) -> None:
+    budget = places * max(seconds, 0)
+    reached = reachable_fraction(shares, places, seconds)
+    slack = 1e-9 * (1 + budget + demand(shares, 1))
+    assert demand(shares, reached) <= budget + slack
+    if reached < 1 - 1e-6:
+        assert demand(shares, reached + 1e-6) > budget - slack
+
+
+@tries(60)
+@given(WHOLE_SHARES, st.integers(1, 8), st.integers(0, 10_000))
+def test_goals_leave_nobody_idle_who_could_go_on(shares: list[Share], places: int, seconds: int) -> None:
+    wanted = goals(shares, places, seconds)
+    assert wanted.keys() == {one.name for one in shares}
+    assert all(wanted[one.name] >= one.fraction_done for one in shares)
+    for one in shares:
+        alone = reachable_fraction([one], places, seconds)
+        if one.startup_seconds < seconds and one.fraction_done < alone:
+            assert any(wanted[other.name] > other.fraction_done for other in shares)
+            break
+
+
+def test_goals_leave_behind_who_cannot_start_in_time() -> None:
+    running, late = share("a", 0.4, 100), share("b", 0.1, 100, startup=90)
+    assert goals([running, late], 1, 200) == pytest.approx({"a": 0.8, "b": 0.8}), "120 s to where a is"
+    assert goals([running, late], 1, 80) == {"a": 1.0, "b": 0.1}
+    # Two starts of 60 s do not fit into 100 s on one GPU, one does; the shorter one is taken.
+    first, second = share("a", 0, 100, startup=60), share("b", 0, 100, startup=50)
+    assert goals([first, second], 1, 100) == {"a": 0.0, "b": 0.5}
+
+
+@tries(60)
+@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=6), st.floats(1e-6, 1e6), st.integers(0, 6))
+def test_guesses_that_are_off_by_one_factor_are_put_right(
+    guesses: list[float], factor: float, measured: int
+) -> None:
+    guessed = {str(index): guess for index, guess in enumerate(guesses)}
+    truth = {name: guess * factor for name, guess in guessed.items()}
+    found = calibrated(guessed, dict(list(truth.items())[:measured]))
+    assert found == pytest.approx(truth if measured else guessed, rel=1e-9)
+
+
+def test_calibration_by_hand() -> None:
+    found = calibrated({"a": 1.0, "b": 10.0, "c": 5.0, "d": 0.0}, {"a": 2.0, "b": 80.0})
+    assert found == {"a": 2.0, "b": 80.0, "c": pytest.approx(20.0), "d": None}, "the mean of 2 and 8 is 4"
+    assert calibrated({"a": 0.0, "b": 3.0}, {"a": 2.0}) == {"a": 2.0, "b": 3.0}
+
+
+def test_a_chunk_fits_with_some_time_to_spare() -> None:
+    assert chunk_fits(0.5, 200, 1.0, 100 * SAFETY)
+    assert not chunk_fits(0.5, 200, 1.0, 100 * SAFETY - 0.1)
+    assert not chunk_fits(0.5, 200, 1.5, 149 * SAFETY)
+    assert chunk_fits(0.5, 200, 0.5, 100 * SAFETY), "one that was quicker promises nothing"
+    assert not chunk_fits(0.5, 200, 0.5, 99 * SAFETY)
+    assert chunk_fits(0.5, None, 1.0, 0.1)
+    assert not chunk_fits(0.0, None, 1.0, 0.0)
+
+
+@tries(60)
+@given(st.integers(0, 100), st.integers(1, 5000), st.floats(0, 2), st.floats(0, 1e4))
+def test_the_part_that_fits(start: int, rows: int, cost: float, seconds: float) -> None:
+    chunk = Chunk(3, start, start + rows, cost)
+    found = fitting_start(chunk, 1000.0, 1.2, seconds)
+    sizes = [rows]
+    while sizes[-1] // 2 >= SMALLEST_ROWS:
+        sizes.append(sizes[-1] // 2)
+    fits = [chunk_fits(cost * size / rows, 1000.0, 1.2, seconds) for size in sizes]
+    if found is None:
+        assert not any(fits)
+        return
+    assert chunk.stop - found == sizes[fits.index(True)]
+    if found > start:
+        front, back = cut_at(chunk, found, count(7))
+        assert (front.start, front.stop, back.start, back.stop) == (start, found, found, chunk.stop)
+        assert chunk_fits(back.cost, 1000.0, 1.2, seconds + 1e-9)
+
+
+def test_the_part_that_fits_by_hand() -> None:
+    chunk = Chunk(0, 1000, 1100, 1.0)
+    assert fitting_start(chunk, 100.0, 1.0, 125.0) == 1000
+    assert fitting_start(chunk, 100.0, 1.0, 124.0) == 1050
+    assert fitting_start(chunk, 100.0, 1.0, 62.0) == 1075
+    assert fitting_start(chunk, 100.0, 1.0, 31.0) is None, "12 rows would be too few"
+    assert fitting_start(Chunk(0, 0, 3, 1.0), 100.0, 1.0, 125.0) == 0, "but a chunk may be that small"
+
+
+@tries(60)
+@given(st.floats(0, 1e4), st.integers(1, 50), st.floats(1, 1e6))
+def test_the_reserve_is_within_its_bounds(first: float, members: int, limit: float) -> None:
+    kept = reserve_seconds(first, members, limit)
+    assert kept <= RESERVE_MAX_SHARE * limit
+    assert kept >= min(RESERVE_MIN_SECONDS, RESERVE_MAX_SHARE * limit)
+    assert kept <= reserve_seconds(first, members + 1, limit)
+
+
+def test_the_reserve_grows_with_the_first_submission() -> None:
+    assert reserve_seconds(0.0, 3, 3600) == RESERVE_MIN_SECONDS
+    assert reserve_seconds(2.0, 5, 36_000) == pytest.approx(2 * reserve_seconds(1.0, 5, 36_000))
+    assert reserve_seconds(2.0, 5, 36_000) > 2.0 * (1 + 5), "each member is written once as well"
+
+
+def test_chunks_are_handed_out_from_the_longest_then_from_the_shortest() -> None:
+    _, chunks = cut_chunks(np.arange(100, 5100, dtype=np.int64))
+    order = handout_order(chunks)
+    assert order == [0, *range(len(chunks) - 1, 0, -1)]
+    rows = [chunks[place].stop - chunks[place].start for place in order]
+    half = len(rows) // 2
+    assert sum(rows[:half]) > 0.6 * sum(rows), "half of the work, and more than half of the rows"
+    assert handout_order([]) == []
+    assert handout_order(chunks[:1]) == [0]
+    assert handout_order([chunks[2], chunks[0], chunks[1]]) == [1, 0, 2], (
+        "by their places, whatever the order"
+    )
+
+
+def test_one_cut_for_members_that_read_different_texts() -> None:
+    generator = np.random.default_rng(0)
+    title, body = (generator.lognormal(5, 1.5, 4000).astype(np.int64) for _ in range(2))
+    lengths = {"a": title, "b": body, "c": title, "d": title.copy()}
+    common = common_lengths(lengths)
+    np.testing.assert_array_equal(common, title + body)
+    cuts = {name: cut_chunks(own, common) for name, own in lengths.items()}
+    for order, chunks in cuts.values():
+        np.testing.assert_array_equal(order, np.argsort(-(title + body), kind="stable"))
+        assert [(one.index, one.start, one.stop) for one in chunks] == [
+            (one.index, one.start, one.stop) for one in cuts["a"][1]
+        ]
+        assert sum(one.cost for one in chunks) == pytest.approx(1)
+    order, chunks = cuts["b"]
+    work = [(body[order[one.start : one.stop]] + 32).sum() for one in chunks]
+    np.testing.assert_allclose([one.cost for one in chunks], np.array(work) / sum(work), rtol=1e-12)
+
+
+def test_a_common_cut_of_one_text_is_the_usual_one() -> None:
+    lengths = np.random.default_rng(1).lognormal(5, 1.5, 3000).astype(np.int64)
+    common = common_lengths({"a": lengths, "b": lengths.copy()})
+    order, chunks = cut_chunks(lengths, common)
+    usual_order, usual_chunks = cut_chunks(lengths)
+    np.testing.assert_array_equal(order, usual_order)
+    assert chunks == usual_chunks
+
+
+@tries(60)
+@given(st.integers(0, 50), st.lists(st.booleans(), min_size=1, max_size=80), st.randoms())
+def test_what_is_left_over_is_every_row_that_is_not_done(
+    start: int, done: list[bool], random: Random
+) -> None:
+    rows = start + len(done) + 5
+    order = list(range(rows))
+    random.shuffle(order)
+    is_done = np.zeros(rows, dtype=bool)
+    is_done[order[start : start + len(done)]] = done
+    chunk = Chunk(4, start, start + len(done), 0.5)
+    left = left_over(chunk, np.array(order), is_done, count(10))
+    places = [place for one in left for place in range(one.start, one.stop)]
+    assert places == [start + place for place, is_one_done in enumerate(done) if not is_one_done]
+    assert all(first.stop < second.start for first, second in pairwise(left)), "maximal"
+    assert sum(one.cost for one in left) == pytest.approx(0.5 * len(places) / len(done))
+    if any(done):
+        assert [one.index for one in left] == list(range(10, 10 + len(left)))
+    else:
+        assert left == (chunk,)
+
+
+@tries(60)
+@given(st.integers(0, 100), st.integers(2, 5000), st.floats(0, 1))
+def test_halves_hold_the_whole(start: int, rows: int, cost: float) -> None:
+    chunk = Chunk(0, start, start + rows, cost)
+    front, back = halves(chunk, count(5))
+    assert (front.index, back.index) == (5, 6)
+    assert (front.start, front.stop, back.stop) == (start, back.start, chunk.stop)
+    assert 0 <= (back.stop - back.start) - (front.stop - front.start) <= 1
+    assert front.cost + back.cost == pytest.approx(cost)
+
+
+def test_a_single_row_has_no_halves() -> None:
+    with pytest.raises(ValueError, match="rows 3 to 4 cannot be cut at 3"):
+        halves(Chunk(0, 3, 4, 1.0), count())
