@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 
 from ensemble.errors import DataError
 from ensemble.tables.cells import cell_lengths, is_binary, loaded_cell, python_cells
+from ensemble.tables.digest import rows_digest
 from ensemble.tables.inputfile import (
     Contents,
     Wanted,
@@ -83,6 +84,7 @@ class InputTable:
         self.truth = truth
         self.null_texts = null_texts
         self._columns = columns
+        self._digests: dict[str, str] = {}
 
     def text_lengths(self, columns: Sequence[str]) -> npt.NDArray[np.int64]:
         """UTF-8 bytes per row, summed over ``columns``: shape (rows,), a cheap stand-in for tokens.
@@ -96,6 +98,11 @@ class InputTable:
                 total[start : start + len(chunk)] += cell_lengths(chunk)
                 start += len(chunk)
         return total
+
+    def digest(self, columns: Sequence[str]) -> str:
+        """What the ids and these columns hold, in order; each column is read once, before ``forget_columns``."""
+        assert self._columns.num_rows == self.rows or self._digests.keys() >= set(columns)
+        return rows_digest(self.ids, self._columns, columns, self._digests)
 
     def forget_columns(self) -> None:
         """Free the texts, once they are published; ids, truth and counts stay."""

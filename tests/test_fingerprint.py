@@ -1,0 +1,348 @@
+"""The identity of a member's work: what changes it, what does not, and what is said of a change."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ensemble.checkpoint.content import FileDigests
+from ensemble.config import ModelConfig, RunConfig, load_config
+from ensemble.fingerprint import Fingerprint, member_fingerprint
+from ensemble.prepare import Prepared, prepare
+from tests.checkpoints import make_adapter, make_checkpoint
+from tests.project import LABELS, Project
+
+COMPONENTS = ("settings", "weights", "tokenizer", "rows")
+# Keys of a member that change its numbers, with a value that is not the usual one.
+NUMBERS: dict[str, dict[str, Any]] = {
+    "prompt_template": {"prompt_template": "{{ text }}!", "text_column": None},
+    "text_column": {"text_column": "label"},
+    "max_length": {"max_length": 64},
+    "truncation_side": {"truncation_side": "left"},
+    "add_special_tokens": {"add_special_tokens": False},
+    "problem_type": {"problem_type": "multi_label_classification"},
+    "label_map": {"label_map": {"winner_a": "tie", "tie": "winner_a"}},
+    "dtype": {"dtype": "bfloat16"},
+    "quantization_config": {"quantization_config": {"load_in_8bit": True}},
+    "attn_implementation": {"attn_implementation": "eager"},
+    "allow_tf32": {"allow_tf32": True},
+    "trust_remote_code": {"trust_remote_code": True},
+    "model_kwargs": {"model_kwargs": {"attention_dropout": 0.5}},
+    "tokenizer_kwargs": {"tokenizer_kwargs": {"use_fast": False}},
+}
+# Tested by themselves, because they need files: the adapter's, a GGUF file, the hub's cache.
+NUMBERS_WITH_FILES = {"model_name_or_path", "adapter_name_or_path", "merge_adapter", "gguf_file", "revision"}
+HARMLESS: dict[str, dict[str, Any]] = {
+    "name": {"name": "other"},
+    "weight": {"weight": 0.1},
+    "task_type": {"task_type": "seq_cls"},
+    "batch_size": {"batch_size": 3},
+    "max_num_batched_tokens": {"max_num_batched_tokens": 333},
+    "expandable_segments": {"expandable_segments": False},
+    "max_split_size_mb": {"max_split_size_mb": 128, "expandable_segments": False},
+    "num_gpus": {"num_gpus": 0},
+    "replicas": {"replicas": 2},
+    "device_map": {"device_map": "auto"},
+    "max_memory": {"max_memory": {"cpu": "8GiB"}},
+    "offload_folder": {"offload_folder": "offload"},
+    "how files are fetched": {"model_kwargs": {"token": "hf_1"}, "tokenizer_kwargs": {"token": "hf_1"}},
+    "one column in a list": {"text_column": "text"},
+}
+HARMLESS_TO_COME = {"allow_pickle"}
+HARMLESS_OF_RUN: dict[str, dict[str, Any]] = {
+    "submission": {"submission": None},
+    "output_dir": {"output_dir": "elsewhere"},
+    "devices": {"devices": None},
+    "max_workers_per_gpu": {"max_workers_per_gpu": 2},
+    "wait_for_gpu": {"wait_for_gpu": "1m"},
+    "retries": {"retries": 0},
+    "on_bad_row": {"on_bad_row": "uniform"},
+    "on_member_failure": {"on_member_failure": "continue"},
+    "time_limit": {"time_limit": "8h"},
+    "fill": {"fill": "prior"},
+    "hang_timeout": {"hang_timeout": "1m"},
+    "release_timeout": {"release_timeout": "1m"},
+    "ensemble": {"ensemble": {"method": "mean"}},
+}
+
+Make = Callable[..., Prepared]
+
+
+@pytest.fixture
+def make(project: Project, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Prepares a run of one member, the keys of which may be changed, in the project's folder."""
+    monkeypatch.chdir(project.folder)
+
+    def made(model: Mapping[str, Any] | None = None, **changes: Any) -> Prepared:
+        member = {"name": "llama", "model_name_or_path": str(project.models / "llama"), "text_column": "text"}
+        member = {key: value for key, value in {**member, **(model or {})}.items() if value is not None}
+        config = {"models": [member], "defaults": {"max_length": 128}, **changes}
+        project.write_config(project.config(**config))
+        return prepare(load_config(project.folder / "config.yaml"))
+
+    return made
+
+
+@pytest.fixture
+def own_llama(project: Project) -> Path:
+    """A copy of the checkpoint that a test may change."""
+    return shutil.copytree(project.models / "llama", project.folder / "own llama")
+
+
+def first(prepared: Prepared) -> Fingerprint:
+    return member_fingerprint(prepared, prepared.plan.members[0])
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+def test_keys_that_change_numbers_change_the_settings(make: Make, key: str) -> None:
+    expected = ("settings", "rows") if key == "text_column" else ("settings",)
+    assert first(make(NUMBERS[key])).changed_from(first(make())) == expected
+
+
+@pytest.mark.parametrize("key", HARMLESS)
+def test_keys_that_change_no_number_change_nothing(make: Make, key: str) -> None:
+    assert first(make(HARMLESS[key])) == first(make())
+
+
+@pytest.mark.parametrize("key", HARMLESS_OF_RUN)
+def test_keys_of_the_run_that_change_no_number_change_nothing(make: Make, key: str) -> None:
+    assert first(make(**HARMLESS_OF_RUN[key])) == first(make())
+
+
+def test_no_key_has_been_forgotten() -> None:
+    known = {*NUMBERS, *NUMBERS_WITH_FILES, *HARMLESS, *HARMLESS_TO_COME}
+    assert set(ModelConfig.model_fields) <= known
+    others = {"data", "labels", "models", "limit", "seed", "hash_weights"}
+    assert set(RunConfig.model_fields) <= {*HARMLESS_OF_RUN, *others}
+
+
+def test_keys_of_the_run_that_change_numbers(make: Make) -> None:
+    before = first(make())
+    assert first(make(seed=1)).changed_from(before) == ("settings",)
+    assert first(make(limit=10, submission=None)).changed_from(before) == ("rows",)
+    assert first(make(labels=[LABELS[1], LABELS[0], LABELS[2]])).changed_from(before) == ("settings",)
+
+
+def test_names_of_the_columns_in_the_csv_count(make: Make, project: Project) -> None:
+    rows = [list(row) for row in zip(project.ids, project.texts, strict=True)]
+    project.write_csv("id.csv", ["id", "text"], rows)
+    project.write_csv("key.csv", ["key", "text"], rows)
+    before = first(make(data={"path": "id.csv"}, submission=None))
+    renamed = make(data={"path": "key.csv", "id_column": "key"}, submission=None)
+    assert first(renamed).changed_from(before) == ("settings",)
+    other_labels = make(
+        {"label_map": {"winner_a": "a"}},
+        data={"path": "id.csv"},
+        labels=["a", *LABELS[1:]],
+        submission=None,
+    )
+    assert first(other_labels).changed_from(before) == ("settings",)
+
+
+def test_settings_count_by_value_and_kind_in_any_order(make: Make) -> None:
+    def settings(kwargs: dict[Any, Any]) -> str:
+        return first(make({"model_kwargs": kwargs})).settings
+
+    assert settings({"a": 1, "b": {"c": 2, "d": 3}}) == settings({"b": {"d": 3, "c": 2}, "a": 1})
+    odd: list[Any] = [1, "1", 1.5, True, "true", None, [1], [[1]], [], {}, {"1": 2}, float("nan"), "nan"]
+    assert len({settings({"key": value}) for value in odd}) == len(odd)
+
+
+def test_the_type_that_auto_means_counts(make: Make) -> None:
+    prepared, float32 = make(), make({"dtype": "float32"})
+    assert first(prepared) == first(float32)  # on a CPU
+    bfloat16 = first(make({"dtype": "bfloat16"}))
+    member = prepared.plan.members[0]
+    for dtype, same_as in (("float32", first(float32)), ("bfloat16", bfloat16)):
+        placement = dataclasses.replace(member.placement, gpus=1, dtype=dtype)
+        on_gpu = dataclasses.replace(member, placement=placement, replicas=4, first_replicas=1)
+        assert member_fingerprint(prepared, on_gpu) == same_as
+        spread = dataclasses.replace(on_gpu, placement=dataclasses.replace(placement, gpus=2))
+        assert member_fingerprint(prepared, spread) == same_as
+
+
+def test_a_model_trained_again_in_the_same_folder(make: Make, own_llama: Path) -> None:
+    model = {"model_name_or_path": str(own_llama)}
+    before = first(make(model))
+    assert before == first(make())  # a copy is the same
+    shape = [(path.name, path.stat().st_size) for path in sorted(own_llama.iterdir())]
+    make_checkpoint(own_llama, "llama", LABELS, seed=9, pad=None)
+    assert [(path.name, path.stat().st_size) for path in sorted(own_llama.iterdir())] == shape
+    assert first(make(model)).changed_from(before) == ("weights",)
+    whole = first(make(model, hash_weights=True))
+    assert whole == first(make(model, hash_weights=True))
+    make_checkpoint(own_llama, "llama", LABELS, seed=10, pad=None)
+    assert first(make(model, hash_weights=True)).changed_from(whole) == ("weights",)
+
+
+def test_files_of_the_checkpoint(make: Make, own_llama: Path) -> None:
+    def changes(name: str, text: str, **keys: Any) -> tuple[str, ...]:
+        model = {"model_name_or_path": str(own_llama), **keys}
+        before = first(make(model))
+        (own_llama / name).write_text(text, encoding="utf-8")
+        return first(make(model)).changed_from(before)
+
+    config = json.loads((own_llama / "config.json").read_text(encoding="utf-8"))
+    assert changes("config.json", json.dumps({**config, "rms_norm_eps": 0.1})) == ("weights",)
+    tokenizer = (own_llama / "tokenizer.json").read_text(encoding="utf-8")
+    assert changes("tokenizer.json", tokenizer.replace('"NFC"', '"NFD"') + " ") == ("tokenizer",)
+    assert changes("added_tokens.json", "{}") == ("tokenizer",)
+    assert changes("README.md", "A model.") == ()
+    assert changes("trainer_state.json", "{}") == ()
+    assert changes("modeling_own.py", "x = 1") == ()
+    assert changes("modeling_own.py", "x = 2", trust_remote_code=True) == ("weights",)
+
+
+def test_rows_of_the_table(make: Make, project: Project) -> None:
+    before = first(make())
+    names = ["id", "text", "label"]
+    rows = [list(row) for row in zip(project.ids, project.texts, project.truth, strict=True)]
+
+    def changes(changed: list[list[str]]) -> tuple[str, ...]:
+        project.write_csv("test.csv", names, changed)
+        return first(make()).changed_from(before)
+
+    assert changes(rows) == ()
+    assert changes([[*row[:2], LABELS[0]] for row in rows]) == ()  # the truth is not what is computed
+    assert changes([*rows[:-1], [rows[-1][0], "other", rows[-1][2]]]) == ("rows",)
+    assert changes(rows[::-1]) == ("rows",)
+    moved = shutil.copy(project.write_csv("test.csv", names, rows), project.folder / "moved.csv")
+    data = {"path": str(moved), "label_column": "label"}
+    assert first(make(data=data)) == before
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft on transformers 5
+def test_adapters(make: Make, project: Project) -> None:
+    adapter = project.folder / "adapter"
+    make_adapter(adapter, project.models / "llama", len(LABELS), seed=1)
+    model = {"adapter_name_or_path": str(adapter)}
+    plain, before = first(make()), first(make(model))
+    assert before.changed_from(plain) == ("weights",)
+    assert first(make({**model, "merge_adapter": True})).changed_from(before) == ("settings",)
+    moved = shutil.copytree(adapter, project.folder / "moved adapter")
+    assert first(make({"adapter_name_or_path": str(moved)})) == before
+    config = json.loads((moved / "adapter_config.json").read_text(encoding="utf-8"))
+    (moved / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 99}), encoding="utf-8")
+    assert first(make({"adapter_name_or_path": str(moved)})).changed_from(before) == ("weights",)
+    make_adapter(adapter, project.models / "llama", len(LABELS), seed=2)
+    assert first(make(model)).changed_from(before) == ("weights",)
+    _change_gguf_files(make, project, adapter)
+
+
+def _change_gguf_files(make: Make, project: Project, adapter: Path) -> None:
+    folder = shutil.copytree(project.models / "llama", project.folder / "gguf")
+    (folder / "model.safetensors").unlink()
+    for name in ("a.gguf", "b.gguf"):
+        (folder / name).write_bytes(b"GGUF" + b"weights")
+    model = {"model_name_or_path": str(folder), "adapter_name_or_path": str(adapter), "gguf_file": "a.gguf"}
+    before = first(make(model))
+    (folder / "b.gguf").write_bytes(b"GGUF" + b"others")
+    assert first(make(model)) == before
+    assert first(make({**model, "gguf_file": "b.gguf"})).changed_from(before) == ("settings", "weights")
+    (folder / "a.gguf").write_bytes(b"GGUF" + b"another")
+    assert first(make(model)).changed_from(before) == ("weights",)
+
+
+@pytest.fixture
+def hub_cache(project: Project, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of the hub, which cannot be reached."""
+    from huggingface_hub import constants
+
+    cache = project.folder / "cache"
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return cache
+
+
+def commit_to(cache: Path, name: str, commit: str, files: Sequence[Path]) -> Path:
+    """The hub's branch main moves to a commit, of which the cache gets these files."""
+    repository = cache / f"models--{name.replace('/', '--')}"
+    snapshot = repository / "snapshots" / commit
+    for folder in (repository / "refs", snapshot):
+        folder.mkdir(parents=True, exist_ok=True)
+    (repository / "refs" / "main").write_text(commit)
+    for file in files:
+        shutil.copy(file, snapshot)
+    return snapshot
+
+
+def test_names_on_the_hub_stand_for_a_commit(make: Make, project: Project, hub_cache: Path) -> None:
+    folder, model = project.models / "llama", {"model_name_or_path": "people/llama"}
+    snapshot = commit_to(hub_cache, "people/llama", "1" * 40, [folder / "config.json"])
+    before = first(make(model))
+    for file in folder.iterdir():  # the worker fetches the rest
+        shutil.copy(file, snapshot)
+    assert first(make(model)) == before
+    assert first(make(model, hash_weights=True)) == before
+    commit_to(hub_cache, "people/llama", "2" * 40, list(folder.iterdir()))
+    assert first(make(model)).changed_from(before) == ("weights", "tokenizer")
+    assert first(make({**model, "revision": "1" * 40})) == before
+    settings = {"tokenizer_kwargs": {"tokenizer_file": str(project.folder / "own.json")}}
+    named = first(make({**model, **settings}))
+    (project.folder / "own.json").write_text("{}")
+    assert first(make({**model, **settings})).changed_from(named) == ("tokenizer",)
+
+
+def test_an_adapter_on_the_hub_stands_for_a_commit(make: Make, project: Project, hub_cache: Path) -> None:
+    config = project.folder / "adapter_config.json"
+    config.write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "llama"}))
+    snapshot = commit_to(hub_cache, "people/adapter", "1" * 40, [config])
+    model = {"adapter_name_or_path": "people/adapter"}
+    before = first(make(model))
+    (snapshot / "adapter_model.safetensors").write_bytes(b"weights")
+    assert first(make(model)) == before
+    commit_to(hub_cache, "people/adapter", "2" * 40, [config])
+    assert first(make(model)).changed_from(before) == ("weights",)
+
+
+def test_the_tokenizer_in_a_folder_of_another_kind_of_checkpoint(make: Make) -> None:
+    gemma = str(make().config.models[0].model_name_or_path).replace("llama", "gemma")
+    found = first(make({"model_name_or_path": gemma})).changed_from(first(make()))
+    assert found == ("settings", "weights", "tokenizer")  # its labels stand in another order, too
+
+
+def test_members_share_what_they_read(make: Make, project: Project) -> None:
+    member = {"model_name_or_path": str(project.models / "llama"), "text_column": "text"}
+    models = [{"name": f"m{number}", "weight": number, **member} for number in range(1, 6)]
+    models[4]["text_column"] = "label"
+    prepared = make(models=models)
+    files = FileDigests(whole=False)
+    found = [member_fingerprint(prepared, member, files) for member in prepared.plan.members]
+    assert len(set(found[:4])) == 1
+    assert found[4].changed_from(found[0]) == ("settings", "rows")
+    assert found == [member_fingerprint(prepared, member) for member in prepared.plan.members]
+
+
+def test_a_fingerprint_goes_through_json_and_holds_only_digests(make: Make) -> None:
+    secret = "hf_secret_of_mine"
+    kwargs = {"model_kwargs": {"key": secret}, "tokenizer_kwargs": {"other": [secret]}}
+    found = first(make({**kwargs, "prompt_template": f"{secret} {{{{ text }}}}", "text_column": None}))
+    text = json.dumps(found.to_dict())
+    assert secret not in text + repr(found)
+    again = Fingerprint.from_dict(json.loads(text))
+    assert again == found
+    assert again.digest == found.digest
+    assert again.changed_from(found) == ()
+
+
+@pytest.mark.parametrize("name", COMPONENTS)
+def test_every_component_counts_in_the_whole(make: Make, name: str) -> None:
+    found = first(make())
+    other = dataclasses.replace(found, **{name: "0" * 64})
+    assert other.digest != found.digest
+    assert other.changed_from(found) == (name,)
+
+
+def test_what_cannot_be_read_is_no_fingerprint(make: Make) -> None:
+    good = first(make()).to_dict()
+    assert Fingerprint.from_dict({**good, "later": 1}) is not None
+    broken: list[object] = [None, [], "text", 1, {}, {**good, "scheme": 0}, {**good, "scheme": None}]
+    broken += [{**good, name: value} for name in COMPONENTS for value in (None, 3, "", "x" * 64, ["0" * 64])]
+    broken += [{key: value for key, value in good.items() if key != name} for name in good]
+    assert [Fingerprint.from_dict(document) for document in broken] == [None] * len(broken)
