@@ -97,7 +97,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Predict:
-    """Compute rows ``order[start:stop]`` and leave them as the part of this chunk."""
+    """Compute rows ``order[start:stop]`` and leave them as a part; ``chunk`` is the parent's number for them."""
 
     chunk: int
     start: int
@@ -148,7 +148,10 @@ class ChunkDone:
     ``tokens`` are real tokens, ``padded_tokens`` what was computed (real and padding); ``batches`` counts
     forward passes, ``oom_events`` those that ran out of memory and were run again smaller;
     ``recomputed_rows`` came out non-finite and were computed again in float32; ``seconds`` is from the
-    command's arrival to the part's rename.
+    command's arrival to the part's rename.  ``part`` is the part's name within ``parts_dir``.
+
+    ``bad_rows`` are rows of the table that cannot be computed, each with its reason; the part does not hold them.
+    ``rows`` counts them too.
     """
 
     chunk: int
@@ -160,16 +163,43 @@ class ChunkDone:
     oom_events: int
     recomputed_rows: int
     seconds: float
+    part: str
+    bad_rows: tuple[int, ...] = ()
+    bad_row_reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ChunkFailed:
+    """The chunk could not be computed, and which row is to blame is not known; the process waits for another."""
+
+    chunk: int
+    error_type: str
+    message: str
+    traceback: str
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """The process lives; its main thread finished its last step, such as a batch, so many seconds ago.
+
+    0 while it waits for a command.  The first one comes before ``Started``.
+    """
+
+    idle_seconds: float
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The worker cannot go on; it exits after this."""
+    """The worker cannot go on; it exits after this.
+
+    ``can_retry`` says whether a fresh process may fare better, as after an error that poisons CUDA.
+    """
 
     error_type: str
     message: str
     traceback: str
     chunk: int | None = None
+    can_retry: bool = False
 
 
 @dataclass(frozen=True)
@@ -184,11 +214,14 @@ class Closed:
 
 
 Command: TypeAlias = Start | Predict | Stop
-Event: TypeAlias = Started | Ready | Progress | ChunkDone | Failed | Closed
+Event: TypeAlias = Started | Ready | Heartbeat | Progress | ChunkDone | ChunkFailed | Failed | Closed
 
 _TYPES: dict[str, type[Any]] = {
     kind.__name__: kind
-    for kind in (Start, Predict, Stop, Started, Ready, Progress, ChunkDone, Failed, Closed)
+    for kind in (
+        *(Start, Predict, Stop),
+        *(Started, Ready, Heartbeat, Progress, ChunkDone, ChunkFailed, Failed, Closed),
+    )
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ensemble.protocol import ChunkDone, Failed, Predict, Ready, Start, Stop, decode, encode
+from ensemble.protocol import ChunkDone, ChunkFailed, Failed, Heartbeat, Predict, Ready, Start, Stop, decode, encode
 from tests.worker.test_predict import worker_spec
 
 
@@ -13,7 +13,9 @@ def test_every_message_comes_back_as_it_went() -> None:
         Predict(chunk=3, start=10, stop=20),
         Stop(),
         Ready(1.5, "cpu", "float32", "sdpa", 12, 128, 2048, ("a note", "another")),
-        ChunkDone(3, 10, 100, 110, 2, 1, 0, 0, 0.25),
+        ChunkDone(3, 10, 100, 110, 2, 1, 0, 0, 0.25, "000-010.ab.csv", (17, 4), ("too long", "broken JSON")),
+        ChunkFailed(3, "IndexError", "index 7 is out of bounds", "trace\nback"),
+        Heartbeat(0.5),
         Failed("ValueError", "line one\nline two, \u2028 and \ud83d", "trace\nback", None),
     ]
     for message in messages:

@@ -1,7 +1,8 @@
 """The message loop of a worker: commands in, events out, one member loaded in between.
 
 Everything a library prints goes to the log file that is this process's standard output and error; the events
-have a pipe of their own, so that no print can break the protocol.
+have a pipe of their own, so that no print can break the protocol.  Stacks go to the log too: an exception's, and
+all threads' where SIGSEGV or SIGABRT ends the process (the parent sends the latter to one that hangs).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import faulthandler
 import os
 import queue
 import resource
+import signal
 import sys
 import threading
 import time
@@ -22,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from ensemble.protocol import (
     ChunkDone,
+    ChunkFailed,
     Closed,
     Command,
     Event,
@@ -36,7 +39,10 @@ from ensemble.protocol import (
     decode,
     encode,
 )
+from ensemble.worker.ending import Terminated, end_by, end_on_sigterm
+from ensemble.worker.faults import Verdict, judge, one_line
 from ensemble.worker.parent import die_with_parent
+from ensemble.worker.pulse import Pulse
 
 if TYPE_CHECKING:
     from ensemble.worker.member import Member
@@ -52,30 +58,79 @@ def main() -> None:
     arguments = parser.parse_args()
     die_with_parent(arguments.parent_pid)
     faulthandler.enable()
+    _leave_no_core()
     os.set_inheritable(arguments.events_fd, False)
     send = _sender(arguments.events_fd)
-    commands = _commands()
+    pulse = Pulse(send)
+    pulse.start()
+    try:
+        end_on_sigterm()
+        _exit(serve(_commands(pulse), send, pulse.step, began))
+    except Terminated:
+        _log("ended by SIGTERM")
+        end_by(signal.SIGTERM)
+
+
+def serve(
+    commands: Iterator[Command], send: Callable[[Event], None], step: Callable[[], None], began: float
+) -> int:
+    """Do as told until the end, and answer with events.
+
+    Args:
+        step: called whenever the work has got somewhere.
+        began: when this process started, on the monotonic clock, in seconds.
+
+    Returns:
+        The process's exit code.
+
+    Raises:
+        Terminated: SIGTERM has come.
+    """
     chunk: int | None = None
     try:
         start = next(commands)
         assert isinstance(start, Start), start
-        spec = start.worker_spec()
         _import_libraries(began, send)
-        member = _load(spec, send)
+        step()
+        member = _load(start.worker_spec(), send)
         for command in commands:
             if isinstance(command, Stop):
                 break
             assert isinstance(command, Predict), command
             chunk = command.chunk
-            _predict(member, command, send)
+            try:
+                send(_predict(member, command, send, step))
+            except Exception as error:
+                if judge(error) is not Verdict.SOUND:
+                    raise
+                member.check_devices()
+                send(ChunkFailed(chunk, type(error).__name__, one_line(error), _logged_traceback()))
             chunk = None
         send(Closed(_peak_memory_bytes(), member.peak_gpu_memory_bytes()))
-    except Exception as error:  # whatever it is, the parent must hear of it before this process ends
-        text = traceback.format_exc()
+    except Terminated:
+        raise
+    except BaseException as error:  # whatever it is, the parent must hear of it before this process ends
+        can_retry = judge(error) is Verdict.SUSPECT
+        send(Failed(type(error).__name__, one_line(error), _logged_traceback(), chunk, can_retry))
+        return 1
+    return 0
+
+
+def _logged_traceback() -> str:
+    text = traceback.format_exc()
+    _log(text)
+    return text
+
+
+def _log(text: str) -> None:
+    with contextlib.suppress(OSError):  # the disk may be full, and the parent must hear of it all the same
         print(text, file=sys.stderr, flush=True)  # noqa: T201
-        send(Failed(type(error).__name__, _one_line(error), text, chunk))
-        _exit(1)
-    _exit(0)
+
+
+def _leave_no_core() -> None:
+    # The memory of a process that holds a model, written where the user's run stands: the log's stacks say more.
+    _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
 
 
 def _peak_memory_bytes() -> int:
@@ -91,8 +146,9 @@ def _peak_memory_bytes() -> int:
 def _exit(code: int) -> None:
     # Not sys.exit: interpreter teardown with a CUDA context and thread pools alive takes seconds and can hang,
     # and everything this process owns on disk is already complete.
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
     os._exit(code)
 
 
@@ -101,14 +157,17 @@ def _sender(events_fd: int) -> Callable[[Event], None]:
 
     def send(event: Event) -> None:
         data = encode(event).encode()
-        with lock:
-            while data:
-                data = data[os.write(events_fd, data) :]
+        try:
+            with lock:
+                while data:
+                    data = data[os.write(events_fd, data) :]
+        except OSError:
+            os._exit(1)  # the parent has gone: there is nobody to compute for
 
     return send
 
 
-def _commands() -> Iterator[Command]:
+def _commands(pulse: Pulse) -> Iterator[Command]:
     """Commands as they arrive. Standard input itself becomes empty, so that no library can wait on it."""
     line_fd = os.dup(0)
     null = os.open(os.devnull, os.O_RDONLY)
@@ -126,7 +185,10 @@ def _commands() -> Iterator[Command]:
 
     threading.Thread(target=read, name="commands", daemon=True).start()
     while True:
-        yield arrived.get()
+        pulse.rest()
+        command = arrived.get()
+        pulse.step()
+        yield command
 
 
 def _import_libraries(began: float, send: Callable[[Event], None]) -> None:
@@ -173,34 +235,33 @@ def _load(spec: WorkerSpec, send: Callable[[Event], None]) -> Member:
     return member
 
 
-def _predict(member: Member, command: Predict, send: Callable[[Event], None]) -> None:
+def _predict(
+    member: Member, command: Predict, send: Callable[[Event], None], step: Callable[[], None]
+) -> ChunkDone:
     began = last = time.monotonic()
 
     def report(rows: int, tokens: int, padded_tokens: int) -> None:
         nonlocal last
+        step()
         if time.monotonic() - last >= PROGRESS_SECONDS:
             last = time.monotonic()
             send(Progress(command.chunk, rows, tokens, padded_tokens))
 
     work = member.predict_chunk(command, report)
-    send(
-        ChunkDone(
-            chunk=command.chunk,
-            rows=command.stop - command.start,
-            tokens=work.tokens,
-            padded_tokens=work.padded_tokens,
-            batches=work.batches,
-            truncated_rows=work.truncated_rows,
-            oom_events=work.oom_events,
-            recomputed_rows=work.recomputed_rows,
-            seconds=round(time.monotonic() - began, 4),
-        )
+    return ChunkDone(
+        chunk=command.chunk,
+        rows=command.stop - command.start,
+        tokens=work.tokens,
+        padded_tokens=work.padded_tokens,
+        batches=work.batches,
+        truncated_rows=work.truncated_rows,
+        oom_events=work.oom_events,
+        recomputed_rows=work.recomputed_rows,
+        seconds=round(time.monotonic() - began, 4),
+        part=work.part,
+        bad_rows=work.bad_rows,
+        bad_row_reasons=work.bad_row_reasons,
     )
-
-
-def _one_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines)[:500] if lines else repr(error)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """A chunk's token ids -> logits, in batches that fit.
 
-On an out-of-memory error the rows run again in halves; rows that overflow half precision run again in float32.
+On an out-of-memory error the rows run again in halves; a row that does not fit alone is left out.  Rows that
+overflow half precision run again in float32.
 """
 
 from __future__ import annotations
@@ -8,20 +9,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from ensemble.worker.batching import MemoryLimit, make_batches
+from ensemble.worker.faults import Verdict, is_out_of_memory, judge, one_line
 from ensemble.worker.predict import Classifier
 from ensemble.worker.prompt import Encoded
 
-# Illegal accesses and failed assertions on the device; before torch 2.8 they have no type of their own.
-_DEVICE_ERRORS: tuple[type[Exception], ...] = tuple(
-    kind for kind in (getattr(torch, "AcceleratorError", None),) if kind is not None
-)
 Report = Callable[[int, int, int], None]
 Mode = Callable[[], AbstractContextManager[None]]
 # Batches without an error before a budget that was cut is tried a little larger, and how much larger.
@@ -33,26 +31,26 @@ _BELOW_FAILURE = 0.9
 
 @dataclass(frozen=True)
 class Computed:
-    """``logits`` is float32 [rows, labels] on the model's device, in the rows' order; the rest are counts."""
+    """What came of a chunk.
 
+    Attributes:
+        rows: places in the chunk that were computed, ascending, int64 [rows].
+        logits: theirs, float32 [rows, labels] on the model's device; [0, 0] where there are none.
+        padded_tokens, batches, oom_events, recomputed_rows: counts.
+        too_large: places of rows that did not fit into memory even alone.
+        too_large_in_float32: the same of rows that had to run again in float32; their logits are not finite.
+        float32_error: why those that should have run again could not; empty where nothing was wrong.
+    """
+
+    rows: npt.NDArray[np.int64]
     logits: torch.Tensor
     padded_tokens: int
     batches: int
     oom_events: int
-    recomputed_rows: int
-
-
-class RowTooLargeError(ValueError):
-    """One row alone does not fit into memory; ``row`` is its place in the chunk, ``tokens`` its length.
-
-    ``in_float32`` tells whether it had run before in half precision, without a finite result.
-    """
-
-    def __init__(self, row: int, tokens: int, in_float32: bool = False) -> None:
-        super().__init__(f"a row of {tokens} tokens does not fit into memory alone")
-        self.row = row
-        self.tokens = tokens
-        self.in_float32 = in_float32
+    recomputed_rows: int = 0
+    too_large: tuple[int, ...] = ()
+    too_large_in_float32: tuple[int, ...] = ()
+    float32_error: str = ""
 
 
 class BatchSizes:
@@ -92,7 +90,8 @@ class BatchSizes:
         if self.batch_size is not None:
             self.batch_size = max(1, rows // 2)
         cost = padded_tokens if self._memory is None else self._memory.cost(padded_tokens, width)
-        self._allowed = max(1, int(cost // 2))
+        # A batch of one row can be more than was allowed: there is nothing to halve for the others then.
+        self._allowed = min(self._allowed, max(1, int(cost // 2)))
         self._largest = min(self._largest, max(1, int(cost * _BELOW_FAILURE)))
 
     def grow(self) -> bool:
@@ -135,51 +134,72 @@ def compute(
     report: Report,
     in_float32: Mode | None = None,
 ) -> Computed:
-    """Run the model over every row of a chunk.
+    """Run the model over every row of a chunk that has tokens.
 
     Args:
         sizes: shrinks where memory runs out, and stays so for the next chunk.
-        report: called after each batch with rows, tokens and padded tokens so far.
+        report: called after each forward pass, also one that failed, with rows, tokens and padded tokens so far.
         in_float32: while entered, the model computes in float32: then the rows whose logits came out NaN or
             infinite run again.  None: they stay so.
 
     Raises:
-        RowTooLargeError: a single row does not fit.
-        ValueError: rows should run again in float32, and the model does not bear it.
+        RuntimeError: from the forward pass; not for want of memory.
     """
-    rows = np.arange(len(encoded.lengths))
-    computed = _run(classifier, encoded, sizes, rows, report)
+    computed = _run(classifier, encoded, sizes, np.flatnonzero(encoded.lengths), report)
     if in_float32 is None:
         return computed
-    bad = np.flatnonzero(~torch.isfinite(computed.logits).all(dim=1).cpu().numpy())
+    bad = computed.rows[~torch.isfinite(computed.logits).all(dim=1).cpu().numpy()]
     if not len(bad):
         return computed
-    tokens = int(encoded.lengths.sum())
+    rows, tokens = len(computed.rows), int(encoded.lengths[computed.rows].sum())
 
     def report_again(rows_again: int, tokens_again: int, padded_tokens: int) -> None:
-        report(len(rows), tokens, computed.padded_tokens + padded_tokens)
+        report(rows, tokens, computed.padded_tokens + padded_tokens)
 
     try:
         with in_float32():
             again = _run(classifier, encoded, sizes.for_float32(), bad, report_again)
-    except RowTooLargeError as error:
-        raise RowTooLargeError(error.row, error.tokens, in_float32=True) from error
-    except _DEVICE_ERRORS:  # the process is done for, whatever the type of its numbers
-        raise
     except RuntimeError as error:
-        raise ValueError(
-            f"{len(bad)} rows overflowed half precision, and this model does not run in float32 ({error}); "
-            "set dtype: bfloat16 or float32"
-        ) from error
+        if judge(error) is not Verdict.SOUND:
+            raise
+        return replace(computed, float32_error=one_line(error))
     logits = computed.logits.clone()
-    logits[torch.from_numpy(bad).to(logits.device)] = again.logits
-    return Computed(
+    if len(again.rows):
+        places = np.searchsorted(computed.rows, again.rows)
+        logits[torch.from_numpy(places).to(logits.device)] = again.logits
+    return replace(
+        computed,
         logits=logits,
         padded_tokens=computed.padded_tokens + again.padded_tokens,
         batches=computed.batches + again.batches,
         oom_events=computed.oom_events + again.oom_events,
-        recomputed_rows=len(bad),
+        recomputed_rows=len(again.rows),
+        too_large_in_float32=again.too_large,
     )
+
+
+@dataclass
+class _Pass:
+    """What ``_run`` has so far; ``order`` and ``logits`` are by batch."""
+
+    order: list[npt.NDArray[np.int64]] = field(default_factory=list)
+    logits: list[torch.Tensor] = field(default_factory=list)
+    rows: int = 0
+    tokens: int = 0
+    padded_tokens: int = 0
+    oom_events: int = 0
+    too_large: list[int] = field(default_factory=list)
+
+    def computed(self) -> Computed:
+        counts = (self.padded_tokens, len(self.order), self.oom_events)
+        too_large = tuple(sorted(self.too_large))
+        if not self.order:
+            return Computed(np.empty(0, dtype=np.int64), torch.empty((0, 0)), *counts, too_large=too_large)
+        rows = np.concatenate(self.order)
+        place = np.argsort(rows)
+        logits = torch.cat(self.logits)
+        logits = logits[torch.from_numpy(place).to(logits.device)]
+        return Computed(rows[place], logits, *counts, too_large=too_large)
 
 
 def _run(
@@ -189,13 +209,12 @@ def _run(
     chosen: npt.NDArray[np.int64],
     report: Report,
 ) -> Computed:
-    """Run the model over the chosen rows; the logits are in their order."""
+    """Run the model over the chosen rows."""
     lengths = encoded.lengths
     waiting = sizes.cut(lengths, chosen)
-    order: list[npt.NDArray[np.int64]] = []
-    logits: list[torch.Tensor] = []
+    done = _Pass()
     tried_alone: set[int] = set()
-    rows = tokens = padded_tokens = oom_events = 0
+    size_before = sizes.batch_size
     while waiting:
         batch = waiting.popleft()
         width = int(lengths[batch].max())
@@ -205,34 +224,37 @@ def _run(
             # Outside the except block: there the exception would still hold the tensors of the failed pass.
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
                 torch.cuda.empty_cache()
-            oom_events += 1
+            done.oom_events += 1
+            left = np.concatenate([batch, *waiting])
             if len(batch) == 1 and batch[0] in tried_alone:
-                raise RowTooLargeError(int(batch[0]), int(lengths[batch[0]]))
-            if len(batch) == 1:  # once more with the cache emptied, which may have been all that was wrong
-                tried_alone.add(int(batch[0]))
-            sizes.shrink(len(batch), padded, width)
-            waiting = sizes.cut(lengths, np.concatenate([batch, *waiting]))
+                done.too_large.append(int(batch[0]))
+                left = left[1:]
+                sizes.batch_size = size_before  # it was this row that no size could fit
+            else:
+                if (
+                    len(batch) == 1
+                ):  # once more with the cache emptied, which may have been all that was wrong
+                    tried_alone.add(int(batch[0]))
+                sizes.shrink(len(batch), padded, width)
+            waiting = sizes.cut(lengths, left)
+            report(done.rows, done.tokens, done.padded_tokens)
             continue
-        order.append(batch)
-        logits.append(result)
-        rows += len(batch)
-        tokens += int(lengths[batch].sum())
-        padded_tokens += padded
-        report(rows, tokens, padded_tokens)
+        size_before = sizes.batch_size
+        done.order.append(batch)
+        done.logits.append(result)
+        done.rows += len(batch)
+        done.tokens += int(lengths[batch].sum())
+        done.padded_tokens += padded
+        report(done.rows, done.tokens, done.padded_tokens)
         if sizes.grow() and waiting:
             waiting = sizes.cut(lengths, np.concatenate(waiting))
-    # ``chosen`` ascends, so that sorting by row number restores its order.
-    place = torch.from_numpy(np.argsort(np.concatenate(order))).to(logits[0].device)
-    return Computed(torch.cat(logits)[place], padded_tokens, len(order), oom_events, 0)
+    return done.computed()
 
 
 def _try(classifier: Classifier, encoded: Encoded, batch: npt.NDArray[np.int64]) -> torch.Tensor | None:
     try:
         return classifier.logits(encoded, batch)
-    except torch.OutOfMemoryError:
-        return None
     except RuntimeError as error:
-        # cuBLAS makes its workspace past torch's allocator, and says so in an error of its own.
-        if "CUBLAS_STATUS_ALLOC_FAILED" in str(error):
+        if is_out_of_memory(error):
             return None
         raise

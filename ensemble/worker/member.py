@@ -13,21 +13,21 @@ import pyarrow.csv as pa_csv
 import torch
 
 from ensemble.protocol import Predict, WorkerSpec
-from ensemble.rundir import atomic_path, part_path
-from ensemble.worker.compute import BatchSizes, Report, RowTooLargeError, compute
+from ensemble.rundir import atomic_path, part_name
+from ensemble.worker.compute import BatchSizes, Computed, Report, compute
 from ensemble.worker.float32 import in_float32, uses_half_precision, why_not_float32
 from ensemble.worker.load import Loaded, load
 from ensemble.worker.predict import Classifier, good_rows, probabilities
-from ensemble.worker.prompt import Encoded, Prompt, RowError
+from ensemble.worker.prompt import Encoded, Prompt
 from ensemble.worker.rows import PublishedTable
 
 
 @dataclass(frozen=True)
 class ChunkWork:
-    """What a chunk took.
+    """What a chunk took, and what came of it.
 
     Real and computed tokens, forward passes, rows cut at max_length, OOM errors survived, and rows that were run
-    again in float32.
+    again in float32; the part's name; rows of the table that are not in it, ascending, with the reasons.
     """
 
     tokens: int
@@ -36,6 +36,9 @@ class ChunkWork:
     truncated_rows: int
     oom_events: int
     recomputed_rows: int
+    part: str
+    bad_rows: tuple[int, ...]
+    bad_row_reasons: tuple[str, ...]
 
 
 class Member:
@@ -77,38 +80,31 @@ class Member:
         self.device_name = self._loaded.device_name
 
     def predict_chunk(self, command: Predict, report: Report) -> ChunkWork:
-        """Compute a chunk and leave it as its part.
+        """Compute a chunk and leave it as its part, without the rows that cannot be computed.
 
         Args:
-            report: called after each batch with rows, tokens and padded tokens so far.
+            report: called after each step, such as a batch, with rows, tokens and padded tokens so far.
+
+        Raises:
+            WriteError: the part cannot be written.
+            Exception: whatever comes out of tokenizer and model; which row is to blame is not known then.
         """
         rows = np.asarray(self._order[command.start : command.stop])
-        try:
-            encoded = self._prompt.encode(self._table.take(rows))
-        except RowError as error:
-            raise ValueError(f"row {rows[error.row] + 1} of the table: prompt_template: {error}") from error
-        try:
-            computed = compute(self._classifier, encoded, self._sizes, report, self._in_float32)
-        except RowTooLargeError as error:
-            again = (
-                f" in float32, which it needs because it overflows {self.dtype}" if error.in_float32 else ""
-            )
-            raise ValueError(
-                f"row {rows[error.row] + 1} of the table, {error.tokens} tokens long, does not fit into the memory "
-                f"of {self.device_name} even alone{again}; lower max_length ({self.max_length}), quantize, or give "
-                "it more GPUs (num_gpus)"
-            ) from error
-        # One copy from the device per chunk: a copy per batch would wait for each of them.
-        values = probabilities(computed.logits, self._spec.activation)[:, list(self._spec.label_order)]
-        bad = rows[~good_rows(values, self._spec.activation)]
-        if len(bad):
-            raise ValueError(
-                f"{len(bad)} rows came out as NaN, infinite or no probabilities, the first is row {bad[0] + 1} "
-                f"of the table; {self._advice()}"
-            )
-        self._write(command.chunk, rows, values)
+        encoded = self._prompt.encode(self._table.take(rows), lambda: report(0, 0, 0))
+        computed = compute(self._classifier, encoded, self._sizes, report, self._in_float32)
+        values = self._values(computed)
+        good = good_rows(values, self._spec.activation)
+        reasons = {
+            **encoded.problems,
+            **dict.fromkeys(computed.rows[~good].tolist(), self._not_finite(computed.float32_error)),
+            **self._too_large(encoded, computed),
+        }
+        bad = sorted(reasons, key=rows.__getitem__)
         return ChunkWork(
-            tokens=int(encoded.lengths.sum()),
+            part=self._write(command, rows[computed.rows[good]], values[good]),
+            bad_rows=tuple(rows[bad].tolist()),
+            bad_row_reasons=tuple(reasons[row] for row in bad),
+            tokens=int(encoded.lengths[computed.rows].sum()),
             padded_tokens=computed.padded_tokens,
             batches=computed.batches,
             truncated_rows=encoded.truncated_rows,
@@ -126,12 +122,53 @@ class Member:
         """What the user should know of how the member was loaded."""
         return tuple(self._notes)
 
-    def _advice(self) -> str:
-        """What to do about rows that are not finite."""
+    def check_devices(self) -> None:
+        """Raise what an earlier kernel has left behind, if CUDA can do nothing any more.
+
+        Kernels run later than they are called, so that an error can show far from its cause.
+
+        Raises:
+            RuntimeError: the process is done for.
+        """
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            for index in range(torch.cuda.device_count()):
+                torch.cuda.synchronize(index)
+
+    def _values(self, computed: Computed) -> npt.NDArray[np.float64]:
+        """Probabilities of the computed rows in the config's order of labels: [rows, labels]."""
+        if not len(computed.rows):
+            return np.empty((0, len(self._spec.label_order)))
+        # One copy from the device per chunk: a copy per batch would wait for each of them.
+        return probabilities(computed.logits, self._spec.activation)[:, list(self._spec.label_order)]
+
+    def _too_large(self, encoded: Encoded, computed: Computed) -> dict[int, str]:
+        """Rows for which there is no memory, by their places in the chunk: why, and what to do about it."""
+        again = f" in float32, which it needs because it overflows {self.dtype}"
+        detours = {
+            **dict.fromkeys(computed.too_large, ""),
+            **dict.fromkeys(computed.too_large_in_float32, again),
+        }
+        return {
+            row: (
+                f"{encoded.lengths[row]:,} tokens do not fit into the memory of {self.device_name} even alone"
+                f"{detour}; lower max_length ({self.max_length}), quantize, or give it more GPUs (num_gpus)"
+            )
+            for row, detour in detours.items()
+        }
+
+    def _not_finite(self, float32_error: str) -> str:
+        """Why a row came out as no numbers, and what to do about it."""
         if self._why_not_float32 and self._uses_half_precision:
-            return f"a float16 overflow is likely, and {self._why_not_float32}: set dtype: bfloat16"
-        tried = "float32 gave no better numbers" if self._in_float32 else "they were computed in float32"
-        return f"{tried}, so the weights of the checkpoint are damaged, or it cannot deal with these rows"
+            why = f"a float16 overflow is likely, and {self._why_not_float32}: set dtype: bfloat16"
+        elif float32_error:
+            why = (
+                f"it overflows {self.dtype}, and this model does not run in float32 ({float32_error}); "
+                "set dtype: bfloat16 or float32"
+            )
+        else:
+            tried = "float32 gave no better numbers" if self._in_float32 else "it was computed in float32"
+            why = f"{tried}, so the weights of the checkpoint are damaged, or it cannot deal with this row"
+        return f"came out as NaN, infinite or no probabilities; {why}"
 
     def _bears_padding(self) -> bool:
         """Whether a short text gets the same numbers alone and padded to a long one's length."""
@@ -157,8 +194,14 @@ class Member:
             ]
         )
 
-    def _write(self, chunk: int, rows: npt.NDArray[np.int64], values: npt.NDArray[np.float64]) -> None:
+    def _write(self, command: Predict, rows: npt.NDArray[np.int64], values: npt.NDArray[np.float64]) -> str:
+        """Write a part; returns its name."""
         columns = [pa.array(rows)] + [pa.array(values[:, label]) for label in range(values.shape[1])]
         names = ["row"] + [f"p{label}" for label in range(values.shape[1])]
-        with atomic_path(part_path(Path(self._spec.parts_dir), chunk)) as temporary:
-            pa_csv.write_csv(pa.table(columns, names=names), str(temporary))
+        buffer = pa.BufferOutputStream()
+        pa_csv.write_csv(pa.table(columns, names=names), buffer)
+        content = buffer.getvalue().to_pybytes()
+        name = part_name(command.start, command.stop, content)
+        with atomic_path(Path(self._spec.parts_dir) / name) as temporary:
+            temporary.write_bytes(content)
+        return name

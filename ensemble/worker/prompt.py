@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,10 @@ import numpy.typing as npt
 from ensemble.protocol import WorkerSpec
 from ensemble.template import TemplateProblem, compile_template, replace_lone_surrogates
 
+# Rows that the tokenizer gets at a time: enough for all of its threads, a moment's work for the slowest.
+BLOCK_ROWS = 512
+_NO_TOKENS: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
+
 
 @dataclass(frozen=True)
 class Encoded:
@@ -19,19 +23,13 @@ class Encoded:
 
     ``inputs[name][i]`` is row i's array for the model's input ``name`` (``input_ids``, perhaps
     ``token_type_ids``), int64 [tokens]; ``lengths`` is int64 [rows].
+    ``problems[i]`` says why row i has none and is of length 0; every other row has at least one.
     """
 
     inputs: dict[str, list[npt.NDArray[np.int64]]]
     lengths: npt.NDArray[np.int64]
     truncated_rows: int
-
-
-class RowError(ValueError):
-    """A row that cannot be rendered; ``row`` is its place among those given."""
-
-    def __init__(self, row: int, message: str) -> None:
-        super().__init__(message)
-        self.row = row
+    problems: dict[int, str] = field(default_factory=dict)
 
 
 class Prompt:
@@ -59,19 +57,35 @@ class Prompt:
         texts = tuple(_text(row[column]) for column in self._columns)
         return texts[0] if len(texts) == 1 else (texts[0], texts[1])
 
-    def encode(self, rows: Sequence[Mapping[str, object]]) -> Encoded:
-        """Token ids of the rows, cut to ``max_length``.
+    def encode(
+        self, rows: Sequence[Mapping[str, object]], step: Callable[[], None] = lambda: None
+    ) -> Encoded:
+        """Token ids of the rows, cut to ``max_length``; rows that the template fails on get none.
 
-        Raises:
-            RowError: the template fails on a row.
+        Args:
+            step: called after each block of rows.
         """
-        texts: list[str | tuple[str, str]] = []
-        for index, row in enumerate(rows):
-            try:
-                texts.append(self.render(row))
-            except TemplateProblem as error:
-                raise RowError(index, str(error)) from error
-        return self.encode_texts(texts)
+        inputs: dict[str, list[npt.NDArray[np.int64]]] = {}
+        lengths = np.zeros(len(rows), dtype=np.int64)
+        problems: dict[int, str] = {}
+        truncated_rows = 0
+        for start in range(0, len(rows), BLOCK_ROWS):
+            texts: dict[int, str | tuple[str, str]] = {}
+            for row in range(start, min(start + BLOCK_ROWS, len(rows))):
+                try:
+                    texts[row] = self.render(rows[row])
+                except TemplateProblem as error:
+                    problems[row] = f"prompt_template: {error}"
+            if texts:
+                block = self.encode_texts(list(texts.values()))
+                lengths[list(texts)] = block.lengths
+                truncated_rows += block.truncated_rows
+                for name, arrays in block.inputs.items():
+                    places = inputs.setdefault(name, [_NO_TOKENS] * len(rows))
+                    for row, array in zip(texts, arrays, strict=True):
+                        places[row] = array
+            step()
+        return Encoded(inputs, lengths, truncated_rows, problems)
 
     def encode_texts(self, texts: Sequence[str | tuple[str, str]]) -> Encoded:
         """Token ids of texts, or of pairs where the member reads two columns."""

@@ -1,4 +1,7 @@
-"""Out of memory, at any batch: the same rows again in halves, the same numbers in the end."""
+"""Out of memory, at any batch: the same rows again in halves, the same numbers in the end.
+
+A row that does not fit alone is left out, and the others lose nothing by it.
+"""
 
 from __future__ import annotations
 
@@ -70,16 +73,53 @@ def test_batches_shrink_until_they_fit_and_stay_so(loaded: tuple[Any, Any], batc
         assert 1 <= sizes.batch_size < batch_size
 
 
-def test_a_row_that_does_not_fit_alone_is_named(loaded: tuple[Any, Any]) -> None:
-    from ensemble.worker.compute import RowTooLargeError
+@pytest.mark.parametrize("batch_size", [None, 16])
+def test_rows_that_do_not_fit_alone_are_left_out(loaded: tuple[Any, Any], batch_size: int | None) -> None:
+    from dataclasses import replace
+
     from tests.oom.limit import AllocatorLimit
 
     classifier, encoded = loaded
-    longest = int(encoded.lengths.max())
-    with pytest.raises(RowTooLargeError) as caught:
-        run(classifier, encoded, AllocatorLimit(largest_bytes=4 * 4 * longest**2 - 1))
-    assert caught.value.row == int(encoded.lengths.argmax())
-    assert caught.value.tokens == longest
+    undisturbed, _ = run(classifier, encoded, AllocatorLimit())
+    ids, too_long = list(encoded.inputs["input_ids"]), {3: 250, 70: 240}
+    for row, tokens in too_long.items():
+        ids[row] = np.resize(np.concatenate(ids), tokens)
+    lengths = np.array([len(array) for array in ids])
+    others = np.setdiff1d(np.arange(len(ids)), list(too_long))
+    largest_bytes = 4 * 4 * 16 * int(lengths[others].max()) ** 2  # attention of sixteen of the other rows
+    assert largest_bytes < 4 * 4 * 240**2
+    longer = replace(encoded, inputs={"input_ids": ids}, lengths=lengths)
+    computed, sizes = run(classifier, longer, AllocatorLimit(largest_bytes), batch_size)
+    assert computed.too_large == tuple(too_long)
+    np.testing.assert_array_equal(computed.rows, others)
+    np.testing.assert_allclose(computed.logits.numpy(), undisturbed.logits.numpy()[others], atol=1e-5)
+    assert computed.batches < len(others) / 2, "two rows must not make the others run alone"
+    if batch_size:
+        assert sizes.batch_size == batch_size
+
+
+def test_a_chunk_of_which_no_row_fits(loaded: tuple[Any, Any]) -> None:
+    from ensemble.worker.compute import BatchSizes, compute
+    from tests.oom.limit import AllocatorLimit
+
+    classifier, encoded = loaded
+    limit = AllocatorLimit(fail_at=frozenset(range(10_000)))
+    computed, _ = run(classifier, encoded, limit)
+    assert computed.too_large == tuple(range(len(encoded.lengths)))
+    assert len(computed.rows) == len(computed.logits) == 0
+    steps: list[tuple[int, ...]] = []
+    with AllocatorLimit(fail_at=frozenset(range(10_000))) as limit:
+        compute(classifier, encoded, BatchSizes(BUDGET, None), lambda *counts: steps.append(counts))
+    assert steps == [(0, 0, 0)] * limit.refused, "a pass that failed is a sign of life too"
+
+
+def test_a_limit_never_grows_by_a_failure() -> None:
+    """A row longer than the budget is a batch of its own; half of it may still be more than the budget."""
+    from ensemble.worker.compute import BatchSizes
+
+    sizes = BatchSizes(1000, None)
+    sizes.shrink(rows=1, padded_tokens=41_000, width=41_000)
+    assert sizes.tokens_at(1) == 1000
 
 
 def member_of(folder: Path, model: Path, texts: list[str], **changes: Any) -> tuple[Any, Any]:
@@ -101,6 +141,18 @@ def member_of(folder: Path, model: Path, texts: list[str], **changes: Any) -> tu
     return member, lambda: member.predict_chunk(Predict(0, 0, len(texts)), lambda *counts: None)
 
 
+def read_part(parts: Path, name: str) -> np.ndarray:
+    """A part's numbers, [rows, 1 + labels]; it holds what its name says, and is the only file there."""
+    from ensemble.rundir import read_part
+
+    assert [path.name for path in parts.iterdir()] == [name]
+    content = read_part(parts / name)
+    assert content is not None
+    header, *lines = (line.split(",") for line in content.decode().splitlines())
+    assert header[:2] == ['"row"', '"p0"']
+    return np.array(lines, dtype=float).reshape(len(lines), len(header))
+
+
 def test_a_model_that_cannot_bear_padding_gets_none(tmp_path: Path) -> None:
     """FNet mixes all positions, padding included: only rows of equal length may share a batch."""
     from tests.checkpoints import reference
@@ -112,7 +164,7 @@ def test_a_model_that_cannot_bear_padding_gets_none(tmp_path: Path) -> None:
     work = predict()
     assert work.padded_tokens == work.tokens
     assert work.batches < 60
-    got = np.genfromtxt(tmp_path / "parts" / "000000.csv", delimiter=",", skip_header=1)
+    got = read_part(tmp_path / "parts", work.part)
     np.testing.assert_allclose(got[:, 1:], reference(folder, texts, 128), atol=1e-5)
 
 
@@ -155,7 +207,7 @@ def test_a_limit_in_bytes_sets_the_batches_of_a_member(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         member, predict = member_of(tmp_path / name, folder, texts, **changes)
         work[name] = predict()
-        got = np.genfromtxt(tmp_path / name / "parts" / "000000.csv", delimiter=",", skip_header=1)
+        got = read_part(tmp_path / name / "parts", work[name].part)
         np.testing.assert_allclose(got[:, 1:], reference(folder, texts, 128), atol=1e-5)
         expected = {"free": 2048, "known": 100_000 / (500 + 8 * 128), "told": 700}[name]
         assert member.token_budget == pytest.approx(expected, abs=2)

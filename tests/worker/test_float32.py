@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,6 @@ def test_they_equal_the_weights_upcast_and_the_others_stay_as_they_were(
 def test_memory_may_run_out_on_the_way(llama: tuple[Any, Any, Any]) -> None:
     import torch
 
-    from ensemble.worker.compute import RowTooLargeError
     from ensemble.worker.float32 import in_float32
     from tests.oom.limit import AllocatorLimit
 
@@ -106,9 +106,12 @@ def test_memory_may_run_out_on_the_way(llama: tuple[Any, Any, Any]) -> None:
         computed = run(model, classifier, encoded)
     assert computed.oom_events == 1
     np.testing.assert_allclose(computed.logits.numpy(), undisturbed.logits.numpy(), atol=1e-6)
-    with pytest.raises(RowTooLargeError) as caught, AllocatorLimit(fail_at=frozenset(range(passes, 1000))):
-        run(model, classifier, encoded)
-    assert caught.value.in_float32
+    bad = ~np.isfinite(run(model, classifier, encoded, again=False).logits.numpy()).all(axis=1)
+    with AllocatorLimit(fail_at=frozenset(range(passes, 1000))):
+        computed = run(model, classifier, encoded)
+    assert computed.too_large_in_float32 == tuple(np.flatnonzero(bad))
+    assert computed.too_large == ()
+    assert computed.recomputed_rows == 0
     assert bits(model) == before
     # Inside of a module that holds its upcast weights: the feed-forward's states are the first over the limit.
     short = np.argsort(encoded.lengths)[:25]
@@ -131,34 +134,59 @@ def test_a_row_that_is_broken_in_float32_too_stays_so(tmp_path: Path) -> None:
 
 def test_a_member_of_which_all_rows_overflow(tmp_path: Path) -> None:
     """Also the rows that it is tried with after loading, from which nothing must be concluded."""
-    from tests.worker.test_compute import member_of
+    from tests.worker.test_compute import member_of, read_part
 
     folder = make_overflowing(tmp_path / "m", "gemma2", factor=250)
     member, predict = member_of(tmp_path, folder, TEXTS, dtype="float16")
     assert member.notes() == ()
-    assert predict().recomputed_rows == len(TEXTS)
-    got = np.genfromtxt(tmp_path / "parts" / "000000.csv", delimiter=",", skip_header=1)[:, 1:]
+    work = predict()
+    assert work.recomputed_rows == len(TEXTS)
+    got = read_part(tmp_path / "parts", work.part)[:, 1:]
     np.testing.assert_allclose(got, reference(folder, TEXTS, 128), atol=1e-6)
 
 
-def test_rows_that_nothing_mends_end_the_chunk_with_advice(tmp_path: Path) -> None:
+def test_a_model_that_does_not_run_in_float32_loses_only_the_rows_that_need_it(tmp_path: Path) -> None:
+    from tests.worker.broken import FailingPass
+    from tests.worker.test_compute import member_of, read_part
+
+    folder = make_overflowing(tmp_path / "m", "llama")
+    model, classifier, encoded = load(folder)
+    plain = run(model, classifier, encoded, again=False, token_budget=2048)
+    bad = ~np.isfinite(plain.logits.numpy()).all(axis=1)
+    _, predict = member_of(tmp_path, folder, TEXTS, dtype="float16")
+    with FailingPass(RuntimeError("expected Half\nbut found Float"), after=plain.batches):
+        work = predict()
+    assert work.bad_rows == tuple(np.flatnonzero(bad))
+    assert set(work.bad_row_reasons) == {
+        "came out as NaN, infinite or no probabilities; it overflows float16, and this model does not run in "
+        "float32 (expected Half but found Float); set dtype: bfloat16 or float32"
+    }
+    assert (work.batches, work.recomputed_rows) == (plain.batches, 0)
+    assert len(read_part(tmp_path / "parts", work.part)) == len(TEXTS) - bad.sum()
+    poison = RuntimeError("CUDA error: an illegal memory access was encountered")
+    with FailingPass(poison, after=plain.batches), pytest.raises(RuntimeError, match="illegal memory"):
+        predict()
+
+
+def test_rows_that_nothing_mends_are_left_out_with_advice(tmp_path: Path) -> None:
     import torch
     import transformers
 
-    from tests.worker.test_compute import member_of
+    from tests.worker.test_compute import member_of, read_part
 
     folder = make_checkpoint(tmp_path / "m", "llama", LABELS)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
     with torch.no_grad():
         model.score.weight[0] = torch.nan
     model.save_pretrained(folder)
-    for dtype, tried in (("float16", "float32 gave no better"), ("float32", "they were computed in float32")):
+    for dtype, tried in (("float16", "float32 gave no better"), ("float32", "it was computed in float32")):
         (tmp_path / dtype).mkdir()
         _, predict = member_of(tmp_path / dtype, folder, TEXTS, dtype=dtype)
-        with pytest.raises(
-            ValueError, match=f"^60 rows came out as NaN.* row 1 of the table; {tried}.*damaged"
-        ):
-            predict()
+        work = predict()
+        assert work.bad_rows == tuple(range(60))
+        assert len(set(work.bad_row_reasons)) == 1
+        assert re.match(f"came out as NaN.*; {tried}.*damaged", work.bad_row_reasons[0])
+        assert len(read_part(tmp_path / dtype / "parts", work.part)) == 0
 
 
 # peft asks transformers for a name that has changed.

@@ -1,0 +1,44 @@
+"""A worker's sign of life: how long ago its main thread took a step, said every few seconds by another thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from ensemble.protocol import Event, Heartbeat
+
+BEAT_SECONDS = 2.0
+
+
+class Pulse:
+    """Sends a heartbeat at once when it is started, and then every ``BEAT_SECONDS``.
+
+    Args:
+        send: takes an event from any thread; must not come back where nobody listens any more.
+    """
+
+    def __init__(self, send: Callable[[Event], None]) -> None:
+        self._send = send
+        self._last_step: float | None = time.monotonic()
+
+    def start(self) -> None:
+        threading.Thread(target=self._beat, name="pulse", daemon=True).start()
+
+    def step(self) -> None:
+        """The main thread got somewhere: a command has come, a batch is done."""
+        self._last_step = time.monotonic()
+
+    def rest(self) -> None:
+        """The main thread waits for a command; however long that takes, it does not hang."""
+        self._last_step = None
+
+    def idle_seconds(self) -> float:
+        """Seconds since the last step, 0 at rest."""
+        last = self._last_step
+        return 0.0 if last is None else round(time.monotonic() - last, 3)
+
+    def _beat(self) -> None:
+        while True:
+            self._send(Heartbeat(self.idle_seconds()))
+            time.sleep(BEAT_SECONDS)

@@ -1,0 +1,61 @@
+"""Real worker processes that are ended in the middle of a chunk."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from ensemble.launch.local import LocalWorker
+from ensemble.protocol import Heartbeat, Predict, Progress, Start
+from tests.checkpoints import make_checkpoint, make_texts
+from tests.worker.test_memory import next_event
+from tests.worker.test_predict import LABELS, worker_spec
+from tests.worker.test_pulse import wait_for_end
+from tests.worker.test_serve import publish
+
+ROWS = 10_000  # as one chunk: many seconds
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "llama", LABELS)
+
+
+def end_in_mid_chunk(checkpoint: Path, folder: Path, number: signal.Signals) -> tuple[int, str]:
+    """The exit code and the log of a worker that got a signal while it computed."""
+    places = publish(folder, {"text": make_texts(ROWS)})
+    environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    worker = LocalWorker(environment, folder / "log")
+    try:
+        worker.send(Start.of(worker_spec(checkpoint, **places)))
+        worker.send(Predict(0, 0, ROWS))
+        while next_event(worker, Progress).rows == 0:  # the first ones come while it tokenizes
+            pass
+        next_event(worker, Heartbeat)
+        if number == signal.SIGABRT:
+            worker.abort()
+        else:
+            worker.terminate()
+        wait_for_end(worker)
+    finally:
+        code = worker.close()
+    assert list((folder / "parts").iterdir()) == []
+    return code, (folder / "log").read_text()
+
+
+def test_a_worker_that_is_aborted_leaves_the_stacks_of_all_its_threads(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    code, log = end_in_mid_chunk(checkpoint, tmp_path, signal.SIGABRT)
+    assert code == -signal.SIGABRT
+    assert "Fatal Python error: Aborted" in log
+    for function in ("in predict_chunk", "in _beat", "in _watch", "in read", "in serve"):
+        assert function in log, log
+
+
+def test_a_worker_that_is_told_to_end_drops_its_chunk(checkpoint: Path, tmp_path: Path) -> None:
+    code, log = end_in_mid_chunk(checkpoint, tmp_path, signal.SIGTERM)
+    assert code == -signal.SIGTERM
+    assert "Traceback" not in log

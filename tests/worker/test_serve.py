@@ -1,0 +1,178 @@
+"""The message loop, in this process: what each fault in a chunk is answered with, and that it goes on after it."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from ensemble.protocol import (
+    ChunkDone,
+    ChunkFailed,
+    Closed,
+    Command,
+    Event,
+    Failed,
+    Predict,
+    Progress,
+    Ready,
+    Start,
+    Started,
+    Stop,
+    WorkerSpec,
+)
+from tests.checkpoints import make_texts, reference
+from tests.worker.broken import BREAKING, make_breaking
+from tests.worker.test_compute import read_part
+from tests.worker.test_predict import LABELS, worker_spec
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_breaking(tmp_path_factory.mktemp("breaking"), LABELS)
+
+
+def publish(folder: Path, columns: Mapping[str, list[Any]], order: list[int] | None = None) -> dict[str, str]:
+    """A table, its order and an empty folder for parts, as the parent leaves them; their places in a spec."""
+    table = pa.table(dict(columns))
+    with pa.ipc.new_file(folder / "table.arrow", table.schema) as file:
+        file.write_table(table)
+    np.save(folder / "order.npy", np.array(order if order is not None else range(table.num_rows), dtype=int))
+    (folder / "parts").mkdir()
+    places = {"table_path": "table.arrow", "order_path": "order.npy", "parts_dir": "parts"}
+    return {key: str(folder / name) for key, name in places.items()}
+
+
+def served(spec: WorkerSpec, *commands: Command, step: Callable[[], None] = lambda: None) -> tuple[int, Any]:
+    """The exit code and the events, without progress."""
+    from ensemble.worker.__main__ import serve
+
+    events: list[Event] = []
+    code = serve(iter([Start.of(spec), *commands]), events.append, step, time.monotonic())
+    return code, [event for event in events if not isinstance(event, Progress)]
+
+
+def test_an_error_of_an_unknown_row_ends_the_chunk_and_nothing_else(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = make_texts(40)
+    texts[25] = f"any {BREAKING} thing"
+    spec = worker_spec(checkpoint, **publish(tmp_path, {"text": texts}))
+    steps: list[None] = []
+    code, events = served(
+        spec, Predict(3, 20, 40), Predict(0, 0, 20), Stop(), step=lambda: steps.append(None)
+    )
+    assert code == 0
+    started, ready, failed, done, closed = events
+    assert isinstance(started, Started)
+    assert isinstance(ready, Ready)
+    assert isinstance(closed, Closed)
+    assert isinstance(failed, ChunkFailed)
+    assert (failed.chunk, failed.error_type) == (3, "IndexError")
+    assert "out of range" in failed.message
+    assert "predict_chunk" in failed.traceback
+    assert failed.traceback in capsys.readouterr().err
+    assert isinstance(done, ChunkDone)
+    assert (done.chunk, done.rows, done.bad_rows) == (0, 20, ())
+    got = read_part(tmp_path / "parts", done.part)
+    np.testing.assert_array_equal(got[:, 0], np.arange(20))
+    np.testing.assert_allclose(got[:, 1:], reference(checkpoint, texts[:20]), atol=1e-5)
+    assert len(steps) >= done.batches + 2, "after loading, for each block of tokens and each batch"
+
+
+def test_rows_that_cannot_be_rendered_are_named_and_the_others_done(checkpoint: Path, tmp_path: Path) -> None:
+    texts = make_texts(30)
+    cells = [f'["{text}"]' for text in texts]
+    cells[4], cells[11] = "[1", "{}"
+    order = list(range(30))[::-1]
+    places = publish(tmp_path, {"turns": cells}, order)
+    template = "{{ (turns | fromjson)[0] }}"
+    spec = worker_spec(checkpoint, prompt_template=template, text_columns=(), **places)
+    # Places 18 to 25 of the order hold rows 11 to 4; place 25 alone only row 4.
+    code, events = served(spec, Predict(0, 18, 26), Predict(1, 25, 26), Stop())
+    assert code == 0
+    _, _, done, alone, _ = events
+    assert (done.rows, done.bad_rows) == (8, (4, 11))
+    assert done.bad_row_reasons[0].startswith("prompt_template: line 1: not valid JSON")
+    assert done.bad_row_reasons[1].startswith("prompt_template: line 1: UndefinedError")
+    assert (alone.rows, alone.bad_rows, alone.batches, alone.tokens) == (1, (4,), 0, 0)
+    assert (tmp_path / "parts" / alone.part).read_text() == '"row","p0","p1","p2"\n'
+    (tmp_path / "parts" / alone.part).unlink()
+    got = read_part(tmp_path / "parts", done.part)
+    np.testing.assert_array_equal(got[:, 0], np.arange(10, 4, -1))
+    np.testing.assert_allclose(got[:, 1:], reference(checkpoint, texts[5:11])[::-1], atol=1e-5)
+
+
+def test_blocks_of_tokens_are_put_together_in_the_rows_order(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ensemble.worker import prompt
+
+    cells = [f'["{text}"]' for text in make_texts(40)]
+    cells[7], cells[30] = "[", "["
+    cells[20:24] = ["["] * 4
+    spec = worker_spec(
+        checkpoint, prompt_template="{{ (turns | fromjson)[0] }}", text_columns=(), max_length=12
+    )
+    from ensemble.worker.tokenizer import load_tokenizer
+
+    rows = [{"turns": cell} for cell in cells]
+    encoder = prompt.Prompt(spec, load_tokenizer(spec), 12)
+    whole = encoder.encode(rows)
+    monkeypatch.setattr(prompt, "BLOCK_ROWS", 4)  # one block holds nothing but problems
+    steps: list[None] = []
+    blocks = encoder.encode(rows, lambda: steps.append(None))
+    assert len(steps) == 10
+    assert blocks.problems == whole.problems
+    assert list(blocks.problems) == [7, 20, 21, 22, 23, 30]
+    assert blocks.truncated_rows == whole.truncated_rows > 0
+    np.testing.assert_array_equal(blocks.lengths, whole.lengths)
+    assert set(np.flatnonzero(blocks.lengths == 0)) == set(blocks.problems)
+    for one, other in zip(blocks.inputs["input_ids"], whole.inputs["input_ids"], strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_part_that_cannot_be_written_ends_the_worker(checkpoint: Path, tmp_path: Path) -> None:
+    places = publish(tmp_path, {"text": make_texts(10)})
+    shutil.rmtree(tmp_path / "parts")
+    code, events = served(worker_spec(checkpoint, **places), Predict(0, 0, 5), Predict(1, 5, 10), Stop())
+    assert code == 1
+    assert isinstance(events[-1], Failed)
+    assert (events[-1].error_type, events[-1].chunk, events[-1].can_retry) == ("WriteError", 0, False)
+    assert "make room there" in events[-1].message
+
+
+def test_an_error_that_poisons_the_process_ends_it_and_can_be_retried(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    import torch
+
+    from tests.worker.broken import FailingPass
+
+    spec = worker_spec(checkpoint, **publish(tmp_path, {"text": make_texts(10)}))
+    poison = getattr(torch, "AcceleratorError", RuntimeError)("CUDA error: device-side assert triggered")
+    with FailingPass(poison):  # a pass belongs to loading: does the model bear padding
+        code, events = served(spec, Predict(0, 0, 5))
+    assert (code, events[-1].chunk, events[-1].can_retry) == (1, None, True)
+    with FailingPass(poison, after=2):
+        code, events = served(spec, Predict(6, 0, 5), Predict(7, 5, 10))
+    assert code == 1
+    assert isinstance(events[-1], Failed)
+    assert (events[-1].chunk, events[-1].can_retry) == (6, True)
+    assert events[-1].message == "CUDA error: device-side assert triggered"
+
+
+def test_a_model_that_cannot_be_loaded_is_not_tried_again(tmp_path: Path) -> None:
+    code, events = served(worker_spec(tmp_path), Predict(0, 0, 1))
+    assert code == 1
+    assert [type(event) for event in events] == [Started, Failed]
+    assert (events[1].chunk, events[1].can_retry) == (None, False)
+    assert events[1].traceback
