@@ -76,6 +76,12 @@ def memory_left(groups: Groups) -> int | None:
     return min(left, default=None)
 
 
+def oom_kills(groups: Groups) -> int:
+    """How many processes of these groups the kernel has ended because the group was out of memory."""
+    name = "memory.events" if groups.is_v2 else "memory.oom_control"
+    return sum(_count(_text(folder / name), "oom_kill") for folder in groups.folders)
+
+
 def cpu_limit(groups: Groups) -> float | None:
     """How many CPUs' time these groups get, None without a limit."""
     limits = []
@@ -125,5 +131,9 @@ def _number(file: Path) -> int | None:
 
 
 def _statistic(folder: Path, name: str) -> int:
-    found = re.search(rf"^{name} (\d+)$", _text(folder / "memory.stat"), re.MULTILINE)
+    return _count(_text(folder / "memory.stat"), name)
+
+
+def _count(text: str, name: str) -> int:
+    found = re.search(rf"^{name} (\d+)$", text, re.MULTILINE)
     return int(found[1]) if found else 0

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from ensemble import __version__
-from ensemble.errors import DeviceError, EnsembleError, Interrupted, MembersFailed
+from ensemble.errors import DeviceError, EnsembleError, Interrupted, MembersFailed, TimeLimitReached
 
 # Commands import what they need when they run: --help and a typo in a key shall answer at once.
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ OptionalConfigArgument = Annotated[
     Path | None, typer.Argument(metavar="CONFIG", help="A run to check it for.")
 ]
 ProblemsOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print problems only.")]
+RunDirArgument = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The output_dir of a run.")]
+FreshOption = Annotated[bool, typer.Option("--fresh", help="Start over, whatever an earlier run did.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
 
 
@@ -55,14 +57,22 @@ def run(
     config: ConfigArgument,
     sets: SetOption,
     limit: LimitOption = None,
+    fresh: FreshOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Run every model of CONFIG over its table and merge the probabilities."""
+    """Run every model of CONFIG over its table and merge the probabilities.
+
+    What an earlier run in the same output_dir did of the same work is kept: the same command again goes on.
+    """
     loaded = _load(config, sets, limit)
+    from ensemble.processage import process_age_seconds
     from ensemble.report.progress import choose_display
     from ensemble.report.terminal import (
+        bad_rows_text,
+        coverage_text,
         failure_text,
         float32_text,
+        left_out_text,
         members_table,
         oom_text,
         shown_path,
@@ -71,18 +81,36 @@ def run(
     from ensemble.run import run as run_config
 
     console = _console()
-    result = run_config(loaded, choose_display(console, quiet))
+    result = run_config(loaded, choose_display(console, quiet), fresh, process_age_seconds())
     # Whoever read the output may have gone (rich leaves by SystemExit then); the files are there.
     with contextlib.suppress(OSError, SystemExit):
         if not quiet:
             console.print(members_table(result.members, result.results.scores))
-            for tell in (truncation_text, oom_text, float32_text):
+            for tell in (truncation_text, oom_text, float32_text, bad_rows_text):
                 for text in filter(None, map(tell, result.members)):
                     console.print(text, markup=False)
+            if result.left_out:
+                console.print(left_out_text(result.left_out, result.members), markup=False)
             for name, path in result.results.files.items():
                 console.print(f"{name}: {shown_path(path)}", markup=False)
+    results = result.results
     if failures := result.failures:
         raise MembersFailed([failure_text(failure) for failure in failures])
+    if result.status == "time_limit":
+        raise TimeLimitReached(coverage_text(result.members, results.merged_rows, results.filled_rows))
+
+
+@app.command()
+def status(run_dir: RunDirArgument) -> None:
+    """Tell what a run in RUN_DIR (its output_dir) has done, does and has still to do; it may be running."""
+    from ensemble.report.status import status_report
+
+    console = _console()
+    report = status_report(run_dir)
+    with contextlib.suppress(OSError, SystemExit):
+        console.print(report.table)
+        for line in report.lines:
+            console.print(line, markup=False)
 
 
 @app.command()

@@ -9,7 +9,8 @@
     |-- OutputInUse               3   another run holds the output directory
     |-- WriteError                1   a file could not be written in mid-run, such as on a full disk
     |-- MembersFailed             1   one or more members failed while running
-    `-- MergeError                1   the members' CSVs do not fit together
+    |-- MergeError                1   the members' CSVs do not fit together
+    `-- TimeLimitReached          4   not all rows were computed in time; ensemble.csv and submission are complete
     Interrupted     128 + its number   a signal: 130 SIGINT, 143 SIGTERM, 129 SIGHUP; no Exception, so that
                                       nothing which survives errors swallows it
 
@@ -72,6 +73,10 @@ class MergeError(EnsembleError):
     exit_code = 1
 
 
+class TimeLimitReached(EnsembleError):
+    exit_code = 4
+
+
 class Interrupted(BaseException):
     """The run was stopped by a signal.
 
@@ -81,5 +86,5 @@ class Interrupted(BaseException):
 
     def __init__(self, signal_number: int) -> None:
         name = {2: "Ctrl-C", 15: "SIGTERM", 1: "SIGHUP"}.get(signal_number, f"signal {signal_number}")
-        super().__init__(f"stopped by {name}; the CSVs of members that were done are kept")
+        super().__init__(f"stopped by {name}; what is done is kept, and the same command goes on from there")
         self.exit_code = 128 + signal_number

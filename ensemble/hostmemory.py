@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from ensemble import cgroup
 from ensemble.cgroup import memory_left, memory_limit, own_groups
 
 
@@ -18,6 +19,16 @@ def total_memory_bytes() -> int | None:
     return _smaller(meminfo_bytes(_meminfo(), "MemTotal"), memory_limit(own_groups("memory")))
 
 
+def oom_kills() -> int:
+    """How many processes the kernel has ended for want of memory: in this container or job, and on this machine.
+
+    A count that goes up between a worker's start and its end by SIGKILL tells why it was killed, probably.
+    """
+    # The machine's count is of everybody's processes; a group's own is not told by every container.
+    found = re.search(r"^oom_kill (\d+)$", _text("/proc/vmstat"), re.MULTILINE)
+    return cgroup.oom_kills(own_groups("memory")) + (int(found[1]) if found else 0)
+
+
 def meminfo_bytes(text: str, key: str) -> int | None:
     """One size out of the text of /proc/meminfo, whose kB are 1,024 bytes (proc(5))."""
     found = re.search(rf"^{key}:\s*(\d+) kB$", text, re.MULTILINE)
@@ -25,8 +36,12 @@ def meminfo_bytes(text: str, key: str) -> int | None:
 
 
 def _meminfo() -> str:
+    return _text("/proc/meminfo")
+
+
+def _text(path: str) -> str:
     try:
-        return Path("/proc/meminfo").read_text(encoding="ascii", errors="replace")
+        return Path(path).read_text(encoding="ascii", errors="replace")
     except OSError:
         return ""
 

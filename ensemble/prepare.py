@@ -17,6 +17,7 @@ import numpy.typing as npt
 from ensemble.arrow import keep_pandas_out
 from ensemble.checkpoint.inspection import Checkpoint, inspect_checkpoint
 from ensemble.checkpoint.quantization import carried_warning, quantization_problems
+from ensemble.checkpoint.trust import Trust
 from ensemble.config import LoadedConfig, ModelConfig, RunConfig
 from ensemble.devices import Device, Inventory, inventory
 from ensemble.errors import ConfigError, DataError, DeviceError, EnsembleError
@@ -24,7 +25,7 @@ from ensemble.planning.outlook import Outlook, look_ahead
 from ensemble.planning.placement import chosen_devices
 from ensemble.planning.plan import Plan
 from ensemble.rundir import RunDir, unwritable_reason
-from ensemble.tables.submission import Sample, check_sample, read_sample
+from ensemble.tables.submission import Sample, check_sample, check_sample_values, read_sample
 from ensemble.tables.table import InputTable, TableNeeds, read_table
 from ensemble.template import PromptTemplate, TemplateProblem, compile_template
 
@@ -157,6 +158,13 @@ def _check_members_fit(config: RunConfig, checkpoints: dict[str, Checkpoint]) ->
             f"models: {', '.join(raw)} gives raw values (regression), the others probabilities; their mean means "
             "nothing: run them apart, or set problem_type"
         )
+    if raw and config.on_bad_row == "uniform":
+        found.append("on_bad_row: uniform is for probabilities, and the models give raw values (regression)")
+    if raw and config.time_limit is not None and config.fill == "uniform":
+        found.append(
+            "fill: uniform is for probabilities, and the models give raw values (regression); set prior (the mean "
+            "of the rows that were computed) or sample"
+        )
     if found:
         raise ConfigError(found)
 
@@ -204,6 +212,12 @@ def _checkpoints(config: RunConfig, problems: _Problems) -> dict[str, Checkpoint
                 model.problem_type,
                 model.adapter_name_or_path,
                 model.gguf_file,
+                Trust(
+                    model.allow_pickle,
+                    model.trust_remote_code,
+                    model.model_kwargs.get("code_revision"),
+                    model.tokenizer_kwargs.get("code_revision"),
+                ),
             )
     return found
 
@@ -248,6 +262,10 @@ def _sample(config: RunConfig, table: InputTable | None) -> Sample | None:
             config.submission.columns,
             config.limit is not None,
         )
+        if not found and config.fill == "sample" and config.time_limit is not None:
+            found = check_sample_values(
+                sample, config.submission.sample, config.labels, config.submission.columns
+            )
         if found:
             raise DataError(found)
     return sample

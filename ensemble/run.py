@@ -4,91 +4,258 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import shutil
-import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FrameType
 
 import numpy as np
 
 from ensemble.config import LoadedConfig
-from ensemble.devices import Device, worker_environment
-from ensemble.errors import Interrupted, WriteError
-from ensemble.launch.allocator import allocator_environment
-from ensemble.launch.local import LocalWorker
+from ensemble.errors import MergeError, WriteError
+from ensemble.judge import Judge
+from ensemble.launcher import Launcher
 from ensemble.leases import Leases
-from ensemble.planning.plan import MemberPlan
+from ensemble.planning.plan import without_done
 from ensemble.planning.preflight import held_texts, wait_for_room
+from ensemble.planning.timelimit import reserve_seconds
 from ensemble.prepare import Prepared, prepare
-from ensemble.protocol import Start
-from ensemble.report.progress import Display
-from ensemble.report.runjson import run_document, write_run_json
+from ensemble.report.progress import Display, duration
+from ensemble.report.runjson import run_document, worker_documents, write_run_json
 from ensemble.report.terminal import shown_path
-from ensemble.results import Results, merge, write_predictions
-from ensemble.rundir import RunDir, atomic_path, hold, write_text
-from ensemble.scheduler import Scheduler, Worker
-from ensemble.spec import worker_spec
+from ensemble.results import Handover, Results
+from ensemble.rundir import RunDir, atomic_path, hold, order_path, remove_halves, write_text
+from ensemble.scheduler import Scheduler
+from ensemble.signals import Signals, heed_signals
 from ensemble.state import Failure, MemberState
+from ensemble.store import MemberWork, find_works, write_bad_rows
+from ensemble.timekeeper import TimeKeeper
 
 log = logging.getLogger("ensemble")
 
 
 @dataclass
 class RunResult:
-    """A run's members as they ended, and what it handed over."""
+    """A run's members as they ended, and what it handed over.
 
+    ``status`` is ``complete``, ``time_limit`` (merged, but not of all rows), ``failed`` or ``interrupted``.
+    ``left_out`` are failed members that the config allows to merge without.
+    """
+
+    status: str = "interrupted"
     members: list[MemberState] = field(default_factory=list)
     results: Results = field(default_factory=Results)
+    left_out: list[Failure] = field(default_factory=list)
 
     @property
     def failures(self) -> list[Failure]:
+        """Why nothing was merged; empty where something was."""
+        if self.status in ("complete", "time_limit"):
+            return []
         return [state.failure for state in self.members if state.failure is not None]
 
 
-def run(loaded: LoadedConfig, display: Display) -> RunResult:
-    """Run a config from its checks to its merged files.
+def run(
+    loaded: LoadedConfig,
+    display: Display,
+    fresh: bool = False,
+    elapsed_seconds: float = 0.0,
+    clock: Callable[[], float] = time.monotonic,
+) -> RunResult:
+    """Run a config from its checks to its merged files; what an earlier run did of the same work is kept.
 
     Members that failed are in the result's ``failures``; then nothing was merged, and the others' CSVs stand.
+
+    Args:
+        fresh: start over, whatever an earlier run did.
+        elapsed_seconds: how much of ``time_limit`` is over already.
+        clock: the monotonic clock that the limit goes by, in seconds.
 
     Raises:
         EnsembleError: of exit code 2 before anything is written, 3 when the directory is in use, 1 when
             the disk was full or the members' CSVs do not fit together.
         Interrupted: a signal came.
     """
-    began = time.monotonic()
+    began = clock() - elapsed_seconds
     prepared = prepare(loaded)
     for text in _opening(prepared):
         display.say(text)
-    with _signals_raise():
-        prepared = replace(prepared, outlook=wait_for_room(prepared.outlook, display.say))
-    for text in filter(None, (*prepared.plan.warnings, prepared.plan.why)):
-        display.say(text)
     rundir = RunDir(prepared.config.output_dir)
     rundir.create()
-    result = RunResult()
-    with _other_disk_errors(rundir), hold(rundir), _signals_raise():
-        rundir.clear()
-        leases = _leases(prepared, display)
+    with _other_disk_errors(rundir), hold(rundir), heed_signals() as signals:
+        if fresh:
+            rundir.clear()
+        rundir.tidy()
+        if prepared.config.submission is not None and prepared.config.submission.path is not None:
+            remove_halves(prepared.config.submission.path)
         with _logging_to(rundir.run_log):
-            status = "interrupted"
-            try:
-                write_text(rundir.config, loaded.text)
-                _publish(prepared, rundir)
-                _run_members(prepared, rundir, leases, display, result)
-                status = "failed"
-                if not result.failures:
-                    merge(prepared, rundir, result.results)
-                    status = "complete"
-            finally:
-                seconds = time.monotonic() - began
-                with contextlib.suppress(WriteError):  # what ended the run says more than this
-                    _write_run_json(prepared, rundir, leases, result, status, seconds)
+            return _Run(prepared, rundir, display, signals, began, clock).go()
+
+
+class _Run:
+    """One run, with what its steps share."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        rundir: RunDir,
+        display: Display,
+        signals: Signals,
+        began: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._prepared = prepared
+        self._config = prepared.config
+        self._rundir = rundir
+        self._display = display
+        self._signals = signals
+        self._began = began
+        self._clock = clock
+        self._result = RunResult()
+        self._works: dict[str, MemberWork] = {}
+        self._leases: Leases | None = None
+
+    def go(self) -> RunResult:
+        result, rundir = self._result, self._rundir
+        try:
+            self._works = find_works(self._prepared, rundir, self._display.say)
+            self._plan_what_is_left()
+            handover = Handover(self._prepared, rundir, self._works)
+            result.results = handover.results
+            if self._is_work_left:
+                rundir.forget_results()
+            write_text(rundir.config, self._prepared.loaded.text)
+            self._write_run_json("running")
+            reserve = self._first_submission(handover)
+            if self._is_work_left:
+                self._wait_for_room()
+                self._publish()
+            self._run_members(handover, reserve)
+            self._hand_over(handover)
+        finally:
+            with contextlib.suppress(WriteError):  # what ended the run says more than this
+                self._write_run_json(result.status)
+                result.results.files["report"] = rundir.run_json
+        if result.status == "complete":
             rundir.remove_work()
-    return result
+        return result
+
+    @property
+    def _is_work_left(self) -> bool:
+        return any(state.waiting for state in self._result.members)
+
+    def _plan_what_is_left(self) -> None:
+        outlook = self._prepared.outlook
+        is_timed = self._config.time_limit is not None
+        members = tuple(
+            without_done(member, self._works[member.name].is_done, is_timed)
+            for member in outlook.plan.members
+        )
+        plan = replace(outlook.plan, members=members)
+        self._prepared = replace(self._prepared, outlook=replace(outlook, plan=plan))
+        self._result.members = [MemberState.of(member) for member in members]
+        for state in self._result.members:
+            state.bad_rows.update(self._works[state.plan.name].bad_rows)
+
+    def _first_submission(self, handover: Handover) -> float:
+        """Under a time limit: a submission of what there is; returns the seconds to keep for the last one."""
+        limit = self._config.time_limit
+        if limit is None:
+            return 0.0
+        began = self._clock()
+        handover.merge([one for one in self._result.members if self._works[one.plan.name].is_done.any()])
+        self._display.say(
+            f"time limit {duration(limit)}: a first submission is written; rows that no member reaches are filled "
+            f"in (fill: {self._config.fill})"
+        )
+        return reserve_seconds(self._clock() - began, len(self._config.models), limit)
+
+    def _wait_for_room(self) -> None:
+        outlook = wait_for_room(self._prepared.outlook, self._display.say)
+        if outlook is not self._prepared.outlook:
+            self._prepared = replace(self._prepared, outlook=outlook)
+            self._plan_what_is_left()
+        for text in filter(None, (*outlook.plan.warnings, outlook.plan.why)):
+            self._display.say(text)
+
+    def _publish(self) -> None:
+        rundir, prepared = self._rundir, self._prepared
+        with atomic_path(rundir.table) as temporary:
+            prepared.table.publish(temporary)
+        for member in prepared.plan.members:
+            parts_dir = self._works[member.name].parts_dir
+            if member.chunks:
+                parts_dir.mkdir(exist_ok=True)
+                with atomic_path(order_path(parts_dir)) as temporary, temporary.open("wb") as file:
+                    np.save(file, member.order)
+
+    def _run_members(self, handover: Handover, reserve: float) -> None:
+        config, display, members = self._config, self._display, self._result.members
+        self._prepared.table.forget_columns()  # the workers have them now
+        gpus = self._prepared.outlook.gpus
+        self._leases = Leases(gpus, config.max_workers_per_gpu, config.release_timeout, display.say)
+        launcher = Launcher(self._prepared, self._rundir, self._works)
+        scheduler = Scheduler(
+            members,
+            self._leases,
+            launcher.launch,
+            Judge(config.retries, config.on_bad_row, display.say, self._keep_bad_rows),
+            self._on_change,
+            lambda state: handover.write_predictions(state, worker_documents(state)),
+            config.hang_timeout,
+            self._time_keeper(reserve),
+        )
+        display.start()
+        try:
+            with self._signals.postponed():
+                scheduler.run()
+        finally:
+            display.stop()
+            launcher.remove_offloaded()
+
+    def _time_keeper(self, reserve: float) -> TimeKeeper | None:
+        config = self._config
+        if config.time_limit is None:
+            return None
+        on_cpu = [member.replicas for member in self._prepared.plan.members if not member.gpus]
+        places = len(self._prepared.outlook.gpus) * config.max_workers_per_gpu + max(on_cpu, default=0)
+        return TimeKeeper(self._began + config.time_limit - reserve, places, self._clock)
+
+    def _on_change(self, members: list[MemberState]) -> None:
+        self._display.update(members)
+        self._signals.check()
+
+    def _keep_bad_rows(self, state: MemberState) -> None:
+        write_bad_rows(self._works[state.plan.name], state.bad_rows)
+
+    def _hand_over(self, handover: Handover) -> None:
+        """Merge what may be merged."""
+        result = self._result
+        good = [state for state in result.members if state.failure is None]
+        failures = [state.failure for state in result.members if state.failure is not None]
+        may_go_on = self._config.on_member_failure == "continue"
+        if not good or not all(failure.is_dropped or may_go_on for failure in failures):
+            result.status = "failed"
+            return
+        if failures and not any(state.plan.model.weight for state in good):
+            raise MergeError("every member with a weight above 0 has failed: nothing is left to merge")
+        handover.merge(good)
+        result.left_out = failures
+        result.status = "complete" if all(state.finished for state in good) else "time_limit"
+
+    def _write_run_json(self, status: str) -> None:
+        prepared, result = self._prepared, self._result
+        document = run_document(
+            status=status,
+            prepared=prepared,
+            members=result.members,
+            works=self._works,
+            leases=self._leases,
+            results=result.results,
+            left_out=result.left_out,
+            timing={"total_seconds": round(self._clock() - self._began, 3)},
+        )
+        write_run_json(self._rundir.run_json, document)
 
 
 def _opening(prepared: Prepared) -> Iterator[str]:
@@ -101,103 +268,6 @@ def _opening(prepared: Prepared) -> Iterator[str]:
         yield f"a trial on the first rows: {shown_path(config.submission.path)} will not be written"
     yield from filter(None, (prepared.inventory.note, *prepared.warnings))
     yield from held_texts(prepared.outlook.gpus)
-
-
-def _leases(prepared: Prepared, display: Display) -> Leases:
-    config = prepared.config
-    return Leases(prepared.outlook.gpus, config.max_workers_per_gpu, config.release_timeout, display.say)
-
-
-def _publish(prepared: Prepared, rundir: RunDir) -> None:
-    with atomic_path(rundir.table) as temporary:
-        prepared.table.publish(temporary)
-    prepared.table.forget_columns()  # the workers have them now
-    for member in prepared.plan.members:
-        rundir.parts_dir(member.name).mkdir()
-        with atomic_path(rundir.order(member.name)) as temporary, temporary.open("wb") as file:
-            np.save(file, member.order)
-
-
-def _run_members(
-    prepared: Prepared, rundir: RunDir, leases: Leases, display: Display, result: RunResult
-) -> None:
-    offloaded: list[Path] = []
-
-    def launch(member: MemberPlan, replica: int, lease: Sequence[Device]) -> tuple[Worker, str]:
-        log_path = rundir.log(member.name, replica)
-        model = member.model
-        folder: Path | None = None
-        if model.offload_folder is not None:
-            # transformers names its files there after parameters, which are alike in every model.
-            folder = model.offload_folder / f"{member.name}-{replica}-{os.getpid()}"
-            folder.mkdir(parents=True)
-            offloaded.append(folder)
-        environment = worker_environment(lease)
-        if lease:
-            environment |= allocator_environment(model.expandable_segments, model.max_split_size_mb)
-        worker = LocalWorker(environment, log_path)
-        worker.send(Start.of(worker_spec(prepared, rundir, member, folder)))
-        return worker, shown_path(log_path)
-
-    def finished(state: MemberState) -> None:
-        write_predictions(prepared, rundir, state, result.results)
-
-    scheduler = Scheduler(prepared.plan, leases, launch, display.update, finished)
-    result.members = scheduler.members
-    display.start()
-    try:
-        scheduler.run()
-    finally:
-        display.stop()
-        for folder in offloaded:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _write_run_json(
-    prepared: Prepared, rundir: RunDir, leases: Leases, result: RunResult, status: str, seconds: float
-) -> None:
-    document = run_document(
-        status=status,
-        loaded=prepared.loaded,
-        inventory=prepared.inventory,
-        gpus=prepared.outlook.gpus,
-        rows=prepared.table.rows,
-        null_texts=prepared.table.null_texts,
-        members=result.members,
-        leases=leases,
-        scores=result.results.scores,
-        warnings=prepared.warnings,
-        files=result.results.files,
-        timing={"total_seconds": round(seconds, 3)},
-    )
-    write_run_json(rundir.run_json, document)
-    result.results.files["report"] = rundir.run_json
-
-
-@contextlib.contextmanager
-def _signals_raise() -> Iterator[None]:
-    """While a run goes on, SIGINT, SIGTERM and SIGHUP end it through its own clean-up; a second one at once.
-
-    A signal that was ignored stays so: under nohup the end of the terminal is none of the run's business.
-    """
-    came: list[int] = []
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        if came:
-            os._exit(128 + number)  # workers go with this process: the kernel kills them
-        came.append(number)
-        raise Interrupted(number)
-
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers}
-    heeded = [number for number in numbers if before[number] is not signal.SIG_IGN]
-    for number in heeded:
-        signal.signal(number, stop)
-    try:
-        yield
-    finally:
-        for number in heeded:
-            signal.signal(number, before[number])
 
 
 @contextlib.contextmanager

@@ -3,11 +3,13 @@
     output_dir/
       config.yaml              as given
       run.json                 versions, devices, what each worker did, scores
-      predictions/<member>.csv id and one column per label, in the table's order
+      predictions/<member>.csv id and one column per label, in the table's order; <member>.json: its seal, which
+                               says what it was made of
       ensemble.csv             the merged predictions
       submission.csv           the sample submission's columns and row order, where one is named
       logs/run.log             what the parent did; logs/<member>-<replica>.log: all a worker printed
-      work/                    the table as Arrow, row orders and parts; removed when every member has ended
+      work/                    the table as Arrow; <member>.<fingerprint>/: row order, parts, bad rows; removed
+                               when the run is complete
 
 This module does not know what is in those files.
 """
@@ -15,13 +17,18 @@ This module does not know what is in those files.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import glob
+import hashlib
 import os
+import re
 import shutil
 import socket
+import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, BinaryIO
 
 from ensemble.errors import OutputError, OutputInUse, WriteError
 
@@ -47,14 +54,14 @@ class RunDir:
     def predictions(self, member: str) -> Path:
         return self.predictions_dir / f"{member}.csv"
 
+    def seal(self, member: str) -> Path:
+        return self.predictions_dir / f"{member}.json"
+
     def log(self, member: str, replica: int) -> Path:
         return self.logs_dir / f"{member}-{replica}.log"
 
-    def order(self, member: str) -> Path:
-        return self.work_dir / f"{member}.order.npy"
-
-    def parts_dir(self, member: str) -> Path:
-        return self.work_dir / f"{member}.parts"
+    def parts_dir(self, member: str, fingerprint: str) -> Path:
+        return self.work_dir / f"{member}.{fingerprint[:16]}"
 
     def endangered(self, inputs: Iterable[Path]) -> Iterator[str]:
         """Why a run here would destroy something: files that no run has made, or the run's own inputs.
@@ -88,24 +95,38 @@ class RunDir:
             self.root.mkdir(parents=True, exist_ok=True)
             probe = self.root / f".probe{_TEMPORARY}{os.getpid()}"
             try:
+                _claim(probe)
                 probe.write_bytes(b"x")
             finally:
                 probe.unlink(missing_ok=True)
         except OSError as error:
             raise OutputError(cannot_write("output_dir", self.root, error)) from error
 
-    def clear(self) -> None:
-        """Remove what an earlier run left, so that nothing old can be taken for this run's result."""
-        for file in (self.run_json, self.ensemble, self.submission):
-            file.unlink(missing_ok=True)
+    def tidy(self) -> None:
+        """Make the folders and remove the halves of files that a killed run left; what is whole stays."""
         for folder in (self.predictions_dir, self.work_dir, self.logs_dir):
             if folder.is_symlink():
                 folder.unlink()
-            shutil.rmtree(folder, ignore_errors=True)
-        for leftover in self.root.glob(f".*{_TEMPORARY}*"):
-            leftover.unlink(missing_ok=True)
+            folder.mkdir(exist_ok=True)
+        for path in (*self.work_dir.iterdir(), *self.logs_dir.iterdir()):
+            _remove_link(path)
+        for folder in (self.root, self.predictions_dir, self.work_dir, *_folders_in(self.work_dir)):
+            for leftover in folder.glob(f".*{_TEMPORARY}*"):
+                leftover.unlink(missing_ok=True)
+
+    def forget_results(self) -> None:
+        """Remove the merged files, so that nothing old can be taken for the result of a run that goes on."""
+        for file in (self.ensemble, self.submission):
+            file.unlink(missing_ok=True)
+
+    def clear(self) -> None:
+        """Remove all that earlier runs left."""
+        self.forget_results()
+        self.run_json.unlink(missing_ok=True)
         for folder in (self.predictions_dir, self.work_dir, self.logs_dir):
-            folder.mkdir(parents=True)
+            if not folder.is_symlink():
+                shutil.rmtree(folder, ignore_errors=True)
+        self.tidy()
 
     def remove_work(self) -> None:
         shutil.rmtree(self.work_dir, ignore_errors=True)
@@ -140,6 +161,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
     """
     temporary = path.with_name(f".{path.name}{_TEMPORARY}{os.getpid()}")
     try:
+        _claim(temporary)
         yield temporary
         with temporary.open("rb") as written:
             os.fsync(written.fileno())
@@ -152,6 +174,30 @@ def atomic_path(path: Path) -> Iterator[Path]:
         ) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def open_log(path: Path) -> BinaryIO:
+    """Open a log to append to it; a link in its place is removed and not followed.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    _remove_link(path)
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666), "ab")
+
+
+def _claim(temporary: Path) -> None:
+    """Make an empty file under a name that could be guessed: no link that waits there is written through."""
+    temporary.unlink(missing_ok=True)
+    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+
+
+def _remove_link(path: Path) -> None:
+    """Remove a symbolic link, and a name of a file that has another name elsewhere."""
+    with contextlib.suppress(FileNotFoundError):
+        found = path.lstat()
+        if stat.S_ISLNK(found.st_mode) or (stat.S_ISREG(found.st_mode) and found.st_nlink > 1):
+            path.unlink()
 
 
 def sync_directory(directory: Path) -> None:
@@ -168,29 +214,96 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
+def remove_halves(target: Path) -> None:
+    """Remove what killed processes left of a file that they were writing."""
+    for leftover in target.parent.glob(f".{glob.escape(target.name)}{_TEMPORARY}*"):
+        leftover.unlink(missing_ok=True)
+
+
+def holder(rundir: RunDir) -> str | None:
+    """Who holds the directory, such as "process 12 on a host"; None: nobody."""
+    try:
+        with _open_lock(rundir, os.O_RDONLY, "r") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return lock.read().strip() or "another process"
+    except (OSError, OutputError):
+        return None
+    return None
+
+
 @contextlib.contextmanager
 def hold(rundir: RunDir) -> Iterator[IO[str]]:
     """Hold the directory for this process; the kernel lets go when the process ends, however it ends.
 
     Raises:
         OutputInUse: another run holds it; the message names its process.
+        OutputError: the lock is a link.
     """
-    with rundir.lock.open("a+", encoding="utf-8") as lock:
+    with _open_lock(rundir, os.O_RDWR | os.O_CREAT, "r+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            lock.seek(0)
             holder = lock.read().strip() or "another process"
             raise OutputInUse(
                 f"output_dir: {rundir.root} is in use by {holder}; wait for it, or choose another output_dir"
             ) from None
-        lock.seek(0)
-        lock.truncate()
+        lock.truncate(0)
         lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         lock.flush()
         yield lock
 
 
-def part_path(parts_dir: Path, chunk: int) -> Path:
-    """Where a chunk's rows and probabilities stand when it is done."""
-    return parts_dir / f"{chunk:06d}.csv"
+def _open_lock(rundir: RunDir, flags: int, mode: str) -> IO[str]:
+    # Not removed like other links: whoever holds the file behind it would no longer be noticed.
+    refused = f"output_dir: {rundir.lock} is a link to another file; remove it"
+    try:
+        descriptor = os.open(rundir.lock, flags | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OutputError(refused) from None
+        raise
+    lock = os.fdopen(descriptor, mode, encoding="utf-8", errors="replace")
+    if os.fstat(descriptor).st_nlink > 1:
+        lock.close()
+        raise OutputError(refused)
+    return lock
+
+
+def order_path(parts_dir: Path) -> Path:
+    """Where the row numbers of a member stand in the order of its chunks."""
+    return parts_dir / "order.npy"
+
+
+def bad_rows_path(parts_dir: Path) -> Path:
+    """Where the rows that a member cannot compute stand, with the reasons."""
+    return parts_dir / "bad_rows.json"
+
+
+def part_name(start: int, stop: int, content: bytes) -> str:
+    """What a part is called: the rows it was made for, by their places in the order, and what it must hold."""
+    return f"{start:09d}-{stop:09d}.{_digest(content)}.csv"
+
+
+def read_part(path: Path) -> bytes | None:
+    """A part's content; None where that is not what its name says, or cannot be read."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    return content if path.name.endswith(f".{_digest(content)}.csv") else None
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
+
+
+def part_rows(parts_dir: Path) -> int:
+    """How many rows the parts in a folder were made for, by their names alone."""
+    done = [re.match(r"(\d+)-(\d+)\.", path.name) for path in parts_dir.glob("*.csv")]
+    return sum(int(found[2]) - int(found[1]) for found in done if found)
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:32]

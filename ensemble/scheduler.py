@@ -9,53 +9,30 @@ from __future__ import annotations
 import logging
 import selectors
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from ensemble.devices import Device
+from ensemble.hostmemory import oom_kills
+from ensemble.judge import Judge
 from ensemble.leases import Leases
 from ensemble.planning.chunks import Chunk
-from ensemble.planning.forecast import worth_joining
-from ensemble.planning.plan import MemberPlan, Plan
-from ensemble.protocol import ChunkDone, Closed, Command, Failed, Predict, Progress, Ready, Started, Stop
-from ensemble.state import Failure, MemberState, WorkerRecord
+from ensemble.planning.plan import MemberPlan
+from ensemble.protocol import ChunkDone, ChunkFailed, Closed, Failed, Predict, Progress, Ready, Started, Stop
+from ensemble.recovery import Fault
+from ensemble.slots import Slot, Worker
+from ensemble.state import MemberState, WorkerRecord
+from ensemble.timekeeper import TimeKeeper
+from ensemble.turns import Turn, Turns
 
 TICK_SECONDS = 0.25
 # A worker that was told to end, or has closed its line, may take this long: freeing a GPU takes a while.
 END_SECONDS = 30.0
+# One that is asked to drop its work holds nothing that needs longer.
+GRACE_SECONDS = 5.0
+# What one that hangs gets to write its stacks to its log.
+ABORT_SECONDS = 2.0
 log = logging.getLogger(__name__)
-
-
-class Worker(Protocol):
-    """What the scheduler needs of a worker process, wherever it runs."""
-
-    events_fd: int
-
-    @property
-    def pid(self) -> int: ...
-    def send(self, command: Command) -> None: ...
-    def receive(self) -> tuple[list[Any], bool]: ...
-    def has_exited(self) -> bool: ...
-    def terminate(self) -> None: ...
-    def close(self) -> int: ...
-
-
-@dataclass(eq=False)
-class _Slot:
-    """A running worker: its process, its record, the lease it holds, the chunk in its hands."""
-
-    state: MemberState
-    worker: Worker
-    record: WorkerRecord
-    lease: tuple[Device, ...]
-    chunk: Chunk | None = None
-    told_to_stop: bool = False
-    failed: Failed | None = None
-    is_line_open: bool = True
-    end_by: float | None = None  # monotonic clock: no longer does anybody wait for the process
-
 
 Launch = Callable[[MemberPlan, int, Sequence[Device]], tuple[Worker, str]]
 
@@ -64,109 +41,98 @@ class Scheduler:
     """Runs a plan.
 
     Args:
-        plan: members with their chunks.
+        members: in their order, with the chunks that are left to do.
         leases: the devices that may be leased.
         launch: starts a worker for (member, replica number, lease); returns it and its log's path.
-        on_change: called with the members' states a few times a second.
+        judge: says what becomes of the work of workers that failed.
+        on_change: called with the members' states a few times a second; what it raises ends the run.
         on_finished: called once for each member, when its last chunk is done.
+        hang_timeout_seconds: without progress for so long a worker counts as hung.
+        time_keeper: says who goes on under a time limit; None: there is none.
     """
 
     def __init__(
         self,
-        plan: Plan,
+        members: list[MemberState],
         leases: Leases,
         launch: Launch,
-        on_change: Callable[[Sequence[MemberState]], None],
+        judge: Judge,
+        on_change: Callable[[list[MemberState]], None],
         on_finished: Callable[[MemberState], None],
+        hang_timeout_seconds: float,
+        time_keeper: TimeKeeper | None = None,
     ) -> None:
-        self.members = [MemberState(member, deque(member.chunks)) for member in plan.members]
+        self.members = members
         self._leases = leases
         self._launch = launch
+        self._judge = judge
         self._on_change = on_change
         self._on_finished = on_finished
-        self._slots: list[_Slot] = []
+        self._hang_timeout_seconds = hang_timeout_seconds
+        self._turns = Turns(members, leases, time_keeper)
+        self._time_keeper = time_keeper
+        self._slots: list[Slot] = []
         self._selector = selectors.DefaultSelector()
         self._began = time.monotonic()
 
-    def run(self) -> list[MemberState]:
-        """Run every member to its end, good or bad.  No worker outlives this call, however it ends."""
+    def run(self) -> None:
+        """Run every member to its end, good or bad, or to the end of the time.
+
+        No worker outlives this call, however it ends.
+        """
         try:
+            for state in self.members:
+                self._finish_if_done(state)
             self._start_what_fits()
-            while self._slots or self._is_waiting_for_release():
+            while (self._slots or self._turns.is_anybody_waiting()) and not self._is_over():
                 for key, _ in self._selector.select(TICK_SECONDS):
                     self._read(key.data)
                 for slot in list(self._slots):
-                    if slot.worker.has_exited() or time.monotonic() > (slot.end_by or float("inf")):
-                        self._read(slot)
-                        self._end(slot)
+                    self._look_at(slot)
                 self._leases.poll()
                 self._start_what_fits()
                 self._on_change(self.members)
         finally:
-            for slot in self._slots:
-                slot.worker.terminate()
-            for slot in self._slots:
-                slot.worker.close()
-            self._selector.close()
-        return self.members
+            self._end_all()
+
+    def _end_all(self) -> None:
+        for slot in self._slots:
+            slot.worker.terminate()
+        give_up = time.monotonic() + GRACE_SECONDS
+        while time.monotonic() < give_up and not all(slot.worker.has_exited() for slot in self._slots):
+            time.sleep(0.01)
+        for slot in self._slots:
+            slot.record.exit_code = slot.worker.close()
+        self._selector.close()
+
+    def _look_at(self, slot: Slot) -> None:
+        """End what has exited or had its time; notice what hangs."""
+        now = time.monotonic()
+        if slot.worker.has_exited() or now > (slot.end_by or float("inf")):
+            self._read(slot)
+            self._end(slot)
+        elif slot.end_by is None and (text := slot.hang_text(now, self._hang_timeout_seconds)):
+            slot.fault = Fault("death", f"{text}; where it hung is in its log")
+            slot.worker.abort()
+            slot.end_by = now + ABORT_SECONDS
 
     def _start_what_fits(self) -> None:
-        """Start workers in the members' order.
+        while (turn := self._turns.next(self._slots)) is not None:
+            self._start(turn)
 
-        A member that has no worker yet keeps the devices it may use from later ones.  GPUs that nobody waits for
-        go to members that have long to run.
-        """
-        reserved: set[str] = set()
-        for state in self.members:
-            while (
-                state.waiting
-                and state.running < state.plan.first_replicas
-                and self._can_lease(state, reserved)
-            ):
-                self._start(state, reserved)
-            if state.waiting and not state.running:
-                reserved |= set(state.plan.placement.devices)
-        for state in sorted(self.members, key=lambda state: -state.seconds_left):
-            while (
-                state.waiting
-                and 0 < state.running < state.plan.replicas
-                and self._is_worth_joining(state)
-                and self._can_lease(state, reserved)
-            ):
-                self._start(state, reserved)
+    def _is_over(self) -> bool:
+        return self._time_keeper is not None and self._time_keeper.is_over
 
-    def _is_worth_joining(self, state: MemberState) -> bool:
-        startup = state.startup_seconds
-        return startup > 0 and worth_joining(state.seconds_left, startup)
-
-    def _is_waiting_for_release(self) -> bool:
-        return self._leases.is_releasing() and any(state.waiting for state in self.members)
-
-    def _can_lease(self, state: MemberState, reserved: Collection[str]) -> bool:
-        if state.plan.gpus:
-            allowed = self._allowed(state, reserved)
-            return self._leases.can_take(state.plan.gpus, allowed, self._is_last_resort(state))
-        # The CPU is one device: it takes the replicas of one member at a time.
-        return all(slot.state is state for slot in self._slots if not slot.lease)
-
-    def _allowed(self, state: MemberState, reserved: Collection[str]) -> list[str]:
-        return [uuid for uuid in state.plan.placement.devices if uuid not in reserved]
-
-    def _is_last_resort(self, state: MemberState) -> bool:
-        # With no other device of its own in use or coming back, one that never came free is better than none.
-        own = set(state.plan.placement.devices)
-        in_use = {device.uuid for slot in self._slots for device in slot.lease}
-        return not own & in_use and not self._leases.is_releasing(own)
-
-    def _start(self, state: MemberState, reserved: Collection[str]) -> None:
-        allowed = self._allowed(state, reserved)
-        lease = self._leases.take(state.plan.gpus, allowed, self._is_last_resort(state))
+    def _start(self, turn: Turn) -> None:
+        state = turn.state
+        lease = self._leases.take(state.plan.gpus, turn.allowed, turn.is_last_resort)
         replica = len(state.workers)
         try:
             worker, log_path = self._launch(state.plan, replica, lease)
         except OSError as error:
             self._leases.give_back(lease)
-            self._fail(state, Failure(state.plan.name, f"could not start a worker: {error}", "", ""))
+            self._judge.give_up(state, f"could not start a worker: {error}")
+            self._end_failed(state)
             return
         record = WorkerRecord(
             member=state.plan.name,
@@ -178,48 +144,58 @@ class Scheduler:
         )
         state.workers.append(record)
         state.running += 1
-        slot = _Slot(state, worker, record, lease)
+        slot = Slot(state, worker, record, lease, time.monotonic(), oom_kills())
         self._slots.append(slot)
         self._selector.register(worker.events_fd, selectors.EVENT_READ, slot)
         log.info("%s-%d started as process %d on %s", record.member, replica, record.pid, record.devices)
 
-    def _read(self, slot: _Slot) -> None:
+    def _read(self, slot: Slot) -> None:
         if not slot.is_line_open:
             return
         try:
             events, slot.is_line_open = slot.worker.receive()
             for event in events:
+                slot.heard(event, time.monotonic())
                 self._handle(slot, event)
         except ValueError as error:
-            slot.failed = Failed("ProtocolError", str(error), "")
+            slot.fault = slot.fault or Fault("lasting", f"ProtocolError: {error}")
             self._ask_to_end(slot)
         if not slot.is_line_open:
             self._selector.unregister(slot.worker.events_fd)
             slot.end_by = time.monotonic() + END_SECONDS
 
-    def _handle(self, slot: _Slot, event: Any) -> None:
+    def _handle(self, slot: Slot, event: Any) -> None:
         record = slot.record
         if isinstance(event, Started):
             record.start_seconds, record.versions = event.start_seconds, event.versions
         elif isinstance(event, Ready):
             record.ready, record.load_seconds = event, event.load_seconds
             log.info("%s-%d ready: %s", record.member, record.replica, event)
+            self._judge.started(slot.state)
             self._hand_out(slot)
         elif isinstance(event, Progress):
-            if slot.chunk is None or slot.chunk.index != event.chunk:
-                raise ValueError(f"progress of chunk {event.chunk}, which it was not given")
+            self._check_chunk(slot, event.chunk)
             slot.state.current[record.pid] = event
         elif isinstance(event, ChunkDone):
             self._chunk_done(slot, event)
+            self._hand_out(slot)
+        elif isinstance(event, ChunkFailed):
+            self._check_chunk(slot, event.chunk)
+            fault = Fault("error", f"{event.error_type}: {event.message}", event.traceback)
+            self._judge_chunk(slot, fault)
             self._hand_out(slot)
         elif isinstance(event, Failed):
             slot.failed = event
         elif isinstance(event, Closed):
             record.closed = event
 
-    def _chunk_done(self, slot: _Slot, event: ChunkDone) -> None:
-        if slot.chunk is None or slot.chunk.index != event.chunk:
-            raise ValueError(f"chunk {event.chunk} done, which it was not given")
+    def _check_chunk(self, slot: Slot, index: int) -> None:
+        if slot.chunk is None or slot.chunk.index != index:
+            raise ValueError(f"it spoke of chunk {index}, which it was not given")
+
+    def _chunk_done(self, slot: Slot, event: ChunkDone) -> None:
+        self._check_chunk(slot, event.chunk)
+        assert slot.chunk is not None
         record, state = slot.record, slot.state
         record.rows += event.rows
         record.tokens += event.tokens
@@ -230,27 +206,59 @@ class Scheduler:
         record.recomputed_rows += event.recomputed_rows
         record.predict_seconds += event.seconds
         record.chunks += 1
-        state.chunks_done += 1
         state.done_cost += slot.chunk.cost
-        state.current.pop(record.pid, None)
-        slot.chunk = None
-        if state.finished:
-            state.finished_at = time.monotonic()
-            self._on_finished(state)
+        per_cost = event.seconds / slot.chunk.cost if slot.chunk.cost else 0.0
+        state.slowest_seconds_per_cost = max(state.slowest_seconds_per_cost, per_cost)
+        self._take_back(slot)
         log.info("%s-%d chunk %d done: %s", record.member, record.replica, event.chunk, event)
+        if event.bad_rows:
+            reasons = dict(zip(event.bad_rows, event.bad_row_reasons, strict=True))
+            self._judge.bad_rows(state, record.replica, reasons)
+            self._end_failed(state)
+        self._finish_if_done(state)
 
-    def _hand_out(self, slot: _Slot) -> None:
+    def _take_back(self, slot: Slot) -> None:
+        slot.state.current.pop(slot.record.pid, None)
+        slot.state.in_hand.pop(slot.record.pid, None)
+        slot.chunk = None
+
+    def _judge_chunk(self, slot: Slot, fault: Fault) -> None:
+        """What a worker had in hand was not computed."""
+        chunk = slot.chunk
+        assert chunk is not None
+        self._take_back(slot)
+        self._judge.chunk_failed(slot.state, slot.record.replica, chunk, fault)
+        self._end_failed(slot.state)
+        self._finish_if_done(slot.state)
+
+    def _finish_if_done(self, state: MemberState) -> None:
+        if state.finished and state.finished_at is None:
+            state.finished_at = time.monotonic()
+            self._judge.finished(state)
+            if state.failure is None:
+                self._on_finished(state)
+
+    def _next_chunk(self, slot: Slot) -> Chunk | None:
         state = slot.state
-        if state.waiting and state.failure is None:
-            if state.predicting_since is None:
-                state.predicting_since = time.monotonic()
-            slot.chunk = state.waiting.popleft()
-            slot.worker.send(Predict(slot.chunk.index, slot.chunk.start, slot.chunk.stop))
-        else:
+        if not state.waiting or state.failure is not None or slot.fault is not None:
+            return None
+        if self._time_keeper is not None:
+            return self._time_keeper.take_chunk(state, self.members)
+        return state.waiting.popleft()
+
+    def _hand_out(self, slot: Slot) -> None:
+        chunk = self._next_chunk(slot)
+        if chunk is None:
             slot.told_to_stop = True
             slot.worker.send(Stop())
+            return
+        slot.chunk = slot.state.in_hand[slot.record.pid] = chunk
+        slot.stepped_at = time.monotonic()
+        if slot.state.predicting_since is None:
+            slot.state.predicting_since = slot.stepped_at
+        slot.worker.send(Predict(chunk.index, chunk.start, chunk.stop))
 
-    def _end(self, slot: _Slot) -> None:
+    def _end(self, slot: Slot) -> None:
         """The process has ended, or had its time: reap it, give its devices back, judge how it ended."""
         self._slots.remove(slot)
         if slot.is_line_open:
@@ -259,37 +267,34 @@ class Scheduler:
         record, state = slot.record, slot.state
         record.exit_code = code
         record.life_seconds = round(time.monotonic() - self._began - record.started_after_seconds, 3)
-        state.current.pop(record.pid, None)
         state.running -= 1
         self._leases.give_back(slot.lease)
         log.info("%s-%d ended with exit code %d", record.member, record.replica, code)
-        if code == 0 and slot.told_to_stop and not slot.failed and slot.chunk is None:
+        if state.failure is not None:  # it was told to end
+            self._take_back(slot)
             return
-        failure = _failure(slot, code)
-        if state.finished:  # by other replicas: nothing is missing
-            log.warning("%s-%d had no part in the end: %s", record.member, record.replica, failure.message)
-        elif state.failure is None:
-            self._fail(state, failure)
+        fault = slot.verdict(code, oom_kills())
+        if fault is not None and fault.kind == "memory":
+            state.most_replicas = max(1, state.running)
+        if fault is None:
+            return
+        if slot.chunk is not None:
+            self._judge_chunk(slot, fault)
+        elif not state.finished:
+            self._judge.worker_failed(state, record.replica, fault)
+            self._end_failed(state)
+        else:  # others did its part: nothing is missing
+            log.warning("%s-%d had no part in the end: %s", record.member, record.replica, fault.message)
 
-    def _fail(self, state: MemberState, failure: Failure) -> None:
-        log.error("%s failed: %s", failure.member, failure.message)
-        state.failure = failure
+    def _end_failed(self, state: MemberState) -> None:
+        """A member that has failed needs none of its workers."""
+        if state.failure is None:
+            return
         state.waiting.clear()
         for slot in self._slots:
-            if slot.state is state:
+            if slot.state is state and slot.end_by is None:
                 self._ask_to_end(slot)
 
-    def _ask_to_end(self, slot: _Slot) -> None:
+    def _ask_to_end(self, slot: Slot) -> None:
         slot.worker.terminate()
-        slot.end_by = time.monotonic() + END_SECONDS
-
-
-def _failure(slot: _Slot, code: int) -> Failure:
-    record = slot.record
-    if slot.failed is not None:
-        message, traceback = f"{slot.failed.error_type}: {slot.failed.message}", slot.failed.traceback
-    elif code < 0:
-        message, traceback = f"its worker (process {record.pid}) was killed by signal {-code}", ""
-    else:
-        message, traceback = f"its worker (process {record.pid}) ended with exit code {code}, work undone", ""
-    return Failure(record.member, message, traceback, record.log_path)
+        slot.end_by = time.monotonic() + GRACE_SECONDS

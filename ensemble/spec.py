@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ensemble.checkpoint.content import hub_commit
 from ensemble.planning.plan import MemberPlan
 from ensemble.prepare import Prepared, text_columns
 from ensemble.protocol import WorkerSpec
-from ensemble.rundir import RunDir
+from ensemble.rundir import RunDir, order_path
 
 
 def worker_spec(
-    prepared: Prepared, rundir: RunDir, member: MemberPlan, offload_folder: Path | None
+    prepared: Prepared, rundir: RunDir, member: MemberPlan, parts_dir: Path, offload_folder: Path | None
 ) -> WorkerSpec:
     """What a worker is told of its member; ``offload_folder`` is for it alone."""
     needed = member.placement.footprint
@@ -20,7 +21,8 @@ def worker_spec(
     model, checkpoint = member.model, prepared.checkpoints[member.name]
     return WorkerSpec(
         model_name_or_path=model.model_name_or_path,
-        revision=model.revision,
+        # What was checked is what is loaded: a branch of the hub may have moved since.
+        revision=hub_commit(model.model_name_or_path, checkpoint.folder) or model.revision,
         trust_remote_code=model.trust_remote_code,
         adapter_name_or_path=model.adapter_name_or_path,
         merge_adapter=model.merge_adapter,
@@ -57,8 +59,8 @@ def worker_spec(
         cpu_threads=_cpu_threads(member),
         seed=prepared.config.seed,
         table_path=str(rundir.table.resolve()),
-        order_path=str(rundir.order(member.name).resolve()),
-        parts_dir=str(rundir.parts_dir(member.name).resolve()),
+        order_path=str(order_path(parts_dir).resolve()),
+        parts_dir=str(parts_dir.resolve()),
     )
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import count
 
 from ensemble.planning.chunks import Chunk
 from ensemble.planning.plan import MemberPlan
@@ -13,12 +15,30 @@ from ensemble.protocol import Closed, Progress, Ready
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a member failed: one sentence, the whole traceback where there is one, and where to read on."""
+    """Why a member failed: one sentence, the whole traceback where there is one, and where to read on.
+
+    ``is_dropped``: its rows are to blame, and the config says to go on without it.
+    """
 
     member: str
     message: str
+    traceback: str = ""
+    log_path: str = ""
+    is_dropped: bool = False
+
+
+@dataclass(frozen=True)
+class FaultRecord:
+    """Something that went wrong, and what was done about it; ``rows`` are places in the member's order, or None."""
+
+    member: str
+    replica: int
+    kind: str
+    message: str
     traceback: str
-    log_path: str
+    rows: tuple[int, int] | None
+    remedy: str
+    after_seconds: float
 
 
 @dataclass
@@ -51,14 +71,27 @@ class WorkerRecord:
 
 @dataclass
 class MemberState:
-    """A member while the run goes on; ``current`` holds the progress of chunks in hand, by worker pid."""
+    """A member while the run goes on.
+
+    ``in_hand`` holds the chunks that workers have, and ``current`` how far they are with them, by process id.
+    ``numbers`` are indices for new chunks.  ``reused_rows`` and ``reused_cost`` were done by earlier runs.
+    ``bad_rows`` could not be computed: table row to reason.  ``most_replicas`` goes down when the host runs out of
+    memory.
+    """
 
     plan: MemberPlan
     waiting: deque[Chunk]
+    most_replicas: int
+    numbers: Iterator[int]
+    reused_rows: int = 0
+    reused_cost: float = 0.0
+    in_hand: dict[int, Chunk] = field(default_factory=dict)
     current: dict[int, Progress] = field(default_factory=dict)
+    bad_rows: dict[int, str] = field(default_factory=dict)
+    faults: list[FaultRecord] = field(default_factory=list)
     workers: list[WorkerRecord] = field(default_factory=list)
-    done_cost: float = 0.0
-    chunks_done: int = 0
+    done_cost: float = 0.0  # by this run
+    slowest_seconds_per_cost: float = 0.0
     running: int = 0
     failure: Failure | None = None
     predicting_since: float | None = None  # monotonic clock, seconds
@@ -66,11 +99,26 @@ class MemberState:
 
     @property
     def finished(self) -> bool:
-        return self.failure is None and self.chunks_done == len(self.plan.chunks)
+        return self.failure is None and not self.waiting and not self.in_hand
+
+    @classmethod
+    def of(cls, plan: MemberPlan) -> MemberState:
+        """A member whose plan holds the chunks that are left to do."""
+        left = sum(chunk.stop - chunk.start for chunk in plan.chunks)
+        cost = sum(chunk.cost for chunk in plan.chunks)
+        return cls(
+            plan,
+            deque(plan.chunks),
+            plan.replicas,
+            count(1 + max((chunk.index for chunk in plan.chunks), default=0)),
+            reused_rows=len(plan.order) - left,
+            reused_cost=max(0.0, 1.0 - cost) if plan.chunks else 1.0,
+        )
 
     @property
     def rows_done(self) -> int:
-        return sum(record.rows for record in self.workers) + sum(p.rows for p in self.current.values())
+        in_hand = sum(progress.rows for progress in self.current.values())
+        return self.reused_rows + sum(record.rows for record in self.workers) + in_hand
 
     @property
     def tokens_done(self) -> int:
@@ -79,18 +127,30 @@ class MemberState:
     @property
     def fraction(self) -> float:
         """Share of the member's work that is done, by cost and not by rows: long rows come first."""
+        return min(self.reused_cost + self.computed_cost, 1.0)
+
+    @property
+    def computed_cost(self) -> float:
+        """Share of the member's work that this run has done."""
         done = self.done_cost
-        for progress in self.current.values():
-            chunk = self.plan.chunks[progress.chunk]
+        for pid, progress in self.current.items():
+            chunk = self.in_hand[pid]
             done += chunk.cost * progress.rows / (chunk.stop - chunk.start)
-        return min(done, 1.0)
+        return done
+
+    @property
+    def seconds_per_cost(self) -> float | None:
+        """What all of its work would take one replica, by the chunks that are done; None before the first."""
+        seconds = sum(record.predict_seconds for record in self.workers)
+        return seconds / self.done_cost if seconds and self.done_cost else None
 
     @property
     def seconds_left(self) -> float:
         """Until the member's end at the speed so far; 0 while there is none."""
-        if self.predicting_since is None or not self.fraction:
+        computed = self.computed_cost
+        if self.predicting_since is None or not computed:
             return 0.0
-        return (time.monotonic() - self.predicting_since) * (1 - self.fraction) / self.fraction
+        return (time.monotonic() - self.predicting_since) * (1 - self.fraction) / computed
 
     @property
     def startup_seconds(self) -> float:

@@ -64,6 +64,7 @@ def test_a_run_from_yaml_to_submission(project: Project) -> None:
         "config.yaml", "test.csv", "sample.csv", "out/submission.csv", "runs/first/.lock",
         "runs/first/config.yaml", "runs/first/run.json", "runs/first/ensemble.csv",
         "runs/first/submission.csv", "runs/first/predictions/gemma.csv", "runs/first/predictions/llama.csv",
+        "runs/first/predictions/gemma.json", "runs/first/predictions/llama.json",
         "runs/first/logs/run.log", "runs/first/logs/gemma-0.log", "runs/first/logs/llama-0.log",
     }  # fmt: skip
 
@@ -382,15 +383,15 @@ def test_no_worker_outlives_a_killed_parent(project: Project) -> None:
     assert project.ensemble("run", "config.yaml", "--quiet").returncode == 0
 
 
-def test_a_killed_worker_fails_its_member_only(project: Project) -> None:
-    project.write_config(project.config())
+def test_a_worker_that_was_killed_while_it_started_is_replaced(project: Project) -> None:
+    only_llama(project)
     with _start(project) as process:
         os.kill(_wait_for_worker(process), signal.SIGKILL)
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "member gemma failed" in errors
-    assert "killed by signal 9" in errors
-    assert len(project.read("runs/first/predictions/llama.csv")[1]) == 300
+        printed, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert "was killed by signal 9 (SIGKILL); another one is started" in printed
+    assert [worker["exit_code"] for worker in project.run_json()["members"][0]["workers"]] == [-9, 0]
+    assert len(project.read("runs/first/ensemble.csv")[1]) == 300
 
 
 def test_two_runs_on_one_directory(project: Project) -> None:
@@ -405,10 +406,10 @@ def test_two_runs_on_one_directory(project: Project) -> None:
 
 
 def _run_on_a_terminal(project: Project, **environment: str) -> str:
-    """What a run prints on a pseudo-terminal."""
+    """What a whole run prints on a pseudo-terminal."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "ensemble", "run", "config.yaml"],
+        [sys.executable, "-m", "ensemble", "run", "config.yaml", "--fresh"],
         cwd=project.folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "120", **environment},
         stdin=theirs, stdout=theirs, stderr=theirs,

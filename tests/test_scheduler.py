@@ -5,31 +5,63 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ensemble.devices import Device
+from ensemble.judge import Judge, Policy
 from ensemble.leases import Leases
-from ensemble.planning.plan import MemberPlan, Plan, make_plan
-from ensemble.protocol import ChunkDone, Closed, Command, Predict, Ready, Start, Started, Stop
+from ensemble.planning.plan import MemberPlan, Plan, make_plan, without_done
+from ensemble.protocol import (
+    ChunkDone,
+    ChunkFailed,
+    Closed,
+    Command,
+    Failed,
+    Predict,
+    Ready,
+    Start,
+    Started,
+    Stop,
+)
 from ensemble.scheduler import Scheduler
+from ensemble.slots import Worker
 from ensemble.state import MemberState
+from ensemble.timekeeper import TimeKeeper
 from tests.planning.test_plan import config, facts, gpus
 
 CHUNK_SECONDS = 0.03
+SILENCE = object()
+
+
+Answer = Callable[[Predict], Any]
+
+
+def computed(command: Predict, seconds: float = CHUNK_SECONDS) -> ChunkDone:
+    rows = command.stop - command.start
+    return ChunkDone(command.chunk, rows, rows, rows, 1, 0, 0, 0, seconds, "part")
 
 
 class PretendedWorker:
-    """On the other side of the scheduler's line: says what a worker says, when it would say it."""
+    """On the other side of the scheduler's line: says what a worker says, when it would say it.
 
-    def __init__(self, pid: int) -> None:
+    Args:
+        answer: what it says to a chunk; None: it is killed, a number: it exits with that code.
+    """
+
+    def __init__(self, pid: int, answer: Answer = computed) -> None:
         self.pid = pid
         self.events_fd, self._write_end = os.pipe()
+        self._answer = answer
         self._due: list[tuple[float, Any]] = []
         self._is_over = False
+        self._code = 0
+        self.was_aborted = False
         self._say(0, Started({}, 0.02), Ready(0.02, "cpu", "float32", "sdpa", 1, 128, 2048))
 
     def _say(self, seconds: float, *events: Any) -> None:
@@ -38,8 +70,12 @@ class PretendedWorker:
 
     def send(self, command: Command) -> None:
         if isinstance(command, Predict):
-            rows = command.stop - command.start
-            self._say(CHUNK_SECONDS, ChunkDone(command.chunk, rows, rows, rows, 1, 0, 0, 0, CHUNK_SECONDS))
+            answer = self._answer(command)
+            if answer is None or isinstance(answer, int):
+                self._is_over, self._code = True, -9 if answer is None else answer
+            elif answer is not SILENCE:
+                self._say(CHUNK_SECONDS, answer)
+                self._is_over = isinstance(answer, Failed)
         elif isinstance(command, Stop):
             self._say(0, Closed(1))
             self._is_over = True
@@ -61,21 +97,37 @@ class PretendedWorker:
     def terminate(self) -> None:
         self._is_over = True
 
+    def abort(self) -> None:
+        self.was_aborted = self._is_over = True
+
     def close(self) -> int:
         os.close(self.events_fd)
         os.close(self._write_end)
-        return 0
+        return self._code
 
 
-def schedule(plan: Plan, devices: Sequence[Device]) -> list[MemberState]:
-    pids = iter(range(1, 100))
+def schedule(
+    plan: Plan,
+    devices: Sequence[Device],
+    answer: Answer = computed,
+    policy: Policy = "fail",
+    hang_timeout: float = 60.0,
+    time_keeper: TimeKeeper | None = None,
+) -> list[MemberState]:
+    pids = iter(range(1, 1000))
 
-    def launch(member: MemberPlan, replica: int, lease: Sequence[Device]) -> tuple[PretendedWorker, str]:
-        return PretendedWorker(next(pids)), "log"
+    def launch(member: MemberPlan, replica: int, lease: Sequence[Device]) -> tuple[Worker, str]:
+        return PretendedWorker(next(pids), answer), "log"
 
     # Without a driver nobody tells the memory, so that every device is free again at once.
     leases = Leases(devices, 1, 60.0, say=lambda text: None)
-    return Scheduler(plan, leases, launch, lambda members: None, lambda state: None).run()
+    judge = Judge(2, policy, lambda text: None, lambda state: None)
+    members = [MemberState.of(member) for member in plan.members]
+    scheduler = Scheduler(
+        members, leases, launch, judge, lambda members: None, lambda state: None, hang_timeout, time_keeper
+    )
+    scheduler.run()
+    return members
 
 
 def plan_of(chunks: Sequence[int], first: Sequence[int], devices: Sequence[Device]) -> Plan:
@@ -128,3 +180,157 @@ def test_a_member_that_waits_keeps_only_the_devices_it_may_use() -> None:
     assert used(first) == used(second) == [("GPU-1",)]
     assert used(third) == [("GPU-0",)]
     assert third.workers[0].started_after_seconds < second.workers[0].started_after_seconds
+
+
+def one_member(rows: int = 100) -> Plan:
+    """A single chunk of so many rows."""
+    return make_plan(config({}), {"m0": facts(np.full(rows, 10, dtype=np.int64))}, [])
+
+
+def holds(command: Predict, *places: int) -> bool:
+    return any(command.start <= place < command.stop for place in places)
+
+
+def test_a_chunk_whose_worker_died_is_tried_again_in_a_fresh_one() -> None:
+    deaths = iter([None, 3])
+    (state,) = schedule(one_member(), [], lambda command: next(deaths, computed(command)))
+    assert state.finished
+    assert [record.exit_code for record in state.workers] == [-9, 3, 0]
+    assert [fault.remedy for fault in state.faults] == ["again", "again"]
+    assert "signal 9 (SIGKILL)" in state.faults[0].message
+    assert "exit code 3, work undone" in state.faults[1].message
+    assert state.faults[0].rows == (0, 100)
+
+
+def test_a_row_that_kills_its_worker_is_found_and_the_rest_is_done() -> None:
+    tries: Counter[tuple[int, int]] = Counter()
+
+    def answer(command: Predict) -> Any:
+        tries[command.start, command.stop] += 1
+        return None if holds(command, 37) else computed(command)
+
+    (state,) = schedule(one_member(), [], answer, "uniform")
+    assert state.finished
+    row = int(state.plan.order[37])
+    assert list(state.bad_rows) == [row]
+    assert sum(record.rows for record in state.workers) == 99
+    assert tries[0, 100] == 3, "once, and two retries"
+    assert tries[37, 38] == 2, "no row is blamed for one accident"
+    assert sum(tries.values()) < 3 + 2 + 2 * 7
+
+
+def test_an_exception_is_not_tried_again_but_halved_in_the_same_process() -> None:
+    seen: list[int] = []
+
+    def answer(command: Predict) -> Any:
+        seen.append(command.stop - command.start)
+        if holds(command, 5):
+            return ChunkFailed(command.chunk, "IndexError", "index 7 is out of bounds", "trace")
+        return computed(command)
+
+    (state,) = schedule(one_member(8), [], answer)
+    assert seen == [8, 4, 4, 2, 1, 1, 2], "the good half before the bad one's halves, each once"
+    assert len(state.workers) == 1
+    assert state.failure is not None
+    row = int(state.plan.order[5]) + 1
+    assert (
+        f"1 row of the table could not be computed: row {row}: IndexError: index 7" in state.failure.message
+    )
+    assert "on_bad_row: uniform" in state.failure.message
+
+
+def test_a_member_that_can_compute_nothing_fails_soon() -> None:
+    calls: list[Predict] = []
+
+    def answer(command: Predict) -> Any:
+        calls.append(command)
+        return ChunkFailed(command.chunk, "TypeError", "forward() got an unexpected keyword", "trace")
+
+    (state,) = schedule(one_member(4000), [], answer, "uniform")
+    assert state.failure is not None
+    assert "the first 3 rows could not be computed, and none could; TypeError" in state.failure.message
+    assert len(calls) < 30
+
+
+def test_rows_that_a_worker_names_are_set_aside() -> None:
+    def answer(command: Predict) -> Any:
+        return replace(computed(command), bad_rows=(3, 8), bad_row_reasons=("too long", "broken JSON"))
+
+    (state,) = schedule(one_member(50), [], answer, "uniform")
+    assert state.finished
+    assert state.bad_rows == {3: "too long", 8: "broken JSON"}
+    (dropped,) = schedule(one_member(50), [], answer, "drop_member")
+    assert dropped.failure is not None
+    assert dropped.failure.is_dropped
+
+
+def test_what_no_retry_mends_is_not_retried() -> None:
+    full = Failed("WriteError", "cannot write part (No space left on device)", "", 0)
+    (state,) = schedule(one_member(), [], lambda command: replace(full, chunk=command.chunk))
+    assert state.failure is not None
+    assert "No space left" in state.failure.message
+    assert len(state.workers) == 1
+    poisoned = iter(
+        [Failed("AcceleratorError", "CUDA error: an illegal memory access", "", 0, can_retry=True)]
+    )
+    (state,) = schedule(one_member(), [], lambda command: next(poisoned, computed(command)))
+    assert state.finished
+    assert len(state.workers) == 2, "CUDA is poisoned in that process only"
+
+
+def test_a_worker_that_gives_no_sign_of_life_is_ended_and_replaced() -> None:
+    silent = iter([SILENCE])
+    (state,) = schedule(one_member(), [], lambda command: next(silent, computed(command)), hang_timeout=0.3)
+    assert state.finished
+    assert "gave no sign of life for 0.3 s; where it hung is in its log" in state.faults[0].message
+    assert len(state.workers) == 2
+
+
+def test_another_replica_takes_the_chunk_of_one_that_died() -> None:
+    two = gpus(2)
+    deaths = iter([None])
+    (state,) = schedule(plan_of([40], [2], two), two, lambda command: next(deaths, computed(command)))
+    assert state.finished
+    assert sum(record.chunks for record in state.workers) == len(state.plan.chunks)
+
+
+def timed_members(limit_chunks: int, chunks: Sequence[int]) -> tuple[list[MemberState], TimeKeeper]:
+    """A run that has time for so many chunks in all, by a clock that runs a hundred times too fast."""
+    began = time.monotonic()
+
+    def clock() -> float:
+        return (time.monotonic() - began) * 100
+
+    known = {
+        f"m{index}": facts(np.full(count, 200_000, dtype=np.int64)) for index, count in enumerate(chunks)
+    }
+    made = make_plan(config(*({} for _ in chunks), time_limit=1.0), known, [])
+    nothing = np.zeros(len(made.members[0].order), dtype=np.bool_)
+    timed = replace(made, members=tuple(without_done(member, nothing, True) for member in made.members))
+    keeper = TimeKeeper(limit_chunks * CHUNK_SECONDS * 100, 1, clock)
+    answer = partial(computed, seconds=CHUNK_SECONDS * 100)
+    return schedule(timed, [], answer, time_keeper=keeper), keeper
+
+
+def test_under_a_time_limit_members_cover_the_same_rows_first() -> None:
+    (first, second), keeper = timed_members(60, [240, 240])
+    assert not first.finished
+    assert not second.finished
+    assert first.failure is None
+    assert min(first.fraction, second.fraction) > 0.1
+    assert abs(first.fraction - second.fraction) < 0.35
+    done = [
+        {chunk.start for chunk in state.plan.chunks} - {chunk.start for chunk in state.waiting}
+        for state in (first, second)
+    ]
+    assert 0 in done[0] & done[1], "the longest rows come first, because they show whether memory suffices"
+    fewer, more = sorted(done, key=len)
+    assert len(fewer - more) <= 1, "but for a chunk of which only a part fitted in"
+    assert keeper.seconds_left < 60 * CHUNK_SECONDS * 100
+
+
+def test_time_enough_changes_nothing() -> None:
+    states, keeper = timed_members(10_000, [60, 60])
+    assert all(state.finished for state in states)
+    assert [len(state.workers) for state in states] == [1, 1]
+    assert not keeper.is_over

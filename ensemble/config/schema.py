@@ -20,12 +20,14 @@ from ensemble.config.values import (
     Devices,
     Duration,
     File,
+    HangTimeout,
     LabelMap,
     Labels,
     MaxMemory,
     MustBe,
     Name,
     ProblemType,
+    Retries,
     Seed,
     Settings,
     Source,
@@ -64,7 +66,7 @@ class ModelConfig(_Strict):
 
     name: Name = Field(examples=["gemma2"])  # becomes a file name, so unique whatever the case
     model_name_or_path: Source = Field(examples=["models/gemma-2-9b"])  # a folder, or a name on the hub
-    revision: Text | None = None  # the hub's branch, tag or commit
+    revision: Text | None = None  # the hub's branch, tag or commit; a commit with trust_remote_code
     adapter_name_or_path: Source | None = None  # a LoRA adapter of peft, a folder or a name on the hub
     merge_adapter: bool = False  # into the weights; False: computed beside them, as in training
     gguf_file: Text | None = None  # the file of model_name_or_path that holds the weights, dequantized
@@ -91,6 +93,7 @@ class ModelConfig(_Strict):
     max_memory: MaxMemory | None = None  # the weights' share of each GPU of the lease, and of cpu: offload
     offload_folder: File | None = None  # where weights go that fit nowhere else
     trust_remote_code: bool = False  # runs code from the hub, which therefore demands a revision
+    allow_pickle: bool = False  # weights in .bin files, of which torch reads tensors only
     model_kwargs: Settings = {}  # for the model's from_pretrained
     tokenizer_kwargs: Settings = {}  # for the tokenizer's from_pretrained
 
@@ -143,6 +146,13 @@ class RunConfig(_Strict):
     devices: DeviceList | None = None  # the GPUs to use, of those visible; None: all of them
     max_workers_per_gpu: Count = 1  # workers that share a GPU
     wait_for_gpu: Duration = 0.0  # seconds to wait for memory that other programs hold
+    retries: Retries = 2  # of a chunk whose worker died, each in a fresh one
+    on_bad_row: Literal["fail", "uniform", "drop_member"] = "fail"  # a row that its member cannot compute
+    on_member_failure: Literal["fail", "continue"] = "fail"  # continue: merge the others, by their weights
+    time_limit: Duration | None = None  # for the whole run; a submission is complete before it
+    fill: Literal["uniform", "prior", "sample"] = "uniform"  # of rows that no member reached by then
+    hang_timeout: HangTimeout = 600.0  # seconds without a batch done, after which a worker counts as hung
+    hash_weights: bool = False  # all of their bytes, to know whether they changed; False: samples of them
     release_timeout: Duration = 60.0  # seconds that a GPU may take to be free after its worker has ended
 
     @model_validator(mode="after")

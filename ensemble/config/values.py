@@ -16,6 +16,11 @@ from pydantic import AfterValidator, AllowInfNan, BeforeValidator, PlainValidato
 MAX_NAME_CHARACTERS: Final = 100
 MAX_COUNT: Final = 2**31 - 1
 MAX_SEED: Final = 2**32 - 1
+MAX_BYTES: Final = 2**63 - 1
+GPU_NUMBER: Final = "0|[1-9][0-9]{0,5}"
+_SIZE: Final = r"(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT])(i?)B"
+_TAKEN: Final = r"ensemble|(con|prn|aux|nul|com\d|lpt\d)(\..*)?"
+_TIME: Final = r"(?:(\d{1,9})h\s*)?(?:(\d{1,9})m\s*)?(?:(\d{1,9})s)?"
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,14 @@ def _file(value: object) -> Path:
         return value
     if not isinstance(value, str) or not value.strip():
         raise ValueError
-    return Path(with_home(value))
+    return Path(with_home(_on_one_line(value)))
+
+
+def _on_one_line(name: str) -> str:
+    # "path: |" gives a line end after the name, and no message should be broken up by one.
+    if re.search(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", name):
+        raise ValueError
+    return name
 
 
 def as_label(value: object) -> object:
@@ -60,8 +72,10 @@ def at_least_one(value: object) -> object:
 
 
 def _member_name(name: str) -> str:
-    fits = re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", name) and len(name) <= MAX_NAME_CHARACTERS
-    if not fits or name.lower() == "ensemble":
+    # It becomes a file's name, perhaps on a disk that Windows reads, and stands in people's shell commands.
+    fits = re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_-])?", name)
+    is_taken = re.fullmatch(_TAKEN, name.lower())
+    if not fits or is_taken or len(name) > MAX_NAME_CHARACTERS:
         raise ValueError
     return name
 
@@ -71,7 +85,7 @@ def _seconds(value: object) -> float:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         seconds = float(value)
     else:
-        found = re.fullmatch(r"(?:(\d+)h)?\s*(?:(\d+)m)?\s*(?:(\d+)s)?", str(value).strip().lower())
+        found = re.fullmatch(_TIME, str(value).strip().lower())
         if found is None or not any(found.groups()):
             raise ValueError
         hours, minutes, rest = (int(part or 0) for part in found.groups())
@@ -83,17 +97,17 @@ def _seconds(value: object) -> float:
 
 def as_bytes(value: object) -> int:
     """14GiB, 500MB or a plain number of bytes; units as accelerate reads them (GB is 10**9, GiB 2**30)."""
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    found = (
-        re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])(i?)B", value.strip(), re.ASCII)
-        if isinstance(value, str)
-        else None
-    )
-    if found is None:
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    else:
+        found = re.fullmatch(_SIZE, value.strip(), re.ASCII) if isinstance(value, str) else None
+        if found is None:
+            raise ValueError
+        power = "KMGT".index(found[2]) + 1
+        size = int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+    if not 0 <= size <= MAX_BYTES:
         raise ValueError
-    power = "KMGT".index(found[2]) + 1
-    return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+    return size
 
 
 def _max_memory(value: object) -> dict[int | str, int]:
@@ -102,7 +116,7 @@ def _max_memory(value: object) -> dict[int | str, int]:
         raise ValueError
     sizes: dict[int | str, int] = {}
     for key, size in value.items():
-        number = int(key) if isinstance(key, str) and key.isdecimal() else key
+        number = int(key) if re.fullmatch(GPU_NUMBER, str(key)) else key
         if number != "cpu" and (not isinstance(number, int) or isinstance(number, bool) or number < 0):
             raise ValueError
         sizes[number] = as_bytes(size)
@@ -122,14 +136,21 @@ def _device_list(value: object) -> tuple[int | str, ...]:
 # Not Field(...): in older pydantic a Field that several keys share carries the default of one to the others.
 _WORD = StringConstraints(pattern=r"\S")
 _NAME = (
-    f"made of letters, digits, '.', '_' and '-' (at most {MAX_NAME_CHARACTERS}, no '.' first, not 'ensemble')"
+    f"made of letters, digits, '.', '_' and '-' (at most {MAX_NAME_CHARACTERS}; no '.' first or last, no '-' "
+    "first; not 'ensemble', nor a device of Windows such as 'con')"
 )
 
 Text = Annotated[str, _WORD, MustBe("text, and not empty")]
 Column = Annotated[str, _WORD, MustBe("the name of a column")]
 Columns = Annotated[tuple[Column, Column], BeforeValidator(_sequence), MustBe("a list of two columns")]
 Name = Annotated[str, AfterValidator(_member_name), MustBe(_NAME)]
-Source = Annotated[str, _WORD, AfterValidator(with_home), MustBe("the path of a folder or a name on the hub")]
+Source = Annotated[
+    str,
+    _WORD,
+    AfterValidator(_on_one_line),
+    AfterValidator(with_home),
+    MustBe("the path of a folder or a name on the hub"),
+]
 Label = Annotated[str, BeforeValidator(as_label), _WORD, MustBe("text (true, false and 0.5 only in quotes)")]
 Labels = Annotated[tuple[Label, ...], BeforeValidator(at_least_one), MustBe("a list of one or more labels")]
 LabelMap = Annotated[dict[str, Label], MustBe("a mapping of names to labels")]
@@ -137,10 +158,15 @@ File = Annotated[Path, PlainValidator(_file), MustBe("the path of a file or fold
 Count = Annotated[int, Ge(1), Le(MAX_COUNT), MustBe("a whole number of at least 1")]
 # torch refuses less than 20 and older releases 20 itself.
 SplitSize = Annotated[int, Ge(21), Le(MAX_COUNT), MustBe("a whole number of at least 21")]
+Retries = Annotated[int, Ge(0), Le(100), MustBe("a whole number from 0 to 100")]
 Devices = Annotated[int, Ge(0), MustBe("a whole number of at least 0")]
 Seed = Annotated[int, Ge(0), Le(MAX_SEED), MustBe(f"a whole number from 0 to {MAX_SEED}")]
 Weight = Annotated[float, Ge(0), AllowInfNan(False), MustBe("a number of at least 0")]
 Duration = Annotated[float, PlainValidator(_seconds), MustBe("a time such as 90s, 10m or 8h30m")]
+# Workers say every two seconds that they live.
+HangTimeout = Annotated[
+    float, PlainValidator(_seconds), Ge(5), MustBe("a time of at least 5s, such as 90s or 10m")
+]
 MaxMemory = Annotated[
     dict[int | str, int],
     PlainValidator(_max_memory),

@@ -10,15 +10,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ensemble.protocol import Command, decode, encode
+from ensemble.rundir import open_log
 
-# A worker that was told to end gets this long before SIGKILL; it holds nothing that needs longer.
-GRACE_SECONDS = 5.0
 _READ_BYTES = 1 << 16
 
 
@@ -35,7 +33,7 @@ class LocalWorker:
         self._buffer = b""
         read_end, write_end = os.pipe()
         try:
-            with log.open("ab") as output:
+            with open_log(log) as output:
                 # A list of arguments, no shell and no fork of this process's state.  The new session keeps the
                 # terminal's Ctrl-C away: this process decides how its workers end.
                 self._process = subprocess.Popen(
@@ -98,17 +96,16 @@ class LocalWorker:
         """Ask the process and all it started to end."""
         self._signal_group(signal.SIGTERM)
 
+    def abort(self) -> None:
+        """End a process that hangs: SIGABRT, upon which it writes its threads' stacks to its log."""
+        self._signal_group(signal.SIGABRT)
+
     def close(self) -> int:
-        """End the process if it still runs (SIGTERM, grace, SIGKILL to its group), reap it, close the line.
+        """End at once whatever still runs of the process and its group, reap it, close the line.
 
         Returns:
             The exit code; negative for the signal that ended it.
         """
-        if not self.has_exited():
-            self.terminate()
-            give_up = time.monotonic() + GRACE_SECONDS
-            while not self.has_exited() and time.monotonic() < give_up:
-                time.sleep(0.01)
         # Before the reaping, while the group's number cannot belong to anybody else.
         self._signal_group(signal.SIGKILL)
         code = self._process.wait()
@@ -138,7 +135,9 @@ def python_environment() -> dict[str, str]:
     """What ``python_command`` needs in its environment, beyond this process's own."""
     # The child must find this very package, also when it was started from a checkout.
     package_root = Path(__file__).resolve().parents[2]
-    environment = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+    # transformers would look for weights that a bot has made of a pickle, in no revision that the user named.
+    no_conversion = {"DISABLE_SAFETENSORS_CONVERSION": "1"}
+    environment = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", **no_conversion}
     if package_root.name not in ("site-packages", "dist-packages"):
         inherited = os.environ.get("PYTHONPATH")
         paths = [str(package_root), *([inherited] if inherited else [])]

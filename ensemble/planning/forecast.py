@@ -70,7 +70,8 @@ def measured_speeds(
             fell_back = any(one["device_name"] == "cpu" and one["devices"] != ["cpu"] for one in workers)
             is_same = member["computed_as"] == computed_as.get(member["name"])
             if member["status"] == "complete" and is_same and not fell_back:
-                startup = max(one["start_seconds"] + one["load_seconds"] for one in workers)
+                loaded = [one for one in workers if one["load_seconds"] is not None]  # others died before
+                startup = max(one["start_seconds"] + one["load_seconds"] for one in loaded)
                 seconds = sum(one["predict_seconds"] for one in workers)
                 if all(0 < value < _LONGEST_SECONDS for value in (startup, seconds, member["work"])):
                     found[member["name"]] = Speed(float(startup), seconds / member["work"], is_measured=True)

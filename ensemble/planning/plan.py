@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 
 import numpy as np
 import numpy.typing as npt
 
 from ensemble.config import ModelConfig, RunConfig
 from ensemble.devices import Device
-from ensemble.planning.chunks import Chunk, cut_chunks, work_of
+from ensemble.planning.chunks import Chunk, common_lengths, cut_chunks, left_over, work_of
 from ensemble.planning.footprint import MemberFacts
 from ensemble.planning.forecast import Job, Speed, guessed_speed, total_seconds
 from ensemble.planning.placement import Placement, place
+from ensemble.planning.timelimit import handout_order
 
 # Side by side is chosen where it promises to be this much faster: a replica on each GPU stays balanced where the
 # promise was wrong.
@@ -95,6 +97,9 @@ def make_plan(
         host: the CPU with its memory; None: not known.
         speeds: per member name, from an earlier run.
     """
+    # Under a time limit members cover the same rows first; each by itself pads least in the order of its own texts.
+    lengths = {model.name: facts[model.name].lengths for model in config.models}
+    common = common_lengths(lengths) if config.time_limit is not None and _is_same_table(lengths) else None
     members: list[MemberPlan] = []
     warnings: list[str] = []
     problems: list[str] = []
@@ -103,7 +108,7 @@ def make_plan(
         placement = place(config, index, known, devices, host)
         problems += placement.problems
         warnings += placement.warnings
-        order, chunks = cut_chunks(known.lengths)
+        order, chunks = cut_chunks(known.lengths, common)
         replicas, warning = _replicas(index, model, placement, config.max_workers_per_gpu)
         warnings += warning
         members.append(
@@ -122,6 +127,24 @@ def make_plan(
     plan = Plan(tuple(members), tuple(warnings), tuple(problems))
     places = dict.fromkeys((device.uuid for device in devices), config.max_workers_per_gpu)
     return plan if problems else _shared(plan, places)
+
+
+def without_done(member: MemberPlan, is_done: npt.NDArray[np.bool_], is_timed: bool) -> MemberPlan:
+    """The member with the chunks that are left to do; chunks of which nothing is done stay as they were cut.
+
+    Args:
+        is_done: by row of the table, bool [rows].
+        is_timed: hand the chunks out in the order for a time limit.
+    """
+    numbers = count(len(member.chunks))
+    left = [part for chunk in member.chunks for part in left_over(chunk, member.order, is_done, numbers)]
+    if is_timed:
+        left = [left[place] for place in handout_order(left)]
+    return replace(member, chunks=tuple(left))
+
+
+def _is_same_table(lengths: Mapping[str, npt.NDArray[np.int64]]) -> bool:
+    return len({len(one) for one in lengths.values()}) == 1  # a table that cannot be read has one row for some
 
 
 def _shared(plan: Plan, places: Mapping[str, int]) -> Plan:

@@ -178,10 +178,13 @@ def describe(state: MemberState, now: float, short: bool = False) -> str:
     elapsed = max(now - since, 1e-9)
     speed = f"{state.tokens_done / elapsed:,.0f} tokens/s"
     if phase == "done":
+        if not state.workers:
+            return f"{rows:,} rows, done by an earlier run"
         seconds = max((now if state.finished_at is None else state.finished_at) - since, 1e-9)
         speed = f"{state.tokens_done / seconds:,.0f} tokens/s"
         return f"{rows:,}/{rows:,} rows, {speed}, done in {duration(seconds)}"
-    left = "?" if state.fraction <= 0 else duration(elapsed * (1 - state.fraction) / state.fraction)
+    computed = state.computed_cost
+    left = duration(elapsed * (1 - state.fraction) / computed) if computed else "?"
     share = "" if short else f" ({state.fraction:.0%} of the work)"
     return f"{state.rows_done:,}/{rows:,} rows{share}, {speed}, {left} left"
 

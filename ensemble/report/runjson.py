@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -11,55 +12,65 @@ from pathlib import Path
 from typing import Any
 
 from ensemble import __version__
-from ensemble.config import LoadedConfig
-from ensemble.devices import Device, Inventory
 from ensemble.leases import Leases
-from ensemble.merge.metrics import Score
 from ensemble.planning.plan import MemberPlan
+from ensemble.prepare import Prepared
+from ensemble.results import Results
 from ensemble.rundir import write_text
-from ensemble.state import MemberState, WorkerRecord
+from ensemble.state import Failure, MemberState, WorkerRecord
+from ensemble.store import MemberWork
 
 
 def run_document(
     *,
     status: str,
-    loaded: LoadedConfig,
-    inventory: Inventory,
-    gpus: Sequence[Device],
-    rows: int,
-    null_texts: Mapping[str, int],
+    prepared: Prepared,
     members: Sequence[MemberState],
-    leases: Leases,
-    scores: Mapping[str, Score],
-    warnings: Sequence[str],
-    files: Mapping[str, Path],
+    works: Mapping[str, MemberWork],
+    leases: Leases | None,
+    results: Results,
+    left_out: Sequence[Failure],
     timing: Mapping[str, float],
 ) -> dict[str, Any]:
     """The content of run.json: seconds, bytes and counts; plain JSON values only.
 
+    The config stands there as it was written, because a value from the environment may be a secret.
+
     Args:
-        status: ``complete``, ``failed`` or ``interrupted``.
-        loaded: the config; stored as it was written, because a value from the environment may be a secret.
+        status: ``running``, ``complete``, ``time_limit``, ``failed`` or ``interrupted``.
+        works: by member name, as far as it is known yet.
+        leases: None before there are any.
+        left_out: members that the others were merged without.
         timing: seconds by phase of the whole run.
     """
+    loaded, inventory, gpus = prepared.loaded, prepared.inventory, prepared.outlook.gpus
     return {
         "status": status,
+        "pid": os.getpid(),
         "versions": {"ensemble": __version__, "python": platform.python_version(), **_versions(members)},
         "platform": platform.platform(),
         "devices": [asdict(gpu) for gpu in gpus] or [{"uuid": "cpu", "name": _cpu_name()}],
         "driver_version": inventory.driver_version,
-        "rows": rows,
-        "null_texts": dict(null_texts),
+        "rows": prepared.table.rows,
+        "null_texts": dict(prepared.table.null_texts),
         "timing": dict(timing),
-        "releases": [asdict(release) for release in leases.releases],
-        "device_memory": {uuid: asdict(curve) for uuid, curve in leases.curves.items()},
-        "members": [_member(state) for state in members],
-        "scores": {name: asdict(score) for name, score in scores.items()},
-        "warnings": list(warnings),
-        "files": {name: str(path) for name, path in files.items()},
+        "releases": [asdict(release) for release in leases.releases] if leases else [],
+        "device_memory": {uuid: asdict(curve) for uuid, curve in leases.curves.items()} if leases else {},
+        "members": [_member(state, works.get(state.plan.name)) for state in members],
+        "left_out": [failure.member for failure in left_out],
+        "merged_rows": dict(results.merged_rows),
+        "filled_rows": results.filled_rows,
+        "scores": {name: asdict(score) for name, score in results.scores.items()},
+        "warnings": list(prepared.warnings),
+        "files": {name: str(path) for name, path in results.files.items()},
         "config": loaded.text,
         "overrides": list(loaded.overrides),
     }
+
+
+def worker_documents(state: MemberState) -> list[dict[str, Any]]:
+    """What a member's workers did, in plain JSON values."""
+    return [_worker(record) for record in state.workers]
 
 
 def write_run_json(path: Path, document: Mapping[str, Any]) -> None:
@@ -83,8 +94,10 @@ def _versions(members: Sequence[MemberState]) -> dict[str, str]:
     return {}
 
 
-def _member(state: MemberState) -> dict[str, Any]:
+def _member(state: MemberState, work: MemberWork | None) -> dict[str, Any]:
     plan: MemberPlan = state.plan
+    # Of a member that an earlier run did, what that run's workers did: the next plan goes by it.
+    is_reused = work is not None and work.is_sealed and not state.workers
     tokens = sum(record.tokens for record in state.workers)
     padded = sum(record.padded_tokens for record in state.workers)
     return {
@@ -94,7 +107,9 @@ def _member(state: MemberState) -> dict[str, Any]:
         "gpus_per_replica": plan.gpus,
         "replicas": plan.replicas,
         "first_replicas": plan.first_replicas,
-        "work": plan.work,
+        "fingerprint": work.fingerprint.digest if work is not None else None,
+        "reused_rows": state.reused_rows,
+        "work": work.worked if work is not None and is_reused else plan.work * state.computed_cost,
         "computed_as": plan.model.computed_as,
         "forecast": _forecast(state),
         "chunks": len(plan.chunks),
@@ -102,8 +117,10 @@ def _member(state: MemberState) -> dict[str, Any]:
         "tokens": tokens,
         "padded_tokens": padded,
         "real_token_share": round(tokens / padded, 4) if padded else None,
+        "bad_rows": {str(row): reason for row, reason in sorted(state.bad_rows.items())},
+        "faults": [asdict(fault) for fault in state.faults],
         "failure": None if state.failure is None else asdict(state.failure),
-        "workers": [_worker(record) for record in state.workers],
+        "workers": work.workers if work is not None and is_reused else worker_documents(state),
     }
 
 

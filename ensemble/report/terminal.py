@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich import box
@@ -61,6 +61,42 @@ def float32_text(state: MemberState) -> str:
     return f"{state.plan.name}: {were.format(dtype)} computed again in float32"
 
 
+def bad_rows_text(state: MemberState) -> str:
+    """What is said of a member that has rows which it could not compute; empty where it has none."""
+    rows = sorted(state.bad_rows)
+    if not rows or state.failure is not None:
+        return ""
+    shown = ", ".join(f"{row + 1:,}" for row in rows[:5]) + (", ..." if len(rows) > 5 else "")
+    could = (
+        "1 row could not be computed and has"
+        if len(rows) == 1
+        else f"{len(rows):,} rows could not be computed and have"
+    )
+    return f"{state.plan.name}: {could} equal probabilities (on_bad_row: uniform): row {shown}; reasons in run.json"
+
+
+def left_out_text(left_out: Sequence[Failure], members: Sequence[MemberState]) -> str:
+    """What was merged where members had failed, with the shares that the others have then."""
+    names = {failure.member for failure in left_out}
+    merged = {one.plan.name: one.plan.model.weight for one in members if one.plan.name not in names}
+    shares = ", ".join(f"{name} {weight / sum(merged.values()):.3g}" for name, weight in merged.items())
+    reasons = "; ".join(failure_text(failure) for failure in left_out)
+    return f"merged without {', '.join(sorted(names))}, by the weights {shares}: {reasons}"
+
+
+def coverage_text(members: Sequence[MemberState], merged_rows: Mapping[str, int], filled_rows: int) -> str:
+    """How far a run came that its time limit ended."""
+    parts = [
+        f"{one.plan.name} {merged_rows.get(one.plan.name, 0):,} of {len(one.plan.order):,} rows"
+        for one in members
+    ]
+    filled = f"{filled_rows:,} rows" if filled_rows != 1 else "1 row"
+    return (
+        f"stopped at time_limit: {', '.join(parts)}; {filled} that no member reached were filled in. Ensemble and "
+        "submission are complete files; the same command again goes on from there"
+    )
+
+
 def truncation_text(state: MemberState) -> str:
     """What is said of a member that cut rows at max_length; empty where it did not."""
     cut = sum(record.truncated_rows for record in state.workers)
@@ -83,7 +119,9 @@ def _member_cells(state: MemberState) -> list[str]:
     if state.failure is not None:
         return [state.plan.name, "failed", "", "", "", ""]
     if not state.finished:
-        return [state.plan.name, "unfinished", "", "", "", ""]
+        return [state.plan.name, f"{state.rows_done:,}", "unfinished", "", "", ""]
+    if not state.workers:
+        return [state.plan.name, f"{len(state.plan.order):,}", "reused", "", "", ""]
     workers = state.workers
     seconds = max((state.finished_at or 0.0) - (state.predicting_since or 0.0), 1e-9)
     computed = sum(record.padded_tokens for record in workers)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections import deque
 
 import numpy as np
 import pytest
@@ -25,7 +24,7 @@ from tests.planning.test_plan import config, facts
 
 def member(rows: int = 1000) -> MemberState:
     (plan,) = make_plan(config({}), {"m0": facts(np.full(rows, 100, dtype=np.int64))}, []).members
-    return MemberState(plan, deque(plan.chunks))
+    return MemberState.of(plan)
 
 
 def test_plain_lines_come_with_each_phase_and_every_few_seconds() -> None:
@@ -40,6 +39,7 @@ def test_plain_lines_come_with_each_phase_and_every_few_seconds() -> None:
         display.update([state])
     assert file.getvalue().splitlines() == ["m0: starting Python"] * 2
     state.predicting_since = 108.0
+    state.in_hand[7] = state.waiting.popleft()
     state.current[7] = Progress(chunk=0, rows=125, tokens=5000, padded_tokens=5100)
     for clock[0] in (108.0, 110.0, 113.5, 114.0, 118.6):
         display.update([state])
@@ -53,6 +53,7 @@ def test_plain_lines_come_with_each_phase_and_every_few_seconds() -> None:
 def test_time_left_follows_the_work_and_not_the_rows() -> None:
     state = member()
     state.predicting_since = 0.0
+    state.in_hand[7] = state.waiting.popleft()
     state.current[7] = Progress(chunk=0, rows=state.plan.chunks[0].stop, tokens=1, padded_tokens=1)
     share = state.plan.chunks[0].cost
     assert state.fraction == pytest.approx(share)

@@ -1,0 +1,159 @@
+"""Faults become consequences: what is tried again, which rows are set aside, when a member has failed.
+
+Holds each member's ``Recovery`` and puts its verdicts into the member's state.  Does not talk to workers.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, TypeAlias
+
+from ensemble.planning.chunks import Chunk
+from ensemble.recovery import Again, BadRow, Fault, GiveUp, Halves, Recovery
+from ensemble.state import Failure, FaultRecord, MemberState
+
+Policy: TypeAlias = Literal["fail", "uniform", "drop_member"]
+_SHOWN_ROWS = 3
+log = logging.getLogger(__name__)
+
+
+class Judge:
+    """Decides for all members of a run.
+
+    Args:
+        retries: how often a chunk is tried again after its process died.
+        on_bad_row: what a row that cannot be computed means for its member.
+        say: takes a sentence for the user.
+        keep_bad_rows: called with a member's state when it has more bad rows.
+    """
+
+    def __init__(
+        self,
+        retries: int,
+        on_bad_row: Policy,
+        say: Callable[[str], None],
+        keep_bad_rows: Callable[[MemberState], None],
+    ) -> None:
+        self._retries = retries
+        self._on_bad_row = on_bad_row
+        self._say = say
+        self._keep_bad_rows = keep_bad_rows
+        self._recoveries: dict[str, Recovery] = {}
+        self._began = time.monotonic()
+
+    def started(self, state: MemberState) -> None:
+        """A worker of this member can compute."""
+        self._recovery(state).started()
+
+    def worker_failed(self, state: MemberState, replica: int, fault: Fault) -> None:
+        """A worker ended with no chunk in its hands."""
+        verdict = self._recovery(state).judge_start(fault)
+        remedy = "given up" if isinstance(verdict, GiveUp) else "another worker"
+        self._note(state, replica, fault, None, remedy)
+        if isinstance(verdict, GiveUp):
+            self.give_up(state, verdict.message, fault.traceback)
+
+    def chunk_failed(self, state: MemberState, replica: int, chunk: Chunk, fault: Fault) -> None:
+        """A chunk was not computed: it goes back in front, whole or in halves, or its row is set aside."""
+        verdict = self._recovery(state).judge(chunk, fault, state.rows_done > 0)
+        if isinstance(verdict, Again):
+            state.waiting.appendleft(chunk)
+            remedy = "again"
+        elif isinstance(verdict, Halves):
+            state.waiting.extendleft((verdict.second, verdict.first))
+            remedy = "in halves"
+        else:
+            remedy = "row set aside" if isinstance(verdict, BadRow) else "given up"
+        self._note(state, replica, fault, chunk, remedy)
+        if isinstance(verdict, BadRow):
+            state.done_cost += chunk.cost
+            self._set_aside(state, {int(state.plan.order[chunk.start]): fault.message})
+        elif isinstance(verdict, GiveUp):
+            self.give_up(state, verdict.message, fault.traceback)
+
+    def bad_rows(self, state: MemberState, replica: int, reasons: Mapping[int, str]) -> None:
+        """A worker named rows that it cannot compute.
+
+        Args:
+            reasons: by row of the table.
+        """
+        first = next(iter(reasons.values()))
+        are_any_good = state.rows_done > len(reasons) + len(state.bad_rows)
+        too_many = self._recovery(state).bad_rows(len(reasons), first, are_any_good)
+        self._set_aside(state, reasons)
+        if too_many is not None:
+            self._note(state, replica, Fault("error", too_many.message), None, "given up")
+            self.give_up(state, too_many.message)
+
+    def finished(self, state: MemberState) -> None:
+        """All that can be computed is: the policy says what the rows mean that cannot."""
+        if not state.bad_rows or self._on_bad_row == "uniform":
+            return
+        rows = sorted(state.bad_rows)
+        count = "1 row" if len(rows) == 1 else f"{len(rows):,} rows"
+        shown = "; ".join(f"row {row + 1:,}: {state.bad_rows[row]}" for row in rows[:_SHOWN_ROWS])
+        more = "; ..." if len(rows) > _SHOWN_ROWS else ""
+        advice = (
+            "left out of the merge (on_bad_row: drop_member)"
+            if self._on_bad_row == "drop_member"
+            else "all others are kept: on_bad_row: uniform gives such rows equal probabilities, drop_member merges "
+            "without this member"
+        )
+        self.give_up(state, f"{count} of the table could not be computed: {shown}{more}; {advice}")
+
+    def give_up(self, state: MemberState, message: str, traceback: str = "") -> None:
+        """The member has failed."""
+        if state.failure is not None:
+            return
+        log.error("%s failed: %s", state.plan.name, message)
+        is_dropped = bool(state.bad_rows) and self._on_bad_row == "drop_member"
+        log_path = state.workers[-1].log_path if state.workers else ""
+        state.failure = Failure(state.plan.name, message, traceback, log_path, is_dropped)
+
+    def _set_aside(self, state: MemberState, reasons: Mapping[int, str]) -> None:
+        state.bad_rows.update(reasons)
+        self._keep_bad_rows(state)
+        name = state.plan.name
+        self._say(
+            f"{name}: {_rows_text(sorted(reasons))} could not be computed; {next(iter(reasons.values()))}"
+        )
+
+    def _recovery(self, state: MemberState) -> Recovery:
+        name = state.plan.name
+        if name not in self._recoveries:
+            self._recoveries[name] = Recovery(self._retries, state.numbers)
+        return self._recoveries[name]
+
+    def _note(self, state: MemberState, replica: int, fault: Fault, chunk: Chunk | None, remedy: str) -> None:
+        name = state.plan.name
+        record = FaultRecord(
+            member=name,
+            replica=replica,
+            kind=fault.kind,
+            message=fault.message,
+            traceback=fault.traceback,
+            rows=None if chunk is None else (chunk.start, chunk.stop),
+            remedy=remedy,
+            after_seconds=round(time.monotonic() - self._began, 3),
+        )
+        state.faults.append(record)
+        log.warning("%s-%d: %s; %s", name, replica, fault.message, remedy)
+        if remedy not in ("given up", "row set aside"):
+            what = "" if chunk is None else f" with {chunk.stop - chunk.start:,} rows in hand"
+            next_step = {
+                "again": "they are tried again",
+                "in halves": "they are tried in halves",
+                "another worker": "another one is started",
+            }[remedy]
+            self._say(f"{name}: {fault.message}{what}; {next_step}")
+
+
+def _rows_text(rows: Sequence[int]) -> str:
+    shown = ", ".join(f"{row + 1:,}" for row in rows[:_SHOWN_ROWS])
+    return (
+        f"row {shown}"
+        if len(rows) == 1
+        else f"{len(rows):,} rows ({shown}{', ...' if len(rows) > 3 else ''})"
+    )

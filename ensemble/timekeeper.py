@@ -1,0 +1,105 @@
+"""Under a time limit: who goes on, what still fits, and when it is over.
+
+The arithmetic is in ``planning.timelimit``; here it meets the members' states and the clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ensemble.planning.chunks import Chunk, cut_at
+from ensemble.planning.timelimit import Share, calibrated, fitting_start, goals
+from ensemble.state import MemberState
+
+
+class TimeKeeper:
+    """Keeps a run within its limit.
+
+    Args:
+        work_until: when all computing must have stopped, by ``clock``.
+        places: workers that can compute at the same time on one device each.
+        clock: a monotonic clock, in seconds.
+    """
+
+    def __init__(self, work_until: float, places: int, clock: Callable[[], float]) -> None:
+        self._work_until = work_until
+        self._places = places
+        self._clock = clock
+
+    @property
+    def seconds_left(self) -> float:
+        return self._work_until - self._clock()
+
+    @property
+    def is_over(self) -> bool:
+        return self.seconds_left <= 0
+
+    def may_start(self, state: MemberState, members: Sequence[MemberState]) -> bool:
+        """Whether it is this member's turn, and a worker of it would get something done in time."""
+        if not self._is_its_turn(state, members):
+            return False
+        left = self.seconds_left - _startup_seconds(state, members)
+        return left > 0 and any(self._fitting(state, chunk, left) is not None for chunk in state.waiting)
+
+    def take_chunk(self, state: MemberState, members: Sequence[MemberState]) -> Chunk | None:
+        """The next chunk for a worker of this member, cut where only a part fits; None: it is to stop."""
+        if not state.waiting or not self._is_its_turn(state, members):
+            return None
+        for chunk in list(state.waiting):
+            start = self._fitting(state, chunk, self.seconds_left)
+            if start is None:
+                continue
+            place = state.waiting.index(chunk)
+            del state.waiting[place]
+            if start > chunk.start:
+                rest, chunk = cut_at(chunk, start, state.numbers)
+                state.waiting.insert(place, rest)
+            return chunk
+        return None
+
+    def _fitting(self, state: MemberState, chunk: Chunk, seconds_left: float) -> int | None:
+        per_cost = state.seconds_per_cost
+        ratio = state.slowest_seconds_per_cost / per_cost if per_cost else 1.0
+        return fitting_start(chunk, per_cost, ratio, seconds_left)
+
+    def _is_its_turn(self, state: MemberState, members: Sequence[MemberState]) -> bool:
+        unfinished = [one for one in members if one.failure is None]
+        wanted = goals(_shares(unfinished), self._places, self.seconds_left)
+        return state.fraction < wanted.get(state.plan.name, 0.0)
+
+
+def _shares(members: Sequence[MemberState]) -> list[Share]:
+    devices = {one.plan.name: max(one.plan.gpus, 1) for one in members}
+    guessed = {
+        one.plan.name: one.plan.speed.seconds_per_work * one.plan.work * devices[one.plan.name]
+        for one in members
+    }
+    measured = {
+        one.plan.name: one.seconds_per_cost * devices[one.plan.name]
+        for one in members
+        if one.seconds_per_cost is not None
+    }
+    seconds = calibrated(guessed, measured)
+    return [
+        Share(
+            name=one.plan.name,
+            fraction_done=one.fraction,
+            seconds_per_member=seconds[one.plan.name],
+            startup_seconds=0.0 if _computes(one) else _startup_seconds(one, members),
+            gpus=one.plan.gpus,
+        )
+        for one in members
+    ]
+
+
+def _computes(state: MemberState) -> bool:
+    """Whether a worker of it is loaded and alive."""
+    return any(record.ready is not None and record.exit_code is None for record in state.workers)
+
+
+def _startup_seconds(state: MemberState, members: Sequence[MemberState]) -> float:
+    """What a worker of it takes to start: measured, else as the others took, else guessed."""
+    if state.startup_seconds:
+        return state.startup_seconds
+    others = max((one.startup_seconds for one in members), default=0.0)
+    return others or state.plan.speed.startup_seconds
