@@ -148,7 +148,7 @@ class Handover:
                 config.labels,
                 config.submission.columns,
             )
-        return fill_rows(merged, config.fill, given)
+        return fill_rows(merged, config.fill, given, self._even(config.models[0].name))
 
     def _write_probabilities(self, path: Path, values: npt.NDArray[np.float64]) -> str:
         """Write a CSV of ids and labels; returns its SHA-256."""

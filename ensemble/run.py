@@ -20,11 +20,12 @@ from ensemble.planning.plan import without_done
 from ensemble.planning.preflight import held_texts, wait_for_room
 from ensemble.planning.timelimit import reserve_seconds
 from ensemble.prepare import Prepared, prepare
+from ensemble.redact import RedactingFormatter, Redactor
 from ensemble.report.progress import Display, duration
 from ensemble.report.runjson import run_document, worker_documents, write_run_json
 from ensemble.report.terminal import shown_path
 from ensemble.results import Handover, Results
-from ensemble.rundir import RunDir, atomic_path, hold, order_path, remove_halves, write_text
+from ensemble.rundir import RunDir, atomic_path, hold, order_path, remove_halves, sync_directory, write_text
 from ensemble.scheduler import Scheduler
 from ensemble.signals import Signals, heed_signals
 from ensemble.state import Failure, MemberState
@@ -81,6 +82,9 @@ def run(
     for text in _opening(prepared):
         display.say(text)
     rundir = RunDir(prepared.config.output_dir)
+    if not prepared.config.wait_for_gpu and not rundir.run_json.exists():
+        # Before anything is written; a run that goes on may have nothing left that needs a GPU.
+        wait_for_room(prepared.outlook, lambda text: None)
     rundir.create()
     with _other_disk_errors(rundir), hold(rundir), heed_signals() as signals:
         if fresh:
@@ -88,7 +92,7 @@ def run(
         rundir.tidy()
         if prepared.config.submission is not None and prepared.config.submission.path is not None:
             remove_halves(prepared.config.submission.path)
-        with _logging_to(rundir.run_log):
+        with _logging_to(rundir.run_log, loaded.redactor):
             return _Run(prepared, rundir, display, signals, began, clock).go()
 
 
@@ -124,7 +128,8 @@ class _Run:
             result.results = handover.results
             if self._is_work_left:
                 rundir.forget_results()
-            write_text(rundir.config, self._prepared.loaded.text)
+            loaded = self._prepared.loaded
+            write_text(rundir.config, loaded.redactor(loaded.text))
             self._write_run_json("running")
             reserve = self._first_submission(handover)
             if self._is_work_left:
@@ -188,6 +193,7 @@ class _Run:
                 parts_dir.mkdir(exist_ok=True)
                 with atomic_path(order_path(parts_dir)) as temporary, temporary.open("wb") as file:
                     np.save(file, member.order)
+        sync_directory(rundir.work_dir)  # so that the new folders are there after a power cut
 
     def _run_members(self, handover: Handover, reserve: float) -> None:
         config, display, members = self._config, self._display, self._result.members
@@ -209,6 +215,7 @@ class _Run:
         try:
             with self._signals.postponed():
                 scheduler.run()
+            self._signals.check()
         finally:
             display.stop()
             launcher.remove_offloaded()
@@ -283,9 +290,9 @@ def _other_disk_errors(rundir: RunDir) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _logging_to(path: Path) -> Iterator[None]:
+def _logging_to(path: Path, redactor: Redactor) -> Iterator[None]:
     handler = logging.FileHandler(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(message)s", redactor))
     log.addHandler(handler)
     level = log.level
     log.setLevel(logging.INFO)

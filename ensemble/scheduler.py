@@ -103,6 +103,7 @@ class Scheduler:
             time.sleep(0.01)
         for slot in self._slots:
             slot.record.exit_code = slot.worker.close()
+            slot.state.current.pop(slot.record.pid, None)  # what it had in hand is not done
         self._selector.close()
 
     def _look_at(self, slot: Slot) -> None:
@@ -254,8 +255,7 @@ class Scheduler:
             return
         slot.chunk = slot.state.in_hand[slot.record.pid] = chunk
         slot.stepped_at = time.monotonic()
-        if slot.state.predicting_since is None:
-            slot.state.predicting_since = slot.stepped_at
+        slot.state.go_on(slot.stepped_at)
         slot.worker.send(Predict(chunk.index, chunk.start, chunk.stop))
 
     def _end(self, slot: Slot) -> None:
@@ -268,6 +268,8 @@ class Scheduler:
         record.exit_code = code
         record.life_seconds = round(time.monotonic() - self._began - record.started_after_seconds, 3)
         state.running -= 1
+        if not state.running and state.predicting_since is not None and state.finished_at is None:
+            state.paused_at = time.monotonic()
         self._leases.give_back(slot.lease)
         log.info("%s-%d ended with exit code %d", record.member, record.replica, code)
         if state.failure is not None:  # it was told to end

@@ -95,6 +95,7 @@ class MemberState:
     running: int = 0
     failure: Failure | None = None
     predicting_since: float | None = None  # monotonic clock, seconds
+    paused_at: float | None = None  # since when no worker of it runs, though there is work
     finished_at: float | None = None
 
     @property
@@ -148,9 +149,22 @@ class MemberState:
     def seconds_left(self) -> float:
         """Until the member's end at the speed so far; 0 while there is none."""
         computed = self.computed_cost
-        if self.predicting_since is None or not computed:
+        if not computed:
             return 0.0
-        return (time.monotonic() - self.predicting_since) * (1 - self.fraction) / computed
+        return self.predicting_seconds(time.monotonic()) * (1 - self.fraction) / computed
+
+    def predicting_seconds(self, now: float) -> float:
+        """For how long it has been computing, at least a moment; ``now`` is a reading of the monotonic clock."""
+        until = next(time for time in (self.finished_at, self.paused_at, now) if time is not None)
+        return max(until - (until if self.predicting_since is None else self.predicting_since), 1e-9)
+
+    def go_on(self, now: float) -> None:
+        """A worker of it computes: time in which none did does not count as computing."""
+        if self.predicting_since is None:
+            self.predicting_since = now
+        elif self.paused_at is not None:
+            self.predicting_since += now - self.paused_at
+        self.paused_at = None
 
     @property
     def startup_seconds(self) -> float:

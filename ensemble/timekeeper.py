@@ -11,6 +11,9 @@ from ensemble.planning.chunks import Chunk, cut_at
 from ensemble.planning.timelimit import Share, calibrated, fitting_start, goals
 from ensemble.state import MemberState
 
+# A member that has not been measured yet starts with rows that would fit if it were four times slower than guessed.
+_TRUST_IN_GUESSES = 0.25
+
 
 class TimeKeeper:
     """Keeps a run within its limit.
@@ -39,14 +42,16 @@ class TimeKeeper:
         if not self._is_its_turn(state, members):
             return False
         left = self.seconds_left - _startup_seconds(state, members)
-        return left > 0 and any(self._fitting(state, chunk, left) is not None for chunk in state.waiting)
+        fitting = self._fitting(state, members, left)
+        return left > 0 and any(fitting(chunk) is not None for chunk in state.waiting)
 
     def take_chunk(self, state: MemberState, members: Sequence[MemberState]) -> Chunk | None:
         """The next chunk for a worker of this member, cut where only a part fits; None: it is to stop."""
         if not state.waiting or not self._is_its_turn(state, members):
             return None
+        fitting = self._fitting(state, members, self.seconds_left)
         for chunk in list(state.waiting):
-            start = self._fitting(state, chunk, self.seconds_left)
+            start = fitting(chunk)
             if start is None:
                 continue
             place = state.waiting.index(chunk)
@@ -57,10 +62,19 @@ class TimeKeeper:
             return chunk
         return None
 
-    def _fitting(self, state: MemberState, chunk: Chunk, seconds_left: float) -> int | None:
+    def _fitting(
+        self, state: MemberState, members: Sequence[MemberState], seconds_left: float
+    ) -> Callable[[Chunk], int | None]:
+        """Where the part of a chunk begins that can be done in so many seconds."""
         per_cost = state.seconds_per_cost
-        ratio = state.slowest_seconds_per_cost / per_cost if per_cost else 1.0
-        return fitting_start(chunk, per_cost, ratio, seconds_left)
+        if per_cost is None:
+            device_seconds = next(
+                one.seconds_per_member for one in _shares(members) if one.name == state.plan.name
+            )
+            guess = None if device_seconds is None else device_seconds / max(state.plan.gpus, 1)
+            return lambda chunk: fitting_start(chunk, guess, 1.0, seconds_left * _TRUST_IN_GUESSES)
+        ratio = state.slowest_seconds_per_cost / per_cost
+        return lambda chunk: fitting_start(chunk, per_cost, ratio, seconds_left)
 
     def _is_its_turn(self, state: MemberState, members: Sequence[MemberState]) -> bool:
         unfinished = [one for one in members if one.failure is None]

@@ -12,6 +12,7 @@ def fill_rows(
     values: npt.NDArray[np.float64],
     rule: Literal["uniform", "prior", "sample"],
     sample_values: npt.NDArray[np.float64] | None,
+    even: float | None = None,
 ) -> int:
     """Fill the rows that hold NaN, in place; the others stay as they are, bit for bit.
 
@@ -20,6 +21,7 @@ def fill_rows(
         rule: ``uniform``: 1 over the number of labels; ``prior``: the mean of the other rows, uniform where there
             are none; ``sample``: the row of ``sample_values``.
         sample_values: float64 [rows, labels], all finite; only ``sample`` needs them.
+        even: the value of ``uniform`` where labels do not exclude each other; None: 1 over their number.
 
     Returns:
         how many rows were filled.
@@ -36,5 +38,5 @@ def fill_rows(
         # Column by column, where the rows need not be copied.
         values[empty] = [column.mean(where=~empty) for column in values.T]
     else:
-        values[empty] = 1.0 / values.shape[1]
+        values[empty] = 1.0 / values.shape[1] if even is None else even
     return int(empty.sum())

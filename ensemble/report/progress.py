@@ -77,7 +77,13 @@ def loaded_text(state: MemberState, ready: Ready) -> str:
     if attention and "attention" not in attention:
         attention += " attention"
     size = state.plan.model.batch_size
-    batch = f"{ready.token_budget:,} tokens a batch" if size == "auto" else f"{size:,} rows a batch"
+    batch = (
+        f"{ready.token_budget:,} tokens a batch"
+        if size == "auto"
+        else "1 row a batch"
+        if size == 1
+        else f"{size:,} rows a batch"
+    )
     return ", ".join(filter(None, (ready.dtype, attention, batch)))
 
 
@@ -152,11 +158,13 @@ class BarDisplay:
 
 
 def phase_of(state: MemberState) -> str:
-    """waiting, starting, loading, predicting, done or failed."""
+    """waiting, starting, loading, predicting, paused, done or failed."""
     if state.failure is not None:
         return "failed"
     if state.finished:
         return "done"
+    if state.paused_at is not None:
+        return "starting" if state.running else "paused"
     if state.predicting_since is not None:
         return "predicting"
     if not state.workers:
@@ -174,15 +182,14 @@ def describe(state: MemberState, now: float, short: bool = False) -> str:
     if phase == "loading":
         return "loading the model"
     rows = int(state.plan.order.shape[0])
-    since = now if state.predicting_since is None else state.predicting_since
-    elapsed = max(now - since, 1e-9)
+    elapsed = state.predicting_seconds(now)
     speed = f"{state.tokens_done / elapsed:,.0f} tokens/s"
     if phase == "done":
         if not state.workers:
             return f"{rows:,} rows, done by an earlier run"
-        seconds = max((now if state.finished_at is None else state.finished_at) - since, 1e-9)
-        speed = f"{state.tokens_done / seconds:,.0f} tokens/s"
-        return f"{rows:,}/{rows:,} rows, {speed}, done in {duration(seconds)}"
+        return f"{rows:,}/{rows:,} rows, {speed}, done in {duration(elapsed)}"
+    if phase == "paused":
+        return f"{state.rows_done:,}/{rows:,} rows, waiting for its turn"
     computed = state.computed_cost
     left = duration(elapsed * (1 - state.fraction) / computed) if computed else "?"
     share = "" if short else f" ({state.fraction:.0%} of the work)"

@@ -34,7 +34,7 @@ def run_document(
 ) -> dict[str, Any]:
     """The content of run.json: seconds, bytes and counts; plain JSON values only.
 
-    The config stands there as it was written, because a value from the environment may be a secret.
+    The config stands there as it was written, and no text in it is a secret.
 
     Args:
         status: ``running``, ``complete``, ``time_limit``, ``failed`` or ``interrupted``.
@@ -44,7 +44,7 @@ def run_document(
         timing: seconds by phase of the whole run.
     """
     loaded, inventory, gpus = prepared.loaded, prepared.inventory, prepared.outlook.gpus
-    return {
+    document = {
         "status": status,
         "pid": os.getpid(),
         "versions": {"ensemble": __version__, "python": platform.python_version(), **_versions(members)},
@@ -66,6 +66,8 @@ def run_document(
         "config": loaded.text,
         "overrides": list(loaded.overrides),
     }
+    redacted: dict[str, Any] = loaded.redactor.document(document)
+    return redacted
 
 
 def worker_documents(state: MemberState) -> list[dict[str, Any]]:

@@ -123,7 +123,7 @@ def _member_cells(state: MemberState) -> list[str]:
     if not state.workers:
         return [state.plan.name, f"{len(state.plan.order):,}", "reused", "", "", ""]
     workers = state.workers
-    seconds = max((state.finished_at or 0.0) - (state.predicting_since or 0.0), 1e-9)
+    seconds = state.predicting_seconds(state.finished_at or 0.0)
     computed = sum(record.padded_tokens for record in workers)
     real = sum(record.tokens for record in workers)
     return [
