@@ -12,6 +12,7 @@ import typer
 
 from ensemble import __version__
 from ensemble.errors import DeviceError, EnsembleError, Interrupted, MembersFailed, TimeLimitReached
+from ensemble.redact import Redactor, guard_output
 
 # Commands import what they need when they run: --help and a typo in a key shall answer at once.
 if TYPE_CHECKING:
@@ -181,6 +182,7 @@ def _version(
 
 def main() -> NoReturn:
     """Run the command line; every error of ours becomes its sentences and its exit code."""
+    guard_output(Redactor(os.environ))
     code = _run_command()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # nobody reads any more, or it was closed
@@ -218,4 +220,6 @@ def _console() -> Console:
 def _load(config: Path, sets: list[str], limit: int | None) -> LoadedConfig:
     from ensemble.config import load_config
 
-    return load_config(config, [*sets, *([f"limit={limit}"] if limit is not None else [])])
+    loaded = load_config(config, [*sets, *([f"limit={limit}"] if limit is not None else [])])
+    guard_output(loaded.redactor)  # now that its own secrets are known
+    return loaded

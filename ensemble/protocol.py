@@ -44,6 +44,7 @@ class WorkerSpec:
     model_name_or_path: str
     revision: str | None
     trust_remote_code: bool
+    allow_pickle: bool
     adapter_name_or_path: str | None
     merge_adapter: bool
     gguf_file: str | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -176,7 +177,9 @@ class _Run:
         return reserve_seconds(self._clock() - began, len(self._config.models), limit)
 
     def _wait_for_room(self) -> None:
-        outlook = wait_for_room(self._prepared.outlook, self._display.say)
+        limit = self._config.time_limit
+        left = math.inf if limit is None else self._began + limit - self._clock()
+        outlook = wait_for_room(self._prepared.outlook, self._display.say, left)
         if outlook is not self._prepared.outlook:
             self._prepared = replace(self._prepared, outlook=outlook)
             self._plan_what_is_left()

@@ -188,8 +188,12 @@ def open_log(path: Path) -> BinaryIO:
 
 def _claim(temporary: Path) -> None:
     """Make an empty file under a name that could be guessed: no link that waits there is written through."""
-    temporary.unlink(missing_ok=True)
-    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    try:
+        os.close(os.open(temporary, flags, 0o666))
+    except FileExistsError:
+        temporary.unlink()
+        os.close(os.open(temporary, flags, 0o666))
 
 
 def _remove_link(path: Path) -> None:

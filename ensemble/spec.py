@@ -24,6 +24,7 @@ def worker_spec(
         # What was checked is what is loaded: a branch of the hub may have moved since.
         revision=hub_commit(model.model_name_or_path, checkpoint.folder) or model.revision,
         trust_remote_code=model.trust_remote_code,
+        allow_pickle=model.allow_pickle,
         adapter_name_or_path=model.adapter_name_or_path,
         merge_adapter=model.merge_adapter,
         gguf_file=model.gguf_file,

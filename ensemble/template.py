@@ -1,8 +1,8 @@
 """Prompt templates: Jinja2 source in, checked and renderable template out.
 
 Shared by the parent, which compiles a template only to find its mistakes and the columns it reads, and by the
-worker, which renders it row by row.  Templates come from configs that people pass around, so they run in
-Jinja2's immutable sandbox: no imports, no files, no attribute that starts with an underscore.
+worker, which renders it row by row.  What a template may reach and how much it may make is for ``sandbox`` to
+say; what can be refused before any row is rendered is refused here.
 
 A null cell reads as empty text (``x is none`` is still true for it), so that no prompt ever says "None".
 Nothing here reads tables, tokenizes or truncates.
@@ -16,17 +16,26 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import NoReturn
 
-from jinja2 import StrictUndefined, Template, TemplateError, TemplateSyntaxError, meta, nodes
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import Template, TemplateError, TemplateSyntaxError, meta, nodes
 
+from ensemble.sandbox import Sandbox, TemplateProblem, metered
+
+__all__ = [
+    "MOST_JSON_LEVELS",
+    "PromptTemplate",
+    "TemplateProblem",
+    "compile_template",
+    "is_too_deep",
+    "json_detail",
+    "parse_json_cell",
+    "replace_lone_surrogates",
+]
+
+# Of lists and objects in JSON. Python's own limit depends on who asks, so that what the parent has read a worker
+# might refuse.
+MOST_JSON_LEVELS = 100
 _EXCERPT_CHARACTERS = 60
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
-# Both draw random numbers, and the same row must give the same prompt in every run.
-_NOT_REPEATABLE = {"globals": ("lipsum",), "filters": ("random",)}
-
-
-class TemplateProblem(ValueError):
-    """A template that cannot be compiled, or a row that it cannot render.  The message is one sentence."""
 
 
 class _Null(str):
@@ -62,14 +71,33 @@ def parse_json_cell(text: object) -> object:
     try:
         value = _json_decoder().decode(text)
         # Searching the text is much cheaper than walking every value.
-        return [] if value is None else _without_nulls(value) if "null" in text else value
-    except json.JSONDecodeError as error:
-        detail = f"{error.msg} at character {error.pos + 1}"
-    except ValueError as error:
-        detail = str(error)
-    except RecursionError:
-        detail = "nested too deeply"
+        if text.count("[") + text.count("{") <= MOST_JSON_LEVELS or not is_too_deep(value):
+            return [] if value is None else _without_nulls(value) if "null" in text else value
+        detail = f"nested more than {MOST_JSON_LEVELS} levels deep"
+    except (ValueError, RecursionError) as error:
+        detail = json_detail(error)
     raise TemplateProblem(f"not valid JSON ({detail}): {_excerpt(text)}")
+
+
+def is_too_deep(value: object, most: int = MOST_JSON_LEVELS) -> bool:
+    """Whether lists and objects stand in each other more than ``most`` levels deep."""
+    level = [value]
+    for _ in range(most + 1):
+        inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, list | dict)]
+        if not inner:
+            return False
+        level = [item for items in inner for item in items]
+    return True
+
+
+def json_detail(error: ValueError | RecursionError) -> str:
+    """What is wrong with JSON, by what Python's decoder has raised."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} at character {error.pos + 1}"
+    if isinstance(error, RecursionError):
+        return f"nested more than {MOST_JSON_LEVELS} levels deep"
+    # From Python itself comes advice on how to allow for more.
+    return "a number of too many digits" if "set_int_max_str_digits" in str(error) else str(error)
 
 
 def replace_lone_surrogates(text: str) -> str:
@@ -111,7 +139,8 @@ class PromptTemplate:
         except KeyError as error:
             raise TemplateProblem(f"the row has no column {error}") from None
         try:
-            return replace_lone_surrogates(self._template.render(cells))
+            with metered():
+                return replace_lone_surrogates(self._template.render(cells))
         except Exception as error:
             raise _render_problem(error) from error
 
@@ -128,39 +157,30 @@ def compile_template(source: str) -> PromptTemplate:
         tree = environment.parse(source)
         _check_tree(tree, environment)
         columns = meta.find_undeclared_variables(tree)
-        template = environment.from_string(source)
+        parsed = _parsed_as_json(tree)
+        template = environment.compile_tree(tree)
     except TemplateSyntaxError as error:
         raise TemplateProblem(f"line {error.lineno}: {_sentence(error)}") from None
     except (TemplateError, RecursionError) as error:
         raise TemplateProblem(f"the template cannot be compiled: {_sentence(error)}") from None
-    parsed = {
+    return PromptTemplate(source, template, tuple(sorted(columns)), tuple(sorted(parsed & columns)))
+
+
+def _parsed_as_json(tree: nodes.Template) -> set[str]:
+    return {
         node.node.name
         for node in tree.find_all(nodes.Filter)
         if node.name == "fromjson" and isinstance(node.node, nodes.Name)
     }
-    return PromptTemplate(source, template, tuple(sorted(columns)), tuple(sorted(parsed & columns)))
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja2's sandbox, with every underscore name refused and not only the dangerous ones."""
-
-    def is_safe_attribute(self, obj: object, attr: str, value: object) -> bool:
-        return not attr.startswith("_") and super().is_safe_attribute(obj, attr, value)
 
 
 @lru_cache(maxsize=1)
-def _environment() -> _Sandbox:
-    environment = _Sandbox(
-        autoescape=False, undefined=StrictUndefined, keep_trailing_newline=True, finalize=_finalize
-    )
-    environment.filters["fromjson"] = parse_json_cell
+def _environment() -> Sandbox:
+    environment = Sandbox(_finalize)
+    environment.add_filter("fromjson", parse_json_cell)
     # Jinja2's own tojson escapes < > & ' for HTML, which a prompt would show as \u003c.
-    environment.filters["tojson"] = _to_json
+    environment.add_filter("tojson", _to_json)
     environment.tests["none"] = _is_none
-    for name in _NOT_REPEATABLE["globals"]:
-        del environment.globals[name]
-    for name in _NOT_REPEATABLE["filters"]:
-        del environment.filters[name]
     return environment
 
 
@@ -176,7 +196,7 @@ def _is_none(value: object) -> bool:
     return value is None or value is _NULL
 
 
-def _check_tree(tree: nodes.Template, environment: _Sandbox) -> None:
+def _check_tree(tree: nodes.Template, environment: Sandbox) -> None:
     """Refuses what can be seen before any row is rendered.
 
     Jinja2 itself reports an unknown filter inside an ``if`` only when that branch is reached.

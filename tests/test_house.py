@@ -11,9 +11,12 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "ensemble"
 HEAVY = ("torch", "transformers", "accelerate", "pandas")
-# What parent and child share: the messages, the paths, the errors, templates (validate renders with the very
-# code the worker uses) and the guard that keeps pandas out.
-SHARED = {"ensemble.protocol", "ensemble.rundir", "ensemble.errors", "ensemble.template", "ensemble.arrow"}
+# What parent and child share: the messages, the paths, the errors, templates and their sandbox (validate renders
+# with the very code the worker uses), what keeps secrets out of the logs and the guard that keeps pandas out.
+SHARED = {
+    *("ensemble.protocol", "ensemble.rundir", "ensemble.errors", "ensemble.template", "ensemble.sandbox"),
+    *("ensemble.redact", "ensemble.arrow"),
+}
 
 
 def imports(path: Path) -> set[str]:

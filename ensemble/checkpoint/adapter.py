@@ -12,9 +12,11 @@ from typing import Any
 
 from ensemble.checkpoint.hub import find_file
 from ensemble.checkpoint.tensors import Tensor, read_file
+from ensemble.checkpoint.weights import pickle_refused
 from ensemble.errors import CheckpointError
 
 WEIGHTS = "adapter_model.safetensors"
+_PICKLE = "adapter_model.bin"
 # Kinds that live in peft's own forward pass or choose among several adapters (peft.utils.PeftType); the others
 # change the base's layers in place, which is what the worker runs.
 _OUTSIDE_THE_LAYERS = (
@@ -42,8 +44,8 @@ class Adapter:
     """An adapter as its two files describe it.
 
     ``base`` is the model it says it was trained on; ``head_rows`` counts the labels of the head it brings, None
-    where it brings none or its weights are not here yet; ``shapes`` are its tensors', by name without peft's
-    prefix.
+    where it brings none or its weights are not known yet (on the hub, pickled); ``shapes`` are its tensors', by
+    name without peft's prefix.
     """
 
     name: str
@@ -53,15 +55,16 @@ class Adapter:
 
     @property
     def brings_head(self) -> bool | None:
-        """Whether it brings a head; None where its weights are not here yet."""
+        """Whether it brings a head; None where its weights are not known yet."""
         return any(map(is_head, self.shapes)) if self.shapes else None
 
 
-def inspect_adapter(name_or_path: str) -> Adapter:
+def inspect_adapter(name_or_path: str, allow_pickle: bool = False) -> Adapter:
     """Read an adapter's ``adapter_config.json`` and the header of its weights.
 
     Args:
         name_or_path: a folder, or a name on the Hugging Face hub, of which only the config is fetched.
+        allow_pickle: its weights may be a pickle, into which only the worker looks.
 
     Raises:
         CheckpointError: a file is missing or broken, the kind cannot be run, or peft is not installed.
@@ -74,7 +77,10 @@ def inspect_adapter(name_or_path: str) -> Adapter:
     shapes: dict[str, tuple[int, ...]] = {}
     if Path(name_or_path).is_dir():
         try:
-            shapes = {tensor.name.removeprefix(_PREFIX): tensor.shape for tensor in _weights(path.parent)}
+            shapes = {
+                tensor.name.removeprefix(_PREFIX): tensor.shape
+                for tensor in _weights(path.parent, allow_pickle)
+            }
         except CheckpointError as error:
             problems += error.problems
     if problems:
@@ -133,16 +139,17 @@ def _kind_problems(config: Mapping[str, Any], name: str) -> Iterator[str]:
         yield f"{name} is a {kind} adapter, which changes no layer of its base; only LoRA and its kin can be run"
     elif config.get("alora_invocation_tokens"):
         yield f"{name} is an activated LoRA, which waits for tokens to begin with; only plain LoRA can be run"
+    elif config.get("megatron_config"):  # peft imports whatever module megatron_core names
+        yield f"{name} was made for Megatron's layers; only plain LoRA can be run"
 
 
-def _weights(folder: Path) -> tuple[Tensor, ...]:
+def _weights(folder: Path, allow_pickle: bool) -> tuple[Tensor, ...]:
     if (folder / WEIGHTS).is_file():
         return read_file(folder / WEIGHTS)
-    if (folder / "adapter_model.bin").is_file():
-        raise CheckpointError(
-            f"{folder} holds its weights as a pickle (adapter_model.bin), which could run code; load it with peft "
-            f"where you trust it, and save it again: save_pretrained writes {WEIGHTS}"
-        )
+    if (folder / _PICKLE).is_file():
+        if allow_pickle:
+            return ()
+        raise CheckpointError(pickle_refused(folder / _PICKLE))
     raise CheckpointError(f"{folder} has an adapter_config.json but no {WEIGHTS}; copy it too")
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import socket
 from pathlib import Path
 
 from ensemble.errors import CheckpointError
+from ensemble.redact import Redactor
 
 _HUB_SECONDS = 5.0
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -56,7 +58,8 @@ def _hub_file(name: str, file: str, revision: str | None) -> Path:
         return Path(hf_hub_download(name, file, revision=revision, etag_timeout=_HUB_SECONDS))
     except Exception as error:  # the hub's errors share no base; each of them means "not to be had"
         last = str(error).strip().splitlines()
-        reason = f"{type(error).__name__}: {last[0] if last else ''}"[:200]
+        # Before it is cut, since a part of a secret would not be known for one.
+        reason = Redactor(os.environ)(f"{type(error).__name__}: {last[0] if last else ''}")[:200]
         raise CheckpointError(
             f"{name}: no such folder{_near_folder(Path(name))}, and its {file} could not be had from the "
             f"Hugging Face hub ({reason}); mend the path, or download it first"

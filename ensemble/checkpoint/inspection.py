@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from ensemble.checkpoint.adapter import Adapter, base_problems, inspect_adapter, is_head, other_base
 from ensemble.checkpoint.hub import find_file
 from ensemble.checkpoint.tensors import read_tensors
-from ensemble.checkpoint.weights import weight_files, weight_problems
+from ensemble.checkpoint.trust import NO_TRUST, Trust, code_problems
+from ensemble.checkpoint.weights import pickle_refused, weight_files, weight_problems
 from ensemble.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ def inspect_checkpoint(
     problem_type: str | None,
     adapter_name_or_path: str | None = None,
     gguf_file: str | None = None,
+    trust: Trust = NO_TRUST,
 ) -> Checkpoint:
     """Read a checkpoint's ``config.json`` and match its labels to the config's.
 
@@ -66,10 +68,11 @@ def inspect_checkpoint(
         problem_type: overrides the checkpoint's own.
         adapter_name_or_path: an adapter of peft on top of it; where that brings a head, its rows are the labels.
         gguf_file: the file of the folder that holds the weights; then ``config.json`` may be missing.
+        trust: what the files may do.
 
     Raises:
-        CheckpointError: no ``config.json``, files that are missing or broken, an adapter for another base, or
-            labels that do not match; every problem is listed.
+        CheckpointError: no ``config.json``, files that are missing or broken or would run code, an adapter for
+            another base, or labels that do not match; every problem is listed.
     """
     if gguf_file is None:
         path = find_file(name_or_path, "config.json", revision)
@@ -77,11 +80,13 @@ def inspect_checkpoint(
     else:
         config, folder = _gguf_config(name_or_path), Path(name_or_path)
     base_names = _label_names(config, name_or_path)
-    problems = [*_missing_files(folder, gguf_file)] if Path(name_or_path).is_dir() else []
+    problems = [*code_problems(name_or_path, folder, config, trust)]
+    if Path(name_or_path).is_dir():
+        problems += _file_problems(folder, config, gguf_file, trust)
     adapter: Adapter | None = None
     if adapter_name_or_path is not None:
         try:
-            adapter = inspect_adapter(adapter_name_or_path)
+            adapter = inspect_adapter(adapter_name_or_path, trust.allow_pickle)
         except CheckpointError as error:
             problems += error.problems
     # In the hub's cache the weights may be there in part.
@@ -147,11 +152,20 @@ def match_labels(
     return tuple(mapped.index(label) for label in labels)
 
 
-def _missing_files(folder: Path, gguf_file: str | None) -> Iterator[str]:
+def _file_problems(
+    folder: Path, config: Mapping[str, Any], gguf_file: str | None, trust: Trust
+) -> Iterator[str]:
     if gguf_file is not None:
         yield from _gguf_problems(folder, gguf_file)
         return
-    yield from weight_problems(folder)
+    yield from weight_problems(folder, trust.allow_pickle)
+    # transformers takes the file that config.json names, and an adapter that lies beside the model.
+    explicit = config.get("transformers_weights")
+    pickles = [folder / explicit] if isinstance(explicit, str) and explicit.endswith(".bin") else []
+    if (folder / "adapter_config.json").is_file() and not (folder / "adapter_model.safetensors").is_file():
+        pickles.append(folder / "adapter_model.bin")
+    if not trust.allow_pickle:
+        yield from (pickle_refused(path) for path in dict.fromkeys(pickles) if path.is_file())
     if not any(next(folder.glob(pattern), None) for pattern in _TOKENIZER_FILES):
         yield f"{folder} has no tokenizer files (such as tokenizer.json); copy them too"
 

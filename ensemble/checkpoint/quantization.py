@@ -175,7 +175,7 @@ def _wrong_values(settings: Mapping[str, Any]) -> Iterator[str]:
 @cache
 def _config_classes() -> dict[str, str]:
     """The class of settings for each method, by transformers' table; empty where its source is not as expected."""
-    for node in _source("quantizers/auto.py"):
+    for node in transformers_source("quantizers/auto.py"):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
             target = node.targets[0]
             if isinstance(target, ast.Name) and target.id == "AUTO_QUANTIZATION_CONFIG_MAPPING":
@@ -192,7 +192,7 @@ def _config_classes() -> dict[str, str]:
 def _parameters(name: str) -> frozenset[str]:
     """The parameters of a class of settings, its parents' among them; empty where they cannot be read."""
     found: set[str] = set()
-    for node in _source("utils/quantization_config.py"):
+    for node in transformers_source("utils/quantization_config.py"):
         if isinstance(node, ast.ClassDef) and node.name == name:
             for base in node.bases:
                 if isinstance(base, ast.Name):
@@ -204,7 +204,8 @@ def _parameters(name: str) -> frozenset[str]:
 
 
 @cache
-def _source(file: str) -> tuple[ast.stmt, ...]:
+def transformers_source(file: str) -> tuple[ast.stmt, ...]:
+    """The statements of a file of the installed transformers; none where there is no such file."""
     spec = importlib.util.find_spec("transformers")
     for place in (spec.submodule_search_locations or ()) if spec is not None else ():
         try:

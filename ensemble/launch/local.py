@@ -18,6 +18,7 @@ from ensemble.protocol import Command, decode, encode
 from ensemble.rundir import open_log
 
 _READ_BYTES = 1 << 16
+_REAP_SECONDS = 10.0
 
 
 class LocalWorker:
@@ -108,7 +109,11 @@ class LocalWorker:
         """
         # Before the reaping, while the group's number cannot belong to anybody else.
         self._signal_group(signal.SIGKILL)
-        code = self._process.wait()
+        try:
+            code = self._process.wait(_REAP_SECONDS)
+        except subprocess.TimeoutExpired:
+            # Stuck in the kernel, as with a broken driver or file server: nobody can end it, and nobody waits.
+            code = -signal.SIGKILL
         if self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -27,13 +28,19 @@ def held_texts(devices: Sequence[Device]) -> Iterator[str]:
             )
 
 
-def wait_for_room(outlook: Outlook, say: Callable[[str], None]) -> Outlook:
+def wait_for_room(
+    outlook: Outlook, say: Callable[[str], None], at_most_seconds: float = math.inf
+) -> Outlook:
     """The outlook once every member finds the room it needs, or as it is when the time is over.
+
+    Args:
+        say: takes a sentence for the user.
+        at_most_seconds: how long to wait, if that is less than ``wait_for_gpu``.
 
     Raises:
         DeviceError: a member has no GPU to run on, even now.
     """
-    wait_seconds = outlook.config.wait_for_gpu
+    wait_seconds = max(0.0, min(outlook.config.wait_for_gpu, at_most_seconds))
     began = time.monotonic()
     said_at = float("-inf")
     while (lacking := _lacking(outlook)) and time.monotonic() - began < wait_seconds:

@@ -2,7 +2,8 @@
 
 Everything a library prints goes to the log file that is this process's standard output and error; the events
 have a pipe of their own, so that no print can break the protocol.  Stacks go to the log too: an exception's, and
-all threads' where SIGSEGV or SIGABRT ends the process (the parent sends the latter to one that hangs).
+all threads' where SIGSEGV or SIGABRT ends the process (the parent sends the latter to one that hangs).  Neither
+log nor events tell secrets.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from ensemble.protocol import (
     decode,
     encode,
 )
+from ensemble.redact import Redactor, guard_output
 from ensemble.worker.ending import Terminated, end_by, end_on_sigterm
 from ensemble.worker.faults import Verdict, judge, one_line
 from ensemble.worker.parent import die_with_parent
@@ -87,31 +89,38 @@ def serve(
         Terminated: SIGTERM has come.
     """
     chunk: int | None = None
+    redact = Redactor(os.environ)
+
+    def tell(event: Event) -> None:
+        send(redact.document(event))
+
     try:
         start = next(commands)
         assert isinstance(start, Start), start
-        _import_libraries(began, send)
+        redact = Redactor(os.environ, start.spec)
+        guard_output(redact)
+        _import_libraries(began, tell)
         step()
-        member = _load(start.worker_spec(), send)
+        member = _load(start.worker_spec(), tell)
         for command in commands:
             if isinstance(command, Stop):
                 break
             assert isinstance(command, Predict), command
             chunk = command.chunk
             try:
-                send(_predict(member, command, send, step))
+                tell(_predict(member, command, tell, step))
             except Exception as error:
                 if judge(error) is not Verdict.SOUND:
                     raise
                 member.check_devices()
-                send(ChunkFailed(chunk, type(error).__name__, one_line(error), _logged_traceback()))
+                tell(ChunkFailed(chunk, type(error).__name__, one_line(error, redact), _logged_traceback()))
             chunk = None
-        send(Closed(_peak_memory_bytes(), member.peak_gpu_memory_bytes()))
+        tell(Closed(_peak_memory_bytes(), member.peak_gpu_memory_bytes()))
     except Terminated:
         raise
     except BaseException as error:  # whatever it is, the parent must hear of it before this process ends
         can_retry = judge(error) is Verdict.SUSPECT
-        send(Failed(type(error).__name__, one_line(error), _logged_traceback(), chunk, can_retry))
+        tell(Failed(type(error).__name__, one_line(error, redact), _logged_traceback(), chunk, can_retry))
         return 1
     return 0
 

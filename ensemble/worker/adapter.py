@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from ensemble.protocol import WorkerSpec
 
 _WEIGHTS = "adapter_model.safetensors"
+_PICKLE = "adapter_model.bin"
 _PREFIX = "base_model.model."
 _NAME = "default"
 
@@ -34,14 +36,16 @@ class AdapterFiles:
         return sorted({name.rpartition(".")[0] for name in names})
 
 
-def open_adapter(name_or_path: str) -> AdapterFiles:
+def open_adapter(name_or_path: str, allow_pickle: bool = False) -> AdapterFiles:
     """Read an adapter's config and the names of its tensors.
 
     Args:
         name_or_path: a folder, or a name on the Hugging Face hub.
+        allow_pickle: its weights may be a pickle, of which torch reads tensors only.
 
     Raises:
-        ValueError: peft is missing, or the adapter is of a kind that works outside the base's layers.
+        ValueError: peft is missing, the adapter is of a kind that works outside the base's layers, or its weights
+            are broken or a pickle.
         OSError: a file is missing or cannot be had.
     """
     try:
@@ -50,23 +54,36 @@ def open_adapter(name_or_path: str) -> AdapterFiles:
         raise ValueError(
             "adapter_name_or_path needs peft: pip install 'ensemble-runner[adapters]'"
         ) from error
-    from safetensors import SafetensorError, safe_open
-
     folder = Path(name_or_path)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
 
-        folder = Path(snapshot_download(name_or_path, allow_patterns=["adapter_config.json", _WEIGHTS]))
+        wanted = ["adapter_config.json", _WEIGHTS, *([_PICKLE] if allow_pickle else [])]
+        folder = Path(snapshot_download(name_or_path, allow_patterns=wanted))
     config = PeftConfig.from_pretrained(str(folder))
     if config.is_prompt_learning or config.is_adaption_prompt:
         raise ValueError(
             f"adapter {name_or_path}: {config.peft_type.value} changes no layer; only LoRA and its kin can"
         )
+    return AdapterFiles(folder, config, _tensor_names(folder, allow_pickle))
+
+
+def _tensor_names(folder: Path, allow_pickle: bool) -> frozenset[str]:
+    from safetensors import SafetensorError, safe_open
+
+    path = folder / _WEIGHTS
     try:
-        with safe_open(folder / _WEIGHTS, framework="pt") as file:
-            return AdapterFiles(folder, config, frozenset(file.keys()))
-    except SafetensorError as error:
-        raise ValueError(f"{folder / _WEIGHTS} is cut short or broken ({error}); copy it again") from error
+        if not path.is_file() and allow_pickle:
+            path = folder / _PICKLE
+            return frozenset(torch.load(path, map_location="cpu", weights_only=True))
+        with safe_open(path, framework="pt") as file:
+            return frozenset(file.keys())
+    except FileNotFoundError as error:
+        hint = "" if allow_pickle else f", or set allow_pickle: true if it has an {_PICKLE} that you trust"
+        raise ValueError(f"{folder} has no {path.name}; copy it too{hint}") from error
+    except (SafetensorError, UnpicklingError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{path} is cut short or broken ({reason}); copy it again") from error
 
 
 def attach_adapter(

@@ -6,7 +6,7 @@ Errors are told by name and by text: this module must answer before torch is imp
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
 
 from ensemble.errors import WriteError
@@ -59,9 +59,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
-def one_line(error: BaseException) -> str:
-    """The error's text for a message, its type where it has none; never more than 500 characters."""
-    return " ".join(str(error).split())[:500] or repr(error)[:500]
+def one_line(error: BaseException, redact: Callable[[str], str] = str) -> str:
+    """The error's text for a message, its type where it has none; never more than 500 characters.
+
+    Args:
+        redact: takes secrets out before the text is cut; a part of one would not be known.
+    """
+    return " ".join(redact(str(error)).split())[:500] or redact(repr(error))[:500]
 
 
 def _judge_one(error: BaseException) -> Verdict:

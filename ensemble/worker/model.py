@@ -35,21 +35,14 @@ def load_model(spec: WorkerSpec, on_gpu: bool, notes: list[str]) -> Any:
         options["quantization_config"] = quantization_config(spec.quantization_config, dtype)
     adapter: AdapterFiles | None = None
     if spec.adapter_name_or_path is not None:
-        adapter = open_adapter(spec.adapter_name_or_path)
+        adapter = open_adapter(spec.adapter_name_or_path, spec.allow_pickle)
         options["config"], taken = _config_for_adapter(spec, adapter)
         options = {key: value for key, value in options.items() if key not in taken}
         options["ignore_mismatched_sizes"] = True  # the base's own head, where the adapter brings another
     options.setdefault("ignore_mismatched_sizes", True)  # and then refused below, by name
     if spec.gguf_file is not None:
         options |= {"gguf_file": spec.gguf_file, **unpacked_gguf()}
-    model, info = AutoModelForSequenceClassification.from_pretrained(
-        spec.model_name_or_path,
-        revision=spec.revision or "main",
-        trust_remote_code=spec.trust_remote_code,
-        dtype=dtype,
-        output_loading_info=True,
-        **options,
-    )
+    model, info = _from_pretrained(spec, dtype=dtype, **options)
     check_placement(model, spec, on_gpu, notes)
     _run_first_hooks(model)
     # With ignore_mismatched_sizes a head of another shape is thrown away and drawn anew.
@@ -68,6 +61,26 @@ def load_model(spec: WorkerSpec, on_gpu: bool, notes: list[str]) -> Any:
             "Name a checkpoint that was trained for sequence classification, or its adapter"
         )
     return model
+
+
+def _from_pretrained(spec: WorkerSpec, **options: Any) -> tuple[Any, Any]:
+    try:
+        return AutoModelForSequenceClassification.from_pretrained(  # type: ignore[no-any-return]
+            spec.model_name_or_path,
+            revision=spec.revision or "main",
+            trust_remote_code=spec.trust_remote_code,
+            # None: pickles where there are no safetensors. torch then reads tensors of them and nothing else.
+            use_safetensors=None if spec.allow_pickle else True,
+            output_loading_info=True,
+            **options,
+        )
+    except OSError as error:
+        if spec.allow_pickle or "safetensors" not in str(error):
+            raise
+        raise ValueError(
+            f"{spec.model_name_or_path} has no safetensors weights where transformers looks for them; name a "
+            "checkpoint or revision that has, or set allow_pickle: true if you trust its pytorch_model.bin"
+        ) from error
 
 
 def _run_first_hooks(model: Any) -> None:

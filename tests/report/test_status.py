@@ -38,7 +38,7 @@ def rundir(tmp_path: Path) -> RunDir:
 
 
 def write_run_json(rundir: RunDir, status: str, **half: Any) -> None:
-    members = [
+    members: list[dict[str, Any]] = [
         {"name": name, "fingerprint": fingerprint.digest, "failure": None, "bad_rows": {}}
         for name, fingerprint in (("done", DONE), ("half", HALF), ("later", LATER))
     ]

@@ -133,7 +133,7 @@ def test_on_a_base_of_four_bits(saved: bool, llama: Path, lora: Path, tmp_path: 
 
 
 def test_settings_for_the_bases_config(llama: Path, lora: Path) -> None:
-    settings = {"model_kwargs": {"rms_norm_eps": 0.5, "use_safetensors": True}}
+    settings = {"model_kwargs": {"rms_norm_eps": 0.5, "local_files_only": True}}
     expected = adapter_reference(llama, lora, TEXTS, 3, rms_norm_eps=0.5)
     np.testing.assert_allclose(compute(adapted(llama, lora, **settings), ROWS), expected, atol=1e-5)
     assert np.abs(expected - adapter_reference(llama, lora, TEXTS, 3)).max() > 0.01, "they must matter"

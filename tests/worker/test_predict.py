@@ -20,6 +20,7 @@ def worker_spec(folder: Path, **changes: Any) -> WorkerSpec:
         "model_name_or_path": str(folder),
         "revision": None,
         "trust_remote_code": False,
+        "allow_pickle": False,
         "adapter_name_or_path": None,
         "merge_adapter": False,
         "gguf_file": None,

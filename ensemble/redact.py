@@ -1,0 +1,154 @@
+"""Secrets out of what is printed, logged and written about a run.
+
+Owns which values count as secrets.  A value is one by its name: that of its environment variable, or of its key in
+the config.  A variable that the config takes in under an ordinary name, such as ``${DATA}`` in a path, is none, or
+no message could name a file any more.
+
+Shared by the parent and the worker.  What a run computes, its CSV files, is never touched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import logging
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+from urllib.parse import quote
+
+MASK: Final = "***"
+# Shorter values are words that stand everywhere, such as "true" or "/tmp".
+SHORTEST: Final = 8
+_VARIABLE = re.compile(
+    r"TOKEN(_|$)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|API_?KEY|(ACCESS|PRIVATE)_?KEY|_(KEY|PAT|PWD)$|^AWS_",
+    re.IGNORECASE,
+)
+_PLACE = re.compile(r"_(FILE|PATH|DIR)$", re.IGNORECASE)  # where a secret lies is none
+_KEY = re.compile(
+    r"((use_)?(hf|auth|access|api|bearer)_)?token|.*(secret|passw|api_?key|credential).*", re.IGNORECASE
+)
+# Whatever their origin: tokens of the Hugging Face hub, and name:password@ in an address.
+_BY_LOOKS = r"\bhf_[A-Za-z0-9]{16,}\b|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
+
+
+def secrets_of(environ: Mapping[str, str]) -> frozenset[str]:
+    """The values of the variables whose names say that they are secret."""
+    named = (name for name in environ if _VARIABLE.search(name) and not _PLACE.search(name))
+    return frozenset(value for name in named if (value := environ[name].strip()))
+
+
+def secrets_in(settings: object) -> frozenset[str]:
+    """The text values in mappings and lists whose keys say that they are secret, such as ``token``."""
+    found: set[str] = set()
+    if isinstance(settings, Mapping):
+        for key, value in settings.items():
+            if isinstance(value, str) and _KEY.fullmatch(str(key)):
+                found.add(value.strip())
+            found |= secrets_in(value)
+    elif isinstance(settings, list | tuple):
+        for item in settings:
+            found |= secrets_in(item)
+    return frozenset(found)
+
+
+class Redactor:
+    """Puts ``***`` where a secret stands.
+
+    Args:
+        environ: the environment variables.
+        settings: a config, or parts of one.
+    """
+
+    def __init__(self, environ: Mapping[str, str], settings: object = None) -> None:
+        known = secrets_of(environ) | secrets_in(settings)
+        forms = {form for secret in known for form in _forms(secret) if len(form) >= SHORTEST}
+        # The longest first, since a secret may begin like another.
+        listed = [re.escape(form) for form in sorted(forms, key=lambda form: (-len(form), form))]
+        self._pattern = re.compile("|".join([*listed, _BY_LOOKS]))
+
+    def __call__(self, text: str) -> str:
+        return self._pattern.sub(MASK, text)
+
+    def document(self, value: Any) -> Any:
+        """Every text redacted in mappings (their keys aside), lists, tuples and dataclasses; the rest as it is."""
+        if isinstance(value, str):
+            return self(value)
+        if isinstance(value, Mapping):
+            return {key: self.document(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self.document(item) for item in value]
+        if isinstance(value, tuple):
+            return tuple(self.document(item) for item in value)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            parts = {part.name: getattr(value, part.name) for part in dataclasses.fields(value)}
+            return dataclasses.replace(value, **self.document(parts))
+        return value
+
+
+class RedactingFormatter(logging.Formatter):
+    """A log's formatter; not a filter, which would have to know of tracebacks and stacks as well."""
+
+    def __init__(self, pattern: str, redactor: Redactor) -> None:
+        super().__init__(pattern)
+        self._redactor = redactor
+
+    def format(self, record: logging.LogRecord) -> str:
+        return self._redactor(super().format(record))
+
+
+def guard_output(redactor: Redactor) -> None:
+    """From now on, what Python prints to standard output and error goes through ``redactor``.
+
+    What a library in C writes to the descriptors themselves does not, nor does a secret that is printed in pieces.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(
+            stream, io.TextIOWrapper
+        ):  # otherwise it is a notebook's or a test's, with no bytes under it
+            stream.flush()
+            guarded = io.TextIOWrapper(
+                _Guard(stream, redactor),
+                encoding=stream.encoding,
+                errors=stream.errors,
+                line_buffering=stream.line_buffering,
+                write_through=stream.write_through,
+            )
+            setattr(sys, name, guarded)
+
+
+class _Guard(io.BufferedIOBase):
+    """The bytes under a text stream, redacted on their way, so that nobody gets around it by ``.buffer``."""
+
+    def __init__(self, stream: io.TextIOWrapper, redactor: Redactor) -> None:
+        self._stream = stream  # kept: it would close its descriptor when nobody holds it any more
+        self._bytes: Any = stream.buffer
+        self._redactor = redactor
+        self.name = getattr(stream, "name", None)
+
+    def write(self, data: Any, /) -> int:
+        content = bytes(data)
+        text = content.decode(self._stream.encoding, "surrogateescape")
+        self._bytes.write(self._redactor(text).encode(self._stream.encoding, "surrogateescape"))
+        return len(content)
+
+    def flush(self) -> None:
+        self._bytes.flush()
+
+    def writable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return bool(self._bytes.isatty())
+
+    def fileno(self) -> int:
+        return int(self._bytes.fileno())
+
+
+def _forms(secret: str) -> Iterator[str]:
+    """A secret as it may stand in text: as it is, by its lines, and as Python, JSON or an address write it."""
+    yield from (secret, *secret.splitlines())
+    yield from (repr(secret)[1:-1], json.dumps(secret)[1:-1], quote(secret, safe=""))
