@@ -87,9 +87,12 @@ def run(
     with contextlib.suppress(OSError, SystemExit):
         if not quiet:
             console.print(members_table(result.members, result.results.scores))
-            for tell in (truncation_text, oom_text, float32_text, bad_rows_text):
+            for tell in (truncation_text, oom_text, float32_text):
                 for text in filter(None, map(tell, result.members)):
                     console.print(text, markup=False)
+            policy = loaded.config.on_bad_row
+            for text in filter(None, (bad_rows_text(state, policy) for state in result.members)):
+                console.print(text, markup=False)
             if result.left_out:
                 console.print(left_out_text(result.left_out, result.members), markup=False)
             for name, path in result.results.files.items():

@@ -55,9 +55,13 @@ class Judge:
         if isinstance(verdict, GiveUp):
             self.give_up(state, verdict.message, fault.traceback)
 
+    def replica_lost(self, state: MemberState, replica: int, fault: Fault) -> None:
+        """A worker ended with no chunk in its hands, while others of the member compute: they go on without it."""
+        self._note(state, replica, fault, None, "without it")
+
     def chunk_failed(self, state: MemberState, replica: int, chunk: Chunk, fault: Fault) -> None:
         """A chunk was not computed: it goes back in front, whole or in halves, or its row is set aside."""
-        verdict = self._recovery(state).judge(chunk, fault, state.rows_done > 0)
+        verdict = self._recovery(state).judge(chunk, fault, state.good_rows > 0)
         if isinstance(verdict, Again):
             state.waiting.appendleft(chunk)
             remedy = "again"
@@ -80,9 +84,8 @@ class Judge:
             reasons: by row of the table.
         """
         first = next(iter(reasons.values()))
-        are_any_good = state.rows_done > len(reasons) + len(state.bad_rows)
-        too_many = self._recovery(state).bad_rows(len(reasons), first, are_any_good)
         self._set_aside(state, reasons)
+        too_many = self._recovery(state).bad_rows(len(reasons), first, state.good_rows > 0)
         if too_many is not None:
             self._note(state, replica, Fault("error", too_many.message), None, "given up")
             self.give_up(state, too_many.message)
@@ -146,6 +149,7 @@ class Judge:
                 "again": "they are tried again",
                 "in halves": "they are tried in halves",
                 "another worker": "another one is started",
+                "without it": "its other workers go on",
             }[remedy]
             self._say(f"{name}: {fault.message}{what}; {next_step}")
 
@@ -155,5 +159,5 @@ def _rows_text(rows: Sequence[int]) -> str:
     return (
         f"row {shown}"
         if len(rows) == 1
-        else f"{len(rows):,} rows ({shown}{', ...' if len(rows) > 3 else ''})"
+        else f"{len(rows):,} rows ({shown}{', ...' if len(rows) > _SHOWN_ROWS else ''})"
     )

@@ -50,9 +50,10 @@ class Launcher:
         environment = worker_environment(lease)
         if lease:
             environment |= allocator_environment(model.expandable_segments, model.max_split_size_mb)
-        worker = LocalWorker(environment, log_path)
         parts_dir = self._works[member.name].parts_dir
-        worker.send(Start.of(worker_spec(self._prepared, self._rundir, member, parts_dir, folder)))
+        start = Start.of(worker_spec(self._prepared, self._rundir, member, parts_dir, folder))
+        worker = LocalWorker(environment, log_path)  # last: from here on the caller must know of it
+        worker.send(start)
         return worker, shown_path(log_path)
 
     def remove_offloaded(self) -> None:

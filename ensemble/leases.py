@@ -79,6 +79,7 @@ class Leases:
         self._workers = dict.fromkeys(gpus, 0)
         self._releasing: dict[Device, float] = {}
         self._doubtful: set[Device] = set()
+        self._suspect: set[Device] = set()
         self._timeout_seconds = release_timeout_seconds
         self._say = say
         self._clock = clock
@@ -95,7 +96,7 @@ class Leases:
     def can_take(self, count: int, allowed: Collection[str], is_last_resort: bool = False) -> bool:
         """Whether ``count`` of the ``allowed`` UUIDs could be leased now.
 
-        As a last resort also those whose memory never came free.
+        As a last resort also those whose memory never came free, and those on which a worker could not start.
         """
         return len(self._choose(count, allowed, is_last_resort)) == count
 
@@ -108,13 +109,18 @@ class Leases:
         self._doubtful -= set(chosen)
         return tuple(gpu for gpu in self._gpus if gpu in chosen)
 
-    def give_back(self, lease: Sequence[Device]) -> None:
+    def give_back(self, lease: Sequence[Device], is_suspect: bool = False) -> None:
         """The worker on these devices has ended; a device is free once its memory says so.
+
+        Args:
+            is_suspect: it ended before it could compute.  The devices are then taken last: one can answer NVML
+                and fail at every start.
 
         What a worker leaves on a device that others still use cannot be told from theirs: its place there is
         free at once.
         """
         now = self._clock()
+        (self._suspect.update if is_suspect else self._suspect.difference_update)(lease)
         for gpu in lease:
             self._workers[gpu] -= 1
             if not self._workers[gpu]:
@@ -129,9 +135,10 @@ class Leases:
             if gpu.uuid in allowed
             and gpu not in self._releasing
             and self._workers[gpu] < self._workers_per_gpu
-            and (is_last_resort or gpu not in self._doubtful)
+            and (is_last_resort or gpu not in self._doubtful | self._suspect)
         ]
-        return sorted(usable, key=lambda gpu: (gpu in self._doubtful, self._workers[gpu]))[:count]
+        doubts = self._doubtful | self._suspect
+        return sorted(usable, key=lambda gpu: (gpu in doubts, self._workers[gpu]))[:count]
 
     def poll(self) -> None:
         """Look at the memory if it is time, and free the devices that are back at their baseline."""

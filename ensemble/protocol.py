@@ -24,6 +24,10 @@ NO_LENGTH_LIMIT = 1_000_000
 Activation = Literal["softmax", "sigmoid", "none"]
 
 
+class ProtocolError(ValueError):
+    """The other side said what it should not, or what this version of the package does not know."""
+
+
 @dataclass(frozen=True)
 class WorkerSpec:
     """Everything a worker must know about its member; the first command it gets.
@@ -235,13 +239,13 @@ def decode(line: str) -> Any:
     """The message in a line of JSON.
 
     Raises:
-        ValueError: the line is not a message of this version of the package.
+        ProtocolError: the line is not a message of this version of the package.
     """
     try:
         fields = json.loads(line)
         return _TYPES[fields.pop("type")](**_tuples(fields))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"not a message: {line[:200]!r}") from error
+        raise ProtocolError(f"not a message: {line[:200]!r}") from error
 
 
 def _tuples(fields: dict[str, Any]) -> dict[str, Any]:

@@ -20,14 +20,14 @@ _BAD_ROWS_BEFORE_ANY_GOOD = 3
 # Each costs a start: two bad rows of a full chunk, each found in 14, and some accidents beside them.
 MAX_DEATHS = 40
 
-Kind: TypeAlias = Literal["error", "death", "memory", "lasting"]
+Kind: TypeAlias = Literal["error", "death", "hang", "memory", "lasting"]
 
 
 @dataclass(frozen=True)
 class Fault:
     """Why a worker did not deliver.
 
-    ``error``: an exception that left the process sound.  ``death``: the process ended, or hung and was ended.
+    ``error``: an exception that left the process sound.  ``death``: the process ended.  ``hang``: it was ended.
     ``memory``: the kernel ended it because the host ran out of memory.  ``lasting``: what no further attempt mends.
     """
 
@@ -126,4 +126,5 @@ class Recovery:
         return int(chunk.stop - chunk.start == 1)
 
     def _allowed(self, fault: Fault) -> int:
-        return min(self._retries, 1) if fault.kind == "memory" else self._retries
+        # A hang costs its time-out each time, and memory that was short a moment ago is seldom there now.
+        return min(self._retries, 1) if fault.kind in ("hang", "memory") else self._retries

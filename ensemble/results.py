@@ -65,9 +65,9 @@ class Handover:
             WriteError: the disk is full or the like.
         """
         name, work = state.plan.name, self._works[state.plan.name]
-        path = self._rundir.predictions(name)
-        self.results.files[f"predictions of {name}"] = path
+        path, what = self._rundir.predictions(name), f"predictions of {name}"
         if work.is_sealed:
+            self.results.files[what] = path
             return
         values = self._gathered(work)
         missing = np.setdiff1d(np.flatnonzero(np.isnan(values).any(axis=1)), list(state.bad_rows))
@@ -81,6 +81,7 @@ class Handover:
         sha256 = self._write_probabilities(path, values)
         seal(self._rundir, work, sha256, state.bad_rows, workers, state.plan.work * state.computed_cost)
         work.is_sealed = True
+        self.results.files[what] = path
 
     def merge(self, members: Sequence[MemberState]) -> None:
         """Average the members' values, score them where the truth is known, write ensemble and submission.
@@ -94,6 +95,8 @@ class Handover:
             MergeError: the CSVs do not fit together.
             WriteError: the disk is full or the like.
         """
+        self.results.scores.clear()  # those of a first submission
+        self.results.merged_rows.clear()
         table = self._prepared.table
         weights = [state.plan.model.weight for state in members]
         if members and any(weights):
@@ -101,6 +104,10 @@ class Handover:
         else:
             merged = np.full((table.rows, len(self._prepared.config.labels)), np.nan, order="F")
         self.results.filled_rows = self._fill(merged)
+        if missing := int(np.isnan(merged[:, 0]).sum()):
+            raise MergeError(
+                f"{missing:,} rows have no probabilities of any member; run the same command again"
+            )
         if self._truth is not None and members:
             self.results.scores[ENSEMBLE_ROW] = score(merged, self._truth)
         self._write_probabilities(self._rundir.ensemble, merged)
@@ -121,6 +128,8 @@ class Handover:
                 values = read_predictions(path, config.data.id_column, config.labels, table.ids)
             else:
                 values = self._gathered(self._works[name])
+                if self._prepared.config.on_bad_row == "uniform":
+                    values[list(state.bad_rows)] = self._even(name)
             reached = table.rows - int(np.isnan(values[:, 0]).sum())
             self.results.merged_rows[name] = reached
             if self._truth is not None and reached == table.rows:

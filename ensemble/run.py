@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
 
 from ensemble.config import LoadedConfig
-from ensemble.errors import MergeError, WriteError
+from ensemble.errors import Interrupted, WriteError
 from ensemble.judge import Judge
 from ensemble.launcher import Launcher
 from ensemble.leases import Leases
@@ -21,19 +19,25 @@ from ensemble.planning.plan import without_done
 from ensemble.planning.preflight import held_texts, wait_for_room
 from ensemble.planning.timelimit import reserve_seconds
 from ensemble.prepare import Prepared, prepare
-from ensemble.redact import RedactingFormatter, Redactor
-from ensemble.report.progress import Display, duration
+from ensemble.report.progress import Display, duration, phase_of
 from ensemble.report.runjson import run_document, worker_documents, write_run_json
 from ensemble.report.terminal import shown_path
 from ensemble.results import Handover, Results
-from ensemble.rundir import RunDir, atomic_path, hold, order_path, remove_halves, sync_directory, write_text
+from ensemble.rundir import (
+    RunDir,
+    atomic_path,
+    hold,
+    order_path,
+    remove_halves,
+    sync_directory,
+    write_text,
+)
+from ensemble.runlog import logging_to
 from ensemble.scheduler import Scheduler
 from ensemble.signals import Signals, heed_signals
 from ensemble.state import Failure, MemberState
 from ensemble.store import MemberWork, find_works, write_bad_rows
 from ensemble.timekeeper import TimeKeeper
-
-log = logging.getLogger("ensemble")
 
 
 @dataclass
@@ -44,7 +48,7 @@ class RunResult:
     ``left_out`` are failed members that the config allows to merge without.
     """
 
-    status: str = "interrupted"
+    status: str = "failed"
     members: list[MemberState] = field(default_factory=list)
     results: Results = field(default_factory=Results)
     left_out: list[Failure] = field(default_factory=list)
@@ -93,7 +97,7 @@ def run(
         rundir.tidy()
         if prepared.config.submission is not None and prepared.config.submission.path is not None:
             remove_halves(prepared.config.submission.path)
-        with _logging_to(rundir.run_log, loaded.redactor):
+        with logging_to(rundir.run_log, loaded.redactor):
             return _Run(prepared, rundir, display, signals, began, clock).go()
 
 
@@ -119,30 +123,37 @@ class _Run:
         self._result = RunResult()
         self._works: dict[str, MemberWork] = {}
         self._leases: Leases | None = None
+        self._phases: list[str] = []
 
     def go(self) -> RunResult:
-        result, rundir = self._result, self._rundir
+        result, rundir, config = self._result, self._rundir, self._config
         try:
-            self._works = find_works(self._prepared, rundir, self._display.say)
-            self._plan_what_is_left()
             handover = Handover(self._prepared, rundir, self._works)
             result.results = handover.results
+            if config.time_limit is not None and config.hash_weights and not rundir.ensemble.exists():
+                handover.merge([])  # to read all weights can take minutes
+            self._works.update(find_works(self._prepared, rundir, self._display.say))
+            self._plan_what_is_left()
+            self._write_run_json("running")
             if self._is_work_left:
                 rundir.forget_results()
             loaded = self._prepared.loaded
             write_text(rundir.config, loaded.redactor(loaded.text))
-            self._write_run_json("running")
             reserve = self._first_submission(handover)
             if self._is_work_left:
-                self._wait_for_room()
+                self._wait_for_room(reserve)
                 self._publish()
             self._run_members(handover, reserve)
             self._hand_over(handover)
+        except Interrupted:
+            result.status = "interrupted"
+            raise
         finally:
-            with contextlib.suppress(WriteError):  # what ended the run says more than this
-                self._write_run_json(result.status)
-                result.results.files["report"] = rundir.run_json
-        if result.status == "complete":
+            if result.members:  # else the report of an earlier run says more
+                with contextlib.suppress(WriteError):  # what ended the run says more than this
+                    self._write_run_json(result.status)
+                    result.results.files["report"] = rundir.run_json
+        if result.status == "complete" and not result.left_out:  # who was left out can go on from its parts
             rundir.remove_work()
         return result
 
@@ -166,7 +177,7 @@ class _Run:
     def _first_submission(self, handover: Handover) -> float:
         """Under a time limit: a submission of what there is; returns the seconds to keep for the last one."""
         limit = self._config.time_limit
-        if limit is None:
+        if limit is None or not self._is_work_left:
             return 0.0
         began = self._clock()
         handover.merge([one for one in self._result.members if self._works[one.plan.name].is_done.any()])
@@ -176,9 +187,9 @@ class _Run:
         )
         return reserve_seconds(self._clock() - began, len(self._config.models), limit)
 
-    def _wait_for_room(self) -> None:
+    def _wait_for_room(self, reserve: float) -> None:
         limit = self._config.time_limit
-        left = math.inf if limit is None else self._began + limit - self._clock()
+        left = math.inf if limit is None else self._began + limit - reserve - self._clock()
         outlook = wait_for_room(self._prepared.outlook, self._display.say, left)
         if outlook is not self._prepared.outlook:
             self._prepared = replace(self._prepared, outlook=outlook)
@@ -233,6 +244,11 @@ class _Run:
 
     def _on_change(self, members: list[MemberState]) -> None:
         self._display.update(members)
+        phases = [phase_of(state) for state in members]
+        if phases != self._phases:
+            self._phases = phases
+            with contextlib.suppress(WriteError):  # a full disk ends the run when a result cannot be written
+                self._write_run_json("running")
         self._signals.check()
 
     def _keep_bad_rows(self, state: MemberState) -> None:
@@ -244,14 +260,19 @@ class _Run:
         good = [state for state in result.members if state.failure is None]
         failures = [state.failure for state in result.members if state.failure is not None]
         may_go_on = self._config.on_member_failure == "continue"
-        if not good or not all(failure.is_dropped or may_go_on for failure in failures):
-            result.status = "failed"
+        is_timed = self._config.time_limit is not None
+        counts = any(state.plan.model.weight for state in good)
+        if not counts or not all(failure.is_dropped or may_go_on for failure in failures):
+            if is_timed and self._is_any_done(good):
+                handover.merge(good)  # better than the first submission, which is there in any case
             return
-        if failures and not any(state.plan.model.weight for state in good):
-            raise MergeError("every member with a weight above 0 has failed: nothing is left to merge")
         handover.merge(good)
         result.left_out = failures
-        result.status = "complete" if all(state.finished for state in good) else "time_limit"
+        unfinished = is_timed and not all(state.finished for state in good)
+        result.status = "time_limit" if unfinished else "complete"
+
+    def _is_any_done(self, members: Sequence[MemberState]) -> bool:
+        return any(state.rows_done and state.plan.model.weight for state in members)
 
     def _write_run_json(self, status: str) -> None:
         prepared, result = self._prepared, self._result
@@ -290,18 +311,3 @@ def _other_disk_errors(rundir: RunDir) -> Iterator[None]:
         raise WriteError(
             f"cannot write to {place} ({error.strerror or error}); free it or change output_dir"
         ) from error
-
-
-@contextlib.contextmanager
-def _logging_to(path: Path, redactor: Redactor) -> Iterator[None]:
-    handler = logging.FileHandler(path, encoding="utf-8")
-    handler.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(message)s", redactor))
-    log.addHandler(handler)
-    level = log.level
-    log.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
-        log.removeHandler(handler)
-        handler.close()

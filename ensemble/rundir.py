@@ -23,9 +23,11 @@ import glob
 import hashlib
 import os
 import re
+import secrets
 import shutil
 import socket
 import stat
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, BinaryIO
@@ -33,6 +35,7 @@ from typing import IO, BinaryIO
 from ensemble.errors import OutputError, OutputInUse, WriteError
 
 _TEMPORARY = ".tmp-"
+_LOCK_ATTEMPTS = 5
 
 
 class RunDir:
@@ -124,8 +127,8 @@ class RunDir:
         self.forget_results()
         self.run_json.unlink(missing_ok=True)
         for folder in (self.predictions_dir, self.work_dir, self.logs_dir):
-            if not folder.is_symlink():
-                shutil.rmtree(folder, ignore_errors=True)
+            if folder.is_dir() and not folder.is_symlink():
+                shutil.rmtree(folder)  # what stayed would be taken for this run's work
         self.tidy()
 
     def remove_work(self) -> None:
@@ -159,7 +162,8 @@ def atomic_path(path: Path) -> Iterator[Path]:
     Raises:
         WriteError: the disk is full, the directory is gone, or the like.
     """
-    temporary = path.with_name(f".{path.name}{_TEMPORARY}{os.getpid()}")
+    # Random, because two runs in two containers may have the same number and one submission.path.
+    temporary = path.with_name(f".{path.name}{_TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}")
     try:
         _claim(temporary)
         yield temporary
@@ -219,9 +223,11 @@ def write_text(path: Path, text: str) -> None:
 
 
 def remove_halves(target: Path) -> None:
-    """Remove what killed processes left of a file that they were writing."""
+    """Remove what killed processes left of a file that they were writing; not what a living one writes."""
     for leftover in target.parent.glob(f".{glob.escape(target.name)}{_TEMPORARY}*"):
-        leftover.unlink(missing_ok=True)
+        pid = leftover.name.rpartition(_TEMPORARY)[2].partition("-")[0]
+        if not Path(f"/proc/{pid}").exists():
+            leftover.unlink(missing_ok=True)
 
 
 def holder(rundir: RunDir) -> str | None:
@@ -246,17 +252,26 @@ def hold(rundir: RunDir) -> Iterator[IO[str]]:
         OutputError: the lock is a link.
     """
     with _open_lock(rundir, os.O_RDWR | os.O_CREAT, "r+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _locked(lock):
             holder = lock.read().strip() or "another process"
             raise OutputInUse(
                 f"output_dir: {rundir.root} is in use by {holder}; wait for it, or choose another output_dir"
-            ) from None
+            )
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         lock.flush()
         yield lock
+
+
+def _locked(lock: IO[str]) -> bool:
+    for attempt in range(_LOCK_ATTEMPTS):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # perhaps only a look by ``holder``
+            time.sleep(0.1 if attempt < _LOCK_ATTEMPTS - 1 else 0)
+        else:
+            return True
+    return False
 
 
 def _open_lock(rundir: RunDir, flags: int, mode: str) -> IO[str]:

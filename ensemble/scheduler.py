@@ -13,12 +13,24 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ensemble.devices import Device
+from ensemble.errors import MergeError
 from ensemble.hostmemory import oom_kills
 from ensemble.judge import Judge
 from ensemble.leases import Leases
 from ensemble.planning.chunks import Chunk
 from ensemble.planning.plan import MemberPlan
-from ensemble.protocol import ChunkDone, ChunkFailed, Closed, Failed, Predict, Progress, Ready, Started, Stop
+from ensemble.protocol import (
+    ChunkDone,
+    ChunkFailed,
+    Closed,
+    Failed,
+    Predict,
+    Progress,
+    ProtocolError,
+    Ready,
+    Started,
+    Stop,
+)
 from ensemble.recovery import Fault
 from ensemble.slots import Slot, Worker
 from ensemble.state import MemberState, WorkerRecord
@@ -112,10 +124,14 @@ class Scheduler:
         if slot.worker.has_exited() or now > (slot.end_by or float("inf")):
             self._read(slot)
             self._end(slot)
-        elif slot.end_by is None and (text := slot.hang_text(now, self._hang_timeout_seconds)):
-            slot.fault = Fault("death", f"{text}; where it hung is in its log")
-            slot.worker.abort()
-            slot.end_by = now + ABORT_SECONDS
+        elif slot.end_by is None and slot.hang_text(now, self._hang_timeout_seconds):
+            self._read(slot)  # what it said while this process was busy, as with a large table, counts
+            now = time.monotonic()
+            text = slot.hang_text(now, self._hang_timeout_seconds)
+            if text and slot.end_by is None:
+                slot.fault = Fault("hang", f"{text}; where it hung is in its log")
+                slot.worker.abort()
+                slot.end_by = now + ABORT_SECONDS
 
     def _start_what_fits(self) -> None:
         while (turn := self._turns.next(self._slots)) is not None:
@@ -158,7 +174,7 @@ class Scheduler:
             for event in events:
                 slot.heard(event, time.monotonic())
                 self._handle(slot, event)
-        except ValueError as error:
+        except ProtocolError as error:
             slot.fault = slot.fault or Fault("lasting", f"ProtocolError: {error}")
             self._ask_to_end(slot)
         if not slot.is_line_open:
@@ -192,13 +208,14 @@ class Scheduler:
 
     def _check_chunk(self, slot: Slot, index: int) -> None:
         if slot.chunk is None or slot.chunk.index != index:
-            raise ValueError(f"it spoke of chunk {index}, which it was not given")
+            raise ProtocolError(f"it spoke of chunk {index}, which it was not given")
 
     def _chunk_done(self, slot: Slot, event: ChunkDone) -> None:
         self._check_chunk(slot, event.chunk)
         assert slot.chunk is not None
         record, state = slot.record, slot.state
         record.rows += event.rows
+        record.bad_rows += len(event.bad_rows)
         record.tokens += event.tokens
         record.padded_tokens += event.padded_tokens
         record.batches += event.batches
@@ -237,7 +254,10 @@ class Scheduler:
             state.finished_at = time.monotonic()
             self._judge.finished(state)
             if state.failure is None:
-                self._on_finished(state)
+                try:
+                    self._on_finished(state)
+                except MergeError as error:  # its parts were harmed meanwhile: the others go on
+                    self._judge.give_up(state, str(error))
 
     def _next_chunk(self, slot: Slot) -> Chunk | None:
         state = slot.state
@@ -251,6 +271,7 @@ class Scheduler:
         chunk = self._next_chunk(slot)
         if chunk is None:
             slot.told_to_stop = True
+            slot.end_by = slot.end_by or time.monotonic() + END_SECONDS
             slot.worker.send(Stop())
             return
         slot.chunk = slot.state.in_hand[slot.record.pid] = chunk
@@ -270,7 +291,7 @@ class Scheduler:
         state.running -= 1
         if not state.running and state.predicting_since is not None and state.finished_at is None:
             state.paused_at = time.monotonic()
-        self._leases.give_back(slot.lease)
+        self._leases.give_back(slot.lease, is_suspect=not slot.is_ready and state.failure is None)
         log.info("%s-%d ended with exit code %d", record.member, record.replica, code)
         if state.failure is not None:  # it was told to end
             self._take_back(slot)
@@ -282,11 +303,15 @@ class Scheduler:
             return
         if slot.chunk is not None:
             self._judge_chunk(slot, fault)
-        elif not state.finished:
+        elif state.finished:  # others did its part: nothing is missing
+            log.warning("%s-%d had no part in the end: %s", record.member, record.replica, fault.message)
+        elif any(other.state is state and other.is_ready for other in self._slots):
+            # What kept this one from starting, such as a broken GPU, does not keep the others from going on.
+            state.most_replicas = max(1, state.running)
+            self._judge.replica_lost(state, record.replica, fault)
+        else:
             self._judge.worker_failed(state, record.replica, fault)
             self._end_failed(state)
-        else:  # others did its part: nothing is missing
-            log.warning("%s-%d had no part in the end: %s", record.member, record.replica, fault.message)
 
     def _end_failed(self, state: MemberState) -> None:
         """A member that has failed needs none of its workers."""

@@ -79,8 +79,10 @@ class Slot:
     def hang_text(self, now: float, timeout_seconds: float) -> str:
         """Why it counts as hung; empty while it does not."""
         process = f"its worker (process {self.record.pid})"
-        if now - self.heard_at > timeout_seconds:
-            return f"{process} gave no sign of life for {timeout_seconds:g} s"
+        # To load a library from a slow disk, Python can be held up as long as that takes.
+        silence = timeout_seconds * (1 if self.is_ready else _LOADING_TIMES)
+        if now - self.heard_at > silence:
+            return f"{process} gave no sign of life for {silence:g} s"
         if self.is_ready and self.chunk is not None and now - self.stepped_at > timeout_seconds:
             return f"{process} finished no batch for {timeout_seconds:g} s (hang_timeout)"
         longest = _LOADING_TIMES * timeout_seconds

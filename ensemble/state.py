@@ -56,6 +56,7 @@ class WorkerRecord:
     predict_seconds: float = 0.0
     life_seconds: float | None = None
     rows: int = 0
+    bad_rows: int = 0
     tokens: int = 0
     padded_tokens: int = 0
     batches: int = 0
@@ -110,7 +111,7 @@ class MemberState:
         return cls(
             plan,
             deque(plan.chunks),
-            plan.replicas,
+            min(plan.replicas, max(1, len(plan.chunks))),
             count(1 + max((chunk.index for chunk in plan.chunks), default=0)),
             reused_rows=len(plan.order) - left,
             reused_cost=max(0.0, 1.0 - cost) if plan.chunks else 1.0,
@@ -120,6 +121,12 @@ class MemberState:
     def rows_done(self) -> int:
         in_hand = sum(progress.rows for progress in self.current.values())
         return self.reused_rows + sum(record.rows for record in self.workers) + in_hand
+
+    @property
+    def good_rows(self) -> int:
+        """Rows that this run or an earlier one has computed, those in hand left out."""
+        bad = sum(record.bad_rows for record in self.workers)
+        return self.reused_rows + sum(record.rows for record in self.workers) - bad
 
     @property
     def tokens_done(self) -> int:

@@ -21,7 +21,9 @@ import pyarrow as pa
 import pyarrow.csv as pa_csv
 
 from ensemble.checkpoint.content import FileDigests
+from ensemble.errors import ConfigError
 from ensemble.fingerprint import Fingerprint, member_fingerprint
+from ensemble.planning.facts import read_json
 from ensemble.prepare import Prepared
 from ensemble.rundir import RunDir, atomic_path, bad_rows_path, part_name, read_part, write_text
 
@@ -64,11 +66,16 @@ def find_works(prepared: Prepared, rundir: RunDir, say: Callable[[str], None]) -
 
     Args:
         say: takes a sentence for the user about each member of which something is, or was, there.
+
+    Raises:
+        ConfigError: a trial on the first rows would replace predictions of more rows.
+        CheckpointError: a weight file cannot be read.
     """
     works = {}
     files = FileDigests(prepared.config.hash_weights)
     keeps_bad_rows = prepared.config.on_bad_row == "uniform"
     for member in prepared.plan.members:
+        _refuse_trial(prepared, rundir, member.name)
         fingerprint = member_fingerprint(prepared, member, files)
         work = find_work(rundir, member.name, fingerprint, prepared.table.rows, keeps_bad_rows)
         works[member.name] = work
@@ -84,6 +91,15 @@ def find_works(prepared: Prepared, rundir: RunDir, say: Callable[[str], None]) -
     return works
 
 
+def _refuse_trial(prepared: Prepared, rundir: RunDir, member: str) -> None:
+    sealed = read_json(rundir.seal(member)).get("rows")
+    if prepared.config.limit is not None and isinstance(sealed, int) and sealed > prepared.table.rows:
+        raise ConfigError(
+            f"output_dir: {rundir.root} holds {member}'s predictions of {sealed:,} rows, which a trial on "
+            f"{prepared.table.rows:,} rows would replace; give the trial its own: --set output_dir=trial"
+        )
+
+
 def find_work(
     rundir: RunDir, member: str, fingerprint: Fingerprint, rows: int, keeps_bad_rows: bool
 ) -> MemberWork:
@@ -97,17 +113,18 @@ def find_work(
     work = MemberWork(
         member, fingerprint, rundir.parts_dir(member, fingerprint.digest), np.zeros(rows, dtype=np.bool_)
     )
-    sealed = _read_object(rundir.seal(member))
+    sealed = read_json(rundir.seal(member))
     made_of = Fingerprint.from_dict(sealed.get("fingerprint"))
     if made_of is not None:
         work.changed = fingerprint.changed_from(made_of)
-        bad_rows = _rows_with_reasons(sealed.get("bad_rows"))
+        bad_rows = _rows_with_reasons(sealed.get("bad_rows"), rows)
         is_as_sealed = not work.changed and sealed.get("sha256") == _file_digest(rundir.predictions(member))
         if is_as_sealed and (keeps_bad_rows or not bad_rows):
             work.is_done[:] = True
             work.is_sealed, work.bad_rows = True, bad_rows
-            work.workers = [one for one in sealed.get("workers", []) if isinstance(one, dict)]
-            work.worked = float(sealed.get("work", 0.0))
+            workers, worked = sealed.get("workers"), sealed.get("work")
+            work.workers = workers if isinstance(workers, list) else []
+            work.worked = float(worked) if isinstance(worked, int | float) else 0.0
             return work
         if is_as_sealed and not any(work.parts_dir.glob("*.csv")):
             _write_as_part(work, rundir.predictions(member), bad_rows)
@@ -118,7 +135,8 @@ def find_work(
         else:
             work.is_done[_table(content).column("row").to_numpy()] = True
     if keeps_bad_rows:
-        work.bad_rows = _rows_with_reasons(_read_object(bad_rows_path(work.parts_dir)))
+        noted = _rows_with_reasons(read_json(bad_rows_path(work.parts_dir)), rows)
+        work.bad_rows = {row: reason for row, reason in noted.items() if not work.is_done[row]}
         work.is_done[list(work.bad_rows)] = True
     return work
 
@@ -153,6 +171,7 @@ def seal(
     document = {
         "fingerprint": work.fingerprint.to_dict(),
         "sha256": sha256,
+        "rows": len(work.is_done),
         "bad_rows": dict(sorted(bad_rows.items())),
         "workers": list(workers),
         "work": worked,
@@ -199,18 +218,9 @@ def _table(content: bytes) -> pa.Table:
     return pa_csv.read_csv(io.BytesIO(content), convert_options=pa_csv.ConvertOptions(column_types=types))
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return document if isinstance(document, dict) else {}
-
-
-def _rows_with_reasons(found: object) -> dict[int, str]:
-    if not isinstance(found, dict):
-        return {}
-    return {int(row): str(reason) for row, reason in found.items() if str(row).isdecimal()}
+def _rows_with_reasons(found: object, rows: int) -> dict[int, str]:
+    named = found.items() if isinstance(found, dict) else ()
+    return {int(row): str(why) for row, why in named if str(row).isdecimal() and int(row) < rows}
 
 
 def _json(document: object) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ensemble.planning.chunks import Chunk, cut_at
-from ensemble.planning.timelimit import Share, calibrated, fitting_start, goals
+from ensemble.planning.timelimit import SMALLEST_ROWS, Share, calibrated, fitting_start, goals
 from ensemble.state import MemberState
 
 # A member that has not been measured yet starts with rows that would fit if it were four times slower than guessed.
@@ -72,12 +72,23 @@ class TimeKeeper:
                 one.seconds_per_member for one in _shares(members) if one.name == state.plan.name
             )
             guess = None if device_seconds is None else device_seconds / max(state.plan.gpus, 1)
-            return lambda chunk: fitting_start(chunk, guess, 1.0, seconds_left * _TRUST_IN_GUESSES)
+            nobody_measured = all(one.seconds_per_cost is None for one in members)
+
+            def fitting(chunk: Chunk) -> int | None:
+                start = fitting_start(chunk, guess, 1.0, seconds_left * _TRUST_IN_GUESSES)
+                # A guess alone stops nobody: a few rows tell more.
+                smallest = max(chunk.start, chunk.stop - SMALLEST_ROWS)
+                return smallest if start is None and nobody_measured and seconds_left > 0 else start
+
+            return fitting
         ratio = state.slowest_seconds_per_cost / per_cost
         return lambda chunk: fitting_start(chunk, per_cost, ratio, seconds_left)
 
     def _is_its_turn(self, state: MemberState, members: Sequence[MemberState]) -> bool:
         unfinished = [one for one in members if one.failure is None]
+        counting = [one for one in unfinished if one.plan.model.weight > 0]
+        if any(not one.finished for one in counting):  # a member of weight 0 adds nothing to the submission
+            unfinished = counting
         wanted = goals(_shares(unfinished), self._places, self.seconds_left)
         return state.fraction < wanted.get(state.plan.name, 0.0)
 

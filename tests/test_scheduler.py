@@ -12,8 +12,11 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import pytest
 
+import ensemble.scheduler
 from ensemble.devices import Device
+from ensemble.errors import MergeError
 from ensemble.judge import Judge, Policy
 from ensemble.leases import Leases
 from ensemble.planning.plan import MemberPlan, Plan, make_plan, without_done
@@ -52,9 +55,10 @@ class PretendedWorker:
 
     Args:
         answer: what it says to a chunk; None: it is killed, a number: it exits with that code.
+        can_start: else it fails as where CUDA does not start.
     """
 
-    def __init__(self, pid: int, answer: Answer = computed) -> None:
+    def __init__(self, pid: int, answer: Answer = computed, can_start: bool = True) -> None:
         self.pid = pid
         self.events_fd, self._write_end = os.pipe()
         self._answer = answer
@@ -62,7 +66,11 @@ class PretendedWorker:
         self._is_over = False
         self._code = 0
         self.was_aborted = False
-        self._say(0, Started({}, 0.02), Ready(0.02, "cpu", "float32", "sdpa", 1, 128, 2048))
+        if can_start:
+            self._say(0, Started({}, 0.02), Ready(0.02, "cpu", "float32", "sdpa", 1, 128, 2048))
+        else:
+            self._say(0, Failed("RuntimeError", "CUDA driver initialization failed", ""))
+            self._is_over, self._code = True, 1
 
     def _say(self, seconds: float, *events: Any) -> None:
         self._due += [(time.monotonic() + seconds, event) for event in events]
@@ -113,18 +121,22 @@ def schedule(
     policy: Policy = "fail",
     hang_timeout: float = 60.0,
     time_keeper: TimeKeeper | None = None,
+    broken: Sequence[str] = (),
+    on_finished: Callable[[MemberState], None] = lambda state: None,
 ) -> list[MemberState]:
+    """Run a plan with pretended workers, of which those on ``broken`` devices cannot start."""
     pids = iter(range(1, 1000))
 
     def launch(member: MemberPlan, replica: int, lease: Sequence[Device]) -> tuple[Worker, str]:
-        return PretendedWorker(next(pids), answer), "log"
+        can_start = not any(device.uuid in broken for device in lease)
+        return PretendedWorker(next(pids), answer, can_start), "log"
 
     # Without a driver nobody tells the memory, so that every device is free again at once.
     leases = Leases(devices, 1, 60.0, say=lambda text: None)
     judge = Judge(2, policy, lambda text: None, lambda state: None)
     members = [MemberState.of(member) for member in plan.members]
     scheduler = Scheduler(
-        members, leases, launch, judge, lambda members: None, lambda state: None, hang_timeout, time_keeper
+        members, leases, launch, judge, lambda members: None, on_finished, hang_timeout, time_keeper
     )
     scheduler.run()
     return members
@@ -334,3 +346,63 @@ def test_time_enough_changes_nothing() -> None:
     assert all(state.finished for state in states)
     assert [len(state.workers) for state in states] == [1, 1]
     assert not keeper.is_over
+
+
+def test_a_gpu_on_which_nothing_starts_does_not_fail_those_that_have_another() -> None:
+    two = gpus(2)
+    states = schedule(plan_of([40, 40], [2, 1], two), two, broken=["GPU-1"])
+    assert all(state.finished for state in states)
+    assert all(state.failure is None for state in states)
+    assert [record.exit_code for record in states[0].workers].count(1) == 1, "it is not tried again and again"
+
+    assert {fault.remedy for fault in states[0].faults} == {"without it"}
+
+
+def test_a_worker_that_is_told_to_stop_and_does_not_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ensemble.scheduler, "END_SECONDS", 0.3)
+    monkeypatch.setattr(PretendedWorker, "send", deaf_to_stop(PretendedWorker.send))
+    (state,) = schedule(one_member(), [])
+    assert state.finished
+    assert state.failure is None
+
+
+def deaf_to_stop(
+    send: Callable[[PretendedWorker, Command], None],
+) -> Callable[[PretendedWorker, Command], None]:
+    def send_but_stop(worker: PretendedWorker, command: Command) -> None:
+        if not isinstance(command, Stop):
+            send(worker, command)
+
+    return send_but_stop
+
+
+def test_what_workers_said_while_the_parent_was_busy_counts() -> None:
+    states = schedule(
+        plan_of([40, 40], [1, 1], gpus(2)),
+        gpus(2),
+        hang_timeout=0.3,
+        on_finished=lambda state: time.sleep(0.8),
+    )
+    assert all(state.finished for state in states)
+    assert not any(state.faults for state in states)
+
+
+def test_predictions_that_cannot_be_gathered_fail_their_member_only() -> None:
+    def on_finished(state: MemberState) -> None:
+        if state.plan.name == "m0":
+            raise MergeError("m0: 3 rows are missing in its parts")
+
+    first, second = schedule(plan_of([6, 6], [1, 1], []), [], on_finished=on_finished)
+    assert first.failure is not None
+    assert "3 rows are missing" in first.failure.message
+    assert second.finished
+
+
+def test_an_error_of_the_parents_own_is_not_blamed_on_a_worker() -> None:
+    def on_finished(state: MemberState) -> None:
+        raise UnicodeEncodeError("ascii", "\u2028", 0, 1, "not of this parent's making")
+
+    with pytest.raises(UnicodeEncodeError):
+        schedule(one_member(), [], on_finished=on_finished)

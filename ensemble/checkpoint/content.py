@@ -154,8 +154,17 @@ def hub_commit(name_or_path: str, folder: Path) -> str | None:
 
 
 def digest_of(value: object) -> str:
-    """A digest of a value that JSON can hold, in any order of its keys."""
-    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=32).hexdigest()
+    """A digest of a value as YAML can hold it, in any order of its keys."""
+    return hashlib.blake2b(json.dumps(_plain(value)).encode(), digest_size=32).hexdigest()
+
+
+def _plain(value: object) -> object:
+    # YAML has keys that are numbers, and dates; JSON would refuse the one and cannot sort the other.
+    if isinstance(value, Mapping):
+        return {"keys": sorted([repr(key), _plain(item)] for key, item in value.items())}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, str | int | float | None) else [type(value).__name__, repr(value)]
 
 
 def _places(folder: Path, kwargs: Mapping[str, Any]) -> list[Path]:

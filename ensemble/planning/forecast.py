@@ -69,8 +69,8 @@ def measured_speeds(
             # A worker that was leased a GPU and fell back to the CPU says nothing of the GPU.
             fell_back = any(one["device_name"] == "cpu" and one["devices"] != ["cpu"] for one in workers)
             is_same = member["computed_as"] == computed_as.get(member["name"])
-            if member["status"] == "complete" and is_same and not fell_back:
-                loaded = [one for one in workers if one["load_seconds"] is not None]  # others died before
+            loaded = [one for one in workers if one["load_seconds"] is not None]  # others died before
+            if member["status"] == "complete" and is_same and loaded and not fell_back:
                 startup = max(one["start_seconds"] + one["load_seconds"] for one in loaded)
                 seconds = sum(one["predict_seconds"] for one in workers)
                 if all(0 < value < _LONGEST_SECONDS for value in (startup, seconds, member["work"])):

@@ -144,7 +144,9 @@ def without_done(member: MemberPlan, is_done: npt.NDArray[np.bool_], is_timed: b
 
 
 def _is_same_table(lengths: Mapping[str, npt.NDArray[np.int64]]) -> bool:
-    return len({len(one) for one in lengths.values()}) == 1  # a table that cannot be read has one row for some
+    return (
+        len({len(one) for one in lengths.values()}) == 1
+    )  # a table that cannot be read has one row for some
 
 
 def _shared(plan: Plan, places: Mapping[str, int]) -> Plan:

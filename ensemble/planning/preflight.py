@@ -28,9 +28,7 @@ def held_texts(devices: Sequence[Device]) -> Iterator[str]:
             )
 
 
-def wait_for_room(
-    outlook: Outlook, say: Callable[[str], None], at_most_seconds: float = math.inf
-) -> Outlook:
+def wait_for_room(outlook: Outlook, say: Callable[[str], None], at_most_seconds: float = math.inf) -> Outlook:
     """The outlook once every member finds the room it needs, or as it is when the time is over.
 
     Args:

@@ -22,6 +22,8 @@ SMALLEST_ROWS: Final = 16
 RESERVE_MIN_SECONDS: Final = 5.0
 # Of the whole limit at most; in a very short run half-done work counts for more than a margin.
 RESERVE_MAX_SHARE: Final = 0.2
+# Workers that are in the midst of something when it is over get these to end.
+ENDING_SECONDS: Final = 5.0
 # In units of the first submission, whose few digits are soon written.  Measured with 20,000 to 500,000 rows of 3 or
 # 20 labels: ensemble and submission take 0.6 to 3.2 in the end; a member's parts read, written as a CSV and read
 # again take 0.8 to 2.9, or 1.7 to 6.3 where there is no submission to write at the start.
@@ -162,8 +164,8 @@ def reserve_seconds(first_seconds: float, members: int, limit_seconds: float) ->
         members: how many there are to gather and merge.
         limit_seconds: the whole ``time_limit``.
     """
-    wanted = _RESERVE_FACTOR * first_seconds * (_RESERVE_AT_END + _RESERVE_PER_MEMBER * members)
-    return min(max(wanted, RESERVE_MIN_SECONDS), RESERVE_MAX_SHARE * limit_seconds)
+    writing = _RESERVE_FACTOR * first_seconds * (_RESERVE_AT_END + _RESERVE_PER_MEMBER * members)
+    return min(max(ENDING_SECONDS + writing, RESERVE_MIN_SECONDS), RESERVE_MAX_SHARE * limit_seconds)
 
 
 def handout_order(chunks: Sequence[Chunk]) -> list[int]:

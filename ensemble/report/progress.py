@@ -104,7 +104,10 @@ class PlainDisplay:
     def say(self, text: str) -> None:
         # A reader that has gone (`| head`) or a full disk behind a redirection must not end the run.
         with contextlib.suppress(OSError):
-            print(text, file=self._file, flush=True)
+            try:
+                print(text, file=self._file, flush=True)
+            except UnicodeEncodeError:  # a locale of ASCII
+                print(text.encode("ascii", "backslashreplace").decode(), file=self._file, flush=True)
 
     def update(self, members: Sequence[MemberState]) -> None:
         now = self._clock()

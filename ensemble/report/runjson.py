@@ -15,6 +15,7 @@ from ensemble import __version__
 from ensemble.leases import Leases
 from ensemble.planning.plan import MemberPlan
 from ensemble.prepare import Prepared
+from ensemble.report.progress import phase_of
 from ensemble.results import Results
 from ensemble.rundir import write_text
 from ensemble.state import Failure, MemberState, WorkerRecord
@@ -104,6 +105,7 @@ def _member(state: MemberState, work: MemberWork | None) -> dict[str, Any]:
     padded = sum(record.padded_tokens for record in state.workers)
     return {
         "name": plan.name,
+        "phase": phase_of(state),
         "status": "failed" if state.failure else "complete" if state.finished else "unfinished",
         "weight": plan.model.weight,
         "gpus_per_replica": plan.gpus,

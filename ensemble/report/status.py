@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from rich.table import Table
 
 from ensemble.errors import DataError
 from ensemble.fingerprint import Fingerprint
+from ensemble.planning.facts import read_json
 from ensemble.rundir import RunDir, holder, part_rows
 
 _GO_ON = "the same command again goes on from there"
@@ -40,7 +40,7 @@ def status_report(folder: Path) -> StatusReport:
         DataError: no run has ever been there.
     """
     rundir = RunDir(folder)
-    document = _read_object(rundir.run_json)
+    document = read_json(rundir.run_json)
     by = holder(rundir)
     members = [one for one in document.get("members", []) if isinstance(one, dict)]
     if not members:
@@ -61,15 +61,13 @@ def status_report(folder: Path) -> StatusReport:
 def _state(rundir: RunDir, member: Mapping[str, Any], rows: int, is_running: bool) -> tuple[str, int]:
     """A word for a member, and how many of its rows are done."""
     name, fingerprint = str(member.get("name")), str(member.get("fingerprint"))
-    made_of = Fingerprint.from_dict(_read_object(rundir.seal(name)).get("fingerprint"))
+    made_of = Fingerprint.from_dict(read_json(rundir.seal(name)).get("fingerprint"))
     if made_of is not None and made_of.digest == fingerprint and rundir.predictions(name).is_file():
         return "done", rows
     done = min(part_rows(rundir.parts_dir(name, fingerprint)), rows)
-    if member.get("failure") is not None and not is_running:
+    if member.get("failure") is not None:
         return "failed", done
-    if is_running and any(rundir.logs_dir.glob(f"{name}-*.log")):
-        return "running", done
-    return ("waiting" if is_running else "unfinished"), done
+    return (str(member.get("phase")) if is_running else "unfinished"), done
 
 
 def _lines(
@@ -88,11 +86,3 @@ def _lines(
         if isinstance(bad_rows, dict) and bad_rows:
             row, reason = next(iter(bad_rows.items()))
             yield f"{member.get('name')}: {len(bad_rows):,} bad rows, the first is row {int(row) + 1}: {reason}"
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return document if isinstance(document, dict) else {}

@@ -61,18 +61,20 @@ def float32_text(state: MemberState) -> str:
     return f"{state.plan.name}: {were.format(dtype)} computed again in float32"
 
 
-def bad_rows_text(state: MemberState) -> str:
-    """What is said of a member that has rows which it could not compute; empty where it has none."""
+def bad_rows_text(state: MemberState, policy: str) -> str:
+    """What is said of a member that has rows which it could not compute; empty where it has none.
+
+    Args:
+        policy: ``on_bad_row``; where it is not ``uniform``, such a member is merged only if its time was over.
+    """
     rows = sorted(state.bad_rows)
     if not rows or state.failure is not None:
         return ""
+    count = "1 row" if len(rows) == 1 else f"{len(rows):,} rows"
+    what = "equal probabilities" if policy == "uniform" else "left to the other members"
     shown = ", ".join(f"{row + 1:,}" for row in rows[:5]) + (", ..." if len(rows) > 5 else "")
-    could = (
-        "1 row could not be computed and has"
-        if len(rows) == 1
-        else f"{len(rows):,} rows could not be computed and have"
-    )
-    return f"{state.plan.name}: {could} equal probabilities (on_bad_row: uniform): row {shown}; reasons in run.json"
+    name = state.plan.name
+    return f"{name}: {count} could not be computed ({what}, on_bad_row: {policy}): row {shown}; reasons in run.json"
 
 
 def left_out_text(left_out: Sequence[Failure], members: Sequence[MemberState]) -> str:
@@ -90,9 +92,9 @@ def coverage_text(members: Sequence[MemberState], merged_rows: Mapping[str, int]
         f"{one.plan.name} {merged_rows.get(one.plan.name, 0):,} of {len(one.plan.order):,} rows"
         for one in members
     ]
-    filled = f"{filled_rows:,} rows" if filled_rows != 1 else "1 row"
+    filled = f"{filled_rows:,} rows that no member reached were" if filled_rows != 1 else "1 row was"
     return (
-        f"stopped at time_limit: {', '.join(parts)}; {filled} that no member reached were filled in. Ensemble and "
+        f"stopped at time_limit: {', '.join(parts)}; {filled} filled in. Ensemble and "
         "submission are complete files; the same command again goes on from there"
     )
 
@@ -128,7 +130,7 @@ def _member_cells(state: MemberState) -> list[str]:
     real = sum(record.tokens for record in workers)
     return [
         state.plan.name,
-        f"{sum(record.rows for record in workers):,}",
+        f"{state.rows_done:,}",
         duration(seconds).removesuffix(" s"),
         f"{real / seconds:,.0f}",
         f"{real / computed:.1%}" if computed else "",

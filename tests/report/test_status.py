@@ -39,8 +39,12 @@ def rundir(tmp_path: Path) -> RunDir:
 
 def write_run_json(rundir: RunDir, status: str, **half: Any) -> None:
     members: list[dict[str, Any]] = [
-        {"name": name, "fingerprint": fingerprint.digest, "failure": None, "bad_rows": {}}
-        for name, fingerprint in (("done", DONE), ("half", HALF), ("later", LATER))
+        {"name": name, "fingerprint": made_of.digest, "phase": phase, "failure": None, "bad_rows": {}}
+        for name, made_of, phase in (
+            ("done", DONE, "done"),
+            ("half", HALF, "predicting"),
+            ("later", LATER, "waiting"),
+        )
     ]
     members[1].update(half)
     rundir.run_json.write_text(json.dumps({"status": status, "rows": 1000, "members": members}))
@@ -61,7 +65,7 @@ def test_a_run_that_goes_on(rundir: RunDir) -> None:
     with hold(rundir):
         text = shown(rundir)
     assert "done done 1,000 1,000 100%" in text
-    assert "half running 250 1,000 25%" in text
+    assert "half predicting 250 1,000 25%" in text
     assert "later waiting 0 1,000 0%" in text
     assert "running, held by process" in text
 

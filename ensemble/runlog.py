@@ -1,0 +1,39 @@
+"""The log of a run: what the parent did, in ``logs/run.log``."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+from ensemble.redact import RedactingFormatter, Redactor
+from ensemble.rundir import open_log
+
+log = logging.getLogger("ensemble")
+
+
+class _Log(logging.StreamHandler[TextIO]):
+    """The run's log; where the disk is full it goes without."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  the name is logging's
+        pass
+
+
+@contextlib.contextmanager
+def logging_to(path: Path, redactor: Redactor) -> Iterator[None]:
+    """Write the package's log to a file, without secrets."""
+    handler = _Log(io.TextIOWrapper(open_log(path), encoding="utf-8", errors="backslashreplace"))
+    handler.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(message)s", redactor))
+    log.addHandler(handler)
+    level = log.level
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        log.removeHandler(handler)
+        with contextlib.suppress(OSError):
+            handler.stream.close()
