@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.leftovers import nothing_is_left, temporary_directory
 from tests.nvml import sim
 from tests.project import Project, make_models
+
+__all__ = ["nothing_is_left", "temporary_directory"]  # around every test, without being asked for
 
 
 @pytest.fixture(scope="session")

@@ -320,10 +320,13 @@ def test_a_lock_that_is_a_link_is_refused(how: str, tmp_path: Path, precious: Pa
     assert untouched(precious)
 
 
-def test_links_that_wait_for_a_temporary_file_are_removed(tmp_path: Path, precious: Path) -> None:
+def test_links_that_wait_for_a_temporary_file_are_removed(
+    tmp_path: Path, precious: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("secrets.token_hex", lambda size: "ab" * size)  # as if it could be guessed
     rundir = RunDir(tmp_path / "run")
     link(rundir.root / f".probe.tmp-{os.getpid()}", precious / "file", "symlink")
-    link(rundir.root / f".run.json.tmp-{os.getpid()}", precious / "file", "symlink")
+    link(rundir.root / f".run.json.tmp-{os.getpid()}-abababab", precious / "file", "symlink")
     rundir.create()
     with atomic_path(rundir.run_json) as temporary:
         assert not temporary.is_symlink()
