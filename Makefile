@@ -7,8 +7,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 # because every worker process would compile torch and transformers again.
 COMPILE := $(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null 2>&1 || true
 CONFIG ?= configs/demo.yaml
+MINUTES ?= 10
 
-.PHONY: help run test test-gpu lint types unit format demo clean
+.PHONY: help run test test-gpu soak lint types unit format demo clean
 .DEFAULT_GOAL := help
 
 help:
@@ -16,6 +17,7 @@ help:
 	@echo "make test    set up an environment and run every check that CI runs"
 	@echo "make lint | types | unit    one of those checks"
 	@echo "make test-gpu  the checks that need a GPU; PYTHON= names the Python whose torch can use it"
+	@echo "make soak    kill runs at random moments for MINUTES=10, going on with them until they are done"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make demo    train the demo models again (needs Debian's wordnet-base; about 15 minutes)"
 	@echo "make clean   remove the environment and caches"
@@ -39,6 +41,9 @@ unit: $(VENV)/.dev
 # With the Python that has a torch for the GPU, which is not the one of $(VENV).
 test-gpu:
 	@$(PYTHON) -m tests.gpu
+
+soak: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.soak --minutes $(MINUTES)
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

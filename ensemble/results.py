@@ -17,6 +17,7 @@ from ensemble.merge.combine import weighted_mean
 from ensemble.merge.fill import fill_rows
 from ensemble.merge.gather import gather_parts
 from ensemble.merge.metrics import Score, score
+from ensemble.merge.probabilities import refuse_no_probabilities
 from ensemble.prepare import Prepared, scores_make_sense
 from ensemble.report.terminal import ENSEMBLE_ROW
 from ensemble.rundir import RunDir, atomic_path
@@ -74,7 +75,7 @@ class Handover:
         if len(missing):
             shown = ", ".join(f"row {row + 1}" for row in missing[:3])
             raise MergeError(
-                f"{name}: {len(missing):,} rows are missing in its parts in {work.parts_dir} ({shown}), which have "
+                f"{len(missing):,} rows are missing in its parts in {work.parts_dir} ({shown}), which have "
                 "been removed or changed; run the same command again"
             )
         values[list(state.bad_rows)] = self._even(name)
@@ -123,13 +124,16 @@ class Handover:
         config, table = self._prepared.config, self._prepared.table
         for state in members:
             name = state.plan.name
-            if self._works[name].is_sealed:
-                path = self._rundir.predictions(name)
+            work = self._works[name]
+            path = self._rundir.predictions(name) if work.is_sealed else work.parts_dir
+            if work.is_sealed:
                 values = read_predictions(path, config.data.id_column, config.labels, table.ids)
             else:
-                values = self._gathered(self._works[name])
+                values = self._gathered(work)
                 if self._prepared.config.on_bad_row == "uniform":
                     values[list(state.bad_rows)] = self._even(name)
+            activation = self._prepared.checkpoints[name].activation
+            refuse_no_probabilities(str(path), values, activation, table.ids)
             reached = table.rows - int(np.isnan(values[:, 0]).sum())
             self.results.merged_rows[name] = reached
             if self._truth is not None and reached == table.rows:

@@ -53,14 +53,14 @@ def nothing_is_left(request: pytest.FixtureRequest, temporary_directory: Path) -
     processes = set(_children())
     files = set(temporary_directory.iterdir())
     yield
-    found = [*_left_processes(processes), *_left_temporary(temporary_directory, files)]
+    found = [*left_processes(processes), *_left_temporary(temporary_directory, files)]
     if (folder := request.node.funcargs.get("tmp_path")) is not None:
         found += _left_half_written(folder)
     if found:
         pytest.fail("this test leaves behind:\n" + "\n".join(f"  {text}" for text in found), pytrace=False)
 
 
-def _left_processes(before: set[_Process]) -> list[str]:
+def left_processes(before: set[_Process]) -> list[str]:
     """Sentences about what is left of the processes that are new; afterwards there are none."""
     give_up = time.monotonic() + GRACE_SECONDS
     found: list[str] = []

@@ -100,12 +100,14 @@ def first(prepared: Prepared) -> Fingerprint:
 
 
 @pytest.mark.parametrize("key", NUMBERS)
+@pytest.mark.fault(18)
 def test_keys_that_change_numbers_change_the_settings(make: Make, key: str) -> None:
     expected = ("settings", "rows") if key == "text_column" else ("settings",)
     assert first(make(NUMBERS[key])).changed_from(first(make())) == expected
 
 
 @pytest.mark.parametrize("key", HARMLESS)
+@pytest.mark.fault(18)
 def test_keys_that_change_no_number_change_nothing(make: Make, key: str) -> None:
     assert first(make(HARMLESS[key])) == first(make())
 
@@ -167,6 +169,7 @@ def test_the_type_that_auto_means_counts(make: Make) -> None:
         assert member_fingerprint(prepared, spread) == same_as
 
 
+@pytest.mark.fault(18)
 def test_a_model_trained_again_in_the_same_folder(make: Make, own_llama: Path) -> None:
     model = {"model_name_or_path": str(own_llama)}
     before = first(make(model))
@@ -199,6 +202,7 @@ def test_files_of_the_checkpoint(make: Make, own_llama: Path) -> None:
     assert changes("modeling_own.py", "x = 2", trust_remote_code=True) == ("weights",)
 
 
+@pytest.mark.fault(18)
 def test_rows_of_the_table(make: Make, project: Project) -> None:
     before = first(make())
     names = ["id", "text", "label"]

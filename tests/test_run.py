@@ -24,6 +24,7 @@ from tests.checkpoints import (
     make_checkpoint,
     reference,
 )
+from tests.faults.machine import small_disk
 from tests.project import GEMMA_LABELS, LABELS, ROOT, Project
 
 
@@ -153,6 +154,7 @@ def test_the_same_command_twice_gives_the_same_bytes(project: Project) -> None:
     assert first.read_bytes() == second.read_bytes()
 
 
+@pytest.mark.fault(25)
 def test_a_member_that_fails_keeps_the_others(project: Project, tmp_path: Path) -> None:
     import transformers
 
@@ -215,14 +217,10 @@ def test_nohup_is_heeded(project: Project) -> None:
     assert len(project.read("runs/first/ensemble.csv")[1]) == 9
 
 
+@pytest.mark.fault(14)
 def test_a_full_disk_is_said_and_leaves_no_half_file(project: Project, tmp_path: Path) -> None:
     """The real thing: a file system of its own, too small for the predictions."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small file system needs root")
-    small = tmp_path / "small disk"
-    small.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", small], check=True)
-    try:
+    with small_disk(tmp_path / "small disk", "64k") as small:
         only_llama(project)
         done = project.ensemble("run", "config.yaml", "--set", f"output_dir={small / 'run'}")
         assert done.returncode == 1
@@ -232,8 +230,6 @@ def test_a_full_disk_is_said_and_leaves_no_half_file(project: Project, tmp_path:
         left = [path for path in (small / "run").rglob("*") if path.is_file()]
         assert not any(".tmp-" in path.name for path in left)
         assert not (small / "run/ensemble.csv").exists()
-    finally:
-        subprocess.run(["umount", small], check=True)
 
 
 def test_one_column_regression_passes_its_value_through(project: Project, tmp_path: Path) -> None:
@@ -357,6 +353,7 @@ def _gone(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.fault(13)
 def test_a_signal_ends_the_run_and_its_workers(project: Project, number: int, code: int) -> None:
     project.write_config(project.config())
     with _start(project) as process:
@@ -369,6 +366,7 @@ def test_a_signal_ends_the_run_and_its_workers(project: Project, number: int, co
     assert _gone(worker)
 
 
+@pytest.mark.fault(12, 21)
 def test_no_worker_outlives_a_killed_parent(project: Project) -> None:
     only_llama(project)
     with _start(project) as process:
@@ -383,6 +381,7 @@ def test_no_worker_outlives_a_killed_parent(project: Project) -> None:
     assert project.ensemble("run", "config.yaml", "--quiet").returncode == 0
 
 
+@pytest.mark.fault(1)
 def test_a_worker_that_was_killed_while_it_started_is_replaced(project: Project) -> None:
     only_llama(project)
     with _start(project) as process:
@@ -394,6 +393,7 @@ def test_a_worker_that_was_killed_while_it_started_is_replaced(project: Project)
     assert len(project.read("runs/first/ensemble.csv")[1]) == 300
 
 
+@pytest.mark.fault(20)
 def test_two_runs_on_one_directory(project: Project) -> None:
     only_llama(project)
     with _start(project) as process:

@@ -56,6 +56,7 @@ def test_clear_does_not_follow_links_out_of_the_directory(tmp_path: Path) -> Non
     assert not rundir.predictions_dir.is_symlink()
 
 
+@pytest.mark.fault(20, 21)
 def test_the_lock_names_its_holder_and_ends_with_it(tmp_path: Path) -> None:
     rundir = RunDir(tmp_path)
     code = (
@@ -74,6 +75,7 @@ def test_the_lock_names_its_holder_and_ends_with_it(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.fault(15)
 def test_places_that_cannot_be_written_are_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     assert unwritable_reason("output_dir", tmp_path / "new/er") is None

@@ -294,7 +294,7 @@ def test_a_worker_that_gives_no_sign_of_life_is_ended_and_replaced() -> None:
     silent = iter([SILENCE])
     (state,) = schedule(one_member(), [], lambda command: next(silent, computed(command)), hang_timeout=0.3)
     assert state.finished
-    assert "gave no sign of life for 0.3 s; where it hung is in its log" in state.faults[0].message
+    assert "gave no sign of life for 0.3 s" in state.faults[0].message
     assert len(state.workers) == 2
 
 
@@ -324,6 +324,7 @@ def timed_members(limit_chunks: int, chunks: Sequence[int]) -> tuple[list[Member
     return schedule(timed, [], answer, time_keeper=keeper), keeper
 
 
+@pytest.mark.fault(26)
 def test_under_a_time_limit_members_cover_the_same_rows_first() -> None:
     (first, second), keeper = timed_members(60, [240, 240])
     assert not first.finished

@@ -209,6 +209,7 @@ def held(used: int = 15 * GIB, **memory: Any) -> Gpu:
     return Gpu(A, memory=Memory(total=15 * GIB, used=used, **memory), processes={4242: 14 * GIB})
 
 
+@pytest.mark.fault(24)
 def test_memory_that_others_hold_is_named_before_anything_starts(project: Project, nvml_sim: NvmlSim) -> None:
     nvml_sim.write([held()], process_names={4242: "python train.py"})
     project.write_config(project.config())
@@ -222,6 +223,7 @@ def test_memory_that_others_hold_is_named_before_anything_starts(project: Projec
     assert not (project.folder / "runs").exists()
 
 
+@pytest.mark.fault(24)
 def test_a_run_waits_for_memory_that_others_hold(project: Project, nvml_sim: NvmlSim) -> None:
     nvml_sim.write([held(later=GIB // 4, at_seconds=time.time() + 4)])
     project.write_config(project.config(models=project.config()["models"][1:]))
@@ -232,6 +234,7 @@ def test_a_run_waits_for_memory_that_others_hold(project: Project, nvml_sim: Nvm
     assert project.run_json()["device_memory"][A]["baseline_bytes"] == GIB // 4
 
 
+@pytest.mark.fault(24)
 def test_a_held_gpu_is_left_out_where_there_is_another(project: Project, nvml_sim: NvmlSim) -> None:
     nvml_sim.write([held(), Gpu(B, pci=(0, 2, 0))])
     project.write_config(project.config(models=project.config()["models"][1:]))
@@ -304,6 +307,7 @@ def test_a_device_that_never_comes_free_is_left_out(project: Project, two_gpus: 
     assert devices(report) == [[A], [B], [B]]
 
 
+@pytest.mark.fault(23)
 def test_a_gpu_that_is_lost_is_said_and_left_out(project: Project, two_gpus: NvmlSim) -> None:
     project.write_config(project.config())
     with start(project, two_gpus, "--set", "defaults.replicas=1") as process:
@@ -317,6 +321,7 @@ def test_a_gpu_that_is_lost_is_said_and_left_out(project: Project, two_gpus: Nvm
     assert not release["is_free"]
 
 
+@pytest.mark.fault(13)
 def test_a_signal_while_waiting_for_memory_is_heeded(project: Project, nvml_sim: NvmlSim) -> None:
     nvml_sim.write([held()])
     project.write_config(project.config())

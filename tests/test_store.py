@@ -48,6 +48,7 @@ def sealed(rundir: RunDir, bad_rows: dict[int, str] | None = None) -> None:
     seal(rundir, find(rundir), digest, bad_rows or {}, [{"replica": 0}], 12.0)
 
 
+@pytest.mark.fault(17)
 def test_parts_that_are_not_what_their_names_say_are_done_again(rundir: RunDir) -> None:
     write_part(rundir, [4, 1])
     cut, edited = write_part(rundir, [0, 2], 2), write_part(rundir, [3], 4)
@@ -88,6 +89,7 @@ def test_sealed_predictions_are_done(rundir: RunDir) -> None:
 
 
 @pytest.mark.parametrize("harm", ["edited", "missing", "no seal", "broken seal", "odd seal"])
+@pytest.mark.fault(17)
 def test_predictions_that_are_not_what_their_seal_says_are_made_again(rundir: RunDir, harm: str) -> None:
     sealed(rundir)
     predictions, its_seal = rundir.predictions("m"), rundir.seal("m")

@@ -14,6 +14,7 @@ import pyarrow.csv as pa_csv
 from ensemble.errors import MergeError
 
 _BLOCK_BYTES = 1 << 22
+_LARGEST_BLOCK_BYTES = (1 << 31) - 1
 
 
 def read_predictions(
@@ -34,9 +35,10 @@ def read_predictions(
     types = {id_column: pa.large_string()} | {label: pa.float64() for label in labels}
     wanted = ids.cast(pa.large_string())
     try:
-        values = _read_in_order(path, types, labels, wanted)
+        block_bytes = _block_bytes(path, wanted)
+        values = _read_in_order(path, types, labels, wanted, block_bytes)
         if values is None:
-            values = _read_and_join(path, types, labels, wanted)
+            values = _read_and_join(path, types, labels, wanted, block_bytes)
     except (pa.ArrowInvalid, OSError) as error:
         raise MergeError(f"{path}: cannot be read ({error})") from error
     bad = np.flatnonzero(~np.isfinite(values).all(axis=1))
@@ -45,13 +47,29 @@ def read_predictions(
     return values
 
 
+def _block_bytes(path: Path, wanted: pa.ChunkedArray) -> int:
+    """One block for the whole file where ids need it, which is rare.
+
+    pyarrow refuses a cell that is longer than a block, and loses the second half of a ``\\r\\n`` that two blocks
+    share, within quotes too.
+    """
+    longest = pc.max(pc.binary_length(wanted)).as_py() or 0
+    if longest < _BLOCK_BYTES // 4 and not pc.any(pc.match_substring(wanted, "\r")).as_py():
+        return _BLOCK_BYTES
+    return min(max(path.stat().st_size + 1, _BLOCK_BYTES), _LARGEST_BLOCK_BYTES)
+
+
 def _read_in_order(
-    path: Path, types: Mapping[str, pa.DataType], labels: Sequence[str], wanted: pa.ChunkedArray
+    path: Path,
+    types: Mapping[str, pa.DataType],
+    labels: Sequence[str],
+    wanted: pa.ChunkedArray,
+    block_bytes: int,
 ) -> npt.NDArray[np.float64] | None:
     """The values of a file whose rows stand in the wanted order, block by block; None for any other file."""
     values = np.empty((len(wanted), len(labels)), order="F")
     start = 0
-    with _open(path, types) as reader:
+    with _open(path, types, block_bytes) as reader:
         if sorted(reader.schema.names) != sorted(types):
             found, expected = ", ".join(reader.schema.names), ", ".join(types)
             raise MergeError(f"{path}: its columns are {found}, expected {expected}")
@@ -67,19 +85,23 @@ def _read_in_order(
 
 
 def _read_and_join(
-    path: Path, types: Mapping[str, pa.DataType], labels: Sequence[str], wanted: pa.ChunkedArray
+    path: Path,
+    types: Mapping[str, pa.DataType],
+    labels: Sequence[str],
+    wanted: pa.ChunkedArray,
+    block_bytes: int,
 ) -> npt.NDArray[np.float64]:
     (id_column, *_) = types
-    with _open(path, types) as reader:
+    with _open(path, types, block_bytes) as reader:
         table = reader.read_all()
     order = _order(path, table.column(id_column), wanted)
     return np.asfortranarray(np.column_stack([table.column(label).to_numpy()[order] for label in labels]))
 
 
-def _open(path: Path, types: Mapping[str, pa.DataType]) -> pa_csv.CSVStreamingReader:
+def _open(path: Path, types: Mapping[str, pa.DataType], block_bytes: int) -> pa_csv.CSVStreamingReader:
     return pa_csv.open_csv(
         path,
-        read_options=pa_csv.ReadOptions(block_size=_BLOCK_BYTES),
+        read_options=pa_csv.ReadOptions(block_size=block_bytes),
         parse_options=pa_csv.ParseOptions(newlines_in_values=True),
         convert_options=pa_csv.ConvertOptions(column_types=dict(types), strings_can_be_null=False),
     )

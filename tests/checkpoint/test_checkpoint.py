@@ -113,6 +113,7 @@ def test_paths_that_hold_no_checkpoint(tmp_path: Path) -> None:
         ),
     ],
 )
+@pytest.mark.fault(22)
 def test_files_that_are_missing_or_broken(
     file: str, content: bytes | None, message: str, tmp_path: Path
 ) -> None:
@@ -125,6 +126,7 @@ def test_files_that_are_missing_or_broken(
         inspect_checkpoint(str(folder), None, LABELS, {}, None)
 
 
+@pytest.mark.fault(22)
 def test_a_cut_weight_file_is_named_with_its_sizes(tmp_path: Path) -> None:
     folder = Path(write(tmp_path / "m", id2label={"0": "a", "1": "b", "2": "c"}))
     whole = (folder / "model.safetensors").read_bytes()

@@ -35,6 +35,7 @@ def test_only_the_shards_of_the_index_count(tmp_path: Path) -> None:
     assert read_tensors(tmp_path) == (Tensor("a", "F32", (3,)), Tensor("b", "F32", (2, 2)))
 
 
+@pytest.mark.fault(22)
 def test_a_shard_that_is_missing_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
     with pytest.raises(CheckpointError, match=r"gone\.safetensors cannot be read"):
@@ -58,6 +59,7 @@ def test_pickles_and_empty_folders_say_nothing(tmp_path: Path) -> None:
         (90).to_bytes(8, "little") + b'{"a"',
     ],
 )
+@pytest.mark.fault(22)
 def test_broken_files_are_refused_by_name(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):

@@ -42,6 +42,7 @@ def merges(draw: st.DrawFn) -> tuple[list[float], list[npt.NDArray[np.float64]]]
 
 @tries(60)
 @given(merges())
+@pytest.mark.fault(26)
 def test_each_row_is_the_mean_of_the_members_that_reached_it(
     case: tuple[list[float], list[npt.NDArray[np.float64]]],
 ) -> None:

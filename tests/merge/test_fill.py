@@ -40,6 +40,7 @@ def test_rows_that_were_reached_stay_bit_for_bit(values: npt.NDArray[np.float64]
     np.testing.assert_allclose(values.sum(axis=1), 1, rtol=1e-12)
 
 
+@pytest.mark.fault(26)
 def test_by_hand() -> None:
     made = np.array([[0.2, 0.8], [NAN, NAN], [0.6, 0.4]])
     values = made.copy()

@@ -34,6 +34,7 @@ def read(path: Path, ids: list[str]) -> np.ndarray:
     return read_predictions(path, "id", LABELS, pa.chunked_array([pa.array(ids)]))
 
 
+@pytest.mark.fault(11)
 def test_rows_are_joined_by_id_and_columns_by_name(tmp_path: Path) -> None:
     values = probabilities(10, 0)
     shuffled = [3, 1, 9, 0, 2, 4, 8, 7, 6, 5]
@@ -56,12 +57,14 @@ def test_rows_are_joined_by_id_and_columns_by_name(tmp_path: Path) -> None:
         (["1", "02", "3"], "1 ids are missing .'2'.; 1 ids are not in the table .'02'."),
     ],
 )
+@pytest.mark.fault(11)
 def test_ids_that_do_not_fit(ids: list[str], message: str, tmp_path: Path) -> None:
     path = write(tmp_path / "m.csv", ids, probabilities(len(ids), 0))
     with pytest.raises(MergeError, match=message):
         read(path, ["1", "2", "3"])
 
 
+@pytest.mark.fault(10, 11)
 def test_columns_and_values_that_do_not_fit(tmp_path: Path) -> None:
     path = write(tmp_path / "m.csv", ["1"], probabilities(1, 0), ["a", "b", "d"])
     with pytest.raises(MergeError, match="columns are id, a, b, d, expected id, a, b, c"):

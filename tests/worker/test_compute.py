@@ -41,6 +41,7 @@ def run(classifier: Any, encoded: Any, limit: Any, batch_size: int | None = None
         return compute(classifier, encoded, sizes, lambda *counts: None), sizes
 
 
+@pytest.mark.fault(6)
 def test_an_error_at_any_batch_changes_no_number(loaded: tuple[Any, Any]) -> None:
     from tests.oom.limit import AllocatorLimit
 
@@ -57,6 +58,7 @@ def test_an_error_at_any_batch_changes_no_number(loaded: tuple[Any, Any]) -> Non
 
 
 @pytest.mark.parametrize("batch_size", [None, 16])
+@pytest.mark.fault(6)
 def test_batches_shrink_until_they_fit_and_stay_so(loaded: tuple[Any, Any], batch_size: int | None) -> None:
     from tests.oom.limit import AllocatorLimit
 
@@ -74,6 +76,7 @@ def test_batches_shrink_until_they_fit_and_stay_so(loaded: tuple[Any, Any], batc
 
 
 @pytest.mark.parametrize("batch_size", [None, 16])
+@pytest.mark.fault(6)
 def test_rows_that_do_not_fit_alone_are_left_out(loaded: tuple[Any, Any], batch_size: int | None) -> None:
     from dataclasses import replace
 
@@ -214,6 +217,7 @@ def test_a_limit_in_bytes_sets_the_batches_of_a_member(tmp_path: Path) -> None:
     assert work["known"].batches > work["told"].batches > work["free"].batches
 
 
+@pytest.mark.fault(6)
 def test_a_run_that_runs_out_of_memory_ends_with_the_same_csv(project: Project) -> None:
     config = project.config(models=project.config()["models"][:1])
     config["models"][0]["attn_implementation"] = "eager"

@@ -67,6 +67,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Any]:
 
 
 @pytest.mark.parametrize("architecture", ["gemma2", "llama"])
+@pytest.mark.fault(10)
 def test_they_equal_the_weights_upcast_and_the_others_stay_as_they_were(
     architecture: str, tmp_path: Path
 ) -> None:
@@ -168,6 +169,7 @@ def test_a_model_that_does_not_run_in_float32_loses_only_the_rows_that_need_it(t
         predict()
 
 
+@pytest.mark.fault(10)
 def test_rows_that_nothing_mends_are_left_out_with_advice(tmp_path: Path) -> None:
     import torch
     import transformers

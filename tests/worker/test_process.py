@@ -45,6 +45,7 @@ def end_in_mid_chunk(checkpoint: Path, folder: Path, number: signal.Signals) -> 
     return code, (folder / "log").read_text()
 
 
+@pytest.mark.fault(5)
 def test_a_worker_that_is_aborted_leaves_the_stacks_of_all_its_threads(
     checkpoint: Path, tmp_path: Path
 ) -> None:

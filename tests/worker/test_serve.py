@@ -60,6 +60,7 @@ def served(spec: WorkerSpec, *commands: Command, step: Callable[[], None] = lamb
     return code, [event for event in events if not isinstance(event, Progress)]
 
 
+@pytest.mark.fault(4)
 def test_an_error_of_an_unknown_row_ends_the_chunk_and_nothing_else(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -150,6 +151,7 @@ def test_a_part_that_cannot_be_written_ends_the_worker(checkpoint: Path, tmp_pat
     assert "make room there" in events[-1].message
 
 
+@pytest.mark.fault(7)
 def test_an_error_that_poisons_the_process_ends_it_and_can_be_retried(
     checkpoint: Path, tmp_path: Path
 ) -> None:

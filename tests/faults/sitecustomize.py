@@ -1,0 +1,122 @@
+"""Python runs this at start-up where this folder is on PYTHONPATH: the process gets the faults a test asks for.
+
+They sit at the look-up of a model's embeddings (or at the import of transformers), below every model, and know
+nothing of the code under test.  tests/faults/inject.py writes TEST_FAULTS and says what the fields mean.
+"""
+
+import builtins
+import ctypes
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+# By then torch is there, and no model yet.
+_BEFORE_MODELS = "transformers.modeling_layers"
+
+
+class _AtImport(MetaPathFinder):
+    def __init__(self, faults: list[dict[str, Any]]) -> None:
+        self._faults = faults
+
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname == "transformers":
+            for fault in self._faults:
+                if fault["at"] == "import" and _is_due(fault):
+                    _do(fault)
+        elif fullname == _BEFORE_MODELS:
+            sys.meta_path.remove(self)
+            stand_at_embeddings([fault for fault in self._faults if fault["at"] != "import"])
+        return None
+
+
+def stand_at_embeddings(faults: list[dict[str, Any]]) -> None:
+    from torch.nn import functional
+
+    look_up = functional.embedding
+    passes = 0
+
+    def embedding(input: Any, *arguments: Any, **options: Any) -> Any:
+        nonlocal passes
+        number, passes = passes, passes + 1
+        result = look_up(input, *arguments, **options)
+        for fault in faults:
+            rows = _rows_with(fault["ids"], input) if fault["ids"] else list(range(len(input)))
+            if rows and fault["at"] in (None, number) and _is_due(fault):
+                _do(fault, result, rows)
+        return result
+
+    functional.embedding = embedding
+
+
+def _rows_with(ids: list[int], batch: Any) -> list[int]:
+    """Which rows of a batch of token ids hold these, one behind the other."""
+    count = len(ids)
+    return [
+        place
+        for place, row in enumerate(batch.tolist())
+        if any(row[start : start + count] == ids for start in range(len(row) - count + 1))
+    ]
+
+
+def _is_due(fault: dict[str, Any]) -> bool:
+    """Writes down that the fault happens, unless it did as often as it shall, in whatever process."""
+    with Path(fault["journal"]).open("a+", encoding="ascii") as journal:
+        fcntl.flock(journal, fcntl.LOCK_EX)
+        journal.seek(0)
+        if fault["times"] is not None and len(journal.readlines()) >= fault["times"]:
+            return False
+        journal.write(f"{os.getpid()}\n")
+    return True
+
+
+def _do(fault: dict[str, Any], result: Any = None, rows: list[int] | None = None) -> None:
+    deed, seconds = fault["deed"], fault["seconds"]
+    if deed == "segfault":
+        ctypes.string_at(0)
+    elif deed == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif deed == "exit":
+        os._exit(0)
+    elif deed == "sleep":
+        time.sleep(seconds)
+    elif deed == "sleep with the interpreter":  # no other thread of this process gets to run
+        ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+    elif deed == "start a process":
+        child = subprocess.Popen(["sleep", "600"])
+        with Path(fault["journal"] + " started").open("a", encoding="ascii") as journal:
+            journal.write(f"{child.pid}\n")
+    elif deed == "freeze":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif deed == "raise":
+        raise _kind(fault["error"])(fault["text"])
+    elif deed == "nan":
+        result[rows] = float("nan")
+    elif deed == "eat":
+        eat(fault["bytes"])
+    else:
+        raise ValueError(deed)
+
+
+def _kind(name: str) -> Any:
+    """An exception's class by its name: a builtin, or "torch.OutOfMemoryError" and the like."""
+    module, _, kind = name.rpartition(".")
+    return getattr(__import__(module) if module else builtins, kind)
+
+
+def eat(size: int) -> None:
+    eaten = []
+    for _ in range(size >> 20):
+        eaten.append(b"x" * (1 << 20))  # written to, so that the kernel must find pages for it
+
+
+if "TEST_FAULTS" in os.environ:
+    sys.meta_path.insert(0, _AtImport(json.loads(os.environ["TEST_FAULTS"])))

@@ -1,0 +1,92 @@
+"""Runs that are ended from outside: signals in mid-chunk, a parent that is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.faults.chunky import ids_of, results
+from tests.faults.forked.runs import ForkedRuns
+from tests.faults.inject import Fault, Injected
+from tests.faults.test_workers import is_gone
+from tests.project import Project
+
+
+def start(project: Project, injected: Injected) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "ensemble", "run", "config.yaml"],
+        cwd=project.folder,
+        env={**os.environ, **injected.environment, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait_for(what: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    until = time.monotonic() + 100
+    while not what():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < until, "it did not come"
+        time.sleep(0.02)
+
+
+@pytest.mark.fault(13)
+def test_a_signal_in_mid_chunk_keeps_what_is_done(
+    chunky: Project, forked: ForkedRuns, tmp_path: Path, undisturbed: dict[str, bytes]
+) -> None:
+    """The worker sleeps over the third chunk; a terminal that is closed sends SIGHUP."""
+    injected = Injected(tmp_path, Fault("sleep", ids_of(chunky, 9), times=1))
+    with start(chunky, injected) as process:
+        wait_for(lambda: bool(injected.pids()), process)
+        process.send_signal(signal.SIGHUP)
+        printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGHUP
+    assert "stopped by SIGHUP" in printed
+    assert "Traceback" not in printed
+    assert is_gone(injected.pids()[0])
+    assert chunky.run_json()["status"] == "interrupted"
+    assert forked.run(chunky.folder) == 0, forked.printed
+    assert results(chunky) == undisturbed
+    (member,) = chunky.run_json()["members"]
+    assert (member["reused_rows"], member["rows"]) == (8, 8)
+
+
+@pytest.mark.fault(13)
+def test_a_second_signal_ends_it_at_once(chunky: Project, tmp_path: Path) -> None:
+    """The worker is frozen, so that the run waits for it; nothing is left to be written down."""
+    injected = Injected(tmp_path, Fault("freeze", ids_of(chunky, 1)))
+    with start(chunky, injected) as process:
+        wait_for(lambda: bool(injected.pids()), process)
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 128 + signal.SIGTERM
+        process.communicate()
+    assert chunky.run_json()["status"] == "running", "the first signal alone would have had this changed"
+    wait_until_gone(injected.pids()[0])
+
+
+@pytest.mark.fault(12)
+def test_a_worker_that_cannot_notice_dies_with_its_parent(chunky: Project, tmp_path: Path) -> None:
+    """Native code holds the interpreter: no thread of the worker can see that its standard input has ended."""
+    injected = Injected(tmp_path, Fault("sleep with the interpreter", ids_of(chunky, 1)))
+    with start(chunky, injected) as process:
+        wait_for(lambda: bool(injected.pids()), process)
+        process.kill()
+        process.communicate(timeout=60)
+    wait_until_gone(injected.pids()[0])
+
+
+def wait_until_gone(pid: int) -> None:
+    until = time.monotonic() + 20
+    while not is_gone(pid):
+        assert time.monotonic() < until
+        time.sleep(0.02)

@@ -1,0 +1,23 @@
+"""A run from the fork server makes what a run of fresh processes makes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.checkpoints import reference
+from tests.faults.chunky import results
+from tests.faults.forked.runs import ForkedRuns
+from tests.project import Project
+
+
+def test_fresh_processes_make_the_same_bytes(
+    chunky: Project, forked: ForkedRuns, undisturbed: dict[str, bytes]
+) -> None:
+    done = chunky.ensemble("run", "config.yaml", environment={"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    assert results(chunky) == undisturbed
+    rows = [[float(cell) for cell in row[1:]] for row in chunky.read("runs/first/predictions/llama.csv")[1]]
+    expected = reference(chunky.models / "llama", chunky.texts, max_length=16)
+    np.testing.assert_allclose(np.array(rows), expected, atol=1e-5)
+    (member,) = chunky.run_json()["members"]
+    assert (member["chunks"], member["rows"]) == (4, 16)

@@ -1,0 +1,168 @@
+"""A machine that has too little of something, or loses it: memory, room on the disk, a GPU, time."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.faults.chunky import ROWS, chunky_config, ids_of, results
+from tests.faults.forked.runs import ForkedRuns
+from tests.faults.inject import Fault, Injected
+from tests.faults.machine import memory_group, small_disk
+from tests.faults.test_workers import POISON, faults_of, workers_of
+from tests.nvml.sim import GIB, GPU_IS_LOST, Fail, Gpu, NvmlSim, gpu_uuid
+from tests.project import Project
+
+
+@pytest.mark.fault(8)
+def test_the_kernel_kills_a_worker_for_its_memory(
+    chunky: Project, tmp_path: Path, undisturbed: dict[str, bytes]
+) -> None:
+    """One of two replicas takes more than the group has; the other one does its rows."""
+    injected = Injected(tmp_path, Fault("eat", ids_of(chunky, 5), times=1, bytes=4 * GIB))
+    options = ["--set", "models.llama.replicas=2"]
+    with memory_group(2 * GIB) as group:
+        done = subprocess.run(
+            group.command([sys.executable, "-m", "ensemble", "run", "config.yaml", *options]),
+            cwd=chunky.folder,
+            env={**os.environ, **injected.environment, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=110,
+        )
+        assert group.kills() == 1
+    printed = " ".join(done.stdout.split())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (
+        "was killed, probably by the kernel because the host ran out of memory (RAM, not the GPU's)"
+        in printed
+    )
+    assert faults_of(chunky) == [("memory", [4, 8], "again")]
+    workers = workers_of(chunky)
+    (killed,) = (worker for worker in workers if worker["pid"] in injected.pids())
+    assert killed["exit_code"] == -signal.SIGKILL
+    others = [worker for worker in workers if worker is not killed]
+    assert sum(worker["rows"] for worker in (killed, *others)) == ROWS
+    # A third one is started only where the second had nothing left to do before the first was killed.
+    for one, following in itertools.pairwise(others):
+        ended = one["started_after_seconds"] + one["life_seconds"]
+        assert following["started_after_seconds"] >= ended - 0.1, "one at a time"
+    assert results(chunky) == undisturbed
+
+
+@pytest.mark.fault(14)
+def test_a_run_goes_on_when_there_is_room_again(
+    chunky: Project, forked: ForkedRuns, tmp_path: Path, undisturbed: dict[str, bytes]
+) -> None:
+    """A file system that holds the table and not much more."""
+    with small_disk(chunky.folder / "runs", "288k") as disk:
+        (disk / "ballast").write_bytes(bytes(20_000))
+        assert forked.run(chunky.folder) == 1, forked.printed
+        assert re.search(r"error: .*No space left on device.* runs/first/", forked.printed), forked.printed
+        assert not [path for path in disk.rglob("*") if ".tmp-" in path.name]
+        (disk / "ballast").unlink()
+        subprocess.run(["mount", "-o", "remount,size=1m", disk], check=True)
+        assert forked.run(chunky.folder) == 0, forked.printed
+        assert results(chunky) == undisturbed
+
+
+@pytest.mark.fault(15)
+def test_a_directory_that_cannot_be_written_is_said_before_any_model_loads(chunky: Project) -> None:
+    with small_disk(chunky.folder / "runs", "64k") as disk:
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        done = chunky.ensemble("run", "config.yaml")
+        assert done.returncode == 2, done.stdout
+        assert re.match(r"error: output_dir: cannot write to .*runs", done.stderr), done.stderr
+        assert "Traceback" not in done.stderr
+        assert "starting Python" not in done.stdout
+        assert list(disk.iterdir()) == []
+
+
+@pytest.mark.fault(22)
+def test_weights_that_were_cut_short_are_named_before_any_model_loads(
+    chunky: Project, tmp_path: Path
+) -> None:
+    shutil.copytree(chunky.models / "llama", tmp_path / "cut")
+    weights = tmp_path / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    done = chunky.ensemble(
+        "run", "config.yaml", "--set", f"models.llama.model_name_or_path={tmp_path / 'cut'}"
+    )
+    assert done.returncode == 2
+    assert "model.safetensors has" in done.stderr
+    assert "copy it again" in done.stderr
+    assert not (chunky.folder / "runs").exists()
+
+
+@pytest.mark.fault(23)
+def test_a_gpu_is_lost_in_mid_run(
+    chunky: Project, nvml_sim: NvmlSim, tmp_path: Path, undisturbed: dict[str, bytes]
+) -> None:
+    """The driver says so, and the worker there gets the error that CUDA gives then."""
+    first, second = Gpu(gpu_uuid(0xA), pci=(0, 1, 0)), Gpu(gpu_uuid(0xB), pci=(0, 2, 0))
+    nvml_sim.write([first, second])
+    injected = Injected(
+        tmp_path,
+        Fault("sleep", ids_of(chunky, 9), times=1, seconds=2),
+        Fault("raise", ids_of(chunky, 9), times=1, text=POISON),
+    )
+    chunky.write_config(chunky_config(chunky, devices=[first.uuid, second.uuid]))
+    with subprocess.Popen(
+        [sys.executable, "-m", "ensemble", "run", "config.yaml", "--set", "models.llama.replicas=1"],
+        cwd=chunky.folder,
+        env={**os.environ, **nvml_sim.environment(), **injected.environment, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        while not injected.pids() and process.poll() is None:
+            time.sleep(0.02)
+        nvml_sim.write([Gpu(first.uuid, pci=first.pci, fails=[Fail("*", GPU_IS_LOST)]), second])
+        printed, _ = process.communicate(timeout=100)
+    assert process.returncode == 0, printed
+    assert f"({first.uuid}) no longer answers" in printed
+    assert [worker["devices"] for worker in workers_of(chunky)] == [[first.uuid], [second.uuid]]
+    assert [worker["rows"] for worker in workers_of(chunky)] == [8, 8]
+    assert results(chunky) == undisturbed
+
+
+@pytest.mark.fault(26)
+def test_the_time_is_over_before_all_is_done(
+    chunky: Project, forked: ForkedRuns, tmp_path: Path, undisturbed: dict[str, bytes]
+) -> None:
+    """Each row takes more than a second, and there are seconds for some of them."""
+    slow = Injected(tmp_path, Fault("sleep", seconds=1.2))
+    options = ["--set", "models.llama.batch_size=1", "--set", "time_limit=20s", "--set", "fill=sample"]
+    assert forked.run(chunky.folder, *options, faults=slow) == 4, forked.printed
+    assert "a first submission is written" in forked.printed
+    assert "stopped at time_limit: llama" in forked.printed
+    report = chunky.run_json()
+    reached, filled = report["merged_rows"]["llama"], report["filled_rows"]
+    assert report["status"] == "time_limit"
+    assert 0 < reached < ROWS
+    assert reached + filled == ROWS
+    assert report["timing"]["total_seconds"] < 20
+    header, rows = chunky.read("out/submission.csv")
+    assert header == ["id", "tie", "winner_a", "winner_b"]
+    assert [row[0] for row in rows] == sorted(chunky.ids)
+    lines = [line.split(",") for line in undisturbed["out/submission.csv"].decode().splitlines()]
+    by_id = {line[0]: line[1:] for line in lines}
+    got = np.array([row[1:] for row in rows], dtype=float)
+    expected = np.array([by_id[row[0]] for row in rows], dtype=float)
+    is_filled = np.isclose(got, [0.3, 0.3, 0.4]).all(axis=1)
+    assert is_filled.sum() == filled
+    np.testing.assert_allclose(got[~is_filled], expected[~is_filled], atol=1e-6)
+    assert forked.run(chunky.folder) == 0, forked.printed
+    assert chunky.run_json()["members"][0]["reused_rows"] == reached
+    got = np.array([row[1:] for row in chunky.read("out/submission.csv")[1]], dtype=float)
+    np.testing.assert_allclose(got, expected, atol=1e-6)

@@ -1,0 +1,112 @@
+"""The same command again: what is proved to be done is kept, what changed is done again, and nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoints import make_checkpoint
+from tests.faults.chunky import ROWS, chunky_config, results
+from tests.faults.forked.runs import ForkedRuns
+from tests.faults.steps import Step, Verdict
+from tests.project import LABELS, Project
+
+
+def kill_before_predictions(step: Step) -> Verdict:
+    return Verdict.KILL if "predictions/" in step.paths[0] else Verdict.GO
+
+
+def edit(path: Path) -> None:
+    """Another digit, and the same size."""
+    content = bytearray(path.read_bytes())
+    place = content.rindex(b"0.") + 2
+    content[place] = ord("1") if content[place] != ord("1") else ord("2")
+    path.write_bytes(content)
+
+
+@pytest.mark.fault(17)
+def test_parts_that_were_harmed_are_done_again(
+    chunky: Project, forked: ForkedRuns, undisturbed: dict[str, bytes]
+) -> None:
+    assert forked.run(chunky.folder, judge=kill_before_predictions) == -9
+    cut, edited, lost, kept = sorted(chunky.folder.glob("runs/first/work/llama.*/*.csv"))
+    cut.write_bytes(cut.read_bytes()[:-7])
+    edit(edited)
+    lost.unlink()
+    assert forked.run(chunky.folder) == 0, forked.printed
+    assert results(chunky) == undisturbed
+    (member,) = chunky.run_json()["members"]
+    assert (member["reused_rows"], member["rows"]) == (4, 12), kept.name
+    edit(chunky.folder / "runs/first/predictions/llama.csv")
+    assert forked.run(chunky.folder) == 0, forked.printed
+    assert results(chunky) == undisturbed
+
+
+def reused(project: Project, forked: ForkedRuns, config: dict[str, Any]) -> dict[str, int]:
+    """Runs this config; how many rows each member has from earlier runs."""
+    project.write_config(config)
+    assert forked.run(project.folder) == 0, forked.printed
+    return {member["name"]: member["reused_rows"] for member in project.run_json()["members"]}
+
+
+@pytest.mark.fault(18)
+def test_exactly_those_run_again_that_what_changed_is_for(
+    chunky: Project, forked: ForkedRuns, tmp_path: Path
+) -> None:
+    shutil.copytree(chunky.models / "llama", tmp_path / "a")
+    b = {"name": "b", "model_name_or_path": str(chunky.models / "llama"), "weight": 1.0}
+    config = chunky_config(chunky, models=[{**b, "name": "a", "model_name_or_path": str(tmp_path / "a")}, b])
+    assert reused(chunky, forked, config) == {"a": 0, "b": 0}
+    first = results(chunky, names=["ensemble.csv"])
+    config["models"][1] = b | {"weight": 3.0, "batch_size": 2, "replicas": 2}
+    make_checkpoint(tmp_path / "other", "llama", LABELS, seed=7, pad=None)
+    assert reused(chunky, forked, config) == {"a": ROWS, "b": ROWS}
+    weights = [place / "model.safetensors" for place in (tmp_path / "other", tmp_path / "a")]
+    assert weights[0].stat().st_size == weights[1].stat().st_size
+    shutil.copy(*weights)
+    assert reused(chunky, forked, config) == {"a": 0, "b": ROWS}
+    assert "a: weights changed since its predictions were made" in forked.printed
+    assert results(chunky, names=["ensemble.csv"]) != first
+    config["models"][1] = {**config["models"][1], "max_length": 12}
+    assert reused(chunky, forked, config) == {"a": ROWS, "b": 0}
+    header, rows = chunky.read("test.csv")
+    rows[5][header.index("text")] += "s"
+    chunky.write_csv("test.csv", header, rows)
+    assert reused(chunky, forked, config) == {"a": 0, "b": 0}
+    last = results(chunky, names=["ensemble.csv", "predictions/a.csv", "predictions/b.csv"])
+    assert forked.run(chunky.folder, "--fresh") == 0
+    assert [member["reused_rows"] for member in chunky.run_json()["members"]] == [0, 0]
+    assert results(chunky, names=["ensemble.csv", "predictions/a.csv", "predictions/b.csv"]) == last
+
+
+@pytest.mark.fault(19)
+def test_where_nothing_changed_nothing_is_computed(
+    chunky: Project, forked: ForkedRuns, undisturbed: dict[str, bytes]
+) -> None:
+    assert forked.run(chunky.folder) == 0, forked.printed
+    assert len({step.pid for step in forked.steps}) == 2
+    assert forked.run(chunky.folder) == 0, forked.printed
+    assert "llama: done by an earlier run; nothing of it runs again" in forked.printed
+    assert len({step.pid for step in forked.steps}) == 1, "no worker is started"
+    assert not any(path.startswith("runs/first/predictions") for step in forked.steps for path in step.paths)
+    assert results(chunky) == undisturbed
+
+
+@pytest.mark.fault(10)
+def test_predictions_that_are_no_probabilities_are_not_merged(chunky: Project, forked: ForkedRuns) -> None:
+    """Not even where their seal says that they are what they should be."""
+    assert forked.run(chunky.folder) == 0, forked.printed
+    predictions = chunky.folder / "runs/first/predictions/llama.csv"
+    header, first, *rest = predictions.read_text().splitlines(keepends=True)
+    predictions.write_text("".join([header, f"{first.split(',')[0]},-0.5,1.0,0.5\n", *rest]))
+    seal = predictions.with_suffix(".json")
+    document = json.loads(seal.read_text())
+    document["sha256"] = hashlib.sha256(predictions.read_bytes()).hexdigest()
+    seal.write_text(json.dumps(document))
+    assert forked.run(chunky.folder) == 1
+    assert "1 rows hold values below 0 or above 1, the first is id 000" in forked.printed
