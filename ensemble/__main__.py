@@ -28,6 +28,8 @@ def main() -> None:
             f"{sys.executable} -m pip install '{root}'\n"
         )
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
     command_line()
 
 

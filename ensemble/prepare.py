@@ -278,7 +278,8 @@ def _check_places(loaded: LoadedConfig) -> None:
     inputs += [Path(model.adapter_name_or_path) for model in config.models if model.adapter_name_or_path]
     if config.submission is not None:
         inputs.append(config.submission.sample)
-    found = [*RunDir(config.output_dir).endangered(inputs)]
+    target = config.submission.path if config.submission is not None else None
+    found = [*RunDir(config.output_dir).endangered(inputs, target)]
     if reason := unwritable_reason("output_dir", config.output_dir):
         found.append(reason)
     for index, model in enumerate(config.models):
@@ -286,7 +287,6 @@ def _check_places(loaded: LoadedConfig) -> None:
             key = f"models[{index}].offload_folder"
             if reason := unwritable_reason(key, model.offload_folder):
                 found.append(reason)
-    target = config.submission.path if config.submission is not None else None
     if target is not None:
         if target.is_dir():
             found.append(f"submission.path: {target} is a directory; name a file in it")

@@ -36,7 +36,7 @@ from ensemble.runlog import logging_to
 from ensemble.scheduler import Scheduler
 from ensemble.signals import Signals, heed_signals
 from ensemble.state import Failure, MemberState
-from ensemble.store import MemberWork, find_works, write_bad_rows
+from ensemble.store import MemberWork, find_works, refuse_trial, write_bad_rows
 from ensemble.timekeeper import TimeKeeper
 
 
@@ -92,6 +92,7 @@ def run(
         wait_for_room(prepared.outlook, lambda text: None)
     rundir.create()
     with _other_disk_errors(rundir), hold(rundir), heed_signals() as signals:
+        refuse_trial(prepared, rundir)
         if fresh:
             rundir.clear()
         rundir.tidy()
@@ -150,7 +151,9 @@ class _Run:
             raise
         finally:
             if result.members:  # else the report of an earlier run says more
-                with contextlib.suppress(WriteError):  # what ended the run says more than this
+                # What ended the run says more than this; what nothing ended is not done without its report.
+                has_ended_well = result.status in ("complete", "time_limit")
+                with contextlib.nullcontext() if has_ended_well else contextlib.suppress(WriteError):
                     self._write_run_json(result.status)
                     result.results.files["report"] = rundir.run_json
         if result.status == "complete" and not result.left_out:  # who was left out can go on from its parts
@@ -265,6 +268,8 @@ class _Run:
         if not counts or not all(failure.is_dropped or may_go_on for failure in failures):
             if is_timed and self._is_any_done(good):
                 handover.merge(good)  # better than the first submission, which is there in any case
+                names = ", ".join(failure.member for failure in failures)
+                self._display.say(f"the submission is of what there is; {names} is not in it")
             return
         handover.merge(good)
         result.left_out = failures

@@ -66,11 +66,12 @@ class RunDir:
     def parts_dir(self, member: str, fingerprint: str) -> Path:
         return self.work_dir / f"{member}.{fingerprint[:16]}"
 
-    def endangered(self, inputs: Iterable[Path]) -> Iterator[str]:
-        """Why a run here would destroy something: files that no run has made, or the run's own inputs.
+    def endangered(self, inputs: Iterable[Path], target: Path | None) -> Iterator[str]:
+        """Why a run here would destroy something: files that no run has made, its own inputs, its own files.
 
         Args:
             inputs: what the run reads.
+            target: where the submission goes, if that is said.
         """
         folders = (self.predictions_dir, self.work_dir, self.logs_dir)
         files = (self.config, self.run_json, self.ensemble, self.submission)
@@ -81,12 +82,19 @@ class RunDir:
                     f"output_dir: {self.root} holds {', '.join(strangers)}, which no run has made and this one "
                     "would replace; choose another output_dir"
                 )
+        if target is not None and target.resolve() != self.submission.resolve() and self._is_own(target):
+            yield f"submission.path: {target} is a place that the run itself uses; choose another name"
         for path in inputs:
-            place = path.resolve()
-            if place in [file.resolve() for file in files] or any(
-                place.is_relative_to(folder.resolve()) for folder in folders
-            ):
+            if self._is_own(path):
                 yield f"output_dir: {path} is read by this run and would be lost to it; choose another output_dir"
+
+    def _is_own(self, path: Path) -> bool:
+        place = path.resolve()
+        files = (self.config, self.run_json, self.ensemble, self.submission, self.lock)
+        folders = (self.predictions_dir, self.work_dir, self.logs_dir)
+        return place in [file.resolve() for file in files] or any(
+            place.is_relative_to(folder.resolve()) for folder in folders
+        )
 
     def create(self) -> None:
         """Make the directory and prove that it can be written.

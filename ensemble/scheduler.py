@@ -129,7 +129,7 @@ class Scheduler:
             now = time.monotonic()
             text = slot.hang_text(now, self._hang_timeout_seconds)
             if text and slot.end_by is None:
-                slot.fault = Fault("hang", f"{text}; where it hung is in its log")
+                slot.fault = Fault("hang", text)
                 slot.worker.abort()
                 slot.end_by = now + ABORT_SECONDS
 

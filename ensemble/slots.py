@@ -84,7 +84,8 @@ class Slot:
         if now - self.heard_at > silence:
             return f"{process} gave no sign of life for {silence:g} s"
         if self.is_ready and self.chunk is not None and now - self.stepped_at > timeout_seconds:
-            return f"{process} finished no batch for {timeout_seconds:g} s (hang_timeout)"
+            text = f"{process} finished no batch for {timeout_seconds:g} s (hang_timeout)"
+            return f"{text}; where it hung is in its log"
         longest = _LOADING_TIMES * timeout_seconds
         if not self.is_ready and now - self.began_at > longest:
             return f"{process} was not ready after {longest:g} s ({_LOADING_TIMES} times hang_timeout)"

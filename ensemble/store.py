@@ -10,6 +10,8 @@ import contextlib
 import hashlib
 import io
 import json
+import math
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +42,7 @@ class MemberWork:
         is_sealed: the predictions CSV is complete and is what this run would write.
         workers: what the workers of the run that sealed the predictions did, as run.json has it.
         worked: what they did of the member's work, in bytes of text.
+        is_damaged: there are predictions of this very work, but they were changed or cut since.
         changed: what is no longer as it was when the predictions were made, in words; empty without any.
     """
 
@@ -51,14 +54,30 @@ class MemberWork:
     is_sealed: bool = False
     workers: list[dict[str, Any]] = field(default_factory=list)
     worked: float = 0.0
+    is_damaged: bool = False
     changed: tuple[str, ...] = ()
 
     def parts(self) -> Iterator[pa.Table]:
         """The parts that hold what their names say, in the order of their names."""
         for path in sorted(self.parts_dir.glob("*.csv")):
-            content = read_part(path)
-            if content is not None:
-                yield _table(content)
+            table = _table(read_part(path), len(self.is_done))
+            if table is not None:
+                yield table
+
+
+def refuse_trial(prepared: Prepared, rundir: RunDir) -> None:
+    """A trial on the first rows must not take the place of a real run.
+
+    Raises:
+        ConfigError: the directory holds predictions of more rows.
+    """
+    for member in prepared.plan.members if prepared.config.limit is not None else ():
+        sealed = read_json(rundir.seal(member.name)).get("rows")
+        if isinstance(sealed, int) and sealed > prepared.table.rows:
+            raise ConfigError(
+                f"output_dir: {rundir.root} holds {member.name}'s predictions of {sealed:,} rows, which a trial on "
+                f"{prepared.table.rows:,} rows would replace; give the trial its own: --set output_dir=trial"
+            )
 
 
 def find_works(prepared: Prepared, rundir: RunDir, say: Callable[[str], None]) -> dict[str, MemberWork]:
@@ -68,14 +87,12 @@ def find_works(prepared: Prepared, rundir: RunDir, say: Callable[[str], None]) -
         say: takes a sentence for the user about each member of which something is, or was, there.
 
     Raises:
-        ConfigError: a trial on the first rows would replace predictions of more rows.
         CheckpointError: a weight file cannot be read.
     """
     works = {}
     files = FileDigests(prepared.config.hash_weights)
     keeps_bad_rows = prepared.config.on_bad_row == "uniform"
     for member in prepared.plan.members:
-        _refuse_trial(prepared, rundir, member.name)
         fingerprint = member_fingerprint(prepared, member, files)
         work = find_work(rundir, member.name, fingerprint, prepared.table.rows, keeps_bad_rows)
         works[member.name] = work
@@ -84,20 +101,13 @@ def find_works(prepared: Prepared, rundir: RunDir, say: Callable[[str], None]) -
             say(f"{member.name}: done by an earlier run; nothing of it runs again")
         elif done:
             say(f"{member.name}: {done:,} of {rows:,} rows are kept from an earlier run")
+        elif work.is_damaged:
+            say(f"{member.name}: {rundir.predictions(member.name)} is not what was made; it is made again")
         elif work.changed:
             say(
                 f"{member.name}: {', '.join(work.changed)} changed since its predictions were made; it runs again"
             )
     return works
-
-
-def _refuse_trial(prepared: Prepared, rundir: RunDir, member: str) -> None:
-    sealed = read_json(rundir.seal(member)).get("rows")
-    if prepared.config.limit is not None and isinstance(sealed, int) and sealed > prepared.table.rows:
-        raise ConfigError(
-            f"output_dir: {rundir.root} holds {member}'s predictions of {sealed:,} rows, which a trial on "
-            f"{prepared.table.rows:,} rows would replace; give the trial its own: --set output_dir=trial"
-        )
 
 
 def find_work(
@@ -124,16 +134,17 @@ def find_work(
             work.is_sealed, work.bad_rows = True, bad_rows
             workers, worked = sealed.get("workers"), sealed.get("work")
             work.workers = workers if isinstance(workers, list) else []
-            work.worked = float(worked) if isinstance(worked, int | float) else 0.0
+            work.worked = worked if isinstance(worked, float) and math.isfinite(worked) else 0.0
             return work
+        work.is_damaged = not work.changed and not is_as_sealed
         if is_as_sealed and not any(work.parts_dir.glob("*.csv")):
             _write_as_part(work, rundir.predictions(member), bad_rows)
     for path in sorted(work.parts_dir.glob("*.csv")):
-        content = read_part(path)
-        if content is None:
-            path.unlink(missing_ok=True)
-        else:
-            work.is_done[_table(content).column("row").to_numpy()] = True
+        table = _table(read_part(path), rows)
+        if table is not None:
+            work.is_done[table.column("row").to_numpy()] = True
+        elif path.is_file():
+            path.unlink()
     if keeps_bad_rows:
         noted = _rows_with_reasons(read_json(bad_rows_path(work.parts_dir)), rows)
         work.bad_rows = {row: reason for row, reason in noted.items() if not work.is_done[row]}
@@ -211,16 +222,29 @@ def _file_digest(path: Path) -> str | None:
     return None
 
 
-def _table(content: bytes) -> pa.Table:
+def _table(content: bytes | None, rows: int) -> pa.Table | None:
+    """A part as a table; None where it is none of a table of so many rows."""
+    if content is None:
+        return None
     # Types are given, because an empty part or one of whole numbers would be taken for something else.
-    names = content.partition(b"\n")[0].decode().replace('"', "").split(",")
+    names = content.partition(b"\n")[0].decode("utf-8", "replace").replace('"', "").split(",")
     types = {name: pa.int64() if name == "row" else pa.float64() for name in names}
-    return pa_csv.read_csv(io.BytesIO(content), convert_options=pa_csv.ConvertOptions(column_types=types))
+    try:
+        options = pa_csv.ConvertOptions(column_types=types)
+        table = pa_csv.read_csv(io.BytesIO(content), convert_options=options)
+    except pa.ArrowInvalid:
+        return None
+    if table.column_names != ["row", *(f"p{label}" for label in range(len(names) - 1))]:
+        return None
+    numbers = table.column("row").to_numpy()
+    return table if not len(numbers) or (numbers.min() >= 0 and numbers.max() < rows) else None
 
 
 def _rows_with_reasons(found: object, rows: int) -> dict[int, str]:
     named = found.items() if isinstance(found, dict) else ()
-    return {int(row): str(why) for row, why in named if str(row).isdecimal() and int(row) < rows}
+    return {
+        int(row): str(why) for row, why in named if re.fullmatch("[0-9]{1,18}", str(row)) and int(row) < rows
+    }
 
 
 def _json(document: object) -> str:

@@ -93,7 +93,10 @@ def goals(shares: Sequence[Share], places: int, seconds_left: float) -> dict[str
     starting them leaves no time for anybody: those first that take longest to start.
     """
     reached = {one.name: one.fraction_done for one in shares}
-    able = [one for one in shares if one.fraction_done < 1 and one.startup_seconds < seconds_left]
+    unfinished = [one for one in shares if one.fraction_done < 1]
+    # Nobody who computes is stopped for one who would use up most of the time to start.
+    times = 2.0 if any(one.startup_seconds == 0 for one in unfinished) else 1.0
+    able = [one for one in unfinished if times * one.startup_seconds < seconds_left]
     while able:
         fraction = reachable_fraction(able, places, seconds_left)
         if any(one.fraction_done < fraction for one in able):

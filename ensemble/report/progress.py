@@ -122,7 +122,7 @@ class PlainDisplay:
             if changed or due:
                 self._phases[name], self._last[name] = phase, now
                 first = phase == "predicting" and changed
-                rows = f"predicting {state.plan.order.shape[0]:,} rows"
+                rows = f"predicting {state.plan.order.shape[0] - state.reused_rows:,} rows"
                 self.say(f"{name}: {rows if first else describe(state, now)}")
 
 
@@ -179,7 +179,7 @@ def describe(state: MemberState, now: float, short: bool = False) -> str:
     """What a member is doing, in a phrase; ``now`` is a reading of the monotonic clock, in seconds."""
     phase = phase_of(state)
     if phase == "failed":
-        return "failed"
+        return "failed" if short or state.failure is None else f"failed: {state.failure.message}"
     if phase in ("waiting", "starting"):
         return phase if phase == "waiting" else "starting Python"
     if phase == "loading":

@@ -46,7 +46,7 @@ def status_report(folder: Path) -> StatusReport:
     if not members:
         if by is not None:
             return StatusReport(Table(show_edge=False), (f"{folder}: {by} is about to start a run here",))
-        raise DataError(f"{folder}: holds no run.json of a run; name the output_dir of a run")
+        raise DataError(f"{folder}: holds no run.json that can be read; name the output_dir of a run")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for header in ("member", "state", "rows done", "of", ""):
         table.add_column(header, justify="right" if header in ("rows done", "of") else "left")
@@ -85,4 +85,5 @@ def _lines(
         bad_rows = member.get("bad_rows")
         if isinstance(bad_rows, dict) and bad_rows:
             row, reason = next(iter(bad_rows.items()))
-            yield f"{member.get('name')}: {len(bad_rows):,} bad rows, the first is row {int(row) + 1}: {reason}"
+            count = "1 bad row," if len(bad_rows) == 1 else f"{len(bad_rows):,} bad rows, the first is"
+            yield f"{member.get('name')}: {count} row {int(row) + 1}: {reason}"

@@ -94,8 +94,8 @@ def test_predictions_of_other_work_are_not_done(rundir: RunDir) -> None:
 
 
 def test_a_folder_that_is_no_runs(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"holds no run\.json"):
+    with pytest.raises(DataError, match=r"holds no run\.json that can be read"):
         status_report(tmp_path)
     (tmp_path / "run.json").write_text("[")
-    with pytest.raises(DataError, match=r"holds no run\.json"):
+    with pytest.raises(DataError, match=r"holds no run\.json that can be read"):
         status_report(tmp_path)
