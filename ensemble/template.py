@@ -83,17 +83,17 @@ def is_too_deep(value: object, most: int = MOST_JSON_LEVELS) -> bool:
     """Whether lists and objects stand in each other more than ``most`` levels deep."""
     level = [value]
     for _ in range(most + 1):
-        inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, list | dict)]
-        if not inner:
+        outer = [item for item in level if isinstance(item, list | dict)]
+        if not outer:
             return False
-        level = [item for items in inner for item in items]
+        level = [inner for item in outer for inner in (item.values() if isinstance(item, dict) else item)]
     return True
 
 
 def json_detail(error: ValueError | RecursionError) -> str:
     """What is wrong with JSON, by what Python's decoder has raised."""
     if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg} at character {error.pos + 1}"
+        return f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
     if isinstance(error, RecursionError):
         return f"nested more than {MOST_JSON_LEVELS} levels deep"
     # From Python itself comes advice on how to allow for more.

@@ -18,6 +18,8 @@ Problem = tuple[Loc, str]
 
 SHOWN_CHARACTERS: Final = 60
 AFTER_ALL_LINES: Final = sys.maxsize
+# NUL, and halves of characters, which is also how Python keeps bytes that are not UTF-8.
+NOT_TEXT: Final = r"[\x00\ud800-\udfff]"
 
 # Stands where a value could not be had: of no type that a check accepts, and already reported.
 INVALID: Final = object()
@@ -97,10 +99,14 @@ def shown(value: object) -> str:
     """A value in an error message: on one line, and short."""
     if value is None:
         return "empty"
+    if value is INVALID:
+        return "a value that could not be read"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, dict):
         return "a mapping" if value else "an empty mapping"
+    if isinstance(value, str):
+        return repr(value) if len(value) <= SHOWN_CHARACTERS else f"{value[: SHOWN_CHARACTERS - 3]!r}..."
     text = f"[{', '.join(map(shown, value))}]" if isinstance(value, list) else repr(value)
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
 

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from ensemble.config.sentences import validate
 from ensemble.config.variables import expand
 from ensemble.config.yamlfile import parse, read_text
 from ensemble.errors import ConfigError
+from ensemble.redact import Redactor
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,11 @@ class LoadedConfig:
     text: str
     path: Path
     overrides: tuple[str, ...]
+
+    @cached_property
+    def redactor(self) -> Redactor:
+        """For whatever is printed or written of the run."""
+        return Redactor(os.environ, self.config.model_dump())
 
 
 def load_config(

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ensemble.config.document import SHOWN_CHARACTERS, Document, Loc, one_line, place, shown
+from ensemble.config.document import NOT_TEXT, SHOWN_CHARACTERS, Document, Loc, one_line, place, shown
 from ensemble.config.yamlfile import MAX_DEPTH, Unreadable, build_data
 
 
@@ -34,7 +34,7 @@ def _override(document: Document, text: str, name: str) -> None:
     parts = re.sub(r"\[(\d+)\]", r".\1", path.strip(), flags=re.ASCII).split(".")
     if not equals:
         raise Unreadable("needs the form key=value, for example --set limit=100")
-    if not all(parts) or len(parts) > MAX_DEPTH:
+    if not all(parts) or len(parts) > MAX_DEPTH or re.search(NOT_TEXT, path):
         raise Unreadable(f"{shown(path)} is not a path; write it like models.0.weight")
     steps = _find(document.data, parts)
     for known in (document.lines, document.overrides):

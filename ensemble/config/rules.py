@@ -7,6 +7,7 @@ beside the wrong types.  No sentence holds a value.  What a single key may hold 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -14,10 +15,23 @@ from typing import Any, Final, TypeVar
 from pydantic_core import PydanticCustomError
 
 from ensemble.config.document import Problem, place
-from ensemble.config.values import as_label, with_home
+from ensemble.config.values import GPU_NUMBER, as_label, with_home
 
 # The type of pydantic's error for broken rules; it carries them as ``problems``.
 BROKEN_RULES: Final = "broken_rules"
+_COMMIT: Final = r"[0-9a-fA-F]{40}"
+_PICKLES: Final = "whether pickles may be read is for the model's own key allow_pickle to say; drop this"
+_KERNELS: Final = "runs compiled code from the hub; it needs trust_remote_code: true"
+_OWN: Final = "set the key of this name of the model itself"
+_UNTRUSTED_KWARGS: Final = {
+    "model_kwargs": {
+        "use_safetensors": _PICKLES,
+        "weights_only": _PICKLES,
+        "allow_all_kernels": _KERNELS,
+        "kernel_config": _KERNELS,
+    },
+    "tokenizer_kwargs": {"revision": _OWN, "trust_remote_code": _OWN},
+}
 T = TypeVar("T")
 
 
@@ -40,6 +54,15 @@ def broken(values: Mapping[str, Any]) -> Iterator[Problem]:
     for column, label in _items(columns):
         if known and label not in known:
             yield ("submission", "columns", column), "must be one of the labels"
+    yield from _broken_limit(values)
+
+
+def _broken_limit(values: Mapping[str, Any]) -> Iterator[Problem]:
+    limit = values.get("time_limit")
+    if isinstance(limit, int | float) and not isinstance(limit, bool) and limit == 0:
+        yield ("time_limit",), "must be more than 0"
+    if values.get("fill") == "sample" and values.get("submission") is None:
+        yield ("fill",), "sample needs submission.sample, the file whose values it takes"
 
 
 def _broken_in_models(models: object, labels: set[str]) -> Iterator[Problem]:
@@ -68,8 +91,7 @@ def broken_in_member(member: Mapping[str, Any], labels: set[str]) -> Iterator[Pr
         yield (), "prompt_template or text_column is required, for example text_column: text"
     elif len(inputs) == 2:
         yield ("prompt_template",), "give either prompt_template or text_column, not both"
-    if member.get("trust_remote_code") is True and member.get("revision") is None and _is_remote(member):
-        yield ("revision",), "required with trust_remote_code: true, so that no other code is run later"
+    yield from _broken_trust(member)
     given: dict[str, str] = {}
     for key, label in _items(member.get("label_map")):
         if labels and label not in labels:
@@ -80,6 +102,22 @@ def broken_in_member(member: Mapping[str, Any], labels: set[str]) -> Iterator[Pr
     yield from _broken_weights(member)
 
 
+def _broken_trust(member: Mapping[str, Any]) -> Iterator[Problem]:
+    """Keys that let files of the checkpoint run code, or would do so past the keys that are there for it."""
+    revision, is_trusted = member.get("revision"), member.get("trust_remote_code") is True
+    commit = "a commit's whole hash (40 hexadecimal digits), since a branch or tag can be moved to other code"
+    if is_trusted and _is_remote(member):
+        if revision is None:
+            yield ("revision",), f"required with trust_remote_code: true; name {commit}"
+        elif isinstance(revision, str) and not re.fullmatch(_COMMIT, revision):
+            yield ("revision",), f"with trust_remote_code: true this is {commit}"
+    for key, instead in _UNTRUSTED_KWARGS.items():
+        given = member.get(key)
+        for name in given if isinstance(given, dict) else ():
+            if name in instead and not (is_trusted and instead[name] is _KERNELS):
+                yield (key, name), instead[name]
+
+
 def _broken_placement(member: Mapping[str, Any]) -> Iterator[Problem]:
     gpus, sizes, layers = (member.get(key) for key in ("num_gpus", "max_memory", "device_map"))
     if layers == {}:
@@ -88,7 +126,7 @@ def _broken_placement(member: Mapping[str, Any]) -> Iterator[Problem]:
         there = f"a lease of {gpus} has GPUs 0 to {gpus - 1}" if gpus else "num_gpus: 0 leaves only cpu"
         sentence = f"there is no such GPU: {there}; GPUs count from 0 within it"
         for key in sizes if isinstance(sizes, dict) else ():
-            if str(key).isdecimal() and int(key) >= gpus:
+            if re.fullmatch(GPU_NUMBER, str(key)) and int(key) >= gpus:
                 yield ("max_memory", str(key)), sentence
         for key, place in layers.items() if isinstance(layers, dict) else ():
             if isinstance(place, int) and place >= gpus:

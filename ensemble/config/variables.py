@@ -10,10 +10,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ensemble.config.document import INVALID, Document, Loc
+from ensemble.config.document import INVALID, NOT_TEXT, Document, Loc
 
 _VARIABLE = r"\$\$\{|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)\}|\$\{"
-_NOT_TEXT = r"[\x00\ud800-\udfff]"
 
 
 def expand(document: Document, variables: Mapping[str, str]) -> dict[str, Any]:
@@ -33,14 +32,10 @@ def _expanded(document: Document, variables: Mapping[str, str], value: object, l
     if not isinstance(value, str):
         return value
     try:
-        text = re.sub(_VARIABLE, lambda match: _replacement(match, variables), value)
-        if not re.search(_NOT_TEXT, text):
-            return text
-        reason = "has a character that is not text"
+        return re.sub(_VARIABLE, lambda match: _replacement(match, variables), value)
     except LookupError as error:
-        reason = str(error.args[0])
-    document.refuse(loc, reason)
-    return INVALID
+        document.refuse(loc, str(error.args[0]))
+        return INVALID
 
 
 def _replacement(match: re.Match[str], variables: Mapping[str, str]) -> str:
@@ -53,4 +48,6 @@ def _replacement(match: re.Match[str], variables: Mapping[str, str]) -> str:
         raise LookupError(
             f"the environment variable {name} is not set; to keep {match[0]}, write ${match[0]}"
         )
+    if re.search(NOT_TEXT, variables[name]):
+        raise LookupError(f"the value of the environment variable {name} is not UTF-8 text")
     return variables[name]

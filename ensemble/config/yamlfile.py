@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import yaml
 
-from ensemble.config.document import INVALID, Document, Loc, one_line, shown
+from ensemble.config.document import INVALID, NOT_TEXT, Document, Loc, one_line, shown
 from ensemble.errors import ConfigError
 
 # No config comes near these; a wrong file (a CSV, say) or a bomb of aliases does, and must not fill memory.
@@ -129,6 +129,19 @@ class _Loader(yaml.SafeLoader):
         self.depth -= 1
         return node
 
+    def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
+        node = super().compose_scalar_node(anchor)
+        # JSON is YAML too, and writes a character above U+FFFF as two halves.
+        node.value = re.sub("[\ud800-\udbff][\udc00-\udfff]", _whole_character, node.value)
+        if found := re.search(NOT_TEXT, node.value):
+            what = "a NUL character" if found[0] == "\0" else f"half of a character ({found[0]!a})"
+            raise Unreadable(f"text cannot hold {what}", _mark(node))
+        return node
+
+
+def _whole_character(halves: re.Match[str]) -> str:
+    return halves[0].encode("utf-16-le", "surrogatepass").decode("utf-16-le")
+
 
 def _compose(text: str) -> yaml.Node | None:
     try:
@@ -187,7 +200,13 @@ class _Builder:
             return [self.build(item, (*loc, index)) for index, item in enumerate(node.value)]
         if isinstance(node, yaml.ScalarNode) and kind in {"str", "int", "float", "bool", "null", "merge"}:
             return self._scalar(node, kind, loc)
-        self.document.refuse(loc, f"the tag {shown(node.tag)} is not allowed here")
+        tag = shown(node.tag.replace(_TAG, "!!"))
+        return self._refused(node, loc, f"the tag {tag} is not allowed here; leave it out")
+
+    def _refused(self, node: yaml.Node, loc: Loc, sentence: str) -> object:
+        if not loc:
+            raise Unreadable(sentence, _mark(node))
+        self.document.refuse(loc, sentence)
         return INVALID
 
     def _spend(self, node: yaml.Node, depth: int) -> None:
@@ -256,6 +275,5 @@ class _Builder:
             if kind == "bool":
                 return {"true": True, "false": False}[text.lower()]
         except (ValueError, KeyError):
-            self.document.refuse(loc, f"{shown(text)} cannot be read as {_KINDS[kind]}")
-            return INVALID
+            return self._refused(node, loc, f"{shown(text)} cannot be read as {_KINDS[kind]}")
         return None if kind == "null" else text

@@ -13,13 +13,23 @@ import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from ensemble.errors import DataError
-from ensemble.tables.inputfile import check_names, missing_column, open_input, plural
+from ensemble.tables.csvproblems import (
+    CONVERT_ADVICE,
+    OPEN,
+    InvalidCells,
+    RaggedRows,
+    csv_records,
+    delimiter_of,
+    open_quote_problem,
+    quote_advice,
+)
+from ensemble.tables.inputfile import check_names, missing_column, open_input
 
 # pyarrow reads up to 32 blocks ahead.
 _FIRST_BLOCK_BYTES = 1 << 19
@@ -28,11 +38,14 @@ _LARGEST_BLOCK_BYTES = (1 << 31) - 1
 # Between the columns' many small buffers the allocator keeps what the parser has freed, at worst as much again
 # as the table; giving it back this often costs next to nothing.
 _SWEEP_BYTES = 1 << 23
+# What pyarrow says where a line does not end within a block.
+_TOO_LONG = ("straddling", "cannot infer number of columns")
 _WRITE_ROWS = 65_536
-_SHOWN = 3
-# Blanks at either end survive in plain CSV too, but some readers strip them unless they are quoted.
-_MUST_QUOTE = r'[",\r\n]|^\s|\s$'
-CONVERT_ADVICE = "convert the file to UTF-8 first, for example with: iconv -f WINDOWS-1252 -t UTF-8"
+# Blanks at either end survive in plain CSV too, but some readers strip them unless they are quoted; U+FEFF at the
+# start of a file is a byte order mark.
+_MUST_QUOTE = r'[",\r\n]|^\s|\s$|^\x{feff}'
+# A cell that stands in no file: U+10FFFF is no character and never will be.
+_END = "\U0010ffffend of file\U0010ffff"
 
 
 def read_header(path: Path) -> tuple[str, ...]:
@@ -45,13 +58,17 @@ def read_header(path: Path) -> tuple[str, ...]:
         # Bytes that are not UTF-8 further down must not be blamed on the header, so they are let through.
         text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
         try:
-            header = next(filter(None, csv.reader(text, delimiter=_delimiter(path))), [])
+            header = next(csv_records(text, delimiter_of(path)))
         except csv.Error as error:
-            raise DataError(f"{path}: the header cannot be read as CSV ({error})") from error
+            what = f"holds a name of more than {csv.field_size_limit():,} characters"
+            reason = what if "field limit" in str(error) else f"cannot be read as CSV ({error})"
+            raise DataError(f"{path}: the header {reason}; {quote_advice(path)}") from error
         finally:
             text.detach()
-    if not header:
+    if header == [OPEN]:
         raise DataError(f"{path}: the file holds only blank lines")
+    if header[-1].endswith(OPEN):
+        raise DataError(open_quote_problem(path))
     for name in header:
         if not name.isascii() and any("\ud800" <= character <= "\udfff" for character in name):
             raise DataError(f"{path}: the header is not UTF-8; {CONVERT_ADVICE}")
@@ -89,13 +106,13 @@ def read_text_csv(path: Path, columns: Sequence[str] | None = None, limit: int |
     missing = [name for name in wanted if name not in header]
     if missing:
         raise DataError([missing_column(path, "column", name, header) for name in missing])
-    text = scan_csv(path, wanted, limit)
+    text = scan_csv(path, header, wanted, limit)
     if text.problems:
         raise DataError(text.problems)
     return text.table
 
 
-def scan_csv(path: Path, columns: Sequence[str], limit: int | None = None) -> CsvText:
+def scan_csv(path: Path, header: Sequence[str], columns: Sequence[str], limit: int | None = None) -> CsvText:
     """Reads ``columns`` (all of them in the header) block by block, stopping after ``limit`` rows.
 
     Raises:
@@ -104,25 +121,38 @@ def scan_csv(path: Path, columns: Sequence[str], limit: int | None = None) -> Cs
     """
     block_bytes = _FIRST_BLOCK_BYTES
     while True:
+        ragged = RaggedRows(path, limit)
         try:
-            return _scan(path, columns, limit, block_bytes)
+            with ragged.without_noise():
+                return _scan(path, header, columns, limit, block_bytes, ragged)
         except pa.ArrowInvalid as error:
-            # A cell longer than a block; rare enough to start again with bigger blocks.
-            if "straddling" not in str(error):
-                raise DataError(f"{path}: cannot be read as CSV ({error})") from error
+            if _END in str(error):
+                raise DataError(open_quote_problem(path)) from error
+            # A cell or a header longer than a block; rare enough to start again with bigger blocks.
+            if not any(words in str(error) for words in _TOO_LONG):
+                raise DataError(ragged.problem(error)) from error
             if block_bytes == _LARGEST_BLOCK_BYTES:
-                raise DataError(f"{path}: a cell is longer than 2 GB; {_quote_advice(path)}") from error
+                raise DataError(f"{path}: a cell is longer than 2 GB; {quote_advice(path)}") from error
             block_bytes = min(block_bytes * 16, _LARGEST_BLOCK_BYTES)
 
 
-def _scan(path: Path, columns: Sequence[str], limit: int | None, block_bytes: int) -> CsvText:
-    ragged = _RaggedRows(limit)
-    invalid = {name: _InvalidCells() for name in columns}
+def _scan(
+    path: Path,
+    header: Sequence[str],
+    columns: Sequence[str],
+    limit: int | None,
+    block_bytes: int,
+    ragged: RaggedRows,
+) -> CsvText:
+    invalid = {name: InvalidCells() for name in columns}
     names, batches, unswept_bytes = list(columns), [], 0
-    rows, complete = 0, True
+    rows, is_whole = 0, False
     with open_input(path) as stream:
-        counting = _QuoteCounter(stream)
-        for batch in _binary_batches(counting, path, columns, block_bytes, ragged):
+        ending = "\n" + delimiter_of(path).join(_END if name == names[0] else "" for name in header)
+        ended = _EndingStream(stream, ending.encode())
+        for batch in _binary_batches(ended, path, columns, block_bytes, ragged):
+            if batch.num_rows and batch.column(0)[-1].as_py() == _END.encode():
+                batch, is_whole = batch.slice(0, batch.num_rows - 1), True
             kept = batch if limit is None else batch.slice(0, limit - rows)
             arrays = [invalid[name].decode(kept.column(name), rows) for name in columns]
             batches.append(pa.RecordBatch.from_arrays(arrays, names=names))
@@ -131,156 +161,63 @@ def _scan(path: Path, columns: Sequence[str], limit: int | None, block_bytes: in
                 unswept_bytes = 0
                 pa.default_memory_pool().release_unused()
             rows += kept.num_rows
-            if limit is not None and rows >= limit:
-                complete = False
+            if kept.num_rows < batch.num_rows:  # a row after the last one: no quote is open there
+                is_whole = True
                 break
-    if complete and counting.quotes % 2:
-        _refuse_open_quote(path)
+    if not is_whole:
+        raise DataError(open_quote_problem(path))
     if ragged.count:
-        raise DataError(ragged.describe(path))
+        raise DataError(ragged.problem())
     table = pa.Table.from_batches(batches, schema=pa.schema([(name, pa.string()) for name in names]))
-    problems = [cells.describe(path, name) for name, cells in invalid.items() if cells.count]
-    return CsvText(table, problems)
+    return CsvText(table, [cells.problem(path, name) for name, cells in invalid.items() if cells.count])
 
 
 def _binary_batches(
-    stream: _QuoteCounter, path: Path, columns: Sequence[str], block_bytes: int, ragged: _RaggedRows
+    stream: _EndingStream, path: Path, columns: Sequence[str], block_bytes: int, ragged: RaggedRows
 ) -> Iterator[pa.RecordBatch]:
     """Record batches of ``pa.binary()`` columns: pyarrow would stop at the first cell that is not UTF-8."""
     from pyarrow import csv as arrow_csv
 
-    try:
-        reader = arrow_csv.open_csv(
-            stream,
-            # Rows are numbered in the messages only when a single thread parses them.
-            read_options=arrow_csv.ReadOptions(block_size=block_bytes, use_threads=False),
-            parse_options=arrow_csv.ParseOptions(
-                delimiter=_delimiter(path), newlines_in_values=True, invalid_row_handler=ragged
-            ),
-            convert_options=arrow_csv.ConvertOptions(
-                include_columns=list(columns),
-                column_types=dict.fromkeys(columns, pa.binary()),
-                strings_can_be_null=False,
-            ),
-        )
-    except pa.ArrowInvalid as error:
-        if "Empty CSV file" in str(error):  # a header and nothing after it
-            return
-        raise
+    reader = arrow_csv.open_csv(
+        stream,
+        # Rows are numbered in the messages only when a single thread parses them.
+        read_options=arrow_csv.ReadOptions(block_size=block_bytes, use_threads=False),
+        parse_options=arrow_csv.ParseOptions(
+            delimiter=delimiter_of(path), newlines_in_values=True, invalid_row_handler=ragged
+        ),
+        convert_options=arrow_csv.ConvertOptions(
+            include_columns=list(columns),
+            column_types=dict.fromkeys(columns, pa.binary()),
+            strings_can_be_null=False,
+        ),
+    )
     with reader:
         yield from reader
 
 
-class _QuoteCounter(io.RawIOBase):
-    """A stream that counts the quotes that pass: an odd number means that one may never close."""
+class _EndingStream(io.RawIOBase):
+    """A stream with one row more at its end, which comes out as a row only if no quote is open there.
 
-    def __init__(self, stream: BinaryIO) -> None:
+    pyarrow takes whatever one call gives for a block.  Where a block ends with ``\\r`` it drops a ``\\n`` at the
+    start of the next, within quotes too; so no block ends with one here.
+    """
+
+    def __init__(self, stream: BinaryIO, ending: bytes) -> None:
         self._stream = stream
-        self.quotes = 0
+        self._ending = ending
+        self._held = b""
 
     def readable(self) -> bool:
         return True
 
-    def read(self, size: int = -1) -> bytes:
-        data = self._stream.read(size)
-        self.quotes += data.count(b'"')
-        return data
-
-
-class _ArrowRow(Protocol):
-    """``pyarrow.csv.InvalidRow``; ``number`` counts from 1 and includes the header."""
-
-    number: int | None
-    text: str
-    expected_columns: int
-    actual_columns: int
-
-
-@dataclass
-class _RaggedRows:
-    """pyarrow's handler of rows with the wrong number of cells: notes them all, so that all are reported."""
-
-    limit: int | None
-    count: int = 0
-    shown: list[str] = field(default_factory=list)
-
-    def __call__(self, row: _ArrowRow) -> str:
-        if self.limit is not None and row.number is not None and row.number - 1 > self.limit:
-            return "skip"
-        if self.count < _SHOWN:
-            place = "" if row.number is None else f"row {row.number - 1:,} "
-            text = row.text if len(row.text) <= 60 else row.text[:60] + "..."
-            self.shown.append(
-                f"{place}has {plural(row.actual_columns, 'cell')} instead of {row.expected_columns}: {text!r}"
-            )
-        self.count += 1
-        return "skip"
-
-    def describe(self, path: Path) -> str:
-        count, shown = plural(self.count, "broken row"), "; ".join(self.shown)
-        return f"{path}: {count}; {shown}; put quotes around cells that hold commas"
-
-
-@dataclass
-class _InvalidCells:
-    """The cells of one column that are not UTF-8."""
-
-    count: int = 0
-    first: str = ""
-
-    def decode(self, array: pa.Array, first_row: int) -> pa.Array:
-        """``pa.binary()`` to ``pa.string()``, both of shape (rows,); shares the bytes if they are UTF-8."""
-        try:
-            return pc.cast(array, pa.string())
-        except pa.ArrowInvalid:
-            return pa.array(
-                [self._text(cell, row) for row, cell in enumerate(array.to_pylist(), first_row + 1)]
-            )
-
-    def _text(self, cell: bytes, row: int) -> str:
-        try:
-            return cell.decode()
-        except UnicodeDecodeError as error:
-            if not self.count:
-                self.first = f"the first in row {row:,}, byte {error.start + 1:,} of the cell"
-            self.count += 1
-            return cell.decode(errors="replace")
-
-    def describe(self, path: Path, column: str) -> str:
-        count = plural(self.count, "cell")
-        return f"{path}: column {column!r}: {count} not in UTF-8, {self.first}; {CONVERT_ADVICE}"
-
-
-def _refuse_open_quote(path: Path) -> None:
-    """Looks for a quote that never closes; it would have swallowed every row after it.
-
-    An odd number of quotes proves nothing (``5" pipe`` in a cell without quotes is fine), so the csv module,
-    which is slower but notices, has the last word.
-
-    Raises:
-        DataError: there is one; names the row it opens in.
-    """
-    row = -1
-    old_limit = csv.field_size_limit(_LARGEST_BLOCK_BYTES)
-    try:
-        with open_input(path) as stream:
-            text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="replace", newline="")
-            for record in csv.reader(text, delimiter=_delimiter(path), strict=True):
-                row += bool(record)
-    except csv.Error as error:
-        if "unexpected end of data" in str(error):
-            message = f"{path}: a quote opens in row {row + 1:,} and never closes"
-            raise DataError(f"{message}; {_quote_advice(path)}") from error
-    finally:
-        csv.field_size_limit(old_limit)
-
-
-def _quote_advice(path: Path) -> str:
-    return f"check the quotes in {path.name}, or whether the file was cut short"
-
-
-def _delimiter(path: Path) -> str:
-    return "\t" if ".tsv" in [suffix.lower() for suffix in path.suffixes[-2:]] else ","
+    def read(self, size: int = _FIRST_BLOCK_BYTES) -> bytes:
+        wanted = size - len(self._held)
+        data = self._held + self._stream.read(wanted)
+        if len(data) < size:
+            room = size - len(data)
+            data, self._ending = data + self._ending[:room], self._ending[room:]
+        self._held = b"\r" if data.endswith(b"\r") else b""
+        return data.removesuffix(b"\r")
 
 
 def write_csv(path: Path, header: Sequence[str], columns: Sequence[pa.Array | pa.ChunkedArray]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import gzip
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from ensemble.errors import DataError
 # The worker knows this mark as well (worker/rows.py): the field's text is JSON for a value that is not text.
 JSON_MARK = {b"ensemble": b"json"}
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+_COMPARED = 1_000
+_NAME_CHARACTERS = 100
 
 
 @dataclass(frozen=True)
@@ -62,15 +65,18 @@ class Contents:
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:
     """`` (did you mean 'x'?)`` with the name nearest to ``name``, or nothing."""
-    by_folded = {candidate.strip().casefold(): candidate for candidate in reversed(known)}
-    close = difflib.get_close_matches(name.strip().casefold(), by_folded, n=1, cutoff=0.6)
+    # difflib's time grows with the square of the length, and with the names.
+    near = [candidate for candidate in known[:_COMPARED] if len(candidate) <= _NAME_CHARACTERS]
+    by_folded = {candidate.strip().casefold(): candidate for candidate in reversed(near)}
+    asked = name.strip().casefold() if len(name) <= _NAME_CHARACTERS else ""
+    close = difflib.get_close_matches(asked, by_folded, n=1, cutoff=0.6)
     return f" (did you mean {by_folded[close[0]]!r}?)" if close else ""
 
 
 def listed(names: Sequence[str], most: int = 20) -> str:
     """Names for a message: quoted, separated by commas, cut after ``most``."""
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
-    return ", ".join(repr(name) for name in names[:most]) + more
+    return ", ".join(map(quoted, names[:most])) + more
 
 
 def plural(count: int, noun: str) -> str:
@@ -78,18 +84,40 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
+def quoted(text: str, most: int = 60) -> str:
+    """Text from a file or a config as a message shows it: on one line, and short."""
+    return repr(text) if len(text) <= most else f"{text[:most]!r}..."
+
+
+def told(error: Exception, most: int = 200) -> str:
+    """What a library says of an error, on one line."""
+    text = " ".join(str(error).split())
+    text = text if text.isprintable() else repr(text)[1:-1]
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
+def shown_type(kind: pa.DataType, most: int = 60) -> str:
+    """A type's name; that of a struct of many fields is cut."""
+    name = " ".join(str(kind).split())
+    return name if len(name) <= most else f"{name[:most]}..."
+
+
 @contextmanager
 def open_input(path: Path) -> Iterator[BinaryIO]:
     """Opens a file for reading, uncompressed if its name ends in ``.gz``.
 
     Raises:
-        DataError: there is no such file (names one that is close), it is a directory or empty, it is UTF-16,
-            it cannot be read, or (while reading, inside the ``with``) its gzip stream is broken or cut short.
+        DataError: there is no such file (names one that is close), it is a directory, a pipe, empty or UTF-16, it
+            cannot be read, or (while reading, inside the ``with``) its gzip stream is broken or cut short.
     """
     if path.is_dir():
         raise DataError(f"{path}: is a directory; name the file inside it")
     if not path.exists():
         raise DataError(f"{path}: no such file{_nearby(path)}")
+    if not path.is_file():
+        raise DataError(
+            f"{path}: is no regular file, and it is read more than once; save what it gives first"
+        )
     try:
         opened = gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb")  # noqa: SIM115
         with cast(BinaryIO, opened) as stream:
@@ -101,14 +129,16 @@ def open_input(path: Path) -> Iterator[BinaryIO]:
             stream.seek(0)
             yield stream
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: not a whole gzip file ({error}); copy or download it again") from error
+        raise DataError(
+            f"{path}: not a whole gzip file ({told(error)}); copy or download it again"
+        ) from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
 def check_names(path: Path, names: Sequence[str]) -> None:
     """Raises DataError where two columns share a name."""
-    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
         raise DataError(f"{path}: the header names {listed(twice)} more than once; rename the columns")
 
@@ -118,7 +148,7 @@ def missing_column(path: Path, role: str, name: str, present: Sequence[str]) -> 
     hint = did_you_mean(name, present)
     if len(present) == 1 and any(mark in present[0] for mark in ";\t|"):
         hint = " (the header has a single column: are the columns separated by commas?)"
-    return f"{path}: no {role} {name!r}{hint}; the columns are {listed(present)}"
+    return f"{path}: no {role} {quoted(name)}{hint}; the columns are {listed(present)}"
 
 
 def is_json_field(column: pa.Field) -> bool:

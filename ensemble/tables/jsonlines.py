@@ -15,8 +15,8 @@ from typing import NoReturn
 import pyarrow as pa
 
 from ensemble.errors import DataError
-from ensemble.tables.inputfile import JSON_MARK, Contents, Wanted, joined_text, open_input, plural
-from ensemble.template import replace_lone_surrogates
+from ensemble.tables.inputfile import JSON_MARK, Contents, Wanted, joined_text, open_input, plural, quoted
+from ensemble.template import MOST_JSON_LEVELS, is_too_deep, json_detail, replace_lone_surrogates
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _ROWS = 8_192
@@ -101,7 +101,8 @@ class _TextCells:
         clean = None if text is None else replace_lone_surrogates(text)
         if clean != text or isinstance(value, (list, dict)):
             self.refused += 1
-            self.first_refused = self.first_refused or f"row {row:,}: {json.dumps(value)[:60]}"
+            reason = "half of a character" if isinstance(value, str) else "neither text nor a number"
+            self.first_refused = self.first_refused or f"row {row:,}: {json.dumps(value)[:60]} ({reason})"
         self.values.append(clean)
 
     def flush(self) -> None:
@@ -112,8 +113,8 @@ class _TextCells:
         if not self.refused:
             return []
         count = plural(self.refused, "value")
-        where = f"{path}: {self.role} column {self.name!r}"
-        return [f"{where}: {count} neither text nor a number, the first in {self.first_refused}"]
+        where = f"{path}: {self.role} column {quoted(self.name)}"
+        return [f"{where}: {count} no {self.role} can have, the first in {self.first_refused}"]
 
 
 def _json_text(value: object) -> str | None:
@@ -203,12 +204,13 @@ def _records(path: Path, limit: int | None) -> Iterator[tuple[dict[str, object],
                 record = decoder.decode(data.decode())
                 if not isinstance(record, dict):
                     raise ValueError(f"an object was expected, not {data[:40].decode(errors='replace')!r}")
-            except json.JSONDecodeError as error:
-                broken.add(number, f"{error.msg} at character {error.colno}")
+                brackets = data.count(b"[") + data.count(b"{")  # counted, because most lines hold few
+                if brackets > MOST_JSON_LEVELS and is_too_deep([*record.values()], MOST_JSON_LEVELS + 1):
+                    raise RecursionError
             except UnicodeDecodeError as error:
                 broken.add(number, f"not UTF-8 at byte {error.start + 1:,}")
             except (ValueError, RecursionError) as error:
-                broken.add(number, str(error))
+                broken.add(number, json_detail(error))
             else:
                 yield record, len(data)
             if found == limit:

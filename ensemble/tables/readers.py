@@ -7,16 +7,31 @@ in ``table.py``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from ensemble.errors import DataError
+from ensemble.tables.cells import is_binary
 from ensemble.tables.csvfile import read_header, scan_csv
-from ensemble.tables.inputfile import Contents, Wanted, check_names, is_text, joined_text, open_input
+from ensemble.tables.inputfile import (
+    Contents,
+    Wanted,
+    check_names,
+    is_text,
+    joined_text,
+    open_input,
+    quoted,
+    shown_type,
+    told,
+)
 from ensemble.tables.jsonlines import read_jsonl
+
+if TYPE_CHECKING:
+    from pyarrow import parquet
 
 SUPPORTED = ".csv, .tsv (each also with .gz), .parquet, .pq, .jsonl, .ndjson, .json (each also with .gz)"
 _CSV = {".csv", ".tsv"}
@@ -54,7 +69,7 @@ def _read_csv(path: Path, wanted: Wanted) -> Contents:
     names = read_header(path)
     present = [name for name in wanted.names() if name in names]
     # With none of the columns there, one is still read, for the number of rows.
-    text = scan_csv(path, present or names[:1], wanted.limit)
+    text = scan_csv(path, names, present or names[:1], wanted.limit)
     return Contents(
         rows=text.table.num_rows,
         names=names,
@@ -79,28 +94,37 @@ def _read_parquet(path: Path, wanted: Wanted) -> Contents:
             names = tuple(file.schema_arrow.names)
             check_names(path, names)
             present = [name for name in wanted.names() if name in names]
-            schema = pa.schema([file.schema_arrow.field(name) for name in present])
+            columns = [name for name in wanted.columns if name in names]
+            fields = [file.schema_arrow.field(name) for name in present]
+            schema = pa.schema([pa.field(field.name, _plain_type(field.type)) for field in fields])
             rows, batches = 0, []
-            for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=present):
+            for batch in _batches(file, present):
                 keep = batch.num_rows if wanted.limit is None else wanted.limit - rows
-                batches.append(_checked(path, batch.select(present).slice(0, keep), rows))
+                batches.append(_plain(_checked(path, batch.select(present).slice(0, keep), rows), schema))
+                _check_values(path, batches[-1].select(columns), rows)
                 rows += batches[-1].num_rows
                 if rows == wanted.limit:
                     break
             if not present:
                 rows = min(file.metadata.num_rows, wanted.limit or file.metadata.num_rows)
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path}: cannot be read as Parquet ({error})") from error
-    table = _plain(batches, schema)
+    # UnicodeDecodeError: damaged names, which pyarrow hands over unchecked
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read as Parquet ({told(error)}); write the file again") from error
+    table = pa.Table.from_batches(batches, schema=schema)
     problems: list[str] = []
     return Contents(
         rows=rows,
         names=names,
         ids=_parquet_ids(path, table, wanted.id_column, problems),
         labels=_parquet_labels(path, table, wanted.label_column, problems),
-        columns=table.select([name for name in wanted.columns if name in present]),
+        columns=table.select(columns),
         problems=tuple(problems),
     )
+
+
+def _batches(file: parquet.ParquetFile, columns: list[str]) -> Iterator[pa.RecordBatch]:
+    for group in range(file.num_row_groups):  # one by one: dictionaries in structs do not go together
+        yield from file.iter_batches(batch_size=_PARQUET_ROWS, row_groups=[group], columns=columns)
 
 
 def _checked(path: Path, batch: pa.RecordBatch, first_row: int) -> pa.RecordBatch:
@@ -109,27 +133,60 @@ def _checked(path: Path, batch: pa.RecordBatch, first_row: int) -> pa.RecordBatc
         try:
             column.validate(full=True)
         except pa.ArrowInvalid as error:
-            where = f"{path}: column {name!r} is broken near row {first_row + 1:,}"
-            raise DataError(f"{where} ({error}); write the file again") from error
+            where = f"{path}: column {quoted(name)} is broken near row {first_row + 1:,}"
+            raise DataError(f"{where} ({told(error)}); write the file again") from error
     return batch
 
 
-def _plain(batches: Sequence[pa.RecordBatch], schema: pa.Schema) -> pa.Table:
+def _check_values(path: Path, batch: pa.RecordBatch, first_row: int) -> None:
+    """Arrow knows times that Python does not, such as nanoseconds; they too would end a worker hours later."""
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        if not len(column) or _is_plain(column.type):
+            continue
+        try:
+            column.take(pa.array([0])).to_pylist()
+            column.to_pylist()
+        except (ArithmeticError, LookupError, TypeError, ValueError, pa.ArrowException) as error:
+            kind, place = shown_type(column.type), f"near row {first_row + 1:,}"
+            reason = told(error).partition(". ")[0].rstrip(".")  # what follows is advice for programmers
+            where = f"{path}: column {quoted(name)} holds {kind} values that cannot be used, {place}"
+            raise DataError(f"{where} ({reason}); write it as text") from error
+
+
+def _is_plain(kind: pa.DataType) -> bool:
+    """Whether every value of the type is one of Python's, and a worker can pick rows of it."""
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return _is_plain(kind.value_type)
+    if pa.types.is_struct(kind):
+        inner = [kind.field(index) for index in range(kind.num_fields)]
+        return len({field.name for field in inner}) == len(inner) and all(
+            _is_plain(field.type) for field in inner
+        )
+    checks = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_null, is_binary)
+    return is_text(kind) or any(check(kind) for check in checks)
+
+
+def _plain(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
     """Without dictionaries (each batch has one of its own), string views and pandas' metadata."""
-    fields = [pa.field(column.name, _plain_type(column.type)) for column in schema]
-    plain = []
-    for batch in batches:
-        arrays = [
-            column if column.type == target.type else pc.cast(column, target.type)
-            for column, target in zip(batch.columns, fields, strict=True)
-        ]
-        plain.append(pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields)))
-    return pa.Table.from_batches(plain, schema=pa.schema(fields))
+    arrays = [
+        column if column.type == target.type else pc.cast(column, target.type)
+        for column, target in zip(batch.columns, schema, strict=True)
+    ]
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
 def _plain_type(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_dictionary(kind):
         return _plain_type(kind.value_type)
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_plain_type(kind.value_type)))
+    if pa.types.is_large_list(kind):
+        return pa.large_list(kind.value_field.with_type(_plain_type(kind.value_type)))
+    if pa.types.is_struct(kind):
+        inner = [kind.field(index) for index in range(kind.num_fields)]
+        return pa.struct([field.with_type(_plain_type(field.type)) for field in inner])
+    if pa.types.is_binary_view(kind):
+        return pa.large_binary()
     return pa.large_string() if pa.types.is_string_view(kind) else kind
 
 
@@ -142,7 +199,9 @@ def _parquet_ids(path: Path, table: pa.Table, name: str, problems: list[str]) ->
     if pa.types.is_integer(column.type):
         return pc.cast(column, pa.string())
     advice = "write the file again with that column cast to int64 or string"
-    problems.append(f"{path}: id column {name!r} is of type {column.type}, which is no id; {advice}")
+    problems.append(
+        f"{path}: id column {quoted(name)} is of type {shown_type(column.type)}, which is no id; {advice}"
+    )
     return None
 
 
@@ -154,6 +213,6 @@ def _parquet_labels(
     try:
         return joined_text(pc.cast(table.column(name), pa.string()))
     except pa.ArrowException:
-        kind = table.column(name).type
-        problems.append(f"{path}: label column {name!r} is of type {kind}; write it as text or numbers")
+        kind = shown_type(table.column(name).type)
+        problems.append(f"{path}: label column {quoted(name)} is of type {kind}; write it as text or numbers")
         return None

@@ -17,10 +17,10 @@ import pyarrow.compute as pc
 
 from ensemble.errors import DataError, MergeError
 from ensemble.tables.csvfile import read_header, read_text_csv, write_csv
-from ensemble.tables.inputfile import did_you_mean, listed, missing_column, plural
+from ensemble.tables.inputfile import did_you_mean, listed, missing_column, plural, quoted
 
 _SHOWN = 5
-_SHOWN_CHARACTERS = 60
+_SHOWN_COLUMNS = 20
 _NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
 
 
@@ -80,25 +80,29 @@ def check_sample(
     others = [name for name in sample.columns if name != id_column]
     if not others:
         problems.append(
-            f"{path}: has no column besides {id_column!r}; a column per label to submit is needed"
+            f"{path}: has no column besides {quoted(id_column)}; a column per label to submit is needed"
         )
-    for name in others:
+    strangers = [name for name in others if columns_map.get(name, name) not in labels]
+    for name in strangers[:_SHOWN_COLUMNS]:
         label = columns_map.get(name, name)
-        if label in labels:
-            continue
         hint = did_you_mean(label, labels)
         mapped = (
-            f"column {name!r} is mapped to {label!r}, which" if name in columns_map else f"column {name!r}"
+            f"column {quoted(name)} is mapped to {quoted(label)}, which"
+            if name in columns_map
+            else f"column {quoted(name)}"
         )
         problems.append(f"{path}: {mapped} is not a label{hint}; map it to one of {listed(labels)}")
+    if len(strangers) > _SHOWN_COLUMNS:
+        count = plural(len(strangers) - _SHOWN_COLUMNS, "more column")
+        problems.append(f"{path}: {count} that are not labels; is this the sample submission?")
     problems += [
-        f"{path}: has no column {name!r}{did_you_mean(name, others)}, though it is mapped to a label"
+        f"{path}: has no column {quoted(name)}{did_you_mean(name, others)}, though it is mapped to a label"
         for name in columns_map
         if name not in others
     ]
     given = [columns_map.get(name, name) for name in others]
     problems += [
-        f"{path}: label {label!r} would stand in {given.count(label)} columns; mend submission.columns"
+        f"{path}: label {quoted(label)} would stand in {given.count(label)} columns; mend submission.columns"
         for label in dict.fromkeys(given)
         if label in labels and given.count(label) > 1
     ]
@@ -243,8 +247,8 @@ def _read_values(
         if len(bad):
             cell = table.column(name)[int(bad[0])].as_py()
             problems.append(
-                f"{path}: column {name!r}: {plural(len(bad), 'cell')} without a finite number, the first in row "
-                f"{bad[0] + 1:,}: {cell[:_SHOWN_CHARACTERS]!r}; mend the file, or choose fill: uniform or prior"
+                f"{path}: column {quoted(name)}: {plural(len(bad), 'cell')} without a finite number, the first in "
+                f"row {bad[0] + 1:,}: {quoted(cell)}; mend the file, or choose fill: uniform or prior"
             )
     return table.column(0), by_label, tuple(problems)
 
@@ -272,4 +276,4 @@ def _lacks(path: Path, ids: pa.ChunkedArray) -> str:
 
 
 def _first(ids: pa.Array | pa.ChunkedArray) -> str:
-    return ", ".join(map(repr, ids[:_SHOWN].to_pylist())) + (", ..." if len(ids) > _SHOWN else "")
+    return ", ".join(map(quoted, ids[:_SHOWN].to_pylist())) + (", ..." if len(ids) > _SHOWN else "")

@@ -30,6 +30,8 @@ from ensemble.tables.inputfile import (
     listed,
     missing_column,
     plural,
+    quoted,
+    shown_type,
 )
 from ensemble.tables.readers import read_contents
 from ensemble.template import TemplateProblem, parse_json_cell
@@ -182,11 +184,7 @@ def _read_checked(path: Path, needs: TableNeeds) -> InputTable:
 
 def _row(index: int, ids: pa.ChunkedArray | None) -> str:
     name = None if ids is None else ids[index].as_py()
-    return f"row {index + 1:,}" + ("" if name is None else f" (id {_short(name)})")
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= 60 else text[:60] + "...")
+    return f"row {index + 1:,}" + ("" if name is None else f" (id {quoted(name)})")
 
 
 def _missing_columns(path: Path, needs: TableNeeds, contents: Contents) -> Iterator[str]:
@@ -204,7 +202,7 @@ def _id_problems(path: Path, column: str, ids: pa.ChunkedArray) -> Iterator[str]
     if blank.count:
         rows = ", ".join(f"{row + 1:,}" for row in blank.rows)
         count = plural(blank.count, "row")
-        yield f"{path}: id column {column!r}: {count} without an id, first: row {rows}; give every row an id"
+        yield f"{path}: id column {quoted(column)}: {count} without an id, first: row {rows}; give every row an id"
     if pc.count_distinct(ids, mode="all").as_py() == len(ids):
         return
     counted = pc.value_counts(ids)
@@ -217,9 +215,9 @@ def _id_problems(path: Path, column: str, ids: pa.ChunkedArray) -> Iterator[str]
     for name in names[:_SHOWN].to_pylist():
         places = _first(pc.equal(ids, name))
         rows = ", ".join(f"{row + 1:,}" for row in places.rows)
-        shown.append(f"{_short(name)} in row {rows}" + (", ..." if places.count > _SHOWN else ""))
+        shown.append(f"{quoted(name)} in row {rows}" + (", ..." if places.count > _SHOWN else ""))
     count = plural(len(names), "id")
-    yield f"{path}: id column {column!r}: {count} more than once: {'; '.join(shown)}; ids must be unique"
+    yield f"{path}: id column {quoted(column)}: {count} more than once: {'; '.join(shown)}; ids must be unique"
 
 
 @dataclass(frozen=True)
@@ -246,10 +244,10 @@ def _label_problems(
     shown = []
     for row in unknown.rows:
         label = contents.labels[row].as_py()
-        value = f"{_short(label)}{did_you_mean(label, needs.labels)}" if label else "has no label"
+        value = f"{quoted(label)}{did_you_mean(label, needs.labels)}" if label else "has no label"
         shown.append(f"{_row(row, contents.ids)}: {value}")
     count = plural(unknown.count, "row")
-    where = f"{path}: label column {needs.label_column!r}: {count} without a known label"
+    where = f"{path}: label column {quoted(str(needs.label_column))}: {count} without a known label"
     yield f"{where}; {'; '.join(shown)}; the labels are {listed(needs.labels)}"
 
 
@@ -261,14 +259,14 @@ def _type_problems(path: Path, needs: TableNeeds, contents: Contents) -> Iterato
         field, column = contents.columns.schema.field(name), contents.columns.column(name)
         advice = "read it in a prompt_template, or write it as text"
         if pa.types.is_nested(field.type):
-            yield f"{path}: column {name!r} holds {field.type} values, not text; {advice}"
+            yield f"{path}: column {quoted(name)} holds {shown_type(field.type)} values, not text; {advice}"
         elif is_binary(field.type):
-            yield f"{path}: column {name!r} holds bytes, not text; write the file with it cast to string"
+            yield f"{path}: column {quoted(name)} holds bytes, not text; write the file with it cast to string"
         elif is_json_field(field):
             nested = _first(pc.match_substring_regex(column, r"^[\[{]"))
             if nested.count:
                 count, row = plural(nested.count, "row"), _row(nested.rows[0], contents.ids)
-                yield f"{path}: column {name!r} holds lists or objects in {count}, first {row}; {advice}"
+                yield f"{path}: column {quoted(name)} holds lists or objects in {count}, first {row}; {advice}"
 
 
 def _cell_facts(path: Path, needs: TableNeeds, contents: Contents) -> tuple[dict[str, int], list[str]]:
@@ -292,7 +290,7 @@ def _cell_facts(path: Path, needs: TableNeeds, contents: Contents) -> tuple[dict
         if broken.count:
             rows = "; ".join(f"{_row(row, contents.ids)}: {problem}" for row, problem in broken.shown)
             count = plural(broken.count, "row")
-            problems.append(f"{path}: column {field.name!r}: broken JSON in {count}; {rows}")
+            problems.append(f"{path}: column {quoted(field.name)}: broken JSON in {count}; {rows}")
     return null_texts, problems
 
 

@@ -93,7 +93,7 @@ def test_an_override_takes_the_place_of_what_could_not_be_read() -> None:
     document = overridden("a: !x 1\n", "a=5")
     document.report(("a",), "must be less")
     assert document.problems == (
-        "a (line 1): the tag '!x' is not allowed here",
+        "a (line 1): the tag '!x' is not allowed here; leave it out",
         "--set a=5: must be less, not 5",
     )
 

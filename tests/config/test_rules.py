@@ -27,7 +27,9 @@ def test_code_from_the_hub_demands_a_revision(load: Load, problems: Problems, tm
     remote: dict[str, Any] = {"trust_remote_code": True, "model_name_or_path": "org/model"}
     (problem,) = problems(small(**remote))
     assert problem.startswith("models[0].revision (line 7): required with trust_remote_code: true")
-    assert load(small(**remote, revision="abc")).config.models[0].trust_remote_code
+    (problem,) = problems(small(**remote, revision="main"))
+    assert "revision (line 11): with trust_remote_code: true this is a commit's whole hash" in problem
+    assert load(small(**remote, revision="0a" * 20)).config.models[0].trust_remote_code
     assert load(small(**remote | {"model_name_or_path": str(tmp_path)})).config.models[0].trust_remote_code
     assert problems(small(**remote | {"model_name_or_path": "x" * 5000}))
 
@@ -72,3 +74,16 @@ def test_the_rules_hold_without_yaml() -> None:
         ModelConfig(name="a", model_name_or_path="b", text_column="c", prompt_template="d")
     with pytest.raises(ValidationError, match="must be one of the labels"):
         RunConfig(**values, models=(model.model_copy(update={"weight": 1.0, "label_map": {"x": "b"}}),))
+
+
+def test_a_time_limit_and_what_to_fill_in(load: Load, problems: Problems) -> None:
+    content = small() | {"fill": "sample", "time_limit": "0m"}
+    fill, limit = sorted(problems(content))
+    assert limit.startswith("time_limit (line ")
+    assert "): must be more than 0" in limit
+    assert fill.startswith("fill (line ")
+    assert "): sample needs submission.sample" in fill
+    assert len(problems(small() | {"time_limit": 0, "labels": "x"})) == 2, "said beside wrong types as well"
+    run = load(content | {"submission": {"sample": "s.csv"}, "time_limit": "1m"}).config
+    assert (run.fill, run.time_limit) == ("sample", 60.0)
+    assert load(small() | {"fill": "prior"}).config.time_limit is None

@@ -128,12 +128,20 @@ def test_an_unquoted_template_is_explained() -> None:
         ("a: *b", ["undefined alias 'b'"]),
         ("a: b\nc: \x00", ["(line 2, column 4)", "forbids"]),
         ('a: "\\UFFFFFFFF"', ["not valid YAML"]),
+        ('a: 1\nb: "x\\0"', ["(line 2, column 4)", "a NUL character"]),
+        ('"\\ud800": 1', ["(line 1, column 1)", r"half of a character ('\ud800')"]),
+        ("!!python/object:os.system {}", ["(line 1, column 1)", "the tag '!!python/object:os.system'"]),
+        ("!!int x", ["(line 1, column 1)", "cannot be read as a whole number"]),
         ("%YAML " + "9" * 5000 + ".1\n---\na: 1", ["not valid YAML"]),
     ],
 )
 def test_what_is_no_config_is_refused_in_a_sentence(text: str, words: list[str]) -> None:
     problem = refused(text)
     assert all(word in problem for word in words), problem
+
+
+def test_the_pairs_of_json_are_one_character() -> None:
+    assert read('{"\\ud83d\\ude00": "a\\uD83D\\uDE00"}').data == {"\U0001f600": "a\U0001f600"}
 
 
 def test_aliases_and_merge_keys() -> None:

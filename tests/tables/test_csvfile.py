@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import os
 import time
 from pathlib import Path
 
@@ -176,6 +177,8 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert "did you mean 'train.csv'?" in problem(tmp_path / "trian.csv")
     assert "nor is there a folder" in problem(tmp_path / "nope" / "x.csv")
     assert "is a directory" in problem(tmp_path)
+    os.mkfifo(tmp_path / "pipe.csv")
+    assert "is no regular file" in problem(tmp_path / "pipe.csv")
     assert "the file is empty" in problem(written(tmp_path / "a.csv", ""))
     assert "only blank lines" in problem(written(tmp_path / "b.csv", "\n\r\n\n"))
     assert "is UTF-16" in problem(written(tmp_path / "c.csv", "id,t\n1,x\n".encode("utf-16")))

@@ -300,7 +300,10 @@ def test_jsonl_ids_that_are_no_ids(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"id": 1, "text": ""}\n{"id": [2], "text": ""}\n{"id": "\\ud83d", "text": ""}\n')
     (found,) = problems(path)
-    assert "id column 'id': 2 values neither text nor a number, the first in row 2: [2]" in found
+    assert (
+        "id column 'id': 2 values no id can have, the first in row 2: [2] (neither text nor a number)"
+        in found
+    )
 
 
 # ---- Parquet

@@ -1,0 +1,256 @@
+"""Configs that nobody should write: strategies for YAML text, for values, and for changes to a good config."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from typing import Any, Final
+
+import yaml
+from hypothesis import strategies as st
+
+from tests.config.examples import WHOLE
+
+Steps = tuple[str | int, ...]
+
+# What YAML gives a meaning to, what our keys are, and what has broken one reader or another.
+PIECES: Final = [
+    *(": ", ":", "- ", "-", "? ", ", ", "\n", "\n  ", "\n    ", "\r\n", "\t", " ", "{", "}", "["),
+    *("]", "&a ", "*a", "<<: ", "<<: *a", "!!python/object/apply:os.system [id]"),
+    *("!!python/name:os.system", "!!binary ", "!!set ", "!!int ", "!!float ", "!!null ", "!!merge "),
+    *("!x ", "! ", "!<tag:x> ", "!!map ", '"', "'", "\\", '"\\ud800"', "\\ud83d\\ude00", "\\0"),
+    *("\\U00110000", "\\xe9", "|", "|+9", ">-", "%TAG", "%YAML 9.9\n", "---\n", "...\n", "#", " #"),
+    *("@", "`", "~", "null", "true", "yes", "0x", "0o9", "1_0", "1e999", "-1e-999", "9" * 101),
+    *("9" * 5000, ".nan", ".inf", "-.INF", "1:30", "2024-01-31", "=", "<<", "0", "-0", "\x00"),
+    *("\x07", "\x7f", "\x85", "\u2028", "\ufeff", "\ufffe", "\ue000", "é", "\U0001f600", "${X}"),
+    *("${NO}", "${", "$${", "${X", "a", "b", "a.b", "a b", "", "id", "name", "models", "labels"),
+    *("data", "path", "defaults", "weight", "limit", "model_name_or_path", "text_column"),
+    "output_dir",
+]
+texts = st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=20).map("".join)
+encoded_texts = st.builds(
+    lambda text, encoding: text.encode(encoding, "replace" if encoding == "latin-1" else "surrogatepass"),
+    texts,
+    st.sampled_from(["utf-8", "utf-16", "utf-32", "latin-1"]),
+)
+
+words = st.text(max_size=8) | st.sampled_from(PIECES)
+# Numbers at the ends of what their types hold, and text that is nearly what some key takes.
+AWKWARD: Final[list[Any]] = [
+    *(None, True, False, 0, 1, -1, 2**31, 2**32, 2**63 - 1, 2**63, 10**99, -(10**99), 0.5, -0.0),
+    *(1e308, 5e-324, float("nan"), float("inf"), "", " ", "~", "~nobody/x", "a\nb", "x\n"),
+    *("a\u2028b", "x" * 5000, "\ufeff", ".", "/", "..", "neg", "winner_tie", "auto", "0", "9" * 400),
+    *("9" * 5000, "\u0663", "1h", "0s", "1h30m", "${X}", "9" * 400 + "h", "1h" + " " * 3000 + "x"),
+    *("14GiB", "1.5 TB", "9" * 400 + "GB", "9" * 5000 + "TiB", "cpu", "disk", "{{ x", "{{ x }}"),
+    *("main", "0" * 40, "GPU-1", "sample", "continue", [], {}, [[]], [None], {"": None}, [0, 0]),
+    *(["a", "b"], ["a"], [0.5], [True], ["GPU-1", 10**99], {"0": "14GiB", "cpu": 0}),
+    *({"00": 1, "0": 2}, {"9" * 5000: 1}, {"9" * 9: "1GB"}, {"cpu": 10**99}),
+    *({"a": "neg", "b": "neg"}, {"load_in_4bit": True}, {"": {"": {"": []}}}, {"token": "x"}),
+    *({"torch_dtype": "auto"}, {"name": "a"}, [{"name": "a"}, {"name": "A"}]),
+]
+awkward = st.sampled_from(AWKWARD).map(copy.deepcopy)
+values = awkward | st.recursive(
+    awkward | words | st.integers() | st.floats(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(words, inner, max_size=4),
+    max_leaves=8,
+)
+
+# Every key that there is (a test holds this to the schema), with values that fit together.
+_MEMBER: Final = {
+    "name": "gemma2",
+    "model_name_or_path": "org/gemma",
+    "revision": "0123456789" * 4,
+    "adapter_name_or_path": None,
+    "merge_adapter": False,
+    "gguf_file": None,
+    "weight": 0.5,
+    "prompt_template": "{{ prompt | fromjson }}",
+    "text_column": None,
+    "max_length": 512,
+    "truncation_side": "left",
+    "add_special_tokens": True,
+    "task_type": "seq_cls",
+    "problem_type": "single_label_classification",
+    "label_map": {"LABEL_0": "neg", "1": 2},
+    "batch_size": "auto",
+    "max_num_batched_tokens": 4096,
+    "dtype": "float16",
+    "quantization_config": {"load_in_8bit": True, "llm_int8_enable_fp32_cpu_offload": True},
+    "attn_implementation": "sdpa",
+    "allow_tf32": False,
+    "expandable_segments": True,
+    "max_split_size_mb": 128,
+    "num_gpus": 2,
+    "replicas": 1,
+    "device_map": {"model": 0, "score": "cpu"},
+    "max_memory": {"0": "14GiB", "cpu": 3},
+    "offload_folder": "off",
+    "trust_remote_code": True,
+    "allow_pickle": False,
+    "model_kwargs": {"deep": {"er": [1, None, {"x": 0.5}]}},
+    "tokenizer_kwargs": {"use_fast": True},
+}
+GOOD: Final[dict[str, Any]] = {
+    "data": {"path": "test.csv", "id_column": "id", "label_column": "label"},
+    "labels": ["neg", 2],
+    "models": [
+        _MEMBER,
+        {"name": "b", "model_name_or_path": "b", "text_column": ["t", "u"], "max_length": None},
+    ],
+    "defaults": {"max_length": 64, "model_kwargs": {"a": 1}, "weight": 1},
+    "ensemble": {"method": "mean"},
+    "submission": {"sample": "s.csv", "path": "out.csv", "columns": {"p": "neg"}},
+    "output_dir": "runs/first",
+    "limit": 5,
+    "seed": 1,
+    "devices": [0, "GPU-1"],
+    "max_workers_per_gpu": 1,
+    "wait_for_gpu": "10m",
+    "retries": 1,
+    "on_bad_row": "fail",
+    "on_member_failure": "continue",
+    "time_limit": "8h30m",
+    "fill": "sample",
+    "hang_timeout": 90,
+    "hash_weights": False,
+    "release_timeout": 2.5,
+}
+
+
+def places(value: object, steps: Steps = ()) -> Iterator[Steps]:
+    """Every place within plain data below the value itself, the outer ones first."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for step, item in inner:
+        yield (*steps, step)
+        yield from places(item, (*steps, step))
+
+
+def inside(content: Any, steps: Steps) -> Any:
+    for step in steps:
+        content = content[step]
+    return content
+
+
+@st.composite
+def changed_configs(draw: st.DrawFn) -> dict[str, Any]:
+    """A good config with up to four of its values replaced, taken away, renamed, moved or wrapped."""
+    content = copy.deepcopy(GOOD)
+    for _ in range(draw(st.integers(1, 4))):
+        known = list(places(content))
+        if not known:
+            break
+        *outer, last = steps = draw(st.sampled_from(known))
+        around = inside(content, tuple(outer))
+        change = draw(st.sampled_from(["replace", "replace", "remove", "rename", "move", "wrap", "add"]))
+        if change == "replace":
+            around[last] = draw(values)
+        elif change == "remove":
+            del around[last]
+        elif change == "wrap":
+            around[last] = draw(st.sampled_from([[around[last]], {"a": around[last]}, [[around[last]] * 3]]))
+        elif change == "move":
+            *home, new = target = draw(st.sampled_from(known))
+            if target[: len(steps)] != steps:
+                inside(content, tuple(home))[new] = copy.deepcopy(around[last])
+        elif isinstance(around, dict):
+            around[draw(words)] = around.pop(last) if change == "rename" else draw(values)
+    return content
+
+
+@st.composite
+def written(draw: st.DrawFn, content: dict[str, Any]) -> str:
+    """Plain data as YAML, in one of the ways in which programs write it."""
+    if draw(st.sampled_from(["json", "json", "yaml"])) == "json":
+        text = json.dumps(
+            content, ensure_ascii=draw(st.booleans()), indent=draw(st.sampled_from([None, 1, 4]))
+        )
+    else:
+        # Quotes around every word: PyYAML writes 1e5 without them, which is a number in YAML 1.2.
+        flow, unicode = draw(st.sampled_from([None, True, False])), draw(st.booleans())
+        text = yaml.safe_dump(content, default_flow_style=flow, allow_unicode=unicode, default_style='"')
+    return draw(st.sampled_from(["", "\ufeff"])) + text
+
+
+@st.composite
+def damaged_texts(draw: st.DrawFn) -> str:
+    """A good config's text with lines doubled, dropped, moved or indented, and pieces of YAML put in anywhere."""
+    lines = WHOLE.splitlines(keepends=True)
+    for _ in range(draw(st.integers(1, 3))):
+        index = draw(st.integers(0, len(lines) - 1))
+        change = draw(
+            st.sampled_from(["double", "drop", "move", "indent", "put in", "put in", "replace", "cut"])
+        )
+        if change == "double":
+            lines.insert(draw(st.integers(0, len(lines))), lines[index])
+        elif change == "drop" and len(lines) > 1:
+            del lines[index]
+        elif change == "move":
+            lines.insert(draw(st.integers(0, len(lines) - 1)), lines.pop(index))
+        elif change == "indent":
+            lines[index] = draw(st.sampled_from([" ", "  ", "\t", "- "])) + lines[index]
+        else:
+            at = draw(st.integers(0, len(lines[index])))
+            piece = "" if change == "cut" else draw(st.sampled_from(PIECES))
+            lines[index] = lines[index][:at] + piece + lines[index][at + (change != "put in") :]
+    return "".join(lines)
+
+
+BOMBS: Final = ["list", "mapping", "merge", "keys", "brackets", "braces", "indents", "dashes", "self"]
+
+
+@st.composite
+def bombs(draw: st.DrawFn) -> str:
+    """Aliases of aliases, merges of merges, brackets in brackets: little text that stands for very much."""
+    kind, width, depth = draw(st.sampled_from(BOMBS)), draw(st.integers(1, 30)), draw(st.integers(41, 60))
+    if kind == "brackets":
+        return "a: " + "[" * depth * width + draw(st.sampled_from(["", "]" * depth * width]))
+    if kind == "braces":
+        return "{a: " * depth * width + draw(st.sampled_from(["", "}" * depth * width]))
+    if kind == "indents":
+        return "".join(" " * level + "a:\n" for level in range(depth + width))
+    if kind == "dashes":
+        return "a:\n" + "- " * depth * width + "1"
+    if kind == "self":
+        loops = [
+            "&a [*a]",
+            "&a {x: *a}",
+            "a: &a {<<: *a}",
+            "a: &a [[*a], *a]",
+            "? &a [*a]\n: 1",
+            "&a {? *a : 1}",
+        ]
+        return draw(st.sampled_from(loops))
+    lines = ["a0: &a0 [1]" if kind == "list" else "a0: &a0 {k: 1}"]
+    for level in range(1, depth):
+        before = f"*a{level - 1}"
+        inner = {
+            "list": f"[{', '.join([before] * width)}]",
+            "mapping": f"{{{', '.join(f'k{index}: {before}' for index in range(width))}}}",
+            "merge": f"{{<<: [{', '.join([before] * width)}], n{level}: 1}}",
+            "keys": f"{{? {before} : 1, ? [{before}] : 2}}",
+        }[kind]
+        lines.append(f"a{level}: &a{level} {inner}")
+    return "\n".join(lines)
+
+
+_STEPS: Final = [
+    *("models", "models.0", "models[1]", "gemma2", "labels", "0", "9999999", "-1", "weight", "data", "path"),
+    *("defaults", "x", "", "[0]", "[", "limit", "device_map", "é", "\udcff", "a b", "\n", "time_limit", "1"),
+]
+override_lists = st.lists(
+    st.builds(
+        "{}={}".format,
+        st.lists(st.sampled_from(_STEPS) | st.text(max_size=4), min_size=1, max_size=5).map(".".join),
+        texts | st.sampled_from(["1", "null", "[1", "{a: b}", "9" * 5000, "&a [*a]"]),
+    )
+    | texts,
+    max_size=4,
+)
+# What an environment can hold: no NUL, and lone surrogates where bytes are not UTF-8.
+environments = st.dictionaries(
+    st.sampled_from(["X", "Y1", "CONFIG_DIR", "_", "é", "A B"]),
+    st.text(st.characters(exclude_characters="\x00", exclude_categories=()), max_size=8).map("s3cret".__add__)
+    | st.sampled_from(["s3cret\udcff", "s3cret\n- x", "s3cret${X}", "s3cret" * 1000]),
+    max_size=4,
+)

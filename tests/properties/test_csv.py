@@ -1,0 +1,172 @@
+"""Whatever a CSV file holds: the cells that Python's csv module finds, or sentences that say what to mend."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from ensemble.tables.csvfile import read_text_csv
+from ensemble.tables.submission import check_sample, read_sample
+from ensemble.tables.table import InputTable, read_table
+from tests.properties import cells
+from tests.properties.amount import tries
+from tests.properties.reading import assert_sentences, given_to_workers, needs, outcome
+
+
+def by_csv_module(content: bytes, limit: int | None = None) -> tuple[list[str], cells.Records] | None:
+    """Header and rows, or None for what is to be refused."""
+
+    def records(text: str) -> cells.Records:
+        return [record for record in csv.reader(io.StringIO(text, newline="")) if record]
+
+    text = content.decode("utf-8-sig", "surrogateescape")
+    found = records(text)
+    if not found:
+        return None
+    is_open = len(records(text + "\nx")) == len(found)
+    header, *rows = found
+    if is_open and (limit is None or len(rows) <= limit):
+        return None
+    rows = rows[:limit]
+    is_ragged = any(len(row) != len(header) for row in rows)
+    is_utf8 = not any(
+        "\ud800" <= character <= "\udfff" for row in [header, *rows] for cell in row for character in cell
+    )
+    return None if is_ragged or not is_utf8 or len(set(header)) < len(header) else (header, rows)
+
+
+@tries(400)
+@given(content=cells.csv_like)
+@example(content=b'a,b\n1,5" p\n2,"open\n3,x')  # two quotes, and yet one is open
+@example(content=b'a\n1,"\xff\n2,3')  # a row with too many cells that is not UTF-8 either
+@example(content=b'""')
+@example(content=b'a,"b\n1,2\n')
+def test_any_bytes_as_csv(folder: Path, content: bytes) -> None:
+    table = outcome(folder / "x.csv", content, read_text_csv)
+    expected = by_csv_module(content)
+    if expected is None:
+        assert isinstance(table, tuple), table
+    else:
+        assert not isinstance(table, tuple), table
+        header, rows = expected
+        assert table.column_names == header
+        assert [list(row.values()) for row in table.to_pylist()] == rows
+
+
+@tries(200)
+@given(content=cells.csv_like, limit=st.integers(1, 4))
+@example(content=b'a\n1\n"2\n3\n', limit=2)
+def test_any_bytes_as_csv_with_a_limit(folder: Path, content: bytes, limit: int) -> None:
+    table = outcome(folder / "x.csv", content, lambda path: read_text_csv(path, limit=limit))
+    expected = by_csv_module(content, limit)
+    if expected is None:
+        assert isinstance(table, tuple), table
+    elif isinstance(table, tuple):
+        # pyarrow gives up on a broken row that is not UTF-8, even after the last one that is wanted.
+        assert b"\xff" in content or b"\xed" in content or b"\xc3" in content, table
+    else:
+        assert [list(row.values()) for row in table.to_pylist()] == expected[1]
+
+
+BROKEN_ROWS = {
+    b"a,b,c": "broken row",
+    b"a": "broken row",
+    b'"a,b"': "broken row",
+    b"\xff": "broken row",
+    b"\xc3,b,c": "broken row",
+    b"a,\xed\xa0\x80": "not in UTF-8",
+    b"\xff,b": "not in UTF-8",
+    b'a,"b': "never closes",
+    b'"a\xff': "never closes",
+    b'5" pipe,"b': "never closes",
+}
+
+
+@tries(80)
+@given(
+    above=st.lists(
+        st.sampled_from([b"1,x\n", b'"2","y\nz"\r\n', b"\n", b'3,5" pipe\n', b"4,\r"]), max_size=6
+    ),
+    broken=st.sampled_from(sorted(BROKEN_ROWS)),
+    below=st.lists(st.sampled_from([b"5,y\n", b"\n", b"6,\\\r\n"]), max_size=4),
+)
+def test_the_row_that_is_broken_is_named(
+    folder: Path, above: list[bytes], broken: bytes, below: list[bytes]
+) -> None:
+    content = b"id,text\n" + b"".join(above) + broken + b"\n" + b"".join(below)
+    found = outcome(folder / "x.csv", content, read_text_csv)
+    row = 1 + sum(line != b"\n" for line in above)
+    assert isinstance(found, tuple), found
+    assert f"row {row}" in found[0]
+    assert BROKEN_ROWS[broken] in found[0]
+
+
+# pyarrow reads blocks of this size, in which a line end, a quote or a character may be cut.
+BLOCK_BYTES = 1 << 19
+csv.field_size_limit(BLOCK_BYTES * 4)
+
+
+@tries(25)
+@given(
+    table=cells.tables(),
+    before_end=st.integers(-8, 64),
+    character=st.sampled_from(["x", "é", "\n", '"']),
+    end=st.sampled_from(["\n", "\r\n", "\r"]),
+)
+@example(table=(["id", "text"], [["\r\n", ""]]), before_end=10, character="x", end="\n")  # \r ends the block
+def test_cells_that_stand_across_two_blocks(
+    folder: Path, table: tuple[list[str], cells.Records], before_end: int, character: str, end: str
+) -> None:
+    header, rows = table
+    written = io.StringIO(newline="")
+    csv.writer(written, quoting=csv.QUOTE_ALL, lineterminator=end).writerows([header, *rows])
+    # A header of its own and a row that makes up the block, then all that was drawn.
+    above = [f"h{index}" for index in range(len(header))]
+    commas = "," * (len(header) - 1)
+    cell, cell_bytes = character.replace('"', '""'), len(character.replace('"', '""').encode())
+    size = (BLOCK_BYTES - len(",".join(above)) - len(commas) - 4 - before_end) // cell_bytes
+    content = f'{",".join(above)}\n"{cell * size}"{commas}\n{written.getvalue()}'.encode()
+    found = outcome(folder / "x.csv", content, read_text_csv)
+    expected = [[character * size] + [""] * len(commas), header, *rows]
+    assert not isinstance(found, tuple), found
+    assert [list(row.values()) for row in found.to_pylist()] == expected
+    assert by_csv_module(content) == (above, expected)
+
+
+@tries(100)
+@given(content=cells.csv_like, labels=st.lists(cells.names, min_size=1, max_size=3, unique=True))
+def test_any_bytes_as_a_sample(folder: Path, content: bytes, labels: list[str]) -> None:
+    sample = outcome(folder / "sample.csv", b"id," + content, lambda path: read_sample(path, "id"))
+    if not isinstance(sample, tuple):
+        ids = pa.chunked_array([pa.array(["1", "a"])])
+        assert_sentences(
+            check_sample(sample, folder / "sample.csv", ids, "id", labels, {}, False), folder / "sample.csv"
+        )
+
+
+@pytest.mark.parametrize("ids", [["001"], ["001", "001"]])
+def test_a_hundred_thousand_columns(folder: Path, ids: list[str]) -> None:
+    # The header alone is longer than what is read at a time.
+    header = ["id", *(f"c{index}" for index in range(100_000))]
+    rows = "".join(f"{row_id}{',x' * 100_000}\n" for row_id in ids)
+    content = f"{','.join(header)}\n{rows}".encode()
+    table = outcome(folder / "x.csv", content, lambda path: read_table(path, needs("c99999")))
+    missing = outcome(folder / "x.csv", content, lambda path: read_table(path, needs("c99999 ", "d1")))
+    twice = outcome(
+        folder / "x.csv", content.replace(b"c7,", b"c8,", 1), lambda path: read_table(path, needs("c1"))
+    )
+    if len(ids) == 1:
+        assert isinstance(table, InputTable), table
+        assert given_to_workers(table, folder) == [{"c99999": "x"}]
+    else:
+        assert isinstance(table, tuple)
+    assert isinstance(missing, tuple)
+    assert "no text column 'c99999 '" in missing[0]
+    assert isinstance(twice, tuple)
+    assert "the header names 'c8' more than once" in twice[0]
