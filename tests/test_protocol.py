@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from ensemble.protocol import ChunkDone, ChunkFailed, Failed, Heartbeat, Predict, Ready, Start, Stop, decode, encode
+from ensemble.protocol import (
+    ChunkDone,
+    ChunkFailed,
+    Failed,
+    Heartbeat,
+    Predict,
+    Ready,
+    Start,
+    Stop,
+    decode,
+    encode,
+)
 from tests.worker.test_predict import worker_spec
 
 
