@@ -76,10 +76,18 @@ def memory_left(groups: Groups) -> int | None:
     return min(left, default=None)
 
 
-def oom_kills(groups: Groups) -> int:
-    """How many processes of these groups the kernel has ended because the group was out of memory."""
-    name = "memory.events" if groups.is_v2 else "memory.oom_control"
-    return sum(_count(_text(folder / name), "oom_kill") for folder in groups.folders)
+def oom_kills(groups: Groups) -> int | None:
+    """How many processes of the innermost group the kernel has ended for want of memory; None where none is told.
+
+    Whether it was the group's, that of one above it or the machine's that ran out: the kernel counts it where the
+    process was.
+    """
+    names = ("memory.events.local", "memory.events") if groups.is_v2 else ("memory.oom_control",)
+    for file in (folder / name for folder in groups.folders[:1] for name in names):
+        found = re.search(r"^oom_kill (\d+)$", _text(file), re.MULTILINE)
+        if found:
+            return int(found[1])
+    return None
 
 
 def cpu_limit(groups: Groups) -> float | None:

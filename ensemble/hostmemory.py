@@ -20,13 +20,16 @@ def total_memory_bytes() -> int | None:
 
 
 def oom_kills() -> int:
-    """How many processes the kernel has ended for want of memory: in this container or job, and on this machine.
+    """How many processes the kernel has ended for want of memory: of this process's group, which its workers share.
 
-    A count that goes up between a worker's start and its end by SIGKILL tells why it was killed, probably.
+    Where no group tells, of the whole machine.  A count that goes up between a worker's start and its end by
+    SIGKILL tells why it was killed, probably.
     """
-    # The machine's count is of everybody's processes; a group's own is not told by every container.
+    of_group = cgroup.oom_kills(own_groups("memory"))
+    if of_group is not None:
+        return of_group
     found = re.search(r"^oom_kill (\d+)$", _text("/proc/vmstat"), re.MULTILINE)
-    return cgroup.oom_kills(own_groups("memory")) + (int(found[1]) if found else 0)
+    return int(found[1]) if found else 0
 
 
 def meminfo_bytes(text: str, key: str) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ensemble.cgroup import Groups, cpu_limit, find_groups, memory_left, memory_limit
+from ensemble.cgroup import Groups, cpu_limit, find_groups, memory_left, memory_limit, oom_kills
 from ensemble.hostmemory import available_memory_bytes, meminfo_bytes, total_memory_bytes
 
 GIB = 1 << 30
@@ -96,3 +96,16 @@ def test_this_machine() -> None:
     assert total is not None
     assert available is not None
     assert 0 < available < total <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_who_was_killed_for_want_of_memory_is_counted_in_its_own_group(tmp_path: Path) -> None:
+    own = write(tmp_path / "own", memory__events="low 0\noom 3\noom_kill 2\noom_group_kill 9")
+    above = write(tmp_path / "above", memory__events="oom_kill 70")
+    assert oom_kills(Groups(True, (own, above))) == 2, "others are in the groups above as well"
+    write(own, **{"memory__events__local": "oom 1\noom_kill 1"})
+    assert oom_kills(Groups(True, (own, above))) == 1, "and in those below"
+    old = write(tmp_path / "old", memory__oom_control="oom_kill_disable 0\nunder_oom 0\noom_kill 4")
+    assert oom_kills(Groups(False, (old,))) == 4
+    older = write(tmp_path / "older", memory__oom_control="oom_kill_disable 0\nunder_oom 0")
+    assert oom_kills(Groups(False, (older, old))) is None
+    assert oom_kills(Groups(True, ())) is None

@@ -184,9 +184,12 @@ def test_what_is_right_is_read_as_it_is_written(file: Path, data: st.DataObject)
         codec="utf-8", exclude_categories=["Cc", "Zl", "Zp"], exclude_characters="$\ufffe\uffff"
     )
     text = st.text(plain, min_size=1).filter(str.strip)
+    keys = st.text(plain, min_size=1, max_size=60).filter(
+        str.strip
+    )  # YAML allows 1,024 characters, escapes included
     kwargs = st.recursive(
         st.none() | st.booleans() | st.integers(-(10**90), 10**90) | st.floats(allow_nan=False) | text,
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3),
         max_leaves=8,
     )
     labels = data.draw(
@@ -197,8 +200,8 @@ def test_what_is_right_is_read_as_it_is_written(file: Path, data: st.DataObject)
         "text_column": data.draw(text),
         "max_length": data.draw(st.none() | st.integers(1, 2**31 - 1)),
         "trust_remote_code": False,
-        "label_map": dict(zip(data.draw(st.lists(text, unique=True)), labels, strict=False)),
-        "model_kwargs": data.draw(st.dictionaries(text, kwargs, max_size=3)),
+        "label_map": dict(zip(data.draw(st.lists(keys, unique=True)), labels, strict=False)),
+        "model_kwargs": data.draw(st.dictionaries(keys, kwargs, max_size=3)),
     }
     content = {**small(), "labels": labels, "models": [{**small()["models"][0], **model}], "seed": 2**32 - 1}
     config = outcome(file, data.draw(configs.written(content)))
