@@ -188,7 +188,11 @@ def test_what_is_right_is_read_as_it_is_written(file: Path, data: st.DataObject)
         str.strip
     )  # YAML allows 1,024 characters, escapes included
     kwargs = st.recursive(
-        st.none() | st.booleans() | st.integers(-(10**90), 10**90) | st.floats(allow_nan=False) | text,
+        st.none()
+        | st.booleans()
+        | st.integers(-(10**90), 10**90)
+        | st.floats(allow_nan=False, allow_infinity=False)
+        | text,
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3),
         max_leaves=8,
     )
