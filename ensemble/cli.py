@@ -73,26 +73,31 @@ def run(
         coverage_text,
         failure_text,
         float32_text,
+        gaps_text,
         left_out_text,
         members_table,
         oom_text,
+        repeated_text,
         shown_path,
         truncation_text,
     )
     from ensemble.run import run as run_config
 
+    display = choose_display(sys.stdout, quiet, _console)
+    result = run_config(loaded, display, fresh, process_age_seconds())
     console = _console()
-    result = run_config(loaded, choose_display(console, quiet), fresh, process_age_seconds())
     # Whoever read the output may have gone (rich leaves by SystemExit then); the files are there.
     with contextlib.suppress(OSError, SystemExit):
         if not quiet:
             console.print(members_table(result.members, result.results.scores))
-            for tell in (truncation_text, oom_text, float32_text):
+            for tell in (truncation_text, repeated_text, oom_text, float32_text):
                 for text in filter(None, map(tell, result.members)):
                     console.print(text, markup=False)
             policy = loaded.config.on_bad_row
             for text in filter(None, (bad_rows_text(state, policy) for state in result.members)):
                 console.print(text, markup=False)
+            if idle := gaps_text(result.gaps):
+                console.print(idle, markup=False)
             if result.left_out:
                 console.print(left_out_text(result.left_out, result.members), markup=False)
             for name, path in result.results.files.items():
@@ -221,8 +226,10 @@ def _console() -> Console:
 
 
 def _load(config: Path, sets: list[str], limit: int | None) -> LoadedConfig:
+    from ensemble.arrays import import_numpy
     from ensemble.config import load_config
 
     loaded = load_config(config, [*sets, *([f"limit={limit}"] if limit is not None else [])])
     guard_output(loaded.redactor)  # now that its own secrets are known
+    import_numpy()
     return loaded

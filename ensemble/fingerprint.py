@@ -15,7 +15,6 @@ from ensemble.checkpoint.hub import find_file
 from ensemble.config import ModelConfig
 from ensemble.planning.plan import MemberPlan
 from ensemble.prepare import Prepared, text_columns
-from ensemble.template import compile_template
 
 # To be raised where the same digests come to mean something else; older work then counts as another's.
 SCHEME = 1
@@ -85,7 +84,12 @@ def member_fingerprint(
     model = member.model
     files = files or FileDigests(prepared.config.hash_weights)
     template = model.prompt_template
-    columns = text_columns(model) if template is None else compile_template(template).columns
+    if template is None:
+        columns = text_columns(model)
+    else:
+        from ensemble.template import compile_template  # Jinja2 only where it is needed: start-up time
+
+        columns = compile_template(template).columns
     return Fingerprint(
         settings=digest_of(_settings(prepared, member)),
         weights=_weights(prepared, model, files),

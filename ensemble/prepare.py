@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -24,12 +25,14 @@ from ensemble.errors import ConfigError, DataError, DeviceError, EnsembleError
 from ensemble.planning.outlook import Outlook, look_ahead
 from ensemble.planning.placement import chosen_devices
 from ensemble.planning.plan import Plan
+from ensemble.prompts import compile_templates, render_first_rows
 from ensemble.rundir import RunDir, unwritable_reason
 from ensemble.tables.submission import Sample, check_sample, check_sample_values, read_sample
 from ensemble.tables.table import InputTable, TableNeeds, read_table
-from ensemble.template import PromptTemplate, TemplateProblem, compile_template
 
-RENDERED_ROWS = 5
+if TYPE_CHECKING:
+    from ensemble.template import PromptTemplate
+
 _KEYS_OF_THEIR_OWN = (
     *("dtype", "revision", "trust_remote_code", "quantization_config", "attn_implementation"),
     *("device_map", "max_memory", "offload_folder", "gguf_file"),
@@ -95,7 +98,7 @@ def prepare(loaded: LoadedConfig, must_fit: bool = True) -> Prepared:
     keep_pandas_out()
     config = loaded.config
     problems = _Problems()
-    templates = _templates(config, problems)
+    templates = compile_templates(config, problems.found)
     checkpoints = _checkpoints(config, problems)
     with problems.at():
         _check_places(loaded)
@@ -114,7 +117,7 @@ def prepare(loaded: LoadedConfig, must_fit: bool = True) -> Prepared:
             _demand(look_ahead(config, checkpoints, {}, gpus).plan)
         problems.raise_any()
     assert table is not None
-    previews = _render_first_rows(config, table, templates, problems)
+    previews = render_first_rows(config, table, templates, problems.found)
     with problems.at():
         _check_members_fit(config, checkpoints)
     with problems.at():
@@ -186,18 +189,6 @@ def _quantization_warnings(config: RunConfig, checkpoints: dict[str, Checkpoint]
         warning = carried_warning(model.quantization_config, checkpoints[model.name].quantization)
         if warning is not None:
             yield f"models[{index}].{warning}"
-
-
-def _templates(config: RunConfig, problems: _Problems) -> dict[str, PromptTemplate]:
-    compiled = {}
-    for index, model in enumerate(config.models):
-        if model.prompt_template is None:
-            continue
-        try:
-            compiled[model.name] = compile_template(model.prompt_template)
-        except TemplateProblem as error:
-            problems.found.append(ConfigError(f"models[{index}].prompt_template: {error}"))
-    return compiled
 
 
 def _checkpoints(config: RunConfig, problems: _Problems) -> dict[str, Checkpoint]:
@@ -313,26 +304,6 @@ def _lengths(
             by_columns[columns] = table.text_lengths(columns)
         lengths[model.name] = by_columns[columns]
     return lengths
-
-
-def _render_first_rows(
-    config: RunConfig, table: InputTable, templates: dict[str, PromptTemplate], problems: _Problems
-) -> dict[str, str]:
-    """Render every template on the first rows; the first row's text per member is what ``validate`` shows."""
-    previews: dict[str, str] = {}
-    rows = table.head(RENDERED_ROWS)
-    for index, model in enumerate(config.models):
-        if model.name not in templates:
-            continue
-        for number, row in enumerate(rows):
-            try:
-                text = templates[model.name].render(row)
-            except TemplateProblem as error:
-                place = f"row {number + 1} (id {table.ids[number].as_py()!r})"
-                problems.found.append(DataError(f"models[{index}].prompt_template: {place}: {error}"))
-                break
-            previews.setdefault(model.name, text)
-    return previews
 
 
 def _scoring_warnings(config: RunConfig, checkpoints: dict[str, Checkpoint]) -> list[str]:

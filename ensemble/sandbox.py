@@ -23,6 +23,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Cycler, Namespace
 from jinja2.visitor import NodeTransformer
 
+from ensemble.celltext import TemplateProblem
+
 # For one row. A prompt of a million tokens has some five million characters; a cell may have ten million.
 MOST_CHARACTERS: Final = 100_000_000
 MOST_STEPS: Final = 1_000_000
@@ -60,10 +62,6 @@ _OF_TEXT = frozenset(
     "capitalize e escape forceescape lower pprint safe string striptags title trim truncate upper urlencode "
     "wordcount".split()
 )
-
-
-class TemplateProblem(ValueError):
-    """A template that cannot be compiled, or a row that it cannot render.  The message is one sentence."""
 
 
 class _Meter:

@@ -5,37 +5,20 @@ worker, which renders it row by row.  What a template may reach and how much it 
 say; what can be refused before any row is rendered is refused here.
 
 A null cell reads as empty text (``x is none`` is still true for it), so that no prompt ever says "None".
-Nothing here reads tables, tokenizes or truncates.
+Nothing here reads tables, tokenizes or truncates.  Whoever needs no template does not import this: Jinja2 takes a
+tenth of the parent's start-up.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import NoReturn
 
 from jinja2 import Template, TemplateError, TemplateSyntaxError, meta, nodes
 
-from ensemble.sandbox import Sandbox, TemplateProblem, metered
-
-__all__ = [
-    "MOST_JSON_LEVELS",
-    "PromptTemplate",
-    "TemplateProblem",
-    "compile_template",
-    "is_too_deep",
-    "json_detail",
-    "parse_json_cell",
-    "replace_lone_surrogates",
-]
-
-# Of lists and objects in JSON. Python's own limit depends on who asks, so that what the parent has read a worker
-# might refuse.
-MOST_JSON_LEVELS = 100
-_EXCERPT_CHARACTERS = 60
-_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+from ensemble.celltext import TemplateProblem, parse_json_cell, replace_lone_surrogates, without_nulls
+from ensemble.sandbox import Sandbox, metered
 
 
 class _Null(str):
@@ -45,70 +28,6 @@ class _Null(str):
 
 
 _NULL = _Null()
-
-
-def parse_json_cell(text: object) -> object:
-    """Reads a cell that holds JSON: what the ``fromjson`` filter does.
-
-    Args:
-        text: JSON text, or a value that has been parsed already (list, dict, number, boolean).
-
-    Returns:
-        the parsed value with every null inside it turned into empty text.  A null or blank cell, and the
-        JSON text ``null``, give an empty list.
-
-    Raises:
-        TemplateProblem: broken JSON, NaN or Infinity, or a value that is none of the above.
-    """
-    if text is None:
-        return []
-    if isinstance(text, (bool, int, float, list, dict)):
-        return _without_nulls(text)
-    if not isinstance(text, str):
-        raise TemplateProblem(f"fromjson reads JSON text, not a value of type {type(text).__name__}")
-    if not text or text.isspace():
-        return []
-    try:
-        value = _json_decoder().decode(text)
-        # Searching the text is much cheaper than walking every value.
-        if text.count("[") + text.count("{") <= MOST_JSON_LEVELS or not is_too_deep(value):
-            return [] if value is None else _without_nulls(value) if "null" in text else value
-        detail = f"nested more than {MOST_JSON_LEVELS} levels deep"
-    except (ValueError, RecursionError) as error:
-        detail = json_detail(error)
-    raise TemplateProblem(f"not valid JSON ({detail}): {_excerpt(text)}")
-
-
-def is_too_deep(value: object, most: int = MOST_JSON_LEVELS) -> bool:
-    """Whether lists and objects stand in each other more than ``most`` levels deep."""
-    level = [value]
-    for _ in range(most + 1):
-        outer = [item for item in level if isinstance(item, list | dict)]
-        if not outer:
-            return False
-        level = [inner for item in outer for inner in (item.values() if isinstance(item, dict) else item)]
-    return True
-
-
-def json_detail(error: ValueError | RecursionError) -> str:
-    """What is wrong with JSON, by what Python's decoder has raised."""
-    if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
-    if isinstance(error, RecursionError):
-        return f"nested more than {MOST_JSON_LEVELS} levels deep"
-    # From Python itself comes advice on how to allow for more.
-    return "a number of too many digits" if "set_int_max_str_digits" in str(error) else str(error)
-
-
-def replace_lone_surrogates(text: str) -> str:
-    """Puts U+FFFD where ``text`` holds half of a surrogate pair, which UTF-8 and tokenizers refuse."""
-    if text.isascii():
-        return text
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return _LONE_SURROGATE.sub("\ufffd", text)
-    return text
 
 
 class PromptTemplate:
@@ -135,7 +54,7 @@ class PromptTemplate:
             TemplateProblem: a column is missing, or rendering failed; names the exception and the line.
         """
         try:
-            cells = {name: _without_nulls(row[name], _NULL) for name in self.columns}
+            cells = {name: without_nulls(row[name], _NULL) for name in self.columns}
         except KeyError as error:
             raise TemplateProblem(f"the row has no column {error}") from None
         try:
@@ -228,25 +147,6 @@ def _reached_name(node: nodes.Node) -> object:
     return None
 
 
-def _without_nulls(value: object, null: str = "") -> object:
-    if value is None:
-        return null
-    if isinstance(value, list):
-        return [_without_nulls(item, null) for item in value]
-    if isinstance(value, dict):
-        return {key: _without_nulls(item, null) for key, item in value.items()}
-    return value
-
-
-@lru_cache(maxsize=1)
-def _json_decoder() -> json.JSONDecoder:
-    return json.JSONDecoder(parse_constant=_refuse_constant)
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
-
-
 def _render_problem(error: Exception) -> TemplateProblem:
     """Names the exception and, from the frames that Jinja2 rewrites, the line of the template."""
     line, frame = None, error.__traceback__
@@ -263,7 +163,3 @@ def _render_problem(error: Exception) -> TemplateProblem:
 def _sentence(error: Exception) -> str:
     text = " ".join(str(error).split())
     return text.rstrip(".") or "no further detail"
-
-
-def _excerpt(text: str) -> str:
-    return repr(text if len(text) <= _EXCERPT_CHARACTERS else text[:_EXCERPT_CHARACTERS] + "...")

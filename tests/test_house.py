@@ -15,7 +15,7 @@ HEAVY = ("torch", "transformers", "accelerate", "pandas")
 # with the very code the worker uses), what keeps secrets out of the logs and the guard that keeps pandas out.
 SHARED = {
     *("ensemble.protocol", "ensemble.rundir", "ensemble.errors", "ensemble.template", "ensemble.sandbox"),
-    *("ensemble.redact", "ensemble.arrow"),
+    *("ensemble.redact", "ensemble.arrow", "ensemble.celltext"),
 }
 
 
@@ -46,7 +46,7 @@ def test_a_run_of_the_checks_imports_nothing_heavy_either(tmp_path: Path) -> Non
         "import sys, pathlib\nfrom ensemble.config import load_config\nfrom ensemble.errors import EnsembleError\n"
         "from ensemble.prepare import prepare\n"
         "try:\n    prepare(load_config(pathlib.Path('c.yaml')))\nexcept EnsembleError as error:\n    print(error)\n"
-        f"print([name for name in {HEAVY!r} if name in sys.modules])"
+        f"print([name for name in {(*HEAVY, 'jinja2', 'rich')!r} if name in sys.modules])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

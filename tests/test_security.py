@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from ensemble.celltext import TemplateProblem
 from ensemble.checkpoint.adapter import inspect_adapter
 from ensemble.checkpoint.inspection import inspect_checkpoint
 from ensemble.checkpoint.trust import Trust
@@ -27,7 +28,7 @@ from ensemble.errors import CheckpointError, ConfigError, OutputError
 from ensemble.prepare import prepare
 from ensemble.redact import MASK, RedactingFormatter, Redactor
 from ensemble.rundir import RunDir, atomic_path, hold, holder, open_log, write_text
-from ensemble.template import TemplateProblem, compile_template
+from ensemble.template import compile_template
 from tests.checkpoints import make_adapter, make_base
 from tests.project import LABELS, ROOT, Project
 

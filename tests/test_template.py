@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from ensemble.template import TemplateProblem, compile_template, parse_json_cell, replace_lone_surrogates
+from ensemble.celltext import TemplateProblem, parse_json_cell, replace_lone_surrogates
+from ensemble.template import compile_template
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,15 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, Protocol
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from typing import IO, TYPE_CHECKING, Protocol
 
 from ensemble.protocol import Ready
 from ensemble.state import MemberState
+
+# rich takes a tenth of the parent's start-up, and nothing is drawn before the first worker runs.
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
 
 PLAIN_LINE_SECONDS = 5.0
 # A notebook's "!command" runs on a pseudo-terminal, where isatty() is true and redrawing prints rubbish.
@@ -28,14 +30,20 @@ class Display(Protocol):
     def stop(self) -> None: ...
 
 
-def choose_display(console: Console, quiet: bool, environ: Mapping[str, str] | None = None) -> Display:
-    """The display that suits where the output goes."""
+def choose_display(
+    file: IO[str], quiet: bool, console: Callable[[], Console], environ: Mapping[str, str] | None = None
+) -> Display:
+    """The display that suits where the output goes.
+
+    Args:
+        console: makes the console for the bars, the first time that they are drawn.
+    """
     variables = os.environ if environ is None else environ
     if quiet:
         return QuietDisplay()
-    if console.is_terminal and not any(name in variables for name in _NOTEBOOK_VARIABLES):
-        return BarDisplay(console)
-    return PlainDisplay(console.file)
+    if file.isatty() and not any(name in variables for name in _NOTEBOOK_VARIABLES):
+        return BarDisplay(file, console)
+    return PlainDisplay(file)
 
 
 class QuietDisplay:
@@ -102,12 +110,7 @@ class PlainDisplay:
     def stop(self) -> None: ...
 
     def say(self, text: str) -> None:
-        # A reader that has gone (`| head`) or a full disk behind a redirection must not end the run.
-        with contextlib.suppress(OSError):
-            try:
-                print(text, file=self._file, flush=True)
-            except UnicodeEncodeError:  # a locale of ASCII
-                print(text.encode("ascii", "backslashreplace").decode(), file=self._file, flush=True)
+        _print(text, self._file)
 
     def update(self, members: Sequence[MemberState]) -> None:
         now = self._clock()
@@ -129,26 +132,29 @@ class PlainDisplay:
 class BarDisplay:
     """A bar per member, redrawn in place."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, file: IO[str], console: Callable[[], Console]) -> None:
         self._notes = _Notes(self.say)
         self._tasks: dict[str, TaskID] = {}
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.fields[status]}"),
-            console=console,
-        )
+        self._file = file
+        self._console = console
+        self._progress: Progress | None = None
 
-    def start(self) -> None:
-        self._progress.start()
+    def start(self) -> None: ...
 
     def stop(self) -> None:
-        self._progress.stop()
+        if self._progress is not None:
+            self._progress.stop()
 
     def say(self, text: str) -> None:
-        self._progress.console.print(text, markup=False, highlight=False)
+        if self._progress is None:
+            _print(text, self._file)
+        else:
+            self._progress.console.print(text, markup=False, highlight=False)
 
     def update(self, members: Sequence[MemberState]) -> None:
+        if self._progress is None:
+            self._progress = self._bars()
+            self._progress.start()
         now = time.monotonic()
         for state in members:
             name = state.plan.name
@@ -158,6 +164,25 @@ class BarDisplay:
             self._progress.update(
                 self._tasks[name], completed=state.fraction, status=describe(state, now, short=True)
             )
+
+    def _bars(self) -> Progress:
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        return Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[status]}"),
+            console=self._console(),
+        )
+
+
+def _print(text: str, file: IO[str]) -> None:
+    # A reader that has gone (`| head`) or a full disk behind a redirection must not end the run.
+    with contextlib.suppress(OSError):
+        try:
+            print(text, file=file, flush=True)
+        except UnicodeEncodeError:  # a locale of ASCII
+            print(text.encode("ascii", "backslashreplace").decode(), file=file, flush=True)
 
 
 def phase_of(state: MemberState) -> str:

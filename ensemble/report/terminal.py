@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich import box
-from rich.table import Table
-
+from ensemble.gaps import Gap
 from ensemble.merge.metrics import Score
 from ensemble.report.progress import duration
 from ensemble.state import Failure, MemberState
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
 ENSEMBLE_ROW = "ensemble"
+_SHOWN_GAPS = 4
 
 
 def members_table(members: Sequence[MemberState], scores: dict[str, Score]) -> Table:
     """Rows, time, speed, share of real tokens and peak memory per member; scores where the truth is known."""
+    # Here, because the start of a run imports this module, too.
+    from rich import box
+    from rich.table import Table
+
     # Two-line headers, so that it fits 80 columns.
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("member", no_wrap=True)
@@ -107,6 +114,26 @@ def truncation_text(state: MemberState) -> str:
         return ""
     length = max(record.ready.max_length for record in state.workers if record.ready is not None)
     return f"{state.plan.name}: {cut:,} of {rows:,} rows were cut at max_length {length}"
+
+
+def repeated_text(state: MemberState) -> str:
+    """What is said of a member with rows that it computed once for several; empty where there were none."""
+    repeated = sum(record.repeated_rows for record in state.workers)
+    rows = sum(record.rows for record in state.workers)
+    if not repeated:
+        return ""
+    return (
+        f"{state.plan.name}: {repeated:,} of {rows:,} rows repeat another's text and were not computed again"
+    )
+
+
+def gaps_text(gaps: Sequence[Gap]) -> str:
+    """For how long devices computed nothing between members; empty where nobody followed another."""
+    if not gaps:
+        return ""
+    each = [f"{gap.seconds:.1f} s ({gap.after} to {gap.before})" for gap in gaps[:_SHOWN_GAPS]]
+    more = f", {len(gaps) - _SHOWN_GAPS} more in run.json" if len(gaps) > _SHOWN_GAPS else ""
+    return f"idle between members: {', '.join(each)}{more}"
 
 
 def shown_path(path: Path) -> str:

@@ -14,9 +14,9 @@ from typing import NoReturn
 
 import pyarrow as pa
 
+from ensemble.celltext import MOST_JSON_LEVELS, is_too_deep, json_detail, replace_lone_surrogates
 from ensemble.errors import DataError
 from ensemble.tables.inputfile import JSON_MARK, Contents, Wanted, joined_text, open_input, plural, quoted
-from ensemble.template import MOST_JSON_LEVELS, is_too_deep, json_detail, replace_lone_surrogates
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _ROWS = 8_192

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ensemble.celltext import TemplateProblem, parse_json_cell
 from ensemble.errors import DataError
 from ensemble.tables.cells import cell_lengths, is_binary, loaded_cell, python_cells
 from ensemble.tables.digest import rows_digest
@@ -34,7 +35,6 @@ from ensemble.tables.inputfile import (
     shown_type,
 )
 from ensemble.tables.readers import read_contents
-from ensemble.template import TemplateProblem, parse_json_cell
 
 PUBLISHED_ROWS_PER_BATCH = 65_536
 _SHOWN = 3

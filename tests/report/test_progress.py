@@ -12,6 +12,7 @@ from ensemble.planning.plan import make_plan
 from ensemble.protocol import Progress
 from ensemble.report.progress import (
     BarDisplay,
+    Display,
     PlainDisplay,
     QuietDisplay,
     choose_display,
@@ -34,7 +35,7 @@ def test_plain_lines_come_with_each_phase_and_every_few_seconds() -> None:
     state = member()
     display.update([state])
     assert file.getvalue() == "", "a member that waits is not worth a line"
-    state.workers.append(WorkerRecord("m0", 0, ("cpu",), 7, "log", 0.0))
+    state.workers.append(WorkerRecord("m0", 0, ("cpu",), 7, "log", 0.0, 0.0))
     for clock[0] in (101.0, 103.0, 107.0):
         display.update([state])
     assert file.getvalue().splitlines() == ["m0: starting Python"] * 2
@@ -60,13 +61,34 @@ def test_time_left_follows_the_work_and_not_the_rows() -> None:
     assert f"{duration(10 * (1 - share) / share)} left" in describe(state, 10.0)
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 def test_the_display_suits_where_the_output_goes() -> None:
-    terminal = Console(file=io.StringIO(), force_terminal=True)
-    assert isinstance(choose_display(terminal, quiet=True, environ={}), QuietDisplay)
-    assert isinstance(choose_display(terminal, quiet=False, environ={}), BarDisplay)
+    def chosen(file: io.StringIO, quiet: bool = False, variable: str = "TERM") -> Display:
+        return choose_display(file, quiet, Console, {variable: "1"})
+
+    assert isinstance(chosen(Terminal(), quiet=True), QuietDisplay)
+    assert isinstance(chosen(Terminal()), BarDisplay)
     for name in ("JPY_PARENT_PID", "KAGGLE_KERNEL_RUN_TYPE", "COLAB_RELEASE_TAG"):
-        assert isinstance(choose_display(terminal, quiet=False, environ={name: "1"}), PlainDisplay)
-    assert isinstance(choose_display(Console(file=io.StringIO()), quiet=False, environ={}), PlainDisplay)
+        assert isinstance(chosen(Terminal(), variable=name), PlainDisplay)
+    assert isinstance(chosen(io.StringIO()), PlainDisplay)
+
+
+def test_bars_are_drawn_from_the_first_update_on() -> None:
+    file = Terminal()
+    display = BarDisplay(file, lambda: Console(file=file, width=100))
+    display.start()
+    display.say("two models")
+    assert file.getvalue() == "two models\n"
+    display.update([member()])
+    display.say("a note")
+    display.stop()
+    assert "m0" in file.getvalue()
+    assert "a note" in file.getvalue()
+    BarDisplay(file, lambda: Console(file=file)).stop()  # nothing was drawn, so nothing is to be ended
 
 
 @pytest.mark.parametrize(

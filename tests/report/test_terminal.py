@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from ensemble.gaps import Gap
 from ensemble.protocol import Ready
 from ensemble.report.progress import BarDisplay, PlainDisplay
-from ensemble.report.terminal import float32_text
+from ensemble.report.terminal import float32_text, gaps_text, repeated_text
 from ensemble.state import MemberState, WorkerRecord
 from tests.report.test_progress import member
 
@@ -20,7 +21,7 @@ READY = Ready(1.0, "Tesla T4", "float16", "eager", 9_000_000_000, 1024, 16384, (
 def loaded(*ready: Ready) -> MemberState:
     state = member()
     for replica, event in enumerate(ready):
-        state.workers.append(WorkerRecord("m0", replica, ("cpu",), 7 + replica, "log", 0.0, ready=event))
+        state.workers.append(WorkerRecord("m0", replica, ("cpu",), 7 + replica, "log", 0.0, 0.0, ready=event))
     return state
 
 
@@ -28,7 +29,7 @@ def test_each_member_says_once_what_it_computes_with() -> None:
     state = loaded(READY, replace(READY, token_budget=9000))
     bars = Console(file=io.StringIO(), force_terminal=True, width=100)
     plain = io.StringIO()
-    for display in (PlainDisplay(plain), BarDisplay(bars)):
+    for display in (PlainDisplay(plain), BarDisplay(bars.file, lambda: bars)):
         display.update([member()])
         for _ in range(3):
             display.update([state])
@@ -54,6 +55,23 @@ def test_what_it_computes_with(attention: str, batch_size: int | str, expected: 
     file = io.StringIO()
     PlainDisplay(file).update([state])
     assert file.getvalue().splitlines()[0] == f"m0: {expected}"
+
+
+def test_time_between_members() -> None:
+    gaps = [Gap("GPU-0", "a", "b", 3.21), *(Gap("GPU-0", "b", f"c{index}", 0.5) for index in range(5))]
+    assert gaps_text([]) == ""
+    assert gaps_text(gaps[:2]) == "idle between members: 3.2 s (a to b), 0.5 s (b to c0)"
+    assert gaps_text(gaps).endswith("0.5 s (b to c2), 2 more in run.json")
+
+
+def test_rows_that_were_computed_once_for_several() -> None:
+    state = loaded(READY, READY)
+    assert repeated_text(state) == ""
+    for record in state.workers:
+        record.rows, record.repeated_rows = 5000, 600
+    assert repeated_text(state) == (
+        "m0: 1,200 of 10,000 rows repeat another's text and were not computed again"
+    )
 
 
 def test_rows_that_overflowed() -> None:

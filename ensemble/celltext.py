@@ -1,0 +1,109 @@
+"""Text in a table's cells: the JSON that it may be, and what no tokenizer takes.
+
+Shared by parent and worker.  Kept apart from the templates, so that reading a table does not import Jinja2.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import lru_cache
+from typing import NoReturn
+
+# Of lists and objects in JSON. Python's own limit depends on who asks, so that what the parent has read a worker
+# might refuse.
+MOST_JSON_LEVELS = 100
+_EXCERPT_CHARACTERS = 60
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+class TemplateProblem(ValueError):
+    """A template that cannot be compiled, or a row that it cannot render.  The message is one sentence."""
+
+
+def parse_json_cell(text: object) -> object:
+    """Reads a cell that holds JSON: what the ``fromjson`` filter does.
+
+    Args:
+        text: JSON text, or a value that has been parsed already (list, dict, number, boolean).
+
+    Returns:
+        the parsed value with every null inside it turned into empty text.  A null or blank cell, and the
+        JSON text ``null``, give an empty list.
+
+    Raises:
+        TemplateProblem: broken JSON, NaN or Infinity, or a value that is none of the above.
+    """
+    if text is None:
+        return []
+    if isinstance(text, (bool, int, float, list, dict)):
+        return without_nulls(text)
+    if not isinstance(text, str):
+        raise TemplateProblem(f"fromjson reads JSON text, not a value of type {type(text).__name__}")
+    if not text or text.isspace():
+        return []
+    try:
+        value = _json_decoder().decode(text)
+        # Searching the text is much cheaper than walking every value.
+        if text.count("[") + text.count("{") <= MOST_JSON_LEVELS or not is_too_deep(value):
+            return [] if value is None else without_nulls(value) if "null" in text else value
+        detail = f"nested more than {MOST_JSON_LEVELS} levels deep"
+    except (ValueError, RecursionError) as error:
+        detail = json_detail(error)
+    raise TemplateProblem(f"not valid JSON ({detail}): {_excerpt(text)}")
+
+
+def is_too_deep(value: object, most: int = MOST_JSON_LEVELS) -> bool:
+    """Whether lists and objects stand in each other more than ``most`` levels deep."""
+    level = [value]
+    for _ in range(most + 1):
+        outer = [item for item in level if isinstance(item, list | dict)]
+        if not outer:
+            return False
+        level = [inner for item in outer for inner in (item.values() if isinstance(item, dict) else item)]
+    return True
+
+
+def json_detail(error: ValueError | RecursionError) -> str:
+    """What is wrong with JSON, by what Python's decoder has raised."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
+    if isinstance(error, RecursionError):
+        return f"nested more than {MOST_JSON_LEVELS} levels deep"
+    # From Python itself comes advice on how to allow for more.
+    return "a number of too many digits" if "set_int_max_str_digits" in str(error) else str(error)
+
+
+def replace_lone_surrogates(text: str) -> str:
+    """Puts U+FFFD where ``text`` holds half of a surrogate pair, which UTF-8 and tokenizers refuse."""
+    if text.isascii():
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return _LONE_SURROGATE.sub("\ufffd", text)
+    return text
+
+
+def without_nulls(value: object, null: str = "") -> object:
+    """The value with ``null`` in place of every null inside it."""
+    if value is None:
+        return null
+    if isinstance(value, list):
+        return [without_nulls(item, null) for item in value]
+    if isinstance(value, dict):
+        return {key: without_nulls(item, null) for key, item in value.items()}
+    return value
+
+
+@lru_cache(maxsize=1)
+def _json_decoder() -> json.JSONDecoder:
+    return json.JSONDecoder(parse_constant=_refuse_constant)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _excerpt(text: str) -> str:
+    return repr(text if len(text) <= _EXCERPT_CHARACTERS else text[:_EXCERPT_CHARACTERS] + "...")
