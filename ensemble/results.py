@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,19 +12,14 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ensemble.errors import MergeError
-from ensemble.merge.align import read_predictions
-from ensemble.merge.combine import weighted_mean
-from ensemble.merge.fill import fill_rows
 from ensemble.merge.gather import gather_parts
-from ensemble.merge.metrics import Score, score
-from ensemble.merge.probabilities import refuse_no_probabilities
-from ensemble.prepare import Prepared, scores_make_sense
-from ensemble.report.terminal import ENSEMBLE_ROW
+from ensemble.merge.metrics import Score
+from ensemble.merging import Merge, MergeInput
+from ensemble.prepare import Prepared
 from ensemble.rundir import RunDir, atomic_path
 from ensemble.state import MemberState
 from ensemble.store import MemberWork, file_sha256, seal
 from ensemble.tables.csvfile import write_csv
-from ensemble.tables.submission import sample_values, write_submission
 
 
 @dataclass
@@ -96,50 +91,30 @@ class Handover:
             MergeError: the CSVs do not fit together.
             WriteError: the disk is full or the like.
         """
-        self.results.scores.clear()  # those of a first submission
-        self.results.merged_rows.clear()
-        table = self._prepared.table
-        weights = [state.plan.model.weight for state in members]
-        if members and any(weights):
-            merged = weighted_mean(weights, self._values(members))
-        else:
-            merged = np.full((table.rows, len(self._prepared.config.labels)), np.nan, order="F")
-        self.results.filled_rows = self._fill(merged)
-        if missing := int(np.isnan(merged[:, 0]).sum()):
-            raise MergeError(
-                f"{missing:,} rows have no probabilities of any member; run the same command again"
-            )
-        if self._truth is not None and members:
-            self.results.scores[ENSEMBLE_ROW] = score(merged, self._truth)
-        self._write_probabilities(self._rundir.ensemble, merged)
-        self.results.files["ensemble"] = self._rundir.ensemble
-        self._submit(merged)
+        self.results.scores, self.results.merged_rows = {}, {}  # those of a first submission
+        even = self._even(self._prepared.config.models[0].name)
+        merge = Merge(self._prepared, self._rundir, even)
+        merged = merge.write([self._input(state) for state in members])
+        self.results.scores, self.results.merged_rows = merged.scores, merged.rows
+        self.results.filled_rows = merged.filled_rows
+        self.results.files.update(merged.files)
 
-    @property
-    def _truth(self) -> npt.NDArray[np.int64] | None:
-        prepared = self._prepared
-        return prepared.table.truth if scores_make_sense(prepared.checkpoints) else None
+    def _input(self, state: MemberState) -> MergeInput:
+        name = state.plan.name
+        work, path = self._works[name], self._rundir.predictions(name)
+        return MergeInput(
+            name,
+            state.plan.model.weight,
+            path if work.is_sealed else None,
+            lambda: self._unfinished(state),
+            path if work.is_sealed else work.parts_dir,
+        )
 
-    def _values(self, members: Sequence[MemberState]) -> Iterator[npt.NDArray[np.float64]]:
-        config, table = self._prepared.config, self._prepared.table
-        for state in members:
-            name = state.plan.name
-            work = self._works[name]
-            path = self._rundir.predictions(name) if work.is_sealed else work.parts_dir
-            if work.is_sealed:
-                values = read_predictions(path, config.data.id_column, config.labels, table.ids)
-            else:
-                values = self._gathered(work)
-                if self._prepared.config.on_bad_row == "uniform":
-                    values[list(state.bad_rows)] = self._even(name)
-            activation = self._prepared.checkpoints[name].activation
-            refuse_no_probabilities(str(path), values, activation, table.ids)
-            reached = table.rows - int(np.isnan(values[:, 0]).sum())
-            self.results.merged_rows[name] = reached
-            if self._truth is not None and reached == table.rows:
-                self.results.scores[name] = score(values, self._truth)
-            yield values
-            del values  # before the next one is read
+    def _unfinished(self, state: MemberState) -> npt.NDArray[np.float64]:
+        values = self._gathered(self._works[state.plan.name])
+        if self._prepared.config.on_bad_row == "uniform":
+            values[list(state.bad_rows)] = self._even(state.plan.name)
+        return values
 
     def _gathered(self, work: MemberWork) -> npt.NDArray[np.float64]:
         return gather_parts(work.parts(), self._prepared.table.rows, len(self._prepared.config.labels))
@@ -147,21 +122,6 @@ class Handover:
     def _even(self, member: str) -> float:
         labels = len(self._prepared.config.labels)
         return 0.5 if self._prepared.checkpoints[member].activation == "sigmoid" else 1 / labels
-
-    def _fill(self, merged: npt.NDArray[np.float64]) -> int:
-        config, sample = self._prepared.config, self._prepared.sample
-        if config.time_limit is None or not np.isnan(merged[:, 0]).any():
-            return 0
-        given = None
-        if config.fill == "sample" and sample is not None and config.submission is not None:
-            given = sample_values(
-                sample,
-                config.submission.sample,
-                self._prepared.table.ids,
-                config.labels,
-                config.submission.columns,
-            )
-        return fill_rows(merged, config.fill, given, self._even(config.models[0].name))
 
     def _write_probabilities(self, path: Path, values: npt.NDArray[np.float64]) -> str:
         """Write a CSV of ids and labels; returns its SHA-256."""
@@ -172,25 +132,3 @@ class Handover:
                 temporary, [config.data.id_column, *config.labels], [self._prepared.table.ids, *columns]
             )
             return file_sha256(temporary)
-
-    def _submit(self, merged: npt.NDArray[np.float64]) -> None:
-        config, sample = self._prepared.config, self._prepared.sample
-        if config.submission is None or sample is None:
-            return
-        targets = [self._rundir.submission]
-        # A trial on the first rows must not take the place of a real submission.
-        if config.submission.path is not None and config.limit is None:
-            config.submission.path.parent.mkdir(parents=True, exist_ok=True)
-            targets.append(config.submission.path)
-        for target in targets:
-            with atomic_path(target) as temporary:
-                write_submission(
-                    sample,
-                    self._prepared.table.ids,
-                    merged,
-                    config.labels,
-                    config.submission.columns,
-                    temporary,
-                    config.limit is not None,
-                )
-        self.results.files["submission"] = targets[-1]

@@ -16,11 +16,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ensemble.errors import DataError, MergeError
-from ensemble.tables.csvfile import read_header, read_text_csv, write_csv
+from ensemble.tables.csvfile import csv_cells, csv_lines, header_line, read_header, read_text_csv
 from ensemble.tables.inputfile import did_you_mean, listed, missing_column, plural, quoted
 
 _SHOWN = 5
 _SHOWN_COLUMNS = 20
+_WRITE_ROWS = 65_536
+# Ids in one hash table; the number of tables is limited, because each is asked for all ids.
+_LOOKED_UP_ROWS = 1 << 18
+_MOST_LOOK_UPS = 8
 _NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
 
 
@@ -106,12 +110,16 @@ def check_sample(
         for label in dict.fromkeys(given)
         if label in labels and given.count(label) > 1
     ]
-    return (*problems, *_id_problems(sample.ids, path, ids, limited))
+    if not is_in_order(sample, ids):  # else they are the table's, which are unique: no need to look them up
+        problems += _id_problems(sample.ids, path, ids, limited)
+    return tuple(problems)
 
 
 def _id_problems(sample_ids: pa.ChunkedArray, path: Path, ids: pa.ChunkedArray, limited: bool) -> list[str]:
-    problems = []
+    problems: list[str] = []
     theirs, ours = _alike(sample_ids, ids)
+    if _holds_each_once(theirs, ours):  # looked up once instead of three times
+        return problems
     if pc.count_distinct(theirs, mode="all").as_py() < len(theirs):
         counted = pc.value_counts(theirs)
         twice = counted.field("values").filter(pc.greater(counted.field("counts"), 1))
@@ -154,21 +162,40 @@ def write_submission(
         shape = (len(predictions_ids), len(labels))
         raise ValueError(f"probabilities of shape {probabilities.shape}, expected {shape}")
     theirs, ours = _alike(sample.ids, predictions_ids)
-    places = pc.index_in(theirs, value_set=ours)
-    if places.null_count and not limited:
-        lacking = theirs.filter(pc.is_null(places))
+    places = _places(theirs, ours)
+    has_place = places >= 0
+    if not has_place.all() and not limited:
+        lacking = theirs.filter(pa.array(~has_place))
         raise MergeError(f"no prediction for {plural(len(lacking), 'id')} of the sample: {_first(lacking)}")
-    if len(places) - places.null_count != len(ours):
+    if has_place.sum() != len(ours):
         spare = ours.filter(pc.invert(pc.is_in(ours, value_set=theirs)))
         raise MergeError(f"{plural(len(spare), 'predicted id')} not in the sample: {_first(spare)}")
-    rows = places.drop_null().to_numpy()
-    columns = []
-    for name in sample.columns:
-        if name == sample.id_column:
-            columns.append(theirs.filter(pc.is_valid(places)))
-        else:
-            columns.append(pa.array(probabilities[rows, labels.index(columns_map.get(name, name))]))
-    write_csv(path, sample.columns, columns)
+    submitted = theirs if has_place.all() else theirs.filter(pa.array(has_place))
+    rows = places[has_place]
+    indices = submitted_columns(sample, labels, columns_map)
+    with path.open("wb") as stream:
+        stream.write(header_line(sample.columns))
+        for start in range(0, len(rows), _WRITE_ROWS):  # so that no other copy of the table is made
+            taken = rows[start : start + _WRITE_ROWS]
+            ids = pa.concat_arrays(submitted.slice(start, len(taken)).chunks)
+            columns = (ids if index is None else pa.array(probabilities[taken, index]) for index in indices)
+            stream.write(csv_lines([csv_cells(column) for column in columns]))
+
+
+def is_in_order(sample: Sample, ids: pa.ChunkedArray) -> bool:
+    """Whether the sample has the rows of ``ids``, shape (rows,), in the same order."""
+    theirs, ours = _alike(sample.ids, ids)
+    return bool(theirs.equals(ours))
+
+
+def submitted_columns(
+    sample: Sample, labels: Sequence[str], columns_map: Mapping[str, str]
+) -> tuple[int | None, ...]:
+    """What stands in each of the sample's columns: the index of a label, or None for the ids."""
+    return tuple(
+        None if name == sample.id_column else labels.index(columns_map.get(name, name))
+        for name in sample.columns
+    )
 
 
 def check_sample_values(
@@ -269,6 +296,30 @@ def _alike(left: pa.ChunkedArray, right: pa.ChunkedArray) -> tuple[pa.ChunkedArr
     if left.type == right.type == pa.string():
         return left, right
     return pc.cast(left, pa.large_string()), pc.cast(right, pa.large_string())
+
+
+def _holds_each_once(theirs: pa.ChunkedArray, ours: pa.ChunkedArray) -> bool:
+    """Whether both hold the same ids, each once; ``ours`` are unique."""
+    places = _places(theirs, ours)
+    if len(theirs) != len(ours) or (places < 0).any():
+        return False
+    is_there = np.zeros(len(ours), dtype=np.bool_)
+    is_there[places] = True
+    return bool(is_there.all())
+
+
+def _places(theirs: pa.ChunkedArray, ours: pa.ChunkedArray) -> npt.NDArray[np.int64]:
+    """Where each of their ids stands among ours, -1 where it does not; shape (rows of theirs,).
+
+    Looked up in parts of ours, because the hash table of two million ids alone takes 130 MB.
+    """
+    places = np.full(len(theirs), -1, dtype=np.int64)
+    step = max(_LOOKED_UP_ROWS, -(-len(ours) // _MOST_LOOK_UPS))
+    for start in range(0, len(ours), step):
+        found = pc.fill_null(pc.index_in(theirs, value_set=ours.slice(start, step)), -1).to_numpy()
+        is_there = found >= 0
+        places[is_there] = found[is_there] + start
+    return places
 
 
 def _lacks(path: Path, ids: pa.ChunkedArray) -> str:

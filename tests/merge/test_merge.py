@@ -10,10 +10,10 @@ import pyarrow as pa
 import pytest
 
 from ensemble.errors import MergeError
-from ensemble.merge.align import read_predictions
 from ensemble.merge.combine import weighted_mean
 from ensemble.merge.gather import gather_parts
-from ensemble.merge.metrics import score
+from ensemble.merge.metrics import Scoring
+from tests.merge.reading import read_checked
 
 LABELS = ["a", "b", "c"]
 AWKWARD_IDS = ["001", "1e5", "nan", " x", "=1+1", 'say "hi"', "a,b", "two\nlines", "ü", "NULL"]
@@ -31,7 +31,7 @@ def probabilities(rows: int, seed: int) -> np.ndarray:
 
 
 def read(path: Path, ids: list[str]) -> np.ndarray:
-    return read_predictions(path, "id", LABELS, pa.chunked_array([pa.array(ids)]))
+    return read_checked(path, "id", LABELS, ids)
 
 
 @pytest.mark.fault(11)
@@ -113,7 +113,10 @@ def test_scores_equal_torchs() -> None:
     values, truth = probabilities(500, 3), np.random.default_rng(4).integers(0, 3, 500)
     values[0] = [1, 0, 0]
     truth[0] = 1  # a confident miss: clipped, not infinite
-    got = score(values, truth)
+    scoring = Scoring(truth)
+    for start in range(0, 500, 200):
+        scoring.add(start, values[start : start + 200])
+    got = scoring.score()
     clipped = torch.from_numpy(np.clip(values, np.finfo(float).eps, 1))
     expected = torch.nn.functional.nll_loss(clipped.log(), torch.from_numpy(truth))
     assert got.log_loss == pytest.approx(expected.item(), rel=1e-12)

@@ -1,0 +1,31 @@
+"""A predictions file as the merge reads it: a few rows at a time, and looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from ensemble.merge.align import PredictionsReader, WantedRows
+from ensemble.merge.probabilities import RowCheck
+
+
+def read_checked(
+    path: Path, id_column: str, labels: Sequence[str], ids: Sequence[str], rows_at_once: int = 3
+) -> npt.NDArray[np.float64]:
+    """All rows, in the order of ``ids``: float64 [rows, labels]."""
+    wanted = WantedRows(pa.chunked_array([pa.array(ids[:2], pa.string()), pa.array(ids[2:], pa.string())]))
+    reader = PredictionsReader(path, id_column, labels, wanted, path.parent)
+    check = RowCheck(str(path), "none", wanted.ids, may_lack_rows=False)
+    blocks = []
+    try:
+        for start in range(0, len(ids), rows_at_once):
+            blocks.append(reader.read(min(rows_at_once, len(ids) - start)))
+            check.look(start, blocks[-1])
+    finally:
+        reader.close()
+    check.refuse()
+    return np.concatenate(blocks)

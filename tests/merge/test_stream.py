@@ -1,0 +1,160 @@
+"""Members' files and parts merged block by block, against pandas and against the mean of whole arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+import pyarrow as pa
+import pytest
+
+from ensemble.errors import MergeError
+from ensemble.merge.align import PredictionsReader, WantedRows
+from ensemble.merge.combine import weighted_mean
+from ensemble.merge.metrics import Scoring
+from ensemble.merge.probabilities import RowCheck
+from ensemble.merge.spill import SpilledRows
+from ensemble.merge.stream import MergedMember, RowSource, block_spans, mean_blocks
+from ensemble.tables.csvfile import write_csv
+
+LABELS = ["a", "b", "c"]
+ROWS = 70_000  # three blocks, the last of which is short
+WEIGHTS = [0.5, 2.0, 1.25]
+NAN = float("nan")
+Values = npt.NDArray[np.float64]
+
+
+def values_of(member: int) -> Values:
+    return np.asfortranarray(np.random.default_rng(member).dirichlet(np.ones(3), ROWS))
+
+
+@pytest.fixture(scope="module")
+def ids() -> list[str]:
+    odd = ["001", "1e5", "nan", " x", "=1+1", 'say "hi"', "a,b", "ü", "NULL", "1"]
+    return [*odd, *(f"row {row}" for row in range(ROWS - len(odd)))]
+
+
+def write(path: Path, ids: Sequence[str], values: Values, order: Sequence[int] | None = None) -> Path:
+    rows = np.arange(len(ids)) if order is None else np.asarray(order)
+    columns = [pa.array(column[rows]) for column in values.T]
+    write_csv(path, ["id", *LABELS], [pa.array(ids).take(pa.array(rows)), *columns])
+    return path
+
+
+def merge(sources: Sequence[RowSource | Path], ids: Sequence[str], folder: Path) -> tuple[Values, list[int]]:
+    """The merged rows, and how many rows each member gave."""
+    table_ids = pa.chunked_array([pa.array(ids[:50_000]), pa.array(ids[50_000:])])
+    wanted, members = WantedRows(table_ids), []
+    with ThreadPoolExecutor(2) as pool, ExitStack() as opened:
+        for number, source in enumerate(sources):
+            is_file = isinstance(source, Path)
+            rows: RowSource = (
+                PredictionsReader(source, "id", LABELS, wanted, folder)
+                if isinstance(source, Path)
+                else source
+            )
+            opened.callback(rows.close)
+            check = RowCheck(f"member {number}", "softmax", table_ids, may_lack_rows=not is_file)
+            members.append(MergedMember(f"m{number}", WEIGHTS[number], rows, check, None))
+        whole = np.full((ROWS, len(LABELS)), NAN)
+        for start, values in mean_blocks(members, ROWS, len(LABELS), pool):
+            whole[start : start + len(values)] = values
+    return whole, [member.check.reached for member in members]
+
+
+def test_files_are_merged_as_pandas_does_it(ids: list[str], tmp_path: Path) -> None:
+    shuffled = np.random.default_rng(9).permutation(ROWS)
+    late = np.r_[np.arange(60_000), np.arange(ROWS - 1, 59_999, -1)]  # in order in the first block only
+    paths = [
+        write(tmp_path / f"{number}.csv", ids, values_of(number), order)
+        for number, order in enumerate([None, shuffled, late])
+    ]
+    merged, reached = merge(paths, ids, tmp_path)
+    total = pd.DataFrame({"id": ids})
+    for number, path in enumerate(paths):
+        frame = pd.read_csv(path, dtype={"id": str}, keep_default_na=False)
+        frame = frame.rename(columns={label: f"{label}{number}" for label in LABELS})
+        total = total.merge(frame, on="id", validate="one_to_one")
+    shares = np.array(WEIGHTS) / sum(WEIGHTS)
+    expected = [sum(share * total[f"{label}{n}"] for n, share in enumerate(shares)) for label in LABELS]
+    np.testing.assert_allclose(merged, np.column_stack(expected), rtol=1e-14)
+    assert reached == [ROWS] * 3
+    whole = weighted_mean(WEIGHTS, [values_of(number) for number in range(3)])
+    assert np.ascontiguousarray(merged).tobytes() == np.ascontiguousarray(whole).tobytes()
+
+
+def test_rows_that_members_did_not_reach(ids: list[str], tmp_path: Path) -> None:
+    partial = [values_of(1), values_of(2)]
+    partial[0][10_000:50_000] = NAN
+    partial[1][:] = NAN
+    sources: list[RowSource | Path] = [write(tmp_path / "0.csv", ids, values_of(0))]
+    sources += [SpilledRows(values, tmp_path) for values in partial]
+    merged, reached = merge(sources, ids, tmp_path)
+    expected = np.ma.average(
+        np.ma.masked_invalid(np.stack([values_of(0), *partial])), axis=0, weights=WEIGHTS
+    )
+    np.testing.assert_allclose(merged, np.asarray(expected), rtol=1e-12)
+    assert reached == [ROWS, ROWS - 40_000, 0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.csv"], "what was spilled has no name"
+
+
+def test_no_member_gives_no_rows() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        blocks = list(mean_blocks([], ROWS, 3, pool))
+    assert sum(len(values) for _, values in blocks) == ROWS
+    assert all(np.isnan(values).all() for _, values in blocks)
+
+
+def broken_files(ids: list[str], folder: Path) -> Iterator[tuple[Path, str]]:
+    values = values_of(1)
+    less = write(folder / "less.csv", ids[:-1], values[:-1])
+    yield less, r"less.csv: 1 ids are missing .'row 69989'."
+    more = write(folder / "more.csv", [*ids, "other"], np.vstack([values, values[:1]]))
+    yield more, r"more.csv: 1 ids are not in the table .'other'."
+    twice = write(folder / "twice.csv", [*ids[:-1], ids[60_000]], values)
+    yield twice, r"1 ids stand there more than once .'row 59990'.; 1 ids are missing .'row 69989'."
+    text = write(folder / "text.csv", ids, values)
+    text.write_text(text.read_text().rpartition(",")[0] + ",x\n")
+    yield text, "text.csv: cannot be read"
+    gap = write(folder / "gap.csv", ids, values)
+    gap.write_text(gap.read_text().rpartition(",")[0] + ",\n")
+    yield gap, "member 1: 1 rows hold no finite number, the first is id row 69989"
+    outside = values.copy()
+    outside[[5, 40_000, 69_999], 0] += 2
+    path = write(folder / "outside.csv", ids, outside)
+    yield path, 'member 1: 3 rows hold values below 0 or above 1, the first is id say "hi"'
+
+
+@pytest.mark.fault(10, 11)
+def test_what_does_not_fit_is_found_wherever_it_stands(ids: list[str], tmp_path: Path) -> None:
+    good = write(tmp_path / "good.csv", ids, values_of(0))
+    for path, message in broken_files(ids, tmp_path):
+        with pytest.raises(MergeError, match=message):
+            merge([good, path], ids, tmp_path)
+
+
+def test_blocks_follow_each_other() -> None:
+    for rows, labels in [(1, 1), (ROWS, 3), (ROWS, 1000), (1000, 10_000)]:
+        spans = block_spans(rows, labels)
+        assert [start for start, _ in spans] == [0, *(stop for _, stop in spans[:-1])]
+        assert spans[-1][1] == rows
+        assert all(0 < stop - start <= 32_768 for start, stop in spans)
+
+
+def test_scores_of_members_that_have_every_row(tmp_path: Path) -> None:
+    values, truth = values_of(0), np.random.default_rng(1).integers(0, 3, ROWS)
+    ids = pa.chunked_array([pa.array([str(row) for row in range(ROWS)])])
+    source, scoring = SpilledRows(values, tmp_path), Scoring(truth)
+    member = MergedMember("m", 1.0, source, RowCheck("m", "softmax", ids, True), scoring)
+    with ThreadPoolExecutor(2) as pool:
+        for _ in mean_blocks([member], ROWS, 3, pool):
+            pass
+    source.close()
+    score = scoring.score()
+    assert score.log_loss == pytest.approx(-np.log(values[np.arange(ROWS), truth]).mean(), rel=1e-9)
+    assert score.accuracy == (values.argmax(axis=1) == truth).mean()
