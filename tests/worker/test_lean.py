@@ -1,0 +1,153 @@
+"""A worker's imports leave things out, and that changes nothing: numbers, accelerate's hooks, ``torch.compile``."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ensemble.worker import lean
+from tests.checkpoints import make_checkpoint, make_texts
+
+ARCHITECTURES = ("gemma2", "llama", "bert", "deberta-v2")
+LEFT_OUT = ("torch._dynamo", "torch.distributed.tensor", "scipy.optimize", "sympy")
+SCRIPT = """
+import gc, json, os, sys, types
+folders, texts, lean = json.loads(sys.argv[1])
+from ensemble.worker.lean import import_torch_and_transformers, no_collections
+if not lean:
+    os.environ["ENSEMBLE_PLAIN_IMPORTS"] = "1"
+with no_collections():
+    import_torch_and_transformers()
+assert gc.isenabled()
+import torch
+import transformers
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+torch.set_num_threads(1)
+torch.manual_seed(0)
+told = {"logits": []}
+def logits(model, tokenizer):
+    with torch.inference_mode():
+        return model(**tokenizer(texts, padding=True, return_tensors="pt")).logits
+for folder in folders:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for options in ({}, {"device_map": "auto"}):
+        model = AutoModelForSequenceClassification.from_pretrained(folder, **options).eval()
+        told["logits"].append(logits(model, tokenizer).tolist())
+def there(name):
+    return type(sys.modules.get(name)) is types.ModuleType
+told["there"] = [name for name in NAMES if there(name)]
+structure = transformers.utils.import_utils.define_import_structure(transformers.models.__file__)
+told["exported"] = sorted([sorted(backends), name, sorted(names)] for backends, modules in structure.items()
+    for name, names in modules.items())
+told["names"] = sorted(set(dir(transformers)) | set(dir(transformers.models)))
+inputs = tokenizer(texts, padding=True, return_tensors="pt")
+compiled = torch.compile(lambda **inputs: model(**inputs).logits.softmax(-1), backend="eager")
+told["graphs"] = torch._dynamo.explain(lambda: model(**inputs).logits)().graph_count
+told["compiled"] = compiled(**inputs).tolist()
+told["has_dynamo"] = there("torch._dynamo")
+@torch.compile(backend="eager", fullgraph=True)
+def asks(x):
+    return x + torch.distributed.is_available()
+told["distributed"] = asks(torch.zeros(1)).item()
+print(json.dumps(told))
+""".replace("NAMES", repr(LEFT_OUT))
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What a plain process and a lean one have to tell of the same models."""
+    root = tmp_path_factory.mktemp("lean")
+    folders = [str(make_checkpoint(root / name, name, ["a", "b", "c"])) for name in ARCHITECTURES]
+    return [_run(json.dumps([folders, make_texts(6), lean])) for lean in (False, True)]
+
+
+def _run(argument: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, argument],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+BROKEN = """
+import sys
+from ensemble.worker import lean
+def broken(import_utils):
+    raise AttributeError("this release has it elsewhere")
+lean._look_once = broken
+lean.import_torch_and_transformers()
+import torch
+from transformers import AutoModelForSequenceClassification
+print(torch.distributed.is_available(), type(sys.modules["torch._dynamo"]).__name__)
+model = AutoModelForSequenceClassification.from_pretrained(sys.argv[1])
+print(model(input_ids=torch.ones((1, 3), dtype=torch.int64)).logits.shape[0])
+"""
+
+
+def test_where_it_does_not_work_everything_is_imported_after_all(tmp_path: Path) -> None:
+    """As with a release of transformers in which things stand elsewhere."""
+    folder = make_checkpoint(tmp_path / "m", "llama", ["a", "b"])
+    done = subprocess.run([sys.executable, "-c", BROKEN, str(folder)], capture_output=True, text=True)
+    assert done.stdout.split() == ["True", "module", "1"], done.stderr
+    assert "importing everything after all: AttributeError('this release" in done.stderr
+
+
+def test_something_is_left_out(told: list[dict[str, Any]]) -> None:
+    plain, lean = told
+    assert {"torch._dynamo", "torch.distributed.tensor"} <= set(plain["there"]), (
+        "nothing to leave out any more"
+    )
+    assert lean["there"] == []
+
+
+@pytest.mark.filterwarnings("ignore:guard_size_oblivious will be removed:FutureWarning")
+def test_what_is_said_of_plain_values_is_what_torch_says() -> None:
+    from torch.fx.experimental import symbolic_shapes
+
+    module: Any = object()  # of which nothing is asked
+    for name in lean._PLAIN:
+        count = 2 if name.startswith("sym_") else 1
+        values: list[Any] = [True, False]
+        if name == "is_nested_int":
+            values = [0, 1, 7]
+        elif name == "sym_eq":
+            values = [(), (1,), [1], (2,), (1, 2), [1, 2], (2, 1)]
+        for arguments in product(values, repeat=count):
+            expected = getattr(symbolic_shapes, name)(*arguments)
+            assert lean._SYMBOLS[name](module, name)(*arguments) is expected
+
+
+def test_the_numbers_are_the_same(told: list[dict[str, Any]]) -> None:
+    plain, lean = told
+    assert len(plain["logits"]) == 2 * len(ARCHITECTURES)
+    assert lean["logits"] == plain["logits"]
+
+
+def test_transformers_exports_the_same_names(told: list[dict[str, Any]]) -> None:
+    plain, lean = told
+    assert len(plain["exported"]) > 500
+    assert lean["exported"] == plain["exported"]
+    assert lean["names"] == plain["names"]
+
+
+def test_compiling_works_afterwards(told: list[dict[str, Any]]) -> None:
+    plain, lean = told
+    assert lean["has_dynamo"]
+    assert lean["compiled"] == plain["compiled"]
+    assert lean["graphs"] == plain["graphs"]
+
+
+def test_nobody_but_transformers_misses_torch_distributed(told: list[dict[str, Any]]) -> None:
+    plain, lean = told
+    assert lean["distributed"] == plain["distributed"]
