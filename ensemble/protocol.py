@@ -88,16 +88,33 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class Start:
-    """Load the member described here."""
+    """Get ready to load the member described here: everything that needs no device.
+
+    Of its weights so many bytes are read from the disk ahead, so that they lie in the page cache.
+    """
 
     spec: dict[str, Any]
+    read_ahead_bytes: int = 0
 
     @classmethod
-    def of(cls, spec: WorkerSpec) -> Start:
-        return cls(dataclasses.asdict(spec))
+    def of(cls, spec: WorkerSpec, read_ahead_bytes: int = 0) -> Start:
+        return cls(dataclasses.asdict(spec), read_ahead_bytes)
 
     def worker_spec(self) -> WorkerSpec:
         return WorkerSpec(**_tuples(self.spec))
+
+
+@dataclass(frozen=True)
+class Load:
+    """The devices are yours: put the model on them."""
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """A hint: rows ``order[start:stop]`` will probably come next, so their token ids may be made meanwhile."""
+
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True)
@@ -147,6 +164,13 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class Computed:
+    """The chunk's forward passes are over and its part is being written: the next chunk may come."""
+
+    chunk: int
+
+
+@dataclass(frozen=True)
 class ChunkDone:
     """The chunk's part stands under its final name.
 
@@ -157,6 +181,9 @@ class ChunkDone:
 
     ``bad_rows`` are rows of the table that cannot be computed, each with its reason; the part does not hold them.
     ``rows`` counts them too.
+
+    ``forward_seconds`` is the device's time in forward passes; ``repeated_rows`` had the token ids of another row
+    of the chunk and were not computed again.
     """
 
     chunk: int
@@ -171,6 +198,8 @@ class ChunkDone:
     part: str
     bad_rows: tuple[int, ...] = ()
     bad_row_reasons: tuple[str, ...] = ()
+    forward_seconds: float = 0.0
+    repeated_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -218,14 +247,16 @@ class Closed:
     peak_gpu_memory_bytes: int | None = None
 
 
-Command: TypeAlias = Start | Predict | Stop
-Event: TypeAlias = Started | Ready | Heartbeat | Progress | ChunkDone | ChunkFailed | Failed | Closed
+Command: TypeAlias = Start | Load | Prepare | Predict | Stop
+Event: TypeAlias = (
+    Started | Ready | Heartbeat | Progress | Computed | ChunkDone | ChunkFailed | Failed | Closed
+)
 
 _TYPES: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
-        *(Start, Predict, Stop),
-        *(Started, Ready, Heartbeat, Progress, ChunkDone, ChunkFailed, Failed, Closed),
+        *(Start, Load, Prepare, Predict, Stop),
+        *(Started, Ready, Heartbeat, Progress, Computed, ChunkDone, ChunkFailed, Failed, Closed),
     )
 }
 

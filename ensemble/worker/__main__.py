@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import faulthandler
 import os
-import queue
 import resource
 import signal
 import sys
@@ -21,33 +20,35 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ensemble.protocol import (
     ChunkDone,
     ChunkFailed,
     Closed,
     Command,
+    Computed,
     Event,
     Failed,
+    Load,
     Predict,
+    Prepare,
     Progress,
     Ready,
     Start,
     Started,
     Stop,
-    WorkerSpec,
-    decode,
-    encode,
 )
 from ensemble.redact import Redactor, guard_output
 from ensemble.worker.ending import Terminated, end_by, end_on_sigterm
 from ensemble.worker.faults import Verdict, judge, one_line
+from ensemble.worker.line import Commands, Sender, watched
 from ensemble.worker.parent import die_with_parent
 from ensemble.worker.pulse import Pulse
 
 if TYPE_CHECKING:
     from ensemble.worker.member import Member
+    from ensemble.worker.part import ChunkWork
 
 PROGRESS_SECONDS = 0.5
 
@@ -61,21 +62,28 @@ def main() -> None:
     die_with_parent(arguments.parent_pid)
     faulthandler.enable()
     _leave_no_core()
-    os.set_inheritable(arguments.events_fd, False)
-    send = _sender(arguments.events_fd)
+    send = Sender(arguments.events_fd)
     pulse = Pulse(send)
     pulse.start()
+    commands = Commands(pulse)
     try:
         end_on_sigterm()
-        _exit(serve(_commands(pulse), send, pulse.step, began))
+        commands.start()
+        _exit(serve(commands, watched(send, pulse), pulse.step, began))
     except Terminated:
         _log("ended by SIGTERM")
         end_by(signal.SIGTERM)
 
 
-def serve(
-    commands: Iterator[Command], send: Callable[[Event], None], step: Callable[[], None], began: float
-) -> int:
+class Told(Protocol):
+    """Where commands come from; see ``line.Commands``."""
+
+    def __iter__(self) -> Iterator[Command]: ...
+    def heed_hints(self, prepare: Callable[[int, int], None]) -> None: ...
+    def stop(self) -> None: ...
+
+
+def serve(told: Told, send: Callable[[Event], None], step: Callable[[], None], began: float) -> int:
     """Do as told until the end, and answer with events.
 
     Args:
@@ -89,40 +97,58 @@ def serve(
         Terminated: SIGTERM has come.
     """
     chunk: int | None = None
+    member: Member | None = None
     redact = Redactor(os.environ)
 
     def tell(event: Event) -> None:
         send(redact.document(event))
 
     try:
+        commands = iter(told)
         start = next(commands)
         assert isinstance(start, Start), start
         redact = Redactor(os.environ, start.spec)
         guard_output(redact)
         _import_libraries(began, tell)
         step()
-        member = _load(start.worker_spec(), tell)
+        member, making_seconds = _make(start, told)
         for command in commands:
             if isinstance(command, Stop):
                 break
-            assert isinstance(command, Predict), command
-            chunk = command.chunk
-            try:
-                tell(_predict(member, command, tell, step))
-            except Exception as error:
-                if judge(error) is not Verdict.SOUND:
-                    raise
-                member.check_devices()
-                tell(ChunkFailed(chunk, type(error).__name__, one_line(error, redact), _logged_traceback()))
-            chunk = None
+            if isinstance(command, Prepare):
+                member.prepare(command.start, command.stop)
+            elif isinstance(command, Load):
+                _load(member, making_seconds, tell)
+            elif isinstance(command, Predict):
+                chunk = command.chunk
+                try:
+                    _predict(member, command, tell, step)
+                except Exception as error:
+                    if judge(error) is not Verdict.SOUND or member.unwritten_chunk is not None:
+                        raise
+                    member.check_devices()
+                    trace = _logged_traceback()
+                    tell(ChunkFailed(chunk, type(error).__name__, one_line(error, redact), trace))
+                chunk = None
+        member.finish()
         tell(Closed(_peak_memory_bytes(), member.peak_gpu_memory_bytes()))
     except Terminated:
+        _let_writing_end(member)
         raise
     except BaseException as error:  # whatever it is, the parent must hear of it before this process ends
+        if member is not None and member.unwritten_chunk is not None:
+            chunk = member.unwritten_chunk
         can_retry = judge(error) is Verdict.SUSPECT
         tell(Failed(type(error).__name__, one_line(error, redact), _logged_traceback(), chunk, can_retry))
         return 1
     return 0
+
+
+def _let_writing_end(member: Member | None) -> None:
+    # A part that is being written takes a moment, and no half of it is left behind.
+    if member is not None:
+        with contextlib.suppress(Exception):
+            member.finish()
 
 
 def _logged_traceback() -> str:
@@ -161,57 +187,21 @@ def _exit(code: int) -> None:
     os._exit(code)
 
 
-def _sender(events_fd: int) -> Callable[[Event], None]:
-    lock = threading.Lock()
-
-    def send(event: Event) -> None:
-        data = encode(event).encode()
-        try:
-            with lock:
-                while data:
-                    data = data[os.write(events_fd, data) :]
-        except OSError:
-            os._exit(1)  # the parent has gone: there is nobody to compute for
-
-    return send
-
-
-def _commands(pulse: Pulse) -> Iterator[Command]:
-    """Commands as they arrive. Standard input itself becomes empty, so that no library can wait on it."""
-    line_fd = os.dup(0)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-    arrived: queue.SimpleQueue[Command] = queue.SimpleQueue()
-
-    def read() -> None:
-        try:
-            with os.fdopen(line_fd, encoding="utf-8") as lines:
-                for line in lines:
-                    arrived.put(decode(line))
-        finally:
-            os._exit(1)  # the parent has gone or talks nonsense: there is nobody to compute for
-
-    threading.Thread(target=read, name="commands", daemon=True).start()
-    while True:
-        pulse.rest()
-        command = arrived.get()
-        pulse.step()
-        yield command
-
-
 def _import_libraries(began: float, send: Callable[[Event], None]) -> None:
     import platform
     from importlib.metadata import version
     from importlib.util import find_spec
 
+    from ensemble.arrow import keep_pandas_out
+    from ensemble.worker.lean import import_torch_and_transformers, no_collections
+
+    with no_collections():
+        import_torch_and_transformers()
+        keep_pandas_out()
+        from ensemble.worker import member  # noqa: F401  imports what a member needs, as part of start-up
+
     import torch
     import transformers
-
-    from ensemble.arrow import keep_pandas_out
-
-    keep_pandas_out()
-    from ensemble.worker import member  # noqa: F401  imports what a member needs, as part of start-up
 
     names = ("accelerate", "bitsandbytes", "pyarrow", "tokenizers")
     versions = {
@@ -224,14 +214,24 @@ def _import_libraries(began: float, send: Callable[[Event], None]) -> None:
     send(Started(versions, round(time.monotonic() - began, 3)))
 
 
-def _load(spec: WorkerSpec, send: Callable[[Event], None]) -> Member:
+def _make(start: Start, told: Told) -> tuple[Member, float]:
+    """The member without its model; returns it and the seconds that it took."""
     from ensemble.worker.member import Member
 
     began = time.monotonic()
-    member = Member(spec)
+    member = Member(start.worker_spec(), told.stop)
+    told.heed_hints(member.prepare)
+    if start.read_ahead_bytes:
+        member.read_ahead(start.read_ahead_bytes)
+    return member, time.monotonic() - began
+
+
+def _load(member: Member, making_seconds: float, send: Callable[[Event], None]) -> None:
+    began = time.monotonic()
+    member.load()
     send(
         Ready(
-            load_seconds=round(time.monotonic() - began, 3),
+            load_seconds=round(making_seconds + time.monotonic() - began, 3),
             device=member.device_name,
             dtype=member.dtype,
             attn_implementation=member.attn_implementation,
@@ -241,13 +241,13 @@ def _load(spec: WorkerSpec, send: Callable[[Event], None]) -> Member:
             notes=member.notes(),
         )
     )
-    return member
 
 
 def _predict(
     member: Member, command: Predict, send: Callable[[Event], None], step: Callable[[], None]
-) -> ChunkDone:
+) -> None:
     began = last = time.monotonic()
+    is_announced = threading.Event()
 
     def report(rows: int, tokens: int, padded_tokens: int) -> None:
         nonlocal last
@@ -256,21 +256,30 @@ def _predict(
             last = time.monotonic()
             send(Progress(command.chunk, rows, tokens, padded_tokens))
 
-    work = member.predict_chunk(command, report)
-    return ChunkDone(
-        chunk=command.chunk,
-        rows=command.stop - command.start,
-        tokens=work.tokens,
-        padded_tokens=work.padded_tokens,
-        batches=work.batches,
-        truncated_rows=work.truncated_rows,
-        oom_events=work.oom_events,
-        recomputed_rows=work.recomputed_rows,
-        seconds=round(time.monotonic() - began, 4),
-        part=work.part,
-        bad_rows=work.bad_rows,
-        bad_row_reasons=work.bad_row_reasons,
-    )
+    def written(work: ChunkWork) -> None:
+        is_announced.wait()
+        send(
+            ChunkDone(
+                chunk=command.chunk,
+                rows=command.stop - command.start,
+                tokens=work.tokens,
+                padded_tokens=work.padded_tokens,
+                batches=work.batches,
+                truncated_rows=work.truncated_rows,
+                oom_events=work.oom_events,
+                recomputed_rows=work.recomputed_rows,
+                seconds=round(time.monotonic() - began, 4),
+                part=work.part,
+                bad_rows=work.bad_rows,
+                bad_row_reasons=work.bad_row_reasons,
+                forward_seconds=round(work.forward_seconds, 4),
+                repeated_rows=work.repeated_rows,
+            )
+        )
+
+    member.predict_chunk(command, report, written)
+    send(Computed(command.chunk))
+    is_announced.set()
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import torch
 
 from ensemble.worker.batching import MemoryLimit, make_batches
 from ensemble.worker.faults import Verdict, is_out_of_memory, judge, one_line
+from ensemble.worker.feed import Passes
 from ensemble.worker.predict import Classifier
 from ensemble.worker.prompt import Encoded
 
@@ -34,9 +35,12 @@ class Computed:
     """What came of a chunk.
 
     Attributes:
-        rows: places in the chunk that were computed, ascending, int64 [rows].
-        logits: theirs, float32 [rows, labels] on the model's device; [0, 0] where there are none.
-        padded_tokens, batches, oom_events, recomputed_rows: counts.
+        rows: places in the chunk that have logits, ascending, int64 [rows].
+        logits: theirs, float32 [rows, labels] on the host; [0, 0] where there are none.
+        tokens, padded_tokens, batches, oom_events: counts of what was computed, with ``tokens`` the real ones.
+        seconds: in forward passes, by the device.
+        recomputed_rows: that ran again in float32.
+        repeated_rows: that have another row's logits, because they have its token ids.
         too_large: places of rows that did not fit into memory even alone.
         too_large_in_float32: the same of rows that had to run again in float32; their logits are not finite.
         float32_error: why those that should have run again could not; empty where nothing was wrong.
@@ -44,10 +48,13 @@ class Computed:
 
     rows: npt.NDArray[np.int64]
     logits: torch.Tensor
+    tokens: int
     padded_tokens: int
     batches: int
     oom_events: int
+    seconds: float
     recomputed_rows: int = 0
+    repeated_rows: int = 0
     too_large: tuple[int, ...] = ()
     too_large_in_float32: tuple[int, ...] = ()
     float32_error: str = ""
@@ -134,47 +141,80 @@ def compute(
     report: Report,
     in_float32: Mode | None = None,
 ) -> Computed:
-    """Run the model over every row of a chunk that has tokens.
+    """Run the model over every row of a chunk that has tokens; rows with the same ones only once.
 
     Args:
         sizes: shrinks where memory runs out, and stays so for the next chunk.
-        report: called after each forward pass, also one that failed, with rows, tokens and padded tokens so far.
+        report: called after each forward pass, also one that failed, with rows, tokens and padded tokens so far; on
+            a GPU when the device has been given the pass.
         in_float32: while entered, the model computes in float32: then the rows whose logits came out NaN or
             infinite run again.  None: they stay so.
 
     Raises:
         RuntimeError: from the forward pass; not for want of memory.
     """
-    computed = _run(classifier, encoded, sizes, np.flatnonzero(encoded.lengths), report)
-    if in_float32 is None:
-        return computed
-    bad = computed.rows[~torch.isfinite(computed.logits).all(dim=1).cpu().numpy()]
-    if not len(bad):
-        return computed
-    rows, tokens = len(computed.rows), int(encoded.lengths[computed.rows].sum())
+    first = np.arange(len(encoded.lengths)) if encoded.first is None else encoded.first
+    copies = np.bincount(first, minlength=len(first))
+    chosen = np.flatnonzero((copies > 0) & (encoded.lengths > 0))
+    computed = _run(classifier, encoded, sizes, chosen, copies, report)
+    if in_float32 is not None:
+        bad = computed.rows[~torch.isfinite(computed.logits).all(dim=1).numpy()]
+        if len(bad):
+            computed = _again(classifier, encoded, sizes, bad, copies, report, in_float32, computed)
+    return _with_copies(computed, first)
+
+
+def _again(
+    classifier: Classifier,
+    encoded: Encoded,
+    sizes: BatchSizes,
+    bad: npt.NDArray[np.int64],
+    copies: npt.NDArray[np.int64],
+    report: Report,
+    in_float32: Mode,
+    computed: Computed,
+) -> Computed:
+    """The same with the bad rows' logits from float32."""
+    rows = int(copies[computed.rows].sum())
 
     def report_again(rows_again: int, tokens_again: int, padded_tokens: int) -> None:
-        report(rows, tokens, computed.padded_tokens + padded_tokens)
+        report(rows, computed.tokens, computed.padded_tokens + padded_tokens)
 
     try:
         with in_float32():
-            again = _run(classifier, encoded, sizes.for_float32(), bad, report_again)
+            again = _run(classifier, encoded, sizes.for_float32(), bad, copies, report_again, with_mask=True)
     except RuntimeError as error:
         if judge(error) is not Verdict.SOUND:
             raise
         return replace(computed, float32_error=one_line(error))
     logits = computed.logits.clone()
     if len(again.rows):
-        places = np.searchsorted(computed.rows, again.rows)
-        logits[torch.from_numpy(places).to(logits.device)] = again.logits
+        logits[torch.from_numpy(np.searchsorted(computed.rows, again.rows))] = again.logits
     return replace(
         computed,
         logits=logits,
         padded_tokens=computed.padded_tokens + again.padded_tokens,
         batches=computed.batches + again.batches,
         oom_events=computed.oom_events + again.oom_events,
-        recomputed_rows=len(again.rows),
+        seconds=computed.seconds + again.seconds,
+        recomputed_rows=int(copies[again.rows].sum()),
         too_large_in_float32=again.too_large,
+    )
+
+
+def _with_copies(computed: Computed, first: npt.NDArray[np.int64]) -> Computed:
+    """The same for all rows, of which row i has the logits, or the fate, of row ``first[i]``."""
+    rows = np.flatnonzero(np.isin(first, computed.rows))
+    if len(rows) == len(computed.rows) and not (computed.too_large or computed.too_large_in_float32):
+        return computed
+    places = np.searchsorted(computed.rows, first[rows])
+    return replace(
+        computed,
+        rows=rows,
+        logits=computed.logits[torch.from_numpy(places)] if len(rows) else computed.logits,
+        repeated_rows=len(rows) - len(computed.rows),
+        too_large=tuple(np.flatnonzero(np.isin(first, computed.too_large)).tolist()),
+        too_large_in_float32=tuple(np.flatnonzero(np.isin(first, computed.too_large_in_float32)).tolist()),
     )
 
 
@@ -190,16 +230,17 @@ class _Pass:
     oom_events: int = 0
     too_large: list[int] = field(default_factory=list)
 
-    def computed(self) -> Computed:
-        counts = (self.padded_tokens, len(self.order), self.oom_events)
+    def computed(self, passes: Passes) -> Computed:
         too_large = tuple(sorted(self.too_large))
-        if not self.order:
-            return Computed(np.empty(0, dtype=np.int64), torch.empty((0, 0)), *counts, too_large=too_large)
-        rows = np.concatenate(self.order)
-        place = np.argsort(rows)
-        logits = torch.cat(self.logits)
-        logits = logits[torch.from_numpy(place).to(logits.device)]
-        return Computed(rows[place], logits, *counts, too_large=too_large)
+        rows, logits = np.empty(0, dtype=np.int64), torch.empty((0, 0))
+        if self.order:
+            rows = np.concatenate(self.order)
+            place = np.argsort(rows)
+            rows = rows[place]
+            # One copy from the device per chunk: a copy per batch would wait for each of them.
+            logits = torch.cat(self.logits).cpu()[torch.from_numpy(place)]
+        counts = (self.tokens, self.padded_tokens, len(self.order), self.oom_events)
+        return Computed(rows, logits, *counts, seconds=passes.finish(), too_large=too_large)
 
 
 def _run(
@@ -207,19 +248,21 @@ def _run(
     encoded: Encoded,
     sizes: BatchSizes,
     chosen: npt.NDArray[np.int64],
+    copies: npt.NDArray[np.int64],
     report: Report,
+    with_mask: bool = False,
 ) -> Computed:
-    """Run the model over the chosen rows."""
+    """Run the model over the chosen rows, each of which stands for ``copies`` rows."""
     lengths = encoded.lengths
     waiting = sizes.cut(lengths, chosen)
-    done = _Pass()
+    done, passes = _Pass(), Passes(classifier.last_device)
     tried_alone: set[int] = set()
     size_before = sizes.batch_size
     while waiting:
         batch = waiting.popleft()
         width = int(lengths[batch].max())
         padded = width * len(batch)
-        result = _try(classifier, encoded, batch)
+        result = _try(classifier, encoded, batch, with_mask, passes)
         if result is None:
             # Outside the except block: there the exception would still hold the tensors of the failed pass.
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -231,9 +274,8 @@ def _run(
                 left = left[1:]
                 sizes.batch_size = size_before  # it was this row that no size could fit
             else:
-                if (
-                    len(batch) == 1
-                ):  # once more with the cache emptied, which may have been all that was wrong
+                # One row once more, with the cache emptied, which may have been all that was wrong.
+                if len(batch) == 1:
                     tried_alone.add(int(batch[0]))
                 sizes.shrink(len(batch), padded, width)
             waiting = sizes.cut(lengths, left)
@@ -242,18 +284,26 @@ def _run(
         size_before = sizes.batch_size
         done.order.append(batch)
         done.logits.append(result)
-        done.rows += len(batch)
+        done.rows += int(copies[batch].sum())
         done.tokens += int(lengths[batch].sum())
         done.padded_tokens += padded
         report(done.rows, done.tokens, done.padded_tokens)
         if sizes.grow() and waiting:
             waiting = sizes.cut(lengths, np.concatenate(waiting))
-    return done.computed()
+    return done.computed(passes)
 
 
-def _try(classifier: Classifier, encoded: Encoded, batch: npt.NDArray[np.int64]) -> torch.Tensor | None:
+def _try(
+    classifier: Classifier,
+    encoded: Encoded,
+    rows: npt.NDArray[np.int64],
+    with_mask: bool,
+    passes: Passes,
+) -> torch.Tensor | None:
     try:
-        return classifier.logits(encoded, batch)
+        batch = classifier.batch(encoded, rows, with_mask)
+        with passes.one():
+            return classifier.run(batch)
     except RuntimeError as error:
         if is_out_of_memory(error):
             return None

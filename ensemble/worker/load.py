@@ -39,8 +39,11 @@ class Loaded:
     notes: tuple[str, ...]
 
 
-def load(spec: WorkerSpec) -> Loaded:
+def load(spec: WorkerSpec, tokenizer: Any = None) -> Loaded:
     """Load a member onto the devices this process can see.
+
+    Args:
+        tokenizer: the member's, where it is there already.
 
     Raises:
         ValueError: weights are missing (a head that would be random), or a setting does not exist.
@@ -48,7 +51,7 @@ def load(spec: WorkerSpec) -> Loaded:
     """
     notes: list[str] = []
     torch.manual_seed(spec.seed)
-    tokenizer = load_tokenizer(spec)
+    tokenizer = load_tokenizer(spec) if tokenizer is None else tokenizer
     on_gpu = _use_gpu(spec, notes)
     if on_gpu:
         check_allocator(spec, notes)
@@ -65,12 +68,12 @@ def load(spec: WorkerSpec) -> Loaded:
             f"the tokenizer of {spec.model_name_or_path} knows {len(tokenizer)} tokens, its model only {rows}; "
             "they do not belong together"
         )
-    model.config.use_cache = False  # nothing is generated, so no keys and values need be kept
+    _compute_no_more_than_logits(model)
     return Loaded(
         model=model,
         tokenizer=tokenizer,
         pad_token_id=_pad_token_id(tokenizer),
-        max_length=_max_length(spec, tokenizer, model, notes),
+        max_length=max_length(spec, tokenizer, _position_limit(model), notes),
         token_budget=spec.token_budget or (GPU_TOKEN_BUDGET if on_gpu else CPU_TOKEN_BUDGET),
         memory=_memory_limit(spec, model, on_gpu),
         parameters=sum(_elements(parameter) for parameter in model.parameters()),
@@ -101,8 +104,22 @@ def _pad_token_id(tokenizer: Any) -> int:
     return int(next(token for token in ids if token is not None))
 
 
-def _max_length(spec: WorkerSpec, tokenizer: Any, model: Any, notes: list[str]) -> int:
-    limit = _position_limit(model)
+def _compute_no_more_than_logits(model: Any) -> None:
+    """Nothing is generated, so no keys and values need be kept; nor what else a checkpoint's config may ask for."""
+    for config in (model.config, model.config.get_text_config()):
+        config.use_cache = config.output_hidden_states = config.output_attentions = False
+
+
+def max_length(spec: WorkerSpec, tokenizer: Any, limit: int | None, notes: list[str]) -> int:
+    """Tokens that a row may have, special tokens included.
+
+    Args:
+        limit: the model's positions; None where it has no limit, or none is known yet.
+        notes: takes a sentence where it is less than the user asked for.
+
+    Raises:
+        ValueError: no token of a text would be left.
+    """
     wanted = spec.max_length
     if wanted is None:
         own = (

@@ -1,116 +1,143 @@
-"""One loaded member: a chunk of rows in, its part CSV on disk out."""
+"""One member: tokenizer and rows at once, the model once a device is free; then chunks in, part CSVs out."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
-import pyarrow as pa
-import pyarrow.csv as pa_csv
 import torch
 
 from ensemble.protocol import Predict, WorkerSpec
-from ensemble.rundir import atomic_path, part_name
-from ensemble.worker.compute import BatchSizes, Computed, Report, compute
+from ensemble.worker.ahead import ReadAhead, import_model_class, weight_files
+from ensemble.worker.compute import BatchSizes, Mode, Report, compute
 from ensemble.worker.float32 import in_float32, uses_half_precision, why_not_float32
-from ensemble.worker.load import Loaded, load
-from ensemble.worker.predict import Classifier, good_rows, probabilities
+from ensemble.worker.load import Loaded, load, max_length
+from ensemble.worker.part import ChunkWork, Parts, Reasons
+from ensemble.worker.precision import capability, may_omit_mask
+from ensemble.worker.predict import Classifier
 from ensemble.worker.prompt import Encoded, Prompt
+from ensemble.worker.rehearsal import TEXTS, Rehearsal
 from ensemble.worker.rows import PublishedTable
-
-
-@dataclass(frozen=True)
-class ChunkWork:
-    """What a chunk took, and what came of it.
-
-    Real and computed tokens, forward passes, rows cut at max_length, OOM errors survived, and rows that were run
-    again in float32; the part's name; rows of the table that are not in it, ascending, with the reasons.
-    """
-
-    tokens: int
-    padded_tokens: int
-    batches: int
-    truncated_rows: int
-    oom_events: int
-    recomputed_rows: int
-    part: str
-    bad_rows: tuple[int, ...]
-    bad_row_reasons: tuple[str, ...]
+from ensemble.worker.tokenizer import load_tokenizer
+from ensemble.worker.upcoming import Upcoming
+from ensemble.worker.writer import Writer
 
 
 class Member:
-    """Loads a member and predicts chunks of its rows.
+    """Gets ready to load a member, loads it, and predicts chunks of its rows.
+
+    Made, it holds neither model nor device.
 
     Args:
         spec: what to load, and where rows come from and parts go.
+        write_failed: called by another thread when a part could not be written; ``finish`` says why.
+
+    Attributes:
+        forward_seconds: the device's time in forward passes so far.
+        unwritten_chunk: the number of the chunk whose part could not be written; None: there is none.
 
     Raises:
-        ValueError: the checkpoint cannot be used, with the reason.
+        OSError: the tokenizer's files, the table or its order cannot be read.
+        ValueError: the tokenizer leaves no room for text.
     """
 
-    def __init__(self, spec: WorkerSpec) -> None:
+    def __init__(self, spec: WorkerSpec, write_failed: Callable[[], None] = lambda: None) -> None:
         self._spec = spec
-        self._loaded: Loaded = load(spec)
+        self._tokenizer = load_tokenizer(spec)
         self._table = PublishedTable(Path(spec.table_path))
         self._order = np.load(spec.order_path, mmap_mode="r")
-        self._prompt = Prompt(spec, self._loaded.tokenizer, self._loaded.max_length)
-        self._classifier = Classifier(self._loaded.model, self._loaded.pad_token_id)
-        self.dtype = self._loaded.dtype
-        self._notes = list(self._loaded.notes)
-        model = self._loaded.model
-        self._why_not_float32 = why_not_float32(model)
-        self._uses_half_precision = uses_half_precision(model)
-        can_retry = self._uses_half_precision and not self._why_not_float32
-        self._in_float32 = partial(in_float32, model) if can_retry else None
-        bears_padding = self._bears_padding()
-        self._sizes = BatchSizes(
-            self._loaded.token_budget, spec.batch_size, not bears_padding, self._loaded.memory
-        )
+        # Of the model's own limit nothing is known yet.
+        self.max_length = max_length(spec, self._tokenizer, None, [])
+        self._prompt = Prompt(spec, self._tokenizer, self.max_length)
+        # On a CPU both would want the same cores.
+        self._upcoming = Upcoming(self._encode, in_background=spec.gpus > 0)
+        self._parts = Parts(Path(spec.parts_dir), spec.activation, spec.label_order)
+        self._writer = Writer(write_failed)
+        self._reading: ReadAhead | None = None
+        self._notes: list[str] = []
+        self.forward_seconds = 0.0
+        import_model_class(spec)
+
+    def read_ahead(self, limit_bytes: int, step: Callable[[], None] = lambda: None) -> None:
+        """Begin to read the weights' files, so that they lie in the page cache; ``load`` ends it.
+
+        Args:
+            step: called after each piece, in another thread.
+        """
+        self._reading = ReadAhead(weight_files(self._spec), limit_bytes, step)
+
+    def prepare(self, start: int, stop: int) -> None:
+        """A hint: rows ``order[start:stop]`` will probably come next.  Returns at once; from any thread."""
+        self._upcoming.prepare(start, stop)
+
+    def load(self) -> None:
+        """Put the model on its devices; from then on there is all that ``Ready`` tells.
+
+        Raises:
+            ValueError: the checkpoint cannot be used, with the reason.
+            OSError: its files cannot be read.
+        """
+        if self._reading is not None:
+            self._reading.stop()
+        loaded = load(self._spec, self._tokenizer)
+        if loaded.max_length != self.max_length:
+            self.max_length = loaded.max_length
+            self._prompt = Prompt(self._spec, self._tokenizer, self.max_length)
+            self._upcoming.forget()
+        self._classifier = Classifier(loaded.model, loaded.pad_token_id)
+        self.dtype = loaded.dtype
+        self._notes = list(loaded.notes)
+        self._in_float32 = self._float32_of(loaded)
+        bears_padding = self._bears_padding(loaded)
+        self._sizes = BatchSizes(loaded.token_budget, self._spec.batch_size, not bears_padding, loaded.memory)
         if not bears_padding:
             self._notes.append(
                 "its numbers change with padding, so only rows of equal length share a batch: slower"
             )
-        self.max_length = self._loaded.max_length
-        self.token_budget = self._sizes.tokens_at(min(self.max_length, spec.width or self.max_length))
-        self.parameters = self._loaded.parameters
-        self.attn_implementation = self._loaded.attn_implementation
-        self.device_name = self._loaded.device_name
+        self.token_budget = self._sizes.tokens_at(min(self.max_length, self._spec.width or self.max_length))
+        self.parameters = loaded.parameters
+        self.attn_implementation = loaded.attn_implementation
+        self.device_name = loaded.device_name
 
-    def predict_chunk(self, command: Predict, report: Report) -> ChunkWork:
-        """Compute a chunk and leave it as its part, without the rows that cannot be computed.
+    def predict_chunk(self, command: Predict, report: Report, written: Callable[[ChunkWork], None]) -> None:
+        """Compute a chunk; a thread leaves it as its part, without the rows that cannot be computed.
+
+        Returns when the device has nothing left to do for the chunk.  No more than one part is being written while
+        the next chunk is computed.
 
         Args:
             report: called after each step, such as a batch, with rows, tokens and padded tokens so far.
+            written: called by that thread when the part stands under its name.
 
         Raises:
-            WriteError: the part cannot be written.
+            WriteError: an earlier part could not be written; ``unwritten_chunk`` says which.
             Exception: whatever comes out of tokenizer and model; which row is to blame is not known then.
         """
-        rows = np.asarray(self._order[command.start : command.stop])
-        encoded = self._prompt.encode(self._table.take(rows), lambda: report(0, 0, 0))
+        self._writer.check()
+        encoded = self._upcoming.take(command.start, command.stop, lambda: report(0, 0, 0))
         computed = compute(self._classifier, encoded, self._sizes, report, self._in_float32)
-        values = self._values(computed)
-        good = good_rows(values, self._spec.activation)
-        reasons = {
-            **encoded.problems,
-            **dict.fromkeys(computed.rows[~good].tolist(), self._not_finite(computed.float32_error)),
-            **self._too_large(encoded, computed),
-        }
-        bad = sorted(reasons, key=rows.__getitem__)
-        return ChunkWork(
-            part=self._write(command, rows[computed.rows[good]], values[good]),
-            bad_rows=tuple(rows[bad].tolist()),
-            bad_row_reasons=tuple(reasons[row] for row in bad),
-            tokens=int(encoded.lengths[computed.rows].sum()),
-            padded_tokens=computed.padded_tokens,
-            batches=computed.batches,
-            truncated_rows=encoded.truncated_rows,
-            oom_events=computed.oom_events,
-            recomputed_rows=computed.recomputed_rows,
-        )
+        self.forward_seconds += computed.seconds
+        rows = np.asarray(self._order[command.start : command.stop])
+        values = self._parts.values(computed)
+
+        def write() -> None:
+            written(self._parts.write(command, rows, encoded, computed, values, self._reasons))
+
+        self._writer.hand_over(command.chunk, write)
+
+    def finish(self) -> None:
+        """Wait until the last part stands under its name.
+
+        Raises:
+            WriteError: it could not be written; ``unwritten_chunk`` says which.
+        """
+        self._writer.wait()
+
+    @property
+    def unwritten_chunk(self) -> int | None:
+        return self._writer.failed_chunk
 
     def peak_gpu_memory_bytes(self) -> int | None:
         """The most that torch held on one of this worker's GPUs, in bytes; None on a CPU."""
@@ -134,74 +161,25 @@ class Member:
             for index in range(torch.cuda.device_count()):
                 torch.cuda.synchronize(index)
 
-    def _values(self, computed: Computed) -> npt.NDArray[np.float64]:
-        """Probabilities of the computed rows in the config's order of labels: [rows, labels]."""
-        if not len(computed.rows):
-            return np.empty((0, len(self._spec.label_order)))
-        # One copy from the device per chunk: a copy per batch would wait for each of them.
-        return probabilities(computed.logits, self._spec.activation)[:, list(self._spec.label_order)]
+    def _encode(self, start: int, stop: int, step: Callable[[], None]) -> Encoded:
+        return self._prompt.encode(self._table.take(np.asarray(self._order[start:stop])), step)
 
-    def _too_large(self, encoded: Encoded, computed: Computed) -> dict[int, str]:
-        """Rows for which there is no memory, by their places in the chunk: why, and what to do about it."""
-        again = f" in float32, which it needs because it overflows {self.dtype}"
-        detours = {
-            **dict.fromkeys(computed.too_large, ""),
-            **dict.fromkeys(computed.too_large_in_float32, again),
-        }
-        return {
-            row: (
-                f"{encoded.lengths[row]:,} tokens do not fit into the memory of {self.device_name} even alone"
-                f"{detour}; lower max_length ({self.max_length}), quantize, or give it more GPUs (num_gpus)"
-            )
-            for row, detour in detours.items()
-        }
-
-    def _not_finite(self, float32_error: str) -> str:
-        """Why a row came out as no numbers, and what to do about it."""
-        if self._why_not_float32 and self._uses_half_precision:
-            why = f"a float16 overflow is likely, and {self._why_not_float32}: set dtype: bfloat16"
-        elif float32_error:
-            why = (
-                f"it overflows {self.dtype}, and this model does not run in float32 ({float32_error}); "
-                "set dtype: bfloat16 or float32"
-            )
-        else:
-            tried = "float32 gave no better numbers" if self._in_float32 else "it was computed in float32"
-            why = f"{tried}, so the weights of the checkpoint are damaged, or it cannot deal with this row"
-        return f"came out as NaN, infinite or no probabilities; {why}"
-
-    def _bears_padding(self) -> bool:
-        """Whether a short text gets the same numbers alone and padded to a long one's length."""
-        texts = ["one", "one two three four five six seven eight nine ten eleven twelve"]
-        pairs = len(self._spec.text_columns) == 2
-        encoded = self._prompt.encode_texts([(text, text) for text in texts] if pairs else texts)
-        try:
-            probed = self._probe(encoded)
-            if self._in_float32 is not None and not np.isfinite(probed).all():
-                with self._in_float32():
-                    probed = self._probe(encoded)
-        except torch.OutOfMemoryError:
-            return True  # too tight even for this: the first chunk will say so better
-        exact = self.dtype == "float32" and self._spec.quantization_config is None
-        return bool(np.allclose(probed[0], probed[1], rtol=0, atol=1e-4 if exact else 5e-2))
-
-    def _probe(self, encoded: Encoded) -> npt.NDArray[np.float64]:
-        """The first row's probabilities, alone and beside the second: [2, labels]."""
-        return np.stack(
-            [
-                probabilities(self._classifier.logits(encoded, np.arange(rows)), self._spec.activation)[0]
-                for rows in (1, 2)
-            ]
+    def _float32_of(self, loaded: Loaded) -> Mode | None:
+        """What makes the model compute in float32 where it overflows; None where that makes no sense."""
+        why_not, uses_half = why_not_float32(loaded.model), uses_half_precision(loaded.model)
+        can_retry = uses_half and not why_not
+        self._reasons = Reasons(
+            self.dtype, loaded.device_name, self.max_length, why_not if uses_half else "", can_retry
         )
+        return partial(in_float32, loaded.model) if can_retry else None
 
-    def _write(self, command: Predict, rows: npt.NDArray[np.int64], values: npt.NDArray[np.float64]) -> str:
-        """Write a part; returns its name."""
-        columns = [pa.array(rows)] + [pa.array(values[:, label]) for label in range(values.shape[1])]
-        names = ["row"] + [f"p{label}" for label in range(values.shape[1])]
-        buffer = pa.BufferOutputStream()
-        pa_csv.write_csv(pa.table(columns, names=names), buffer)
-        content = buffer.getvalue().to_pybytes()
-        name = part_name(command.start, command.stop, content)
-        with atomic_path(Path(self._spec.parts_dir) / name) as temporary:
-            temporary.write_bytes(content)
-        return name
+    def _bears_padding(self, loaded: Loaded) -> bool:
+        pairs = len(self._spec.text_columns) == 2
+        rehearsal = Rehearsal(
+            self._classifier,
+            self._prompt.encode_texts([(text, text) for text in TEXTS] if pairs else list(TEXTS)),
+            self._spec.activation,
+            is_exact=self.dtype == "float32" and self._spec.quantization_config is None,
+            may_omit_mask=may_omit_mask(loaded.model, capability(self._classifier.device.type == "cuda")),
+        )
+        return rehearsal.bears_padding(self._in_float32)

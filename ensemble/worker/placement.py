@@ -65,13 +65,24 @@ def check_placement(model: Any, spec: WorkerSpec, on_gpu: bool, notes: list[str]
 
 def input_device(model: Any) -> torch.device:
     """Where a batch must be: the embedding's device, or the one to which its offloaded weights are brought."""
-    embedding = model.get_input_embeddings()
-    device = embedding.weight.device
+    return _device_of(model.get_input_embeddings())
+
+
+def last_device(model: Any) -> torch.device:
+    """Where a forward pass ends: the device of the module that holds the last of the weights, such as the head."""
+    last = [module for module in model.modules() if next(module.parameters(recurse=False), None) is not None][
+        -1
+    ]
+    return _device_of(last)
+
+
+def _device_of(module: Any) -> torch.device:
+    device = next(module.parameters()).device
     if device.type == "meta":
-        for module in embedding.modules():
-            hook = getattr(module, "_hf_hook", None)
-            for part in getattr(hook, "hooks", (hook,)):
-                if (place := getattr(part, "execution_device", None)) is not None:
+        for part in module.modules():
+            hook = getattr(part, "_hf_hook", None)
+            for one in getattr(hook, "hooks", (hook,)):
+                if (place := getattr(one, "execution_device", None)) is not None:
                     return torch.device(place)
     assert isinstance(device, torch.device)
     return device

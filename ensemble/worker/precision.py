@@ -110,6 +110,18 @@ def can_use_flash_attention(model: Any, least: Capability | None) -> bool:
     )
 
 
+def may_omit_mask(model: Any, least: Capability | None) -> bool:
+    """Whether this device's attention does as well without a mask, or better.
+
+    Without one transformers lets torch's kernels repeat shared keys (use_gqa_in_sdpa), which only those for half
+    precision from Ampere on can; others would fall back to plain products.
+
+    Args:
+        least: the compute capability of the least capable device; None on a CPU.
+    """
+    return least is None or (least >= AMPERE and model.dtype in (torch.float16, torch.bfloat16))
+
+
 @contextlib.contextmanager
 def attention_errors(spec: WorkerSpec) -> Iterator[None]:
     """Names the key where transformers refuses the attention that the user asked for.

@@ -21,6 +21,7 @@ class Pulse:
     def __init__(self, send: Callable[[Event], None]) -> None:
         self._send = send
         self._last_step: float | None = time.monotonic()
+        self._writing_since: float | None = None
 
     def start(self) -> None:
         threading.Thread(target=self._beat, name="pulse", daemon=True).start()
@@ -33,9 +34,17 @@ class Pulse:
         """The main thread waits for a command; however long that takes, it does not hang."""
         self._last_step = None
 
+    def write(self) -> None:
+        """Another thread begins to write a part; until it is done nobody is at rest."""
+        self._writing_since = time.monotonic()
+
+    def written(self) -> None:
+        """It is done."""
+        self._writing_since = None
+
     def idle_seconds(self) -> float:
         """Seconds since the last step, 0 at rest."""
-        last = self._last_step
+        last = self._last_step if self._last_step is not None else self._writing_since
         return 0.0 if last is None else round(time.monotonic() - last, 3)
 
     def _beat(self) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from bench.shapes import GEMMA_2_9B, LLAMA_3_8B, make_full_size
 from ensemble.checkpoint.inspection import inspect_checkpoint
 from ensemble.config import ModelConfig
 from ensemble.devices import Device
@@ -16,7 +17,6 @@ from ensemble.planning.facts import member_facts
 from ensemble.planning.footprint import MemberFacts, chosen_attention, chosen_dtype
 from ensemble.planning.plan import Plan, make_plan
 from tests.planning.test_plan import config
-from tests.shapes import GEMMA_2_9B, LLAMA_3_8B, make_full_size
 
 GIB = 1 << 30
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}

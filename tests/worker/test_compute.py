@@ -91,7 +91,7 @@ def test_rows_that_do_not_fit_alone_are_left_out(loaded: tuple[Any, Any], batch_
     others = np.setdiff1d(np.arange(len(ids)), list(too_long))
     largest_bytes = 4 * 4 * 16 * int(lengths[others].max()) ** 2  # attention of sixteen of the other rows
     assert largest_bytes < 4 * 4 * 240**2
-    longer = replace(encoded, inputs={"input_ids": ids}, lengths=lengths)
+    longer = replace(encoded, inputs={"input_ids": ids}, lengths=lengths, first=None)
     computed, sizes = run(classifier, longer, AllocatorLimit(largest_bytes), batch_size)
     assert computed.too_large == tuple(too_long)
     np.testing.assert_array_equal(computed.rows, others)
@@ -141,7 +141,15 @@ def member_of(folder: Path, model: Path, texts: list[str], **changes: Any) -> tu
     places = {"table_path": "t.arrow", "order_path": "o.npy", "parts_dir": "parts"}
     paths = {key: str(folder / name) for key, name in places.items()}
     member = Member(worker_spec(model, **{"max_length": 128, **paths, **changes}))
-    return member, lambda: member.predict_chunk(Predict(0, 0, len(texts)), lambda *counts: None)
+    member.load()
+
+    def predict() -> Any:
+        done: list[Any] = []
+        member.predict_chunk(Predict(0, 0, len(texts)), lambda *counts: None, done.append)
+        member.finish()
+        return done[0]
+
+    return member, predict
 
 
 def read_part(parts: Path, name: str) -> np.ndarray:

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from ensemble.launch.local import LocalWorker
 from ensemble.planning.chunks import cut_chunks
-from ensemble.protocol import ChunkDone, Closed, Predict, Start, Stop
+from ensemble.protocol import ChunkDone, Closed, Load, Predict, Start, Stop
 from ensemble.tables.table import TableNeeds, read_table
 from tests.checkpoints import make_checkpoint
 from tests.worker.test_predict import LABELS, worker_spec
@@ -49,6 +49,7 @@ def test_a_million_short_rows(tmp_path: Path) -> None:
     worker = LocalWorker({"CUDA_VISIBLE_DEVICES": ""}, tmp_path / "log")
     try:
         worker.send(Start.of(spec))
+        worker.send(Load())
         for chunk in (chunks[0], chunks[len(chunks) // 2], chunks[-1]):
             worker.send(Predict(chunk.index, chunk.start, chunk.stop))
             assert next_event(worker, ChunkDone).rows == chunk.stop - chunk.start

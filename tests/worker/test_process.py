@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ensemble.launch.local import LocalWorker
-from ensemble.protocol import Heartbeat, Predict, Progress, Start
+from ensemble.protocol import Heartbeat, Load, Predict, Progress, Start
 from tests.checkpoints import make_checkpoint, make_texts
 from tests.worker.test_memory import next_event
 from tests.worker.test_predict import LABELS, worker_spec
@@ -30,6 +30,7 @@ def end_in_mid_chunk(checkpoint: Path, folder: Path, number: signal.Signals) -> 
     worker = LocalWorker(environment, folder / "log")
     try:
         worker.send(Start.of(worker_spec(checkpoint, **places)))
+        worker.send(Load())
         worker.send(Predict(0, 0, ROWS))
         while next_event(worker, Progress).rows == 0:  # the first ones come while it tokenizes
             pass
@@ -52,7 +53,7 @@ def test_a_worker_that_is_aborted_leaves_the_stacks_of_all_its_threads(
     code, log = end_in_mid_chunk(checkpoint, tmp_path, signal.SIGABRT)
     assert code == -signal.SIGABRT
     assert "Fatal Python error: Aborted" in log
-    for function in ("in predict_chunk", "in _beat", "in _watch", "in read", "in serve"):
+    for function in ("in predict_chunk", "in _beat", "in _watch", "in _read", "in serve"):
         assert function in log, log
 
 

@@ -17,8 +17,10 @@ from ensemble.protocol import (
     ChunkFailed,
     Closed,
     Command,
+    Computed,
     Event,
     Failed,
+    Load,
     Predict,
     Progress,
     Ready,
@@ -51,13 +53,23 @@ def publish(folder: Path, columns: Mapping[str, list[Any]], order: list[int] | N
     return {key: str(folder / name) for key, name in places.items()}
 
 
+class Script(list[Command]):
+    """Commands that are there from the beginning."""
+
+    def heed_hints(self, prepare: Callable[[int, int], None]) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+
 def served(spec: WorkerSpec, *commands: Command, step: Callable[[], None] = lambda: None) -> tuple[int, Any]:
-    """The exit code and the events, without progress."""
+    """The exit code and the events, without progress and without word that a chunk is computed."""
     from ensemble.worker.__main__ import serve
 
     events: list[Event] = []
-    code = serve(iter([Start.of(spec), *commands]), events.append, step, time.monotonic())
-    return code, [event for event in events if not isinstance(event, Progress)]
+    code = serve(Script([Start.of(spec), Load(), *commands]), events.append, step, time.monotonic())
+    return code, [event for event in events if not isinstance(event, Progress | Computed)]
 
 
 @pytest.mark.fault(4)

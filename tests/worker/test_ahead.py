@@ -1,0 +1,115 @@
+"""What is done before a device is free: the right files read, no more of them than allowed, nothing that fails."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from ensemble.protocol import Start
+from tests.checkpoints import make_checkpoint, make_texts
+from tests.worker.test_predict import LABELS, worker_spec
+from tests.worker.test_serve import publish
+
+
+def names(folder: Path, **changes: object) -> list[str]:
+    from ensemble.worker.ahead import weight_files
+
+    return [str(path.relative_to(folder)) for path in weight_files(worker_spec(folder, **changes))]
+
+
+def test_the_files_that_loading_reads(tmp_path: Path) -> None:
+    for name in ("pytorch_model.bin", "optimizer.pt", "model.gguf", "config.json"):
+        (tmp_path / name).write_bytes(b"x")
+    assert names(tmp_path) == []
+    assert names(tmp_path, allow_pickle=True) == ["pytorch_model.bin"]
+    assert names(tmp_path, gguf_file="model.gguf") == ["model.gguf"]
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    assert names(tmp_path, allow_pickle=True) == ["model.safetensors"]
+    shards = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    for shard in shards[:2]:
+        (tmp_path / shard).write_bytes(b"x")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": shards[1], "b": shards[0], "c": shards[2]}}))
+    assert names(tmp_path) == shards[:2]
+    index.write_text("[")
+    assert names(tmp_path) == []
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes(b"x")
+    adapter = str(tmp_path / "adapter")
+    assert names(tmp_path, adapter_name_or_path=adapter) == ["adapter/adapter_model.safetensors"]
+    assert names(tmp_path, adapter_name_or_path="nobody/has-this") == []
+
+
+def test_no_more_is_read_than_allowed_and_it_ends_when_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ensemble.worker import ahead
+
+    monkeypatch.setattr(ahead, "_PIECE_BYTES", 100)
+    paths = [tmp_path / name for name in "abc"]
+    for path in paths:
+        path.write_bytes(b"x" * 250)
+    for limit in (0, 90, 420, 750, 10_000):
+        reading = ahead.ReadAhead(paths, limit, lambda: None)
+        reading.wait()
+        assert reading.read_bytes == min(limit, 750)
+    after_two = threading.Semaphore(0)
+    may_go_on = threading.Event()
+
+    def step() -> None:
+        after_two.release()
+        may_go_on.wait(10)
+
+    reading = ahead.ReadAhead(paths, 10_000, step)
+    assert after_two.acquire(timeout=10)
+    reading.stop()
+    may_go_on.set()
+    reading.wait()
+    assert reading.read_bytes == 100
+    missing = ahead.ReadAhead([tmp_path / "nothing", *paths], 10_000, lambda: None)
+    missing.wait()
+    assert missing.read_bytes == 0
+
+
+def test_a_member_that_stands_by_has_its_code_and_neither_model_nor_device(tmp_path: Path) -> None:
+    """In a process of its own, since this one has imported too much already."""
+    folder = make_checkpoint(tmp_path / "m", "gemma2", LABELS)
+    places = publish(tmp_path, {"text": make_texts(5)})
+    spec = worker_spec(folder, **places)
+    code = (
+        "import sys, torch, dataclasses, json\n"
+        "from ensemble.protocol import WorkerSpec, Start\n"
+        "from ensemble.worker.member import Member\n"
+        "assert 'transformers.models.gemma2.modeling_gemma2' not in sys.modules\n"
+        "member = Member(Start(json.loads(sys.argv[1])).worker_spec())\n"
+        "member.read_ahead(1 << 30)\n"
+        "member.prepare(0, 5)\n"
+        "assert 'transformers.models.gemma2.modeling_gemma2' in sys.modules\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "import gc\n"
+        "assert not [one for one in gc.get_objects() if isinstance(one, torch.nn.Parameter)]\n"
+        "member.load()\n"
+        "print(member.parameters)\n"
+    )
+    fields = json.dumps(Start.of(spec).spec)
+    done = subprocess.run([sys.executable, "-c", code, fields], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 0
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_what_is_wrong_with_a_checkpoint_shows_when_it_is_loaded(tmp_path: Path) -> None:
+    from ensemble.worker.member import Member
+
+    folder = make_checkpoint(tmp_path / "m", "llama", LABELS)
+    (folder / "model.safetensors").unlink()
+    member = Member(worker_spec(folder, **publish(tmp_path, {"text": ["a"]})))
+    member.read_ahead(1 << 20)
+    member.prepare(0, 1)
+    with pytest.raises(ValueError, match="no safetensors weights"):
+        member.load()

@@ -1,0 +1,74 @@
+"""Batches as transformers' own padding makes them, and the count of passes."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.checkpoints import make_texts, make_tokenizer
+
+
+def encoded_of(rows: list[list[int]]) -> Any:
+    from ensemble.worker.prompt import Encoded
+
+    ids = [np.array(row, dtype=np.int64) for row in rows]
+    return Encoded({"input_ids": ids}, np.array([len(row) for row in rows]), 0)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+def test_batches_equal_the_tokenizers_own_padding(kind: str, side: str, tmp_path: Path) -> None:
+    from ensemble.worker.feed import padded
+    from ensemble.worker.prompt import Encoded
+
+    tokenizer = make_tokenizer(tmp_path, kind=kind, side=side)
+    pairs = make_texts(12, seed=3), make_texts(12, seed=4)
+    plain = tokenizer(*pairs)
+    names = [name for name in plain if name != "attention_mask"]
+    inputs = {name: [np.array(ids, dtype=np.int64) for ids in plain[name]] for name in names}
+    encoded = Encoded(inputs, np.array([len(ids) for ids in plain["input_ids"]]), 0)
+    rows = np.array([7, 2, 11, 5])
+    expected = tokenizer.pad(
+        {name: [plain[name][row] for row in rows] for name in plain}, return_tensors="np"
+    )
+    found = padded(encoded, rows, tokenizer.pad_token_id, pad_left=side == "left")
+    assert set(found) == set(expected)
+    for name, array in found.items():
+        assert array.dtype == np.int64
+        np.testing.assert_array_equal(array, expected[name], err_msg=name)
+
+
+@given(st.lists(st.lists(st.integers(0, 12), min_size=1, max_size=9), min_size=1, max_size=6))
+def test_an_unused_token_is_held_by_none_of_the_rows(rows: list[list[int]]) -> None:
+    from ensemble.worker.feed import unused_token
+
+    encoded = encoded_of([[99], *rows])
+    found = unused_token(encoded, np.arange(1, len(rows) + 1), vocabulary=100)
+    assert found == min(set(range(100)) - {token for row in rows for token in row})
+
+
+def test_passes_that_fail_are_not_counted() -> None:
+    import torch
+
+    from ensemble.worker.feed import Passes
+
+    passes = Passes(torch.device("cpu"))
+
+    def failing() -> None:
+        with passes.one():
+            time.sleep(0.05)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        failing()
+    assert passes.finish() == 0
+    for _ in range(2):
+        with passes.one():
+            time.sleep(0.02)
+    assert passes.finish() >= 0.04

@@ -1,0 +1,126 @@
+"""Token ids made before they are asked for: the same as without, whatever was hinted at."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.checkpoints import make_texts, make_tokenizer
+from tests.worker.test_predict import worker_spec
+
+TEXTS = make_texts(90)
+
+
+class Encoding:
+    """The real tokenizer behind the callback that ``Upcoming`` is given; notes which thread did which rows."""
+
+    def __init__(self, folder: Path) -> None:
+        from ensemble.worker.prompt import Prompt
+        from ensemble.worker.tokenizer import load_tokenizer
+
+        make_tokenizer(folder)
+        spec = worker_spec(folder)
+        self.prompt = Prompt(spec, load_tokenizer(spec), 64)
+        self.calls: list[tuple[int, int, str]] = []
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+
+    def __call__(self, start: int, stop: int, step: Any) -> Any:
+        self.calls.append((start, stop, threading.current_thread().name))
+        self.may_go_on.wait(10)
+        return self.prompt.encode([{"text": text} for text in TEXTS[start:stop]], step)
+
+
+@pytest.fixture
+def encoding(tmp_path: Path) -> Encoding:
+    return Encoding(tmp_path)
+
+
+def check(encoded: Any, encoding: Encoding, start: int, stop: int) -> None:
+    expected = encoding.prompt.encode([{"text": text} for text in TEXTS[start:stop]])
+    np.testing.assert_array_equal(encoded.lengths, expected.lengths)
+    for found, plain in zip(encoded.inputs["input_ids"], expected.inputs["input_ids"], strict=True):
+        np.testing.assert_array_equal(found, plain)
+
+
+def test_what_was_hinted_at_is_not_made_again(encoding: Encoding) -> None:
+    from ensemble.worker.upcoming import Upcoming
+
+    upcoming = Upcoming(encoding, in_background=True)
+    steps: list[None] = []
+    upcoming.prepare(0, 30)
+    upcoming.prepare(0, 30)
+    check(upcoming.take(0, 30, lambda: steps.append(None)), encoding, 0, 30)
+    assert encoding.calls == [(0, 30, "tokenizing")]
+    assert steps, "each block made in the background is a sign of life of whoever waits for it"
+    # The next hint may come before the rows of the last one are asked for.
+    upcoming.prepare(30, 60)
+    upcoming.prepare(60, 90)
+    for start, stop in ((30, 60), (60, 90)):
+        check(upcoming.take(start, stop, lambda: None), encoding, start, stop)
+    assert sorted(encoding.calls[1:]) == [(30, 60, "tokenizing"), (60, 90, "tokenizing")]
+
+
+def test_a_wrong_hint_costs_nothing_but_time(encoding: Encoding) -> None:
+    from ensemble.worker.upcoming import Upcoming
+
+    upcoming = Upcoming(encoding, in_background=True)
+    upcoming.prepare(0, 10)
+    check(upcoming.take(40, 80, lambda: None), encoding, 40, 80)
+    assert encoding.calls[-1] == (40, 80, threading.current_thread().name)
+    upcoming.prepare(0, 10)
+    upcoming.forget()
+    check(upcoming.take(0, 10, lambda: None), encoding, 0, 10)
+    assert encoding.calls[-1][2] != "tokenizing"
+
+
+def test_rows_that_nobody_wants_any_more_are_given_up_between_blocks(
+    encoding: Encoding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ensemble.worker import prompt
+    from ensemble.worker.upcoming import Upcoming
+
+    monkeypatch.setattr(prompt, "BLOCK_ROWS", 10)
+    rendered: list[Any] = []
+    render = encoding.prompt.render
+
+    def noting(row: Any) -> Any:
+        rendered.append(row)
+        return render(row)
+
+    monkeypatch.setattr(encoding.prompt, "render", noting)
+    upcoming = Upcoming(encoding, in_background=True)
+    encoding.may_go_on.clear()
+    upcoming.prepare(0, 90)
+    while not encoding.calls:
+        time.sleep(0.01)
+    upcoming.forget()
+    encoding.may_go_on.set()
+    check(upcoming.take(80, 90, lambda: None), encoding, 80, 90)
+    assert len(rendered) < 90, "the other rows need no tokens"
+
+
+def test_errors_show_when_the_rows_are_asked_for(encoding: Encoding) -> None:
+    from ensemble.worker.upcoming import Upcoming
+
+    def broken(start: int, stop: int, step: Any) -> Any:
+        raise LookupError(threading.current_thread().name)
+
+    upcoming = Upcoming(broken, in_background=True)
+    upcoming.prepare(0, 10)
+    with pytest.raises(LookupError, match="MainThread"):
+        upcoming.take(0, 10, lambda: None)
+
+
+def test_on_a_cpu_a_hint_is_not_heeded(encoding: Encoding) -> None:
+    from ensemble.worker.upcoming import Upcoming
+
+    upcoming = Upcoming(encoding, in_background=False)
+    upcoming.prepare(0, 10)
+    check(upcoming.take(0, 10, lambda: None), encoding, 0, 10)
+    assert [name for _, _, name in encoding.calls] == ["MainThread"]
