@@ -33,8 +33,13 @@ class Launcher:
         self._works = works
         self._offloaded: list[Path] = []
 
-    def launch(self, member: MemberPlan, replica: int, lease: Sequence[Device]) -> tuple[Worker, str]:
-        """Start a worker on its devices; returns it and its log's path, as it is shown.
+    def launch(
+        self, member: MemberPlan, replica: int, lease: Sequence[Device], read_ahead_bytes: int = 0
+    ) -> tuple[Worker, str]:
+        """Start a worker that sees these devices; returns it and its log's path, as it is shown.
+
+        Args:
+            read_ahead_bytes: of its weights, what it reads from the disk before it may load them.
 
         Raises:
             OSError: no process could be started.
@@ -51,7 +56,9 @@ class Launcher:
         if lease:
             environment |= allocator_environment(model.expandable_segments, model.max_split_size_mb)
         parts_dir = self._works[member.name].parts_dir
-        start = Start.of(worker_spec(self._prepared, self._rundir, member, parts_dir, folder))
+        start = Start.of(
+            worker_spec(self._prepared, self._rundir, member, parts_dir, folder), read_ahead_bytes
+        )
         worker = LocalWorker(environment, log_path)  # last: from here on the caller must know of it
         worker.send(start)
         return worker, shown_path(log_path)

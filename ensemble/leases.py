@@ -100,9 +100,24 @@ class Leases:
         """
         return len(self._choose(count, allowed, is_last_resort)) == count
 
-    def take(self, count: int, allowed: Collection[str], is_last_resort: bool = False) -> tuple[Device, ...]:
-        """Lease devices: those that are known to be free first, then those with fewer workers, then in order."""
+    def take(
+        self,
+        count: int,
+        allowed: Collection[str],
+        is_last_resort: bool = False,
+        preferred: Sequence[Sequence[Device]] = (),
+    ) -> tuple[Device, ...]:
+        """Lease devices: those that are known to be free first, then those with fewer workers, then in order.
+
+        Args:
+            preferred: choices to be made if they can, the first of them that can.
+        """
         chosen = self._choose(count, allowed, is_last_resort)
+        for wanted in preferred:
+            uuids = {gpu.uuid for gpu in wanted} & set(allowed)
+            if len(uuids) == count and len(found := self._choose(count, uuids, False)) == count:
+                chosen = found
+                break
         assert len(chosen) == count
         for gpu in chosen:
             self._workers[gpu] += 1

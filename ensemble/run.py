@@ -12,6 +12,7 @@ import numpy as np
 
 from ensemble.config import LoadedConfig
 from ensemble.errors import Interrupted, WriteError
+from ensemble.gaps import Gap
 from ensemble.judge import Judge
 from ensemble.launcher import Launcher
 from ensemble.leases import Leases
@@ -45,13 +46,14 @@ class RunResult:
     """A run's members as they ended, and what it handed over.
 
     ``status`` is ``complete``, ``time_limit`` (merged, but not of all rows), ``failed`` or ``interrupted``.
-    ``left_out`` are failed members that the config allows to merge without.
+    ``left_out`` are failed members that the config allows to merge without; in ``gaps`` a device computed nothing.
     """
 
     status: str = "failed"
     members: list[MemberState] = field(default_factory=list)
     results: Results = field(default_factory=Results)
     left_out: list[Failure] = field(default_factory=list)
+    gaps: Sequence[Gap] = ()
 
     @property
     def failures(self) -> list[Failure]:
@@ -227,7 +229,9 @@ class _Run:
             lambda state: handover.write_predictions(state, worker_documents(state)),
             config.hang_timeout,
             self._time_keeper(reserve),
+            config.standby,
         )
+        self._result.gaps = scheduler.gaps.found
         display.start()
         try:
             with self._signals.postponed():
@@ -287,6 +291,7 @@ class _Run:
             members=result.members,
             works=self._works,
             leases=self._leases,
+            gaps=result.gaps,
             results=result.results,
             left_out=result.left_out,
             timing={"total_seconds": round(self._clock() - self._began, 3)},

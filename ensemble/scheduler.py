@@ -13,8 +13,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ensemble.devices import Device
-from ensemble.errors import MergeError
-from ensemble.hostmemory import oom_kills
+from ensemble.finishing import Finishing
+from ensemble.gaps import Gaps
+from ensemble.handout import HandOut
+from ensemble.hostmemory import available_memory_bytes, oom_kills
 from ensemble.judge import Judge
 from ensemble.leases import Leases
 from ensemble.planning.chunks import Chunk
@@ -23,7 +25,9 @@ from ensemble.protocol import (
     ChunkDone,
     ChunkFailed,
     Closed,
+    Computed,
     Failed,
+    Load,
     Predict,
     Progress,
     ProtocolError,
@@ -33,7 +37,8 @@ from ensemble.protocol import (
 )
 from ensemble.recovery import Fault
 from ensemble.slots import Slot, Worker
-from ensemble.state import MemberState, WorkerRecord
+from ensemble.standby import Standbys
+from ensemble.state import MemberState
 from ensemble.timekeeper import TimeKeeper
 from ensemble.turns import Turn, Turns
 
@@ -46,7 +51,7 @@ GRACE_SECONDS = 5.0
 ABORT_SECONDS = 2.0
 log = logging.getLogger(__name__)
 
-Launch = Callable[[MemberPlan, int, Sequence[Device]], tuple[Worker, str]]
+Launch = Callable[[MemberPlan, int, Sequence[Device], int], tuple[Worker, str]]
 
 
 class Scheduler:
@@ -55,12 +60,14 @@ class Scheduler:
     Args:
         members: in their order, with the chunks that are left to do.
         leases: the devices that may be leased.
-        launch: starts a worker for (member, replica number, lease); returns it and its log's path.
+        launch: starts a worker for (member, replica number, devices, bytes of weights to read ahead); returns it
+            and its log's path.
         judge: says what becomes of the work of workers that failed.
         on_change: called with the members' states a few times a second; what it raises ends the run.
-        on_finished: called once for each member, when its last chunk is done.
+        on_finished: called once for each member, when its last chunk is done, from another thread.
         hang_timeout_seconds: without progress for so long a worker counts as hung.
         time_keeper: says who goes on under a time limit; None: there is none.
+        may_stand_by: whether the next members' workers may start while others compute.
     """
 
     def __init__(
@@ -73,19 +80,24 @@ class Scheduler:
         on_finished: Callable[[MemberState], None],
         hang_timeout_seconds: float,
         time_keeper: TimeKeeper | None = None,
+        may_stand_by: bool = True,
     ) -> None:
         self.members = members
+        self.gaps = Gaps()
         self._leases = leases
         self._launch = launch
         self._judge = judge
         self._on_change = on_change
-        self._on_finished = on_finished
+        self._finishing = Finishing(on_finished)
         self._hang_timeout_seconds = hang_timeout_seconds
         self._turns = Turns(members, leases, time_keeper)
         self._time_keeper = time_keeper
         self._slots: list[Slot] = []
+        self._hand_outs = HandOut(members, self._slots, time_keeper)
         self._selector = selectors.DefaultSelector()
         self._began = time.monotonic()
+        self._standbys = Standbys(launch, available_memory_bytes, lambda: time.monotonic() - self._began)
+        self._may_stand_by = may_stand_by
 
     def run(self) -> None:
         """Run every member to its end, good or bad, or to the end of the time.
@@ -96,16 +108,22 @@ class Scheduler:
             for state in self.members:
                 self._finish_if_done(state)
             self._start_what_fits()
-            while (self._slots or self._turns.is_anybody_waiting()) and not self._is_over():
+            while (
+                self._slots or self._finishing.is_busy or self._turns.is_anybody_waiting()
+            ) and not self._is_over():
                 for key, _ in self._selector.select(TICK_SECONDS):
                     self._read(key.data)
                 for slot in list(self._slots):
                     self._look_at(slot)
                 self._leases.poll()
                 self._start_what_fits()
+                if self._may_stand_by:
+                    self._standbys.look(self.members, self._slots)
+                self._hear_of_finished()
                 self._on_change(self.members)
         finally:
             self._end_all()
+        self._hear_of_finished()
 
     def _end_all(self) -> None:
         for slot in self._slots:
@@ -115,7 +133,9 @@ class Scheduler:
             time.sleep(0.01)
         for slot in self._slots:
             slot.record.exit_code = slot.worker.close()
-            slot.state.current.pop(slot.record.pid, None)  # what it had in hand is not done
+            slot.state.current.clear()  # what it had in hand is not done
+        self._standbys.end_all()
+        self._finishing.close()
         self._selector.close()
 
     def _look_at(self, slot: Slot) -> None:
@@ -142,29 +162,27 @@ class Scheduler:
 
     def _start(self, turn: Turn) -> None:
         state = turn.state
-        lease = self._leases.take(state.plan.gpus, turn.allowed, turn.is_last_resort)
-        replica = len(state.workers)
+        lease = self._leases.take(
+            state.plan.gpus, turn.allowed, turn.is_last_resort, self._standbys.devices_for(state)
+        )
         try:
-            worker, log_path = self._launch(state.plan, replica, lease)
+            process = self._standbys.process_for(state, lease)
         except OSError as error:
             self._leases.give_back(lease)
             self._judge.give_up(state, f"could not start a worker: {error}")
             self._end_failed(state)
             return
-        record = WorkerRecord(
-            member=state.plan.name,
-            replica=replica,
-            devices=tuple(device.uuid for device in lease) or ("cpu",),
-            pid=worker.pid,
-            log_path=log_path,
-            started_after_seconds=round(time.monotonic() - self._began, 3),
-        )
+        record, worker = process.record(time.monotonic() - self._began), process.worker
         state.workers.append(record)
         state.running += 1
         slot = Slot(state, worker, record, lease, time.monotonic(), oom_kills())
         self._slots.append(slot)
         self._selector.register(worker.events_fd, selectors.EVENT_READ, slot)
-        log.info("%s-%d started as process %d on %s", record.member, replica, record.pid, record.devices)
+        log.info("%s-%d has %s as process %d", record.member, record.replica, record.devices, record.pid)
+        if process.started is not None:
+            self._handle(slot, process.started)
+        self._hand_outs.give_hint(slot)
+        worker.send(Load())
 
     def _read(self, slot: Slot) -> None:
         if not slot.is_line_open:
@@ -192,14 +210,19 @@ class Scheduler:
             self._hand_out(slot)
         elif isinstance(event, Progress):
             self._check_chunk(slot, event.chunk)
-            slot.state.current[record.pid] = event
+            slot.state.current[event.chunk] = event
+        elif isinstance(event, Computed):
+            self._check_chunk(slot, event.chunk)
+            assert slot.chunk is not None
+            slot.writing[event.chunk], slot.chunk = slot.chunk, None
+            self._hand_out(slot)
         elif isinstance(event, ChunkDone):
             self._chunk_done(slot, event)
-            self._hand_out(slot)
         elif isinstance(event, ChunkFailed):
             self._check_chunk(slot, event.chunk)
             fault = Fault("error", f"{event.error_type}: {event.message}", event.traceback)
-            self._judge_chunk(slot, fault)
+            assert slot.chunk is not None
+            self._judge_chunk(slot, slot.chunk, fault)
             self._hand_out(slot)
         elif isinstance(event, Failed):
             slot.failed = event
@@ -211,23 +234,15 @@ class Scheduler:
             raise ProtocolError(f"it spoke of chunk {index}, which it was not given")
 
     def _chunk_done(self, slot: Slot, event: ChunkDone) -> None:
-        self._check_chunk(slot, event.chunk)
-        assert slot.chunk is not None
+        chunk = slot.writing.get(event.chunk)
+        if chunk is None:
+            raise ProtocolError(f"it wrote chunk {event.chunk}, which it had not computed")
         record, state = slot.record, slot.state
-        record.rows += event.rows
-        record.bad_rows += len(event.bad_rows)
-        record.tokens += event.tokens
-        record.padded_tokens += event.padded_tokens
-        record.batches += event.batches
-        record.truncated_rows += event.truncated_rows
-        record.oom_events += event.oom_events
-        record.recomputed_rows += event.recomputed_rows
-        record.predict_seconds += event.seconds
-        record.chunks += 1
-        state.done_cost += slot.chunk.cost
-        per_cost = event.seconds / slot.chunk.cost if slot.chunk.cost else 0.0
+        record.add(event)
+        state.done_cost += chunk.cost
+        per_cost = event.seconds / chunk.cost if chunk.cost else 0.0
         state.slowest_seconds_per_cost = max(state.slowest_seconds_per_cost, per_cost)
-        self._take_back(slot)
+        slot.drop(chunk)
         log.info("%s-%d chunk %d done: %s", record.member, record.replica, event.chunk, event)
         if event.bad_rows:
             reasons = dict(zip(event.bad_rows, event.bad_row_reasons, strict=True))
@@ -235,16 +250,9 @@ class Scheduler:
             self._end_failed(state)
         self._finish_if_done(state)
 
-    def _take_back(self, slot: Slot) -> None:
-        slot.state.current.pop(slot.record.pid, None)
-        slot.state.in_hand.pop(slot.record.pid, None)
-        slot.chunk = None
-
-    def _judge_chunk(self, slot: Slot, fault: Fault) -> None:
-        """What a worker had in hand was not computed."""
-        chunk = slot.chunk
-        assert chunk is not None
-        self._take_back(slot)
+    def _judge_chunk(self, slot: Slot, chunk: Chunk, fault: Fault) -> None:
+        """What a worker had in hand was not done."""
+        slot.drop(chunk)
         self._judge.chunk_failed(slot.state, slot.record.replica, chunk, fault)
         self._end_failed(slot.state)
         self._finish_if_done(slot.state)
@@ -254,30 +262,33 @@ class Scheduler:
             state.finished_at = time.monotonic()
             self._judge.finished(state)
             if state.failure is None:
-                try:
-                    self._on_finished(state)
-                except MergeError as error:  # its parts were harmed meanwhile: the others go on
-                    self._judge.give_up(state, str(error))
+                self._finishing.begin(state)
 
-    def _next_chunk(self, slot: Slot) -> Chunk | None:
-        state = slot.state
-        if not state.waiting or state.failure is not None or slot.fault is not None:
-            return None
-        if self._time_keeper is not None:
-            return self._time_keeper.take_chunk(state, self.members)
-        return state.waiting.popleft()
+    def _hear_of_finished(self) -> None:
+        for state, error in self._finishing.failures():  # its parts were harmed meanwhile: the others go on
+            self._judge.give_up(state, str(error))
 
     def _hand_out(self, slot: Slot) -> None:
-        chunk = self._next_chunk(slot)
+        chunk = self._hand_outs.take_chunk(slot)
         if chunk is None:
+            self._stop_computing(slot)
             slot.told_to_stop = True
             slot.end_by = slot.end_by or time.monotonic() + END_SECONDS
             slot.worker.send(Stop())
             return
-        slot.chunk = slot.state.in_hand[slot.record.pid] = chunk
+        slot.chunk = slot.state.in_hand[chunk.index] = chunk
         slot.stepped_at = time.monotonic()
         slot.state.go_on(slot.stepped_at)
         slot.worker.send(Predict(chunk.index, chunk.start, chunk.stop))
+        self._hand_outs.give_hint(slot)
+        if not slot.is_computing:
+            slot.is_computing = True
+            self.gaps.begin(slot.state.plan.name, slot.record.devices, slot.stepped_at)
+
+    def _stop_computing(self, slot: Slot) -> None:
+        if slot.is_computing:
+            slot.is_computing = False
+            self.gaps.end(slot.state.plan.name, slot.record.devices, time.monotonic())
 
     def _end(self, slot: Slot) -> None:
         """The process has ended, or had its time: reap it, give its devices back, judge how it ended."""
@@ -287,22 +298,28 @@ class Scheduler:
         code = slot.worker.close()
         record, state = slot.record, slot.state
         record.exit_code = code
-        record.life_seconds = round(time.monotonic() - self._began - record.started_after_seconds, 3)
+        record.life_seconds = round(time.monotonic() - self._began - record.leased_after_seconds, 3)
+        self._stop_computing(slot)
         state.running -= 1
         if not state.running and state.predicting_since is not None and state.finished_at is None:
             state.paused_at = time.monotonic()
         self._leases.give_back(slot.lease, is_suspect=not slot.is_ready and state.failure is None)
         log.info("%s-%d ended with exit code %d", record.member, record.replica, code)
         if state.failure is not None:  # it was told to end
-            self._take_back(slot)
+            for chunk in slot.held:
+                slot.drop(chunk)
             return
         fault = slot.verdict(code, oom_kills())
         if fault is not None and fault.kind == "memory":
             state.most_replicas = max(1, state.running)
         if fault is None:
             return
-        if slot.chunk is not None:
-            self._judge_chunk(slot, fault)
+        if slot.has_work:
+            blamed, *others = slot.held
+            for chunk in others:  # nothing is known against them
+                slot.drop(chunk)
+                state.waiting.appendleft(chunk)
+            self._judge_chunk(slot, blamed, fault)
         elif state.finished:  # others did its part: nothing is missing
             log.warning("%s-%d had no part in the end: %s", record.member, record.replica, fault.message)
         elif any(other.state is state and other.is_ready for other in self._slots):

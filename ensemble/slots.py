@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ensemble.devices import Device
@@ -41,6 +41,10 @@ class Slot:
     """A worker: its process, its record, the lease it holds, the chunk in its hands.  Times by the monotonic clock.
 
     Attributes:
+        chunk: what it computes.
+        writing: what it has computed and writes, by chunk number.
+        hint: what it was told would probably come next.
+        is_computing: it has begun with its first chunk and not yet ended with its last.
         failed: why it said it cannot go on.
         fault: what the parent found wrong with it.
         end_by: no longer does anybody wait for the process.
@@ -56,6 +60,9 @@ class Slot:
     began_at: float
     oom_kills: int
     chunk: Chunk | None = None
+    writing: dict[int, Chunk] = field(default_factory=dict)
+    hint: Chunk | None = None
+    is_computing: bool = False
     told_to_stop: bool = False
     failed: Failed | None = None
     fault: Fault | None = None
@@ -71,6 +78,25 @@ class Slot:
     def is_ready(self) -> bool:
         return self.record.ready is not None
 
+    @property
+    def has_work(self) -> bool:
+        return bool(self.held)
+
+    @property
+    def held(self) -> list[Chunk]:
+        """The chunks that it has, the one first that it failed with if it did."""
+        chunks = [*([] if self.chunk is None else [self.chunk]), *self.writing.values()]
+        named = None if self.failed is None else self.failed.chunk
+        return sorted(chunks, key=lambda chunk: chunk.index != named)
+
+    def drop(self, chunk: Chunk) -> None:
+        """It has this chunk no longer."""
+        self.state.current.pop(chunk.index, None)
+        self.state.in_hand.pop(chunk.index, None)
+        self.writing.pop(chunk.index, None)
+        if self.chunk is chunk:
+            self.chunk = None
+
     def heard(self, event: Event, now: float) -> None:
         """Note a sign of life."""
         self.heard_at = now
@@ -83,8 +109,9 @@ class Slot:
         silence = timeout_seconds * (1 if self.is_ready else _LOADING_TIMES)
         if now - self.heard_at > silence:
             return f"{process} gave no sign of life for {silence:g} s"
-        if self.is_ready and self.chunk is not None and now - self.stepped_at > timeout_seconds:
-            text = f"{process} finished no batch for {timeout_seconds:g} s (hang_timeout)"
+        if self.is_ready and self.has_work and now - self.stepped_at > timeout_seconds:
+            what = "finished no batch" if self.chunk is not None else "could not write what it had computed"
+            text = f"{process} {what} for {timeout_seconds:g} s (hang_timeout)"
             return f"{text}; where it hung is in its log"
         longest = _LOADING_TIMES * timeout_seconds
         if not self.is_ready and now - self.began_at > longest:
@@ -100,7 +127,7 @@ class Slot:
         """
         if self.fault is not None:
             return self.fault
-        if self.told_to_stop and self.chunk is None:
+        if self.told_to_stop and not self.has_work:
             return None  # it had nothing left to do: how long its exit took, and how it went, costs nobody anything
         process = f"its worker (process {self.record.pid})"
         if self.failed is not None:

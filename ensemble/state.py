@@ -10,7 +10,7 @@ from itertools import count
 
 from ensemble.planning.chunks import Chunk
 from ensemble.planning.plan import MemberPlan
-from ensemble.protocol import Closed, Progress, Ready
+from ensemble.protocol import ChunkDone, Closed, Progress, Ready
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,11 @@ class FaultRecord:
 
 @dataclass
 class WorkerRecord:
-    """What one worker did, for run.json; times in seconds, memory in bytes."""
+    """What one worker did, for run.json; times in seconds, memory in bytes.
+
+    ``started_after_seconds`` is when its process began, ``leased_after_seconds`` when it got its devices: later
+    where it stood by before.  ``life_seconds`` count from the lease.
+    """
 
     member: str
     replica: int
@@ -51,9 +55,11 @@ class WorkerRecord:
     pid: int
     log_path: str
     started_after_seconds: float
+    leased_after_seconds: float
     start_seconds: float | None = None
     load_seconds: float | None = None
     predict_seconds: float = 0.0
+    forward_seconds: float = 0.0
     life_seconds: float | None = None
     rows: int = 0
     bad_rows: int = 0
@@ -63,27 +69,44 @@ class WorkerRecord:
     truncated_rows: int = 0
     oom_events: int = 0
     recomputed_rows: int = 0
+    repeated_rows: int = 0
     chunks: int = 0
     exit_code: int | None = None
     ready: Ready | None = None
     closed: Closed | None = None
     versions: dict[str, str] = field(default_factory=dict)
 
+    def add(self, done: ChunkDone) -> None:
+        """Count a chunk."""
+        self.rows += done.rows
+        self.bad_rows += len(done.bad_rows)
+        self.tokens += done.tokens
+        self.padded_tokens += done.padded_tokens
+        self.batches += done.batches
+        self.truncated_rows += done.truncated_rows
+        self.oom_events += done.oom_events
+        self.recomputed_rows += done.recomputed_rows
+        self.repeated_rows += done.repeated_rows
+        self.predict_seconds += done.seconds
+        self.forward_seconds += done.forward_seconds
+        self.chunks += 1
+
 
 @dataclass
 class MemberState:
     """A member while the run goes on.
 
-    ``in_hand`` holds the chunks that workers have, and ``current`` how far they are with them, by process id.
-    ``numbers`` are indices for new chunks.  ``reused_rows`` and ``reused_cost`` were done by earlier runs.
-    ``bad_rows`` could not be computed: table row to reason.  ``most_replicas`` goes down when the host runs out of
-    memory.
+    ``in_hand`` holds the chunks that workers have, and ``current`` how far they are with them, by chunk number.
+    ``numbers`` are indices for new chunks, ``replicas`` for new workers.  ``reused_rows`` and ``reused_cost`` were
+    done by earlier runs.  ``bad_rows`` could not be computed: table row to reason.  ``most_replicas`` goes down
+    when the host runs out of memory.
     """
 
     plan: MemberPlan
     waiting: deque[Chunk]
     most_replicas: int
     numbers: Iterator[int]
+    replicas: Iterator[int] = field(default_factory=count)
     reused_rows: int = 0
     reused_cost: float = 0.0
     in_hand: dict[int, Chunk] = field(default_factory=dict)
@@ -141,8 +164,8 @@ class MemberState:
     def computed_cost(self) -> float:
         """Share of the member's work that this run has done."""
         done = self.done_cost
-        for pid, progress in self.current.items():
-            chunk = self.in_hand[pid]
+        for index, progress in self.current.items():
+            chunk = self.in_hand[index]
             done += chunk.cost * progress.rows / (chunk.stop - chunk.start)
         return done
 
@@ -175,7 +198,7 @@ class MemberState:
 
     @property
     def startup_seconds(self) -> float:
-        """What a worker of this member takes until it computes; 0 while none has got there."""
+        """What a fresh worker of this member takes until it computes; 0 while none has got there."""
         return max(
             (
                 one.start_seconds + one.load_seconds

@@ -67,6 +67,7 @@ HARMLESS_OF_RUN: dict[str, dict[str, Any]] = {
     "time_limit": {"time_limit": "8h"},
     "fill": {"fill": "prior"},
     "hang_timeout": {"hang_timeout": "1m"},
+    "standby": {"standby": False},
     "release_timeout": {"release_timeout": "1m"},
     "ensemble": {"ensemble": {"method": "mean"}},
 }

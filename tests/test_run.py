@@ -124,7 +124,8 @@ def test_replicas_batch_sizes_and_budgets_change_nothing(project: Project) -> No
         (member,) = project.run_json(f"runs/{name}")["members"]
         assert len(member["workers"]) == (2 if name == "two" else 1)
         if name == "two":
-            assert sum(worker["batches"] for worker in member["workers"]) >= 2500 / 23
+            computed = 2500 - sum(worker["repeated_rows"] for worker in member["workers"])
+            assert sum(worker["batches"] for worker in member["workers"]) >= computed / 23 > 50
     np.testing.assert_allclose(merged["two"], merged["one"], atol=1e-5)
 
 

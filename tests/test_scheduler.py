@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,144 +13,28 @@ import numpy as np
 import pytest
 
 import ensemble.scheduler
-from ensemble.devices import Device
 from ensemble.errors import MergeError
-from ensemble.judge import Judge, Policy
-from ensemble.leases import Leases
-from ensemble.planning.plan import MemberPlan, Plan, make_plan, without_done
+from ensemble.planning.plan import Plan, make_plan, without_done
 from ensemble.protocol import (
-    ChunkDone,
     ChunkFailed,
-    Closed,
     Command,
     Failed,
     Predict,
-    Ready,
-    Start,
-    Started,
     Stop,
 )
-from ensemble.scheduler import Scheduler
-from ensemble.slots import Worker
 from ensemble.state import MemberState
 from ensemble.timekeeper import TimeKeeper
 from tests.planning.test_plan import config, facts, gpus
-
-CHUNK_SECONDS = 0.03
-SILENCE = object()
-
-
-Answer = Callable[[Predict], Any]
-
-
-def computed(command: Predict, seconds: float = CHUNK_SECONDS) -> ChunkDone:
-    rows = command.stop - command.start
-    return ChunkDone(command.chunk, rows, rows, rows, 1, 0, 0, 0, seconds, "part")
-
-
-class PretendedWorker:
-    """On the other side of the scheduler's line: says what a worker says, when it would say it.
-
-    Args:
-        answer: what it says to a chunk; None: it is killed, a number: it exits with that code.
-        can_start: else it fails as where CUDA does not start.
-    """
-
-    def __init__(self, pid: int, answer: Answer = computed, can_start: bool = True) -> None:
-        self.pid = pid
-        self.events_fd, self._write_end = os.pipe()
-        self._answer = answer
-        self._due: list[tuple[float, Any]] = []
-        self._is_over = False
-        self._code = 0
-        self.was_aborted = False
-        if can_start:
-            self._say(0, Started({}, 0.02), Ready(0.02, "cpu", "float32", "sdpa", 1, 128, 2048))
-        else:
-            self._say(0, Failed("RuntimeError", "CUDA driver initialization failed", ""))
-            self._is_over, self._code = True, 1
-
-    def _say(self, seconds: float, *events: Any) -> None:
-        self._due += [(time.monotonic() + seconds, event) for event in events]
-        os.write(self._write_end, b"x")  # wakes the selector, which then asks until all is said
-
-    def send(self, command: Command) -> None:
-        if isinstance(command, Predict):
-            answer = self._answer(command)
-            if answer is None or isinstance(answer, int):
-                self._is_over, self._code = True, -9 if answer is None else answer
-            elif answer is not SILENCE:
-                self._say(CHUNK_SECONDS, answer)
-                self._is_over = isinstance(answer, Failed)
-        elif isinstance(command, Stop):
-            self._say(0, Closed(1))
-            self._is_over = True
-        assert not isinstance(command, Start)
-
-    def receive(self) -> tuple[list[Any], bool]:
-        now = time.monotonic()
-        events = [event for due, event in self._due if due <= now]
-        self._due = [(due, event) for due, event in self._due if due > now]
-        if not self._due:
-            os.set_blocking(self.events_fd, False)
-            with contextlib.suppress(BlockingIOError):
-                os.read(self.events_fd, 1 << 16)
-        return events, not self.has_exited()
-
-    def has_exited(self) -> bool:
-        return self._is_over and not self._due
-
-    def terminate(self) -> None:
-        self._is_over = True
-
-    def abort(self) -> None:
-        self.was_aborted = self._is_over = True
-
-    def close(self) -> int:
-        os.close(self.events_fd)
-        os.close(self._write_end)
-        return self._code
-
-
-def schedule(
-    plan: Plan,
-    devices: Sequence[Device],
-    answer: Answer = computed,
-    policy: Policy = "fail",
-    hang_timeout: float = 60.0,
-    time_keeper: TimeKeeper | None = None,
-    broken: Sequence[str] = (),
-    on_finished: Callable[[MemberState], None] = lambda state: None,
-) -> list[MemberState]:
-    """Run a plan with pretended workers, of which those on ``broken`` devices cannot start."""
-    pids = iter(range(1, 1000))
-
-    def launch(member: MemberPlan, replica: int, lease: Sequence[Device]) -> tuple[Worker, str]:
-        can_start = not any(device.uuid in broken for device in lease)
-        return PretendedWorker(next(pids), answer, can_start), "log"
-
-    # Without a driver nobody tells the memory, so that every device is free again at once.
-    leases = Leases(devices, 1, 60.0, say=lambda text: None)
-    judge = Judge(2, policy, lambda text: None, lambda state: None)
-    members = [MemberState.of(member) for member in plan.members]
-    scheduler = Scheduler(
-        members, leases, launch, judge, lambda members: None, on_finished, hang_timeout, time_keeper
-    )
-    scheduler.run()
-    return members
-
-
-def plan_of(chunks: Sequence[int], first: Sequence[int], devices: Sequence[Device]) -> Plan:
-    known = {
-        f"m{index}": facts(np.full(count, 200_000, dtype=np.int64)) for index, count in enumerate(chunks)
-    }
-    made = make_plan(config(*({} for _ in chunks)), known, devices)
-    members = zip(made.members, first, strict=True)
-    return replace(made, members=tuple(replace(member, first_replicas=count) for member, count in members))
-
-
-def used(state: MemberState) -> list[tuple[str, ...]]:
-    return [record.devices for record in state.workers]
+from tests.pretended import (
+    CHUNK_SECONDS,
+    SILENCE,
+    Launched,
+    PretendedWorker,
+    computed,
+    plan_of,
+    schedule,
+    used,
+)
 
 
 def test_a_gpu_that_is_left_over_joins_the_member_with_most_to_do() -> None:
@@ -177,7 +59,7 @@ def test_a_member_that_waits_for_its_first_gpu_comes_before_those_who_would_join
     states = schedule(plan_of([60, 6, 6], [1, 1, 1], two), two)
     assert [used(state)[0] for state in states] == [("GPU-0",), ("GPU-1",), ("GPU-1",)]
     assert used(states[0])[1:] == [("GPU-1",)], "only then does the first member get more"
-    starts = [state.workers[-1].started_after_seconds for state in states]
+    starts = [state.workers[-1].leased_after_seconds for state in states]
     assert starts[0] > starts[2] > starts[1]
 
 
@@ -191,7 +73,25 @@ def test_a_member_that_waits_keeps_only_the_devices_it_may_use() -> None:
     first, second, third = schedule(replace(made, members=tuple(members)), two)
     assert used(first) == used(second) == [("GPU-1",)]
     assert used(third) == [("GPU-0",)]
-    assert third.workers[0].started_after_seconds < second.workers[0].started_after_seconds
+    assert third.workers[0].leased_after_seconds < second.workers[0].leased_after_seconds
+
+
+def test_unequal_devices_end_within_a_chunk_of_each_other() -> None:
+    two = gpus(2)
+    told: list[tuple[int, Command]] = []
+
+    def on_launch(launched: Launched) -> None:
+        launched.worker.told = told
+        if launched.devices == ("GPU-1",):
+            launched.worker.chunk_seconds = 10 * CHUNK_SECONDS
+
+    (state,) = schedule(plan_of([60], [2], two), two, on_launch=on_launch)
+    slow, fast = sorted(state.workers, key=lambda record: record.chunks)
+    assert slow.devices == ("GPU-1",)
+    assert 0 < slow.chunks < fast.chunks
+    first_stop = next(place for place, (_, command) in enumerate(told) if isinstance(command, Stop))
+    rest = [command for _, command in told[first_stop:] if isinstance(command, Predict)]
+    assert not rest, "when one has nothing left to do, the other has one chunk in its hands and gets no more"
 
 
 def one_member(rows: int = 100) -> Plan:

@@ -71,9 +71,9 @@ def check_leases(report: dict[str, Any], seen: dict[int, str]) -> None:
         assert seen[worker["pid"]] == ",".join(worker["devices"])
     for one, other in combinations(workers, 2):
         if set(one["devices"]) & set(other["devices"]):
-            first, second = sorted([one, other], key=lambda worker: worker["started_after_seconds"])
-            end = first["started_after_seconds"] + first["life_seconds"]
-            assert end <= second["started_after_seconds"] + 0.01
+            first, second = sorted([one, other], key=lambda worker: worker["leased_after_seconds"])
+            end = first["leased_after_seconds"] + first["life_seconds"]
+            assert end <= second["leased_after_seconds"] + 0.01
 
 
 def devices(report: dict[str, Any]) -> list[list[str]]:
@@ -106,7 +106,7 @@ def test_small_members_run_at_the_same_time_by_default(project: Project, two_gpu
     report = project.run_json()
     check_leases(report, seen)
     assert devices(report) == [[A], [B]]
-    starts = [member["workers"][0]["started_after_seconds"] for member in report["members"]]
+    starts = [member["workers"][0]["leased_after_seconds"] for member in report["members"]]
     assert starts[1] < starts[0] + report["members"][0]["workers"][0]["life_seconds"]
 
 
@@ -122,7 +122,7 @@ def test_a_member_on_two_gpus_waits_for_both(project: Project, two_gpus: NvmlSim
     report = project.run_json()
     check_leases(report, seen)
     assert devices(report)[:2] == [[A], [A, B]]
-    starts = [member["workers"][0]["started_after_seconds"] for member in report["members"]]
+    starts = [member["workers"][0]["leased_after_seconds"] for member in report["members"]]
     assert starts == sorted(starts), "a later member must not overtake the one that waits"
 
 
@@ -156,7 +156,7 @@ def test_two_members_share_a_gpu_where_that_is_asked(project: Project, nvml_sim:
     report = project.run_json()
     assert devices(report) == [[A], [A]]
     first, second = (member["workers"][0] for member in report["members"])
-    assert second["started_after_seconds"] < first["started_after_seconds"] + first["life_seconds"]
+    assert second["leased_after_seconds"] < first["leased_after_seconds"] + first["life_seconds"]
     assert len(report["releases"]) == 1, "proof is possible only once the GPU is empty"
 
 
@@ -285,8 +285,8 @@ def test_the_next_member_waits_until_the_memory_is_back(project: Project, nvml_s
     assert release["is_free"]
     assert release["used_bytes"] == GIB // 4
     first, second = (member["workers"][0] for member in report["members"])
-    ended = first["started_after_seconds"] + first["life_seconds"]
-    assert second["started_after_seconds"] >= ended + release["seconds"] - 0.1
+    ended = first["leased_after_seconds"] + first["life_seconds"]
+    assert second["leased_after_seconds"] >= ended + release["seconds"] - 0.1
     assert release["seconds"] >= free_at - began - ended - 2
     assert report["device_memory"][A]["baseline_bytes"] == GIB // 4
     assert {used for _, used in report["device_memory"][A]["points"]} >= {9 * GIB, GIB // 4}

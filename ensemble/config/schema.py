@@ -153,6 +153,7 @@ class RunConfig(_Strict):
     fill: Literal["uniform", "prior", "sample"] = "uniform"  # of rows that no member reached by then
     hang_timeout: HangTimeout = 600.0  # seconds without a batch done, after which a worker counts as hung
     hash_weights: bool = False  # all of their bytes, to know whether they changed; False: samples of them
+    standby: bool = True  # the next member's process starts while this one's computes
     release_timeout: Duration = 60.0  # seconds that a GPU may take to be free after its worker has ended
 
     @model_validator(mode="after")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ensemble import __version__
+from ensemble.gaps import Gap
 from ensemble.leases import Leases
 from ensemble.planning.plan import MemberPlan
 from ensemble.prepare import Prepared
@@ -29,6 +30,7 @@ def run_document(
     members: Sequence[MemberState],
     works: Mapping[str, MemberWork],
     leases: Leases | None,
+    gaps: Sequence[Gap],
     results: Results,
     left_out: Sequence[Failure],
     timing: Mapping[str, float],
@@ -41,6 +43,7 @@ def run_document(
         status: ``running``, ``complete``, ``time_limit``, ``failed`` or ``interrupted``.
         works: by member name, as far as it is known yet.
         leases: None before there are any.
+        gaps: in which a device computed nothing between two members.
         left_out: members that the others were merged without.
         timing: seconds by phase of the whole run.
     """
@@ -55,6 +58,7 @@ def run_document(
         "rows": prepared.table.rows,
         "null_texts": dict(prepared.table.null_texts),
         "timing": dict(timing),
+        "idle_gaps": [asdict(gap) for gap in gaps],
         "releases": [asdict(release) for release in leases.releases] if leases else [],
         "device_memory": {uuid: asdict(curve) for uuid, curve in leases.curves.items()} if leases else {},
         "members": [_member(state, works.get(state.plan.name)) for state in members],
@@ -145,6 +149,10 @@ def _forecast(state: MemberState) -> dict[str, Any] | None:
     }
 
 
+def _share(part: float, whole: float | None) -> float | None:
+    return round(part / whole, 4) if whole else None
+
+
 def _worker(record: WorkerRecord) -> dict[str, Any]:
     ready, closed = record.ready, record.closed
     return {
@@ -153,10 +161,13 @@ def _worker(record: WorkerRecord) -> dict[str, Any]:
         "pid": record.pid,
         "exit_code": record.exit_code,
         "started_after_seconds": record.started_after_seconds,
+        "leased_after_seconds": record.leased_after_seconds,
         "start_seconds": record.start_seconds,
         "load_seconds": record.load_seconds,
         "predict_seconds": round(record.predict_seconds, 3),
+        "forward_seconds": round(record.forward_seconds, 3),
         "life_seconds": record.life_seconds,
+        "forward_share": _share(record.forward_seconds, record.life_seconds),
         "rows": record.rows,
         "chunks": record.chunks,
         "batches": record.batches,
@@ -165,6 +176,7 @@ def _worker(record: WorkerRecord) -> dict[str, Any]:
         "truncated_rows": record.truncated_rows,
         "oom_events": record.oom_events,
         "recomputed_rows": record.recomputed_rows,
+        "repeated_rows": record.repeated_rows,
         "peak_memory_bytes": closed.peak_memory_bytes if closed else None,
         "peak_gpu_memory_bytes": closed.peak_gpu_memory_bytes if closed else None,
         "device_name": ready.device if ready else None,

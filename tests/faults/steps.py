@@ -65,12 +65,13 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True)
 class Step:
-    """One call; ``paths`` are relative to the watched folder, ``number`` counts from 1 over all processes."""
+    """One call; ``paths`` are relative to the watched folder, ``number`` counts from 1 over all of the run's."""
 
     number: int
     call: str
     paths: tuple[str, ...]
     pid: int
+    thread: int
     size: int = 0  # bytes that it would write at most; of writev and the like, pieces
 
     @property
@@ -232,7 +233,7 @@ class Watched:
             return Verdict.GO
         if self._is_over:  # a process that has not noticed yet
             return Verdict.KILL
-        step = Step(len(self.steps) + 1, call.name, tuple(inside), call.pid(), call.size())
+        step = Step(len(self.steps) + 1, call.name, tuple(inside), call.pid(), call.thread, call.size())
         self.steps.append(step)
         return self._judge(step)
 

@@ -246,7 +246,7 @@ def test_a_power_cut_finds_what_a_name_stands_for_on_the_disk(small: Project, fo
     assert len(renames) > 8
     for step in renames:
         half, final = step.paths
-        its_own = [other for other in steps if other.pid == step.pid]
+        its_own = [other for other in steps if other.thread == step.thread]
         place = its_own.index(step)
         before = [other for other in its_own[:place] if other.paths[0] == half]
         assert before[-1].call == "fsync", step

@@ -114,6 +114,7 @@ GOOD: Final[dict[str, Any]] = {
     "fill": "sample",
     "hang_timeout": 90,
     "hash_weights": False,
+    "standby": True,
     "release_timeout": 2.5,
 }
 

@@ -1,0 +1,209 @@
+"""Who stands by while others compute, for which devices, and that nothing depends on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ensemble.scheduler
+import ensemble.standby
+from ensemble.gaps import Gap, Gaps
+from ensemble.planning.plan import make_plan
+from ensemble.protocol import Predict, Prepare
+from ensemble.scheduler import Scheduler
+from tests.planning.test_plan import config, facts, gpus
+from tests.pretended import Launched, PretendedWorker, computed, plan_of, schedule, used
+
+
+class Watch:
+    """What was launched, and what the others had been told by then."""
+
+    def __init__(self) -> None:
+        self.launched: list[Launched] = []
+        self.still_running: list[list[str]] = []
+
+    def __call__(self, launched: Launched) -> None:
+        self.still_running.append([one.member for one in self.launched if not one.worker.was_closed])
+        self.launched.append(launched)
+
+    def of(self, member: str) -> list[PretendedWorker]:
+        return [one.worker for one in self.launched if one.member == member]
+
+
+def kinds(worker: PretendedWorker) -> list[str]:
+    return [type(command).__name__ for command in worker.got]
+
+
+def test_the_next_member_stands_by_and_loads_only_when_the_device_is_free() -> None:
+    one, watch = gpus(1), Watch()
+    states = schedule(plan_of([6, 6, 6], [1, 1, 1], one), one, on_launch=watch)
+    assert [launched.member for launched in watch.launched] == ["m0", "m1", "m2"]
+    assert watch.still_running == [[], ["m0"], ["m1"]], "each began while the one before it computed"
+    assert [used(state) for state in states] == [[("GPU-0",)]] * 3
+    assert watch.launched[0].read_ahead == 0 < watch.launched[1].read_ahead
+    for before, after in pairwise(states):
+        (first,), (second,) = before.workers, after.workers
+        assert first.life_seconds is not None
+        assert second.started_after_seconds < first.leased_after_seconds + first.life_seconds
+        assert second.leased_after_seconds >= first.leased_after_seconds + first.life_seconds - 0.01
+        assert second.start_seconds == 0.02, "what it said while it stood by is not lost"
+    (second_worker,) = watch.of("m1")
+    assert kinds(second_worker)[:4] == ["Prepare", "Prepare", "Load", "Predict"]
+    hint, chunk = second_worker.got[0], next(one for one in second_worker.got if isinstance(one, Predict))
+    assert isinstance(hint, Prepare)
+    assert (hint.start, hint.stop) == (chunk.start, chunk.stop)
+
+
+def test_nobody_stands_by_on_the_cpu_or_where_the_config_says_no() -> None:
+    for devices, may_stand_by in (([], True), (gpus(1), False)):
+        watch = Watch()
+        states = schedule(
+            plan_of([4, 4], [1, 1], devices), devices, on_launch=watch, may_stand_by=may_stand_by
+        )
+        assert all(state.finished for state in states)
+        assert watch.still_running == [[], []]
+
+
+def test_nobody_stands_by_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ensemble.scheduler, "available_memory_bytes", lambda: ensemble.standby.PROCESS_BYTES)
+    one, watch = gpus(1), Watch()
+    states = schedule(plan_of([4, 4], [1, 1], one), one, on_launch=watch)
+    assert all(state.finished for state in states)
+    assert watch.still_running == [[], []]
+
+
+def test_each_replica_of_the_next_member_stands_by_for_a_device_of_its_own() -> None:
+    two, watch = gpus(2), Watch()
+    first, second = schedule(plan_of([20, 20], [2, 2], two), two, on_launch=watch)
+    assert sorted(used(first)) == sorted(used(second)) == [("GPU-0",), ("GPU-1",)]
+    standing_by = watch.launched[2:]
+    assert [one.member for one in standing_by] == ["m1", "m1"]
+    assert {one.devices for one in standing_by} == {("GPU-0",), ("GPU-1",)}
+    assert {one.pid for one in second.workers} == {one.worker.pid for one in standing_by}
+    hints = [one.worker.got[0] for one in standing_by]
+    assert hints[0] != hints[1], "not the same rows for both"
+    assert len({record.replica for record in second.workers}) == 2
+
+
+def test_one_that_waits_for_two_devices_gets_both() -> None:
+    two, watch = gpus(2), Watch()
+    known = {f"m{index}": facts(np.full(6, 200_000, dtype=np.int64)) for index in range(3)}
+    made = make_plan(config({"replicas": 1}, {"replicas": 1}, {"num_gpus": 2}), known, two)
+    members = tuple(replace(member, first_replicas=1) for member in made.members)
+    *_, wide = schedule(replace(made, members=members), two, on_launch=watch)
+    assert used(wide) == [("GPU-0", "GPU-1")]
+    (launched,) = [one for one in watch.launched if one.member == "m2"]
+    assert sorted(launched.devices) == ["GPU-0", "GPU-1"]
+    assert watch.still_running[2], "it began while others computed"
+
+
+def test_one_that_fails_before_its_turn_is_replaced_and_costs_the_member_nothing() -> None:
+    one, watch = gpus(1), Watch()
+
+    def launch(launched: Launched) -> None:
+        watch(launched)
+        if len(watch.of("m1")) == 1 and launched.member == "m1":
+            launched.worker.terminate()
+
+    first, second = schedule(plan_of([8, 4], [1, 1], one), one, on_launch=launch)
+    assert first.finished
+    assert second.finished
+    assert not second.faults
+    assert len(watch.of("m1")) == 2
+    assert watch.still_running[2] == [], "after its own turn came; nobody stands by a second time"
+    assert [record.pid for record in second.workers] == [watch.of("m1")[1].pid]
+
+
+def test_none_outlives_a_run_that_ends_early() -> None:
+    one, watch = gpus(1), Watch()
+
+    def answer(command: Predict) -> Any:
+        if len(watch.launched) == 2:
+            raise KeyboardInterrupt
+        return computed(command)
+
+    with pytest.raises(KeyboardInterrupt):
+        schedule(plan_of([50, 4], [1, 1], one), one, answer, on_launch=watch)
+    assert [one.member for one in watch.launched] == ["m0", "m1"]
+    assert all(one.worker.was_closed for one in watch.launched)
+    assert "Load" not in kinds(watch.launched[1].worker)
+
+
+def test_a_member_that_another_run_has_done_or_that_failed_has_nobody_standing_by() -> None:
+    one, watch = gpus(1), Watch()
+    plan = plan_of([8, 4, 4], [1, 1, 1], one)
+    done = replace(plan.members[1], chunks=())
+    schedule(replace(plan, members=(plan.members[0], done, plan.members[2])), one, on_launch=watch)
+    assert [one.member for one in watch.launched] == ["m0", "m2"]
+
+
+def test_each_worker_is_told_of_rows_that_no_other_is_told_of() -> None:
+    two, watch = gpus(2), Watch()
+    (state,) = schedule(plan_of([30], [2], two), two, on_launch=watch)
+    assert state.finished
+    assert sum(record.rows for record in state.workers) == 30
+    for launched in watch.launched:
+        commands = launched.worker.got
+        predicted = [one for one in commands if isinstance(one, Predict)]
+        told = [one for one in commands if isinstance(one, Prepare)]
+        right = sum(
+            (hint.start, hint.stop) == (chunk.start, chunk.stop)
+            for hint, chunk in zip(told, predicted, strict=False)
+        )
+        assert right == len(predicted), "what it was told came"
+
+
+def test_a_chunk_is_handed_out_while_the_one_before_it_is_written() -> None:
+    schedulers: list[Scheduler] = []
+    written_then: list[int] = []
+
+    def answer(command: Predict) -> Any:
+        written_then.append(schedulers[0].members[0].workers[0].chunks)
+        return computed(command)
+
+    (state,) = schedule(plan_of([4], [1], []), [], answer, on_begin=schedulers.append)
+    assert state.workers[0].chunks == 4
+    assert written_then == [0, 0, 1, 2], "each before word came that the one before it was written"
+
+
+def gaps_of(*steps: tuple[str, str, Sequence[str], float]) -> list[Gap]:
+    gaps = Gaps()
+    for what, member, devices, now in steps:
+        (gaps.begin if what == "begin" else gaps.end)(member, devices, now)
+    return gaps.found
+
+
+def test_gaps_are_between_members_on_the_same_device() -> None:
+    found = gaps_of(
+        ("begin", "a", ["G0"], 1.0),
+        ("begin", "a", ["G1"], 2.0),
+        ("end", "a", ["G0"], 10.0),
+        ("end", "a", ["G1"], 11.0),
+        ("begin", "a", ["G0"], 12.0),  # a retry of the same member: no change of members
+        ("end", "a", ["G0"], 13.0),
+        ("begin", "b", ["G0", "G1"], 16.5),
+    )
+    assert found == [Gap("G0", "a", "b", 3.5), Gap("G1", "a", "b", 5.5)]
+
+
+def test_a_device_on_which_another_computes_has_no_gap() -> None:
+    assert not gaps_of(
+        ("begin", "a", ["G0"], 1.0),
+        ("begin", "b", ["G0"], 2.0),
+        ("end", "a", ["G0"], 3.0),
+        ("begin", "c", ["G0"], 4.0),
+    )
+
+
+def test_the_gaps_of_a_run_are_measured() -> None:
+    one = gpus(1)
+    schedulers: list[Scheduler] = []
+    schedule(plan_of([4, 4], [1, 1], one), one, on_begin=schedulers.append)
+    (gap,) = schedulers[0].gaps.found
+    assert (gap.device, gap.after, gap.before) == ("GPU-0", "m0", "m1")
+    assert 0 < gap.seconds < 30
