@@ -9,7 +9,7 @@ COMPILE := $(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null 2>&1 || t
 CONFIG ?= configs/demo.yaml
 MINUTES ?= 10
 
-.PHONY: help run test test-gpu soak lint types unit format demo clean
+.PHONY: help run test test-gpu bench bench-quick bench-gpu soak lint types unit format demo clean
 .DEFAULT_GOAL := help
 
 help:
@@ -17,6 +17,8 @@ help:
 	@echo "make test    set up an environment and run every check that CI runs"
 	@echo "make lint | types | unit    one of those checks"
 	@echo "make test-gpu  the checks that need a GPU; PYTHON= names the Python whose torch can use it"
+	@echo "make bench   measure against other ways to do the same, into docs/benchmarks.md (three quarters of an hour)"
+	@echo "make bench-quick  the same code on few rows, in two minutes; bench-gpu  on a GPU, with PYTHON= as above"
 	@echo "make soak    kill runs at random moments for MINUTES=10, going on with them until they are done"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make demo    train the demo models again (needs Debian's wordnet-base; about 15 minutes)"
@@ -42,6 +44,15 @@ unit: $(VENV)/.dev
 test-gpu:
 	@$(PYTHON) -m tests.gpu
 
+bench: $(VENV)/.bench
+	$(BIN)/python -m bench --write docs/benchmarks.md
+
+bench-quick: $(VENV)/.bench
+	$(BIN)/python -m bench --quick
+
+bench-gpu:
+	@$(PYTHON) -m bench.gpu
+
 soak: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.soak --minutes $(MINUTES)
 
@@ -66,5 +77,12 @@ $(VENV)/.dev: pyproject.toml constraints.txt
 	@echo "Setting up $(VENV) with the development tools (two minutes, most of it PyTorch) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) -e '.[dev]'
+	@$(COMPILE)
+	@touch $@ $(VENV)/.runtime
+
+$(VENV)/.bench: pyproject.toml constraints.txt
+	@echo "Setting up $(VENV) with what the benchmark measures against ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) -e '.[bench]'
 	@$(COMPILE)
 	@touch $@ $(VENV)/.runtime

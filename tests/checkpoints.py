@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from bench.tokenizer import save_tokenizer
+
 WORDS = (
     "any of various plants having leaves or flowers a person who works in an office large animal with long tail "
     "the act of doing something small building used for food and drink river state mind body group place"
@@ -31,39 +33,7 @@ def make_tokenizer(
     folder: Path, *, kind: str = "decoder", pad: str | None = "<pad>", side: str = "right"
 ) -> Any:
     """A byte-level BPE trained on a few words; ``kind`` "encoder" adds [CLS] and [SEP] around texts."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    special = ["<pad>", "<bos>", "<eos>", "[CLS]", "[SEP]"]
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(WORDS * 3, trainer)
-    names: dict[str, str] = {}
-    if kind == "encoder":
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single="[CLS] $A [SEP]",
-            pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-            special_tokens=[("[CLS]", 3), ("[SEP]", 4)],
-        )
-        names = {"cls_token": "[CLS]", "sep_token": "[SEP]"}
-    else:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", 1)]
-        )
-        names = {"bos_token": "<bos>", "eos_token": "<eos>"}
-    inputs = ["input_ids", "attention_mask"] + (["token_type_ids"] if kind == "encoder" else [])
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=pad, padding_side=side, model_input_names=inputs, **names
-    )
-    fast.save_pretrained(folder)
-    return fast
+    return save_tokenizer(folder, WORDS * 3, vocabulary=400, kind=kind, pad=pad, side=side)
 
 
 def make_checkpoint(

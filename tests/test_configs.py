@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import yaml
 
+from bench.shapes import GEMMA_2_9B, LLAMA_3_8B, make_full_size
 from tests.checkpoints import make_checkpoint, make_texts, reference
 from tests.nvml.sim import GIB, Gpu, Memory, NvmlSim, gpu_uuid
 from tests.project import ROOT, Project
-from tests.shapes import GEMMA_2_9B, LLAMA_3_8B, make_full_size
 
 LMSYS_LABELS = ["winner_model_a", "winner_model_b", "winner_tie"]
 

@@ -13,18 +13,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from bench.gpu.place import GEMMA, GIB, LLAMA, NF4, SMALL, Failed, Skip, has_bitsandbytes, why_no_gpu
 from ensemble.devices import inventory
-from tests.gpu.bench import EVEN_ROWS, GEMMA, LLAMA, NF4, SMALL, Bench, has_bitsandbytes
+from tests.gpu.bench import EVEN_ROWS, Bench
 from tests.gpu.verdicts import (
-    GIB,
     Apart,
-    Failed,
     Row,
-    Skip,
     against_plan,
     load_and_speed,
     releases,
@@ -42,7 +39,7 @@ def release(bench: Bench) -> Iterator[Row]:
     small = {"model_name_or_path": str(bench.model(SMALL)), "replicas": 1}
     devices = [bench.roomiest.uuid] if bench.roomiest is not None else None
     members = ({"name": "first", **small}, {"name": "second", **small})
-    report = bench.run("release", *members, rows=50, devices=devices)
+    report = bench.measure("release", *members, rows=50, devices=devices)
     used_before = {gpu.uuid: gpu.used_bytes for gpu in bench.gpus}
     yield from releases(report, used_before, bench.is_rehearsal)
 
@@ -51,11 +48,11 @@ def recovery(bench: Bench) -> Iterator[Row]:
     """A worker that has too little memory for a batch halves it, and gives the same probabilities."""
     small: dict[str, Any] = {"name": "m", "model_name_or_path": str(bench.model(SMALL)), "dtype": "float32"}
     small |= {"batch_size": EVEN_ROWS, "replicas": 1}
-    roomy = bench.run("roomy", small, table="even", rows=EVEN_ROWS)
+    roomy = bench.measure("roomy", small, table="even", rows=EVEN_ROWS)
     allowed = too_little(roomy["members"][0])
     # A tiny model's batch is less than the smallest piece that torch takes of a GPU.
     gpu_bytes = 1 << 40 if bench.is_rehearsal else allowed
-    tight = bench.run("tight", small, table="even", rows=EVEN_ROWS, gpu_bytes=gpu_bytes)
+    tight = bench.measure("tight", small, table="even", rows=EVEN_ROWS, gpu_bytes=gpu_bytes)
     events = sum(worker["oom_events"] for worker in tight["members"][0]["workers"])
     apart = Apart.of(bench.probabilities("roomy", "m"), bench.probabilities("tight", "m"))
     verdict = apart.verdict(largest=1e-4) if events or bench.is_rehearsal else "FAILED"
@@ -65,9 +62,9 @@ def recovery(bench: Bench) -> Iterator[Row]:
 def precision(bench: Bench) -> Iterator[Row]:
     """Half precision against float32."""
     small = {"name": "m", "model_name_or_path": str(bench.model(SMALL))}
-    bench.run("float32", {**small, "dtype": "float32"}, rows=200)
+    bench.measure("float32", {**small, "dtype": "float32"}, rows=200)
     for dtype, limit in _HALF_PRECISION.items():
-        bench.run(dtype, {**small, "dtype": dtype}, rows=200)
+        bench.measure(dtype, {**small, "dtype": dtype}, rows=200)
         apart = Apart.of(bench.probabilities(dtype, "m"), bench.probabilities("float32", "m"))
         yield f"{dtype}: {apart}", apart.verdict(mean=limit)
 
@@ -80,8 +77,8 @@ def four_bits(bench: Bench) -> Iterator[Row]:
     if not has_bitsandbytes():
         raise Skip("bitsandbytes is not installed")
     small = {"name": "m", "model_name_or_path": str(bench.model(SMALL)), "dtype": "float16"}
-    bench.run("whole", small, rows=200)
-    report = bench.run("nf4", {**small, "quantization_config": NF4}, rows=200)
+    bench.measure("whole", small, rows=200)
+    report = bench.measure("nf4", {**small, "quantization_config": NF4}, rows=200)
     apart = Apart.of(bench.probabilities("nf4", "m"), bench.probabilities("whole", "m"))
     yield f"{load_and_speed(report['members'][0])}; {apart}", apart.verdict()
 
@@ -89,7 +86,7 @@ def four_bits(bench: Bench) -> Iterator[Row]:
 def forecast(bench: Bench) -> Iterator[Row]:
     """The plan against the measured peak, for a small model."""
     member = {"name": "g270", "model_name_or_path": str(bench.model(SMALL)), "replicas": 1}
-    yield from against_plan(bench.run("plan", member, table="even", rows=EVEN_ROWS), bench.is_rehearsal)
+    yield from against_plan(bench.measure("plan", member, table="even", rows=EVEN_ROWS), bench.is_rehearsal)
 
 
 def large(bench: Bench) -> Iterator[Row]:
@@ -105,7 +102,7 @@ def large(bench: Bench) -> Iterator[Row]:
         members.append({"name": model.name, "model_name_or_path": path, "replicas": 1, **settings})
     if not members:
         return
-    report = bench.run("large", *members, table="even", rows=_LARGE_ROWS)
+    report = bench.measure("large", *members, table="even", rows=_LARGE_ROWS)
     for member in report["members"]:
         text = f"{member['name']}: {load_and_speed(member)}"
         yield text, "ok" if member["status"] == "complete" else "FAILED"
@@ -137,18 +134,6 @@ def rows_of(check: Callable[[Bench], Iterator[Row]], bench: Bench) -> Iterator[R
         yield f"{type(error).__name__}: {error}", "FAILED"
 
 
-def _why_not() -> str:
-    """Why nothing can be checked here; empty where it can."""
-    missing = [name for name in ("torch", "transformers", "typer", "pynvml") if find_spec(name) is None]
-    if missing:
-        return f"{sys.executable} has no {', '.join(missing)}; install the project there, or set PYTHON="
-    import torch
-
-    if not torch.cuda.is_available():
-        return f"no GPU that this torch ({torch.__version__}) can use"
-    return ""
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rehearse", action="store_true", help="tiny models, any device")
@@ -157,7 +142,7 @@ def main() -> int:
     chosen = {name: check for name, check in CHECKS.items() if arguments.only in name}
     if not chosen:
         parser.error(f"--only {arguments.only}: no such check; there are {', '.join(CHECKS)}")
-    if not arguments.rehearse and (reason := _why_not()):
+    if not arguments.rehearse and (reason := why_no_gpu()):
         print(f"skipped: {reason}")
         return 0
     found = inventory()

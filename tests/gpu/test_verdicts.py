@@ -10,21 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.gpu.place import GEMMA, GIB, NF4, Failed, Skip, check_devices
 from ensemble.devices import Device
 from ensemble.leases import Release
 from tests.gpu.__main__ import rows_of
-from tests.gpu.bench import GEMMA, NF4, Bench
-from tests.gpu.verdicts import (
-    GIB,
-    Apart,
-    Failed,
-    Row,
-    Skip,
-    against_plan,
-    check_devices,
-    releases,
-    too_little,
-)
+from tests.gpu.bench import Bench
+from tests.gpu.verdicts import Apart, Row, against_plan, releases, too_little
 
 FORECAST = {"weight_bytes": 1 * GIB, "context_bytes": GIB // 2, "peak_bytes": 2 * GIB, "token_budget": 16384}
 
@@ -110,7 +101,7 @@ def test_a_run_that_hangs_is_ended(tmp_path: Path) -> None:
     sleep = ["-c", "import time; time.sleep(60)"]
     with pytest.raises(Failed, match="nap took more than 1 s"):
         bench(tmp_path).call("nap", sleep, tmp_path, 1)
-    with pytest.raises(Skip, match="nap: the 1 s that all checks have together were over"):
+    with pytest.raises(Skip, match="nap: the 1 s for everything were over"):
         bench(tmp_path, seconds=1).call("nap", sleep, tmp_path, 30)
     with pytest.raises(Failed, match=r"oops ended with exit code 3: \.\.\. why"):
         bench(tmp_path).call("oops", ["-c", "import sys; print('why'); sys.exit(3)"], tmp_path, 30)

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from bench.gpu.place import GIB, Failed
+
 Row = tuple[str, str]
-GIB = 1 << 30
 # How far the plan may be from the measured peak, either way.
 _PLAN_TOLERANCE = 0.15
 # A device that is free again may hold this much more than before the first run: the driver's own share, and others.
@@ -22,14 +23,6 @@ _RELEASE_BYTES = 512 << 20
 _TOO_LITTLE = 0.6
 # A row must be this much closer to itself than to another one for a comparison to say anything.
 _CLOSER = 0.6
-
-
-class Skip(Exception):
-    """This machine lacks what a check needs; the message says what."""
-
-
-class Failed(Exception):
-    """A check cannot be carried out on what a run has left; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -62,21 +55,6 @@ class Apart:
         return (
             f"mean {self.mean:.1e}, largest {self.largest:.1e} apart ({self.strangers:.1e} from another row)"
         )
-
-
-def check_devices(report: Mapping[str, Any]) -> None:
-    """Hold every worker of a run to a GPU.
-
-    Raises:
-        Failed: one ran elsewhere, or none ran.
-    """
-    for member in report["members"]:
-        names = [worker["device_name"] for worker in member["workers"]]
-        if not names or any(name in (None, "cpu") for name in names):
-            notes = "; ".join(note for worker in member["workers"] for note in worker["notes"])
-            raise Failed(
-                f"{member['name']} ran on {names or 'nothing'}, not on a GPU ({notes or 'no notes'})"
-            )
 
 
 def releases(report: Mapping[str, Any], used_before: Mapping[str, int], is_rehearsal: bool) -> Iterator[Row]:

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from tests.checkpoints import make_tokenizer
+from bench.tokenizer import made_up_words, save_tokenizer
 
-# As the models' own config.json have them (google/gemma-2-9b, meta-llama/Meta-Llama-3-8B, google/gemma-3-270m).
+# As the models' own config.json have them (google/gemma-2-9b, google/gemma-2-2b, meta-llama/Meta-Llama-3-8B,
+# google/gemma-3-270m).
 GEMMA_2_9B: dict[str, Any] = {
     "model_type": "gemma2",
     "vocab_size": 256_000,
@@ -29,6 +30,14 @@ GEMMA_2_9B: dict[str, Any] = {
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
     "query_pre_attn_scalar": 256,
+}
+GEMMA_2_2B: dict[str, Any] = {
+    **GEMMA_2_9B,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
 }
 LLAMA_3_8B: dict[str, Any] = {
     "model_type": "llama",
@@ -75,7 +84,7 @@ def make_full_size(
     import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    make_tokenizer(folder)
+    save_tokenizer(folder, [f" {word}" for word in made_up_words()])
     options = {key: value for key, value in shape.items() if key != "model_type"}
     config = AutoConfig.for_model(
         shape["model_type"], **options, id2label=dict(enumerate(labels)), pad_token_id=0

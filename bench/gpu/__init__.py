@@ -1,0 +1,1 @@
+"""How much of a GPU this project uses: ``make bench-gpu``."""

@@ -1,0 +1,257 @@
+"""Where a GPU is measured: models made on the spot, runs of the command with a time-out each, one deadline for all.
+
+Owns what a machine must have for a step (a device's memory, disk, packages, time) and says so where it has not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from bench.shapes import GEMMA_2_2B, GEMMA_2_9B, GEMMA_3_270M, LLAMA_3_8B, make_full_size
+from ensemble.devices import Device
+
+ROOT = Path(__file__).resolve().parents[2]
+LABELS = ["a", "b", "tie"]
+MAX_LENGTH = 512
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+GIB = 1 << 30
+RUN_SECONDS = 180.0
+# Left free on the disk beside a model.
+_DISK_MARGIN_BYTES = 2 * GIB
+_MAKE = (
+    "import json, sys; from pathlib import Path; from bench.shapes import make_full_size; "
+    "make_full_size(Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3]), weights='random')"
+)
+_TINY = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "vocab_size": 4096,
+    "head_dim": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "query_pre_attn_scalar": 16,
+}
+
+
+class Skip(Exception):
+    """This machine lacks what a step needs; the message says what."""
+
+
+class Failed(Exception):
+    """A step cannot be carried out, or not on what a run has left; the message says why."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A shape with what it takes, in GiB: its file, and a GPU's memory in half precision and in 4 bits.
+
+    The memory is the plan's for 16,384 tokens in rows of 512, rounded up.
+    """
+
+    name: str
+    shape: Mapping[str, Any]
+    file_gib: float
+    gpu_gib: float
+    gpu_4_bits_gib: float
+
+
+SMALL = Model("g270", GEMMA_3_270M, 0.5, 2, 2)
+MIDDLE = Model("gemma2b", GEMMA_2_2B, 4.9, 8, 5)
+GEMMA = Model("gemma9b", GEMMA_2_9B, 17.3, 20, 9)
+LLAMA = Model("llama8b", LLAMA_3_8B, 14, 17, 9)
+
+
+def has_bitsandbytes() -> bool:
+    return find_spec("bitsandbytes") is not None
+
+
+def why_no_gpu() -> str:
+    """Why nothing can be measured with this Python here; empty where it can."""
+    missing = [name for name in ("torch", "transformers", "typer", "pynvml") if find_spec(name) is None]
+    if missing:
+        return f"{sys.executable} has no {', '.join(missing)}; install the project there, or set PYTHON="
+    import torch
+
+    if not torch.cuda.is_available():
+        return f"no GPU that this torch ({torch.__version__}) can use"
+    return ""
+
+
+class Place:
+    """A folder with models and runs.
+
+    Args:
+        gpus: as they were before the first run.
+        is_rehearsal: models are tiny, and any device does.
+        seconds: for everything together, from now on.
+    """
+
+    def __init__(self, folder: Path, gpus: Sequence[Device], is_rehearsal: bool, seconds: float) -> None:
+        self.folder = folder
+        self.gpus = tuple(gpus)
+        self.is_rehearsal = is_rehearsal
+        self._seconds = seconds
+        self._ends = time.monotonic() + seconds
+
+    @property
+    def seconds_left(self) -> float:
+        return self._ends - time.monotonic()
+
+    @property
+    def roomiest(self) -> Device | None:
+        """The GPU with most memory free; None where there is none."""
+        return max(self.gpus, key=lambda gpu: gpu.total_bytes - gpu.used_bytes, default=None)
+
+    def too_late(self) -> str:
+        return f"the {self._seconds:.0f} s for everything were over"
+
+    def settings(self, model: Model) -> dict[str, Any]:
+        """How a model fits on one GPU here: as it is, or in 4 bits.
+
+        Raises:
+            Skip: not at all.
+        """
+        if self.is_rehearsal or self.roomiest is None:
+            return {}
+        free = self.roomiest.total_bytes - self.roomiest.used_bytes
+        if free >= model.gpu_gib * GIB:
+            return {}
+        there = f"{self.roomiest.name} has {free / GIB:.1f} GiB free"
+        if free < model.gpu_4_bits_gib * GIB:
+            raise Skip(f"{model.name}: needs {model.gpu_4_bits_gib:g} GiB even in 4 bits, {there}")
+        if not has_bitsandbytes():
+            raise Skip(f"{model.name}: needs {model.gpu_gib:g} GiB, or bitsandbytes for 4 bits; {there}")
+        return {"quantization_config": NF4}
+
+    def model(self, model: Model) -> Path:
+        """The model's folder, written at its first use.
+
+        Raises:
+            Skip: the disk is too small, or writing took longer than there is time.
+        """
+        folder = self.folder / model.name
+        if folder.exists():
+            return folder
+        if self.is_rehearsal:  # a process of its own would take longer to start than these take to write
+            shape = {**model.shape, **_TINY}
+            return make_full_size(folder, shape, LABELS, dtype="float32", weights="random")
+        free = shutil.disk_usage(self.folder).free - _DISK_MARGIN_BYTES
+        if free < model.file_gib * GIB:
+            place = (
+                f"{self.folder.parent} has {max(0, free) / GIB:.1f} GiB to give; set TMPDIR to a larger one"
+            )
+            raise Skip(f"{model.name}: needs {model.file_gib:g} GiB of disk, {place}")
+        unfinished = self.folder / f"{model.name}.unfinished"
+        arguments = [str(unfinished), json.dumps(model.shape), json.dumps(LABELS)]
+        try:
+            self.call(f"writing {model.name}", ["-c", _MAKE, *arguments], ROOT, self.seconds_left)
+            unfinished.rename(folder)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        return folder
+
+    def run(
+        self,
+        name: str,
+        *members: Mapping[str, Any],
+        table: str,
+        rows: int,
+        devices: Sequence[str] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
+        """Run members over a table's first rows; the run.json.
+
+        Args:
+            table: name of a CSV in this folder, without its ending.
+            environment: beside this process's own.
+
+        Raises:
+            Failed: it took too long, ended with an error, or did not use the GPU.
+            Skip: the time for everything was over before its own.
+        """
+        config = {
+            "data": {"path": f"{table}.csv"},
+            "labels": LABELS,
+            "defaults": {"text_column": "text", "max_length": MAX_LENGTH},
+            "models": [dict(member) for member in members],
+            "output_dir": name,
+            "limit": rows,
+            **({"devices": list(devices)} if devices else {}),
+        }
+        (self.folder / f"{name}.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+        arguments = ["-m", "ensemble", "run", f"{name}.yaml"]
+        self.call(name, arguments, self.folder, RUN_SECONDS, environment)
+        document: dict[str, Any] = json.loads((self.folder / name / "run.json").read_text(encoding="utf-8"))
+        if not self.is_rehearsal:
+            check_devices(document)
+        return document
+
+    def call(
+        self,
+        what: str,
+        arguments: Sequence[str],
+        folder: Path,
+        seconds: float,
+        environment: Mapping[str, str] | None = None,
+    ) -> str:
+        """Run Python with these arguments to its end; what it printed.
+
+        Args:
+            what: names it in messages.
+            seconds: for this call; less where the time for everything is over before.
+            environment: beside this process's own.
+
+        Raises:
+            Failed: it took longer, or ended with an error.
+            Skip: the time for everything was over before its own.
+        """
+        limit = min(seconds, self.seconds_left)
+        if limit <= 0:
+            raise Skip(self.too_late())
+        variables = {**os.environ, **(environment or {})}
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, (variables.get("PYTHONPATH"), str(ROOT))))
+        try:
+            done = subprocess.run(
+                [sys.executable, *arguments],
+                cwd=folder,
+                env=variables,
+                capture_output=True,
+                text=True,
+                timeout=limit,
+            )
+        except subprocess.TimeoutExpired:  # run() has killed it; its workers go with it
+            if self.seconds_left <= 0:
+                raise Skip(f"{what}: {self.too_late()} after {limit:.0f} s of it") from None
+            raise Failed(f"{what} took more than {limit:.0f} s") from None
+        if done.returncode:
+            said = " ".join((done.stderr.strip() or done.stdout.strip()).split())
+            raise Failed(f"{what} ended with exit code {done.returncode}: ... {said[-400:]}")
+        return done.stdout
+
+
+def check_devices(report: Mapping[str, Any]) -> None:
+    """Hold every worker of a run to a GPU.
+
+    Raises:
+        Failed: one ran elsewhere, or none ran.
+    """
+    for member in report["members"]:
+        names = [worker["device_name"] for worker in member["workers"]]
+        if not names or any(name in (None, "cpu") for name in names):
+            notes = "; ".join(note for worker in member["workers"] for note in worker["notes"])
+            raise Failed(
+                f"{member['name']} ran on {names or 'nothing'}, not on a GPU ({notes or 'no notes'})"
+            )

@@ -1,0 +1,51 @@
+"""The parts of the benchmark that measure a room of this project by itself: safety, start-up, the merge."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from bench.processes import Failed
+from bench.rounds import say
+
+
+@dataclass(frozen=True)
+class Section:
+    """A module with ``compare(**arguments)``, which returns a table's rows.
+
+    Attributes:
+        full, quick: its arguments in a full and in a short benchmark.
+        takes_repeats: whether the benchmark's rounds are among them.
+    """
+
+    name: str
+    title: str
+    module: str
+    full: Mapping[str, Any]
+    quick: Mapping[str, Any]
+
+    def run(self, quick: bool, repeats: int) -> list[dict[str, object]]:
+        """Measure; raises Failed where a command has failed or figures are wrong."""
+        say(f"{self.title} ...")
+        compare = import_module(self.module).compare
+        rows: list[dict[str, object]] = compare(
+            **(self.quick if quick else self.full), repeats=1 if quick else repeats
+        )
+        if not rows:
+            raise Failed(f"{self.title}: nothing was measured")
+        return rows
+
+
+SECTIONS: Sequence[Section] = (
+    Section("startup", "Start-up", "bench.startup", {}, {"warm": False}),
+    Section(
+        "merge",
+        "Merge at scale",
+        "bench.merge",
+        {"rows": 2_000_000, "members": 5, "labels": 3},
+        {"rows": 2000, "members": 2, "labels": 3},
+    ),
+    Section("safety", "What safety costs: fsync and hashing", "bench.safety", {"times": 20}, {"times": 1}),
+)

@@ -1,0 +1,66 @@
+"""The benchmark's tables have the lengths that its page says they have."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from bench.data import Words, Writer, write_table
+from bench.tokenizer import counted, made_up_words, save_tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tokenizer")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Any:
+    return save_tokenizer(folder, [f" {word}" for word in made_up_words()], kind="encoder")
+
+
+@pytest.fixture(scope="module")
+def words(folder: Path, tokenizer: Any) -> Words:
+    return counted(folder, made_up_words())
+
+
+def lengths(tokenizer: Any, texts: list[Any]) -> npt.NDArray[np.int64]:
+    return np.array([len(ids) for ids in tokenizer(texts, truncation=True, max_length=512)["input_ids"]])
+
+
+@pytest.mark.parametrize("rows", [600, 2200])
+def test_lengths_have_a_long_tail(tokenizer: Any, words: Words, rows: int) -> None:
+    # This tokenizer adds two tokens to a row, the decoders' one.
+    found = lengths(tokenizer, Writer(words, 1).single(rows)) - 1
+    assert abs(np.median(found) - 60) <= 2
+    assert abs(found.mean() - 86) <= 3
+    assert abs(np.percentile(found, 99) - 400) <= 20
+    assert found.max() == 511
+    assert (found[:100].mean() - found.mean()) < 20, "in order of length"
+
+
+def test_a_share_of_the_rows_is_repeated(tokenizer: Any, words: Words) -> None:
+    texts = Writer(words, 1).repeated(1000, 0.3)
+    assert len(texts) == 1000
+    assert len(set(texts)) == 700
+    assert abs(np.median(lengths(tokenizer, texts)) - 61) <= 8
+
+
+def test_pairs_are_long(tokenizer: Any, words: Words) -> None:
+    found = lengths(tokenizer, Writer(words, 1).pairs(400))
+    assert 180 < np.median(found) < 240
+    assert 0.02 < (found == 512).mean() < 0.1
+
+
+def test_the_same_seed_gives_the_same_table(words: Words, tmp_path: Path) -> None:
+    assert Writer(words, 3).single(20) == Writer(words, 3).single(20)
+    assert Writer(words, 3).single(20) != Writer(words, 4).single(20)
+    assert made_up_words() == made_up_words()
+    write_table(tmp_path / "table.csv", ["text"], [["a, b"], [""]])
+    with (tmp_path / "table.csv").open(newline="", encoding="utf-8") as file:
+        assert list(csv.reader(file)) == [["id", "text"], ["r0", "a, b"], ["r1", ""]]

@@ -1,0 +1,78 @@
+"""Rounds with real processes: they are measured, compared, and what fails stops nobody else."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.agreement import Disagreement, check
+from bench.checkpoints import LABELS
+from bench.contests import OURS, ROOT, Ground, Target, Work
+from bench.data import Words, Writer
+from bench.processes import Failed, measure
+from bench.rounds import MIB, Found, hold_rounds
+from bench.table import targets_table
+from tests.checkpoints import WORDS, make_checkpoint
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
+WRITER_WORDS = Words(tuple(WORDS), (1,) * len(WORDS))
+
+
+def test_memory_is_that_of_all_processes_together(tmp_path: Path) -> None:
+    hold = "data = bytes(range(256)) * (300 << 12); time.sleep(1.2)"
+    inner = f"import time; {hold}"
+    outer = f"import subprocess, sys, time; subprocess.run([sys.executable, '-c', {inner!r}])"
+    measured = measure([[sys.executable, "-c", outer]] * 2, tmp_path, ENVIRONMENT, tmp_path / "log")
+    assert 300 * MIB < measured.peak_bytes < 500 * MIB
+    assert measured.seconds > 2.4
+
+
+def test_what_a_failing_command_printed_is_told(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "print('all is lost'); raise SystemExit(3)"]
+    with pytest.raises(Failed, match=r"(?s)exit code 3.*all is lost"):
+        measure([command], tmp_path, ENVIRONMENT, tmp_path / "log")
+
+
+def test_a_round_runs_everybody_and_compares(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "checkpoints" / "m", "gemma2", LABELS)
+    work = Work("repeated", "repeated", ("m",), 30, 1, ("notebook_loop",))
+    ground, found = Ground(tmp_path, ENVIRONMENT), Found()
+    ground.prepare(work, 30, Writer(WRITER_WORDS, 0))
+    hold_rounds(ground, [work], {"repeated": work.contestants}, 1, found)
+    assert found.problems == {}
+    assert 0 < found.apart["repeated"] < 1e-4
+    (pair,) = found.pairs(Target("loop", "repeated", "notebook_loop", 0.25))
+    assert all(sample.measured.seconds > 1 and sample.measured.peak_bytes > 100 * MIB for sample in pair)
+    assert pair[0].phase_seconds is not None
+    assert len(ground.probabilities(work, OURS, "m")) == 30
+
+    output = tmp_path / "repeated" / "notebook_loop" / "m.npy"
+    np.save(output, np.load(output)[::-1])
+    with pytest.raises(Disagreement, match="notebook_loop and this project, m: up to"):
+        check(ground, work, "notebook_loop", 0)
+
+
+def test_the_floor_must_compute_as_many_tokens(tmp_path: Path) -> None:
+    work = Work("three", "single", ("m",), 30, 1, ("floor",))
+    (tmp_path / "three" / "floor").mkdir(parents=True)
+    (tmp_path / "three" / "floor" / "floor.json").write_text(json.dumps({"seconds": 1, "tokens": 50_000}))
+    ground = Ground(tmp_path, ENVIRONMENT)
+    assert check(ground, work, "floor", 50_020) == 0
+    with pytest.raises(Disagreement, match="computed 50000 tokens"):
+        check(ground, work, "floor", 52_000)
+
+
+def test_who_fails_does_not_stop_the_others(tmp_path: Path) -> None:
+    works = [Work(name, "single", ("missing",), 4, 1, ()) for name in ("two", "three")]
+    ground, found = Ground(tmp_path, ENVIRONMENT), Found()
+    for work in works:
+        ground.prepare(work, 4, Writer(WRITER_WORDS, 0))
+    hold_rounds(ground, works, {"two": (), "three": ()}, 2, found)
+    assert set(found.problems) == {("two", OURS), ("three", OURS)}
+    target = Target("loop", "two", "notebook_loop", 0.25)
+    assert "FAILED" in targets_table([target], {"two": 4}, found, judged=True)

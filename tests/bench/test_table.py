@@ -1,0 +1,107 @@
+"""What the benchmark prints: ratios by rounds, what misses, what failed, and its place in the page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.contests import OURS, Sample, Target, Work
+from bench.document import BEGIN, END, text_of, write
+from bench.processes import Measured
+from bench.rounds import MIB, Found
+from bench.table import plain_table, targets_table
+
+WORK = Work("two", "single", ("m",), 100, 1, ("loop", "floor"))
+LOOP = Target("the loop", "two", "loop", 0.30)
+FLOOR = Target("the floor", "two", "floor", 1.10, phase=True)
+
+
+def worker(**changes: Any) -> dict[str, Any]:
+    known = {"started_after_seconds": 0.4, "start_seconds": 3.0, "load_seconds": 0.5, "predict_seconds": 20.0,
+             "forward_seconds": 18.0, "life_seconds": 24.0}  # fmt: skip
+    return {**known, **changes}
+
+
+def found_of(ours: list[float], loop: list[float]) -> Found:
+    found = Found()
+    gap = {"device": "cpu", "after": "l", "before": "m", "seconds": 0.25}
+    members = [{"name": "m", "real_token_share": 0.97, "workers": [worker()]}]
+    report: dict[str, Any] = {"members": members, "idle_gaps": [gap]}
+    for number, seconds in enumerate(ours):
+        sample = Sample(Measured(seconds, 500 * MIB), seconds - 5, report)
+        found.samples.setdefault(("two", OURS), {})[number] = sample
+    for number, seconds in enumerate(loop):
+        found.samples.setdefault(("two", "loop"), {})[number] = Sample(Measured(seconds, 700 * MIB), None, {})
+        floor = Sample(Measured(1.0, MIB), 20.0, {})
+        found.samples.setdefault(("two", "floor"), {})[number] = floor
+    return found
+
+
+def lines_of(found: Found, judged: bool = True) -> list[str]:
+    return targets_table([LOOP, FLOOR], {"two": 100}, found, judged).splitlines()[2:]
+
+
+def test_the_ratio_is_the_median_of_the_rounds_ratios() -> None:
+    loop, floor = lines_of(found_of([20, 30, 40], [100, 100, 200]))
+    assert loop == (
+        "| the loop | 100 | 30.0 (20.0 to 40.0) | 500 | 100.0 (100.0 to 200.0) | 700 "
+        "| 0.200 (0.200 to 0.300) | 0.30 | ok |"
+    )
+    assert "| 25.0 (15.0 to 35.0) | 500 | 20.0 (20.0 to 20.0) |" in floor, "the phase, not the command"
+    assert floor.endswith("| 1.250 (0.750 to 1.750) | 1.10 | MISSED, on 25 s of work only |")
+
+
+def test_rounds_that_only_one_side_has_do_not_count() -> None:
+    loop, _ = lines_of(found_of([20, 1000], [100]))
+    assert "| 0.200 (0.200 to 0.200) |" in loop
+
+
+def test_a_short_benchmark_judges_nothing() -> None:
+    loop, _ = lines_of(found_of([90], [100]), judged=False)
+    assert loop.endswith("| 0.900 (0.900 to 0.900) | 0.30 | not judged |")
+
+
+def test_who_failed_has_no_ratio() -> None:
+    found = found_of([20], [100])
+    found.problems["two", "loop"] = "it printed | this\nand that"
+    loop, floor = lines_of(found)
+    assert loop.endswith("| 0.30 | FAILED: it printed / this and that |")
+    assert "0.200" not in loop
+    assert "FAILED" not in floor
+    found.problems["two", OURS] = "no disk"
+    assert all("FAILED" in line for line in lines_of(found))
+
+
+def test_what_was_not_reached_is_said_to_be_so() -> None:
+    assert lines_of(Found())[0].endswith("| 0.30 | not run |")
+
+
+def test_the_page_has_the_table_the_profile_and_the_sections() -> None:
+    rows = {"two": 100}
+    sections: dict[str, Any] = {"Start-up": [{"what": "parent", "s": 0.4321}], "Merge": "FAILED: no disk"}
+    text = text_of([LOOP], [WORK], rows, found_of([40.0], [100.0]), sections, "as asked", judged=True)
+    assert "Missed: the loop" in text
+    assert "| two | 40.0 | m | 0.400 | 3.000 | 0.500 | 20.0 | 18.0 | 24.0 | 0.750 | 0.970 |" in text
+    assert "- two: 15.60 s before the first worker and after the last one; " in text
+    assert "between two members: 0.25" in text
+    assert "### Start-up\n\n| what | s |\n|---|---|\n| parent | 0.432 |" in text
+    assert "### Merge\n\nFAILED: no disk" in text
+
+
+def test_rows_of_a_plain_table_may_lack_columns() -> None:
+    table = plain_table([{"a": 1, "b": None}, {"a": 12345, "c": True}])
+    assert table.splitlines() == ["| a | b | c |", "|---|---|---|", "| 1 |  |  |", "| 12,345 |  | yes |"]
+
+
+def test_the_figures_take_their_place_in_the_page(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"# Title\n\n{BEGIN}\nold\n{END}\n\nmore\n")
+    write(page, "new")
+    write(page, "newer")
+    assert page.read_text() == f"# Title\n\n{BEGIN}\n\nnewer\n\n{END}\n\nmore\n"
+    page.write_text("# Title\n")
+    with pytest.raises(ValueError, match="no place for the figures"):
+        write(page, "new")
+    assert page.read_text() == "# Title\n"
