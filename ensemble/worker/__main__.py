@@ -136,10 +136,11 @@ def serve(told: Told, send: Callable[[Event], None], step: Callable[[], None], b
         _let_writing_end(member)
         raise
     except BaseException as error:  # whatever it is, the parent must hear of it before this process ends
-        if member is not None and member.unwritten_chunk is not None:
-            chunk = member.unwritten_chunk
+        trace = _logged_traceback()
+        _let_writing_end(member)
+        chunk = chunk if member is None or member.unwritten_chunk is None else member.unwritten_chunk
         can_retry = judge(error) is Verdict.SUSPECT
-        tell(Failed(type(error).__name__, one_line(error, redact), _logged_traceback(), chunk, can_retry))
+        tell(Failed(type(error).__name__, one_line(error, redact), trace, chunk, can_retry))
         return 1
     return 0
 
@@ -247,7 +248,7 @@ def _predict(
     member: Member, command: Predict, send: Callable[[Event], None], step: Callable[[], None]
 ) -> None:
     began = last = time.monotonic()
-    is_announced = threading.Event()
+    is_over, is_announced = threading.Event(), False
 
     def report(rows: int, tokens: int, padded_tokens: int) -> None:
         nonlocal last
@@ -257,7 +258,9 @@ def _predict(
             send(Progress(command.chunk, rows, tokens, padded_tokens))
 
     def written(work: ChunkWork) -> None:
-        is_announced.wait()
+        is_over.wait()
+        if not is_announced:  # the process comes to its end
+            return
         send(
             ChunkDone(
                 chunk=command.chunk,
@@ -277,9 +280,12 @@ def _predict(
             )
         )
 
-    member.predict_chunk(command, report, written)
-    send(Computed(command.chunk))
-    is_announced.set()
+    try:
+        member.predict_chunk(command, report, written)
+        send(Computed(command.chunk))
+        is_announced = True
+    finally:
+        is_over.set()
 
 
 if __name__ == "__main__":

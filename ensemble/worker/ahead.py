@@ -9,6 +9,7 @@ import contextlib
 import json
 import threading
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from transformers import AutoConfig, AutoModelForSequenceClassification
@@ -22,8 +23,13 @@ def import_model_class(spec: WorkerSpec) -> None:
     """Import the module of the model's class, unless it is code that the checkpoint brings along."""
     if spec.gguf_file is not None or spec.trust_remote_code:
         return
+    # Packages of kernels that some models import ask for the device at once, which a standby has not got yet.
+    if any(find_spec(name) for name in ("fla", "mamba_ssm")):
+        return
     with contextlib.suppress(Exception):
-        config = AutoConfig.from_pretrained(spec.model_name_or_path, revision=spec.revision or "main")
+        config = AutoConfig.from_pretrained(
+            spec.model_name_or_path, revision=spec.revision or "main", trust_remote_code=False
+        )
         AutoModelForSequenceClassification._model_mapping[type(config)]
 
 

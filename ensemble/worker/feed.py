@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+from transformers import masking_utils
 
 from ensemble.worker.prompt import Encoded
 
@@ -74,6 +75,15 @@ def on_device(array: npt.NDArray[np.int64], device: torch.device) -> torch.Tenso
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def never_look_for_packed_rows() -> None:
+    """Where batches go without a mask, transformers asks the device at each pass whether rows are packed into one.
+
+    They never are here, and None says so (transformers' masking_utils.find_packed_sequence_indices).
+    """
+    if hasattr(masking_utils, "find_packed_sequence_indices"):
+        masking_utils.find_packed_sequence_indices = lambda position_ids: None
 
 
 class Passes:

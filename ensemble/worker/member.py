@@ -12,11 +12,12 @@ import torch
 from ensemble.protocol import Predict, WorkerSpec
 from ensemble.worker.ahead import ReadAhead, import_model_class, weight_files
 from ensemble.worker.compute import BatchSizes, Mode, Report, compute
+from ensemble.worker.feed import never_look_for_packed_rows
 from ensemble.worker.float32 import in_float32, uses_half_precision, why_not_float32
 from ensemble.worker.load import Loaded, load, max_length
 from ensemble.worker.part import ChunkWork, Parts, Reasons
 from ensemble.worker.precision import capability, may_omit_mask
-from ensemble.worker.predict import Classifier
+from ensemble.worker.predict import Classifier, Shortcut
 from ensemble.worker.prompt import Encoded, Prompt
 from ensemble.worker.rehearsal import TEXTS, Rehearsal
 from ensemble.worker.rows import PublishedTable
@@ -51,6 +52,7 @@ class Member:
         # Of the model's own limit nothing is known yet.
         self.max_length = max_length(spec, self._tokenizer, None, [])
         self._prompt = Prompt(spec, self._tokenizer, self.max_length)
+        self._rehearsed = self._encode_rehearsal()
         # On a CPU both would want the same cores.
         self._upcoming = Upcoming(self._encode, in_background=spec.gpus > 0)
         self._parts = Parts(Path(spec.parts_dir), spec.activation, spec.label_order)
@@ -86,6 +88,8 @@ class Member:
             self.max_length = loaded.max_length
             self._prompt = Prompt(self._spec, self._tokenizer, self.max_length)
             self._upcoming.forget()
+            with self._upcoming.nobody_else():
+                self._rehearsed = self._encode_rehearsal()
         self._classifier = Classifier(loaded.model, loaded.pad_token_id)
         self.dtype = loaded.dtype
         self._notes = list(loaded.notes)
@@ -173,13 +177,19 @@ class Member:
         )
         return partial(in_float32, loaded.model) if can_retry else None
 
-    def _bears_padding(self, loaded: Loaded) -> bool:
+    def _encode_rehearsal(self) -> Encoded:
         pairs = len(self._spec.text_columns) == 2
+        return self._prompt.encode_texts([(text, text) for text in TEXTS] if pairs else list(TEXTS))
+
+    def _bears_padding(self, loaded: Loaded) -> bool:
         rehearsal = Rehearsal(
             self._classifier,
-            self._prompt.encode_texts([(text, text) for text in TEXTS] if pairs else list(TEXTS)),
+            self._rehearsed,
             self._spec.activation,
             is_exact=self.dtype == "float32" and self._spec.quantization_config is None,
             may_omit_mask=may_omit_mask(loaded.model, capability(self._classifier.device.type == "cuda")),
         )
-        return rehearsal.bears_padding(self._in_float32)
+        bears_padding = rehearsal.bears_padding(self._in_float32)
+        if Shortcut.NO_MASK in self._classifier.taken:
+            never_look_for_packed_rows()
+        return bears_padding

@@ -166,7 +166,8 @@ def _has_body_and_score(model: Any) -> bool:
     """Whether a decoder's own forward is written as its body and then ``score`` at every position."""
     body = model.base_model_prefix
     text = _source(type(model).forward)
-    parts = (f"self.{body}(", "self.score(hidden_states")
+    # The last is how transformers picks a position; heads without it take the mean, or the first.
+    parts = (f"self.{body}(", "self.score(hidden_states", "logits[torch.arange(")
     return all(part in text for part in parts) and isinstance(getattr(model, "score", None), torch.nn.Module)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from ensemble.worker.prompt import Encoded
 
@@ -87,6 +87,12 @@ class Upcoming:
                 return hint.encoded
         with self._tokenizing:
             return self._encode(start, stop, step)
+
+    @contextlib.contextmanager
+    def nobody_else(self) -> Iterator[None]:
+        """While this lasts no hint's thread uses the tokenizer."""
+        with self._tokenizing:
+            yield
 
     def forget(self) -> None:
         """Drop all that was made so far."""

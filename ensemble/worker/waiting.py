@@ -8,6 +8,7 @@ its order.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import sys
@@ -41,7 +42,7 @@ class Waiting(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         # Whoever goes through all of sys.modules asks for such names (inspect, warnings), and wants nothing.
-        if name.startswith("__") and name.endswith("__"):
+        if name.startswith("__") and name.endswith("__") and name not in ("__version__", "__all__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         state = _states[self.__name__]
         with state.lock:
@@ -114,7 +115,10 @@ def execute(module: ModuleType) -> None:
             return
         state.is_executing = True
         try:
-            importlib.reload(module)
+            if sys.modules.get(module.__name__) is module:
+                importlib.reload(module)
+            else:  # it was taken back: who still holds it gets what the ordinary import made
+                vars(module).update(vars(importlib.import_module(module.__name__)))
             module.__class__ = ModuleType  # type: ignore[assignment]
         finally:
             state.is_executing = False
@@ -282,4 +286,7 @@ class _Made(Loader):
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # the import has put its own there
+        with contextlib.suppress(
+            AttributeError
+        ):  # torch's config modules refuse it, and refused the import's own
+            module.__spec__ = self._spec  # the import has put its own there

@@ -31,12 +31,16 @@ class FailingPass(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         after: forward passes (told by their embedding look-ups) that succeed.
+
+    Attributes:
+        passed: how many have.
     """
 
     def __init__(self, error: Exception, after: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._error = error
         self._left = after
+        self.passed = 0
 
     def __torch_dispatch__(
         self,
@@ -49,4 +53,5 @@ class FailingPass(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self._left == 0:
                 raise self._error
             self._left -= 1
+            self.passed += 1
         return func(*args, **(kwargs or {}))

@@ -46,6 +46,9 @@ structure = transformers.utils.import_utils.define_import_structure(transformers
 told["exported"] = sorted([sorted(backends), name, sorted(names)] for backends, modules in structure.items()
     for name, names in modules.items())
 told["names"] = sorted(set(dir(transformers)) | set(dir(transformers.models)))
+import torch._dynamo.config
+assert torch._dynamo.config is sys.modules["torch._dynamo.config"]
+assert torch._dynamo.config.recompile_limit > 0
 inputs = tokenizer(texts, padding=True, return_tensors="pt")
 compiled = torch.compile(lambda **inputs: model(**inputs).logits.softmax(-1), backend="eager")
 told["graphs"] = torch._dynamo.explain(lambda: model(**inputs).logits)().graph_count

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ensemble.launch.local import LocalWorker
-from ensemble.protocol import Heartbeat, Load, Predict, Progress, Start
+from ensemble.protocol import Load, Predict, Progress, Start
 from tests.checkpoints import make_checkpoint, make_texts
 from tests.worker.test_memory import next_event
 from tests.worker.test_predict import LABELS, worker_spec
@@ -25,7 +25,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def end_in_mid_chunk(checkpoint: Path, folder: Path, number: signal.Signals) -> tuple[int, str]:
     """The exit code and the log of a worker that got a signal while it computed."""
-    places = publish(folder, {"text": make_texts(ROWS)})
+    places = publish(folder, {"text": [f"{row} {text}" for row, text in enumerate(make_texts(ROWS))]})
     environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     worker = LocalWorker(environment, folder / "log")
     try:
@@ -34,7 +34,6 @@ def end_in_mid_chunk(checkpoint: Path, folder: Path, number: signal.Signals) -> 
         worker.send(Predict(0, 0, ROWS))
         while next_event(worker, Progress).rows == 0:  # the first ones come while it tokenizes
             pass
-        next_event(worker, Heartbeat)
         if number == signal.SIGABRT:
             worker.abort()
         else:

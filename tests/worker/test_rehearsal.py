@@ -49,6 +49,8 @@ CASES: dict[str, tuple[Config, set[str]]] = {
         lambda t: t.MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4, **TOKENS),
         {BODY, MASKLESS, NARROW},
     ),
+    # It clips queries where they stand, which is not possible where one stands in all places.
+    "olmo-clipped": (lambda t: t.OlmoConfig(**SMALL, clip_qkv=2.0, **TOKENS), {BODY, MASKLESS}),
     "bert": (lambda t: t.BertConfig(**SMALL, **TOKENS), set()),
     "xlnet": (lambda t: t.XLNetConfig(d_model=32, n_layer=2, n_head=4, d_inner=64, **TOKENS), set()),
 }

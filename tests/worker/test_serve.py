@@ -176,7 +176,9 @@ def test_an_error_that_poisons_the_process_ends_it_and_can_be_retried(
     with FailingPass(poison):  # a pass belongs to loading: does the model bear padding
         code, events = served(spec, Predict(0, 0, 5))
     assert (code, events[-1].chunk, events[-1].can_retry) == (1, None, True)
-    with FailingPass(poison, after=2):
+    with FailingPass(poison, after=1000) as passes:
+        served(spec, Stop())
+    with FailingPass(poison, after=passes.passed):
         code, events = served(spec, Predict(6, 0, 5), Predict(7, 5, 10))
     assert code == 1
     assert isinstance(events[-1], Failed)
