@@ -192,7 +192,7 @@ def main() -> NoReturn:
     """Run the command line; every error of ours becomes its sentences and its exit code."""
     guard_output(Redactor(os.environ))
     code = _run_command()
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):
         with contextlib.suppress(OSError, ValueError):  # nobody reads any more, or it was closed
             stream.flush()
     # Not sys.exit: a thread of Arrow's CSV reader that is still about when Python tears down its C++ objects has

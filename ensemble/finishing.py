@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 from ensemble.errors import MergeError
 from ensemble.state import MemberState
@@ -37,10 +37,16 @@ class Finishing:
         """
         for state, future in [one for one in self._begun if one[1].done()]:
             self._begun.remove((state, future))
+            if future.cancelled():  # the run is over; its parts stay for the next one
+                continue
             try:
                 future.result()
             except MergeError as error:
                 yield state, error
+
+    def wait(self, seconds: float) -> None:
+        """Until one has come to its end, or no longer than that."""
+        wait([future for _, future in self._begun], seconds, return_when=FIRST_COMPLETED)
 
     def close(self) -> None:
         """Let the one that has begun come to its end; the others can be done by the next run."""

@@ -21,20 +21,21 @@ class Gaps:
 
     def __init__(self) -> None:
         self.found: list[Gap] = []
-        self._computing: dict[str, int] = {}
+        self._workers: dict[int, tuple[str, Sequence[str]]] = {}
         self._idle_since: dict[str, tuple[str, float]] = {}
 
-    def begin(self, member: str, devices: Sequence[str], now: float) -> None:
-        """A worker begins its first chunk there."""
+    def begin(self, worker: int, member: str, devices: Sequence[str], now: float) -> None:
+        """A worker, known by its number, begins a chunk on its devices; only its first one counts."""
+        if worker in self._workers:
+            return
+        self._workers[worker] = (member, devices)
         for device in devices:
-            self._computing[device] = self._computing.get(device, 0) + 1
             after, since = self._idle_since.pop(device, (member, now))
             if after != member:
                 self.found.append(Gap(device, after, member, round(now - since, 3)))
 
-    def end(self, member: str, devices: Sequence[str], now: float) -> None:
-        """A worker has computed its last chunk there."""
-        for device in devices:
-            self._computing[device] -= 1
-            if not self._computing[device]:
-                self._idle_since[device] = (member, now)
+    def end(self, worker: int, now: float) -> None:
+        """A worker has computed its last chunk, if it ever had one."""
+        member, devices = self._workers.pop(worker, ("", ()))
+        busy = {device for _, others in self._workers.values() for device in others}
+        self._idle_since.update({device: (member, now) for device in devices if device not in busy})

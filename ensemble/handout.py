@@ -32,7 +32,7 @@ class HandOut:
         if not state.waiting or state.failure is not None or slot.fault is not None:
             return None
         if self._time_keeper is not None:
-            return self._time_keeper.take_chunk(state, self._members)
+            return self._time_keeper.take_chunk(state, self._members, self._told_others(slot))
         chunk = self._likely_next(slot)
         state.waiting.remove(chunk)
         return chunk
@@ -46,6 +46,9 @@ class HandOut:
 
     def _likely_next(self, slot: Slot) -> Chunk:
         """The first that no other worker was told of."""
-        waiting = slot.state.waiting
-        told = [other.hint for other in self._slots if other.state is slot.state and other is not slot]
+        waiting, told = slot.state.waiting, self._told_others(slot)
         return next((chunk for chunk in waiting if chunk not in told), waiting[0])
+
+    def _told_others(self, slot: Slot) -> list[Chunk]:
+        others = (other for other in self._slots if other.state is slot.state and other is not slot)
+        return [other.hint for other in others if other.hint is not None]

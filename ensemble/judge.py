@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias
 
 from ensemble.planning.chunks import Chunk
 from ensemble.recovery import Again, BadRow, Fault, GiveUp, Halves, Recovery
+from ensemble.slots import Slot
 from ensemble.state import Failure, FaultRecord, MemberState
 
 Policy: TypeAlias = Literal["fail", "uniform", "drop_member"]
@@ -47,17 +48,35 @@ class Judge:
         """A worker of this member can compute."""
         self._recovery(state).started()
 
-    def worker_failed(self, state: MemberState, replica: int, fault: Fault) -> None:
-        """A worker ended with no chunk in its hands."""
+    def worker_ended(self, slot: Slot, fault: Fault, others_compute: bool) -> None:
+        """A worker has ended badly, with chunks in its hands or without.
+
+        Args:
+            others_compute: other workers of its member do.
+        """
+        state, replica = slot.state, slot.record.replica
+        if slot.has_work:
+            blamed, *others = slot.held
+            for chunk in others:  # nothing is known against them
+                slot.drop(chunk)
+                state.waiting.appendleft(chunk)
+            slot.drop(blamed)
+            self.chunk_failed(state, replica, blamed, fault)
+        elif state.finished:  # others did its part: nothing is missing
+            log.warning("%s-%d had no part in the end: %s", state.plan.name, replica, fault.message)
+        elif others_compute:
+            # What kept this one from starting, such as a broken GPU, does not keep the others from going on.
+            state.most_replicas = max(1, state.running)
+            self._note(state, replica, fault, None, "without it")
+        else:
+            self._worker_failed(state, replica, fault)
+
+    def _worker_failed(self, state: MemberState, replica: int, fault: Fault) -> None:
         verdict = self._recovery(state).judge_start(fault)
         remedy = "given up" if isinstance(verdict, GiveUp) else "another worker"
         self._note(state, replica, fault, None, remedy)
         if isinstance(verdict, GiveUp):
             self.give_up(state, verdict.message, fault.traceback)
-
-    def replica_lost(self, state: MemberState, replica: int, fault: Fault) -> None:
-        """A worker ended with no chunk in its hands, while others of the member compute: they go on without it."""
-        self._note(state, replica, fault, None, "without it")
 
     def chunk_failed(self, state: MemberState, replica: int, chunk: Chunk, fault: Fault) -> None:
         """A chunk was not computed: it goes back in front, whole or in halves, or its row is set aside."""

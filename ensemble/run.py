@@ -277,7 +277,8 @@ class _Run:
             return
         handover.merge(good)
         result.left_out = failures
-        unfinished = is_timed and not all(state.finished for state in good)
+        # One whose CSV was not written in time has its parts, which must stay.
+        unfinished = is_timed and not all(self._works[state.plan.name].is_sealed for state in good)
         result.status = "time_limit" if unfinished else "complete"
 
     def _is_any_done(self, members: Sequence[MemberState]) -> bool:

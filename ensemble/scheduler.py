@@ -111,8 +111,7 @@ class Scheduler:
             while (
                 self._slots or self._finishing.is_busy or self._turns.is_anybody_waiting()
             ) and not self._is_over():
-                for key, _ in self._selector.select(TICK_SECONDS):
-                    self._read(key.data)
+                self._hear()
                 for slot in list(self._slots):
                     self._look_at(slot)
                 self._leases.poll()
@@ -124,6 +123,14 @@ class Scheduler:
         finally:
             self._end_all()
         self._hear_of_finished()
+
+    def _hear(self) -> None:
+        """Wait until somebody has something to say, but no longer than a moment."""
+        if not self._slots and self._finishing.is_busy:
+            self._finishing.wait(TICK_SECONDS)
+            return
+        for key, _ in self._selector.select(TICK_SECONDS):
+            self._read(key.data)
 
     def _end_all(self) -> None:
         for slot in self._slots:
@@ -215,9 +222,14 @@ class Scheduler:
             self._check_chunk(slot, event.chunk)
             assert slot.chunk is not None
             slot.writing[event.chunk], slot.chunk = slot.chunk, None
-            self._hand_out(slot)
+            # Under a time limit what fits is told by the time of the first chunk, which ChunkDone brings.
+            if self._time_keeper is None or slot.state.seconds_per_cost is not None:
+                self._hand_out(slot)
         elif isinstance(event, ChunkDone):
             self._chunk_done(slot, event)
+            if slot.chunk is None and not slot.told_to_stop:
+                self._hand_out(slot)
+            slot.expect_end(time.monotonic() + END_SECONDS)
         elif isinstance(event, ChunkFailed):
             self._check_chunk(slot, event.chunk)
             fault = Fault("error", f"{event.error_type}: {event.message}", event.traceback)
@@ -271,9 +283,9 @@ class Scheduler:
     def _hand_out(self, slot: Slot) -> None:
         chunk = self._hand_outs.take_chunk(slot)
         if chunk is None:
-            self._stop_computing(slot)
+            self.gaps.end(slot.record.pid, time.monotonic())
             slot.told_to_stop = True
-            slot.end_by = slot.end_by or time.monotonic() + END_SECONDS
+            slot.expect_end(time.monotonic() + END_SECONDS)
             slot.worker.send(Stop())
             return
         slot.chunk = slot.state.in_hand[chunk.index] = chunk
@@ -281,14 +293,7 @@ class Scheduler:
         slot.state.go_on(slot.stepped_at)
         slot.worker.send(Predict(chunk.index, chunk.start, chunk.stop))
         self._hand_outs.give_hint(slot)
-        if not slot.is_computing:
-            slot.is_computing = True
-            self.gaps.begin(slot.state.plan.name, slot.record.devices, slot.stepped_at)
-
-    def _stop_computing(self, slot: Slot) -> None:
-        if slot.is_computing:
-            slot.is_computing = False
-            self.gaps.end(slot.state.plan.name, slot.record.devices, time.monotonic())
+        self.gaps.begin(slot.record.pid, slot.state.plan.name, slot.record.devices, slot.stepped_at)
 
     def _end(self, slot: Slot) -> None:
         """The process has ended, or had its time: reap it, give its devices back, judge how it ended."""
@@ -299,7 +304,7 @@ class Scheduler:
         record, state = slot.record, slot.state
         record.exit_code = code
         record.life_seconds = round(time.monotonic() - self._began - record.leased_after_seconds, 3)
-        self._stop_computing(slot)
+        self.gaps.end(record.pid, time.monotonic())
         state.running -= 1
         if not state.running and state.predicting_since is not None and state.finished_at is None:
             state.paused_at = time.monotonic()
@@ -310,25 +315,16 @@ class Scheduler:
                 slot.drop(chunk)
             return
         fault = slot.verdict(code, oom_kills())
-        if fault is not None and fault.kind == "memory":
-            state.most_replicas = max(1, state.running)
         if fault is None:
             return
-        if slot.has_work:
-            blamed, *others = slot.held
-            for chunk in others:  # nothing is known against them
-                slot.drop(chunk)
-                state.waiting.appendleft(chunk)
-            self._judge_chunk(slot, blamed, fault)
-        elif state.finished:  # others did its part: nothing is missing
-            log.warning("%s-%d had no part in the end: %s", record.member, record.replica, fault.message)
-        elif any(other.state is state and other.is_ready for other in self._slots):
-            # What kept this one from starting, such as a broken GPU, does not keep the others from going on.
+        if fault.kind == "memory":
             state.most_replicas = max(1, state.running)
-            self._judge.replica_lost(state, record.replica, fault)
-        else:
-            self._judge.worker_failed(state, record.replica, fault)
-            self._end_failed(state)
+            self._may_stand_by = False  # those that did may be what there was no room for
+            self._standbys.end_all()
+        others_compute = any(other.state is state and other.is_ready for other in self._slots)
+        self._judge.worker_ended(slot, fault, others_compute)
+        self._end_failed(state)
+        self._finish_if_done(state)
 
     def _end_failed(self, state: MemberState) -> None:
         """A member that has failed needs none of its workers."""

@@ -44,7 +44,6 @@ class Slot:
         chunk: what it computes.
         writing: what it has computed and writes, by chunk number.
         hint: what it was told would probably come next.
-        is_computing: it has begun with its first chunk and not yet ended with its last.
         failed: why it said it cannot go on.
         fault: what the parent found wrong with it.
         end_by: no longer does anybody wait for the process.
@@ -62,7 +61,6 @@ class Slot:
     chunk: Chunk | None = None
     writing: dict[int, Chunk] = field(default_factory=dict)
     hint: Chunk | None = None
-    is_computing: bool = False
     told_to_stop: bool = False
     failed: Failed | None = None
     fault: Fault | None = None
@@ -88,6 +86,11 @@ class Slot:
         chunks = [*([] if self.chunk is None else [self.chunk]), *self.writing.values()]
         named = None if self.failed is None else self.failed.chunk
         return sorted(chunks, key=lambda chunk: chunk.index != named)
+
+    def expect_end(self, by: float) -> None:
+        """It is to end by then, if it was told to stop; what it still writes has as long as any step."""
+        if self.told_to_stop and not self.writing:
+            self.end_by = self.end_by or by
 
     def drop(self, chunk: Chunk) -> None:
         """It has this chunk no longer."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from ensemble.devices import Device
 from ensemble.planning.plan import MemberPlan
-from ensemble.protocol import Prepare, ProtocolError, Started
+from ensemble.protocol import Failed, Prepare, ProtocolError, Started
 from ensemble.slots import Slot, Worker
 from ensemble.state import MemberState, WorkerRecord
 
@@ -43,6 +43,7 @@ class Standby:
     replica: int
     began_after_seconds: float
     started: Started | None = None
+    has_failed: bool = False
 
     def record(self, leased_after_seconds: float) -> WorkerRecord:
         """The record of a worker that has its lease now."""
@@ -88,10 +89,13 @@ class Standbys:
             elif not one.state.waiting or self._missing(one.state) < 0:
                 self._drop(one, "its member needs no more workers")
         for state, devices in self._wanted(members, slots):
+            # What processes that have just begun will take does not show yet.
+            growing = sum(one.started is None for one in self._waiting)
             available = self._available_bytes()
-            if available is not None and available < 2 * PROCESS_BYTES:
+            if available is not None and available < (2 + growing) * PROCESS_BYTES:
                 return
-            read_ahead = 0 if available is None else int((available - PROCESS_BYTES) * _READ_AHEAD_SHARE)
+            left = 0 if available is None else available - (1 + growing) * PROCESS_BYTES
+            read_ahead = int(left * _READ_AHEAD_SHARE)
             self._begin(state, devices, read_ahead)
 
     def devices_for(self, state: MemberState) -> list[tuple[Device, ...]]:
@@ -105,7 +109,7 @@ class Standbys:
             OSError: none could be started.
         """
         for one in self._waiting:
-            if one.state is state and lease and set(one.devices) == set(lease) and self._is_well(one):
+            if one.state is state and lease and one.devices == tuple(lease) and self._is_well(one):
                 self._waiting.remove(one)
                 return one
         return self._started(state, tuple(lease), 0)
@@ -122,8 +126,9 @@ class Standbys:
     ) -> Iterator[tuple[MemberState, tuple[Device, ...]]]:
         """Members whose first workers are to come, with the devices that will probably come free for them first."""
         taken = {device for one in self._waiting for device in one.devices}
-        # While one still loads, it shall have the disk and the processor to itself.
-        if not all(slot.is_ready or slot.told_to_stop for slot in slots):
+        # While one still loads, it shall have the disk and the processor to itself; and until all have computed
+        # something nobody knows whose devices come free first.
+        if not all(slot.told_to_stop or (slot.is_ready and slot.state.computed_cost) for slot in slots):
             return
         by_end = sorted(slots, key=lambda slot: slot.state.seconds_left)
         for state in members:
@@ -143,7 +148,9 @@ class Standbys:
                 if len(devices) < state.plan.gpus:
                     break
                 taken.update(devices)
-                yield state, devices
+                # In the order of a lease: max_memory and device_map number a member's GPUs.
+                order = state.plan.placement.devices.index
+                yield state, tuple(sorted(devices, key=lambda device: order(device.uuid)))
 
     def _missing(self, state: MemberState) -> int:
         """How many of its first workers neither run nor stand by."""
@@ -179,7 +186,8 @@ class Standbys:
         for event in events:
             if isinstance(event, Started):
                 one.started = event
-        return is_open and not one.worker.has_exited()
+            one.has_failed |= isinstance(event, Failed)
+        return is_open and not one.has_failed and not one.worker.has_exited()
 
     def _drop(self, one: Standby, why: str) -> None:
         self._waiting.remove(one)

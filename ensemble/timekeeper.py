@@ -5,7 +5,7 @@ The arithmetic is in ``planning.timelimit``; here it meets the members' states a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from ensemble.planning.chunks import Chunk, cut_at
 from ensemble.planning.timelimit import SMALLEST_ROWS, Share, calibrated, fitting_start, goals
@@ -45,12 +45,18 @@ class TimeKeeper:
         fitting = self._fitting(state, members, left)
         return left > 0 and any(fitting(chunk) is not None for chunk in state.waiting)
 
-    def take_chunk(self, state: MemberState, members: Sequence[MemberState]) -> Chunk | None:
-        """The next chunk for a worker of this member, cut where only a part fits; None: it is to stop."""
+    def take_chunk(
+        self, state: MemberState, members: Sequence[MemberState], told: Collection[Chunk] = ()
+    ) -> Chunk | None:
+        """The next chunk for a worker of this member, cut where only a part fits; None: it is to stop.
+
+        Args:
+            told: what other workers were told would be theirs; taken last.
+        """
         if not state.waiting or not self._is_its_turn(state, members):
             return None
         fitting = self._fitting(state, members, self.seconds_left)
-        for chunk in list(state.waiting):
+        for chunk in sorted(state.waiting, key=told.__contains__):
             start = fitting(chunk)
             if start is None:
                 continue

@@ -55,7 +55,7 @@ class PretendedWorker:
         can_start: else it fails as where CUDA does not start.
 
     Attributes:
-        chunk_seconds: what it takes for a chunk.
+        chunk_seconds, write_seconds: what it takes for a chunk, and to write its part.
         got: the commands it was sent.
         told: the same with its number, in a list that several may share.
     """
@@ -70,7 +70,7 @@ class PretendedWorker:
         self._due: list[tuple[float, Any]] = []
         self._is_over = False
         self._code = 0
-        self.chunk_seconds = CHUNK_SECONDS
+        self.chunk_seconds, self.write_seconds = CHUNK_SECONDS, WRITE_SECONDS
         self.was_aborted = self.was_closed = False
         self._say(0, Started({}, 0.02))
 
@@ -93,7 +93,7 @@ class PretendedWorker:
             elif answer is not SILENCE:
                 if isinstance(answer, ChunkDone):
                     self._say(self.chunk_seconds, Computed(answer.chunk))
-                self._say(self.chunk_seconds + WRITE_SECONDS, answer)
+                self._say(self.chunk_seconds + self.write_seconds, answer)
                 self._is_over = isinstance(answer, Failed)
         elif isinstance(command, Stop):
             self._say(0, Closed(1))
@@ -115,6 +115,11 @@ class PretendedWorker:
 
     def terminate(self) -> None:
         self._is_over = True
+
+    def fail(self) -> None:
+        """Say that it cannot go on, and take a while to end."""
+        self._say(0, Failed("ImportError", "no module named torch", ""))
+        self._say(60.0, Closed(1))
 
     def abort(self) -> None:
         self.was_aborted = self._is_over = True

@@ -269,6 +269,19 @@ def test_a_worker_that_is_told_to_stop_and_does_not_is_not_waited_for(
     assert state.failure is None
 
 
+def test_a_last_part_may_take_longer_to_write_than_a_process_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a file server that stalls: hang_timeout is what counts."""
+    monkeypatch.setattr(ensemble.scheduler, "END_SECONDS", 0.2)
+
+    def on_launch(launched: Launched) -> None:
+        launched.worker.write_seconds = 1.0
+
+    (state,) = schedule(one_member(), [], on_launch=on_launch)
+    assert state.finished
+    assert not state.faults
+    assert len(state.workers) == 1
+
+
 def deaf_to_stop(
     send: Callable[[PretendedWorker, Command], None],
 ) -> Callable[[PretendedWorker, Command], None]:

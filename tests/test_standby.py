@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -12,10 +12,12 @@ import pytest
 
 import ensemble.scheduler
 import ensemble.standby
+from ensemble.finishing import Finishing
 from ensemble.gaps import Gap, Gaps
 from ensemble.planning.plan import make_plan
 from ensemble.protocol import Predict, Prepare
 from ensemble.scheduler import Scheduler
+from ensemble.state import MemberState
 from tests.planning.test_plan import config, facts, gpus
 from tests.pretended import Launched, PretendedWorker, computed, plan_of, schedule, used
 
@@ -119,6 +121,54 @@ def test_one_that_fails_before_its_turn_is_replaced_and_costs_the_member_nothing
     assert [record.pid for record in second.workers] == [watch.of("m1")[1].pid]
 
 
+def test_one_that_says_that_it_cannot_go_on_is_not_taken() -> None:
+    one, watch = gpus(1), Watch()
+
+    def launch(launched: Launched) -> None:
+        watch(launched)
+        if len(watch.of("m1")) == 1 and launched.member == "m1":
+            launched.worker.fail()
+
+    first, second = schedule(plan_of([8, 4], [1, 1], one), one, on_launch=launch)
+    assert first.finished
+    assert second.finished
+    assert not second.faults
+    assert [record.pid for record in second.workers] == [watch.of("m1")[1].pid]
+
+
+def test_where_the_host_runs_out_of_memory_nobody_stands_by_any_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, watch, kills = gpus(1), Watch(), [0]
+    monkeypatch.setattr(ensemble.scheduler, "oom_kills", lambda: kills[0])
+
+    def answer(command: Predict) -> Any:
+        if kills[0] or len(watch.launched) < 2:
+            return computed(command)
+        kills[0] = 1
+        return None
+
+    first, second = schedule(plan_of([20, 4], [1, 1], one), one, answer, on_launch=watch)
+    assert first.finished
+    assert second.finished
+    assert [fault.kind for fault in first.faults] == ["memory"]
+    assert [launched.member for launched in watch.launched] == ["m0", "m1", "m0", "m1"]
+    assert watch.still_running[2:] == [[], []], "neither beside the retry nor beside anybody else"
+
+
+def test_its_devices_are_in_the_order_of_a_lease() -> None:
+    """Which GPU comes free first does not decide which is the member's first: max_memory goes by that."""
+    two, watch = gpus(2), Watch()
+    known = {
+        f"m{index}": facts(np.full(count, 200_000, dtype=np.int64)) for index, count in enumerate((30, 10, 6))
+    }
+    made = make_plan(config({"replicas": 1}, {"replicas": 1}, {"num_gpus": 2}), known, two)
+    members = tuple(replace(member, first_replicas=1) for member in made.members)
+    *_, wide = schedule(replace(made, members=members), two, on_launch=watch)
+    assert used(wide) == [("GPU-0", "GPU-1")]
+    assert [one.devices for one in watch.launched if one.member == "m2"] == [("GPU-0", "GPU-1")]
+
+
 def test_none_outlives_a_run_that_ends_early() -> None:
     one, watch = gpus(1), Watch()
 
@@ -171,33 +221,48 @@ def test_a_chunk_is_handed_out_while_the_one_before_it_is_written() -> None:
     assert written_then == [0, 0, 1, 2], "each before word came that the one before it was written"
 
 
-def gaps_of(*steps: tuple[str, str, Sequence[str], float]) -> list[Gap]:
-    gaps = Gaps()
-    for what, member, devices, now in steps:
-        (gaps.begin if what == "begin" else gaps.end)(member, devices, now)
-    return gaps.found
+def test_what_a_run_has_no_time_for_is_left_to_the_next() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    done: list[str] = []
+
+    def finish(state: MemberState) -> None:
+        begun.set()
+        go_on.wait()
+        done.append(state.plan.name)
+
+    first, second = (MemberState.of(member) for member in plan_of([1, 1], [1, 1], []).members)
+    finishing = Finishing(finish)
+    finishing.begin(first)
+    finishing.begin(second)
+    begun.wait()
+    threading.Timer(0.1, go_on.set).start()
+    finishing.close()
+    assert done == ["m0"], "the one that had begun, to its end"
+    assert list(finishing.failures()) == []
+    assert not finishing.is_busy
 
 
 def test_gaps_are_between_members_on_the_same_device() -> None:
-    found = gaps_of(
-        ("begin", "a", ["G0"], 1.0),
-        ("begin", "a", ["G1"], 2.0),
-        ("end", "a", ["G0"], 10.0),
-        ("end", "a", ["G1"], 11.0),
-        ("begin", "a", ["G0"], 12.0),  # a retry of the same member: no change of members
-        ("end", "a", ["G0"], 13.0),
-        ("begin", "b", ["G0", "G1"], 16.5),
-    )
-    assert found == [Gap("G0", "a", "b", 3.5), Gap("G1", "a", "b", 5.5)]
+    gaps = Gaps()
+    gaps.begin(1, "a", ["G0"], 1.0)
+    gaps.begin(2, "a", ["G1"], 2.0)
+    gaps.begin(1, "a", ["G0"], 5.0)  # its second chunk
+    gaps.end(1, 10.0)
+    gaps.end(2, 11.0)
+    gaps.begin(3, "a", ["G0"], 12.0)  # a retry of the same member: no change of members
+    gaps.end(3, 13.0)
+    gaps.end(7, 14.0)  # one that never computed
+    gaps.begin(4, "b", ["G0", "G1"], 16.5)
+    assert gaps.found == [Gap("G0", "a", "b", 3.5), Gap("G1", "a", "b", 5.5)]
 
 
 def test_a_device_on_which_another_computes_has_no_gap() -> None:
-    assert not gaps_of(
-        ("begin", "a", ["G0"], 1.0),
-        ("begin", "b", ["G0"], 2.0),
-        ("end", "a", ["G0"], 3.0),
-        ("begin", "c", ["G0"], 4.0),
-    )
+    gaps = Gaps()
+    gaps.begin(1, "a", ["G0"], 1.0)
+    gaps.begin(2, "b", ["G0"], 2.0)
+    gaps.end(1, 3.0)
+    gaps.begin(3, "c", ["G0"], 4.0)
+    assert not gaps.found
 
 
 def test_the_gaps_of_a_run_are_measured() -> None:

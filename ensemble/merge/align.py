@@ -6,6 +6,7 @@ another order is joined as a whole, by its ids.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,10 +32,12 @@ class WantedRows:
         ids: text, [rows], unique.
         longest_bytes: of the longest id.
         has_lines: some id holds a line feed or a carriage return.
+        joining: held while a whole file is in memory, so that they are joined one after the other.
     """
 
     def __init__(self, ids: pa.ChunkedArray) -> None:
         self.ids = ids
+        self.joining = threading.Lock()
         self.longest_bytes = int(pc.max(pc.binary_length(ids)).as_py() or 0)
         # To search the bytes takes a twentieth of the time; they may be those of more rows than these.
         texts = (bytes(chunk.buffers()[2] or b"") for chunk in ids.chunks)
@@ -90,7 +93,8 @@ class PredictionsReader:
             if values is None:
                 if self._joined is None:
                     self.close()
-                    self._joined = SpilledRows(self._read_and_join(), self._folder, self._start)
+                    with self._wanted.joining:
+                        self._joined = SpilledRows(self._read_and_join(), self._folder, self._start)
                 values = self._joined.read(rows)
         except (pa.ArrowInvalid, OSError) as error:
             raise MergeError(f"{self._path}: cannot be read ({error})") from error

@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from ensemble.errors import WriteError
+
 _ITEM_BYTES = 8
 
 
@@ -21,16 +23,21 @@ class SpilledRows:
         start: the row that is read first.
 
     Raises:
-        OSError: the disk is full or the like.
+        WriteError: the disk is full or the like.
     """
 
     def __init__(self, values: npt.NDArray[np.float64], folder: Path, start: int = 0) -> None:
         self._rows, self._labels = values.shape
         self._start = start
-        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
-        for column in values.T:
-            self._file.write(np.ascontiguousarray(column).data)
-        self._file.flush()
+        try:
+            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+            for column in values.T:
+                self._file.write(np.ascontiguousarray(column).data)
+            self._file.flush()
+        except OSError as error:
+            raise WriteError(
+                f"cannot write to {folder} ({error.strerror or error}); make room there, or change output_dir"
+            ) from error
 
     def close(self) -> None:
         self._file.close()

@@ -31,7 +31,10 @@ class Display(Protocol):
 
 
 def choose_display(
-    file: IO[str], quiet: bool, console: Callable[[], Console], environ: Mapping[str, str] | None = None
+    file: IO[str] | None,
+    quiet: bool,
+    console: Callable[[], Console],
+    environ: Mapping[str, str] | None = None,
 ) -> Display:
     """The display that suits where the output goes.
 
@@ -39,7 +42,7 @@ def choose_display(
         console: makes the console for the bars, the first time that they are drawn.
     """
     variables = os.environ if environ is None else environ
-    if quiet:
+    if quiet or file is None:  # None: closed before this process began
         return QuietDisplay()
     if file.isatty() and not any(name in variables for name in _NOTEBOOK_VARIABLES):
         return BarDisplay(file, console)

@@ -67,7 +67,8 @@ def run_document(
         "filled_rows": results.filled_rows,
         "scores": {name: asdict(score) for name, score in results.scores.items()},
         "warnings": list(prepared.warnings),
-        "files": {name: str(path) for name, path in results.files.items()},
+        # A copy: members are finished in another thread meanwhile.
+        "files": {name: str(path) for name, path in dict(results.files).items()},
         "config": loaded.text,
         "overrides": list(loaded.overrides),
     }
