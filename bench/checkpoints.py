@@ -20,12 +20,14 @@ ENCODER = "cross"
 WORDS_FILE = "words.json"
 # Twice the usual deviation of weights: rows then differ by much more than rounding does.
 _SPREAD = 0.04
+# Two thirds of them in a vocabulary of 32,768, as in the small models of these families.
+_VOCABULARY = 32_768
 _DECODER: dict[str, Any] = {
-    "hidden_size": 384,
-    "intermediate_size": 1200,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "head_dim": 64,
     "max_position_embeddings": 2048,
     "bos_token_id": 1,
@@ -57,7 +59,7 @@ def _save_model(folder: Path, name: str, vocabulary: int) -> None:
 
     labels = PAIR_LABELS if name == ENCODER else LABELS
     common = {
-        "vocab_size": vocabulary,
+        "vocab_size": vocabulary if name == ENCODER else _VOCABULARY,
         "pad_token_id": 0,
         "initializer_range": _SPREAD,
         "id2label": dict(enumerate(labels)),

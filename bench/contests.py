@@ -66,8 +66,8 @@ class Target:
 # least a minute of work, and three rounds take three quarters of an hour.
 WORKS = (
     Work("two", "single", DECODERS[:2], 500, 1, ("notebook_loop", "pipeline", "chain")),
-    Work("pairs", "pairs", (ENCODER,), 1700, 1, ("cross_encoder",)),
-    Work("three", "single", DECODERS, 2400, 2, ("by_hand", "floor")),
+    Work("pairs", "pairs", (ENCODER,), 1000, 1, ("cross_encoder",)),
+    Work("three", "single", DECODERS, 1800, 2, ("by_hand", "floor")),
     Work("repeated", "repeated", DECODERS[:1], 800, 1, ("notebook_loop",)),
 )
 TARGETS = (
