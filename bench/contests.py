@@ -65,10 +65,10 @@ class Target:
 # Sized for two cores on which a notebook loop gets through 3,400 padded tokens a second: every slower side has at
 # least a minute of work, and three rounds take three quarters of an hour.
 WORKS = (
-    Work("two", "single", DECODERS[:2], 500, 1, ("notebook_loop", "pipeline", "chain")),
+    Work("two", "single", DECODERS[:2], 800, 1, ("notebook_loop", "pipeline", "chain")),
     Work("pairs", "pairs", (ENCODER,), 1000, 1, ("cross_encoder",)),
-    Work("three", "single", DECODERS, 1800, 2, ("by_hand", "floor")),
-    Work("repeated", "repeated", DECODERS[:1], 800, 1, ("notebook_loop",)),
+    Work("three", "single", DECODERS, 2400, 2, ("by_hand", "floor")),
+    Work("repeated", "repeated", DECODERS[:1], 1400, 1, ("notebook_loop",)),
 )
 TARGETS = (
     Target("notebook loop, long-tailed rows", "two", "notebook_loop", 0.30),

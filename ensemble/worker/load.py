@@ -17,6 +17,7 @@ from ensemble.protocol import (
 )
 from ensemble.worker.allocator import check_allocator
 from ensemble.worker.batching import MemoryLimit
+from ensemble.worker.heap import keep_freed_memory
 from ensemble.worker.model import load_model
 from ensemble.worker.precision import attention_errors, capability, prefer_flash_attention, set_tf32
 from ensemble.worker.tokenizer import load_tokenizer
@@ -57,8 +58,10 @@ def load(spec: WorkerSpec, tokenizer: Any = None) -> Loaded:
         check_allocator(spec, notes)
     least = capability(on_gpu)
     set_tf32(spec, least, notes)
-    if not on_gpu and spec.cpu_threads is not None:
-        torch.set_num_threads(spec.cpu_threads)
+    if not on_gpu:
+        keep_freed_memory()
+        if spec.cpu_threads is not None:
+            torch.set_num_threads(spec.cpu_threads)
     with attention_errors(spec):
         model = load_model(spec, on_gpu, notes)
     prefer_flash_attention(spec, model, least)
