@@ -62,7 +62,7 @@ class Target:
     enough_seconds: float = 60.0
 
 
-# Sized for two cores on which a notebook loop gets through 3,400 padded tokens a second: every slower side has at
+# Sized for two cores on which a notebook loop gets through 7,000 padded tokens a second: every slower side has at
 # least a minute of work, and three rounds take three quarters of an hour.
 WORKS = (
     Work("two", "single", DECODERS[:2], 800, 1, ("notebook_loop", "pipeline", "chain")),

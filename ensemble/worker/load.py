@@ -58,12 +58,12 @@ def load(spec: WorkerSpec, tokenizer: Any = None) -> Loaded:
         check_allocator(spec, notes)
     least = capability(on_gpu)
     set_tf32(spec, least, notes)
-    if not on_gpu:
-        keep_freed_memory()
-        if spec.cpu_threads is not None:
-            torch.set_num_threads(spec.cpu_threads)
+    if not on_gpu and spec.cpu_threads is not None:
+        torch.set_num_threads(spec.cpu_threads)
     with attention_errors(spec):
         model = load_model(spec, on_gpu, notes)
+    if not on_gpu:
+        keep_freed_memory()  # not before: what only loading needs shall go back
     prefer_flash_attention(spec, model, least)
     model.eval()
     if len(tokenizer) > (rows := int(model.get_input_embeddings().weight.shape[0])):
