@@ -16,7 +16,6 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 import pyarrow.csv as pa_csv
@@ -25,7 +24,8 @@ from bench.contests import ROOT
 from bench.merge_files import make_files
 from bench.processes import Failed
 from bench.rounds import say
-from bench.table import plain_table
+from bench.sections import show
+from bench.table import Spread
 
 _MIB = 1 << 20
 _READING = "pyarrow_reads"
@@ -100,16 +100,12 @@ def _figures(samples: Sequence[_Sample], reading: Sequence[_Sample]) -> dict[str
     cpu = [sample.cpu_seconds for sample in samples]
     pairs = list(zip(samples, reading, strict=True))
     return {
-        "s": _spread(seconds),
-        "CPU s": _spread(cpu),
-        "time / reading": _spread([one.seconds / other.seconds for one, other in pairs]),
-        "CPU / reading": _spread([one.cpu_seconds / other.cpu_seconds for one, other in pairs]),
+        "s": Spread.of(seconds).text(2),
+        "CPU s": Spread.of(cpu).text(2),
+        "time / reading": Spread.of([one.seconds / other.seconds for one, other in pairs]).text(2),
+        "CPU / reading": Spread.of([one.cpu_seconds / other.cpu_seconds for one, other in pairs]).text(2),
         "peak MiB": f"{max(sample.peak_bytes for sample in samples) / _MIB:,.0f}",
     }
-
-
-def _spread(values: Sequence[float]) -> str:
-    return f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -124,13 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--labels", type=int, default=3, metavar="L")
     parser.add_argument("--repeats", type=int, default=3, metavar="K", help="rounds; 3 where nothing is said")
     options = parser.parse_args(arguments)
-    try:
-        found = compare(options.rows, options.members, options.labels, options.repeats)
-    except Failed as error:
-        say(str(error))
-        return 1
-    sys.stdout.write(f"{plain_table(found)}\n")
-    return 0
+    return show(lambda: compare(options.rows, options.members, options.labels, options.repeats))
 
 
 if __name__ == "__main__":

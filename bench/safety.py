@@ -16,7 +16,8 @@ import pyarrow.csv as pa_csv
 
 from bench.processes import measure
 from bench.rounds import say
-from bench.table import Spread, plain_table
+from bench.sections import show
+from bench.table import Spread
 
 ROOT = Path(__file__).resolve().parents[1]
 WITHOUT = Path(__file__).parent / "without_safety"
@@ -79,14 +80,18 @@ def _run(folder: Path, table: Path, kind: str) -> float:
     return measure([command], folder, environment, folder / "log").seconds
 
 
-def main() -> None:
-    """Run the comparison."""
+def main() -> int:
+    """The command: prints a markdown table.
+
+    Returns:
+        0; 1 where something failed.
+    """
     parser = argparse.ArgumentParser(prog="python -m bench.safety", description=__doc__)
     parser.add_argument("--times", type=int, default=20, help="how many copies of the demo's 2,000 rows")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each kind")
     options = parser.parse_args()
-    print(plain_table(compare(options.repeats, options.times)))
+    return show(lambda: compare(options.repeats, options.times))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 from bench.processes import Failed
 from bench.rounds import say
+from bench.table import plain_table
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,21 @@ class Section:
         if not rows:
             raise Failed(f"{self.title}: nothing was measured")
         return rows
+
+
+def show(compare: Callable[[], Sequence[Mapping[str, object]]]) -> int:
+    """What a section's module does as a command: measure, and print a markdown table.
+
+    Returns:
+        0; 1 where something failed.
+    """
+    try:
+        found = compare()
+    except Failed as error:
+        say(str(error))
+        return 1
+    sys.stdout.write(f"{plain_table(found)}\n")
+    return 0
 
 
 SECTIONS: Sequence[Section] = (

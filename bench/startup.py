@@ -27,7 +27,8 @@ import numpy as np
 from bench.contests import ROOT
 from bench.processes import Failed
 from bench.rounds import say
-from bench.table import plain_table
+from bench.sections import show
+from bench.table import Spread
 from ensemble.config import load_config
 from ensemble.launch.local import LocalWorker
 from ensemble.planning.plan import MemberPlan
@@ -104,8 +105,8 @@ def _rows(samples: Mapping[str, Sequence[_Sample]]) -> list[dict[str, object]]:
         seconds = [sample.seconds for sample in found]
         row: dict[str, object] = {
             "what": title,
-            "s": _spread(seconds),
-            "CPU s": _spread([sample.cpu_seconds for sample in found]),
+            "s": Spread.of(seconds).text(2),
+            "CPU s": Spread.of([sample.cpu_seconds for sample in found]).text(2),
             "time / bare": "",
             "at most": "",
             "verdict": "",
@@ -113,7 +114,7 @@ def _rows(samples: Mapping[str, Sequence[_Sample]]) -> list[dict[str, object]]:
         if title == _WORKER_TITLE:
             pairs = zip(found, samples[_BARE_TITLE], strict=True)
             ratios = [one.seconds / other.seconds for one, other in pairs]
-            row |= {"time / bare": _spread(ratios), "at most": f"{_MOST_RATIO} x bare"}
+            row |= {"time / bare": Spread.of(ratios).text(2), "at most": f"{_MOST_RATIO} x bare"}
             row["verdict"] = "ok" if median(ratios) <= _MOST_RATIO else "MISSED"
         elif title == _COMMAND_TITLE:
             row["at most"] = f"{_MOST_SECONDS} s"
@@ -215,10 +216,6 @@ def _cpu_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _spread(values: Sequence[float]) -> str:
-    return f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command: prints a markdown table.
 
@@ -228,13 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.startup", description=__doc__)
     parser.add_argument("--repeats", type=int, default=7, metavar="K", help="rounds; 7 where nothing is said")
     options = parser.parse_args(arguments)
-    try:
-        found = compare(options.repeats)
-    except Failed as error:
-        say(str(error))
-        return 1
-    sys.stdout.write(f"{plain_table(found)}\n")
-    return 0
+    return show(lambda: compare(options.repeats))
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ class ReadAhead:
         step: called in that thread after each piece.
     """
 
-    def __init__(self, paths: list[Path], limit_bytes: int, step: Callable[[], None]) -> None:
+    def __init__(self, paths: list[Path], limit_bytes: int, step: Callable[[], None] = lambda: None) -> None:
         self.read_bytes = 0
         self._paths, self._limit_bytes, self._step = paths, limit_bytes, step
         self._stopped = threading.Event()

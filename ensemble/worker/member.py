@@ -62,13 +62,9 @@ class Member:
         self.forward_seconds = 0.0
         import_model_class(spec)
 
-    def read_ahead(self, limit_bytes: int, step: Callable[[], None] = lambda: None) -> None:
-        """Begin to read the weights' files, so that they lie in the page cache; ``load`` ends it.
-
-        Args:
-            step: called after each piece, in another thread.
-        """
-        self._reading = ReadAhead(weight_files(self._spec), limit_bytes, step)
+    def read_ahead(self, limit_bytes: int) -> None:
+        """Begin to read the weights' files, so that they lie in the page cache; ``load`` ends it."""
+        self._reading = ReadAhead(weight_files(self._spec), limit_bytes)
 
     def prepare(self, start: int, stop: int) -> None:
         """A hint: rows ``order[start:stop]`` will probably come next.  Returns at once; from any thread."""
