@@ -36,7 +36,8 @@ class WorkerSpec:
     ``token_budget`` and ``batch_size`` are None when the worker shall choose.
     ``gpus`` counts the devices in the worker's lease (0: the CPU); ``cpu_threads`` None leaves torch's choice.
     ``dtype`` is the config's; ``gpu_dtype`` is what "auto" means on the run's GPUs.  ``max_memory`` has bytes by
-    the GPU's number within the lease, as text, and by "cpu".
+    the GPU's number within the lease, as text, and by "cpu".  ``attn_implementation`` is the user's
+    (``is_attention_asked``) or the plan's choice, None where the plan could not read the architecture.
 
     A batch of ``padded_tokens`` as wide as ``width`` takes ``padded_tokens * (bytes_per_token +
     bytes_per_token_pair * width)`` beside the weights, and ``fixed_bytes`` whatever its size; None where the plan
@@ -68,6 +69,7 @@ class WorkerSpec:
     max_split_size_mb: int | None
     quantization_config: dict[str, Any] | None
     attn_implementation: str | None
+    is_attention_asked: bool
     model_kwargs: dict[str, Any]
     tokenizer_kwargs: dict[str, Any]
     gpus: int

@@ -32,8 +32,8 @@ from ensemble.doctor.packages import (
     python_findings,
 )
 from ensemble.doctor.places import cpu_finding, disk_findings, memory_findings, room_finding
-from ensemble.doctor.trials import CPU, Report, Trial, run_trials
 from ensemble.launch.local import python_command
+from ensemble.launch.trials import CPU, Report, Trial, run_trials
 from ensemble.worker.probe import probe, product_error
 from tests.nvml.sim import GIB, GPU_IS_LOST, Fail, Memory, NvmlSim, gpu_uuid, gpus
 from tests.oom.limit import AllocatorLimit

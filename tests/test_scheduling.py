@@ -56,6 +56,27 @@ def watch_run(
         return process.returncode, process.stdout.read(), seen
 
 
+# Stands in for a build of flash-attention for another torch: it can be found, and not used.
+FLASH = "raise ImportError('undefined symbol: _ZN3c104cuda9SetDeviceEi')"
+
+
+@pytest.mark.fault(30)
+def test_a_flash_attention_that_does_not_work_is_not_planned_with(
+    project: Project, nvml_sim: NvmlSim, tmp_path: Path
+) -> None:
+    nvml_sim.write([Gpu(A, name="Simulated A100", compute_capability=(8, 0))])
+    package = tmp_path / "site" / "flash_attn"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(FLASH)
+    project.write_config(project.config(defaults={"text_column": "text", "dtype": "float16"}))
+    paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(package.parent)])}
+    done = project.ensemble("plan", "config.yaml", environment={**nvml_sim.environment(), **paths})
+    assert (done.returncode, done.stderr) == (0, "")
+    said = " ".join(done.stdout.split())
+    assert "float16, eager attention" in said, said
+    assert "flash" not in said
+
+
 def _environment(pid: int) -> dict[str, str]:
     try:
         pairs = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")

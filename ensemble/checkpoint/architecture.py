@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ensemble.attention import is_soft_capped
 from ensemble.checkpoint.quantization import method_of, quantized_bits
 
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
@@ -30,7 +31,6 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma2": {
         "head_dim": 256,
         "num_key_value_heads": 4,
-        "attn_logit_softcapping": 50.0,
         "sliding_window": 4096,
     },
     "gemma3_text": {
@@ -136,7 +136,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture | None:
         head_dim=_number(text, _HEAD_DIM) or max(1, hidden // heads),
         vocabulary=vocabulary,
         max_positions=_max_positions(model_type, text),
-        soft_capping=bool(text.get("attn_logit_softcapping")),
+        soft_capping=is_soft_capped(config),
         dtype=dtype or None,
         quant_method=method_of(stored),
         quant_bits=quantized_bits(stored),

@@ -19,9 +19,9 @@ from ensemble.doctor.packages import (
     python_findings,
 )
 from ensemble.doctor.places import disk_findings, host_findings
-from ensemble.doctor.trials import CPU, run_trials
 from ensemble.errors import EnsembleError
 from ensemble.hostmemory import available_memory_bytes
+from ensemble.launch.trials import CPU, run_trials
 
 if TYPE_CHECKING:
     from ensemble.config import LoadedConfig, RunConfig

@@ -9,7 +9,7 @@ from typing import Literal
 
 from ensemble.devices import WORTH_SAYING_BYTES, Inventory, processes_on
 from ensemble.doctor.finding import Finding, Mark
-from ensemble.doctor.trials import Report, Trial
+from ensemble.launch.trials import Report, Trial
 from ensemble.leases import holders
 from ensemble.sizes import gib
 

@@ -59,7 +59,7 @@ def member_facts(
         max_length=_max_length(model, folder, architecture),
         supports_sdpa=supports_sdpa(checkpoint.model_type),
         pools_last_token=not scores_every_position(checkpoint.model_type),
-        has_flash_attention=importlib.util.find_spec("flash_attn") is not None,
+        has_flash_attention=False,  # outlook asks a process that has torch, where it matters
     )
 
 

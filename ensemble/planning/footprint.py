@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from ensemble.attention import choose_attention
 from ensemble.checkpoint.architecture import Architecture
 from ensemble.checkpoint.tensors import Tensor
 from ensemble.config import ModelConfig
@@ -37,7 +38,7 @@ class MemberFacts:
     ``lengths`` has the bytes of text per row, int64 [rows].  ``tensors`` and ``architecture`` are None where
     they cannot be known yet (on the hub, pickled); ``adapter_bytes`` is the size of its adapter's file.
     ``max_length`` is how many tokens a row may have; ``pools_last_token`` is False where logits are computed at
-    every position.
+    every position; ``has_flash_attention``: flash-attention 2 was seen to work on these devices.
     """
 
     lengths: npt.NDArray[np.int64]
@@ -123,6 +124,7 @@ def footprint(
     if settings is not None and settings.get("load_in_4bit"):
         settings = {"bnb_4bit_compute_dtype": dtype, **settings}  # as the worker sets it
     attention = chosen_attention(model, facts, dtype, gpus, capability)
+    assert attention is not None  # as the architecture is known
     # Rows of one length need no mask; what transformers then takes for shared keys can need more.
     padded, even = (
         activation(
@@ -196,21 +198,19 @@ def chosen_dtype(
 
 def chosen_attention(
     model: ModelConfig, facts: MemberFacts, dtype: str, gpus: int, capability: Capability | None
-) -> str:
-    """The attention that transformers will take, or is told to take.
+) -> str | None:
+    """The attention that a member's workers are told to take; None where only they can see the architecture.
 
-    Soft-capped scores (Gemma-2) rule out torch's fused attention; flash-attention-2 has them, for half precision
-    from compute capability 8.0.
+    The kernels of flash-attention 2 are for half precision from compute capability 8.0 on.
     """
     if model.attn_implementation is not None:
         return model.attn_implementation
-    assert facts.architecture is not None
-    if facts.supports_sdpa and not facts.architecture.soft_capping:
-        return "sdpa"
-    can_flash = facts.has_flash_attention and facts.architecture.soft_capping and dtype != "float32"
-    if gpus and can_flash and capability is not None and capability >= (8, 0):
-        return "flash_attention_2"
-    return "eager"
+    if facts.architecture is None:
+        return None
+    is_half = dtype in ("float16", "bfloat16")
+    is_able = gpus > 0 and capability is not None and capability >= (8, 0)
+    flash_suits = facts.has_flash_attention and is_half and is_able
+    return choose_attention(facts.architecture.soft_capping, facts.supports_sdpa, flash_suits)
 
 
 def quantization_name(settings: Mapping[str, Any] | None, architecture: Architecture) -> str:

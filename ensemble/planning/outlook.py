@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,9 +13,11 @@ from ensemble.checkpoint.inspection import Checkpoint
 from ensemble.config import RunConfig
 from ensemble.devices import Device
 from ensemble.hostmemory import available_memory_bytes, total_memory_bytes
+from ensemble.launch.trials import run_trials
 from ensemble.planning.facts import UNKNOWN, member_facts, read_json
 from ensemble.planning.footprint import MemberFacts
 from ensemble.planning.forecast import Speed, measured_speeds
+from ensemble.planning.placement import place
 from ensemble.planning.plan import Plan, make_plan
 from ensemble.rundir import RunDir
 
@@ -58,6 +61,7 @@ def look_ahead(
         else UNKNOWN
         for model in config.models
     }
+    facts = _with_flash_attention(config, facts, gpus)
     host = _host()
     speeds = measured_speeds(
         read_json(RunDir(config.output_dir).run_json),
@@ -66,6 +70,25 @@ def look_ahead(
     )
     plan = make_plan(config, facts, gpus, host, speeds)
     return Outlook(config, facts, tuple(gpus), host, speeds, plan)
+
+
+def _with_flash_attention(
+    config: RunConfig, facts: dict[str, MemberFacts], gpus: Sequence[Device]
+) -> dict[str, MemberFacts]:
+    """The facts with whether flash-attention 2 works, which only a process with torch can tell: seconds.
+
+    Asked where a member would take it and its package can be found.
+    """
+    able = {name: replace(one, has_flash_attention=True) for name, one in facts.items()}
+    would = any(
+        model.attn_implementation is None
+        and place(config, index, able[model.name], gpus, None).attention == "flash_attention_2"
+        for index, model in enumerate(config.models)
+    )
+    if not would or importlib.util.find_spec("flash_attn") is None:
+        return facts
+    report = run_trials(gpus[:1], flash_attention=True)[0].report
+    return able if report is not None and report.has_flash_attention else facts
 
 
 def _host() -> Device | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from ensemble.attention import leaves_out_cap, no_cap_text
 from ensemble.config import ModelConfig, RunConfig
 from ensemble.devices import WORTH_SAYING_BYTES, Device
 from ensemble.errors import DeviceError
@@ -13,6 +14,7 @@ from ensemble.planning.footprint import (
     Fit,
     Footprint,
     MemberFacts,
+    chosen_attention,
     chosen_dtype,
     fit,
     footprint,
@@ -29,6 +31,7 @@ class Placement:
     ``devices`` are UUIDs that it may run on now, in the inventory's order; ``held`` those that would hold it, or
     hold it better, if others did not use them.  ``fits`` says by UUID ("cpu" for the CPU) how, where its footprint
     is known.  ``dtype`` is what dtype: auto means on these GPUs; "auto" where the checkpoint is not known.
+    ``attention`` is what its workers are told to take; None where only they can see the architecture.
     """
 
     gpus: int
@@ -37,6 +40,7 @@ class Placement:
     footprint: Footprint | None = None
     fits: Mapping[str, Fit] = field(default_factory=dict)
     dtype: str = "auto"
+    attention: str | None = None
     reason: str = ""
     problems: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -46,6 +50,24 @@ def place(
     config: RunConfig, index: int, facts: MemberFacts, devices: Sequence[Device], host: Device | None
 ) -> Placement:
     """Where a member runs; what speaks against it is in the placement's ``problems``."""
+    model = config.models[index]
+    is_capped = facts.architecture is not None and facts.architecture.soft_capping
+    if is_capped and leaves_out_cap(model.attn_implementation):
+        return Placement(
+            _asked_gpus(model, devices),
+            problems=(f"models[{index}].{no_cap_text(str(model.attn_implementation), model.name)}",),
+        )
+    placed = _placed(config, index, facts, devices, host)
+    if placed.footprint is not None:
+        return replace(placed, attention=placed.footprint.attention)
+    dtype = placed.dtype if placed.gpus else "float32"
+    attention = chosen_attention(model, facts, dtype, placed.gpus, _lowest_capability(devices))
+    return replace(placed, attention=attention)
+
+
+def _placed(
+    config: RunConfig, index: int, facts: MemberFacts, devices: Sequence[Device], host: Device | None
+) -> Placement:
     model = config.models[index]
     asked = _asked_gpus(model, devices)
     if problem := _impossible(index, model, asked, devices):
@@ -170,7 +192,7 @@ def _trusted(
     is_known = stored is not None or (capability is not None and capability < (8, 0))
     dtype = chosen_dtype(model.dtype, stored, gpus, capability) if is_known else "auto"
     reason = "" if needed is None else "its layers go where device_map, max_memory and offload_folder say"
-    return Placement(gpus, everywhere, held, needed, {}, dtype, reason)
+    return Placement(gpus, everywhere, held, needed, {}, dtype, reason=reason)
 
 
 def _empty_fit(config: RunConfig, needed: Footprint, device: Device, gpus: int) -> Fit:
@@ -227,9 +249,8 @@ def _on_gpus(
         needed,
         fits,
         needed.dtype,
-        _why_spread(needed, able, gpus, asked),
-        (),
-        tuple(warnings),
+        reason=_why_spread(needed, able, gpus, asked),
+        warnings=tuple(warnings),
     )
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ensemble.attention import choose_attention, is_soft_capped
+
 _HALF = (torch.float16, torch.bfloat16)
 _Forward = Callable[..., Any]
 
@@ -51,7 +53,9 @@ def in_float32(model: Any) -> Iterator[None]:
     replaced: list[tuple[dict[str, Any], str, _Forward | None]] = []
     try:
         if "flash" in str(attention):  # made for half precision: it would cast its inputs back
-            model.config._attn_implementation = "sdpa" if model._supports_sdpa else "eager"
+            model.config._attn_implementation = choose_attention(
+                is_soft_capped(model.config.to_dict()), model._supports_sdpa, flash_suits=False
+            )
         for module in model.modules():
             if not _is_half(module) and not hasattr(module, "cast_input_dtype_enabled"):
                 continue

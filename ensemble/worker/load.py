@@ -19,7 +19,7 @@ from ensemble.worker.allocator import check_allocator
 from ensemble.worker.batching import MemoryLimit
 from ensemble.worker.heap import keep_freed_memory
 from ensemble.worker.model import load_model
-from ensemble.worker.precision import attention_errors, capability, prefer_flash_attention, set_tf32
+from ensemble.worker.precision import attention_errors, capability, set_tf32
 from ensemble.worker.tokenizer import load_tokenizer
 
 
@@ -64,7 +64,6 @@ def load(spec: WorkerSpec, tokenizer: Any = None) -> Loaded:
         model = load_model(spec, on_gpu, notes)
     if not on_gpu:
         keep_freed_memory()  # not before: what only loading needs shall go back
-    prefer_flash_attention(spec, model, least)
     model.eval()
     if len(tokenizer) > (rows := int(model.get_input_embeddings().weight.shape[0])):
         raise ValueError(

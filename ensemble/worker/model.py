@@ -8,10 +8,11 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 from transformers.modeling_layers import GenericForSequenceClassification
 
+from ensemble.attention import choose_attention, is_soft_capped
 from ensemble.protocol import WorkerSpec
 from ensemble.worker.adapter import AdapterFiles, attach_adapter, open_adapter, some
 from ensemble.worker.placement import check_placement, input_device, placement_options
-from ensemble.worker.precision import model_dtype
+from ensemble.worker.precision import check_cap, is_of_attention, model_dtype
 from ensemble.worker.quantization import is_bitsandbytes, keep_whole, quantization_config, unpacked_gguf
 
 
@@ -29,8 +30,7 @@ def load_model(spec: WorkerSpec, on_gpu: bool, notes: list[str]) -> Any:
     """
     dtype = model_dtype(spec, on_gpu, notes)
     options: dict[str, Any] = {**placement_options(spec, on_gpu), **spec.model_kwargs}
-    if spec.attn_implementation is not None:
-        options["attn_implementation"] = spec.attn_implementation
+    options["attn_implementation"] = spec.attn_implementation or _chosen_attention(spec)
     if spec.quantization_config is not None:
         options["quantization_config"] = quantization_config(spec.quantization_config, dtype)
     adapter: AdapterFiles | None = None
@@ -42,7 +42,15 @@ def load_model(spec: WorkerSpec, on_gpu: bool, notes: list[str]) -> Any:
     options.setdefault("ignore_mismatched_sizes", True)  # and then refused below, by name
     if spec.gguf_file is not None:
         options |= {"gguf_file": spec.gguf_file, **unpacked_gguf()}
-    model, info = _from_pretrained(spec, dtype=dtype, **options)
+    try:
+        model, info = _from_pretrained(spec, dtype=dtype, **options)
+    except (ImportError, ValueError) as error:
+        # What was chosen and not asked for, such as for code that the checkpoint brings along, may not be there.
+        if spec.is_attention_asked or options["attn_implementation"] == "eager" or not is_of_attention(error):
+            raise
+        notes.append(f"eager attention, as this model has no {options['attn_implementation']}")
+        model, info = _from_pretrained(spec, dtype=dtype, **{**options, "attn_implementation": "eager"})
+    check_cap(spec, model)
     check_placement(model, spec, on_gpu, notes)
     _run_first_hooks(model)
     # With ignore_mismatched_sizes a head of another shape is thrown away and drawn anew.
@@ -61,6 +69,12 @@ def load_model(spec: WorkerSpec, on_gpu: bool, notes: list[str]) -> Any:
             "Name a checkpoint that was trained for sequence classification, or its adapter"
         )
     return model
+
+
+def _chosen_attention(spec: WorkerSpec) -> str:
+    """The choice where the plan could not read the architecture."""
+    config = _config(spec)
+    return choose_attention(is_soft_capped(config.to_dict()), supports_sdpa=True, flash_suits=False)
 
 
 def _from_pretrained(spec: WorkerSpec, **options: Any) -> tuple[Any, Any]:
@@ -95,20 +109,23 @@ def _run_first_hooks(model: Any) -> None:
             model.eval()(input_ids=token, attention_mask=token)
 
 
+def _config(spec: WorkerSpec, **options: Any) -> Any:
+    return AutoConfig.from_pretrained(
+        spec.model_name_or_path,
+        revision=spec.revision or "main",
+        trust_remote_code=spec.trust_remote_code,
+        **({} if spec.gguf_file is None else {"gguf_file": spec.gguf_file}),
+        **options,
+    )
+
+
 def _config_for_adapter(spec: WorkerSpec, adapter: AdapterFiles) -> tuple[Any, set[str]]:
     """The base's config with the adapter's number of labels, its head left out of the base's quantization.
 
     Returns:
         The config, and those of ``model_kwargs`` that are its own keys and now in it.
     """
-    config, left = AutoConfig.from_pretrained(
-        spec.model_name_or_path,
-        revision=spec.revision or "main",
-        trust_remote_code=spec.trust_remote_code,
-        return_unused_kwargs=True,
-        **({} if spec.gguf_file is None else {"gguf_file": spec.gguf_file}),
-        **spec.model_kwargs,
-    )
+    config, left = _config(spec, return_unused_kwargs=True, **spec.model_kwargs)
     if config.num_labels != len(spec.label_order):
         config.num_labels = len(spec.label_order)
     carried = getattr(config, "quantization_config", None)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
+from ensemble.attention import is_soft_capped, leaves_out_cap, no_cap_text
 from ensemble.protocol import WorkerSpec
 
 Capability = tuple[int, int]
@@ -83,31 +83,15 @@ def set_tf32(spec: WorkerSpec, least: Capability | None, notes: list[str]) -> No
         notes.append("allow_tf32 has no effect while NVIDIA_TF32_OVERRIDE=0 is in the environment")
 
 
-def prefer_flash_attention(spec: WorkerSpec, model: Any, least: Capability | None) -> None:
-    """Give a model with soft-capped scores, such as Gemma-2, flash-attention-2 where the device can run it.
+def check_cap(spec: WorkerSpec, model: Any) -> None:
+    """Refuse attention that leaves out the cap on a model's scores; some releases of transformers say nothing.
 
-    torch's fused attention does not cap scores, so transformers takes eager attention for these models, whose
-    memory grows with the square of the length.  For all others transformers' own choice is the right one.
-
-    Args:
-        model: as loaded with transformers' choice.
-        least: the compute capability of the least capable device; None on a CPU.
+    Raises:
+        ValueError: it would.
     """
-    if spec.attn_implementation is None and can_use_flash_attention(model, least):
-        model.set_attn_implementation("flash_attention_2")
-
-
-def can_use_flash_attention(model: Any, least: Capability | None) -> bool:
-    """Whether eager attention of a model with soft-capped scores can be replaced by flash-attention-2."""
-    config = model.config.get_text_config()
-    return (
-        bool(getattr(config, "attn_logit_softcapping", None))
-        and config._attn_implementation == "eager"
-        and least is not None
-        and least >= AMPERE
-        and model.dtype in (torch.float16, torch.bfloat16)
-        and find_spec("flash_attn") is not None
-    )
+    attention = getattr(model.config.get_text_config(), "_attn_implementation", None)
+    if is_soft_capped(model.config.to_dict()) and leaves_out_cap(attention):
+        raise ValueError(no_cap_text(str(attention), spec.model_name_or_path))
 
 
 def may_omit_mask(model: Any, least: Capability | None) -> bool:
@@ -122,6 +106,12 @@ def may_omit_mask(model: Any, least: Capability | None) -> bool:
     return least is None or (least >= AMPERE and model.dtype in (torch.float16, torch.bfloat16))
 
 
+def is_of_attention(error: Exception) -> bool:
+    """Whether transformers refuses the attention that it was told to take."""
+    reason = str(error).lower()
+    return any(words in reason for words in _OF_ATTENTION)
+
+
 @contextlib.contextmanager
 def attention_errors(spec: WorkerSpec) -> Iterator[None]:
     """Names the key where transformers refuses the attention that the user asked for.
@@ -133,8 +123,11 @@ def attention_errors(spec: WorkerSpec) -> Iterator[None]:
         yield
     except (ImportError, ValueError) as error:
         reason = str(error)
-        is_meant = any(words in reason.lower() for words in _OF_ATTENTION)
-        if spec.attn_implementation is None or not is_meant:
+        if (
+            not spec.is_attention_asked
+            or not is_of_attention(error)
+            or reason.startswith("attn_implementation: ")
+        ):
             raise
         # What follows is advice to ask for support of the architecture, and calls of transformers to try.
         reason = reason.split(" Please ")[0].strip().rstrip(".")

@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--allocate-bytes", type=int, required=True)
     parser.add_argument("--seconds", type=int, required=True)
     parser.add_argument("--import", dest="imports", action="append", default=[])
+    parser.add_argument("--flash-attention", action="store_true")
     arguments = parser.parse_args()
     die_with_parent(arguments.parent_pid)
     # Whoever started this ends it in time; the alarm is for systems where nothing tells that it has gone.
@@ -40,6 +41,9 @@ def main() -> None:
     line_fd = os.dup(1)
     os.dup2(2, 1)
     report = probe(arguments.on_gpu, arguments.allocate_bytes, arguments.imports)
+    if arguments.flash_attention:
+        with _trying("run flash-attention 2", report["errors"]):
+            report["has_flash_attention"] = has_flash_attention()
     os.write(line_fd, f"{json.dumps(report)}\n".encode())
     sys.stderr.flush()
     os._exit(0)  # as a worker does: with a CUDA context alive the interpreter's teardown can hang
@@ -110,6 +114,31 @@ def product_error(dtype: torch.dtype, device: torch.device) -> float:
     # The product is cuBLAS's work; making it float64 there is a kernel of torch's own, built for other GPUs.
     got = (left.to(device) @ right.to(device)).double().cpu()
     return float((got - expected).abs().max() / expected.abs().max())
+
+
+def has_flash_attention() -> bool:
+    """Whether flash-attention 2 is there, is taken by transformers, and computes capped scores right on this GPU.
+
+    That its package can be found does not mean so: a build for another torch, CUDA or GPU fails when it is used.
+    """
+    import torch
+    from transformers.utils import is_flash_attn_2_available
+
+    if not is_flash_attn_2_available():
+        return False
+    from flash_attn import flash_attn_func
+
+    cap, scale = 2.0, 0.5
+    random = torch.Generator().manual_seed(0)
+    query, key, value = torch.randn(3, 1, 32, 2, 64, generator=random).half()  # [batch, tokens, heads, width]
+    scores = torch.einsum("bqhd,bkhd->bhqk", query.double(), key.double()) * scale
+    scores = cap * torch.tanh(scores / cap)
+    scores = scores.masked_fill(torch.ones(32, 32, dtype=torch.bool).triu(1), float("-inf"))
+    expected = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), value.double())
+    got = flash_attn_func(
+        query.cuda(), key.cuda(), value.cuda(), softmax_scale=scale, causal=True, softcap=cap
+    )
+    return bool((got.double().cpu() - expected).abs().max() < _TOLERANCES["float16"])
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from bench.shapes import GEMMA_2_9B, LLAMA_3_8B, make_full_size
+from ensemble.attention import is_soft_capped
 from ensemble.checkpoint.inspection import inspect_checkpoint
 from ensemble.config import ModelConfig
 from ensemble.devices import Device
@@ -228,3 +230,51 @@ def test_soft_capping_rules_out_fused_attention(models: Path) -> None:
     facts = [known(models, model, np.ones(1, dtype=np.int64)) for model in asked]
     taken = [chosen_attention(*both, "float16", 1, (7, 5)) for both in zip(asked, facts, strict=True)]
     assert taken == ["eager", "sdpa", "flex_attention"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gpus", "capability", "works", "expected"),
+    [
+        ("bfloat16", 1, (8, 0), True, "flash_attention_2"),
+        ("bfloat16", 1, (8, 0), False, "eager"),
+        ("float16", 2, (9, 0), True, "flash_attention_2"),
+        ("float16", 1, (7, 5), True, "eager"),
+        ("float32", 1, (8, 0), True, "eager"),
+        ("auto", 1, None, True, "eager"),
+        ("float32", 0, None, True, "eager"),
+    ],
+)
+def test_flash_attention_only_where_it_works_and_helps(
+    models: Path, dtype: str, gpus: int, capability: tuple[int, int] | None, works: bool, expected: str
+) -> None:
+    asked = config(*({"model_name_or_path": name} for name in ("gemma", "llama"))).models
+    facts = [
+        replace(known(models, model, np.ones(1, dtype=np.int64)), has_flash_attention=works)
+        for model in asked
+    ]
+    assert chosen_attention(asked[0], facts[0], dtype, gpus, capability) == expected
+    assert chosen_attention(asked[1], facts[1], dtype, gpus, capability) == "sdpa", "as good"
+
+
+@pytest.mark.fault(30)
+def test_fused_attention_is_refused_where_it_leaves_out_the_cap(models: Path) -> None:
+    gemma = {"model_name_or_path": "gemma", "quantization_config": NF4}
+    (problem,) = plan(models, [card(0, 15)], {**gemma, "attn_implementation": "sdpa"}).problems
+    assert problem.startswith("models[0].attn_implementation: sdpa leaves out the cap on attention scores")
+    assert not plan(models, [card(0, 15)], {**gemma, "attn_implementation": "eager"}).problems
+
+
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        ({"model_type": "gemma2"}, True),
+        ({"model_type": "gemma2", "attn_logit_softcapping": None}, False),
+        ({"model_type": "gemma2", "attn_logit_softcapping": 30.0}, True),
+        ({"model_type": "llama"}, False),
+        ({"model_type": "gemma3", "text_config": {"attn_logit_softcapping": None}}, False),
+        ({"model_type": "other", "text_config": {"attn_logit_softcapping": 20.0}}, True),
+        ({"attn_logit_softcapping": None, "encoder": {"model_type": "t5_gemma_module"}}, True),
+    ],
+)
+def test_which_configs_cap_their_scores(document: dict[str, Any], expected: bool) -> None:
+    assert is_soft_capped(document) is expected

@@ -107,10 +107,9 @@ def test_the_attention_that_the_model_supports(architecture: str, chosen: str, t
 
 @pytest.mark.parametrize(
     ("asked", "reason"),
-    [("sdpa", "scaled_dot_product_attention"), ("flash_attention_2", "FlashAttention2"), ("fast", "fast")],
+    [("flash_attention_2", "FlashAttention2"), ("fast", "fast")],
 )
 def test_an_attention_that_cannot_be_had_names_the_key(asked: str, reason: str, tmp_path: Path) -> None:
-    """Soft-capped scores have no fused attention; nothing else may become a wrong number silently."""
     from ensemble.worker.load import load
 
     folder = make_checkpoint(tmp_path, "gemma2", LABELS)
@@ -122,22 +121,29 @@ def test_an_attention_that_cannot_be_had_names_the_key(asked: str, reason: str, 
     assert "http" not in str(caught.value)
 
 
-def test_flash_attention_only_where_it_works_and_helps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.fault(30)
+def test_attention_that_leaves_out_the_cap_is_refused(tmp_path: Path) -> None:
+    """Releases of transformers before 5.22 take it without a word, and the numbers are others."""
     from ensemble.worker.load import load
-    from ensemble.worker.precision import can_use_flash_attention
 
-    gemma, llama = (
-        load(worker_spec(make_checkpoint(tmp_path / name, name, LABELS), dtype="float16")).model
-        for name in ("gemma2", "llama")
-    )
-    assert not can_use_flash_attention(gemma, A100), "the package is not there"
-    (tmp_path / "flash_attn").mkdir()
-    (tmp_path / "flash_attn" / "__init__.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    assert can_use_flash_attention(gemma, A100)
-    assert not can_use_flash_attention(gemma, T4)
-    assert not can_use_flash_attention(gemma, None)
-    assert not can_use_flash_attention(llama, A100), "the fused attention of torch is as good"
-    assert not can_use_flash_attention(gemma.float(), A100)
+    folder = make_checkpoint(tmp_path, "gemma2", LABELS)
+    with pytest.raises(ValueError, match=r"^attn_implementation: sdpa "):
+        load(worker_spec(folder, attn_implementation="sdpa"))
+
+
+def test_an_attention_that_was_chosen_and_is_not_there_makes_way(tmp_path: Path) -> None:
+    """As for code that a checkpoint brings along, of which the plan knows nothing."""
+    from ensemble.worker.load import load
+
+    folder = make_checkpoint(tmp_path, "deberta-v2", LABELS)
+    loaded = load(worker_spec(folder, attn_implementation="sdpa", is_attention_asked=False))
+    assert loaded.attn_implementation == "eager"
+    assert loaded.notes == ("eager attention, as this model has no sdpa",)
+
+
+def test_a_worker_decides_where_the_plan_could_not(tmp_path: Path) -> None:
+    from ensemble.worker.load import load
+
+    for name, chosen in (("gemma2", "eager"), ("llama", "sdpa")):
+        folder = make_checkpoint(tmp_path / name, name, LABELS)
+        assert load(worker_spec(folder)).attn_implementation == chosen

@@ -57,6 +57,7 @@ def worker_spec(folder: Path, **changes: Any) -> WorkerSpec:
         "order_path": "",
         "parts_dir": "",
     }
+    fields["is_attention_asked"] = changes.get("attn_implementation") is not None
     return WorkerSpec(**{**fields, **changes})
 
 

@@ -1,7 +1,7 @@
 """Test processes: a fresh process per device, pinned as a worker would be, that tries torch there.
 
-Owns starting, timing out and ending them.  What they try is in ``ensemble.worker.probe``, what it means in
-``gpus``.
+Owns starting, timing out and ending them.  What they try is in ``ensemble.worker.probe``; what it means is the
+doctor's and the plan's to say.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class Report:
     capability: tuple[int, int] | None = None
     free_bytes: int | None = None
     passed: tuple[str, ...] = ()
+    has_flash_attention: bool = False
     errors: dict[str, str] = field(default_factory=dict)
 
 
@@ -60,6 +61,7 @@ def run_trials(
     imports: Sequence[str] = (),
     host_bytes: int | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
+    flash_attention: bool = False,
 ) -> list[Trial]:
     """Try torch on each device, a few at the same time.
 
@@ -68,6 +70,7 @@ def run_trials(
         imports: modules that the first of the processes imports besides.
         host_bytes: memory that is free on the host, None where it is not known.
         timeout_seconds: for each process; one that takes longer is ended, with all it started.
+        flash_attention: try flash-attention 2, too.
 
     Returns:
         A trial per device, in their order.
@@ -81,7 +84,7 @@ def run_trials(
                 device = waiting.pop(0)
                 names = imports if device is devices[0] else ()
                 bytes_there = _ALLOCATE_BYTES if device.is_gpu else allocate
-                running.append(_Process(device, names, bytes_there, timeout_seconds))
+                running.append(_Process(device, names, bytes_there, timeout_seconds, flash_attention))
             for process in list(running):
                 if process.has_exited() or process.is_late():
                     done[process.device.uuid] = process.end()
@@ -94,7 +97,9 @@ def run_trials(
 
 
 class _Process:
-    def __init__(self, device: Device, imports: Sequence[str], allocate: int, timeout: float) -> None:
+    def __init__(
+        self, device: Device, imports: Sequence[str], allocate: int, timeout: float, flash_attention: bool
+    ) -> None:
         self.device = device
         self._timeout_seconds = timeout
         self._began = time.monotonic()
@@ -108,6 +113,7 @@ class _Process:
                 f"--seconds={int(timeout + _GRACE_SECONDS) + 1}",
                 *(["--on-gpu"] if device.is_gpu else []),
                 *(f"--import={name}" for name in imports),
+                *(["--flash-attention"] if flash_attention else []),
             ],
             stdin=subprocess.DEVNULL,
             stdout=self._output,

@@ -1,0 +1,92 @@
+"""Every architecture family against plain transformers with eager attention, row by row, in float32.
+
+On each supported release of transformers: what the plan decides and the worker computes must not lean on a default
+that differs between them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from ensemble.protocol import ChunkDone, Predict, Ready
+from tests.checkpoints import make_texts
+from tests.releases.families import FAMILIES, make_family
+from tests.worker.test_compute import read_part
+from tests.worker.test_predict import worker_spec
+from tests.worker.test_serve import publish, served
+
+# Other releases deprecate other things.
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("default")]
+LABELS = ["yes", "no", "tie"]
+TEXTS = make_texts(24, longest=40)
+
+
+def eager_reference(folder: Path) -> npt.NDArray[np.float64]:
+    """Probabilities of plain transformers, one row at a time, with eager attention by name, [rows, labels]."""
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        rows = [
+            model(**tokenizer([text], return_tensors="pt")).logits[0].double().softmax(-1) for text in TEXTS
+        ]
+    return np.asarray(torch.stack(rows).numpy())
+
+
+def planned_attention(folder: Path) -> str:
+    """What ``plan`` says that a member of this checkpoint takes on a CPU."""
+    from ensemble.checkpoint.inspection import inspect_checkpoint
+    from ensemble.config import ModelConfig
+    from ensemble.planning.facts import member_facts
+    from ensemble.planning.footprint import chosen_attention
+
+    model = ModelConfig.model_validate(
+        {"name": "one", "model_name_or_path": str(folder), "text_column": "text"}
+    )
+    checkpoint = inspect_checkpoint(str(folder), None, LABELS, {}, None)
+    facts = member_facts(model, checkpoint, np.array([len(text) for text in TEXTS]), len(LABELS))
+    chosen = chosen_attention(model, facts, "float32", 0, None)
+    assert chosen is not None
+    return chosen
+
+
+def worker_result(
+    folder: Path, place: Path, **settings: Any
+) -> tuple[npt.NDArray[np.float64], Ready, ChunkDone]:
+    """A worker's probabilities of all texts, [rows, labels], and what it says of itself."""
+    place.mkdir()
+    spec = worker_spec(folder, **publish(place, {"text": TEXTS}), **settings)
+    code, events = served(spec, Predict(0, 0, len(TEXTS)))
+    assert code == 0, events
+    ready = next(event for event in events if isinstance(event, Ready))
+    done = next(event for event in events if isinstance(event, ChunkDone))
+    part = read_part(place / "parts", done.part)
+    return part[np.argsort(part[:, 0]), 1:], ready, done
+
+
+@pytest.mark.fault(30)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_equals_eager_attention_row_by_row(family: str, tmp_path: Path) -> None:
+    folder = make_family(tmp_path / "a model", family, LABELS)
+    expected = eager_reference(folder)
+    assert expected.max(axis=1).std() > 0.02, "the checkpoint must tell rows apart"
+    attention = planned_attention(folder)
+    for number, batching in enumerate(({}, {"batch_size": 5})):
+        got, ready, _ = worker_result(
+            folder,
+            tmp_path / str(number),
+            attn_implementation=attention,
+            is_attention_asked=False,
+            **batching,
+        )
+        np.testing.assert_allclose(got, expected, atol=2e-5, err_msg=str(batching))
+        assert ready.attn_implementation == attention  # what plan says is what the run does
