@@ -21,6 +21,9 @@ def main() -> None:
     # pydantic would search every installed distribution for plugins.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     try:
+        if found := _unsupported():
+            sys.stderr.write("".join(f"error: {text}\n" for text in found))
+            sys.exit(2)
         from ensemble.cli import main as command_line
     except ImportError as error:
         sys.stderr.write(
@@ -31,6 +34,16 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     command_line()
+
+
+def _unsupported() -> list[str]:
+    """What the command line itself cannot start with: typer before 0.16 runs another command than was asked for."""
+    from ensemble.packages import COMMAND_LINE, OLDEST_PYTHON, unsupported
+
+    if sys.version_info < OLDEST_PYTHON:
+        oldest = ".".join(map(str, OLDEST_PYTHON))
+        return [f"Python {sys.version.split()[0]} is too old; use Python {oldest} or newer"]
+    return [*unsupported(COMMAND_LINE)]
 
 
 if __name__ == "__main__":

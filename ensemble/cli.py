@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from ensemble import __version__
-from ensemble.errors import DeviceError, EnsembleError, Interrupted, MembersFailed, TimeLimitReached
+from ensemble.errors import (
+    ConfigError,
+    DeviceError,
+    EnsembleError,
+    Interrupted,
+    MembersFailed,
+    TimeLimitReached,
+)
 from ensemble.redact import Redactor, guard_output
 
 # Commands import what they need when they run: --help and a typo in a key shall answer at once.
@@ -228,6 +235,10 @@ def _console() -> Console:
 def _load(config: Path, sets: list[str], limit: int | None) -> LoadedConfig:
     from ensemble.arrays import import_numpy
     from ensemble.config import load_config
+    from ensemble.packages import unsupported
+
+    if found := [*unsupported()]:
+        raise ConfigError(found)
 
     loaded = load_config(config, [*sets, *([f"limit={limit}"] if limit is not None else [])])
     guard_output(loaded.redactor)  # now that its own secrets are known

@@ -7,7 +7,7 @@ look shows all there is to mend.  Writes nothing.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,11 +17,17 @@ import numpy.typing as npt
 
 from ensemble.arrow import keep_pandas_out
 from ensemble.checkpoint.inspection import Checkpoint, inspect_checkpoint
-from ensemble.checkpoint.quantization import carried_warning, quantization_problems
+from ensemble.checkpoint.quantization import (
+    BITSANDBYTES,
+    carried_warning,
+    method_of,
+    quantization_problems,
+)
 from ensemble.checkpoint.trust import Trust
 from ensemble.config import LoadedConfig, ModelConfig, RunConfig
 from ensemble.devices import Device, Inventory, inventory
 from ensemble.errors import ConfigError, DataError, DeviceError, EnsembleError
+from ensemble.packages import unsupported
 from ensemble.planning.outlook import Outlook, look_ahead
 from ensemble.planning.placement import chosen_devices
 from ensemble.planning.plan import Plan
@@ -101,6 +107,9 @@ def prepare(loaded: LoadedConfig, must_fit: bool = True) -> Prepared:
     templates = compile_templates(config, problems.found)
     checkpoints = _checkpoints(config, problems)
     with problems.at():
+        if found := [*unsupported((), needed_packages(config, checkpoints))]:
+            raise ConfigError(found)
+    with problems.at():
         _check_places(loaded)
     table: InputTable | None = None
     with problems.at():
@@ -134,6 +143,26 @@ def prepare(loaded: LoadedConfig, must_fit: bool = True) -> Prepared:
     warnings += _quantization_warnings(config, checkpoints)
     warnings += _scoring_warnings(config, checkpoints)
     return Prepared(loaded, table, checkpoints, outlook, machine, sample, tuple(warnings), previews)
+
+
+def needed_packages(config: RunConfig, checkpoints: Mapping[str, Checkpoint]) -> dict[str, str]:
+    """Packages of extras that the config needs, and the first key that needs each.
+
+    Args:
+        checkpoints: by member name, as far as they could be read.
+    """
+    needed: dict[str, str] = {}
+    for index, model in enumerate(config.models):
+        stored = checkpoints[model.name].quantization if model.name in checkpoints else None
+        if method_of(model.quantization_config) == BITSANDBYTES:
+            needed.setdefault(BITSANDBYTES, f"models[{index}].quantization_config")
+        elif method_of(stored) == BITSANDBYTES:
+            needed.setdefault(BITSANDBYTES, f"models[{index}], a quantized checkpoint,")
+        if model.adapter_name_or_path is not None:
+            needed.setdefault("peft", f"models[{index}].adapter_name_or_path")
+        if model.gguf_file is not None:
+            needed.setdefault("gguf", f"models[{index}].gguf_file")
+    return needed
 
 
 def text_columns(model: ModelConfig) -> tuple[str, ...]:

@@ -12,16 +12,12 @@ from ensemble.devices import Device, Inventory, driver_cuda_version, inventory
 from ensemble.doctor.finding import Finding
 from ensemble.doctor.gpus import inventory_findings, trial_findings
 from ensemble.doctor.hub import hub_findings
-from ensemble.doctor.packages import (
-    installed_versions,
-    own_requirements,
-    package_findings,
-    python_findings,
-)
+from ensemble.doctor.packages import package_findings, python_findings
 from ensemble.doctor.places import disk_findings, host_findings
 from ensemble.errors import EnsembleError
 from ensemble.hostmemory import available_memory_bytes
 from ensemble.launch.trials import CPU, run_trials
+from ensemble.packages import installed_versions, own_requirements
 
 if TYPE_CHECKING:
     from ensemble.config import LoadedConfig, RunConfig
@@ -48,6 +44,8 @@ def examine(path: Path | None = None, overrides: Sequence[str] = ()) -> Iterator
 
 
 def _findings(path: Path | None, overrides: Sequence[str]) -> Iterator[Finding]:
+    from ensemble.prepare import needed_packages
+
     yield from python_findings(sys.version_info[:2], platform.python_version())
     loaded: LoadedConfig | None = None
     prepared: Prepared | None = None
@@ -63,7 +61,9 @@ def _findings(path: Path | None, overrides: Sequence[str]) -> Iterator[Finding]:
     if prepared is not None:
         shown = prepared.inventory.warnings  # with the devices
         yield from (Finding("note", text) for text in prepared.warnings if text not in shown)
-    needed = {} if config is None else _needed_packages(config, prepared)
+    needed = (
+        {} if config is None else needed_packages(config, {} if prepared is None else prepared.checkpoints)
+    )
     yield from _guarded("the packages", lambda: _packages(needed))
     yield from _guarded("memory and CPUs", host_findings)
     key, place = ("working directory", Path()) if config is None else ("output_dir", config.output_dir)
@@ -103,24 +103,6 @@ def _packages(needed: dict[str, str]) -> Iterator[Finding]:
         advice = "install this package with pip, which checks them"
         yield Finding("note", "nothing says which versions of the packages are needed", advice)
     yield from package_findings(requirements, installed_versions([one.name for one in requirements]), needed)
-
-
-def _needed_packages(config: RunConfig, prepared: Prepared | None) -> dict[str, str]:
-    """Packages of extras that the config needs, and the first key that needs each."""
-    from ensemble.checkpoint.quantization import BITSANDBYTES, method_of
-
-    needed: dict[str, str] = {}
-    for index, model in enumerate(config.models):
-        stored = prepared.checkpoints[model.name].quantization if prepared is not None else None
-        if method_of(model.quantization_config) == BITSANDBYTES:
-            needed.setdefault(BITSANDBYTES, f"models[{index}].quantization_config")
-        elif method_of(stored) == BITSANDBYTES:
-            needed.setdefault(BITSANDBYTES, f"models[{index}], a quantized checkpoint,")
-        if model.adapter_name_or_path is not None:
-            needed.setdefault("peft", f"models[{index}].adapter_name_or_path")
-        if model.gguf_file is not None:
-            needed.setdefault("gguf", f"models[{index}].gguf_file")
-    return needed
 
 
 def _devices(config: RunConfig | None, needed: dict[str, str]) -> Iterator[Finding]:
