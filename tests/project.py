@@ -73,7 +73,7 @@ class Project:
         return subprocess.run(
             [sys.executable, "-m", "ensemble", *arguments],
             cwd=self.folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})},
+            env={**os.environ, "PYTHONPATH": python_path(ROOT), **(environment or {})},
             capture_output=True,
             text=True,
             timeout=timeout,
@@ -88,6 +88,11 @@ class Project:
     def run_json(self, name: str = "runs/first") -> dict[str, Any]:
         document: dict[str, Any] = json.loads((self.folder / name / "run.json").read_text(encoding="utf-8"))
         return document
+
+
+def python_path(*folders: Path) -> str:
+    """These folders, and behind them what PYTHONPATH holds already, such as another release of a library."""
+    return os.pathsep.join(filter(None, [*map(str, folders), os.environ.get("PYTHONPATH")]))
 
 
 def make_models(folder: Path) -> Path:

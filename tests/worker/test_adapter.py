@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.checkpoints import adapter_reference, make_adapter, make_base, make_checkpoint, make_texts
+from tests.checkpoints import (
+    adapter_reference,
+    four_bits_tolerance,
+    make_adapter,
+    make_base,
+    make_checkpoint,
+    make_texts,
+)
 from tests.worker.test_predict import LABELS, compute, worker_spec
 
 pytest.importorskip("peft")
@@ -129,7 +136,7 @@ def test_on_a_base_of_four_bits(saved: bool, llama: Path, lora: Path, tmp_path: 
         given = None
     expected = adapter_reference(llama, lora, TEXTS, 3, quantization_config=whole, device_map={"": "cpu"})
     got = compute(adapted(base, lora, quantization_config=given), ROWS)
-    np.testing.assert_allclose(got, expected, atol=1e-4)
+    np.testing.assert_allclose(got, expected, atol=four_bits_tolerance())
 
 
 def test_settings_for_the_bases_config(llama: Path, lora: Path) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.checkpoints import make_checkpoint, make_texts
-from tests.project import ROOT, Project
+from tests.project import ROOT, Project, python_path
 from tests.worker.test_predict import LABELS, worker_spec
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -54,7 +54,7 @@ def test_an_error_at_any_batch_changes_no_number(loaded: tuple[Any, Any]) -> Non
         computed, sizes = run(classifier, encoded, AllocatorLimit(fail_at=frozenset({number})))
         assert computed.oom_events == 1
         assert sizes.tokens_at(1) < BUDGET
-        np.testing.assert_allclose(computed.logits.numpy(), undisturbed.logits.numpy(), atol=1e-6)
+        np.testing.assert_allclose(computed.logits.numpy(), undisturbed.logits.numpy(), atol=1e-5)
 
 
 @pytest.mark.parametrize("batch_size", [None, 16])
@@ -69,7 +69,7 @@ def test_batches_shrink_until_they_fit_and_stay_so(loaded: tuple[Any, Any], batc
     computed, sizes = run(classifier, encoded, limit, batch_size)
     assert computed.oom_events == limit.refused > 0
     assert computed.oom_events < 8, "what was learnt is kept"
-    np.testing.assert_allclose(computed.logits.numpy(), undisturbed.logits.numpy(), atol=1e-6)
+    np.testing.assert_allclose(computed.logits.numpy(), undisturbed.logits.numpy(), atol=1e-5)
     assert sizes.tokens_at(1) < BUDGET
     if batch_size:
         assert 1 <= sizes.batch_size < batch_size
@@ -236,7 +236,7 @@ def test_a_run_that_runs_out_of_memory_ends_with_the_same_csv(project: Project) 
     }
     done = {}
     for name, limit in limits.items():
-        environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'oom'}", **limit}
+        environment = {"PYTHONPATH": python_path(ROOT, ROOT / "tests" / "oom"), **limit}
         options = ["--set", f"output_dir=runs/{name}"]
         done[name] = project.ensemble("run", "config.yaml", *options, environment=environment)
     assert done["free"].returncode == done["tight"].returncode == 0, done["tight"].stderr
@@ -244,7 +244,7 @@ def test_a_run_that_runs_out_of_memory_ends_with_the_same_csv(project: Project) 
         np.array([row[1:] for row in project.read(f"runs/{name}/ensemble.csv")[1]], dtype=float)
         for name in ("free", "tight")
     ]
-    np.testing.assert_allclose(values[1], values[0], atol=1e-6)
+    np.testing.assert_allclose(values[1], values[0], atol=1e-5)
     events = [
         project.run_json(f"runs/{name}")["members"][0]["workers"][0]["oom_events"]
         for name in ("free", "tight")

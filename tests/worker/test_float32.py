@@ -106,7 +106,7 @@ def test_memory_may_run_out_on_the_way(llama: tuple[Any, Any, Any]) -> None:
     with AllocatorLimit(fail_at=frozenset({passes})):
         computed = run(model, classifier, encoded)
     assert computed.oom_events == 1
-    np.testing.assert_allclose(computed.logits.numpy(), undisturbed.logits.numpy(), atol=1e-6)
+    np.testing.assert_allclose(computed.logits.numpy(), undisturbed.logits.numpy(), atol=1e-5)
     bad = ~np.isfinite(run(model, classifier, encoded, again=False).logits.numpy()).all(axis=1)
     with AllocatorLimit(fail_at=frozenset(range(passes, 1000))):
         computed = run(model, classifier, encoded)
@@ -261,8 +261,8 @@ def test_four_bits_as_if_loaded_to_compute_in_float32(tmp_path: Path) -> None:
     settings = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
     half = {**settings, "bnb_4bit_compute_dtype": "float16"}
     model, classifier, encoded = load(folder, quantization_config=half)
-    before = bits(model)
     plain = run(model, classifier, encoded, again=False)
+    before = bits(model)  # where the CPU has AVX512_BF16, bitsandbytes repacks its weights in the first pass
     bad = ~np.isfinite(plain.logits.numpy()).all(axis=1)
     assert 0 < bad.sum() < len(TEXTS)
     computed = run(model, classifier, encoded)

@@ -14,8 +14,8 @@ from tests.worker.test_predict import LABELS, compute, worker_spec
 pytestmark = pytest.mark.usefixtures("one_thread")
 TEXTS = make_texts(20, longest=25)
 ROWS = [{"text": text} for text in TEXTS]
-# The tiny models have 120 kB of weights in float32, their embedding 46 kB.
-SOME, NOTHING, EVERYTHING = 90_000, 1_000, 10_000_000
+# The tiny models have 390 kB of weights in float32, their embedding 92 kB.
+SOME, NOTHING, EVERYTHING = 300_000, 1_000, 10_000_000
 BY_HAND = {
     **{"model.embed_tokens": "cpu", "model.layers.0": "disk", "model.layers.1": "cpu"},
     **{"model.norm": "cpu", "model.rotary_emb": "cpu", "score": "cpu"},
@@ -43,13 +43,13 @@ def test_layers_on_disk_give_the_same_numbers(architecture: str, cpu_bytes: int,
     (note,) = loaded.notes
     assert "on the disk" in note
     assert ("on the CPU" in note) == (cpu_bytes == SOME)
-    np.testing.assert_allclose(compute(spec, ROWS), reference(folder, TEXTS), atol=1e-6)
+    np.testing.assert_allclose(compute(spec, ROWS), reference(folder, TEXTS), atol=1e-5)
 
 
 def test_half_precision_files_are_read_as_float32(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "model", "llama", LABELS, dtype="bfloat16")
     got = compute(offloaded(folder, SOME, tmp_path / "disk"), ROWS)
-    np.testing.assert_allclose(got, reference(folder, TEXTS), atol=1e-6)
+    np.testing.assert_allclose(got, reference(folder, TEXTS), atol=1e-5)
 
 
 def test_what_fits_stays_in_memory(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_layers_placed_by_hand(tmp_path: Path) -> None:
     model = load(spec).model
     on_disk = {name for name, parameter in model.named_parameters() if parameter.device.type == "meta"}
     assert {name.split(".")[2] for name in on_disk} == {"0"}
-    np.testing.assert_allclose(compute(spec, ROWS), reference(folder, TEXTS), atol=1e-6)
+    np.testing.assert_allclose(compute(spec, ROWS), reference(folder, TEXTS), atol=1e-5)
 
 
 def test_offload_of_eight_bits_keeps_layers_in_float32(tmp_path: Path) -> None:
@@ -92,6 +92,6 @@ def test_offload_of_eight_bits_keeps_layers_in_float32(tmp_path: Path) -> None:
     options = {"device_map": BY_HAND, "offload_folder": str(tmp_path / "disk")}
     got = compute(worker_spec(folder, quantization_config=settings, **options), ROWS)
     # Of bitsandbytes' layers none is left where all of them are on the CPU or on disk.
-    np.testing.assert_allclose(got, reference(folder, TEXTS), atol=1e-6)
+    np.testing.assert_allclose(got, reference(folder, TEXTS), atol=1e-5)
     with pytest.raises(ValueError, match="llm_int8_enable_fp32_cpu_offload=True"):
         load(worker_spec(folder, quantization_config={"load_in_8bit": True}, **options))

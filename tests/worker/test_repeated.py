@@ -132,7 +132,7 @@ def test_copies_share_the_fate_of_their_row(tmp_path: Path) -> None:
     assert nothing_again.too_large_in_float32 == tuple(np.flatnonzero(bad).tolist())
     # The attention of one row of this length no longer fits.
     longest = int(encoded.lengths.max())
-    too_large = run(AllocatorLimit(largest_bytes=2 * 64 * longest - 1), again=False)
+    too_large = run(AllocatorLimit(largest_bytes=2 * 128 * longest - 1), again=False)
     expected = np.flatnonzero(encoded.lengths == longest)
     assert too_large.too_large == tuple(expected.tolist())
     assert len(expected) > 1, "a copy must be among them"
