@@ -1,4 +1,4 @@
-# What people and CI call. Needs Python 3.10+, make and a package index; everything else goes into .venv.
+# What people and CI call. Needs Python 3.11+, make and a package index; everything else goes into .venv.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -9,13 +9,14 @@ COMPILE := $(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null 2>&1 || t
 CONFIG ?= configs/demo.yaml
 MINUTES ?= 10
 
-.PHONY: help run test test-gpu bench bench-quick bench-gpu soak lint types unit format demo clean
+.PHONY: help run test test-gpu test-releases overlays bench bench-quick bench-gpu soak lint types unit format demo clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make run     set up an environment and run the demo ensemble ($(CONFIG))"
 	@echo "make test    set up an environment and run every check that CI runs"
-	@echo "make lint | types | unit    one of those checks"
+	@echo "make lint | types | unit | overlays    one of those checks; overlays tries other releases of transformers"
+	@echo "make test-releases  try the oldest and the newest supported releases, into docs/releases.md (gigabytes, an hour)"
 	@echo "make test-gpu  the checks that need a GPU; PYTHON= names the Python whose torch can use it"
 	@echo "make bench   measure against other ways to do the same, into docs/benchmarks.md (three quarters of an hour)"
 	@echo "make bench-quick  the same code on few rows, in two minutes; bench-gpu  on a GPU, with PYTHON= as above"
@@ -27,7 +28,7 @@ help:
 run: $(VENV)/.runtime
 	$(BIN)/python -m ensemble run $(CONFIG)
 
-test: lint types unit
+test: lint types unit overlays
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -39,6 +40,14 @@ types: $(VENV)/.dev
 # Two test processes: most tests wait for a worker that imports torch. Each keeps to one thread.
 unit: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+# The oldest supported transformers and one from the middle, over the torch of $(VENV).
+overlays: $(VENV)/.dev
+	@$(BIN)/python -m tests.releases --ci
+
+# Environments with a Python and a torch of their own need python3.11, python3.12 and python3.13 on the PATH.
+test-releases: $(VENV)/.dev
+	$(BIN)/python -m tests.releases --write
 
 # With the Python that has a torch for the GPU, which is not the one of $(VENV).
 test-gpu:

@@ -235,7 +235,10 @@ def adapter_reference(
 
     tokenizer = AutoTokenizer.from_pretrained(base)
     model = AutoModelForSequenceClassification.from_pretrained(
-        base, num_labels=labels, ignore_mismatched_sizes=True, **{"dtype": torch.float32, **options}
+        base,
+        num_labels=labels,
+        ignore_mismatched_sizes=True,
+        **{"dtype": torch.float32, "attn_implementation": "eager", **options},
     )
     adapted = peft.PeftModel.from_pretrained(model, str(adapter)).eval()
     rows = []
@@ -256,6 +259,8 @@ def reference(
 ) -> npt.NDArray[np.float64]:
     """Probabilities of plain transformers, one row at a time, in float32: what every batch must equal.
 
+    With eager attention by name: left to itself transformers takes one that is wrong for Gemma-2 before 5.22.
+
     Args:
         options: for the model's ``from_pretrained``.
     """
@@ -263,7 +268,9 @@ def reference(
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, truncation_side=truncation_side)
-    model = AutoModelForSequenceClassification.from_pretrained(folder, **{"dtype": torch.float32, **options})
+    model = AutoModelForSequenceClassification.from_pretrained(
+        folder, **{"dtype": torch.float32, "attn_implementation": "eager", **options}
+    )
     model.eval()
     rows = []
     with torch.no_grad():

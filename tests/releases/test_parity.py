@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pytest
 
 from ensemble.protocol import ChunkDone, Predict, Ready
-from tests.checkpoints import make_texts
+from tests.checkpoints import make_texts, reference
 from tests.releases.families import FAMILIES, make_family
 from tests.worker.test_compute import read_part
 from tests.worker.test_predict import worker_spec
@@ -24,22 +24,6 @@ from tests.worker.test_serve import publish, served
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("default")]
 LABELS = ["yes", "no", "tie"]
 TEXTS = make_texts(24, longest=40)
-
-
-def eager_reference(folder: Path) -> npt.NDArray[np.float64]:
-    """Probabilities of plain transformers, one row at a time, with eager attention by name, [rows, labels]."""
-    import torch
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForSequenceClassification.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
-    with torch.no_grad():
-        rows = [
-            model(**tokenizer([text], return_tensors="pt")).logits[0].double().softmax(-1) for text in TEXTS
-        ]
-    return np.asarray(torch.stack(rows).numpy())
 
 
 def planned_attention(folder: Path) -> str:
@@ -77,7 +61,7 @@ def worker_result(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_equals_eager_attention_row_by_row(family: str, tmp_path: Path) -> None:
     folder = make_family(tmp_path / "a model", family, LABELS)
-    expected = eager_reference(folder)
+    expected = reference(folder, TEXTS)
     assert expected.max(axis=1).std() > 0.02, "the checkpoint must tell rows apart"
     attention = planned_attention(folder)
     for number, batching in enumerate(({}, {"batch_size": 5})):

@@ -1,0 +1,172 @@
+"""Try the supported range: ``make test-releases``.
+
+Builds the environments of ``environments.py`` (those with a Python of their own take gigabytes and minutes), runs
+in each what may differ between releases, and writes the table of docs/releases.md.  What is installed is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.project import ROOT
+from tests.releases.environments import ENVIRONMENTS, EXTRAS, IN_CI, Environment
+
+PLACE = ROOT / ".venv" / "releases"
+TABLE = ROOT / "docs" / "releases.md"
+# Parity, the demo, loading, adapters, quantization: what a release can change.
+QUICK = ("tests/releases", "tests/worker/test_adapter.py", "tests/worker/test_quantization.py")
+WHOLE = (
+    *("tests/releases", "tests/worker", "tests/checkpoint", "tests/planning"),
+    *("tests/test_run.py", "tests/test_configs.py"),
+)
+# Shown in the table.
+_SHOWN = ("torch", "transformers", "accelerate", *EXTRAS, "numpy", "pyarrow", "pydantic", "typer")
+_MARKS = ("<!-- table -->", "<!-- end of table -->")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an environment fared; ``versions`` by package, Python among them."""
+
+    environment: Environment
+    verdict: str
+    versions: dict[str, str]
+    seconds: float = 0.0
+
+    @property
+    def is_good(self) -> bool:
+        return not self.verdict.startswith("FAILED")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.releases", description=__doc__)
+    parser.add_argument("names", nargs="*", help="environments, such as oldest; all without any")
+    parser.add_argument("--ci", action="store_true", help="only what every change is tried with, and quickly")
+    parser.add_argument("--write", action="store_true", help="write the table of docs/releases.md")
+    arguments = parser.parse_args()
+    names = arguments.names or (IN_CI if arguments.ci else [one.name for one in ENVIRONMENTS])
+    if unknown := set(names) - {one.name for one in ENVIRONMENTS}:
+        parser.error(f"no environment {', '.join(sorted(unknown))}; there are {', '.join(_names())}")
+    outcomes = []
+    for environment in ENVIRONMENTS:
+        if environment.name in names:
+            outcome = attempt(environment, QUICK if arguments.ci else WHOLE)
+            print(f"{environment.name}: {outcome.verdict} in {outcome.seconds:.0f} s", flush=True)
+            outcomes.append(outcome)
+    if arguments.write:
+        text = TABLE.read_text(encoding="utf-8")
+        TABLE.write_text(with_table(text, outcomes), encoding="utf-8")
+    sys.exit(not all(outcome.is_good for outcome in outcomes))
+
+
+def _names() -> Iterable[str]:
+    return (one.name for one in ENVIRONMENTS)
+
+
+def attempt(environment: Environment, tests: Sequence[str]) -> Outcome:
+    """Build an environment and run these tests in it."""
+    python = build(environment)
+    if python is None:
+        return Outcome(environment, f"not tried: there is no python{environment.python} here", {})
+    found = versions(python)
+    began = time.monotonic()
+    if environment.refused:
+        done = _run(python, "-m", "ensemble", "validate", "configs/demo.yaml")
+        is_refused = done.returncode == 2 and environment.refused in done.stdout
+        verdict = "refused by name" if is_refused else f"FAILED: exit {done.returncode}: {done.stdout[-300:]}"
+        return Outcome(environment, verdict, found, time.monotonic() - began)
+    # Warnings of other releases are not this project's.
+    pytest = ("-m", "pytest", "-n", "2", "--dist", "worksteal", "-W", "default", "-p", "no:cacheprovider")
+    done = _run(
+        python, *pytest, "--show-capture=no", "--tb=short", "-o", "addopts=--import-mode=importlib", *tests
+    )
+    summary = re.findall(r"=+ (.*(?:passed|failed|error).*?) in [\d.]+s", done.stdout)
+    verdict = summary[-1] if summary else f"exit {done.returncode}"
+    if done.returncode:
+        print(done.stdout[-20_000:])
+        verdict = f"FAILED: {verdict}"
+    return Outcome(environment, verdict, found, time.monotonic() - began)
+
+
+def build(environment: Environment) -> Path | None:
+    """The environment's Python, installed where it is not yet; None where this machine has no such Python."""
+    folder = PLACE / environment.name
+    python = folder / "bin" / "python"
+    wanted = json.dumps([environment.python, *environment.packages])
+    stamp = folder / "made-of.json"
+    if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
+        return python
+    base = sys.executable if not environment.python else shutil.which(f"python{environment.python}")
+    if base is None:
+        return None
+    print(f"{environment.name}: installing {', '.join(environment.packages)} ...", flush=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    subprocess.run([base, "-m", "venv", str(folder)], check=True)
+    if not environment.python:  # over .venv: pip takes what is there and adds what differs
+        (site,) = folder.glob("lib/python*/site-packages")
+        torch = importlib.util.find_spec("torch")
+        assert torch is not None
+        assert torch.origin is not None
+        (site / "below.pth").write_text(f"{Path(torch.origin).parents[1]}\n", encoding="utf-8")
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
+    subprocess.run([*pip, *environment.packages], check=True)
+    stamp.write_text(wanted, encoding="utf-8")
+    return python
+
+
+def versions(python: Path) -> dict[str, str]:
+    """What is installed for this Python, by package; Python's own version first."""
+    code = (
+        "import json, platform, sys\nfrom importlib.metadata import version\n"
+        "found = {name: version(name) for name in sys.argv[1:]}\n"
+        "print(json.dumps({'Python': platform.python_version(), **found}))"
+    )
+    done = subprocess.run([str(python), "-c", code, *_SHOWN], check=True, capture_output=True, text=True)
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
+
+
+def _run(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(python), *arguments],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def with_table(text: str, outcomes: Sequence[Outcome]) -> str:
+    """The page with a new table between its marks."""
+    start, end = _MARKS
+    before, _, rest = text.partition(start)
+    _, _, after = rest.partition(end)
+    lines = [
+        "| environment | " + " | ".join(["Python", *_SHOWN]) + " | outcome |",
+        "|---" * (len(_SHOWN) + 3) + "|",
+    ]
+    for one in outcomes:
+        cells = [one.versions.get(name, "") for name in ("Python", *_SHOWN)]
+        lines.append(f"| {one.environment.name} | {' | '.join(cells)} | {one.verdict} |")
+    return f"{before}{start}\n" + "\n".join(lines) + f"\n{end}{after}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""The environments that the supported range is tried in, and those that must be refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ensemble.packages import own_requirements
+
+# What the tests need, besides the package and its extras.
+TOOLS = ("hypothesis", "pandas", "pytest", "pytest-timeout", "pytest-xdist")
+EXTRAS = ("bitsandbytes", "gguf", "peft")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A Python and the packages that are not as in ``.venv``.
+
+    Attributes:
+        python: major and minor of an interpreter that is built from nothing; "" for one that lies over ``.venv``
+            and holds only what differs from it.
+        packages: as pip takes them.
+        refused: what every run must say here, and then exit with 2; "" where everything must work.
+    """
+
+    name: str
+    packages: tuple[str, ...]
+    python: str = ""
+    refused: str = ""
+
+
+def _lowest() -> tuple[str, ...]:
+    """Every package at its lower bound."""
+    return tuple(
+        f"{one.name}=={one.minimum}" for one in own_requirements() if one.minimum and one.extra != "bench"
+    )
+
+
+def _today() -> tuple[str, ...]:
+    """Every package as new as pip finds it."""
+    return tuple(f"{one.name}{one.range}" for one in own_requirements() if one.extra != "bench")
+
+
+OVERLAYS = (
+    Environment("transformers-5.0", ("transformers==5.0.0",)),
+    Environment("transformers-5.5", ("transformers==5.5.0",)),
+    Environment("transformers-5.12", ("transformers==5.12.1",)),
+)
+# Those that every change is tried with; the others are for `make test-releases`.
+IN_CI = ("transformers-5.0", "transformers-5.12")
+ENVIRONMENTS = (
+    Environment("oldest", (*_lowest(), *TOOLS), python="3.11"),
+    Environment(
+        "kaggle",
+        ("torch==2.10.0", "transformers==5.0.0", "numpy<2.1", "pyarrow<19", *_today(), *TOOLS),
+        python="3.12",
+    ),
+    *OVERLAYS,
+    Environment("newest", (*_today(), *TOOLS), python="3.13"),
+    Environment("refused-typer", ("typer==0.15.3", "click>=8.2"), refused="typer 0.15.3 is older than"),
+    Environment(
+        "refused-transformers", ("transformers==4.57.6",), refused="transformers 4.57.6 is older than"
+    ),
+)
