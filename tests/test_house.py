@@ -78,12 +78,3 @@ def test_parent_and_child_share_only_what_is_named() -> None:
 def test_only_devices_uses_nvml() -> None:
     users = [path.name for path in PACKAGE.rglob("*.py") if "pynvml" in imports(path)]
     assert users == ["devices.py"]
-
-
-def test_files_and_functions_fit_their_rooms() -> None:
-    for path in PACKAGE.rglob("*.py"):
-        text = path.read_text(encoding="utf-8")
-        assert text.count("\n") <= 350, f"{path} is too long for one room"
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef):
-                assert (node.end_lineno or 0) - node.lineno < 60, f"{path}: {node.name} does not fit a screen"
