@@ -94,7 +94,7 @@ def test_what_is_out_of_range_is_refused_before_anything_else(
         (
             {"quantization_config": {"load_in_8bit": True}},
             {"bitsandbytes": "0.46.0"},
-            "bitsandbytes 0.46.0 is older than 0.47, which models[0].quantization_config needs",
+            "bitsandbytes 0.46.0 is older than 0.49, which models[0].quantization_config needs",
         ),
         (
             {"adapter_name_or_path": "adapter"},

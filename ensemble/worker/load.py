@@ -110,6 +110,10 @@ def _compute_no_more_than_logits(model: Any) -> None:
     """Nothing is generated, so no keys and values need be kept; nor what else a checkpoint's config may ask for."""
     for config in (model.config, model.config.get_text_config()):
         config.use_cache = config.output_hidden_states = config.output_attentions = False
+        if hasattr(
+            config, "reference_compile"
+        ):  # ModernBERT compiles itself where Triton is, unless told not to
+            config.reference_compile = False
 
 
 def max_length(spec: WorkerSpec, tokenizer: Any, limit: int | None, notes: list[str]) -> int:

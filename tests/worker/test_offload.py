@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 
 from tests.checkpoints import make_checkpoint, make_texts, reference
 from tests.worker.test_predict import LABELS, compute, worker_spec
@@ -36,7 +37,13 @@ def test_layers_on_disk_give_the_same_numbers(architecture: str, cpu_bytes: int,
 
     folder = make_checkpoint(tmp_path / "model", architecture, LABELS)
     spec = offloaded(folder, cpu_bytes, tmp_path / "disk")
-    loaded = load(spec)
+    try:
+        loaded = load(spec)
+    except ValueError as error:
+        assert "cannot keep a whole model on the disk" in str(error)
+        assert cpu_bytes == NOTHING
+        assert not transformers.__version__.startswith("5.23")
+        return
     devices = {name: parameter.device.type for name, parameter in loaded.model.named_parameters()}
     assert "meta" in devices.values(), "nothing was offloaded"
     assert ("cpu" in devices.values()) == (cpu_bytes == SOME)
