@@ -33,7 +33,7 @@ from ensemble.rundir import (
     sync_directory,
     write_text,
 )
-from ensemble.runlog import logging_to
+from ensemble.runlog import log, logging_to
 from ensemble.scheduler import Scheduler
 from ensemble.signals import Signals, heed_signals
 from ensemble.state import Failure, MemberState
@@ -101,6 +101,8 @@ def run(
         if prepared.config.submission is not None and prepared.config.submission.path is not None:
             remove_halves(prepared.config.submission.path)
         with logging_to(rundir.run_log, loaded.redactor):
+            for ignored in signals.ignored:
+                log.info("%s is ignored: this process was started so", ignored.name)
             return _Run(prepared, rundir, display, signals, began, clock).go()
 
 
@@ -148,8 +150,9 @@ class _Run:
                 self._publish()
             self._run_members(handover, reserve)
             self._hand_over(handover)
-        except Interrupted:
+        except Interrupted as stopped:
             result.status = "interrupted"
+            log.warning("interrupted: %s", stopped)
             raise
         finally:
             if result.members:  # else the report of an earlier run says more
