@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -39,6 +38,7 @@ from ensemble.signals import Signals, heed_signals
 from ensemble.state import Failure, MemberState
 from ensemble.store import MemberWork, find_works, refuse_trial, write_bad_rows
 from ensemble.timekeeper import TimeKeeper
+from ensemble.watch import boot_seconds
 
 
 @dataclass
@@ -68,7 +68,7 @@ def run(
     display: Display,
     fresh: bool = False,
     elapsed_seconds: float = 0.0,
-    clock: Callable[[], float] = time.monotonic,
+    clock: Callable[[], float] = boot_seconds,
 ) -> RunResult:
     """Run a config from its checks to its merged files; what an earlier run did of the same work is kept.
 
@@ -77,7 +77,7 @@ def run(
     Args:
         fresh: start over, whatever an earlier run did.
         elapsed_seconds: how much of ``time_limit`` is over already.
-        clock: the monotonic clock that the limit goes by, in seconds.
+        clock: what the limit goes by, in seconds; it goes on while nobody runs.
 
     Raises:
         EnsembleError: of exit code 2 before anything is written, 3 when the directory is in use, 1 when

@@ -38,7 +38,9 @@ class Worker(Protocol):
 
 @dataclass(eq=False)
 class Slot:
-    """A worker: its process, its record, the lease it holds, the chunk in its hands.  Times by the monotonic clock.
+    """A worker: its process, its record, the lease it holds, the chunk in its hands.
+
+    Times are the scheduler's ``Watch``'s, in seconds.
 
     Attributes:
         chunk: what it computes.
