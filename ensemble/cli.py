@@ -111,7 +111,8 @@ def run(
     if failures := result.failures:
         raise MembersFailed([failure_text(failure) for failure in failures])
     if result.status == "time_limit":
-        raise TimeLimitReached(coverage_text(result.members, results.merged_rows, results.filled_rows))
+        coverage = coverage_text(result.members, results.merged_rows, results.filled_rows)
+        raise TimeLimitReached([coverage, *filter(None, [result.reckoning])])
 
 
 @app.command()

@@ -37,7 +37,7 @@ from ensemble.scheduler import Scheduler
 from ensemble.signals import Signals, heed_signals
 from ensemble.state import Failure, MemberState
 from ensemble.store import MemberWork, find_works, refuse_trial, write_bad_rows
-from ensemble.timekeeper import TimeKeeper
+from ensemble.timekeeper import TimeKeeper, reckoning
 from ensemble.watch import boot_seconds
 
 
@@ -47,12 +47,14 @@ class RunResult:
 
     ``status`` is ``complete``, ``time_limit`` (merged, but not of all rows), ``failed`` or ``interrupted``.
     ``left_out`` are failed members that the config allows to merge without; in ``gaps`` a device computed nothing.
+    ``reckoning`` says where the time went under a limit that was too short to compute anything.
     """
 
     status: str = "failed"
     members: list[MemberState] = field(default_factory=list)
     results: Results = field(default_factory=Results)
     left_out: list[Failure] = field(default_factory=list)
+    reckoning: str = ""
     gaps: Sequence[Gap] = ()
 
     @property
@@ -235,6 +237,7 @@ class _Run:
             config.standby,
         )
         self._result.gaps = scheduler.gaps.found
+        before = self._clock() - self._began
         display.start()
         try:
             with self._signals.postponed():
@@ -243,6 +246,10 @@ class _Run:
         finally:
             display.stop()
             launcher.remove_offloaded()
+        if config.time_limit is not None:
+            self._result.reckoning = reckoning(members, config.time_limit, before, reserve)
+            if self._result.reckoning:
+                log.warning("%s", self._result.reckoning)
 
     def _time_keeper(self, reserve: float) -> TimeKeeper | None:
         config = self._config

@@ -138,6 +138,8 @@ class Scheduler:
     def _end_all(self) -> None:
         for slot in self._slots:
             slot.worker.terminate()
+            if slot.chunk is not None and self._time_keeper is not None and self._time_keeper.is_over:
+                slot.state.cut_short(slot.chunk, slot.seconds_left - self._time_keeper.seconds_left)
         give_up = self._watch() + GRACE_SECONDS
         while self._watch() < give_up and not all(slot.worker.has_exited() for slot in self._slots):
             time.sleep(0.01)
@@ -293,6 +295,7 @@ class Scheduler:
             return
         slot.chunk = slot.state.in_hand[chunk.index] = chunk
         slot.stepped_at, now = self._watch(), time.monotonic()
+        slot.seconds_left = self._time_keeper.seconds_left if self._time_keeper is not None else 0.0
         slot.state.go_on(now)
         slot.worker.send(Predict(chunk.index, chunk.start, chunk.stop))
         self._hand_outs.give_hint(slot)
