@@ -131,6 +131,7 @@ class _Run:
         self._works: dict[str, MemberWork] = {}
         self._leases: Leases | None = None
         self._phases: list[str] = []
+        self._before_seconds = 0.0  # until workers could start
 
     def go(self) -> RunResult:
         result, rundir, config = self._result, self._rundir, self._config
@@ -152,6 +153,7 @@ class _Run:
                 self._publish()
             self._run_members(handover, reserve)
             self._hand_over(handover)
+            self._reckon(reserve)
         except Interrupted as stopped:
             result.status = "interrupted"
             log.warning("interrupted: %s", stopped)
@@ -237,7 +239,7 @@ class _Run:
             config.standby,
         )
         self._result.gaps = scheduler.gaps.found
-        before = self._clock() - self._began
+        self._before_seconds = self._clock() - self._began
         display.start()
         try:
             with self._signals.postponed():
@@ -246,10 +248,6 @@ class _Run:
         finally:
             display.stop()
             launcher.remove_offloaded()
-        if config.time_limit is not None:
-            self._result.reckoning = reckoning(members, config.time_limit, before, reserve)
-            if self._result.reckoning:
-                log.warning("%s", self._result.reckoning)
 
     def _time_keeper(self, reserve: float) -> TimeKeeper | None:
         config = self._config
@@ -290,6 +288,16 @@ class _Run:
         # One whose CSV was not written in time has its parts, which must stay.
         unfinished = is_timed and not all(self._works[state.plan.name].is_sealed for state in good)
         result.status = "time_limit" if unfinished else "complete"
+
+    def _reckon(self, reserve: float) -> None:
+        """Say where the time went of a limit that left none to compute anything."""
+        limit, result = self._config.time_limit, self._result
+        # What a worker wrote in its last moment counts, though nobody heard of it.
+        reached = result.results.merged_rows
+        has_got_further = any(reached.get(one.plan.name, 0) > one.reused_rows for one in result.members)
+        if limit is not None and result.status == "time_limit" and not has_got_further:
+            result.reckoning = reckoning(result.members, limit, self._before_seconds, reserve)
+            log.warning("%s", result.reckoning)
 
     def _is_any_done(self, members: Sequence[MemberState]) -> bool:
         return any(state.rows_done and state.plan.model.weight for state in members)

@@ -171,16 +171,13 @@ def _startup_seconds(state: MemberState, members: Sequence[MemberState]) -> floa
 def reckoning(
     members: Sequence[MemberState], limit_seconds: float, before_seconds: float, kept_seconds: float
 ) -> str:
-    """Why a limit left no time to compute a single row; empty where one was computed, or a member failed.
+    """Why a limit left no time to compute a single row.
 
     Args:
         before_seconds: until workers could start.
         kept_seconds: for the last submission.
     """
     workers = [(one, record) for one in members for record in one.workers]
-    is_done = all(one.finished for one in members)
-    if is_done or any(one.failure for one in members) or any(record.rows for _, record in workers):
-        return ""
     tries = []
     for one, record in workers:
         name, known = one.plan.name, one.plan.speed

@@ -201,7 +201,7 @@ def too_short_text(
     needed = before_seconds + startup_seconds
     at_least = min(needed / (1 - RESERVE_MAX_SHARE), needed + max(kept_seconds, RESERVE_MIN_SECONDS))
     if at_least < limit_seconds:
-        return f"{text}; the same command again starts with fewer rows"
+        return f"{text}; the same command again may get further"
     return f"{text}; time_limit must be more than {math.ceil(at_least)} s"
 
 

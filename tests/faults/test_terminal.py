@@ -184,7 +184,7 @@ def test_the_tmux_session_is_killed(
 def test_ignored_signals_stay_ignored_and_sigterm_ends_the_run(chunky: Project, tmp_path: Path) -> None:
     """As in the background of a script, where SIGINT is ignored, and under nohup."""
     injected = Injected(tmp_path, Fault("sleep", ids_of(chunky, 9), times=1))
-    ignoring = "trap '' INT HUP TERM; exec \"$@\""
+    ignoring = "trap '' INT HUP TERM CHLD ABRT; exec \"$@\""
     process = subprocess.Popen(
         ["sh", "-c", ignoring, "sh", *_RUN], cwd=chunky.folder, env=environment(injected)
     )

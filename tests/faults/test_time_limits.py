@@ -192,12 +192,9 @@ def test_each_repetition_gets_further(limit: float, startup: float, row: float, 
         assert all(state.failure is None for state in states)
         assert all(now >= then for now, then in zip(runs.rows, before, strict=True))
         if runs.rows == before:  # it has learned how long rows take, which is more than there was time for
-            assert "no row was computed" in runs.reckoning
-            assert "the same command again starts with fewer rows" in runs.reckoning
+            assert "the same command again may get further" in runs.reckoning
             learned += 1
             assert learned <= 5 * members
-        else:
-            assert runs.reckoning == ""
 
 
 @pytest.mark.fault(34)
@@ -241,13 +238,13 @@ def test_short_limits_repeated_until_all_is_done(chunky: Project) -> None:
         assert done.returncode in (0, 4), done.stdout + done.stderr
         _, rows = chunky.read("out/submission.csv")
         assert [row[0] for row in rows] == sorted(chunky.ids), "a complete submission, whatever came of it"
-        (member,) = chunky.run_json()["members"]
-        now = member["reused_rows"] + member["rows"]
-        assert now >= reached
-        reached = now
+        report, before = chunky.run_json(), reached
+        (member,) = report["members"]
+        reached = report["merged_rows"].get("llama", 0)
+        assert reached >= before
         if done.returncode == 0:
             break
-        if not member["rows"]:
+        if reached == before:
             assert "error: no row was computed: " in done.stderr
             assert f"of time_limit ({limit} s) were over before a worker could start" in " ".join(
                 done.stderr.split()
