@@ -31,6 +31,13 @@ if os.isatty(0) and os.getsid(0) == os.getpid():
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 os.execvp(command[0], command)
 """
+# SIGCHLD and SIGABRT as well: how a worker ended could not be told then, and none made to write its stacks.
+_IGNORING = """
+import os, signal, sys
+for name in ("SIGINT", "SIGHUP", "SIGTERM", "SIGCHLD", "SIGABRT"):
+    signal.signal(signal.Signals[name], signal.SIG_IGN)
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
 # What a shell does in a pane of tmux, but that it lives on to tell the exit code: it hands the SIGHUP on, and when
 # it has gone the kernel sends another one.
 _RECORDER = """
@@ -184,9 +191,8 @@ def test_the_tmux_session_is_killed(
 def test_ignored_signals_stay_ignored_and_sigterm_ends_the_run(chunky: Project, tmp_path: Path) -> None:
     """As in the background of a script, where SIGINT is ignored, and under nohup."""
     injected = Injected(tmp_path, Fault("sleep", ids_of(chunky, 9), times=1))
-    ignoring = "trap '' INT HUP TERM CHLD ABRT; exec \"$@\""
     process = subprocess.Popen(
-        ["sh", "-c", ignoring, "sh", *_RUN], cwd=chunky.folder, env=environment(injected)
+        [sys.executable, "-c", _IGNORING, *_RUN], cwd=chunky.folder, env=environment(injected)
     )
     try:
         wait_until(lambda: injected.pids() or process.poll() is not None)
