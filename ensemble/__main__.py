@@ -23,6 +23,9 @@ def main() -> None:
     if sys.path and sys.path[0] in ("", os.getcwd()) and root != os.getcwd():  # noqa: PTH109
         del sys.path[0]
     _open_standard_streams()
+    from ensemble.redact import Redactor, guard_output
+
+    guard_output(Redactor(os.environ))
     for number in _MUST_WORK:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [*_MUST_WORK, *_HEEDED])

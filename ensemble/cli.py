@@ -19,7 +19,7 @@ from ensemble.errors import (
     MembersFailed,
     TimeLimitReached,
 )
-from ensemble.redact import Redactor, guard_output
+from ensemble.redact import guard_output
 
 # Commands import what they need when they run: --help and a typo in a key shall answer at once.
 if TYPE_CHECKING:
@@ -191,7 +191,6 @@ def _version(
 
 def main() -> NoReturn:
     """Run the command line; every error of ours becomes its sentences and its exit code."""
-    guard_output(Redactor(os.environ))
     code = _run_command()
     for stream in filter(None, (sys.stdout, sys.stderr)):
         with contextlib.suppress(OSError, ValueError):  # nobody reads any more, or it was closed
