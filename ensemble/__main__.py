@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 
 # Imports make a few hundred thousand objects that all stay: looking through them again and again for garbage is
 # a sixth of the start-up time.  This only makes collections rarer.
 _OBJECTS_BETWEEN_COLLECTIONS = 100_000
+# Who started this may have ignored them, which goes on to all that is started here: then nobody could tell how a
+# worker ended, none that hangs could be made to write its stacks, and no test process would end by its alarm.
+_MUST_WORK = (signal.SIGCHLD, signal.SIGABRT, signal.SIGALRM)
+_HEEDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main() -> None:
@@ -17,6 +22,13 @@ def main() -> None:
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120  pathlib is slow
     if sys.path and sys.path[0] in ("", os.getcwd()) and root != os.getcwd():  # noqa: PTH109
         del sys.path[0]
+    _open_standard_streams()
+    from ensemble.redact import Redactor, guard_output
+
+    guard_output(Redactor(os.environ))
+    for number in _MUST_WORK:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [*_MUST_WORK, *_HEEDED])
     gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
     # pydantic would search every installed distribution for plugins.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
@@ -44,6 +56,16 @@ def _unsupported() -> list[str]:
         oldest = ".".join(map(str, OLDEST_PYTHON))
         return [f"Python {sys.version.split()[0]} is too old; use Python {oldest} or newer"]
     return [*unsupported(COMMAND_LINE)]
+
+
+def _open_standard_streams() -> None:
+    """Nothing else may get the numbers 0 to 2 where they were closed (``>&-``): libraries write to them blindly."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, PTH123
 
 
 if __name__ == "__main__":

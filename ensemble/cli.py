@@ -19,7 +19,7 @@ from ensemble.errors import (
     MembersFailed,
     TimeLimitReached,
 )
-from ensemble.redact import Redactor, guard_output
+from ensemble.redact import guard_output
 
 # Commands import what they need when they run: --help and a typo in a key shall answer at once.
 if TYPE_CHECKING:
@@ -93,27 +93,26 @@ def run(
     display = choose_display(sys.stdout, quiet, _console)
     result = run_config(loaded, display, fresh, process_age_seconds())
     console = _console()
-    # Whoever read the output may have gone (rich leaves by SystemExit then); the files are there.
-    with contextlib.suppress(OSError, SystemExit):
-        if not quiet:
-            console.print(members_table(result.members, result.results.scores))
-            for tell in (truncation_text, repeated_text, oom_text, float32_text):
-                for text in filter(None, map(tell, result.members)):
-                    console.print(text, markup=False)
-            policy = loaded.config.on_bad_row
-            for text in filter(None, (bad_rows_text(state, policy) for state in result.members)):
+    if not quiet:
+        console.print(members_table(result.members, result.results.scores))
+        for tell in (truncation_text, repeated_text, oom_text, float32_text):
+            for text in filter(None, map(tell, result.members)):
                 console.print(text, markup=False)
-            if idle := gaps_text(result.gaps):
-                console.print(idle, markup=False)
-            if result.left_out:
-                console.print(left_out_text(result.left_out, result.members), markup=False)
-            for name, path in result.results.files.items():
-                console.print(f"{name}: {shown_path(path)}", markup=False)
+        policy = loaded.config.on_bad_row
+        for text in filter(None, (bad_rows_text(state, policy) for state in result.members)):
+            console.print(text, markup=False)
+        if idle := gaps_text(result.gaps):
+            console.print(idle, markup=False)
+        if result.left_out:
+            console.print(left_out_text(result.left_out, result.members), markup=False)
+        for name, path in result.results.files.items():
+            console.print(f"{name}: {shown_path(path)}", markup=False)
     results = result.results
     if failures := result.failures:
         raise MembersFailed([failure_text(failure) for failure in failures])
     if result.status == "time_limit":
-        raise TimeLimitReached(coverage_text(result.members, results.merged_rows, results.filled_rows))
+        coverage = coverage_text(result.members, results.merged_rows, results.filled_rows)
+        raise TimeLimitReached([coverage, *filter(None, [result.reckoning])])
 
 
 @app.command()
@@ -123,10 +122,9 @@ def status(run_dir: RunDirArgument) -> None:
 
     console = _console()
     report = status_report(run_dir)
-    with contextlib.suppress(OSError, SystemExit):
-        console.print(report.table)
-        for line in report.lines:
-            console.print(line, markup=False)
+    console.print(report.table)
+    for line in report.lines:
+        console.print(line, markup=False)
 
 
 @app.command()
@@ -142,9 +140,8 @@ def validate(
     from ensemble.report.preview import validation_lines
 
     prepared = prepare(loaded)
-    with contextlib.suppress(OSError):
-        for line in () if quiet else validation_lines(prepared):
-            typer.echo(line)
+    for line in () if quiet else validation_lines(prepared):
+        typer.echo(line)
 
 
 @app.command()
@@ -156,12 +153,11 @@ def plan(config: ConfigArgument, sets: SetOption, limit: LimitOption = None) -> 
 
     prepared = prepare(loaded, must_fit=False)
     console = _console()
-    with contextlib.suppress(OSError, SystemExit):
-        for line in opening_lines(prepared):
-            console.print(line, markup=False)
-        console.print(memory_table(prepared))
-        for line in placement_lines(prepared):
-            console.print(line, markup=False)
+    for line in opening_lines(prepared):
+        console.print(line, markup=False)
+    console.print(memory_table(prepared))
+    for line in placement_lines(prepared):
+        console.print(line, markup=False)
     if prepared.plan.problems:
         raise DeviceError(prepared.plan.problems)
 
@@ -176,12 +172,10 @@ def doctor(sets: SetOption, config: OptionalConfigArgument = None, quiet: Proble
     problems = 0
     for finding in examine(config, sets):
         problems += finding.mark == "problem"
-        with contextlib.suppress(OSError):
-            for line in finding.lines() if finding.mark == "problem" or not quiet else ():
-                typer.echo(line)
-    with contextlib.suppress(OSError):
-        if not quiet:
-            typer.echo(f"{problems} to mend: no run can start" if problems else "A run can start.")
+        for line in finding.lines() if finding.mark == "problem" or not quiet else ():
+            typer.echo(line)
+    if not quiet:
+        typer.echo(f"{problems} to mend: no run can start" if problems else "A run can start.")
     if problems:
         raise typer.Exit(2)
 
@@ -197,7 +191,6 @@ def _version(
 
 def main() -> NoReturn:
     """Run the command line; every error of ours becomes its sentences and its exit code."""
-    guard_output(Redactor(os.environ))
     code = _run_command()
     for stream in filter(None, (sys.stdout, sys.stderr)):
         with contextlib.suppress(OSError, ValueError):  # nobody reads any more, or it was closed

@@ -9,6 +9,7 @@ Shared by the parent and the worker.  What a run computes, its CSV files, is nev
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -100,9 +101,14 @@ class RedactingFormatter(logging.Formatter):
 
 
 def guard_output(redactor: Redactor) -> None:
-    """From now on, what Python prints to standard output and error goes through ``redactor``.
+    """From now on, what Python prints to standard output and error goes through ``redactor``, and never fails.
 
-    What a library in C writes to the descriptors themselves does not, nor does a secret that is printed in pieces.
+    A terminal that has gone, a reader that has (`| head`), a full disk behind a redirection: what cannot be printed
+    is dropped.  Characters that the stream's encoding lacks are written as escapes.  So nobody who prints has to
+    care, be it rich, typer, logging or a library in a worker.
+
+    What a library in C writes to the descriptors themselves is not redacted, nor a secret printed in
+    pieces.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -113,7 +119,7 @@ def guard_output(redactor: Redactor) -> None:
             guarded = io.TextIOWrapper(
                 _Guard(stream, redactor),
                 encoding=stream.encoding,
-                errors=stream.errors,
+                errors="backslashreplace",
                 line_buffering=stream.line_buffering,
                 write_through=stream.write_through,
             )
@@ -121,7 +127,11 @@ def guard_output(redactor: Redactor) -> None:
 
 
 class _Guard(io.BufferedIOBase):
-    """The bytes under a text stream, redacted on their way, so that nobody gets around it by ``.buffer``."""
+    """The bytes under a text stream, so that nobody gets around it by ``.buffer``.
+
+    Redacted on their way, and dropped where they can go nowhere: EIO, EPIPE, ENOSPC, EBADF; ValueError where
+    somebody has closed the stream.
+    """
 
     def __init__(self, stream: io.TextIOWrapper, redactor: Redactor) -> None:
         self._stream = stream  # kept: it would close its descriptor when nobody holds it any more
@@ -132,17 +142,21 @@ class _Guard(io.BufferedIOBase):
     def write(self, data: Any, /) -> int:
         content = bytes(data)
         text = content.decode(self._stream.encoding, "surrogateescape")
-        self._bytes.write(self._redactor(text).encode(self._stream.encoding, "surrogateescape"))
+        with contextlib.suppress(OSError, ValueError):
+            self._bytes.write(self._redactor(text).encode(self._stream.encoding, "surrogateescape"))
         return len(content)
 
     def flush(self) -> None:
-        self._bytes.flush()
+        with contextlib.suppress(OSError, ValueError):
+            self._bytes.flush()
 
     def writable(self) -> bool:
         return True
 
     def isatty(self) -> bool:
-        return bool(self._bytes.isatty())
+        with contextlib.suppress(OSError, ValueError):
+            return bool(self._bytes.isatty())
+        return False
 
     def fileno(self) -> int:
         return int(self._bytes.fileno())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -33,12 +32,13 @@ from ensemble.rundir import (
     sync_directory,
     write_text,
 )
-from ensemble.runlog import logging_to
+from ensemble.runlog import log, logging_to
 from ensemble.scheduler import Scheduler
 from ensemble.signals import Signals, heed_signals
 from ensemble.state import Failure, MemberState
 from ensemble.store import MemberWork, find_works, refuse_trial, write_bad_rows
-from ensemble.timekeeper import TimeKeeper
+from ensemble.timekeeper import TimeKeeper, reckoning
+from ensemble.watch import boot_seconds
 
 
 @dataclass
@@ -47,12 +47,14 @@ class RunResult:
 
     ``status`` is ``complete``, ``time_limit`` (merged, but not of all rows), ``failed`` or ``interrupted``.
     ``left_out`` are failed members that the config allows to merge without; in ``gaps`` a device computed nothing.
+    ``reckoning`` says where the time went under a limit that was too short to compute anything.
     """
 
     status: str = "failed"
     members: list[MemberState] = field(default_factory=list)
     results: Results = field(default_factory=Results)
     left_out: list[Failure] = field(default_factory=list)
+    reckoning: str = ""
     gaps: Sequence[Gap] = ()
 
     @property
@@ -68,7 +70,7 @@ def run(
     display: Display,
     fresh: bool = False,
     elapsed_seconds: float = 0.0,
-    clock: Callable[[], float] = time.monotonic,
+    clock: Callable[[], float] = boot_seconds,
 ) -> RunResult:
     """Run a config from its checks to its merged files; what an earlier run did of the same work is kept.
 
@@ -77,7 +79,7 @@ def run(
     Args:
         fresh: start over, whatever an earlier run did.
         elapsed_seconds: how much of ``time_limit`` is over already.
-        clock: the monotonic clock that the limit goes by, in seconds.
+        clock: what the limit goes by, in seconds; it goes on while nobody runs.
 
     Raises:
         EnsembleError: of exit code 2 before anything is written, 3 when the directory is in use, 1 when
@@ -101,6 +103,8 @@ def run(
         if prepared.config.submission is not None and prepared.config.submission.path is not None:
             remove_halves(prepared.config.submission.path)
         with logging_to(rundir.run_log, loaded.redactor):
+            for ignored in signals.ignored:
+                log.info("%s is ignored: this process was started so", ignored.name)
             return _Run(prepared, rundir, display, signals, began, clock).go()
 
 
@@ -127,6 +131,7 @@ class _Run:
         self._works: dict[str, MemberWork] = {}
         self._leases: Leases | None = None
         self._phases: list[str] = []
+        self._before_seconds = 0.0  # until workers could start
 
     def go(self) -> RunResult:
         result, rundir, config = self._result, self._rundir, self._config
@@ -148,8 +153,10 @@ class _Run:
                 self._publish()
             self._run_members(handover, reserve)
             self._hand_over(handover)
-        except Interrupted:
+            self._reckon(reserve)
+        except Interrupted as stopped:
             result.status = "interrupted"
+            log.warning("interrupted: %s", stopped)
             raise
         finally:
             if result.members:  # else the report of an earlier run says more
@@ -232,6 +239,7 @@ class _Run:
             config.standby,
         )
         self._result.gaps = scheduler.gaps.found
+        self._before_seconds = self._clock() - self._began
         display.start()
         try:
             with self._signals.postponed():
@@ -280,6 +288,16 @@ class _Run:
         # One whose CSV was not written in time has its parts, which must stay.
         unfinished = is_timed and not all(self._works[state.plan.name].is_sealed for state in good)
         result.status = "time_limit" if unfinished else "complete"
+
+    def _reckon(self, reserve: float) -> None:
+        """Say where the time went of a limit that left none to compute anything."""
+        limit, result = self._config.time_limit, self._result
+        # What a worker wrote in its last moment counts, though nobody heard of it.
+        reached = result.results.merged_rows
+        has_got_further = any(reached.get(one.plan.name, 0) > one.reused_rows for one in result.members)
+        if limit is not None and result.status == "time_limit" and not has_got_further:
+            result.reckoning = reckoning(result.members, limit, self._before_seconds, reserve)
+            log.warning("%s", result.reckoning)
 
     def _is_any_done(self, members: Sequence[MemberState]) -> bool:
         return any(state.rows_done and state.plan.model.weight for state in members)

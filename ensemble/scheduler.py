@@ -41,6 +41,7 @@ from ensemble.standby import Standbys
 from ensemble.state import MemberState
 from ensemble.timekeeper import TimeKeeper
 from ensemble.turns import Turn, Turns
+from ensemble.watch import Watch
 
 TICK_SECONDS = 0.25
 # A worker that was told to end, or has closed its line, may take this long: freeing a GPU takes a while.
@@ -98,6 +99,8 @@ class Scheduler:
         self._began = time.monotonic()
         self._standbys = Standbys(launch, available_memory_bytes, lambda: time.monotonic() - self._began)
         self._may_stand_by = may_stand_by
+        # What workers are given goes by this one: nobody hangs, and nobody is late, while this process is stopped.
+        self._watch = Watch(2 * TICK_SECONDS)
 
     def run(self) -> None:
         """Run every member to its end, good or bad, or to the end of the time.
@@ -135,8 +138,10 @@ class Scheduler:
     def _end_all(self) -> None:
         for slot in self._slots:
             slot.worker.terminate()
-        give_up = time.monotonic() + GRACE_SECONDS
-        while time.monotonic() < give_up and not all(slot.worker.has_exited() for slot in self._slots):
+            if slot.chunk is not None and self._time_keeper is not None and self._time_keeper.is_over:
+                slot.state.cut_short(slot.chunk, slot.seconds_left - self._time_keeper.seconds_left)
+        give_up = self._watch() + GRACE_SECONDS
+        while self._watch() < give_up and not all(slot.worker.has_exited() for slot in self._slots):
             time.sleep(0.01)
         for slot in self._slots:
             slot.record.exit_code = slot.worker.close()
@@ -147,13 +152,13 @@ class Scheduler:
 
     def _look_at(self, slot: Slot) -> None:
         """End what has exited or had its time; notice what hangs."""
-        now = time.monotonic()
+        now = self._watch()
         if slot.worker.has_exited() or now > (slot.end_by or float("inf")):
             self._read(slot)
             self._end(slot)
         elif slot.end_by is None and slot.hang_text(now, self._hang_timeout_seconds):
             self._read(slot)  # what it said while this process was busy, as with a large table, counts
-            now = time.monotonic()
+            now = self._watch()
             text = slot.hang_text(now, self._hang_timeout_seconds)
             if text and slot.end_by is None:
                 slot.fault = Fault("hang", text)
@@ -182,7 +187,7 @@ class Scheduler:
         record, worker = process.record(time.monotonic() - self._began), process.worker
         state.workers.append(record)
         state.running += 1
-        slot = Slot(state, worker, record, lease, time.monotonic(), oom_kills())
+        slot = Slot(state, worker, record, lease, self._watch(), oom_kills())
         self._slots.append(slot)
         self._selector.register(worker.events_fd, selectors.EVENT_READ, slot)
         log.info("%s-%d has %s as process %d", record.member, record.replica, record.devices, record.pid)
@@ -197,14 +202,14 @@ class Scheduler:
         try:
             events, slot.is_line_open = slot.worker.receive()
             for event in events:
-                slot.heard(event, time.monotonic())
+                slot.heard(event, self._watch())
                 self._handle(slot, event)
         except ProtocolError as error:
             slot.fault = slot.fault or Fault("lasting", f"ProtocolError: {error}")
             self._ask_to_end(slot)
         if not slot.is_line_open:
             self._selector.unregister(slot.worker.events_fd)
-            slot.end_by = time.monotonic() + END_SECONDS
+            slot.end_by = self._watch() + END_SECONDS
 
     def _handle(self, slot: Slot, event: Any) -> None:
         record = slot.record
@@ -229,7 +234,7 @@ class Scheduler:
             self._chunk_done(slot, event)
             if slot.chunk is None and not slot.told_to_stop:
                 self._hand_out(slot)
-            slot.expect_end(time.monotonic() + END_SECONDS)
+            slot.expect_end(self._watch() + END_SECONDS)
         elif isinstance(event, ChunkFailed):
             self._check_chunk(slot, event.chunk)
             fault = Fault("error", f"{event.error_type}: {event.message}", event.traceback)
@@ -285,15 +290,16 @@ class Scheduler:
         if chunk is None:
             self.gaps.end(slot.record.pid, time.monotonic())
             slot.told_to_stop = True
-            slot.expect_end(time.monotonic() + END_SECONDS)
+            slot.expect_end(self._watch() + END_SECONDS)
             slot.worker.send(Stop())
             return
         slot.chunk = slot.state.in_hand[chunk.index] = chunk
-        slot.stepped_at = time.monotonic()
-        slot.state.go_on(slot.stepped_at)
+        slot.stepped_at, now = self._watch(), time.monotonic()
+        slot.seconds_left = self._time_keeper.seconds_left if self._time_keeper is not None else 0.0
+        slot.state.go_on(now)
         slot.worker.send(Predict(chunk.index, chunk.start, chunk.stop))
         self._hand_outs.give_hint(slot)
-        self.gaps.begin(slot.record.pid, slot.state.plan.name, slot.record.devices, slot.stepped_at)
+        self.gaps.begin(slot.record.pid, slot.state.plan.name, slot.record.devices, now)
 
     def _end(self, slot: Slot) -> None:
         """The process has ended, or had its time: reap it, give its devices back, judge how it ended."""
@@ -337,4 +343,4 @@ class Scheduler:
 
     def _ask_to_end(self, slot: Slot) -> None:
         slot.worker.terminate()
-        slot.end_by = time.monotonic() + GRACE_SECONDS
+        slot.end_by = self._watch() + GRACE_SECONDS

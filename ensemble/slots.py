@@ -38,7 +38,9 @@ class Worker(Protocol):
 
 @dataclass(eq=False)
 class Slot:
-    """A worker: its process, its record, the lease it holds, the chunk in its hands.  Times by the monotonic clock.
+    """A worker: its process, its record, the lease it holds, the chunk in its hands.
+
+    Times are the scheduler's ``Watch``'s, in seconds.
 
     Attributes:
         chunk: what it computes.
@@ -49,6 +51,7 @@ class Slot:
         end_by: no longer does anybody wait for the process.
         heard_at: when it last said anything.
         stepped_at: when its main thread last got on.
+        seconds_left: of the time limit, when it got the chunk that it computes.
         oom_kills: how many processes the kernel had ended for want of memory when this one began.
     """
 
@@ -68,6 +71,7 @@ class Slot:
     end_by: float | None = None
     heard_at: float = 0.0
     stepped_at: float = 0.0
+    seconds_left: float = 0.0
 
     def __post_init__(self) -> None:
         self.heard_at = self.stepped_at = self.began_at

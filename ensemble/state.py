@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from ensemble.planning.chunks import Chunk
+from ensemble.planning.forecast import Speed
 from ensemble.planning.plan import MemberPlan
 from ensemble.protocol import ChunkDone, Closed, Progress, Ready
 
@@ -98,7 +99,9 @@ class MemberState:
 
     ``in_hand`` holds the chunks that workers have, and ``current`` how far they are with them, by chunk number.
     ``numbers`` are indices for new chunks, ``replicas`` for new workers.  ``reused_rows`` and ``reused_cost`` were
-    done by earlier runs.  ``bad_rows`` could not be computed: table row to reason.  ``most_replicas`` goes down
+    done by earlier runs.  Of chunks that the end of the time cut short, ``cut_short_cost`` was computed in
+    ``cut_short_seconds``; where not one batch was, all of it takes ``least_seconds_per_cost`` at the least.
+    ``bad_rows`` could not be computed: table row to reason.  ``most_replicas`` goes down
     when the host runs out of memory.
     """
 
@@ -116,6 +119,9 @@ class MemberState:
     workers: list[WorkerRecord] = field(default_factory=list)
     done_cost: float = 0.0  # by this run
     slowest_seconds_per_cost: float = 0.0
+    cut_short_seconds: float = 0.0
+    cut_short_cost: float = 0.0
+    least_seconds_per_cost: float = 0.0
     running: int = 0
     failure: Failure | None = None
     predicting_since: float | None = None  # monotonic clock, seconds
@@ -174,6 +180,33 @@ class MemberState:
         """What all of its work would take one replica, by the chunks that are done; None before the first."""
         seconds = sum(record.predict_seconds for record in self.workers)
         return seconds / self.done_cost if seconds and self.done_cost else None
+
+    def cut_short(self, chunk: Chunk, seconds: float) -> None:
+        """The time was over ``seconds`` after this chunk was handed out: what that tells the next run."""
+        progress = self.current.get(chunk.index)
+        if progress is not None and progress.rows:
+            self.cut_short_seconds += seconds
+            self.cut_short_cost += chunk.cost * progress.rows / (chunk.stop - chunk.start)
+        elif chunk.cost:
+            # As if half of it had been done: the next run then takes less, and less again until something fits.
+            self.least_seconds_per_cost = max(self.least_seconds_per_cost, 2 * seconds / chunk.cost)
+
+    @property
+    def speed(self) -> Speed:
+        """What is measured by now, by this run or else by an earlier one; 0 for what nobody has measured."""
+        known = self.plan.speed
+        startup = known.startup_seconds if known.is_startup_measured else 0.0
+        per_work = known.seconds_per_work if known.is_measured else 0.0
+        # A worker that was leased a GPU and fell back to the CPU says nothing of the GPU.
+        if not any(
+            one.ready and one.ready.device == "cpu" and one.devices != ("cpu",) for one in self.workers
+        ):
+            startup = self.startup_seconds or startup
+            cost = self.done_cost + self.cut_short_cost
+            seconds = sum(record.predict_seconds for record in self.workers) + self.cut_short_seconds
+            least = self.least_seconds_per_cost / self.plan.work
+            per_work = max(seconds / cost / self.plan.work if seconds and cost else per_work, least)
+        return Speed(startup, per_work, is_measured=per_work > 0, is_startup_measured=startup > 0)
 
     @property
     def seconds_left(self) -> float:

@@ -8,7 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 from ensemble.planning.chunks import Chunk, cut_at
-from ensemble.planning.timelimit import SMALLEST_ROWS, Share, calibrated, fitting_start, goals
+from ensemble.planning.timelimit import (
+    SMALLEST_ROWS,
+    Share,
+    calibrated,
+    fitting_start,
+    goals,
+    too_short_text,
+)
 from ensemble.state import MemberState
 
 # A member that has not been measured yet starts with rows that would fit if it were four times slower than guessed.
@@ -38,12 +45,28 @@ class TimeKeeper:
         return self.seconds_left <= 0
 
     def may_start(self, state: MemberState, members: Sequence[MemberState]) -> bool:
-        """Whether it is this member's turn, and a worker of it would get something done in time."""
+        """Whether it is this member's turn, and a worker of it would get something done in time.
+
+        A run ends in no case without having tried: what an earlier run measured may have been a slow moment, such
+        as weights that nobody had read since the machine was started, and a guess is one.
+        """
+        return self._pays(state, members) or self._last_hope(members) is state
+
+    def _pays(self, state: MemberState, members: Sequence[MemberState]) -> bool:
         if not self._is_its_turn(state, members):
             return False
         left = self.seconds_left - _startup_seconds(state, members)
         fitting = self._fitting(state, members, left)
         return left > 0 and any(fitting(chunk) is not None for chunk in state.waiting)
+
+    def _last_hope(self, members: Sequence[MemberState]) -> MemberState | None:
+        """Who starts although there seems to be no time for it: no worker was ready yet, and nobody else can."""
+        if self.is_over or any(one.running or one.startup_seconds for one in members):
+            return None
+        able = [one for one in _counting(members) if one.waiting]
+        if any(self._pays(one, members) for one in able):
+            return None
+        return min(able, key=lambda one: _startup_seconds(one, members), default=None)
 
     def take_chunk(
         self, state: MemberState, members: Sequence[MemberState], told: Collection[Chunk] = ()
@@ -78,25 +101,33 @@ class TimeKeeper:
                 one.seconds_per_member for one in _shares(members) if one.name == state.plan.name
             )
             guess = None if device_seconds is None else device_seconds / max(state.plan.gpus, 1)
-            nobody_measured = all(one.seconds_per_cost is None for one in members)
+            is_measured = state.plan.speed.is_measured  # by an earlier run
+            trusted_seconds = seconds_left * (1.0 if is_measured else _TRUST_IN_GUESSES)
+            # Before anything is done: better a single row that surely costs so much than none.
+            is_first = all(one.seconds_per_cost is None for one in members)
+            smallest = 1 if is_measured and is_first else SMALLEST_ROWS
 
             def fitting(chunk: Chunk) -> int | None:
-                start = fitting_start(chunk, guess, 1.0, seconds_left * _TRUST_IN_GUESSES)
-                # A guess alone stops nobody: a few rows tell more.
-                smallest = max(chunk.start, chunk.stop - SMALLEST_ROWS)
-                return smallest if start is None and nobody_measured and seconds_left > 0 else start
+                start = fitting_start(chunk, guess, 1.0, trusted_seconds, smallest)
+                # No guess and no measurement of earlier stops anybody: a few rows tell more.
+                if start is None and is_first and seconds_left > 0:
+                    return max(chunk.start, chunk.stop - smallest)
+                return start
 
             return fitting
         ratio = state.slowest_seconds_per_cost / per_cost
         return lambda chunk: fitting_start(chunk, per_cost, ratio, seconds_left)
 
     def _is_its_turn(self, state: MemberState, members: Sequence[MemberState]) -> bool:
-        unfinished = [one for one in members if one.failure is None]
-        counting = [one for one in unfinished if one.plan.model.weight > 0]
-        if any(not one.finished for one in counting):  # a member of weight 0 adds nothing to the submission
-            unfinished = counting
-        wanted = goals(_shares(unfinished), self._places, self.seconds_left)
+        wanted = goals(_shares(_counting(members)), self._places, self.seconds_left)
         return state.fraction < wanted.get(state.plan.name, 0.0)
+
+
+def _counting(members: Sequence[MemberState]) -> list[MemberState]:
+    """Those who have not failed, without those of weight 0 as long as any other has something to do."""
+    unfinished = [one for one in members if one.failure is None]
+    counting = [one for one in unfinished if one.plan.model.weight > 0]
+    return counting if any(not one.finished for one in counting) else unfinished
 
 
 def _shares(members: Sequence[MemberState]) -> list[Share]:
@@ -129,8 +160,39 @@ def _computes(state: MemberState) -> bool:
 
 
 def _startup_seconds(state: MemberState, members: Sequence[MemberState]) -> float:
-    """What a worker of it takes to start: measured, else as the others took, else guessed."""
-    if state.startup_seconds:
-        return state.startup_seconds
+    """What a worker of it takes to start: measured now or by an earlier run, as the others took, or guessed."""
+    measured = state.speed
+    if measured.is_startup_measured:
+        return measured.startup_seconds
     others = max((one.startup_seconds for one in members), default=0.0)
     return others or state.plan.speed.startup_seconds
+
+
+def reckoning(
+    members: Sequence[MemberState], limit_seconds: float, before_seconds: float, kept_seconds: float
+) -> str:
+    """Why a limit left no time to compute a single row.
+
+    Args:
+        before_seconds: until workers could start.
+        kept_seconds: for the last submission.
+    """
+    workers = [(one, record) for one in members for record in one.workers]
+    tries = []
+    for one, record in workers:
+        name, known = one.plan.name, one.plan.speed
+        if record.load_seconds is not None:
+            took = (record.start_seconds or 0.0) + record.load_seconds
+            tries.append(
+                f"{name}'s worker took {took:.1f} s to start, the rest was too short for its first rows"
+            )
+        elif known.is_startup_measured:
+            earlier = f"it took {known.startup_seconds:.1f} s in an earlier run"
+            tries.append(f"{name}'s worker needed all to start ({earlier})")
+        else:
+            tries.append(f"{name}'s worker needed all to start")
+    speeds = [one.speed for one in members if not one.finished]
+    known_seconds = [speed.startup_seconds for speed in speeds if speed.is_startup_measured]
+    return too_short_text(
+        limit_seconds, before_seconds, kept_seconds, tries, min(known_seconds, default=None)
+    )

@@ -18,6 +18,7 @@ from typing import IO, Any
 
 from ensemble.devices import Device, worker_environment
 from ensemble.launch.local import python_command, python_environment
+from ensemble.watch import Watch
 
 CPU = Device("cpu", "the CPU", None, 0, 0)
 # The first import of torch from a cold network disk takes a minute and more.
@@ -102,7 +103,8 @@ class _Process:
     ) -> None:
         self.device = device
         self._timeout_seconds = timeout
-        self._began = time.monotonic()
+        self._watch = Watch(1.0)  # the loop looks many times a second
+        self._began = self._watch()
         # Files, because a pipe that nobody reads in time stops the one who writes.
         self._output, self._errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
@@ -127,7 +129,7 @@ class _Process:
         return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def is_late(self) -> bool:
-        return time.monotonic() - self._began > self._timeout_seconds
+        return self._watch() - self._began > self._timeout_seconds
 
     def kill(self) -> bool:
         """End it with all it started; False where it hangs in the kernel and cannot be."""
@@ -141,7 +143,7 @@ class _Process:
 
     def end(self) -> Trial:
         """End it, and judge how it ended."""
-        seconds = time.monotonic() - self._began
+        seconds = self._watch() - self._began
         is_late = not self.has_exited()
         if not self.kill():
             ending = f"test process {self._process.pid} hangs inside the driver and cannot be ended"

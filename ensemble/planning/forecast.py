@@ -7,7 +7,7 @@ the model, which is good enough to weigh a second load against a shared table, a
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 # A fresh Python with torch and transformers, then a CUDA context.
@@ -26,12 +26,22 @@ _LONGEST_SECONDS = 1e15
 class Speed:
     """``startup_seconds`` until a worker computes; ``seconds_per_work`` for a byte of text on one replica.
 
-    ``is_measured`` tells an earlier run's speed from a guess.
+    ``is_measured`` tells an earlier run's speed from a guess, ``is_startup_measured`` its start-up; what an earlier
+    run did not get to measure is 0 before it is guessed.
     """
 
     startup_seconds: float
     seconds_per_work: float
     is_measured: bool
+    is_startup_measured: bool = False
+
+    def or_guess(self, guess: Speed) -> Speed:
+        """With a guess where nothing was measured."""
+        return replace(
+            self,
+            startup_seconds=self.startup_seconds if self.is_startup_measured else guess.startup_seconds,
+            seconds_per_work=self.seconds_per_work if self.is_measured else guess.seconds_per_work,
+        )
 
 
 @dataclass(frozen=True)
@@ -65,16 +75,13 @@ def measured_speeds(
         if {gpu["name"] for gpu in document["devices"] if gpu["uuid"] != "cpu"} != set(gpu_names):
             return {}
         for member in document["members"]:
-            workers = member["workers"]
-            # A worker that was leased a GPU and fell back to the CPU says nothing of the GPU.
-            fell_back = any(one["device_name"] == "cpu" and one["devices"] != ["cpu"] for one in workers)
-            is_same = member["computed_as"] == computed_as.get(member["name"])
-            loaded = [one for one in workers if one["load_seconds"] is not None]  # others died before
-            if member["status"] == "complete" and is_same and loaded and not fell_back:
-                startup = max(one["start_seconds"] + one["load_seconds"] for one in loaded)
-                seconds = sum(one["predict_seconds"] for one in workers)
-                if all(0 < value < _LONGEST_SECONDS for value in (startup, seconds, member["work"])):
-                    found[member["name"]] = Speed(float(startup), seconds / member["work"], is_measured=True)
+            speed, is_same = member["speed"], member["computed_as"] == computed_as.get(member["name"])
+            startup, per_work = speed["startup_seconds"], speed["seconds_per_work"]
+            values = [value for value in (startup, per_work) if value is not None]
+            if is_same and values and all(0 < value < _LONGEST_SECONDS for value in values):
+                found[member["name"]] = Speed(
+                    float(startup or 0), float(per_work or 0), per_work is not None, startup is not None
+                )
     except (KeyError, TypeError, ValueError, AttributeError):  # of another version, or by another hand
         return {}
     return found

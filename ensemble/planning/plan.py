@@ -25,6 +25,7 @@ from ensemble.planning.timelimit import handout_order
 # Side by side is chosen where it promises to be this much faster: a replica on each GPU stays balanced where the
 # promise was wrong.
 _WORTH_CHANGING = 0.98
+_UNMEASURED = Speed(0.0, 0.0, is_measured=False)
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def make_plan(
                 placement=placement,
                 replicas=min(replicas, len(chunks)),
                 first_replicas=min(replicas, len(chunks)),
-                speed=(speeds or {}).get(model.name) or _guess(placement, devices),
+                speed=(speeds or {}).get(model.name, _UNMEASURED).or_guess(_guess(placement, devices)),
                 work=work_of(known.lengths),
                 chunks=chunks,
                 order=order,

@@ -143,17 +143,21 @@ def chunk_fits(
 
 
 def fitting_start(
-    chunk: Chunk, seconds_per_cost: float | None, slowest_ratio: float, seconds_left: float
+    chunk: Chunk,
+    seconds_per_cost: float | None,
+    slowest_ratio: float,
+    seconds_left: float,
+    smallest: int = SMALLEST_ROWS,
 ) -> int | None:
     """Where the part of a chunk begins that can be done in time: rows from there to ``chunk.stop``.
 
     The chunk is halved until its last part fits: that is the one with the shortest rows, and next to those that
-    were done before it.  None where fewer than ``SMALLEST_ROWS`` would fit and that is not the whole chunk.
+    were done before it.  None where fewer than ``smallest`` rows would fit and that is not the whole chunk.
     """
     rows = whole = chunk.stop - chunk.start
     while not chunk_fits(chunk.cost * rows / whole, seconds_per_cost, slowest_ratio, seconds_left):
         rows //= 2
-        if rows < SMALLEST_ROWS:
+        if rows < smallest:
             return None
     return chunk.stop - rows
 
@@ -169,6 +173,36 @@ def reserve_seconds(first_seconds: float, members: int, limit_seconds: float) ->
     """
     writing = _RESERVE_FACTOR * first_seconds * (_RESERVE_AT_END + _RESERVE_PER_MEMBER * members)
     return min(max(ENDING_SECONDS + writing, RESERVE_MIN_SECONDS), RESERVE_MAX_SHARE * limit_seconds)
+
+
+def too_short_text(
+    limit_seconds: float,
+    before_seconds: float,
+    kept_seconds: float,
+    tries: Sequence[str],
+    startup_seconds: float | None,
+) -> str:
+    """The reckoning of a run that had no time to compute anything.
+
+    Args:
+        before_seconds: until workers could start.
+        kept_seconds: for the last submission, see :func:`reserve_seconds`.
+        tries: what came of it with each member that had its try, in words.
+        startup_seconds: the shortest that a worker is known to take to start; None: nobody knows.
+    """
+    between = max(limit_seconds - before_seconds - kept_seconds, 0.0)
+    text = (
+        f"no row was computed: {before_seconds:.1f} s of time_limit ({limit_seconds:g} s) were over before a "
+        f"worker could start, {kept_seconds:.1f} s are kept for the last submission, and of the {between:.1f} s "
+        f"between {'; '.join(tries) or 'nothing was left to start one'}"
+    )
+    if startup_seconds is None:
+        return f"{text}; set a longer time_limit"
+    needed = before_seconds + startup_seconds
+    at_least = min(needed / (1 - RESERVE_MAX_SHARE), needed + max(kept_seconds, RESERVE_MIN_SECONDS))
+    if at_least < limit_seconds:
+        return f"{text}; the same command again may get further"
+    return f"{text}; time_limit must be more than {math.ceil(at_least)} s"
 
 
 def handout_order(chunks: Sequence[Chunk]) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +30,7 @@ class Display(Protocol):
 
 
 def choose_display(
-    file: IO[str] | None,
+    file: IO[str],
     quiet: bool,
     console: Callable[[], Console],
     environ: Mapping[str, str] | None = None,
@@ -42,7 +41,7 @@ def choose_display(
         console: makes the console for the bars, the first time that they are drawn.
     """
     variables = os.environ if environ is None else environ
-    if quiet or file is None:  # None: closed before this process began
+    if quiet:
         return QuietDisplay()
     if file.isatty() and not any(name in variables for name in _NOTEBOOK_VARIABLES):
         return BarDisplay(file, console)
@@ -113,7 +112,7 @@ class PlainDisplay:
     def stop(self) -> None: ...
 
     def say(self, text: str) -> None:
-        _print(text, self._file)
+        print(text, file=self._file, flush=True)
 
     def update(self, members: Sequence[MemberState]) -> None:
         now = self._clock()
@@ -150,7 +149,7 @@ class BarDisplay:
 
     def say(self, text: str) -> None:
         if self._progress is None:
-            _print(text, self._file)
+            print(text, file=self._file, flush=True)
         else:
             self._progress.console.print(text, markup=False, highlight=False)
 
@@ -177,15 +176,6 @@ class BarDisplay:
             TextColumn("{task.fields[status]}"),
             console=self._console(),
         )
-
-
-def _print(text: str, file: IO[str]) -> None:
-    # A reader that has gone (`| head`) or a full disk behind a redirection must not end the run.
-    with contextlib.suppress(OSError):
-        try:
-            print(text, file=file, flush=True)
-        except UnicodeEncodeError:  # a locale of ASCII
-            print(text.encode("ascii", "backslashreplace").decode(), file=file, flush=True)
 
 
 def phase_of(state: MemberState) -> str:

@@ -81,6 +81,15 @@ def worker_documents(state: MemberState) -> list[dict[str, Any]]:
     return [_worker(record) for record in state.workers]
 
 
+def speed_document(state: MemberState) -> dict[str, float | None]:
+    """What was measured of a member by now, for the next plan; see ``forecast.measured_speeds``."""
+    speed = state.speed
+    return {
+        "startup_seconds": speed.startup_seconds or None,
+        "seconds_per_work": speed.seconds_per_work or None,
+    }
+
+
 def write_run_json(path: Path, document: Mapping[str, Any]) -> None:
     write_text(path, json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
@@ -104,7 +113,7 @@ def _versions(members: Sequence[MemberState]) -> dict[str, str]:
 
 def _member(state: MemberState, work: MemberWork | None) -> dict[str, Any]:
     plan: MemberPlan = state.plan
-    # Of a member that an earlier run did, what that run's workers did: the next plan goes by it.
+    # Of a member that an earlier run did, what that run's workers did.
     is_reused = work is not None and work.is_sealed and not state.workers
     tokens = sum(record.tokens for record in state.workers)
     padded = sum(record.padded_tokens for record in state.workers)
@@ -120,6 +129,7 @@ def _member(state: MemberState, work: MemberWork | None) -> dict[str, Any]:
         "reused_rows": state.reused_rows,
         "work": work.worked if work is not None and is_reused else plan.work * state.computed_cost,
         "computed_as": plan.model.computed_as,
+        "speed": speed_document(state),
         "forecast": _forecast(state),
         "chunks": len(plan.chunks),
         "rows": sum(record.rows for record in state.workers),

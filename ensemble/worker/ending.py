@@ -24,7 +24,12 @@ def end_on_sigterm() -> None:
     Python runs handlers between two bytecodes of its main thread only, which can be deep in a library.  So
     another thread hears of the signal as well: it ends the process after ``END_SECONDS``, at a second SIGTERM at
     once.
+
+    SIGINT and SIGHUP are the parent's to heed, also where they are sent to every process there is: a worker that
+    ended by one would look as if it had failed.
     """
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     read_fd, write_fd = os.pipe()
     os.set_blocking(write_fd, False)
     signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from ensemble.protocol import Event, Heartbeat
+from ensemble.watch import Watch
 
 BEAT_SECONDS = 2.0
 
@@ -16,11 +17,15 @@ class Pulse:
 
     Args:
         send: takes an event from any thread; must not come back where nobody listens any more.
+
+    Attributes:
+        watch: a clock that leaves out the time in which this process was stopped.
     """
 
     def __init__(self, send: Callable[[Event], None]) -> None:
         self._send = send
-        self._last_step: float | None = time.monotonic()
+        self.watch = Watch(1.5 * BEAT_SECONDS)  # read at every beat
+        self._last_step: float | None = self.watch()
         self._writing_since: float | None = None
 
     def start(self) -> None:
@@ -28,7 +33,7 @@ class Pulse:
 
     def step(self) -> None:
         """The main thread got somewhere: a command has come, a batch is done."""
-        self._last_step = time.monotonic()
+        self._last_step = self.watch()
 
     def rest(self) -> None:
         """The main thread waits for a command; however long that takes, it does not hang."""
@@ -36,7 +41,7 @@ class Pulse:
 
     def write(self) -> None:
         """Another thread begins to write a part; until it is done nobody is at rest."""
-        self._writing_since = time.monotonic()
+        self._writing_since = self.watch()
 
     def written(self) -> None:
         """It is done."""
@@ -44,8 +49,9 @@ class Pulse:
 
     def idle_seconds(self) -> float:
         """Seconds since the last step, 0 at rest."""
+        now = self.watch()  # in any case, so that it is read at every beat
         last = self._last_step if self._last_step is not None else self._writing_since
-        return 0.0 if last is None else round(time.monotonic() - last, 3)
+        return 0.0 if last is None else round(now - last, 3)
 
     def _beat(self) -> None:
         while True:

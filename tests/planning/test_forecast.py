@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ensemble.planning import forecast
-from ensemble.planning.forecast import Job, measured_speeds
+from ensemble.planning.forecast import Job, Speed, measured_speeds
 
 
 def job(
@@ -55,33 +55,33 @@ def test_members_on_the_cpu_and_over_several_gpus() -> None:
 
 
 def report(**changes: Any) -> dict[str, Any]:
-    worker = {"start_seconds": 4.0, "load_seconds": 6.0, "predict_seconds": 30.0, "device_name": "T4"}
-    worker |= {"devices": ["GPU-1"], **changes}
-    member = {
-        "name": "a",
-        "status": "complete",
-        "work": 120.0,
-        "computed_as": "same",
-        "workers": [worker] * 2,
+    speed = {"startup_seconds": 10.0, "seconds_per_work": 0.5, **changes}
+    member = {"name": "a", "computed_as": "same", "speed": speed}
+    nothing = {"startup_seconds": None, "seconds_per_work": None}
+    return {
+        "devices": [{"uuid": "GPU-1", "name": "T4"}],
+        "members": [member, {**member, "name": "b", "speed": nothing}],
     }
-    failed = {**member, "name": "b", "status": "failed", "workers": []}
-    return {"devices": [{"uuid": "GPU-1", "name": "T4"}], "members": [member, failed]}
 
 
-def test_speeds_come_from_complete_members_that_were_computed_alike() -> None:
+def test_speeds_come_from_members_that_were_computed_alike() -> None:
     same = {"a": "same", "b": "same"}
-    speeds = measured_speeds(report(), ["T4", "T4"], same)
-    assert list(speeds) == ["a"]
-    assert speeds["a"].startup_seconds == 10
-    assert speeds["a"].seconds_per_work == 0.5
+    assert measured_speeds(report(), ["T4", "T4"], same) == {"a": Speed(10.0, 0.5, True, True)}
     assert measured_speeds(report(), ["H100"], same) == {}
     assert measured_speeds(report(), ["T4"], {"a": "another model"}) == {}
-    assert measured_speeds(report(device_name="cpu"), ["T4"], same) == {}, "torch could not use the GPU"
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -3, 10**400, "soon", None])
+def test_what_an_earlier_run_did_not_get_to_measure_is_guessed() -> None:
+    guess = Speed(130.0, 0.01, is_measured=False)
+    (found,) = measured_speeds(report(seconds_per_work=None), ["T4"], {"a": "same"}).values()
+    assert found.or_guess(guess) == Speed(10.0, 0.01, is_measured=False, is_startup_measured=True)
+    (found,) = measured_speeds(report(startup_seconds=None), ["T4"], {"a": "same"}).values()
+    assert found.or_guess(guess) == Speed(130.0, 0.5, is_measured=True, is_startup_measured=False)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -3, 0, 10**400, "soon", [1]])
 def test_an_odd_report_gives_no_speeds(value: Any) -> None:
-    assert measured_speeds(report(predict_seconds=value), ["T4"], {"a": "same"}) == {}
+    assert measured_speeds(report(seconds_per_work=value), ["T4"], {"a": "same"}) == {}
     assert measured_speeds({"devices": value}, [], {}) == {}
     assert measured_speeds({}, [], {}) == {}
 

@@ -1,0 +1,253 @@
+"""A limit that is shorter than the work, repeated: each run gets further, none takes longer than it may."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ensemble.devices import Device
+from ensemble.judge import Judge
+from ensemble.leases import Leases
+from ensemble.planning.forecast import Speed, measured_speeds
+from ensemble.planning.plan import MemberPlan, make_plan, without_done
+from ensemble.planning.timelimit import reserve_seconds
+from ensemble.protocol import Closed, Command, Computed, Load, Predict, Progress, Ready, Started, Stop
+from ensemble.report.runjson import speed_document
+from ensemble.scheduler import Scheduler
+from ensemble.slots import Worker
+from ensemble.state import MemberState
+from ensemble.timekeeper import TimeKeeper, reckoning
+from tests.faults.chunky import chunky_config
+from tests.planning.test_plan import config, facts
+from tests.pretended import computed
+from tests.project import Project
+
+# Until workers can start, and what the first submission takes.
+BEFORE_SECONDS, FIRST_SECONDS = 1.0, 0.05
+
+
+class Time:
+    """Passes only while a simulated worker starts or computes."""
+
+    def __init__(self, over_at: float) -> None:
+        self.now = BEFORE_SECONDS
+        self.over_at = over_at
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class SimulatedWorker:
+    """A worker on one device that takes exactly so long; what is not done in time is not done."""
+
+    def __init__(self, pid: int, time: Time, startup_seconds: float, row_seconds: float) -> None:
+        self.pid = pid
+        self.events_fd, self._write_end = os.pipe()
+        os.set_blocking(self.events_fd, False)
+        self._time, self._startup_seconds, self._row_seconds = time, startup_seconds, row_seconds
+        self._said: list[tuple[float, list[Any]]] = [(0.0, [Started({}, startup_seconds / 2)])]
+        self._is_over = False
+        os.write(self._write_end, b"x")
+
+    def send(self, command: Command) -> None:
+        if isinstance(command, Load):
+            ready = Ready(self._startup_seconds / 2, "cpu", "float32", "sdpa", 1, 128, 2048)
+            self._say(self._startup_seconds, [ready], [])
+        elif isinstance(command, Predict):
+            rows = command.stop - command.start
+            done = computed(command, rows * self._row_seconds)
+            reached = int((self._time.over_at - self._time.now) / self._row_seconds)
+            progress = [Progress(command.chunk, reached, reached, reached)] if reached else []
+            self._say(rows * self._row_seconds, [Computed(command.chunk), done], progress)
+        elif isinstance(command, Stop):
+            self._say(0.0, [Closed(1)], [])
+            self._is_over = True
+
+    def _say(self, seconds: float, events: list[Any], instead: list[Any]) -> None:
+        left = self._time.over_at - self._time.now
+        self._said.append((seconds, events) if seconds <= left else (left, instead))
+        os.write(self._write_end, b"x")
+
+    def receive(self) -> tuple[list[Any], bool]:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.events_fd, 1 << 16)
+        said, self._said = self._said, []
+        for seconds, _ in said:
+            self._time.now += seconds
+        return [event for _, events in said for event in events], not self.has_exited()
+
+    def has_exited(self) -> bool:
+        return self._is_over and not self._said
+
+    def terminate(self) -> None:
+        self._is_over = True
+
+    def abort(self) -> None:
+        self._is_over = True
+
+    def close(self) -> int:
+        os.close(self.events_fd)
+        os.close(self._write_end)
+        return 0
+
+
+class Repeated:
+    """The same command again and again: each run knows what is done, and what the one before has measured."""
+
+    def __init__(
+        self, limit: float, rows: int, startup_seconds: Sequence[float], row_seconds: Sequence[float]
+    ) -> None:
+        self.limit = limit
+        self._startup_seconds, self._row_seconds = startup_seconds, row_seconds
+        self._facts = {
+            f"m{index}": facts(np.full(rows, 400, dtype=np.int64)) for index in range(len(row_seconds))
+        }
+        self._is_done = {name: np.zeros(rows, dtype=np.bool_) for name in self._facts}
+        self._speeds: dict[str, Speed] = {}
+        self.reckoning = ""
+        self.kept = reserve_seconds(FIRST_SECONDS, len(row_seconds), limit)
+
+    @property
+    def rows(self) -> list[int]:
+        """What is done of each member."""
+        return [int(done.sum()) for done in self._is_done.values()]
+
+    @property
+    def is_complete(self) -> bool:
+        return all(done.all() for done in self._is_done.values())
+
+    def again(self) -> list[MemberState]:
+        run = config(*({} for _ in self._facts), time_limit=self.limit)
+        made = make_plan(run, self._facts, [], speeds=self._speeds)
+        members = [
+            MemberState.of(without_done(one, self._is_done[one.name], is_timed=True)) for one in made.members
+        ]
+        over_at = self.limit - self.kept
+        time, pids = Time(over_at), itertools.count(1)
+
+        def launch(
+            member: MemberPlan, replica: int, lease: Sequence[Device], read_ahead: int
+        ) -> tuple[Worker, str]:
+            taken = self._startup_seconds[member.index], self._row_seconds[member.index]
+            return SimulatedWorker(next(pids), time, *taken), "log"
+
+        judge = Judge(2, "fail", lambda text: None, lambda state: None)
+        leases = Leases([], 1, 60.0, say=lambda text: None)
+        keeper = TimeKeeper(over_at, 1, time)
+        Scheduler(members, leases, launch, judge, lambda states: None, lambda state: None, 60.0, keeper).run()
+        assert time.now <= max(over_at, BEFORE_SECONDS), "the limit is held"
+        for state in members:
+            done = self._is_done[state.plan.name]
+            done[:] = True
+            for chunk in (*state.waiting, *state.in_hand.values()):
+                done[state.plan.order[chunk.start : chunk.stop]] = False
+        found = [
+            {
+                "name": state.plan.name,
+                "computed_as": state.plan.model.computed_as,
+                "speed": speed_document(state),
+            }
+            for state in members
+        ]
+        document = {"devices": [{"uuid": "cpu", "name": "a CPU"}], "members": found}
+        self._speeds = measured_speeds(
+            document, [], {state.plan.name: state.plan.model.computed_as for state in members}
+        )
+        self.reckoning = reckoning(members, self.limit, BEFORE_SECONDS, self.kept)
+        return members
+
+
+# Seconds: the limit, a worker's start, a row. For rows 0.8 * limit - 1 - start are left, more of a long limit.
+TIMES = [
+    (8.0, 5.0, 0.001),
+    (8.0, 5.0, 0.3),
+    (13.0, 4.0, 0.001),
+    (13.0, 4.0, 0.1),
+    (13.0, 4.0, 1.5),
+    (13.0, 4.0, 4.0),
+    (20.0, 12.0, 0.02),
+    (20.0, 1.0, 2.0),
+    (60.0, 5.0, 0.5),
+    (60.0, 45.0, 0.5),
+    (300.0, 150.0, 1.0),
+    (3600.0, 5.0, 0.5),
+]
+
+
+@pytest.mark.fault(34)
+@pytest.mark.parametrize("members", [1, 2])
+@pytest.mark.parametrize(("limit", "startup", "row"), TIMES)
+def test_each_repetition_gets_further(limit: float, startup: float, row: float, members: int) -> None:
+    runs = Repeated(limit, 200, [startup] * members, [row] * members)
+    learned = 0
+    while not runs.is_complete:
+        before = runs.rows
+        states = runs.again()
+        assert all(state.failure is None for state in states)
+        assert all(now >= then for now, then in zip(runs.rows, before, strict=True))
+        if runs.rows == before:  # it has learned how long rows take, which is more than there was time for
+            assert "the same command again may get further" in runs.reckoning
+            learned += 1
+            assert learned <= 5 * members
+
+
+@pytest.mark.fault(34)
+@pytest.mark.parametrize("limit", [1.0, 3.0, 6.0])
+def test_a_limit_that_is_too_short_is_tried_and_reckoned(limit: float) -> None:
+    runs = Repeated(limit, 200, [5.0], [0.1])
+    for _ in range(3):
+        (state,) = runs.again()
+        assert runs.rows == [0]
+        assert bool(state.workers) == (limit > 1.3), "tried wherever there is any time"
+        assert f"1.0 s of time_limit ({limit:g} s) were over before a worker could start" in runs.reckoning
+        assert f"{runs.kept:.1f} s are kept for the last submission" in runs.reckoning
+        assert "longer time_limit" in runs.reckoning, "nobody has measured what it would take"
+
+
+@pytest.mark.fault(34)
+def test_the_reckoning_knows_what_was_measured() -> None:
+    """A worker was ready once; then the limit was made shorter."""
+    runs = Repeated(13.0, 200, [5.0], [1.0])
+    runs.again()
+    runs.again()
+    (done,) = runs.rows
+    assert done
+    runs.limit, runs.kept = 6.0, reserve_seconds(FIRST_SECONDS, 1, 6.0)
+    runs.again()
+    assert runs.rows == [done]
+    assert "m0's worker needed all to start (it took 5.0 s in an earlier run)" in runs.reckoning
+    assert "time_limit must be more than 8 s" in runs.reckoning
+    runs.limit, runs.kept = 13.0, reserve_seconds(FIRST_SECONDS, 1, 13.0)
+    runs.again()
+    assert runs.rows[0] > done, "what was measured before is still known"
+
+
+@pytest.mark.fault(34)
+def test_short_limits_repeated_until_all_is_done(chunky: Project) -> None:
+    """Real runs, each with twice the time of the one before; how many that takes is the machine's matter."""
+    chunky.write_config(chunky_config(chunky, fill="sample"))
+    reached = 0
+    for limit in itertools.takewhile(lambda seconds: seconds <= 1024, (2**power for power in range(11))):
+        done = chunky.ensemble("run", "config.yaml", "--set", f"time_limit={limit}s", timeout=1100)
+        assert done.returncode in (0, 4), done.stdout + done.stderr
+        _, rows = chunky.read("out/submission.csv")
+        assert [row[0] for row in rows] == sorted(chunky.ids), "a complete submission, whatever came of it"
+        report, before = chunky.run_json(), reached
+        (member,) = report["members"]
+        reached = report["merged_rows"].get("llama", 0)
+        assert reached >= before
+        if done.returncode == 0:
+            break
+        if reached == before:
+            assert "error: no row was computed: " in done.stderr
+            assert f"of time_limit ({limit} s) were over before a worker could start" in " ".join(
+                done.stderr.split()
+            )
+            assert member["workers"] or "nothing was left to start one" in done.stderr, "it was tried"
+    assert reached == len(chunky.ids)
