@@ -49,8 +49,8 @@ def check_placement(model: Any, spec: WorkerSpec, on_gpu: bool, notes: list[str]
     if not getattr(model, "hf_device_map", None) and any(one.is_meta for one in model.parameters()):
         # Releases of transformers before 5.23 dispatch only what lies in two places and more.
         raise ValueError(
-            f"{spec.model_name_or_path}: this release of transformers cannot keep a whole model on the disk; let some "
-            "of it stay in memory (max_memory.cpu)"
+            f"{spec.model_name_or_path}: this release of transformers cannot keep a whole model on the disk; let "
+            "some of it stay in memory (max_memory.cpu)"
         )
     counts = Counter(str(device) for device in (getattr(model, "hf_device_map", None) or {}).values())
     may_use_cpu = not on_gpu or spec.offload_folder is not None or "cpu" in (spec.max_memory or {})

@@ -37,13 +37,11 @@ def test_layers_on_disk_give_the_same_numbers(architecture: str, cpu_bytes: int,
 
     folder = make_checkpoint(tmp_path / "model", architecture, LABELS)
     spec = offloaded(folder, cpu_bytes, tmp_path / "disk")
-    try:
-        loaded = load(spec)
-    except ValueError as error:
-        assert "cannot keep a whole model on the disk" in str(error)
-        assert cpu_bytes == NOTHING
-        assert not transformers.__version__.startswith("5.23")
+    if cpu_bytes == NOTHING and not transformers.__version__.startswith("5.23"):
+        with pytest.raises(ValueError, match="cannot keep a whole model on the disk"):
+            load(spec)
         return
+    loaded = load(spec)
     devices = {name: parameter.device.type for name, parameter in loaded.model.named_parameters()}
     assert "meta" in devices.values(), "nothing was offloaded"
     assert ("cpu" in devices.values()) == (cpu_bytes == SOME)
