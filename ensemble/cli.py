@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import IO, TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -20,6 +21,8 @@ from ensemble.errors import (
     TimeLimitReached,
 )
 from ensemble.redact import guard_output
+from ensemble.report.layout import Page, Table
+from ensemble.sizes import plural
 
 # Commands import what they need when they run: --help and a typo in a key shall answer at once.
 if TYPE_CHECKING:
@@ -27,7 +30,6 @@ if TYPE_CHECKING:
 
     from ensemble.config import LoadedConfig
 
-_FILE_WIDTH = 120  # where nothing says how wide the reader's window is
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
@@ -37,7 +39,9 @@ app = typer.Typer(
     help="Run several Hugging Face models over one table, each in a process of its own, and merge them.",
 )
 
-ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML that describes the run.")]
+ConfigArgument = Annotated[
+    Path, typer.Argument(metavar="CONFIG", readable=False, help="The run's YAML file.")
+]
 SetOption = Annotated[
     list[str],
     typer.Option(
@@ -52,10 +56,12 @@ LimitOption = Annotated[
     int | None, typer.Option("--limit", metavar="N", min=1, help="Only the first N rows.")
 ]
 OptionalConfigArgument = Annotated[
-    Path | None, typer.Argument(metavar="CONFIG", help="A run to check it for.")
+    Path | None, typer.Argument(metavar="CONFIG", readable=False, help="A run to check this machine for.")
 ]
 ProblemsOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print problems only.")]
-RunDirArgument = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The output_dir of a run.")]
+RunDirArgument = Annotated[
+    Path, typer.Argument(metavar="RUN_DIR", readable=False, help="The output_dir of a run.")
+]
 FreshOption = Annotated[bool, typer.Option("--fresh", help="Start over, whatever an earlier run did.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
 
@@ -70,7 +76,7 @@ def run(
 ) -> None:
     """Run every model of CONFIG over its table and merge the probabilities.
 
-    What an earlier run in the same output_dir did of the same work is kept: the same command again goes on.
+    Work that an earlier run in the same output_dir has done is kept: the same command resumes where it stopped.
     """
     loaded = _load(config, sets, limit)
     from ensemble.processage import process_age_seconds
@@ -92,21 +98,14 @@ def run(
 
     display = choose_display(sys.stdout, quiet, _console)
     result = run_config(loaded, display, fresh, process_age_seconds())
-    console = _console()
     if not quiet:
-        console.print(members_table(result.members, result.results.scores))
-        for tell in (truncation_text, repeated_text, oom_text, float32_text):
-            for text in filter(None, map(tell, result.members)):
-                console.print(text, markup=False)
-        policy = loaded.config.on_bad_row
-        for text in filter(None, (bad_rows_text(state, policy) for state in result.members)):
-            console.print(text, markup=False)
-        if idle := gaps_text(result.gaps):
-            console.print(idle, markup=False)
-        if result.left_out:
-            console.print(left_out_text(result.left_out, result.members), markup=False)
-        for name, path in result.results.files.items():
-            console.print(f"{name}: {shown_path(path)}", markup=False)
+        tells = (truncation_text, repeated_text, oom_text, float32_text)
+        _show([members_table(result.members, result.results.scores)])
+        _show(tell(state) for tell in tells for state in result.members)
+        _show(bad_rows_text(state, loaded.config.on_bad_row) for state in result.members)
+        _show([gaps_text(result.gaps)])
+        _show([left_out_text(result.left_out, result.members)] if result.left_out else [])
+        _show(f"{name}: {shown_path(path)}" for name, path in result.results.files.items())
     results = result.results
     if failures := result.failures:
         raise MembersFailed([failure_text(failure) for failure in failures])
@@ -117,14 +116,11 @@ def run(
 
 @app.command()
 def status(run_dir: RunDirArgument) -> None:
-    """Tell what a run in RUN_DIR (its output_dir) has done, does and has still to do; it may be running."""
+    """Show how far a run in RUN_DIR (its output_dir) is, how fast it goes and how it ended; it may be running."""
     from ensemble.report.status import status_report
 
-    console = _console()
     report = status_report(run_dir)
-    console.print(report.table)
-    for line in report.lines:
-        console.print(line, markup=False)
+    _show([*([report.table] if report.table is not None else []), *report.lines])
 
 
 @app.command()
@@ -140,8 +136,7 @@ def validate(
     from ensemble.report.preview import validation_lines
 
     prepared = prepare(loaded)
-    for line in () if quiet else validation_lines(prepared):
-        typer.echo(line)
+    _show(() if quiet else validation_lines(prepared))
 
 
 @app.command()
@@ -152,12 +147,7 @@ def plan(config: ConfigArgument, sets: SetOption, limit: LimitOption = None) -> 
     from ensemble.report.planned import memory_table, opening_lines, placement_lines
 
     prepared = prepare(loaded, must_fit=False)
-    console = _console()
-    for line in opening_lines(prepared):
-        console.print(line, markup=False)
-    console.print(memory_table(prepared))
-    for line in placement_lines(prepared):
-        console.print(line, markup=False)
+    _show([*opening_lines(prepared), memory_table(prepared), *placement_lines(prepared)])
     if prepared.plan.problems:
         raise DeviceError(prepared.plan.problems)
 
@@ -169,13 +159,13 @@ def doctor(sets: SetOption, config: OptionalConfigArgument = None, quiet: Proble
 
     if sets and config is None:
         raise typer.BadParameter("--set changes a CONFIG; name one")
-    problems = 0
+    problems, page = 0, Page.of(sys.stdout)
     for finding in examine(config, sets):
         problems += finding.mark == "problem"
-        for line in finding.lines() if finding.mark == "problem" or not quiet else ():
-            typer.echo(line)
+        for line in finding.lines(page) if finding.mark == "problem" or not quiet else ():
+            print(line)
     if not quiet:
-        typer.echo(f"{problems} to mend: no run can start" if problems else "A run can start.")
+        _show([f"{plural(problems, 'problem')} to fix: no run can start" if problems else "A run can start."])
     if problems:
         raise typer.Exit(2)
 
@@ -204,12 +194,10 @@ def _run_command() -> int:
     try:
         app()
     except EnsembleError as error:
-        for problem in error.problems:
-            typer.secho("error: ", fg="red", nl=False, err=True)
-            typer.echo(problem, err=True)
+        _complain(error.problems)
         return error.exit_code
     except Interrupted as stopped:
-        typer.echo(f"error: {stopped}", err=True)
+        _complain([str(stopped)])
         return stopped.exit_code
     except KeyboardInterrupt:
         return 130
@@ -218,11 +206,34 @@ def _run_command() -> int:
     return 0
 
 
+def _show(parts: Iterable[str | Table]) -> None:
+    """Print sentences and tables as they fit where the output goes; empty sentences are left out."""
+    page = Page.of(sys.stdout)
+    for part in parts:
+        for line in (
+            part.lines(page) if isinstance(part, Table) else page.wrapped(part, later="  ") if part else ()
+        ):
+            print(line, flush=True)
+
+
+def _complain(problems: Iterable[str]) -> None:
+    page = Page.of(sys.stderr)
+    red, plain = ("\x1b[31m", "\x1b[0m") if _is_terminal(sys.stderr) else ("", "")
+    for problem in problems:
+        first, *others = page.wrapped(problem, "error: ", later="  ")
+        for line in (first.replace("error:", f"{red}error:{plain}", 1), *others):
+            print(line, file=sys.stderr, flush=True)
+
+
+def _is_terminal(stream: IO[str] | None) -> bool:
+    return stream is not None and stream.isatty() and "NO_COLOR" not in os.environ
+
+
 def _console() -> Console:
+    """For the bars, which are drawn on terminals only."""
     from rich.console import Console
 
-    console = Console(highlight=False, soft_wrap=True)
-    return console if console.is_terminal else Console(highlight=False, soft_wrap=True, width=_FILE_WIDTH)
+    return Console(highlight=False, soft_wrap=True)
 
 
 def _load(config: Path, sets: list[str], limit: int | None) -> LoadedConfig:

@@ -117,7 +117,7 @@ def inventory(environ: Mapping[str, str] | None = None) -> Inventory:
             there = ", ".join(device.uuid for gpu in gpus for device in gpu.devices)
             problem = (
                 f"{_MASK}={environ.get(_MASK)}: {first!r} names no GPU here, which hides all of them; there are "
-                f"{len(gpus)} ({there}); mend it, or set it to -1 to run on the CPU"
+                f"{len(gpus)} ({there}); fix it, or set it to -1 to run on the CPU"
             )
             return Inventory((), f"{reason}: running on the CPU", version, (), problem)
     return Inventory((), f"{reason}: running on the CPU", version, tuple(warnings))

@@ -15,12 +15,16 @@
                                       nothing which survives errors swallows it
 
 Messages name the key, file, row or GPU, and say what to do.  An error can carry several problems, so that
-one run of ``validate`` shows everything there is to mend.
+one run of ``validate`` shows everything there is to fix.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
+
+# What ends a sentence about a run that stopped before it was done.
+RESUMES: Final = "the same command resumes where it stopped"
 
 
 class EnsembleError(Exception):
@@ -86,5 +90,5 @@ class Interrupted(BaseException):
 
     def __init__(self, signal_number: int) -> None:
         name = {2: "Ctrl-C", 15: "SIGTERM", 1: "SIGHUP"}.get(signal_number, f"signal {signal_number}")
-        super().__init__(f"stopped by {name}; what is done is kept, and the same command goes on from there")
+        super().__init__(f"stopped by {name}; what is done is kept, and {RESUMES}")
         self.exit_code = 128 + signal_number

@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias
 
 from ensemble.planning.chunks import Chunk
 from ensemble.recovery import Again, BadRow, Fault, GiveUp, Halves, Recovery
+from ensemble.sizes import plural
 from ensemble.slots import Slot
 from ensemble.state import Failure, FaultRecord, MemberState
 
@@ -114,9 +115,9 @@ class Judge:
         if not state.bad_rows or self._on_bad_row == "uniform":
             return
         rows = sorted(state.bad_rows)
-        count = "1 row" if len(rows) == 1 else f"{len(rows):,} rows"
+        count = plural(len(rows), "row")
         shown = "; ".join(f"row {row + 1:,}: {state.bad_rows[row]}" for row in rows[:_SHOWN_ROWS])
-        more = "; ..." if len(rows) > _SHOWN_ROWS else ""
+        more = f"; {len(rows) - _SHOWN_ROWS:,} more in run.json" if len(rows) > _SHOWN_ROWS else ""
         advice = (
             "left out of the merge (on_bad_row: drop_member)"
             if self._on_bad_row == "drop_member"
@@ -163,20 +164,17 @@ class Judge:
         state.faults.append(record)
         log.warning("%s-%d: %s; %s", name, replica, fault.message, remedy)
         if remedy not in ("given up", "row set aside"):
-            what = "" if chunk is None else f" with {chunk.stop - chunk.start:,} rows in hand"
+            what = "" if chunk is None else f" with {plural(chunk.stop - chunk.start, 'row')} in hand"
             next_step = {
                 "again": "they are tried again",
                 "in halves": "they are tried in halves",
                 "another worker": "another one is started",
-                "without it": "its other workers go on",
+                "without it": "its other workers continue",
             }[remedy]
             self._say(f"{name}: {fault.message}{what}; {next_step}")
 
 
 def _rows_text(rows: Sequence[int]) -> str:
     shown = ", ".join(f"{row + 1:,}" for row in rows[:_SHOWN_ROWS])
-    return (
-        f"row {shown}"
-        if len(rows) == 1
-        else f"{len(rows):,} rows ({shown}{', ...' if len(rows) > _SHOWN_ROWS else ''})"
-    )
+    more = ", ..." if len(rows) > _SHOWN_ROWS else ""
+    return f"row {shown}" if len(rows) == 1 else f"{plural(len(rows), 'row')} ({shown}{more})"

@@ -196,8 +196,8 @@ class Leases:
 
     def _stuck(self, gpu: Device, used: int, baseline: int) -> str:
         return (
-            f"{gpu.name} ({gpu.uuid}): {gib(used)} are still used {self._timeout_seconds:g} s after its worker "
-            f"ended, {gib(baseline)} were before the first one; NVML shows {holders(gpu.uuid)} there. "
+            f"{gpu.name} ({gpu.uuid}): {gib(used)} still in use {self._timeout_seconds:g} s after its worker "
+            f"ended, {gib(baseline)} before the first one started; NVML shows {holders(gpu.uuid)} there. "
             "The device is left out as long as there is another"
         )
 

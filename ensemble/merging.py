@@ -29,6 +29,7 @@ from ensemble.merge.stream import MergedMember, block_spans, mean_blocks
 from ensemble.prepare import Prepared, scores_make_sense
 from ensemble.report.terminal import ENSEMBLE_ROW
 from ensemble.rundir import RunDir, atomic_path
+from ensemble.sizes import plural
 from ensemble.tables.csvfile import csv_cells, csv_lines, header_line
 from ensemble.tables.submission import is_in_order, sample_values, submitted_columns, write_submission
 
@@ -191,7 +192,7 @@ class Merge:
                 _put(waiting.popleft(), streams)
             if missing:
                 raise MergeError(
-                    f"{missing:,} rows have no probabilities of any member; run the same command again"
+                    f"no member has probabilities for {plural(missing, 'row')}; run the same command again"
                 )
         self._note_results(members, scoring)
         self._submit(whole)

@@ -1,7 +1,7 @@
 """Everything that can be known of a run without loading a model; the whole of ``validate``.
 
 Gathers the problems of config, table, checkpoints, templates, devices and output into one error, so that one
-look shows all there is to mend.  Writes nothing.
+look shows all there is to fix.  Writes nothing.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from ensemble.access import unreadable
 from ensemble.arrow import keep_pandas_out
 from ensemble.checkpoint.inspection import Checkpoint, inspect_checkpoint
 from ensemble.checkpoint.quantization import (
     BITSANDBYTES,
     carried_warning,
+    fp4_warning,
     method_of,
     quantization_problems,
 )
@@ -78,9 +80,8 @@ class _Problems:
         try:
             yield
         except OSError as error:  # such as a name that is too long for the file system
-            self.found.append(
-                ConfigError(f"{place or error.filename}: {error.strerror or error}: {error.filename}")
-            )
+            text = unreadable(error.filename or place, error, "choose another place")
+            self.found.append(ConfigError(f"{place}: {text}" if place and error.filename else text))
         except EnsembleError as error:
             prefixed = [f"{place}: {problem}" if place else problem for problem in error.problems]
             self.found.append(type(error)(prefixed))
@@ -179,7 +180,7 @@ def scores_make_sense(checkpoints: dict[str, Checkpoint]) -> bool:
 
 def _check_members_fit(config: RunConfig, checkpoints: dict[str, Checkpoint]) -> None:
     found = [
-        f"models[{index}].model_kwargs.{key}: set the key {key} of the model itself"
+        f"models[{index}].model_kwargs.{key}: use the model's own key {key} instead"
         for index, model in enumerate(config.models)
         for key in _KEYS_OF_THEIR_OWN
         if key in model.model_kwargs
@@ -188,7 +189,7 @@ def _check_members_fit(config: RunConfig, checkpoints: dict[str, Checkpoint]) ->
     if raw and len(raw) < len(checkpoints):
         found.append(
             f"models: {', '.join(raw)} gives raw values (regression), the others probabilities; their mean means "
-            "nothing: run them apart, or set problem_type"
+            "nothing: run them separately, or set problem_type"
         )
     if raw and config.on_bad_row == "uniform":
         found.append("on_bad_row: uniform is for probabilities, and the models give raw values (regression)")
@@ -215,9 +216,10 @@ def _check_quantization(config: RunConfig, checkpoints: dict[str, Checkpoint], a
 
 def _quantization_warnings(config: RunConfig, checkpoints: dict[str, Checkpoint]) -> Iterator[str]:
     for index, model in enumerate(config.models):
-        warning = carried_warning(model.quantization_config, checkpoints[model.name].quantization)
-        if warning is not None:
-            yield f"models[{index}].{warning}"
+        stored = checkpoints[model.name].quantization
+        for warning in (fp4_warning, carried_warning):
+            if text := warning(model.quantization_config, stored):
+                yield f"models[{index}].{text}"
 
 
 def _checkpoints(config: RunConfig, problems: _Problems) -> dict[str, Checkpoint]:

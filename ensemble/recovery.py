@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from ensemble.planning.chunks import Chunk, halves
+from ensemble.sizes import plural
 
 # A model that cannot compute these many rows has another fault than its rows.
 MAX_BAD_ROWS = 100
@@ -97,7 +98,7 @@ class Recovery:
             self._deaths += 1
             if self._deaths > MAX_DEATHS:
                 return GiveUp(
-                    f"its workers ended {self._deaths} times over their rows, at last: {fault.message}"
+                    f"its workers ended {self._deaths} times while computing, the last time: {fault.message}"
                 )
             self._failures[chunk.index] += 1
             if self._failures[chunk.index] <= self._allowance(chunk, fault):
@@ -113,10 +114,12 @@ class Recovery:
         self._bad_rows += count
         if self._bad_rows > MAX_BAD_ROWS:
             return GiveUp(
-                f"{self._bad_rows:,} rows could not be computed, which is too many to go on; {reason}"
+                f"{plural(self._bad_rows, 'row')} could not be computed, which is too many to continue; {reason}"
             )
         if not any_row_done and self._bad_rows >= _BAD_ROWS_BEFORE_ANY_GOOD:
-            return GiveUp(f"the first {self._bad_rows} rows could not be computed, and none could; {reason}")
+            return GiveUp(
+                f"the first {self._bad_rows} rows could not be computed, and no other row was; {reason}"
+            )
         return None
 
     def _allowance(self, chunk: Chunk, fault: Fault) -> int:

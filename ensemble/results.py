@@ -17,6 +17,7 @@ from ensemble.merge.metrics import Score
 from ensemble.merging import Merge, MergeInput
 from ensemble.prepare import Prepared
 from ensemble.rundir import RunDir, atomic_path
+from ensemble.sizes import plural
 from ensemble.state import MemberState
 from ensemble.store import MemberWork, file_sha256, seal
 from ensemble.tables.csvfile import write_csv
@@ -70,8 +71,8 @@ class Handover:
         if len(missing):
             shown = ", ".join(f"row {row + 1}" for row in missing[:3])
             raise MergeError(
-                f"{len(missing):,} rows are missing in its parts in {work.parts_dir} ({shown}), which have "
-                "been removed or changed; run the same command again"
+                f"{plural(len(missing), 'row')} missing in its parts in {work.parts_dir} ({shown}): some were "
+                "removed or changed; run the same command again"
             )
         values[list(state.bad_rows)] = self._even(name)
         sha256 = self._write_probabilities(path, values)

@@ -19,7 +19,7 @@ from ensemble.planning.plan import without_done
 from ensemble.planning.preflight import held_texts, wait_for_room
 from ensemble.planning.timelimit import reserve_seconds
 from ensemble.prepare import Prepared, prepare
-from ensemble.report.progress import Display, duration, phase_of
+from ensemble.report.progress import Display, phase_of
 from ensemble.report.runjson import run_document, worker_documents, write_run_json
 from ensemble.report.terminal import shown_path
 from ensemble.results import Handover, Results
@@ -35,10 +35,14 @@ from ensemble.rundir import (
 from ensemble.runlog import log, logging_to
 from ensemble.scheduler import Scheduler
 from ensemble.signals import Signals, heed_signals
+from ensemble.sizes import duration, plural
 from ensemble.state import Failure, MemberState
 from ensemble.store import MemberWork, find_works, refuse_trial, write_bad_rows
 from ensemble.timekeeper import TimeKeeper, reckoning
 from ensemble.watch import boot_seconds
+
+# How old what ``status`` shows of a running run may be; short enough for people, long enough for slow disks.
+_REPORT_SECONDS = 5.0
 
 
 @dataclass
@@ -132,6 +136,7 @@ class _Run:
         self._leases: Leases | None = None
         self._phases: list[str] = []
         self._before_seconds = 0.0  # until workers could start
+        self._reported_at = -math.inf
 
     def go(self) -> RunResult:
         result, rundir, config = self._result, self._rundir, self._config
@@ -260,7 +265,7 @@ class _Run:
     def _on_change(self, members: list[MemberState]) -> None:
         self._display.update(members)
         phases = [phase_of(state) for state in members]
-        if phases != self._phases:
+        if phases != self._phases or self._clock() - self._reported_at >= _REPORT_SECONDS:
             self._phases = phases
             with contextlib.suppress(WriteError):  # a full disk ends the run when a result cannot be written
                 self._write_run_json("running")
@@ -281,7 +286,7 @@ class _Run:
             if is_timed and self._is_any_done(good):
                 handover.merge(good)  # better than the first submission, which is there in any case
                 names = ", ".join(failure.member for failure in failures)
-                self._display.say(f"the submission is of what there is; {names} is not in it")
+                self._display.say(f"the submission holds what there is, without {names}")
             return
         handover.merge(good)
         result.left_out = failures
@@ -303,6 +308,7 @@ class _Run:
         return any(state.rows_done and state.plan.model.weight for state in members)
 
     def _write_run_json(self, status: str) -> None:
+        self._reported_at = self._clock()
         prepared, result = self._prepared, self._result
         document = run_document(
             status=status,
@@ -320,10 +326,10 @@ class _Run:
 
 def _opening(prepared: Prepared) -> Iterator[str]:
     table, config = prepared.table, prepared.config
-    yield f"{shown_path(config.data.path)}: {table.rows:,} rows"
+    yield f"{shown_path(config.data.path)}: {plural(table.rows, 'row')}"
     for column, count in table.null_texts.items():
         if count:
-            yield f"{count:,} empty texts in {column!r}, read as empty strings"
+            yield f"{plural(count, 'empty text')} in {column!r}, read as an empty string"
     if config.limit is not None and config.submission is not None and config.submission.path is not None:
         yield f"a trial on the first rows: {shown_path(config.submission.path)} will not be written"
     yield from filter(None, (prepared.inventory.note, *prepared.warnings))

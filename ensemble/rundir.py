@@ -83,10 +83,10 @@ class RunDir:
                     "would replace; choose another output_dir"
                 )
         if target is not None and target.resolve() != self.submission.resolve() and self._is_own(target):
-            yield f"submission.path: {target} is a place that the run itself uses; choose another name"
+            yield f"submission.path: {target} is a file that the run itself writes; choose another name"
         for path in inputs:
             if self._is_own(path):
-                yield f"output_dir: {path} is read by this run and would be lost to it; choose another output_dir"
+                yield f"output_dir: {path} is read by this run and would be overwritten; choose another output_dir"
 
     def _is_own(self, path: Path) -> bool:
         place = path.resolve()

@@ -115,11 +115,11 @@ class Slot:
         # To load a library from a slow disk, Python can be held up as long as that takes.
         silence = timeout_seconds * (1 if self.is_ready else _LOADING_TIMES)
         if now - self.heard_at > silence:
-            return f"{process} gave no sign of life for {silence:g} s"
+            return f"{process} has not responded for {silence:g} s"
         if self.is_ready and self.has_work and now - self.stepped_at > timeout_seconds:
             what = "finished no batch" if self.chunk is not None else "could not write what it had computed"
             text = f"{process} {what} for {timeout_seconds:g} s (hang_timeout)"
-            return f"{text}; where it hung is in its log"
+            return f"{text}; its log shows where"
         longest = _LOADING_TIMES * timeout_seconds
         if not self.is_ready and now - self.began_at > longest:
             return f"{process} was not ready after {longest:g} s ({_LOADING_TIMES} times hang_timeout)"
@@ -138,7 +138,9 @@ class Slot:
             return None  # it had nothing left to do: how long its exit took, and how it went, costs nobody anything
         process = f"its worker (process {self.record.pid})"
         if self.failed is not None:
-            text = f"{self.failed.error_type}: {self.failed.message}"
+            # The worker's own sentences come as ValueError; of all others the type says half of what is wrong.
+            kind = "" if self.failed.error_type == "ValueError" else f"{self.failed.error_type}: "
+            text = f"{kind}{self.failed.message}"
             return Fault("death" if self.failed.can_retry else "lasting", text, self.failed.traceback)
         if code == -signal.SIGKILL and oom_kills > self.oom_kills:
             return Fault(
@@ -150,4 +152,4 @@ class Slot:
             return Fault(
                 "death", f"{process} was killed by signal {-code} ({_SIGNALS.get(-code, 'unknown')})"
             )
-        return Fault("death", f"{process} ended with exit code {code}, work undone")
+        return Fault("death", f"{process} ended with exit code {code}, before its work was done")

@@ -28,6 +28,7 @@ from ensemble.fingerprint import Fingerprint, member_fingerprint
 from ensemble.planning.facts import read_json
 from ensemble.prepare import Prepared
 from ensemble.rundir import RunDir, atomic_path, bad_rows_path, part_name, read_part, write_text
+from ensemble.sizes import plural
 
 _HASH_BYTES = 1 << 20
 
@@ -98,11 +99,11 @@ def find_works(prepared: Prepared, rundir: RunDir, say: Callable[[str], None]) -
         works[member.name] = work
         rows, done = prepared.table.rows, int(work.is_done.sum())
         if work.is_sealed:
-            say(f"{member.name}: done by an earlier run; nothing of it runs again")
+            say(f"{member.name}: done by an earlier run, reused")
         elif done:
-            say(f"{member.name}: {done:,} of {rows:,} rows are kept from an earlier run")
+            say(f"{member.name}: {done:,} of {plural(rows, 'row')} kept from an earlier run")
         elif work.is_damaged:
-            say(f"{member.name}: {rundir.predictions(member.name)} is not what was made; it is made again")
+            say(f"{member.name}: {rundir.predictions(member.name)} has been changed; it is computed again")
         elif work.changed:
             say(
                 f"{member.name}: {', '.join(work.changed)} changed since its predictions were made; it runs again"

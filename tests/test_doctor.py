@@ -29,6 +29,7 @@ from ensemble.doctor.places import cpu_finding, disk_findings, memory_findings, 
 from ensemble.launch.local import python_command
 from ensemble.launch.trials import CPU, Report, Trial, run_trials
 from ensemble.packages import Requirement
+from ensemble.report.layout import Page
 from ensemble.worker.probe import probe, product_error
 from tests.nvml.sim import GIB, GPU_IS_LOST, Fail, Memory, NvmlSim, gpu_uuid, gpus
 from tests.oom.limit import AllocatorLimit
@@ -75,7 +76,7 @@ def test_a_machine_without_gpus_can_run(empty_project: Project) -> None:
     environment = {"CUDA_VISIBLE_DEVICES": "-1", "HF_HUB_OFFLINE": "1", "HF_TOKEN": "hf_s3cret"}
     done = empty_project.ensemble("doctor", environment=environment)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
-    assert f"the CPU: torch {torch.__version__} computes right in float32" in done.stdout
+    assert f"the CPU: torch {torch.__version__} computes correctly in float32" in done.stdout
     assert f"transformers {version('transformers')}" in done.stdout
     assert "HF_HUB_OFFLINE is set" in done.stdout
     assert done.stdout.endswith("\nA run can start.\n")
@@ -108,12 +109,12 @@ def test_gpus_that_torch_cannot_use_and_a_config_that_cannot_run(
         "process 4711 (train.py) with 3.0 GiB",
         f"Simulated T4 ({gpu_uuid(0)}), Simulated T4 ({gpu_uuid(1)}): torch {torch.__version__} is a build without "
         "CUDA, and the driver knows CUDA up to 12.4 -> install a build of torch for CUDA 12",
-        "models[0].num_gpus: a asks for 3, but 2 GPUs can be used here",
+        "models[0].num_gpus: a asks for 3 GPUs, but 2 GPUs can be used here",
         "models[0] (a): ./nope: no such folder",
         "models[1] (b): some/model: no such folder",
         "test.csv: no such file",
         "output_dir: out/x cannot be a directory, because out is a file -> choose another directory",
-        "6 to mend: no run can start",
+        "6 problems to fix: no run can start",
     ):
         assert words in said, done.stdout
     assert done.stdout.count("\nproblem  ") == 6, done.stdout
@@ -159,11 +160,11 @@ def test_a_wrong_mask_stops_only_members_that_want_a_gpu(
     project.write_config(project.config())
     done = project.ensemble("doctor", "config.yaml", environment=environment)
     assert done.stdout.count("problem  CUDA_VISIBLE_DEVICES") == 1, done.stdout
-    assert "2 to mend: no run can start" in done.stdout
+    assert "2 problems to fix: no run can start" in done.stdout
     done = project.ensemble("doctor", "config.yaml", "--set", "defaults.num_gpus=0", environment=environment)
     assert done.stdout.count("note     CUDA_VISIBLE_DEVICES") == 1, done.stdout
     assert "problem  the CPU: torch cannot be imported" in done.stdout
-    assert "1 to mend: no run can start" in done.stdout
+    assert "1 problem to fix: no run can start" in done.stdout
 
 
 def test_quiet_says_problems_only(
@@ -374,7 +375,7 @@ GOOD = Report("2.9", "12.4", True, ("sm_70", "sm_75"), (7, 5), 14 * GIB, ("float
 @pytest.mark.parametrize(
     ("report", "mark", "words"),
     [
-        (GOOD, "ok", ["torch 2.9 (CUDA 12.4) computes right in float32, float16, 14.0 GiB free"]),
+        (GOOD, "ok", ["torch 2.9 (CUDA 12.4) computes correctly in float32, float16, 14.0 GiB free"]),
         (
             replace(GOOD, architectures=BUILD),
             "problem",
@@ -398,7 +399,7 @@ GOOD = Report("2.9", "12.4", True, ("sm_70", "sm_75"), (7, 5), 14 * GIB, ("float
             ["could not allocate 256 MiB", "end what holds the memory"],
         ),
         (replace(GOOD, errors={"multiply in float16": "x"}), "problem", ["multiply in float16", "driver"]),
-        (Report(errors={"import torch": "OSError: libtorch.so"}), "problem", ["libtorch.so", "anew"]),
+        (Report(errors={"import torch": "OSError: libtorch.so"}), "problem", ["libtorch.so", "reinstall"]),
     ],
 )
 def test_what_a_report_means(report: Report, mark: str, words: list[str]) -> None:
@@ -520,7 +521,7 @@ def test_the_disk(tmp_path: Path) -> None:
 
 
 def test_lines_are_broken_and_advice_stands_below() -> None:
-    long = Finding("note", "word " * 30, "do " * 40).lines()
+    long = Finding("note", "word " * 30, "do " * 40).lines(Page())
     assert all(len(line) <= 100 for line in long)
     assert long[0].startswith("note     word")
     assert next(line for line in long if "->" in line).startswith("         -> do")

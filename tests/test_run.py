@@ -173,7 +173,7 @@ def test_a_member_that_fails_keeps_the_others(project: Project, tmp_path: Path) 
     (project.folder / "runs/first/.lock").touch()
     done = project.ensemble("run", "config.yaml")
     assert done.returncode == 1
-    assert "member broken failed: ValueError" in done.stderr
+    assert "member broken failed: " in done.stderr
     assert "score.weight" in done.stderr
     assert "runs/first/logs/broken-0.log" in done.stderr
     assert "Traceback" not in done.stderr

@@ -163,7 +163,7 @@ def test_more_gpus_than_there_are_is_said_before_anything_starts(project: Projec
         "run", "config.yaml", "--set", "models.llama.num_gpus=3", environment=two_gpus.environment()
     )
     assert done.returncode == 2
-    assert "models[1].num_gpus: llama asks for 3, but 2 GPUs can be used" in done.stderr
+    assert "models[1].num_gpus: llama asks for 3 GPUs, but 2 GPUs can be used" in done.stderr
     assert not (project.folder / "runs").exists()
 
 
@@ -203,7 +203,7 @@ BAD_DEVICES = [
         "devices[1]: 1: no visible",
     ),
     (["--set", "devices=[GPU-1234]"], {}, "devices[0]: GPU-1234: no GPU has this UUID"),
-    (["--set", "devices=[0, 0]"], {}, "devices[1]: 0: named before"),
+    (["--set", "devices=[0, 0]"], {}, "devices[1]: 0: named twice"),
     ([], {"CUDA_VISIBLE_DEVICES": "GPU-1234"}, "CUDA_VISIBLE_DEVICES=GPU-1234: 'GPU-1234' names no GPU here"),
     (
         [],
@@ -323,7 +323,7 @@ def test_a_device_that_never_comes_free_is_left_out(project: Project, two_gpus: 
         printed, _ = process.communicate(timeout=90)
     assert process.returncode == 0, printed
     report = project.run_json()
-    assert f"({A}): 9.0 GiB are still used 3 s after its worker ended" in printed
+    assert f"({A}): 9.0 GiB still in use 3 s after its worker ended" in printed
     assert "process 4242" in printed
     assert devices(report) == [[A], [B], [B]]
 
@@ -363,5 +363,5 @@ def test_with_no_other_device_the_run_goes_on_all_the_same(project: Project, nvm
         write_later(nvml_sim, process, Gpu(A, memory=Memory(used=9 * GIB)))
         printed, _ = process.communicate(timeout=90)
     assert process.returncode == 0, printed
-    assert "9.0 GiB are still used 1 s after its worker ended" in printed
+    assert "9.0 GiB still in use 1 s after its worker ended" in printed
     assert devices(project.run_json()) == [[A], [A]]

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ensemble.checkpoint.hub import find_file
+from ensemble.access import unreadable
+from ensemble.checkpoint.hub import find_file, how_to_install
 from ensemble.checkpoint.tensors import Tensor, read_file
 from ensemble.checkpoint.weights import pickle_refused
 from ensemble.errors import CheckpointError
@@ -73,7 +74,7 @@ def inspect_adapter(name_or_path: str, allow_pickle: bool = False) -> Adapter:
     config = _read_config(path)
     problems = [*_kind_problems(config, name_or_path)]
     if importlib.util.find_spec("peft") is None:
-        problems.append("adapters need peft, which is not installed: pip install 'ensemble-runner[adapters]'")
+        problems.append(f"adapters need peft, which is not installed: {how_to_install('peft')}")
     shapes: dict[str, tuple[int, ...]] = {}
     if Path(name_or_path).is_dir():
         try:
@@ -124,8 +125,10 @@ def base_problems(adapter: Adapter, base: str, tensors: Sequence[Tensor]) -> Ite
 def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error})") from error
+    except OSError as error:
+        raise CheckpointError(unreadable(path, error)) from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON ({error}); copy it again") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} is not a JSON object")
     return config
@@ -136,7 +139,7 @@ def _kind_problems(config: Mapping[str, Any], name: str) -> Iterator[str]:
     if not isinstance(kind, str):
         yield f"{name}: its adapter_config.json names no peft_type; name the folder that peft wrote"
     elif kind.upper() in _OUTSIDE_THE_LAYERS:
-        yield f"{name} is a {kind} adapter, which changes no layer of its base; only LoRA and its kin can be run"
+        yield f"{name} is a {kind} adapter, which changes no layer of its base; use LoRA or one of its variants"
     elif config.get("alora_invocation_tokens"):
         yield f"{name} is an activated LoRA, which waits for tokens to begin with; only plain LoRA can be run"
     elif config.get("megatron_config"):  # peft imports whatever module megatron_core names

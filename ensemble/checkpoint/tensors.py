@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ensemble.access import unreadable
 from ensemble.errors import CheckpointError
 
 _LENGTH_BYTES = 8
@@ -70,7 +71,7 @@ def _files(folder: Path) -> tuple[Path, ...]:
     try:
         names = {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        raise CheckpointError(f"{index} is no index of weights; copy it again") from None
+        raise CheckpointError(f"{index} is not an index of weight files; copy it again") from None
     return tuple(folder / name for name in sorted(names))
 
 
@@ -88,11 +89,13 @@ def read_file(path: Path) -> tuple[Tensor, ...]:
             is_whole = 0 < length <= min(_LARGEST_HEADER, size - _LENGTH_BYTES)
             header = file.read(length) if is_whole else b""
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror}); copy it again") from error
+        raise CheckpointError(unreadable(path, error)) from error
     if start.startswith(b"version "):
         raise CheckpointError(f"{path} is only a git-lfs pointer to the weights; copy it again")
     if not header:
-        raise CheckpointError(f"{path} is cut short or no safetensors file ({size:,} bytes); copy it again")
+        raise CheckpointError(
+            f"{path} is cut short or not a safetensors file ({size:,} bytes); copy it again"
+        )
     try:
         entries = {key: value for key, value in json.loads(header).items() if key != "__metadata__"}
         tensors = tuple(_tensor(path, name, entry) for name, entry in entries.items())

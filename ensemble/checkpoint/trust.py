@@ -81,8 +81,8 @@ def code_problems(name: str, folder: Path, config: Mapping[str, Any], trust: Tru
 
 def _refused(name: str, code: str, kind: str) -> str:
     return (
-        f"{name} needs code that it brings along ({code}), since its {kind} is none that transformers has; it is "
-        "not run unless you say so: read it, then set trust_remote_code: true"
+        f"{name} needs Python code of its own ({code}), because transformers has no such "
+        f"{kind}; it runs only if you allow it: read it, then set trust_remote_code: true"
     )
 
 

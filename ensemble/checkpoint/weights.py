@@ -8,6 +8,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from ensemble.access import unreadable
 from ensemble.checkpoint.tensors import read_file
 from ensemble.errors import CheckpointError
 
@@ -66,7 +67,7 @@ def _index_problems(index: Path, files: tuple[Path, ...], allow_pickle: bool) ->
     try:
         shards = {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        yield f"{index} is no index of weights; copy it again"
+        yield f"{index} is not an index of weight files; copy it again"
         return
     pickles = sorted(name for name in shards if not name.endswith(".safetensors"))
     # transformers goes by each file's ending, whatever the index is called.
@@ -74,7 +75,8 @@ def _index_problems(index: Path, files: tuple[Path, ...], allow_pickle: bool) ->
         yield pickle_refused(index.parent / pickles[0])
     missing = sorted(name for name in shards if not (index.parent / name).is_file())
     if missing and any(path.suffix == Path(missing[0]).suffix for path in files):
-        yield f"{index} names {len(missing)} files that are not there, the first is {missing[0]}; copy them too"
+        what = missing[0] if len(missing) == 1 else f"{len(missing)} files, {missing[0]} the first of them"
+        yield f"{index} names {what}, which {'is' if len(missing) == 1 else 'are'} not there; copy what is missing"
 
 
 def _is_cut_short(path: Path) -> bool:
@@ -83,5 +85,5 @@ def _is_cut_short(path: Path) -> bool:
         with path.open("rb") as file:
             starts_as_archive = file.read(2) == b"PK"
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror}); copy it again") from error
+        raise CheckpointError(unreadable(path, error)) from error
     return starts_as_archive and not zipfile.is_zipfile(path)

@@ -99,7 +99,7 @@ def _merge_defaults(values: dict[str, Any], defaults: dict[str, Any]) -> dict[Lo
 
 def _wrong_in_defaults(defaults: dict[str, Any]) -> Iterator[Problem]:
     if "name" in defaults:
-        yield ("name",), "belongs in each model; two models cannot share it"
+        yield ("name",), "belongs to each model; two models cannot share it"
     member = {"model_name_or_path": "any", **defaults, "name": "any"}
     _, wrong = validate(ModelConfig, member)
     for loc, sentence in (*wrong, *broken_in_member(member, set())):

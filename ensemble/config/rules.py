@@ -20,9 +20,9 @@ from ensemble.config.values import GPU_NUMBER, as_label, with_home
 # The type of pydantic's error for broken rules; it carries them as ``problems``.
 BROKEN_RULES: Final = "broken_rules"
 _COMMIT: Final = r"[0-9a-fA-F]{40}"
-_PICKLES: Final = "whether pickles may be read is for the model's own key allow_pickle to say; drop this"
+_PICKLES: Final = "drop this; the model's own key allow_pickle says whether pickles may be read"
 _KERNELS: Final = "runs compiled code from the hub; it needs trust_remote_code: true"
-_OWN: Final = "set the key of this name of the model itself"
+_OWN: Final = "use the model's own key of this name instead"
 _UNTRUSTED_KWARGS: Final = {
     "model_kwargs": {
         "use_safetensors": _PICKLES,
@@ -41,7 +41,7 @@ def broken(values: Mapping[str, Any]) -> Iterator[Problem]:
     first: dict[str, int] = {}
     for index, label in enumerate(labels):
         if label is not None and first.setdefault(label, index) != index:
-            yield ("labels", index), f"the same as labels[{first[label]}]; each label stands once"
+            yield ("labels", index), f"the same as labels[{first[label]}]; name each label once"
     data = values.get("data")
     id_column = data.get("id_column", "id") if isinstance(data, dict) else None
     if isinstance(id_column, str) and id_column in first:

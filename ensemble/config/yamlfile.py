@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import yaml
 
+from ensemble.access import unreadable
 from ensemble.config.document import INVALID, NOT_TEXT, Document, Loc, one_line, shown
 from ensemble.errors import ConfigError
 
@@ -60,6 +61,8 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"{name}: a folder, not a YAML file") from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
+        if isinstance(error, PermissionError):
+            raise ConfigError(unreadable(name, error)) from None
         raise ConfigError(f"{name}: cannot be read: {reason}") from None
     if len(content) > MAX_BYTES:
         raise ConfigError(f"{name}: larger than {MAX_BYTES >> 20} MiB; is this the config?")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # What a worker imports before it loads a model.
 _WORKER = "ensemble.worker.member"
-_MEND = "mend the config, or what it names"
+_FIX = "fix the config, or what it names"
 
 
 def examine(path: Path | None = None, overrides: Sequence[str] = ()) -> Iterator[Finding]:
@@ -54,7 +54,7 @@ def _findings(path: Path | None, overrides: Sequence[str]) -> Iterator[Finding]:
             loaded = _load(path, overrides)
             prepared = _prepare(loaded)
         except EnsembleError as error:
-            yield from (Finding.of_sentence("problem", text, _MEND) for text in error.problems)
+            yield from (Finding.of_sentence("problem", text, _FIX) for text in error.problems)
         except Exception as error:
             yield _not_checked("the config", error)
     config = None if loaded is None else loaded.config
@@ -82,7 +82,7 @@ def _guarded(subject: str, findings: Callable[[], Iterable[Finding]]) -> Iterato
 
 def _not_checked(subject: str, error: Exception) -> Finding:
     text = f"{subject} could not be checked ({type(error).__name__}: {error})"
-    return Finding("problem", text, "mend the other problems first; please report it if it stays")
+    return Finding("problem", text, "fix the other problems first; if this one stays, please report it")
 
 
 def _load(path: Path, overrides: Sequence[str]) -> LoadedConfig:
@@ -101,7 +101,7 @@ def _packages(needed: dict[str, str]) -> Iterator[Finding]:
     requirements = own_requirements()
     if not requirements:
         advice = "install this package with pip, which checks them"
-        yield Finding("note", "nothing says which versions of the packages are needed", advice)
+        yield Finding("note", "it is not known which versions of the packages are needed", advice)
     yield from package_findings(requirements, installed_versions([one.name for one in requirements]), needed)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-_WIDTH = 100
+from ensemble.report.layout import Page
+
+_WIDTH = 100  # at most: longer lines read badly
 _INDENT = " " * 9
-NO_BREAK = "\xa0"  # a space at which no line ends
 
 Mark = Literal["ok", "note", "problem"]
 
@@ -31,19 +31,8 @@ class Finding:
         text, _, advice = sentence.rpartition("; ")
         return cls(mark, text, advice) if text else cls(mark, sentence, otherwise)
 
-    def lines(self) -> list[str]:
-        """As it is printed: 100 columns, the advice on lines of its own."""
-        shown = _wrapped(self.text, f"{self.mark:<{len(_INDENT)}}")
-        return [*shown, *_wrapped(self.advice, f"{_INDENT}-> ")] if self.advice else shown
-
-
-def _wrapped(text: str, first: str) -> list[str]:
-    lines = textwrap.wrap(
-        text,
-        _WIDTH,
-        initial_indent=first,
-        subsequent_indent=" " * len(first),
-        break_long_words=False,  # paths and UUIDs are there to be copied
-        break_on_hyphens=False,
-    )
-    return [line.replace(NO_BREAK, " ") for line in lines]
+    def lines(self, page: Page) -> list[str]:
+        """As it is printed: at most 100 columns, the advice on lines of its own."""
+        page = replace(page, width=min(page.width or _WIDTH, _WIDTH))
+        shown = page.wrapped(self.text, f"{self.mark:<{len(_INDENT)}}")
+        return [*shown, *page.wrapped(self.advice, f"{_INDENT}-> ")] if self.advice else shown

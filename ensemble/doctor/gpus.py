@@ -21,7 +21,7 @@ _INSTALL = "see https://pytorch.org/get-started/locally/"
 _ARCHITECTURE = re.compile(r"(sm|compute)_(\d+)(\d)([af]?)")
 _MASK_ADVICE = "to use GPUs set CUDA_VISIBLE_DEVICES to some that nvidia-smi -L lists, or unset it"
 _ENDINGS: dict[int, str] = {
-    signal.SIGKILL: "usually the memory was short: look at dmesg and at the container's memory limit",
+    signal.SIGKILL: "usually memory ran out: look at dmesg and at the container's memory limit",
     signal.SIGILL: "this CPU is too old for this build of torch: install another build",
 }
 
@@ -43,12 +43,12 @@ def inventory_findings(
         yield Finding.of_sentence(mark, found.mask_problem, _MASK_ADVICE)
     elif found.note:
         advice = (
-            "a big model takes very long there; for GPUs install NVIDIA's driver (in a container: --gpus all)"
+            "big models are very slow there; to use GPUs install NVIDIA's driver (in a container: --gpus all)"
         )
         yield Finding("note", found.note, advice if found.driver_version is None else _MASK_ADVICE)
     for warning in found.warnings:
         is_mask = warning.startswith("CUDA_VISIBLE_DEVICES")
-        advice = _MASK_ADVICE if is_mask else "look at nvidia-smi; a restart may bring it back"
+        advice = _MASK_ADVICE if is_mask else "look at nvidia-smi; a restart may help"
         yield Finding("note", warning, advice)
     for gpu in found.gpus:
         capability = f", capability {_dotted(gpu.compute_capability)}" if gpu.compute_capability else ""
@@ -100,11 +100,13 @@ def _judge(trial: Trial, driver_cuda: Version | None) -> Iterator[Finding]:
     if report is None:
         advice = _ENDINGS.get(trial.signal_number or 0)
         tried = "GPU (nvidia-smi)" if trial.device.is_gpu else "installation of torch"
-        yield Finding("problem", trial.ending, advice or f"try again; if it stays, look at the {tried}")
+        yield Finding(
+            "problem", trial.ending, advice or f"try again; if it happens again, look at the {tried}"
+        )
         return
     if "import torch" in report.errors:
         text = f"torch cannot be imported ({report.errors['import torch']})"
-        yield Finding("problem", text, f"install it anew: {_INSTALL}")
+        yield Finding("problem", text, f"reinstall it: {_INSTALL}")
         return
     capability = report.capability or capability
     if trial.device.is_gpu and not report.sees_gpu:
@@ -123,7 +125,7 @@ def _judge(trial: Trial, driver_cuda: Version | None) -> Iterator[Finding]:
                 if module.startswith("ensemble.")
                 else f"{module} cannot be imported"
             )
-            yield Finding("problem", f"{what} ({error})", "install what it names, or install it anew")
+            yield Finding("problem", f"{what} ({error})", "install what it names, or reinstall it")
 
 
 def _unseen(report: Report, driver_cuda: Version | None) -> Finding:
@@ -138,7 +140,7 @@ def _unseen(report: Report, driver_cuda: Version | None) -> Finding:
     if driver_cuda and int(report.cuda.split(".")[0]) > driver_cuda[0]:
         text = f"torch {report.torch} is built for CUDA {report.cuda}, and {knows}"
         return Finding("problem", text, f"update the driver, or install {build} ({_INSTALL})")
-    reason = report.errors.get("start CUDA", "it does not say why")
+    reason = report.errors.get("start CUDA", "no reason given")
     advice = (
         "see whether nvidia-smi works and /dev/nvidia* may be opened; restart after an update of the driver"
     )
@@ -149,15 +151,13 @@ def _worked(trial: Trial, report: Report, capability: Version | None) -> Iterato
     failed = {tried: error for tried, error in report.errors.items() if not tried.startswith("import ")}
     for tried, error in failed.items():
         short = "OutOfMemory" in error or "out of memory" in error
-        advice = (
-            "end what holds the memory" if short else f"update the driver or install torch anew: {_INSTALL}"
-        )
+        advice = "end what holds the memory" if short else f"update the driver or reinstall torch: {_INSTALL}"
         yield Finding("problem", f"torch {report.torch} could not {tried} ({error})", advice)
     if failed:
         return
     build = f"torch {report.torch}" + (f" (CUDA {report.cuda})" if report.cuda and capability else "")
     free = f", {gib(report.free_bytes)} free" if report.free_bytes is not None else ""
-    text = f"{build} computes right in {', '.join(report.passed)}{free} ({trial.seconds:.0f} s)"
+    text = f"{build} computes correctly in {', '.join(report.passed)}{free} ({trial.seconds:.0f} s)"
     if capability and report.architectures and code_for(report.architectures, capability) == "ptx":
         advice = f"install a build that has sm_{capability[0]}{capability[1]}: {_INSTALL}"
         yield Finding("note", f"{text}, and its code is compiled at first use, which takes minutes", advice)

@@ -6,8 +6,9 @@ import platform
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 
-from ensemble.doctor.finding import NO_BREAK, Finding
+from ensemble.doctor.finding import Finding
 from ensemble.packages import OLDEST_PYTHON, Requirement
+from ensemble.report.layout import NO_BREAK
 
 
 def python_findings(version: tuple[int, int], shown: str) -> Iterator[Finding]:

@@ -32,7 +32,7 @@ def memory_findings(available: int | None, total: int | None, shared: int | None
         shared: bytes free in /dev/shm, None where there is none.
     """
     if available is None or total is None:
-        yield Finding("note", "the system does not tell how much memory is free", "watch it in the first run")
+        yield Finding("note", "the system does not say how much memory is free", "watch it in the first run")
     else:
         text = f"{gib(available)} of {gib(total)} memory free"
         if available < _MEMORY_NEEDED:

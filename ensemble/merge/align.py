@@ -18,6 +18,7 @@ import pyarrow.csv as pa_csv
 
 from ensemble.errors import MergeError
 from ensemble.merge.spill import SpilledRows
+from ensemble.sizes import plural
 
 # pyarrow reads up to 32 blocks of a file ahead; all files together have this much in a round.
 _ROUND_BYTES = 1 << 22
@@ -84,7 +85,7 @@ class PredictionsReader:
             float64 [rows, labels], column after column in memory; whatever numbers stand there.
 
         Raises:
-            MergeError: missing, repeated or additional ids, other columns, cells that are no numbers.
+            MergeError: missing, repeated or additional ids, other columns, cells that are not numbers.
         """
         try:
             values = None
@@ -187,13 +188,13 @@ def _order(path: Path, found: pa.ChunkedArray, wanted: pa.ChunkedArray) -> npt.N
     if pc.count_distinct(found).as_py() != len(found):
         counts = pc.value_counts(found.combine_chunks())
         twice = [pair["values"].as_py() for pair in counts if pair["counts"].as_py() > 1]
-        problems.append(f"{len(twice)} ids stand there more than once ({_first(twice)})")
+        problems.append(f"{plural(len(twice), 'id')} more than once ({_first(twice)})")
     missing = wanted.filter(pc.is_null(place))
     if len(missing):
-        problems.append(f"{len(missing)} ids are missing ({_first(missing[:3].to_pylist())})")
+        problems.append(f"{plural(len(missing), 'id')} missing ({_first(missing[:3].to_pylist())})")
     extra = found.filter(pc.is_null(pc.index_in(found, value_set=wanted.combine_chunks())))
     if len(extra):
-        problems.append(f"{len(extra)} ids are not in the table ({_first(extra[:3].to_pylist())})")
+        problems.append(f"{plural(len(extra), 'id')} not in the table ({_first(extra[:3].to_pylist())})")
     raise MergeError(f"{path}: {'; '.join(problems)}")
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ensemble.errors import MergeError
+from ensemble.sizes import plural
 
 # Below the smallest normal number products lose digits; a member with so small a share decides no row.
 _LEAST_SHARE = float(np.finfo(np.float64).tiny)
@@ -108,6 +109,7 @@ def _missing_rows(member: str, values: npt.NDArray[np.float64]) -> npt.NDArray[n
     wrong = np.flatnonzero(odd & ~missing)
     if len(wrong):
         raise MergeError(
-            f"{member}: {len(wrong)} rows hold infinite values or are NaN in part, the first is row {wrong[0] + 1}"
+            f"{member}: {plural(len(wrong), 'row')} with infinite values or NaN in part, the first is row "
+            f"{wrong[0] + 1:,}"
         )
     return missing

@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from ensemble.errors import MergeError
 from ensemble.protocol import Activation
+from ensemble.sizes import plural
 
 # What the worker allows a row's sum to be off: probabilities are written in full.
 _SUM_TOLERANCE = 1e-3
@@ -99,8 +100,8 @@ class RowCheck:
 
     def _raise(self, bad: _Bad, what: str) -> None:
         raise MergeError(
-            f"{self._source}: {bad.count:,} rows hold {what}, the first is id {self._ids[bad.first]}; remove it, "
-            "and the same command again makes it anew"
+            f"{self._source}: {plural(bad.count, 'row')} with {what}, the first is id {self._ids[bad.first]}; "
+            "remove the file and run the same command again, which computes it again"
         )
 
 

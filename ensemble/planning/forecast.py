@@ -10,6 +10,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ensemble.planning.chunks import BYTES_PER_TOKEN
+
 # A fresh Python with torch and transformers, then a CUDA context.
 _IMPORT_SECONDS = 10.0
 # Loading as people see it on shared disks: 84 to 170 s for 9B models on Kaggle, 18 GB of weights.
@@ -17,7 +19,6 @@ _LOAD_BYTES_PER_SECOND = 150e6
 # Useful products a second, a third of what the data sheets promise for half precision: T4, A100, H100; CPUs.
 _FLOPS = {7: 20e12, 8: 100e12, 9: 300e12}
 _CPU_FLOPS = 1e11
-_BYTES_PER_TOKEN = 4.0
 # More than any run, and than any table has bytes.
 _LONGEST_SECONDS = 1e15
 
@@ -92,7 +93,7 @@ def guessed_speed(parameters: int, weight_bytes: int, capability: tuple[int, int
     flops = _FLOPS.get(min(max(capability[0], 7), 9), _CPU_FLOPS) if capability else _CPU_FLOPS
     return Speed(
         startup_seconds=_IMPORT_SECONDS + weight_bytes / _LOAD_BYTES_PER_SECOND,
-        seconds_per_work=2.0 * parameters / _BYTES_PER_TOKEN / flops,
+        seconds_per_work=2.0 * parameters / BYTES_PER_TOKEN / flops,
         is_measured=False,
     )
 

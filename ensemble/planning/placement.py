@@ -21,7 +21,7 @@ from ensemble.planning.footprint import (
     stored_dtype,
 )
 from ensemble.planning.remedies import what_helps
-from ensemble.sizes import gib
+from ensemble.sizes import gib, plural
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def chosen_devices(visible: Sequence[Device], wanted: Sequence[int | str] | None
             what = "GPU has this UUID" if isinstance(entry, str) else "visible GPU has this number"
             problems.append(f"devices[{place}]: {entry}: no {what}; there are {there}")
         elif found.uuid in chosen:
-            problems.append(f"devices[{place}]: {entry}: named before; name each GPU once")
+            problems.append(f"devices[{place}]: {entry}: named twice; name each GPU once")
         else:
             chosen[found.uuid] = found
     if problems:
@@ -130,10 +130,14 @@ def _impossible(index: int, model: ModelConfig, asked: int, devices: Sequence[De
     count = len(devices)
     key = "num_gpus" if model.num_gpus is not None else "max_memory" if model.max_memory else "device_map"
     if asked > count:
-        there = f"{count} GPU{'s' if count != 1 else ''}"
+        if not count:
+            return (
+                f"models[{index}].{key}: {model.name} asks for {plural(asked, 'GPU')}, but there is no GPU that "
+                "this run can use; set num_gpus: 0 for the CPU"
+            )
         return (
-            f"models[{index}].{key}: {model.name} asks for {asked}, but {there} can be used here; "
-            f"lower it, make more visible (CUDA_VISIBLE_DEVICES), or set num_gpus: 0 for the CPU"
+            f"models[{index}].{key}: {model.name} asks for {asked} GPUs, but {plural(count, 'GPU')} can be used "
+            "here; lower it, make more visible (CUDA_VISIBLE_DEVICES), or set num_gpus: 0 for the CPU"
         )
     if asked > 1 and any(device.is_slice for device in devices):
         return (
@@ -160,7 +164,7 @@ def _allowed_too_little(index: int, model: ModelConfig, needed: Footprint) -> st
         return ""
     return (
         f"models[{index}].max_memory: {gib(allowed)} in all, and the weights of {model.name} take "
-        f"{gib(needed.weights.bytes)}; raise it, or set offload_folder for what is left over"
+        f"{gib(needed.weights.bytes)}; raise it, or set offload_folder for the rest"
     )
 
 
@@ -276,7 +280,7 @@ def _tight(index: int, model: ModelConfig, needed: Footprint, gpus: int, fits: M
         key = "max_num_batched_tokens" if model.batch_size == "auto" else "batch_size"
         return (
             f"models[{index}].{key}: {tokens:,} tokens in rows of {needed.width:,} take about "
-            f"{gib(tight.peak_bytes)}, and {gib(tight.room_bytes)} can be planned with; lower or drop it"
+            f"{gib(tight.peak_bytes)}, but only {gib(tight.room_bytes)} may be used; lower or drop it"
         )
     room = tight.room_bytes - needed.resident_bytes(gpus)
     lengths = range(needed.width - 64, 64, -64)
@@ -284,7 +288,7 @@ def _tight(index: int, model: ModelConfig, needed: Footprint, gpus: int, fits: M
     advice = f"max_length: {shorter} fits" if shorter else "quantize it, or give it more GPUs (num_gpus)"
     return (
         f"models[{index}] ({model.name}): a row of {needed.width:,} tokens takes about "
-        f"{gib(needed.peak_bytes(gpus, needed.width))}, and {gib(tight.room_bytes)} can be planned with; {advice}"
+        f"{gib(needed.peak_bytes(gpus, needed.width))}, but only {gib(tight.room_bytes)} may be used; {advice}"
     )
 
 

@@ -16,11 +16,12 @@ import numpy.typing as npt
 
 from ensemble.config import ModelConfig, RunConfig
 from ensemble.devices import Device
-from ensemble.planning.chunks import Chunk, common_lengths, cut_chunks, left_over, work_of
+from ensemble.planning.chunks import Chunk, common_lengths, counted_lengths, cut_chunks, left_over, work_of
 from ensemble.planning.footprint import MemberFacts
 from ensemble.planning.forecast import Job, Speed, guessed_speed, total_seconds
 from ensemble.planning.placement import Placement, place
 from ensemble.planning.timelimit import handout_order
+from ensemble.sizes import plural
 
 # Side by side is chosen where it promises to be this much faster: a replica on each GPU stays balanced where the
 # promise was wrong.
@@ -33,8 +34,8 @@ class MemberPlan:
     """How one member runs: on ``gpus`` devices per replica (0: the CPU), ``replicas`` at most at a time.
 
     ``order`` holds row numbers, longest text first, int64 [rows]; chunks are slices of it.  ``work`` is the
-    text of all rows in bytes, with what each row costs beyond it.  ``first_replicas`` start before any later
-    member; the others join where a GPU is left over.
+    text of all rows in bytes, as far as max_length lets it through, with what each row costs beyond it.
+    ``first_replicas`` start before any later member; the others join where a GPU is left over.
     """
 
     index: int
@@ -109,7 +110,10 @@ def make_plan(
         placement = place(config, index, known, devices, host)
         problems += placement.problems
         warnings += placement.warnings
-        order, chunks = cut_chunks(known.lengths, common)
+        # Rows that max_length cuts cost no more than others of that length.  Order and cut still go by the whole
+        # text: another cut would mean other batches, and so other last digits, for what little padding it saves.
+        counted = counted_lengths(known.lengths, known.max_length)
+        order, chunks = cut_chunks(counted, known.lengths if common is None else common)
         replicas, warning = _replicas(index, model, placement, config.max_workers_per_gpu)
         warnings += warning
         members.append(
@@ -120,7 +124,7 @@ def make_plan(
                 replicas=min(replicas, len(chunks)),
                 first_replicas=min(replicas, len(chunks)),
                 speed=(speeds or {}).get(model.name, _UNMEASURED).or_guess(_guess(placement, devices)),
-                work=work_of(known.lengths),
+                work=work_of(counted),
                 chunks=chunks,
                 order=order,
             )
@@ -196,7 +200,7 @@ def _replicas(
     room = max(1, places // gpus) if gpus else model.replicas
     if model.replicas > room:
         return room, (
-            f"models[{index}].replicas: {model.name} asks for {model.replicas} of {gpus} GPU each, but there "
-            f"is room for {room} at a time; running {room}",
+            f"models[{index}].replicas: {model.name} asks for {plural(model.replicas, 'replica')} of "
+            f"{plural(gpus, 'GPU')} each, but there is room for {room} at a time; running {room}",
         )
     return model.replicas, ()

@@ -23,7 +23,7 @@ def held_texts(devices: Sequence[Device]) -> Iterator[str]:
     for device in devices:
         if device.used_bytes >= WORTH_SAYING_BYTES:
             yield (
-                f"{device.name} ({device.uuid}): {gib(device.used_bytes)} of {gib(device.total_bytes)} are held by "
+                f"{device.name} ({device.uuid}): {gib(device.used_bytes)} of {gib(device.total_bytes)} held by "
                 f"others; NVML shows {holders(device.uuid)} there"
             )
 

@@ -23,11 +23,12 @@ def what_helps(config: RunConfig, index: int, facts: MemberFacts, devices: Seque
     sharing = config.max_workers_per_gpu
     largest = max(device.total_bytes for device in devices) // sharing
     if sharing > 1 and plain.resident_bytes(1) < largest * sharing:
-        yield "max_workers_per_gpu: 1 gives it a whole one"
+        yield "max_workers_per_gpu: 1 gives it a whole GPU"
     if not plain.quantization and not model.merge_adapter:
         four = footprint(model, facts, 1, capability, quantization=_FOUR_BITS)
         if four is not None and four.resident_bytes(1) < largest:
-            yield f"quantization_config: {{load_in_4bit: true}} makes it {gib(four.weights.bytes)}"
+            keys = ", ".join(f"{key}: {str(value).lower()}" for key, value in _FOUR_BITS.items())
+            yield f"quantization_config: {{{keys}}} makes its weights {gib(four.weights.bytes)}"
     counts = range((model.num_gpus or 1) + 1, _MOST_GPUS + 1)
     enough = next((count for count in counts if plain.resident_bytes(count) < largest), None)
     if enough is not None and not any(device.is_slice for device in devices):

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rich import box
-from rich.table import Table
-
 from ensemble.planning.footprint import Fit, Footprint
 from ensemble.planning.plan import MemberPlan
 from ensemble.planning.preflight import held_texts
 from ensemble.prepare import Prepared
-from ensemble.report.progress import duration
-from ensemble.sizes import gib
+from ensemble.report.layout import Table
+from ensemble.report.terminal import shown_path
+from ensemble.sizes import duration, gib, plural
 
 _VERDICTS = {
     "fits": "",
@@ -25,7 +23,7 @@ _VERDICTS = {
 
 def opening_lines(prepared: Prepared) -> Iterator[str]:
     """The table and the devices."""
-    yield f"{prepared.config.data.path}: {prepared.table.rows:,} rows"
+    yield f"{shown_path(prepared.config.data.path)}: {plural(prepared.table.rows, 'row')}"
     if prepared.inventory.note:
         yield prepared.inventory.note
     for number, gpu in enumerate(prepared.outlook.gpus):
@@ -40,29 +38,14 @@ def opening_lines(prepared: Prepared) -> Iterator[str]:
     yield from held_texts(prepared.outlook.gpus)
     host = prepared.outlook.host
     if host is not None and any(not member.gpus for member in prepared.plan.members):
-        yield f"CPU: {gib(host.total_bytes - host.used_bytes)} of {gib(host.total_bytes)} of memory free"
+        yield f"CPU: {gib(host.total_bytes - host.used_bytes)} of {gib(host.total_bytes)} memory free"
 
 
 def memory_table(prepared: Prepared) -> Table:
     """A row per member: what one replica takes of each of its devices, with a full batch of the longest rows."""
-    # Two-line headers, so that it fits 100 columns.
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.add_column("member", no_wrap=True)
-    for header in (
-        "parameters",
-        "weights",
-        "batch,\ntokens",
-        "activations",
-        "attention",
-        "overhead",
-        "peak",
-    ):
-        table.add_column(header, justify="right", no_wrap=True)
-    table.add_column("usable", justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    for member in prepared.plan.members:
-        table.add_row(member.name, *_memory_cells(member))
-    return table
+    headers = "member,parameters,weights,batch tokens,activations,attention,overhead,peak,usable,fit"
+    rows = [(member.name, *_memory_cells(member)) for member in prepared.plan.members]
+    return Table(headers.split(","), rows, texts=["fit"])
 
 
 def placement_lines(prepared: Prepared) -> Iterator[str]:
@@ -76,10 +59,10 @@ def placement_lines(prepared: Prepared) -> Iterator[str]:
     if plan.problems:
         return
     if plan.seconds is not None:
-        report = f"{prepared.config.output_dir}/run.json"
-        yield f"the whole run: about {duration(plan.seconds)}, by the speeds in {report}"
+        report = shown_path(prepared.config.output_dir / "run.json")
+        yield f"the whole run takes about {duration(plan.seconds)}, by the speeds in {report}"
     else:
-        yield "the time is not known before a first run, such as one with --limit, has measured the speed"
+        yield "how long it takes is not known until a run, such as one with --limit 100, has measured the speed"
 
 
 def _memory_cells(member: MemberPlan) -> list[str]:
@@ -120,8 +103,8 @@ def _member_facts(prepared: Prepared, member: MemberPlan) -> Iterator[str]:
     if needed is not None:
         yield _numbers(needed)
         labels = len(prepared.config.labels)
-        yield f"rows of up to {needed.width:,} tokens, {labels} logits each"
-    yield f"{len(member.chunks)} chunk{'s' if len(member.chunks) > 1 else ''}"
+        yield f"rows of up to {plural(needed.width, 'token')}, {plural(labels, 'label')} each"
+    yield plural(len(member.chunks), "chunk")
     if member.speed.is_measured:
         job = member.job
         yield f"about {duration(job.startup_seconds + job.compute_seconds / member.replicas)}"
@@ -129,7 +112,7 @@ def _member_facts(prepared: Prepared, member: MemberPlan) -> Iterator[str]:
 
 def _where(prepared: Prepared, member: MemberPlan) -> str:
     if not member.gpus:
-        return "on the CPU" if member.replicas == 1 else f"{member.replicas} replicas on the CPU"
+        return "on the CPU" if member.replicas == 1 else f"{plural(member.replicas, 'replica')} on the CPU"
     numbers = {gpu.uuid: str(number) for number, gpu in enumerate(prepared.outlook.gpus)}
     there = [numbers[uuid] for uuid in member.placement.devices]
     where = f"GPU {there[0]}" if len(there) == 1 else f"GPUs {', '.join(there)}"
@@ -138,7 +121,7 @@ def _where(prepared: Prepared, member: MemberPlan) -> str:
     if member.gpus == member.replicas == 1 and len(there) > 1:
         return f"1 replica on GPU {' or '.join(there)}"
     spread = f" over {member.gpus} GPUs each" if member.gpus > 1 else ""
-    replicas = "1 replica" if member.replicas == 1 else f"{member.replicas} replicas"
+    replicas = plural(member.replicas, "replica")
     later = "" if member.first_replicas == member.replicas else ", all but the first when GPUs are left over"
     return f"{replicas}{spread} on {where}{later}" if there else "no GPU has room now"
 

@@ -5,35 +5,43 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ensemble.prepare import Prepared
+from ensemble.report.terminal import shown_path
+from ensemble.sizes import gib, plural
 
 _SHOWN_CHARACTERS = 160
 
 
 def validation_lines(prepared: Prepared) -> Iterator[str]:
-    """The table, the devices, and per member its checkpoint, its label order and its first row's text."""
+    """The table, the devices, and per member its checkpoint, its weight and its first row's text."""
     config, table = prepared.config, prepared.table
-    yield f"{config.data.path}: {table.rows:,} rows, ids in {config.data.id_column!r}"
+    yield f"{shown_path(config.data.path)}: {plural(table.rows, 'row')}, ids in {config.data.id_column!r}"
     for column, count in table.null_texts.items():
         if count:
-            yield f"  {count:,} empty texts in {column!r}, read as empty strings"
+            yield f"{plural(count, 'empty text')} in {column!r}, read as an empty string"
     for text in (prepared.inventory.note, *prepared.warnings):
         if text:
             yield text
     for gpu in prepared.inventory.gpus:
-        yield f"{gpu.name} ({gpu.uuid}), {gpu.used_bytes / 2**30:.1f} of {gpu.total_bytes / 2**30:.1f} GiB used"
+        yield f"{gpu.name} ({gpu.uuid}), {gib(gpu.used_bytes)} of {gib(gpu.total_bytes)} used"
     for member in prepared.plan.members:
         checkpoint = prepared.checkpoints[member.name]
-        size = "" if checkpoint.weight_bytes is None else f", {checkpoint.weight_bytes / 2**20:,.0f} MiB"
-        where = f"{member.replicas} x {member.gpus} GPU" if member.gpus else "CPU"
+        size = "" if checkpoint.weight_bytes is None else f", {gib(checkpoint.weight_bytes)}"
+        where = "CPU"
+        if member.gpus:
+            where = f"{plural(member.replicas, 'replica')} on {plural(member.gpus, 'GPU')}"
+            where += " each" if member.replicas > 1 else ""
         yield (
             f"{member.name}: {checkpoint.architecture or checkpoint.model_type}{size}, weight "
-            f"{member.model.weight:g}, {where}, {len(member.chunks)} chunks"
+            f"{member.model.weight:g}, {where}, {plural(len(member.chunks), 'chunk')}"
         )
         if member.name in prepared.previews:
-            yield f"  first prompt: {_short(prepared.previews[member.name])}"
-    yield f"{config.output_dir}: would hold the results. All checks passed."
+            yield _prompt_line(member.name, prepared.previews[member.name])
+    yield f"All checks passed. A run would write its results to {shown_path(config.output_dir)}"
 
 
-def _short(text: str) -> str:
-    line = text.replace("\n", "\\n")
-    return line if len(line) <= _SHOWN_CHARACTERS else f"{line[:_SHOWN_CHARACTERS]}..."
+def _prompt_line(name: str, prompt: str) -> str:
+    line = prompt.replace("\n", "\\n")
+    which = "its first prompt"
+    if len(line) > _SHOWN_CHARACTERS:
+        which = f"the first {_SHOWN_CHARACTERS} characters of {which}"
+    return f"{name}: {which}: {line[:_SHOWN_CHARACTERS]}"

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Protocol
 
 from ensemble.protocol import Ready
+from ensemble.report.layout import Page
+from ensemble.sizes import duration, plural
 from ensemble.state import MemberState
 
 # rich takes a tenth of the parent's start-up, and nothing is drawn before the first worker runs.
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 PLAIN_LINE_SECONDS = 5.0
+_BAR_WIDTH, _SHORTEST_BAR = 24, 6
+_STATUS_WIDTH = len("1,000,000/1,000,000 rows, 100,000 tokens/s, 10:00:00 h left")
 # A notebook's "!command" runs on a pseudo-terminal, where isatty() is true and redrawing prints rubbish.
 _NOTEBOOK_VARIABLES = ("JPY_PARENT_PID", "KAGGLE_KERNEL_RUN_TYPE", "COLAB_RELEASE_TAG")
 
@@ -88,11 +92,9 @@ def loaded_text(state: MemberState, ready: Ready) -> str:
         attention += " attention"
     size = state.plan.model.batch_size
     batch = (
-        f"{ready.token_budget:,} tokens a batch"
+        f"{plural(ready.token_budget, 'token')} a batch"
         if size == "auto"
-        else "1 row a batch"
-        if size == 1
-        else f"{size:,} rows a batch"
+        else f"{plural(size, 'row')} a batch"
     )
     return ", ".join(filter(None, (ready.dtype, attention, batch)))
 
@@ -112,7 +114,8 @@ class PlainDisplay:
     def stop(self) -> None: ...
 
     def say(self, text: str) -> None:
-        print(text, file=self._file, flush=True)
+        for line in Page.of(self._file).wrapped(text, later="  "):
+            print(line, file=self._file, flush=True)
 
     def update(self, members: Sequence[MemberState]) -> None:
         now = self._clock()
@@ -127,7 +130,7 @@ class PlainDisplay:
             if changed or due:
                 self._phases[name], self._last[name] = phase, now
                 first = phase == "predicting" and changed
-                rows = f"predicting {state.plan.order.shape[0] - state.reused_rows:,} rows"
+                rows = f"predicting {plural(state.plan.order.shape[0] - state.reused_rows, 'row')}"
                 self.say(f"{name}: {rows if first else describe(state, now)}")
 
 
@@ -148,14 +151,15 @@ class BarDisplay:
             self._progress.stop()
 
     def say(self, text: str) -> None:
-        if self._progress is None:
-            print(text, file=self._file, flush=True)
-        else:
-            self._progress.console.print(text, markup=False, highlight=False)
+        for line in Page.of(self._file).wrapped(text, later="  "):
+            if self._progress is None:
+                print(line, file=self._file, flush=True)
+            else:
+                self._progress.console.print(line, markup=False, highlight=False)
 
     def update(self, members: Sequence[MemberState]) -> None:
         if self._progress is None:
-            self._progress = self._bars()
+            self._progress = self._bars(max(len(state.plan.name) for state in members))
             self._progress.start()
         now = time.monotonic()
         for state in members:
@@ -167,15 +171,21 @@ class BarDisplay:
                 self._tasks[name], completed=state.fraction, status=describe(state, now, short=True)
             )
 
-    def _bars(self) -> Progress:
-        from rich.progress import BarColumn, Progress, TextColumn
+    def _bars(self, name_width: int) -> Progress:
+        from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
+        from rich.table import Column
 
-        return Progress(
+        console = self._console()
+        room = console.width - name_width - _STATUS_WIDTH - 2  # and a blank on either side of the bar
+        columns: list[ProgressColumn] = [
             TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=min(_BAR_WIDTH, room)),
             TextColumn("{task.fields[status]}"),
-            console=self._console(),
-        )
+        ]
+        if room < _SHORTEST_BAR:  # then the numbers count for more
+            text = "{task.description}\n  {task.fields[status]}"
+            columns = [TextColumn(text, table_column=Column(overflow="fold"))]
+        return Progress(*columns, console=console)
 
 
 def phase_of(state: MemberState) -> str:
@@ -207,20 +217,13 @@ def describe(state: MemberState, now: float, short: bool = False) -> str:
     speed = f"{state.tokens_done / elapsed:,.0f} tokens/s"
     if phase == "done":
         if not state.workers:
-            return f"{rows:,} rows, done by an earlier run"
+            return f"{plural(rows, 'row')}, done by an earlier run"
         return f"{rows:,}/{rows:,} rows, {speed}, done in {duration(elapsed)}"
     if phase == "paused":
         return f"{state.rows_done:,}/{rows:,} rows, waiting for its turn"
     computed = state.computed_cost
-    left = duration(elapsed * (1 - state.fraction) / computed) if computed else "?"
+    if not computed:
+        return f"{state.rows_done:,}/{rows:,} rows"
+    left = duration(elapsed * (1 - state.fraction) / computed)
     share = "" if short else f" ({state.fraction:.0%} of the work)"
     return f"{state.rows_done:,}/{rows:,} rows{share}, {speed}, {left} left"
-
-
-def duration(seconds: float) -> str:
-    """Seconds for people: 8.2 s, 1:05 min, 2:03:10 h."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d} h" if hours else f"{minutes}:{rest:02d} min"

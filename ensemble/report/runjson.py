@@ -6,15 +6,19 @@ import contextlib
 import json
 import os
 import platform
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from ensemble import __version__
 from ensemble.gaps import Gap
 from ensemble.leases import Leases
+from ensemble.planning.forecast import total_seconds
 from ensemble.planning.plan import MemberPlan
+from ensemble.planning.timelimit import calibrated
 from ensemble.prepare import Prepared
 from ensemble.report.progress import phase_of
 from ensemble.results import Results
@@ -51,6 +55,8 @@ def run_document(
     document = {
         "status": status,
         "pid": os.getpid(),
+        "written_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seconds_left": _seconds_left(prepared, members) if status == "running" else None,
         "versions": {"ensemble": __version__, "python": platform.python_version(), **_versions(members)},
         "platform": platform.platform(),
         "devices": [asdict(gpu) for gpu in gpus] or [{"uuid": "cpu", "name": _cpu_name()}],
@@ -131,6 +137,7 @@ def _member(state: MemberState, work: MemberWork | None) -> dict[str, Any]:
         "computed_as": plan.model.computed_as,
         "speed": speed_document(state),
         "forecast": _forecast(state),
+        "progress": _progress(state),
         "chunks": len(plan.chunks),
         "rows": sum(record.rows for record in state.workers),
         "tokens": tokens,
@@ -141,6 +148,47 @@ def _member(state: MemberState, work: MemberWork | None) -> dict[str, Any]:
         "failure": None if state.failure is None else asdict(state.failure),
         "workers": work.workers if work is not None and is_reused else worker_documents(state),
     }
+
+
+def _progress(state: MemberState) -> dict[str, Any]:
+    """How far a member is now, chunks in hand included; ``seconds`` and ``seconds_left`` are of computing."""
+    now = time.monotonic()
+    return {
+        "rows_done": state.rows_done,
+        "share": round(state.fraction, 4),
+        "tokens": state.tokens_done,
+        "seconds": None if state.predicting_since is None else round(state.predicting_seconds(now), 3),
+        "seconds_left": round(state.seconds_left, 3) if state.computed_cost else None,
+    }
+
+
+def _seconds_left(prepared: Prepared, members: Sequence[MemberState]) -> float | None:
+    """Until the last member ends, by the speeds so far; None before there is one."""
+    now = time.monotonic()
+    measured = {state.plan.name: speed for state in members if (speed := _seconds_per_member(state, now))}
+    if not measured and not all(state.plan.speed.is_measured for state in members):
+        return None
+    guessed = {one.plan.name: one.plan.job.compute_seconds for one in members}
+    seconds = calibrated(guessed, measured)
+    jobs = []
+    for state in members:
+        if state.finished or state.failure is not None:
+            continue
+        whole = seconds[state.plan.name]
+        if whole is None:
+            return None
+        startup = 0.0 if state.running else state.plan.job.startup_seconds
+        left = whole * (1.0 - state.fraction)
+        jobs.append(replace(state.plan.job, startup_seconds=startup, compute_seconds=left))
+    places = {gpu.uuid: prepared.config.max_workers_per_gpu for gpu in prepared.outlook.gpus}
+    return round(total_seconds(jobs, places), 3)
+
+
+def _seconds_per_member(state: MemberState, now: float) -> float | None:
+    """What all of a member's work would take one replica; None where nothing of it has been computed."""
+    if state.seconds_per_cost is not None or not state.computed_cost:
+        return state.seconds_per_cost
+    return state.predicting_seconds(now) * max(1, state.running) / state.computed_cost
 
 
 def _forecast(state: MemberState) -> dict[str, Any] | None:

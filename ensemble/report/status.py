@@ -4,58 +4,86 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.table import Table
-
-from ensemble.errors import DataError
+from ensemble.access import unreadable
+from ensemble.errors import RESUMES, DataError
 from ensemble.fingerprint import Fingerprint
 from ensemble.planning.facts import read_json
+from ensemble.report.layout import Table
 from ensemble.rundir import RunDir, holder, part_rows
+from ensemble.sizes import duration, plural
 
-_GO_ON = "the same command again goes on from there"
+_HEADERS = ("member", "state", "rows done", "of", "share", "tokens/s", "time", "left")
 _ENDINGS = {
-    "complete": "complete",
-    "time_limit": f"stopped at its time limit with a complete submission; {_GO_ON}",
-    "failed": f"failed; {_GO_ON}",
-    "interrupted": f"interrupted; {_GO_ON}",
-    "running": f"was killed; {_GO_ON}",
+    "complete": "complete, after {time}",
+    "time_limit": f"stopped at its time limit with a complete submission, after {{time}}; {RESUMES}",
+    "failed": f"failed, after {{time}}; {RESUMES}",
+    "interrupted": f"interrupted, after {{time}}; {RESUMES}",
+    "running": f"was killed, after {{time}} or more; {RESUMES}",
 }
 
 
 @dataclass(frozen=True)
 class StatusReport:
-    """A table of the members, and sentences to go below it."""
+    """A table of the members, None where there is none yet, and sentences to go below it."""
 
-    table: Table
+    table: Table | None
     lines: tuple[str, ...]
 
 
-def status_report(folder: Path) -> StatusReport:
+def status_report(folder: Path, now: datetime | None = None) -> StatusReport:
     """Look at a run directory without touching it.
 
     Raises:
-        DataError: no run has ever been there.
+        DataError: no run has ever been there, or what it left may not be read.
     """
     rundir = RunDir(folder)
+    try:
+        rundir.run_json.open("rb").close()
+    except PermissionError as error:
+        raise DataError(unreadable(rundir.run_json, error)) from error
+    except OSError:
+        pass  # said below
     document = read_json(rundir.run_json)
     by = holder(rundir)
     members = [one for one in document.get("members", []) if isinstance(one, dict)]
     if not members:
         if by is not None:
-            return StatusReport(Table(show_edge=False), (f"{folder}: {by} is about to start a run here",))
-        raise DataError(f"{folder}: holds no run.json that can be read; name the output_dir of a run")
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for header in ("member", "state", "rows done", "of", ""):
-        table.add_column(header, justify="right" if header in ("rows done", "of") else "left")
+            return StatusReport(None, (f"{folder}: {by} is about to start a run here",))
+        raise DataError(f"{folder}: there is no run.json that can be read; name the output_dir of a run")
     rows = int(document.get("rows", 0))
-    for member in members:
-        state, done = _state(rundir, member, rows, by is not None)
-        share = f"{done / rows:.0%}" if rows else ""
-        table.add_row(str(member.get("name")), state, f"{done:,}", f"{rows:,}", share)
-    return StatusReport(table, tuple(_lines(folder, document, members, by)))
+    # What a running one wrote some seconds ago; its clock and this one's are taken to agree.
+    age = _seconds_since(document.get("written_at"), now or datetime.now(UTC)) if by else 0.0
+    cells = [_cells(rundir, member, rows, age, by is not None) for member in members]
+    return StatusReport(
+        Table(_HEADERS, cells, texts=["state"]), tuple(_lines(folder, document, members, by, age))
+    )
+
+
+def _cells(
+    rundir: RunDir, member: Mapping[str, Any], rows: int, age: float, is_running: bool
+) -> tuple[str, ...]:
+    progress = member.get("progress")
+    progress = progress if isinstance(progress, dict) else {}
+    state, done = _state(rundir, member, rows, is_running)
+    if is_running:  # a chunk in hand counts as far as it has come
+        done = min(max(done, int(progress.get("rows_done") or 0)), rows)
+    seconds, left = _number(progress.get("seconds")), _number(progress.get("seconds_left"))
+    speed = f"{float(progress.get('tokens') or 0) / seconds:,.0f}" if seconds else ""
+    computes = is_running and state == "predicting"
+    return (
+        str(member.get("name")),
+        state,
+        f"{done:,}",
+        f"{rows:,}",
+        f"{done / rows:.0%}" if rows else "",
+        speed,
+        duration(seconds + (age if computes else 0.0)) if seconds else "",
+        duration(max(0.0, left - age)) if computes and left is not None else "",
+    )
 
 
 def _state(rundir: RunDir, member: Mapping[str, Any], rows: int, is_running: bool) -> tuple[str, int]:
@@ -71,12 +99,19 @@ def _state(rundir: RunDir, member: Mapping[str, Any], rows: int, is_running: boo
 
 
 def _lines(
-    folder: Path, document: Mapping[str, Any], members: list[dict[str, Any]], by: str | None
+    folder: Path, document: Mapping[str, Any], members: list[dict[str, Any]], by: str | None, age: float
 ) -> Iterator[str]:
     status = str(document.get("status"))
-    yield f"{folder}: " + (f"running, held by {by}" if by is not None else _ENDINGS.get(status, status))
+    timing = document.get("timing")
+    seconds = _number(timing.get("total_seconds")) if isinstance(timing, dict) else None
     if by is not None:
+        left = _number(document.get("seconds_left"))
+        so_far = "" if seconds is None else f" for {duration(seconds + age)}"
+        ahead = "" if left is None else f", about {duration(max(0.0, left - age))} left"
+        yield f"{folder}: running{so_far}{ahead} ({by})"
         return
+    time = "an unknown time" if seconds is None else duration(seconds)
+    yield f"{folder}: " + _ENDINGS.get(status, status).format(time=time)
     for member in members:
         failure = member.get("failure")
         if isinstance(failure, dict):
@@ -85,5 +120,16 @@ def _lines(
         bad_rows = member.get("bad_rows")
         if isinstance(bad_rows, dict) and bad_rows:
             row, reason = next(iter(bad_rows.items()))
-            count = "1 bad row," if len(bad_rows) == 1 else f"{len(bad_rows):,} bad rows, the first is"
-            yield f"{member.get('name')}: {count} row {int(row) + 1}: {reason}"
+            first = "," if len(bad_rows) == 1 else ", the first is"
+            yield f"{member.get('name')}: {plural(len(bad_rows), 'bad row')}{first} row {int(row) + 1:,}: {reason}"
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _seconds_since(written_at: object, now: datetime) -> float:
+    try:
+        return max(0.0, (now - datetime.fromisoformat(str(written_at))).total_seconds())
+    except (ValueError, TypeError):  # by another version
+        return 0.0

@@ -4,38 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from ensemble.errors import RESUMES
 from ensemble.gaps import Gap
 from ensemble.merge.metrics import Score
-from ensemble.report.progress import duration
+from ensemble.report.layout import Table
+from ensemble.sizes import duration, plural
 from ensemble.state import Failure, MemberState
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 ENSEMBLE_ROW = "ensemble"
 _SHOWN_GAPS = 4
 
 
-def members_table(members: Sequence[MemberState], scores: dict[str, Score]) -> Table:
+def members_table(members: Sequence[MemberState], scores: Mapping[str, Score]) -> Table:
     """Rows, time, speed, share of real tokens and peak memory per member; scores where the truth is known."""
-    # Here, because the start of a run imports this module, too.
-    from rich import box
-    from rich.table import Table
-
-    # Two-line headers, so that it fits 80 columns.
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    table.add_column("member", no_wrap=True)
-    headers = ["rows", "seconds", "tokens/s", "real\ntokens", "peak\nmemory"]
-    for header in [*headers, *(["log loss", "accuracy"] if scores else [])]:
-        table.add_column(header, justify="right", no_wrap=True)
-    for state in members:
-        table.add_row(*_member_cells(state), *_score_cells(scores, state.plan.name))
+    headers = ["member", "rows", "seconds", "tokens/s", "real tokens", "peak memory"]
+    rows = [[*_member_cells(state), *_score_cells(scores, state.plan.name)] for state in members]
+    totals = []
     if ENSEMBLE_ROW in scores:
-        table.add_section()
-        table.add_row(ENSEMBLE_ROW, *[""] * len(headers), *_score_cells(scores, ENSEMBLE_ROW))
-    return table
+        totals.append([ENSEMBLE_ROW, *[""] * (len(headers) - 1), *_score_cells(scores, ENSEMBLE_ROW)])
+    return Table([*headers, *(["log loss", "accuracy"] if scores else [])], rows, totals)
 
 
 def failure_text(failure: Failure) -> str:
@@ -49,10 +37,9 @@ def oom_text(state: MemberState) -> str:
     events = sum(record.oom_events for record in state.workers)
     if not events:
         return ""
-    batches = "1 batch" if events == 1 else f"{events} batches"
     return (
-        f"{state.plan.name}: {batches} ran out of memory and ran again in halves; "
-        "a lower max_num_batched_tokens saves the attempts"
+        f"{state.plan.name}: {plural(events, 'batch')} ran out of memory and ran again in halves; "
+        "a lower max_num_batched_tokens avoids this"
     )
 
 
@@ -64,8 +51,8 @@ def float32_text(state: MemberState) -> str:
     types = {record.ready.dtype for record in state.workers if record.ready is not None}
     # A quantized model may compute in another type than its other weights have.
     dtype = types.pop() if len(types) == 1 and types <= {"float16", "bfloat16"} else "half precision"
-    were = "1 row overflowed {0} and was" if rows == 1 else f"{rows:,} rows overflowed {{0}} and were"
-    return f"{state.plan.name}: {were.format(dtype)} computed again in float32"
+    were = "was" if rows == 1 else "were"
+    return f"{state.plan.name}: {plural(rows, 'row')} overflowed {dtype} and {were} computed again in float32"
 
 
 def bad_rows_text(state: MemberState, policy: str) -> str:
@@ -77,11 +64,12 @@ def bad_rows_text(state: MemberState, policy: str) -> str:
     rows = sorted(state.bad_rows)
     if not rows or state.failure is not None:
         return ""
-    count = "1 row" if len(rows) == 1 else f"{len(rows):,} rows"
+    count = plural(len(rows), "row")
     what = "equal probabilities" if policy == "uniform" else "left to the other members"
-    shown = ", ".join(f"{row + 1:,}" for row in rows[:5]) + (", ..." if len(rows) > 5 else "")
+    shown = ("row " if len(rows) == 1 else "rows ") + ", ".join(f"{row + 1:,}" for row in rows[:5])
+    shown += f" and {len(rows) - 5:,} more" if len(rows) > 5 else ""
     name = state.plan.name
-    return f"{name}: {count} could not be computed ({what}, on_bad_row: {policy}): row {shown}; reasons in run.json"
+    return f"{name}: {count} could not be computed ({what}, on_bad_row: {policy}): {shown}; run.json says why"
 
 
 def left_out_text(left_out: Sequence[Failure], members: Sequence[MemberState]) -> str:
@@ -96,13 +84,13 @@ def left_out_text(left_out: Sequence[Failure], members: Sequence[MemberState]) -
 def coverage_text(members: Sequence[MemberState], merged_rows: Mapping[str, int], filled_rows: int) -> str:
     """How far a run came that its time limit ended."""
     parts = [
-        f"{one.plan.name} {merged_rows.get(one.plan.name, 0):,} of {len(one.plan.order):,} rows"
+        f"{one.plan.name} {merged_rows.get(one.plan.name, 0):,} of {plural(len(one.plan.order), 'row')}"
         for one in members
     ]
-    filled = f"{filled_rows:,} rows that no member reached were" if filled_rows != 1 else "1 row was"
+    were = "was" if filled_rows == 1 else "were"
     return (
-        f"stopped at time_limit: {', '.join(parts)}; {filled} filled in. Ensemble and "
-        "submission are complete files; the same command again goes on from there"
+        f"stopped at time_limit: {', '.join(parts)}; {plural(filled_rows, 'row')} that no member reached {were} "
+        f"filled in. Ensemble and submission are complete files; {RESUMES}"
     )
 
 
@@ -113,7 +101,8 @@ def truncation_text(state: MemberState) -> str:
     if not cut:
         return ""
     length = max(record.ready.max_length for record in state.workers if record.ready is not None)
-    return f"{state.plan.name}: {cut:,} of {rows:,} rows were cut at max_length {length}"
+    were = "was" if cut == 1 else "were"
+    return f"{state.plan.name}: {cut:,} of {plural(rows, 'row')} {were} cut at max_length {length:,}"
 
 
 def repeated_text(state: MemberState) -> str:
@@ -122,9 +111,8 @@ def repeated_text(state: MemberState) -> str:
     rows = sum(record.rows for record in state.workers)
     if not repeated:
         return ""
-    return (
-        f"{state.plan.name}: {repeated:,} of {rows:,} rows repeat another's text and were not computed again"
-    )
+    repeat = "repeats another row's text and was" if repeated == 1 else "repeat another row's text and were"
+    return f"{state.plan.name}: {repeated:,} of {rows:,} rows {repeat} not computed again"
 
 
 def gaps_text(gaps: Sequence[Gap]) -> str:
@@ -172,7 +160,7 @@ def _peak_memory(state: MemberState) -> str:
     return f"{max(peaks) / 2**30:.2f} GiB{' GPU' if gpu else ''}" if peaks else ""
 
 
-def _score_cells(scores: dict[str, Score], name: str) -> list[str]:
+def _score_cells(scores: Mapping[str, Score], name: str) -> list[str]:
     if not scores:
         return []
     if name not in scores:

@@ -19,7 +19,8 @@ from typing import Any, Protocol
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ensemble.tables.inputfile import open_input, plural, quoted, told
+from ensemble.sizes import plural
+from ensemble.tables.inputfile import open_input, quoted, told
 
 CONVERT_ADVICE = "convert the file to UTF-8 first, for example with: iconv -f WINDOWS-1252 -t UTF-8"
 # Longer than any cell that pyarrow reads.

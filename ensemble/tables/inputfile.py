@@ -18,6 +18,7 @@ from typing import BinaryIO, cast
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ensemble.access import dangling_link, unreadable
 from ensemble.errors import DataError
 
 # The worker knows this mark as well (worker/rows.py): the field's text is JSON for a value that is not text.
@@ -79,11 +80,6 @@ def listed(names: Sequence[str], most: int = 20) -> str:
     return ", ".join(map(quoted, names[:most])) + more
 
 
-def plural(count: int, noun: str) -> str:
-    """``1 row``, ``2,000 rows``."""
-    return f"{count:,} {noun}" + ("" if count == 1 else "s")
-
-
 def quoted(text: str, most: int = 60) -> str:
     """Text from a file or a config as a message shows it: on one line, and short."""
     return repr(text) if len(text) <= most else f"{text[:most]!r}..."
@@ -110,13 +106,15 @@ def open_input(path: Path) -> Iterator[BinaryIO]:
         DataError: there is no such file (names one that is close), it is a directory, a pipe, empty or UTF-16, it
             cannot be read, or (while reading, inside the ``with``) its gzip stream is broken or cut short.
     """
+    if link := dangling_link(path):
+        raise DataError(link)
     if path.is_dir():
         raise DataError(f"{path}: is a directory; name the file inside it")
     if not path.exists():
         raise DataError(f"{path}: no such file{_nearby(path)}")
     if not path.is_file():
         raise DataError(
-            f"{path}: is no regular file, and it is read more than once; save what it gives first"
+            f"{path}: is not a regular file, and it must be read more than once; save its content to a file first"
         )
     try:
         opened = gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb")  # noqa: SIM115
@@ -133,7 +131,7 @@ def open_input(path: Path) -> Iterator[BinaryIO]:
             f"{path}: not a whole gzip file ({told(error)}); copy or download it again"
         ) from error
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
+        raise DataError(unreadable(path, error)) from error
 
 
 def check_names(path: Path, names: Sequence[str]) -> None:
@@ -169,7 +167,7 @@ def is_text(kind: pa.DataType) -> bool:
 
 def _nearby(path: Path) -> str:
     if not path.parent.is_dir():
-        return f"; nor is there a folder {path.parent}"
+        return f"; there is no folder {path.parent} either"
     try:
         return did_you_mean(path.name, sorted(entry.name for entry in path.parent.iterdir()))
     except OSError:

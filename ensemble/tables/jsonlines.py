@@ -16,7 +16,8 @@ import pyarrow as pa
 
 from ensemble.celltext import MOST_JSON_LEVELS, is_too_deep, json_detail, replace_lone_surrogates
 from ensemble.errors import DataError
-from ensemble.tables.inputfile import JSON_MARK, Contents, Wanted, joined_text, open_input, plural, quoted
+from ensemble.sizes import plural
+from ensemble.tables.inputfile import JSON_MARK, Contents, Wanted, joined_text, open_input, quoted
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _ROWS = 8_192

@@ -200,7 +200,7 @@ def _parquet_ids(path: Path, table: pa.Table, name: str, problems: list[str]) ->
         return pc.cast(column, pa.string())
     advice = "write the file again with that column cast to int64 or string"
     problems.append(
-        f"{path}: id column {quoted(name)} is of type {shown_type(column.type)}, which is no id; {advice}"
+        f"{path}: id column {quoted(name)} is of type {shown_type(column.type)}, which cannot be an id; {advice}"
     )
     return None
 

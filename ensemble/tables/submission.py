@@ -16,8 +16,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ensemble.errors import DataError, MergeError
+from ensemble.sizes import plural
 from ensemble.tables.csvfile import csv_cells, csv_lines, header_line, read_header, read_text_csv
-from ensemble.tables.inputfile import did_you_mean, listed, missing_column, plural, quoted
+from ensemble.tables.inputfile import did_you_mean, listed, missing_column, quoted
 
 _SHOWN = 5
 _SHOWN_COLUMNS = 20
@@ -106,7 +107,7 @@ def check_sample(
     ]
     given = [columns_map.get(name, name) for name in others]
     problems += [
-        f"{path}: label {quoted(label)} would stand in {given.count(label)} columns; mend submission.columns"
+        f"{path}: label {quoted(label)} would stand in {given.count(label)} columns; fix submission.columns"
         for label in dict.fromkeys(given)
         if label in labels and given.count(label) > 1
     ]
@@ -275,7 +276,7 @@ def _read_values(
             cell = table.column(name)[int(bad[0])].as_py()
             problems.append(
                 f"{path}: column {quoted(name)}: {plural(len(bad), 'cell')} without a finite number, the first in "
-                f"row {bad[0] + 1:,}: {quoted(cell)}; mend the file, or choose fill: uniform or prior"
+                f"row {bad[0] + 1:,}: {quoted(cell)}; fix the file, or choose fill: uniform or prior"
             )
     return table.column(0), by_label, tuple(problems)
 

@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 
 from ensemble.celltext import TemplateProblem, parse_json_cell
 from ensemble.errors import DataError
+from ensemble.sizes import plural
 from ensemble.tables.cells import cell_lengths, is_binary, loaded_cell, python_cells
 from ensemble.tables.digest import rows_digest
 from ensemble.tables.inputfile import (
@@ -30,7 +31,6 @@ from ensemble.tables.inputfile import (
     is_text,
     listed,
     missing_column,
-    plural,
     quoted,
     shown_type,
 )

@@ -51,9 +51,7 @@ def open_adapter(name_or_path: str, allow_pickle: bool = False) -> AdapterFiles:
     try:
         from peft import PeftConfig
     except ImportError as error:
-        raise ValueError(
-            "adapter_name_or_path needs peft: pip install 'ensemble-runner[adapters]'"
-        ) from error
+        raise ValueError("adapter_name_or_path needs peft, which is not installed") from error
     folder = Path(name_or_path)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
@@ -63,7 +61,7 @@ def open_adapter(name_or_path: str, allow_pickle: bool = False) -> AdapterFiles:
     config = PeftConfig.from_pretrained(str(folder))
     if config.is_prompt_learning or config.is_adaption_prompt:
         raise ValueError(
-            f"adapter {name_or_path}: {config.peft_type.value} changes no layer; only LoRA and its kin can"
+            f"adapter {name_or_path}: {config.peft_type.value} changes no layer; only LoRA and its variants can"
         )
     return AdapterFiles(folder, config, _tensor_names(folder, allow_pickle))
 

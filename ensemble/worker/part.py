@@ -78,8 +78,8 @@ class Reasons:
             )
         else:
             tried = "float32 gave no better numbers" if self.runs_again else "it was computed in float32"
-            why = f"{tried}, so the weights of the checkpoint are damaged, or it cannot deal with this row"
-        return f"came out as NaN, infinite or no probabilities; {why}"
+            why = f"{tried}, so the checkpoint's weights are damaged, or it cannot compute this row"
+        return f"came out as NaN, infinite or not as probabilities; {why}"
 
 
 class Parts:

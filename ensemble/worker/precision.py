@@ -133,7 +133,7 @@ def attention_errors(spec: WorkerSpec) -> Iterator[None]:
         reason = reason.split(" Please ")[0].strip().rstrip(".")
         raise ValueError(
             f"attn_implementation: {spec.attn_implementation} cannot be used ({reason}); leave the key out, and "
-            "what suits the model and the device is taken"
+            "the best one for model and device is used"
         ) from error
 
 

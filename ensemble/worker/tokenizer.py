@@ -20,17 +20,31 @@ def load_tokenizer(spec: WorkerSpec) -> Any:
 
     Raises:
         OSError: its files cannot be read.
+        ValueError: they are no tokenizer.
     """
     options = dict(spec.tokenizer_kwargs)
     # Files beside the GGUF file go first: what is converted from its vocabulary may lack some of their rules.
     if spec.gguf_file is not None and not _has_own(Path(spec.model_name_or_path)):
         options.setdefault("gguf_file", spec.gguf_file)
-    tokenizer = AutoTokenizer.from_pretrained(
-        spec.model_name_or_path,
-        revision=spec.revision or "main",
-        trust_remote_code=spec.trust_remote_code,
-        **options,
-    )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            spec.model_name_or_path,
+            revision=spec.revision or "main",
+            trust_remote_code=spec.trust_remote_code,
+            **options,
+        )
+    except OSError:
+        raise
+    except (
+        Exception
+    ) as error:  # tokenizers raises a bare Exception, and transformers what its code stumbles over
+        if spec.trust_remote_code:
+            raise  # perhaps by the checkpoint's own code, whose words say more
+        reason = (str(error).strip() or "no reason given").splitlines()[0]
+        raise ValueError(
+            f"the tokenizer of {spec.model_name_or_path} cannot be loaded ({type(error).__name__}: {reason}); copy "
+            "its files again, tokenizer.json first, or look at tokenizer_kwargs"
+        ) from error
     if "gguf_file" in options:
         _forget_made_up_tokens(tokenizer)
     if spec.truncation_side is not None:

@@ -39,7 +39,7 @@ def test_order_comes_from_names() -> None:
         (["a", "b"], {}, "has 2 labels .a, b., the config has 3"),
         (["a", "b", "C"], {}, "label 'C' of m is not in labels"),
         (["a", "b", "c"], {"d": "a"}, "label_map: 'd' is not a label of m"),
-        (["a", "b", "x"], {"x": "a"}, "two labels of m would both be 'a'"),
+        (["a", "b", "x"], {"x": "a"}, "two labels of m would both become 'a'"),
     ],
 )
 def test_labels_that_do_not_match(names: list[str], label_map: dict[str, str], message: str) -> None:
@@ -90,7 +90,7 @@ def test_paths_that_hold_no_checkpoint(tmp_path: Path) -> None:
         tmp_path / "models" / "gemma": "no config.json.*checkpoint-10",
         tmp_path / "models" / "gemmma": "no such folder; did you mean .*gemma",
         tmp_path / "file": "is a file",
-        tmp_path / "broken": "cannot be read",
+        tmp_path / "broken": "not JSON",
         tmp_path / "odd": "id2label",
     }
     for path, message in cases.items():
@@ -109,7 +109,7 @@ def test_paths_that_hold_no_checkpoint(tmp_path: Path) -> None:
         (
             "model.safetensors.index.json",
             b'{"weight_map": {"w": "a.safetensors"}}',
-            "the first is a.safetensors",
+            "names a.safetensors, which is not there",
         ),
     ],
 )

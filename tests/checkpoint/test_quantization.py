@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ensemble.checkpoint.quantization import method_of, quantization_problems, quantized_bits
+from ensemble.checkpoint.quantization import fp4_warning, method_of, quantization_problems, quantized_bits
 from tests.project import Project
 
 FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "float16"}
@@ -98,14 +98,40 @@ def test_weights_that_are_unpacked_on_a_cpu_need_no_gpu() -> None:
     )
 
 
-def test_packages_that_are_missing() -> None:
+def test_packages_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     # Of these no test environment has the package.
+    monkeypatch.setattr("ensemble.checkpoint.hub.hub_can_be_reached", lambda: True)
     assert wrong({"quant_method": "vptq"}) == [
         "quantization_config: vptq needs the package vptq, which is not installed: pip install vptq"
     ]
     assert wrong(None, {"quant_method": "aqlm"}) == [
         "model_name_or_path: aqlm needs the package aqlm, which is not installed: pip install aqlm"
     ]
+    monkeypatch.undo()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (offline,) = wrong({"quant_method": "vptq"})
+    assert "pip download --no-deps vptq on another machine" in offline
+    assert "pip install --no-deps --no-index --find-links FOLDER vptq" in offline
+    monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Interactive")
+    (on_kaggle,) = wrong({"quant_method": "vptq"})
+    assert "--no-index --find-links /kaggle/input/DATASET vptq" in on_kaggle
+
+
+def test_four_bits_without_a_type_are_warned_of() -> None:
+    said = fp4_warning({"load_in_4bit": True}, None)
+    assert said is not None
+    assert "means fp4" in said
+    assert "set bnb_4bit_quant_type: nf4" in said
+    for settings, stored in (
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, None),  # said, so meant
+        ({"load_in_8bit": True}, None),
+        (
+            {"load_in_4bit": True},
+            {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        ),  # its own type counts
+        (None, None),
+    ):
+        assert fp4_warning(settings, stored) is None
 
 
 def test_what_the_checkpoint_carries_goes_first() -> None:
@@ -167,5 +193,5 @@ def test_validate_says_all_of_it_without_torch(project: Project) -> None:
         "models[1].quantization_config.load_in_4bits: there is no such key; did you mean load_in_4bit?"
         in (" ".join(done.stderr.split()))
     )
-    assert "models[2].model_kwargs.device_map: set the key device_map of the model itself" in done.stderr
+    assert "models[2].model_kwargs.device_map: use the model's own key device_map instead" in done.stderr
     assert "Traceback" not in done.stderr

@@ -81,7 +81,7 @@ limit: 0
     assert problems(text, "seed=abc", "nothing") == (
         "data.path (line 1): required, for example path: test.csv",
         "data.pth (line 1): unknown key; did you mean path?",
-        "labels[2] (line 2): the same as labels[0]; each label stands once",
+        "labels[2] (line 2): the same as labels[0]; name each label once",
         "models[0] (line 4): prompt_template or text_column is required, for example text_column: text",
         "models[0].max_lenght (line 6): unknown key; did you mean max_length?",
         "models[0].weight (line 7): must be a number of at least 0, not nan",
@@ -134,7 +134,7 @@ def test_a_wrong_default_is_reported_once(problems: Problems) -> None:
         f"defaults.batch_size {line}: must be a whole number of at least 1 or auto, not 'all'",
         f"defaults.label_map.x {line}: must be one of the labels, not 'nope'",
         f"defaults.max_length {line}: must be a whole number of at least 1, not 0",
-        f"defaults.name {line}: belongs in each model; two models cannot share it",
+        f"defaults.name {line}: belongs to each model; two models cannot share it",
         f"defaults.wieght {line}: unknown key; did you mean weight?",
     ]
 

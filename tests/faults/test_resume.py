@@ -91,7 +91,7 @@ def test_where_nothing_changed_nothing_is_computed(
     assert forked.run(chunky.folder) == 0, forked.printed
     assert len({step.pid for step in forked.steps}) == 2
     assert forked.run(chunky.folder) == 0, forked.printed
-    assert "llama: done by an earlier run; nothing of it runs again" in forked.printed
+    assert "llama: done by an earlier run, reused" in forked.printed
     assert len({step.pid for step in forked.steps}) == 1, "no worker is started"
     assert not any(path.startswith("runs/first/predictions") for step in forked.steps for path in step.paths)
     assert results(chunky) == undisturbed
@@ -109,4 +109,4 @@ def test_predictions_that_are_no_probabilities_are_not_merged(chunky: Project, f
     document["sha256"] = hashlib.sha256(predictions.read_bytes()).hexdigest()
     seal.write_text(json.dumps(document))
     assert forked.run(chunky.folder) == 1
-    assert "1 rows hold values below 0 or above 1, the first is id 000" in forked.printed
+    assert "1 row with values below 0 or above 1, the first is id 000" in forked.printed

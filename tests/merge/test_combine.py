@@ -91,7 +91,7 @@ def test_a_weight_too_small_to_count_decides_no_row() -> None:
 def test_rows_that_are_neither_whole_nor_missing(row: list[float]) -> None:
     first, second = members(2, 5, 2)
     second[1], second[3] = NAN, row
-    message = "member 2 of 2: 1 rows hold infinite values or are NaN in part, the first is row 4"
+    message = "member 2 of 2: 1 row with infinite values or NaN in part, the first is row 4"
     with pytest.raises(MergeError, match=message):
         weighted_mean([1, 1], copies([first, second]))
 

@@ -51,10 +51,10 @@ def test_rows_are_joined_by_id_and_columns_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        (["1", "2"], "1 ids are missing .'3'."),
-        (["1", "2", "3", "4"], "1 ids are not in the table .'4'."),
-        (["1", "2", "2", "3"], "1 ids stand there more than once .'2'."),
-        (["1", "02", "3"], "1 ids are missing .'2'.; 1 ids are not in the table .'02'."),
+        (["1", "2"], "1 id missing .'3'."),
+        (["1", "2", "3", "4"], "1 id not in the table .'4'."),
+        (["1", "2", "2", "3"], "1 id more than once .'2'."),
+        (["1", "02", "3"], "1 id missing .'2'.; 1 id not in the table .'02'."),
     ],
 )
 @pytest.mark.fault(11)

@@ -113,21 +113,21 @@ def test_no_member_gives_no_rows() -> None:
 def broken_files(ids: list[str], folder: Path) -> Iterator[tuple[Path, str]]:
     values = values_of(1)
     less = write(folder / "less.csv", ids[:-1], values[:-1])
-    yield less, r"less.csv: 1 ids are missing .'row 69989'."
+    yield less, r"less.csv: 1 id missing .'row 69989'."
     more = write(folder / "more.csv", [*ids, "other"], np.vstack([values, values[:1]]))
-    yield more, r"more.csv: 1 ids are not in the table .'other'."
+    yield more, r"more.csv: 1 id not in the table .'other'."
     twice = write(folder / "twice.csv", [*ids[:-1], ids[60_000]], values)
-    yield twice, r"1 ids stand there more than once .'row 59990'.; 1 ids are missing .'row 69989'."
+    yield twice, r"1 id more than once .'row 59990'.; 1 id missing .'row 69989'."
     text = write(folder / "text.csv", ids, values)
     text.write_text(text.read_text().rpartition(",")[0] + ",x\n")
     yield text, "text.csv: cannot be read"
     gap = write(folder / "gap.csv", ids, values)
     gap.write_text(gap.read_text().rpartition(",")[0] + ",\n")
-    yield gap, "member 1: 1 rows hold no finite number, the first is id row 69989"
+    yield gap, "member 1: 1 row with no finite number, the first is id row 69989"
     outside = values.copy()
     outside[[5, 40_000, 69_999], 0] += 2
     path = write(folder / "outside.csv", ids, outside)
-    yield path, 'member 1: 3 rows hold values below 0 or above 1, the first is id say "hi"'
+    yield path, 'member 1: 3 rows with values below 0 or above 1, the first is id say "hi"'
 
 
 @pytest.mark.fault(10, 11)

@@ -72,7 +72,7 @@ def test_a_model_that_fits_gets_one_gpu_and_one_that_does_not_gets_more(models: 
 def test_what_cannot_fit_is_said_with_what_would_help(models: Path) -> None:
     (problem,) = plan(models, [card(0, 12)], {}).problems
     assert "models[0] (m0): its weights take 14.0 GiB in float16" in problem
-    assert "quantization_config: {load_in_4bit: true} makes it 4." in problem
+    assert "bnb_4bit_quant_type: nf4, bnb_4bit_use_double_quant: true} makes its weights 4." in problem
     assert "num_gpus: 2 of this size hold it (this run has 1)" in problem
     (problem,) = plan(models, [card(0, 8), card(1, 8)], {"num_gpus": 1}).problems
     assert "num_gpus: 3 of this size hold it (this run has 2)" in problem
@@ -150,7 +150,7 @@ def test_the_gpus_that_maps_name_are_leased(models: Path) -> None:
     two = [card(0, 15), card(1, 15)]
     assert where(plan(models, two, {"max_memory": {0: "8GiB", 1: "8GiB"}})) == [(2, ("GPU-0", "GPU-1"), 1)]
     (problem,) = plan(models, two, {"device_map": {"model": 2, "score": 0}}).problems
-    assert problem.startswith("models[0].device_map: m0 asks for 3, but 2 GPUs can be used here")
+    assert problem.startswith("models[0].device_map: m0 asks for 3 GPUs, but 2 GPUs can be used here")
 
 
 def test_a_gpu_that_cannot_hold_a_member_has_no_say_in_its_type(models: Path) -> None:
@@ -182,7 +182,7 @@ def test_a_batch_size_is_held_against_the_memory(models: Path) -> None:
 def test_remedies_are_ones_that_the_rules_allow(models: Path) -> None:
     (problem,) = plan(models, [card(0, 15)], {"quantization_config": NF4}, max_workers_per_gpu=4).problems
     assert (
-        "which max_workers_per_gpu: 4 makes 3.8 GiB each; max_workers_per_gpu: 1 gives it a whole one"
+        "which max_workers_per_gpu: 4 makes 3.8 GiB each; max_workers_per_gpu: 1 gives it a whole GPU"
         in problem
     )
     assert "offload" not in problem

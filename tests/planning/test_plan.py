@@ -97,3 +97,21 @@ def test_chunks_of_a_large_table_are_neither_crumbs_nor_mountains() -> None:
 def test_equal_lengths_keep_the_tables_order() -> None:
     order, _ = cut_chunks(np.array([5, 9, 5, 9, 5], dtype=np.int64))
     assert order.tolist() == [1, 3, 0, 2, 4]
+
+
+def test_rows_that_max_length_cuts_cost_what_it_lets_through() -> None:
+    lengths = np.array([900_000, 800_000, 700_000, 4_000, 4_000, 200, 200], dtype=np.int64)
+    known = replace(facts(lengths), max_length=1000)
+    (member,) = make_plan(config({}), {"m0": known}, []).members
+    plain_order, plain_chunks = cut_chunks(lengths)
+    assert member.order.tolist() == plain_order.tolist()
+    cuts = [(chunk.index, chunk.start, chunk.stop) for chunk in member.chunks]
+    assert cuts == [(chunk.index, chunk.start, chunk.stop) for chunk in plain_chunks], (
+        "the same batches as ever"
+    )
+    first, second, _ = member.chunks
+    assert first.cost == second.cost == pytest.approx(0.2, abs=0.01), "of five rows of 1,000 tokens"
+    assert member.work == pytest.approx(5 * 4_032 + 2 * 232)
+    assert sum(chunk.cost for chunk in member.chunks) == pytest.approx(1)
+    (whole,) = make_plan(config({}), {"m0": replace(known, lengths=lengths[3:])}, []).members
+    assert whole.chunks == cut_chunks(lengths[3:])[1], "where no row is cut nothing changes"

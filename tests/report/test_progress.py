@@ -17,8 +17,8 @@ from ensemble.report.progress import (
     QuietDisplay,
     choose_display,
     describe,
-    duration,
 )
+from ensemble.sizes import duration
 from ensemble.state import MemberState, WorkerRecord
 from tests.planning.test_plan import config, facts
 

@@ -70,7 +70,7 @@ def test_rows_that_were_computed_once_for_several() -> None:
     for record in state.workers:
         record.rows, record.repeated_rows = 5000, 600
     assert repeated_text(state) == (
-        "m0: 1,200 of 10,000 rows repeat another's text and were not computed again"
+        "m0: 1,200 of 10,000 rows repeat another row's text and were not computed again"
     )
 
 

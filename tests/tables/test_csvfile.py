@@ -175,10 +175,10 @@ def test_limit_ignores_what_is_wrong_after_it(tmp_path: Path) -> None:
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     written(tmp_path / "train.csv", "id\n1\n")
     assert "did you mean 'train.csv'?" in problem(tmp_path / "trian.csv")
-    assert "nor is there a folder" in problem(tmp_path / "nope" / "x.csv")
+    assert "there is no folder" in problem(tmp_path / "nope" / "x.csv")
     assert "is a directory" in problem(tmp_path)
     os.mkfifo(tmp_path / "pipe.csv")
-    assert "is no regular file" in problem(tmp_path / "pipe.csv")
+    assert "is not a regular file" in problem(tmp_path / "pipe.csv")
     assert "the file is empty" in problem(written(tmp_path / "a.csv", ""))
     assert "only blank lines" in problem(written(tmp_path / "b.csv", "\n\r\n\n"))
     assert "is UTF-16" in problem(written(tmp_path / "c.csv", "id,t\n1,x\n".encode("utf-16")))

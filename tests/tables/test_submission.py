@@ -162,7 +162,7 @@ def test_labels_without_a_column_share_what_the_others_leave(tmp_path: Path) -> 
 def test_cells_of_the_sample_that_are_no_numbers(tmp_path: Path) -> None:
     text = "id,a,b\n1,0.5,0.5\n2,half,nan\n3,,inf\n4,1_0,1e999\n5,0x1,٣\n"
     sample, path = sample_of(tmp_path, text)
-    advice = "mend the file, or choose fill: uniform or prior"
+    advice = "fix the file, or choose fill: uniform or prior"
     expected = (
         f"{path}: column 'a': 4 cells without a finite number, the first in row 2: 'half'; {advice}",
         f"{path}: column 'b': 4 cells without a finite number, the first in row 2: 'nan'; {advice}",

@@ -361,7 +361,8 @@ def test_parquet_types_that_do_not_fit(tmp_path: Path) -> None:
         path, needs(columns=("text", "raw"), text_columns=("text", "raw"), label_column="label")
     )
     assert (
-        "id column 'id' is of type double, which is no id; write the file again with that column cast" in ids
+        "id column 'id' is of type double, which cannot be an id; write the file again with that column cast"
+        in ids
     )
     assert "label column 'label' is of type list" in label
     assert "column 'text' holds list<" in nested

@@ -159,7 +159,7 @@ def test_a_model_that_does_not_run_in_float32_loses_only_the_rows_that_need_it(t
         work = predict()
     assert work.bad_rows == tuple(np.flatnonzero(bad))
     assert set(work.bad_row_reasons) == {
-        "came out as NaN, infinite or no probabilities; it overflows float16, and this model does not run in "
+        "came out as NaN, infinite or not as probabilities; it overflows float16, and this model does not run in "
         "float32 (expected Half but found Float); set dtype: bfloat16 or float32"
     }
     assert (work.batches, work.recomputed_rows) == (plain.batches, 0)

@@ -84,5 +84,5 @@ def test_what_is_known_before_loading(packed: Path, lora: Path, tmp_path: Path) 
     with pytest.raises(CheckpointError, match=r"a GGUF file holds no classification head; name an adapter"):
         inspect("tiny.gguf", headless)
     (tmp_path / "broken.gguf").write_bytes(b"GGML....")
-    with pytest.raises(CheckpointError, match=r"broken\.gguf is no GGUF file; copy it again"):
+    with pytest.raises(CheckpointError, match=r"broken\.gguf is not a GGUF file; copy it again"):
         inspect("broken.gguf", lora, tmp_path)

@@ -1,0 +1,160 @@
+"""Files that may not be read, links to nothing, JSON that is none: a sentence each, by validate."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ensemble.access import dangling_link, unreadable
+from ensemble.checkpoint.hub import find_file
+from ensemble.checkpoint.readable import small_file_problems
+from ensemble.errors import CheckpointError
+from tests.project import ROOT, Project
+
+_DROP_A_RIGHT = 24  # PR_CAPBSET_DROP (linux/prctl.h)
+_ABOVE_RIGHTS = (1, 2)  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH (linux/capability.h)
+
+
+def without_roots_rights() -> None:
+    """From the next exec on root is held to the rights of files like anybody else."""
+    libc = ctypes.CDLL(None)
+    for capability in _ABOVE_RIGHTS:
+        libc.prctl(_DROP_A_RIGHT, capability, 0, 0, 0)
+
+
+def validate(project: Project) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "ensemble", "validate", "config.yaml"],
+        cwd=project.folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        preexec_fn=without_roots_rights,
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+@pytest.fixture
+def own(project: Project) -> Project:
+    """A project whose llama is a copy that may be spoilt."""
+    shutil.copytree(project.models / "llama", project.folder / "llama")
+    config = project.config()
+    config["models"][1]["model_name_or_path"] = "llama"
+    project.write_config(config)
+    return project
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("config.yaml", "test.csv", "sample.csv", "llama"),
+        *("llama/config.json", "llama/model.safetensors", "llama/tokenizer.json"),
+    ],
+)
+def test_what_may_not_be_read_is_said_with_the_remedy(name: str, own: Project) -> None:
+    path = own.folder / name
+    mode = path.stat().st_mode
+    path.chmod(0)
+    try:
+        said = validate(own)
+    finally:
+        path.chmod(mode)
+    right = "rx" if path.is_dir() else "r"
+    assert f"{name} cannot be read (Permission denied for user " in said
+    assert f"chmod a+{right} " in said
+
+
+def test_a_folder_in_between_that_may_not_be_entered_is_named(own: Project) -> None:
+    inner = own.folder / "closed" / "within"
+    inner.mkdir(parents=True)
+    shutil.copytree(own.folder / "llama", inner / "llama")
+    config = own.config()
+    config["models"][1]["model_name_or_path"] = "closed/within/llama"
+    own.write_config(config)
+    (own.folder / "closed").chmod(0)
+    try:
+        said = validate(own)
+    finally:
+        (own.folder / "closed").chmod(0o755)
+    assert f"chmod a+rx {own.folder / 'closed'}," in said
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", ""])
+def test_links_to_nothing(name: str, own: Project) -> None:
+    path = own.folder / "llama" / name
+    path.rename(own.folder / "away")
+    path.symlink_to("../../blobs/0123abcd")
+    said = validate(own)
+    assert f"{Path('llama') / name} is a link to ../../blobs/0123abcd, which is not there" in said
+    assert "cp -rL" in said
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:2000])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (cut, "is not JSON ("),
+        (lambda path: path.write_bytes(b""), "is empty"),
+        (
+            lambda path: path.write_bytes(b"version https://git-lfs.github.com/spec/v1\n"),
+            "is only a git-lfs pointer",
+        ),
+    ],
+)
+def test_a_tokenizer_that_is_not_json(spoil: Callable[[Path], object], words: str, own: Project) -> None:
+    spoil(own.folder / "llama/tokenizer.json")
+    said = validate(own)
+    assert f"llama/tokenizer.json {words}" in said
+    assert "copy it again" in said
+
+
+def test_json_that_is_no_tokenizer_fails_the_member_in_a_sentence(own: Project) -> None:
+    (own.folder / "llama/tokenizer.json").write_text('{"version": "1.0"}')
+    done = own.ensemble("run", "config.yaml", "--limit", "5", "--set", "models.gemma.weight=0")
+    assert done.returncode == 1
+    assert "the tokenizer of llama cannot be loaded (" in done.stderr
+    assert "copy its files again, tokenizer.json first" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_large_tokenizer_is_known_by_its_ends(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    whole = '{"model": [' + ", ".join(["1"] * (1 << 20)) + "]}\n"
+    path.write_text(whole)
+    assert [*small_file_problems(tmp_path, ["tokenizer*"])] == []
+    path.write_text(whole[:-100])
+    (problem,) = small_file_problems(tmp_path, ["tokenizer*"])
+    assert "was cut short" in problem
+
+
+def test_a_name_of_the_hub_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        CheckpointError, match=r"HF_HUB_OFFLINE is set.*hf download some/model --local-dir FOLDER"
+    ):
+        find_file("some/model", "config.json")
+    monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Batch")
+    with pytest.raises(CheckpointError, match="add the model to the notebook as an input"):
+        find_file("some/model", "config.json")
+
+
+def test_other_errors_keep_their_own_words(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("")
+    assert dangling_link(path) is None
+    assert unreadable(path, OSError(5, "Input/output error")) == (
+        f"{path} cannot be read (Input/output error); copy it again"
+    )
