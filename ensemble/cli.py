@@ -83,6 +83,7 @@ def run(
         gaps_text,
         left_out_text,
         members_table,
+        no_better_text,
         oom_text,
         repeated_text,
         shown_path,
@@ -97,6 +98,8 @@ def run(
     with contextlib.suppress(OSError, SystemExit):
         if not quiet:
             console.print(members_table(result.members, result.results.scores))
+            if warning := no_better_text(result.results.scores):
+                console.print(warning, markup=False)
             for tell in (truncation_text, repeated_text, oom_text, float32_text):
                 for text in filter(None, map(tell, result.members)):
                     console.print(text, markup=False)
