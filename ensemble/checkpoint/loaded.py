@@ -77,7 +77,9 @@ def weights(
     if is_adapter_base or not any(_HEAD.search(tensor.name) for tensor in kept):
         kept.append(Tensor("score.weight", "F32", (num_labels, architecture.hidden)))
     for tensor in kept:
-        stored = tensor.dtype not in _FLOATS or bool(architecture.quant_method and _beside_packed(tensor))
+        stored = tensor.dtype not in _FLOATS or bool(
+            architecture.quant_method and stands_beside_packed(tensor.name)
+        )
         loaded = tensor.stored_bytes if stored else tensor.elements * size
         if not stored and bits and _is_linear(tensor, architecture, quantization):
             loaded = _quantized_bytes(tensor, bits, quantization)
@@ -89,17 +91,23 @@ def weights(
     return Weights(parameters, total, max(blocks.values()))
 
 
+def is_left_out(name: str) -> bool:
+    """Whether a tensor of this name is of no use to a classifier: another task's head, a buffer, a setting."""
+    return _DROPPED.search(name) is not None
+
+
+def stands_beside_packed(name: str) -> bool:
+    """Whether a tensor of this name belongs to weights that are stored quantized."""
+    return _BESIDE_PACKED.search(name) is not None
+
+
 def _is_dropped(tensor: Tensor, tensors: Sequence[Tensor]) -> bool:
-    if _DROPPED.search(tensor.name):
+    if is_left_out(tensor.name):
         return True
     # Encoder and decoder of one kind share their embeddings, which some checkpoints hold three times.
     return tensor.name.endswith("coder.embed_tokens.weight") and any(
         other.name.endswith("shared.weight") for other in tensors
     )
-
-
-def _beside_packed(tensor: Tensor) -> bool:
-    return _BESIDE_PACKED.search(tensor.name) is not None
 
 
 def _is_linear(tensor: Tensor, architecture: Architecture, quantization: Mapping[str, Any] | None) -> bool:
@@ -129,7 +137,7 @@ def _quantized_bytes(tensor: Tensor, bits: int, quantization: Mapping[str, Any] 
 def _parameters(tensor: Tensor, architecture: Architecture, packed: set[str]) -> int:
     if not architecture.quant_method or tensor.name == "score.weight":
         return tensor.elements
-    if _beside_packed(tensor):
+    if stands_beside_packed(tensor.name):
         return 0
     if tensor.dtype == "U8" and tensor.name in packed:
         return 2 * tensor.elements  # bitsandbytes packs two into a byte
