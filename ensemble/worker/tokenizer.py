@@ -20,17 +20,30 @@ def load_tokenizer(spec: WorkerSpec) -> Any:
 
     Raises:
         OSError: its files cannot be read.
+        ValueError: its class can make nothing of them.
     """
     options = dict(spec.tokenizer_kwargs)
     # Files beside the GGUF file go first: what is converted from its vocabulary may lack some of their rules.
     if spec.gguf_file is not None and not _has_own(Path(spec.model_name_or_path)):
         options.setdefault("gguf_file", spec.gguf_file)
-    tokenizer = AutoTokenizer.from_pretrained(
-        spec.model_name_or_path,
-        revision=spec.revision or "main",
-        trust_remote_code=spec.trust_remote_code,
-        **options,
-    )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            spec.model_name_or_path,
+            revision=spec.revision or "main",
+            trust_remote_code=spec.trust_remote_code,
+            **options,
+        )
+    except (OSError, ImportError):
+        raise
+    except (
+        Exception
+    ) as error:  # a class that is not for this vocabulary fails in any way, with tokenizers' own errors
+        reason = str(error).strip().splitlines()
+        raise ValueError(
+            f"the tokenizer of {spec.model_name_or_path} cannot be made of its files "
+            f"({type(error).__name__}: {reason[0] if reason else ''}); copy tokenizer.json and "
+            "tokenizer_config.json again, and see that its tokenizer_class is the one that the vocabulary is for"
+        ) from error
     if "gguf_file" in options:
         _forget_made_up_tokens(tokenizer)
     if spec.truncation_side is not None:
