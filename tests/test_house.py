@@ -15,7 +15,7 @@ HEAVY = ("torch", "transformers", "accelerate", "pandas")
 # with the very code the worker uses), what keeps secrets out of the logs and the guard that keeps pandas out.
 SHARED = {
     *("ensemble.protocol", "ensemble.rundir", "ensemble.errors", "ensemble.template", "ensemble.sandbox"),
-    *("ensemble.redact", "ensemble.arrow", "ensemble.celltext", "ensemble.attention"),
+    *("ensemble.redact", "ensemble.arrow", "ensemble.celltext", "ensemble.attention", "ensemble.tensornames"),
 }
 
 

@@ -11,24 +11,14 @@ from typing import Any, Literal
 from ensemble.checkpoint.architecture import Architecture
 from ensemble.checkpoint.quantization import quantized_bits
 from ensemble.checkpoint.tensors import Tensor
+from ensemble.tensornames import is_left_out, stands_beside_packed
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
-# Heads of other tasks, buffers that old releases stored, settings as text: nothing that is loaded onto a device.
-_DROPPED = re.compile(
-    r"(^|\.)(lm_head|cls\.(predictions|seq_relationship)|(lm|mask|generator|discriminator)_predictions"
-    r"|vocab_(transform|layer_norm|projector)|embed_out|qa_outputs)\."
-    r"|^decoder\.(weight|bias)$|\.quant_state\.|rotary_emb\.inv_freq$|position_ids$|\.attn\.(bias|masked_bias)$"
-)
 _HEAD = re.compile(r"(^|\.)(score|classifier|classification_head)\.")
 _EMBEDDING = re.compile(r"embed|(^|\.)(wte|wpe|shared|relative_attention_bias)\.")
-# What stands beside packed weights: bitsandbytes, GPTQ and AWQ, compressed-tensors.
-_BESIDE_PACKED = re.compile(
-    r"\.(absmax|quant_map|nested_absmax|nested_quant_map|SCB|qzeros|scales|g_idx"
-    r"|weight_(format|scale|scale_inv|zero_point|shape|g_idx)|input_scale)$"
-)
 # Heads stay as they are: the worker names these to bitsandbytes.
 _UNQUANTIZED = ("score", "classifier", "classification_head")
 # bitsandbytes scales blocks of so many weights, and so many of those scales where it quantizes them as well.
@@ -89,16 +79,6 @@ def weights(
         total += loaded
         parameters += _parameters(tensor, architecture, packed)
     return Weights(parameters, total, max(blocks.values()))
-
-
-def is_left_out(name: str) -> bool:
-    """Whether a tensor of this name is of no use to a classifier: another task's head, a buffer, a setting."""
-    return _DROPPED.search(name) is not None
-
-
-def stands_beside_packed(name: str) -> bool:
-    """Whether a tensor of this name belongs to weights that are stored quantized."""
-    return _BESIDE_PACKED.search(name) is not None
 
 
 def _is_dropped(tensor: Tensor, tensors: Sequence[Tensor]) -> bool:

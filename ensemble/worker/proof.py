@@ -15,8 +15,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
-from ensemble.checkpoint.loaded import is_left_out, stands_beside_packed
 from ensemble.protocol import WorkerSpec
+from ensemble.tensornames import is_left_out, stands_beside_packed
 from ensemble.worker.adapter import some
 
 # Of a member's first rows, so many, and so many characters of each.
