@@ -121,7 +121,7 @@ def _whole_problems(path: Path, settings: Mapping[str, Any], config: Mapping[str
         yield f"{path} is cut short or no JSON ({len(content):,} bytes); copy it again"
         return
     name = str(settings.get("tokenizer_class") or "").removesuffix("Fast")
-    made = _class_of(name) if name and _heeds_the_named_class(config) else None
+    made = None if name in ("", *_ANY_VOCABULARY) or not _heeds_the_named_class(config) else _class_of(name)
     found = _KIND.search(content) if made is not None and made.kind else None
     if made is not None and found and (kind := found[1].decode("ascii", "replace")) != made.kind:
         yield (
