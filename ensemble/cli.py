@@ -89,6 +89,7 @@ def run(
         gaps_text,
         left_out_text,
         members_table,
+        no_better_text,
         oom_text,
         repeated_text,
         shown_path,
@@ -101,6 +102,7 @@ def run(
     if not quiet:
         tells = (truncation_text, repeated_text, oom_text, float32_text)
         _show([members_table(result.members, result.results.scores)])
+        _show([no_better_text(result.results.scores)])
         _show(tell(state) for tell in tells for state in result.members)
         _show(bad_rows_text(state, loaded.config.on_bad_row) for state in result.members)
         _show([gaps_text(result.gaps)])

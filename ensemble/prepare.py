@@ -240,6 +240,7 @@ def _checkpoints(config: RunConfig, problems: _Problems) -> dict[str, Checkpoint
                     model.model_kwargs.get("code_revision"),
                     model.tokenizer_kwargs.get("code_revision"),
                 ),
+                model.tokenizer_kwargs,
             )
     return found
 

@@ -16,6 +16,7 @@ HEAVY = ("torch", "transformers", "accelerate", "pandas")
 SHARED = {
     *("ensemble.protocol", "ensemble.rundir", "ensemble.errors", "ensemble.template", "ensemble.sandbox"),
     *("ensemble.redact", "ensemble.arrow", "ensemble.celltext", "ensemble.attention", "ensemble.watch"),
+    "ensemble.tensornames",
 }
 
 

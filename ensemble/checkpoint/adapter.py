@@ -86,9 +86,8 @@ def inspect_adapter(name_or_path: str, allow_pickle: bool = False) -> Adapter:
             problems += error.problems
     if problems:
         raise CheckpointError(problems)
-    rows = [shape[0] for name, shape in shapes.items() if _LAST.fullmatch(name) and len(shape) == 2]
     base = config.get("base_model_name_or_path")
-    return Adapter(name_or_path, str(base) if base else None, rows[0] if rows else None, shapes)
+    return Adapter(name_or_path, str(base) if base else None, head_rows(shapes), shapes)
 
 
 def base_problems(adapter: Adapter, base: str, tensors: Sequence[Tensor]) -> Iterator[str]:
@@ -159,6 +158,12 @@ def _weights(folder: Path, allow_pickle: bool) -> tuple[Tensor, ...]:
 def is_head(name: str) -> bool:
     """Whether a tensor of this name belongs to a classification head."""
     return ".lora_" not in name and _HEAD.fullmatch(name) is not None
+
+
+def head_rows(shapes: Mapping[str, tuple[int, ...]]) -> int | None:
+    """How many labels a classification head among these tensors has; None where there is none."""
+    rows = (shape[0] for name, shape in shapes.items() if _LAST.fullmatch(name) and len(shape) == 2)
+    return next(rows, None)
 
 
 def _sides(adapter: Adapter) -> dict[str, dict[str, tuple[int, ...]]]:

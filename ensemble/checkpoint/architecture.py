@@ -50,8 +50,8 @@ _PLAIN_MLP = (
     "roberta-prelayernorm roformer squeezebert starcoder2 t5 umt5 mt5 xlm xlm-roberta xlm-roberta-xl "
     "xlnet xmod yoso"
 ).split()
-# Families whose MLP has been looked at.
-_KNOWN_MLP = (
+# Families whose layers have been looked at: what their tensors are called, and what their MLP takes.
+LOOKED_AT = (
     "bert camembert data2vec-text deberta deberta-v2 distilbert electra ernie falcon gemma gemma2 gemma3_text gpt2 "
     "llama ministral mistral olmo olmo2 opt phi3 qwen2 qwen3 roberta smollm3 xlm-roberta"
 ).split()
@@ -179,7 +179,7 @@ def _has_window(config: Mapping[str, Any]) -> bool:
 def _inner_copies(model_type: str, config: Mapping[str, Any], gated: bool) -> int:
     if model_type in _FUSED_GATE:
         return 4
-    if model_type not in _KNOWN_MLP:
+    if model_type not in LOOKED_AT:
         # Bloom's gelu holds six, a mixture of experts four for each that a token is sent to.
         return max(6, 4 * (_number(config, ("num_experts_per_tok", "top_k_experts")) or 1))
     # gelu_new is written out in products and sums: x, x / 2, its cube and a multiple of that live at once.

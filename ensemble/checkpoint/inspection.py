@@ -12,14 +12,17 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ensemble.access import unreadable
 from ensemble.checkpoint.adapter import Adapter, base_problems, inspect_adapter, is_head, other_base
+from ensemble.checkpoint.agreement import release_warning, rope_problems, weights_against_config
 from ensemble.checkpoint.hub import find_file, how_to_install
 from ensemble.checkpoint.readable import small_file_problems
-from ensemble.checkpoint.tensors import read_tensors
+from ensemble.checkpoint.tensors import Tensor, read_tensors
 from ensemble.checkpoint.trust import NO_TRUST, Trust, code_problems
+from ensemble.checkpoint.vocabulary import vocabulary_problems
 from ensemble.checkpoint.weights import pickle_refused, weight_files, weight_problems
 from ensemble.errors import CheckpointError
 from ensemble.sizes import plural
@@ -27,7 +30,7 @@ from ensemble.sizes import plural
 if TYPE_CHECKING:
     from ensemble.protocol import Activation
 
-# Any one of these; without, transformers makes up an empty tokenizer and says nothing.
+# The files of tokenizers.
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "spiece*", "merges.txt", "*.tiktoken")
 _GGUF_MAGIC = b"GGUF"
 
@@ -61,6 +64,7 @@ def inspect_checkpoint(
     adapter_name_or_path: str | None = None,
     gguf_file: str | None = None,
     trust: Trust = NO_TRUST,
+    tokenizer_kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> Checkpoint:
     """Read a checkpoint's ``config.json`` and match its labels to the config's.
 
@@ -72,6 +76,7 @@ def inspect_checkpoint(
         adapter_name_or_path: an adapter of peft on top of it; where that brings a head, its rows are the labels.
         gguf_file: the file of the folder that holds the weights; then ``config.json`` may be missing.
         trust: what the files may do.
+        tokenizer_kwargs: the member's; they can name other files of the tokenizer.
 
     Raises:
         CheckpointError: no ``config.json``, files that are missing or broken or would run code, an adapter for
@@ -86,19 +91,27 @@ def inspect_checkpoint(
     problems = [*code_problems(name_or_path, folder, config, trust)]
     if Path(name_or_path).is_dir():
         problems += _file_problems(folder, config, gguf_file, trust)
+        if gguf_file is None and not problems:
+            problems += vocabulary_problems(folder, config, tokenizer_kwargs, trust.remote_code)
+            problems += rope_problems(name_or_path, config)
     adapter: Adapter | None = None
     if adapter_name_or_path is not None:
         try:
             adapter = inspect_adapter(adapter_name_or_path, trust.allow_pickle)
         except CheckpointError as error:
             problems += error.problems
+    own_head = adapter is None or adapter.brings_head is False
+    tensors: Sequence[Tensor] = ()
     # In the hub's cache the weights may be there in part.
-    if adapter is not None and not problems and gguf_file is None and Path(name_or_path).is_dir():
-        problems += base_problems(adapter, name_or_path, read_tensors(folder) or ())
+    if not problems and gguf_file is None and Path(name_or_path).is_dir():
+        tensors = read_tensors(folder) or ()
+        own_labels = len(base_names) if own_head else None
+        problems += weights_against_config(name_or_path, config, tensors, own_labels)
+        problems += base_problems(adapter, name_or_path, tensors) if adapter is not None else ()
     if problems:
         raise CheckpointError(problems)
-    if adapter is None or adapter.brings_head is False:
-        _demand_head(config, name_or_path, adapter, gguf_file)
+    if own_head:
+        _demand_head(config, name_or_path, adapter, gguf_file, tensors)
     names, where = _names_with_adapter(base_names, name_or_path, adapter, len(labels))
     quantization = config.get("quantization_config")
     return Checkpoint(
@@ -108,7 +121,7 @@ def inspect_checkpoint(
         label_order=match_labels(names, labels, label_map, where),
         weight_bytes=_weight_bytes(folder, gguf_file),
         folder=folder,
-        warnings=tuple(_head_warnings(config, name_or_path, adapter)),
+        warnings=tuple(_warnings(config, name_or_path, adapter)),
         adapter=adapter,
         quantization=quantization if isinstance(quantization, dict) and gguf_file is None else None,
     )
@@ -171,8 +184,6 @@ def _file_problems(
         pickles.append(folder / "adapter_model.bin")
     if not trust.allow_pickle:
         yield from (pickle_refused(path) for path in dict.fromkeys(pickles) if path.is_file())
-    if not any(next(folder.glob(pattern), None) for pattern in _TOKENIZER_FILES):
-        yield f"{folder} has no tokenizer files (such as tokenizer.json); copy them too"
 
 
 def _gguf_config(name_or_path: str) -> dict[str, Any]:
@@ -211,7 +222,11 @@ def _activation(kind: object, columns: int) -> Activation:
 
 
 def _demand_head(
-    config: Mapping[str, Any], where: str, adapter: Adapter | None, gguf_file: str | None
+    config: Mapping[str, Any],
+    where: str,
+    adapter: Adapter | None,
+    gguf_file: str | None,
+    tensors: Sequence[Tensor],
 ) -> None:
     """Refuse a language model whose weights are here and hold no head, before its labels are compared."""
     if gguf_file is not None:
@@ -219,10 +234,9 @@ def _demand_head(
             f"{gguf_file}: a GGUF file holds no classification head; name an adapter that brings one "
             "(adapter_name_or_path)"
         )
-    folder, architecture = Path(where), _architecture(config)
-    if not folder.is_dir() or not ("ForCausalLM" in architecture or "ForMaskedLM" in architecture):
+    architecture = _architecture(config)
+    if not ("ForCausalLM" in architecture or "ForMaskedLM" in architecture):
         return
-    tensors = read_tensors(folder)
     if tensors and not any(is_head(tensor.name) for tensor in tensors):
         neither = f"nor has its adapter {adapter.name}" if adapter is not None else "and it has no adapter"
         raise CheckpointError(
@@ -231,8 +245,10 @@ def _demand_head(
         )
 
 
-def _head_warnings(config: Mapping[str, Any], where: str, adapter: Adapter | None) -> Iterator[str]:
+def _warnings(config: Mapping[str, Any], where: str, adapter: Adapter | None) -> Iterator[str]:
     architecture = _architecture(config)
+    if newer := release_warning(where, config):
+        yield newer
     if adapter is not None and (trained_on := other_base(adapter, where)):
         yield (
             f"adapter {adapter.name} says that it was trained on {trained_on}, and runs on {where} here; if "

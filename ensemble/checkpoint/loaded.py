@@ -11,24 +11,14 @@ from typing import Any, Literal
 from ensemble.checkpoint.architecture import Architecture
 from ensemble.checkpoint.quantization import quantized_bits
 from ensemble.checkpoint.tensors import Tensor
+from ensemble.tensornames import is_left_out, stands_beside_packed
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
-# Heads of other tasks, buffers that old releases stored, settings as text: nothing that is loaded onto a device.
-_DROPPED = re.compile(
-    r"(^|\.)(lm_head|cls\.(predictions|seq_relationship)|(lm|mask|generator|discriminator)_predictions"
-    r"|vocab_(transform|layer_norm|projector)|embed_out|qa_outputs)\."
-    r"|^decoder\.(weight|bias)$|\.quant_state\.|rotary_emb\.inv_freq$|position_ids$|\.attn\.(bias|masked_bias)$"
-)
 _HEAD = re.compile(r"(^|\.)(score|classifier|classification_head)\.")
 _EMBEDDING = re.compile(r"embed|(^|\.)(wte|wpe|shared|relative_attention_bias)\.")
-# What stands beside packed weights: bitsandbytes, GPTQ and AWQ, compressed-tensors.
-_BESIDE_PACKED = re.compile(
-    r"\.(absmax|quant_map|nested_absmax|nested_quant_map|SCB|qzeros|scales|g_idx"
-    r"|weight_(format|scale|scale_inv|zero_point|shape|g_idx)|input_scale)$"
-)
 # Heads stay as they are: the worker names these to bitsandbytes.
 _UNQUANTIZED = ("score", "classifier", "classification_head")
 # bitsandbytes scales blocks of so many weights, and so many of those scales where it quantizes them as well.
@@ -77,7 +67,9 @@ def weights(
     if is_adapter_base or not any(_HEAD.search(tensor.name) for tensor in kept):
         kept.append(Tensor("score.weight", "F32", (num_labels, architecture.hidden)))
     for tensor in kept:
-        stored = tensor.dtype not in _FLOATS or bool(architecture.quant_method and _beside_packed(tensor))
+        stored = tensor.dtype not in _FLOATS or bool(
+            architecture.quant_method and stands_beside_packed(tensor.name)
+        )
         loaded = tensor.stored_bytes if stored else tensor.elements * size
         if not stored and bits and _is_linear(tensor, architecture, quantization):
             loaded = _quantized_bytes(tensor, bits, quantization)
@@ -90,16 +82,12 @@ def weights(
 
 
 def _is_dropped(tensor: Tensor, tensors: Sequence[Tensor]) -> bool:
-    if _DROPPED.search(tensor.name):
+    if is_left_out(tensor.name):
         return True
     # Encoder and decoder of one kind share their embeddings, which some checkpoints hold three times.
     return tensor.name.endswith("coder.embed_tokens.weight") and any(
         other.name.endswith("shared.weight") for other in tensors
     )
-
-
-def _beside_packed(tensor: Tensor) -> bool:
-    return _BESIDE_PACKED.search(tensor.name) is not None
 
 
 def _is_linear(tensor: Tensor, architecture: Architecture, quantization: Mapping[str, Any] | None) -> bool:
@@ -129,7 +117,7 @@ def _quantized_bytes(tensor: Tensor, bits: int, quantization: Mapping[str, Any] 
 def _parameters(tensor: Tensor, architecture: Architecture, packed: set[str]) -> int:
     if not architecture.quant_method or tensor.name == "score.weight":
         return tensor.elements
-    if _beside_packed(tensor):
+    if stands_beside_packed(tensor.name):
         return 0
     if tensor.dtype == "U8" and tensor.name in packed:
         return 2 * tensor.elements  # bitsandbytes packs two into a byte

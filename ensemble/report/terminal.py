@@ -14,6 +14,8 @@ from ensemble.state import Failure, MemberState
 
 ENSEMBLE_ROW = "ensemble"
 _SHOWN_GAPS = 4
+# Before the log loss of a row that ``no_better_text`` speaks of.
+_MARK = "! "
 
 
 def members_table(members: Sequence[MemberState], scores: Mapping[str, Score]) -> Table:
@@ -70,6 +72,20 @@ def bad_rows_text(state: MemberState, policy: str) -> str:
     shown += f" and {len(rows) - 5:,} more" if len(rows) > 5 else ""
     name = state.plan.name
     return f"{name}: {count} could not be computed ({what}, on_bad_row: {policy}): {shown}; run.json says why"
+
+
+def no_better_text(scores: Mapping[str, Score]) -> str:
+    """What is said of members that know no more of the labels than how often each occurs; empty where all do."""
+    found = [(name, score) for name, score in scores.items() if score.no_better_than_prior]
+    if not found:
+        return ""
+    prior, rows = found[0][1].prior_log_loss, found[0][1].rows
+    said = ", ".join(f"{name} {score.log_loss:.4f} (+/- {score.margin:.4f})" for name, score in found)
+    return (
+        f"{_MARK}no better than always predicting how often each label occurs (log loss {prior:.4f} on these "
+        f"{rows:,} rows; +/-: two standard errors of the difference): {said}. Look at label_map, the prompt and "
+        "the checkpoint"
+    )
 
 
 def left_out_text(left_out: Sequence[Failure], members: Sequence[MemberState]) -> str:
@@ -165,4 +181,5 @@ def _score_cells(scores: Mapping[str, Score], name: str) -> list[str]:
         return []
     if name not in scores:
         return ["", ""]
-    return [f"{scores[name].log_loss:.4f}", f"{scores[name].accuracy:.1%}"]
+    mark = _MARK if scores[name].no_better_than_prior else ""
+    return [f"{mark}{scores[name].log_loss:.4f}", f"{scores[name].accuracy:.1%}"]

@@ -35,7 +35,7 @@ def import_model_class(spec: WorkerSpec) -> None:
 
 def weight_files(spec: WorkerSpec) -> list[Path]:
     """The files that loading will read, as far as they are on this machine, in the order of their names."""
-    folder = _folder(spec.model_name_or_path, spec.revision)
+    folder = checkpoint_folder(spec.model_name_or_path, spec.revision)
     found: list[Path] = []
     if folder is not None and spec.gguf_file is not None:
         found.append(folder / spec.gguf_file)
@@ -43,7 +43,7 @@ def weight_files(spec: WorkerSpec) -> list[Path]:
         kinds = ["model.safetensors"] + ["pytorch_model.bin"] * spec.allow_pickle
         found += next((files for kind in kinds if (files := _of_kind(folder, kind))), [])
     if spec.adapter_name_or_path is not None:
-        folder = _folder(spec.adapter_name_or_path, None)
+        folder = checkpoint_folder(spec.adapter_name_or_path, None)
         found += [] if folder is None else [folder / "adapter_model.safetensors"]
     return [path for path in found if path.is_file()]
 
@@ -101,7 +101,7 @@ def _of_kind(folder: Path, name: str) -> list[Path]:
     return []
 
 
-def _folder(name_or_path: str, revision: str | None) -> Path | None:
+def checkpoint_folder(name_or_path: str, revision: str | None) -> Path | None:
     """A folder, or where the hub's files of this name lie; None where they do not."""
     if Path(name_or_path).is_dir():
         return Path(name_or_path)

@@ -20,6 +20,7 @@ from ensemble.worker.batching import MemoryLimit
 from ensemble.worker.heap import keep_freed_memory
 from ensemble.worker.model import load_model
 from ensemble.worker.precision import attention_errors, capability, set_tf32
+from ensemble.worker.proof import check_ids
 from ensemble.worker.tokenizer import load_tokenizer
 
 
@@ -65,11 +66,7 @@ def load(spec: WorkerSpec, tokenizer: Any = None) -> Loaded:
     if not on_gpu:
         keep_freed_memory()  # not before: what only loading needs shall go back
     model.eval()
-    if len(tokenizer) > (rows := int(model.get_input_embeddings().weight.shape[0])):
-        raise ValueError(
-            f"the tokenizer of {spec.model_name_or_path} knows {len(tokenizer)} tokens, its model only {rows}; "
-            "they do not belong together"
-        )
+    check_ids(spec, tokenizer, int(model.get_input_embeddings().weight.shape[0]))
     _compute_no_more_than_logits(model)
     return Loaded(
         model=model,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -9,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ensemble.celltext import TemplateProblem
 from ensemble.protocol import Predict, WorkerSpec
-from ensemble.worker.ahead import ReadAhead, import_model_class, weight_files
+from ensemble.worker.ahead import ReadAhead, checkpoint_folder, import_model_class, weight_files
 from ensemble.worker.compute import BatchSizes, Mode, Report, compute
 from ensemble.worker.feed import never_look_for_packed_rows
 from ensemble.worker.float32 import in_float32, uses_half_precision, why_not_float32
@@ -19,7 +21,8 @@ from ensemble.worker.part import ChunkWork, Parts, Reasons
 from ensemble.worker.precision import capability, may_omit_mask
 from ensemble.worker.predict import Classifier, Shortcut
 from ensemble.worker.prompt import Encoded, Prompt
-from ensemble.worker.rehearsal import TEXTS, Rehearsal
+from ensemble.worker.proof import ROWS, check_tokenizer
+from ensemble.worker.rehearsal import LONGEST, TEXTS, Rehearsal
 from ensemble.worker.rows import PublishedTable
 from ensemble.worker.tokenizer import load_tokenizer
 from ensemble.worker.upcoming import Upcoming
@@ -41,7 +44,7 @@ class Member:
 
     Raises:
         OSError: the tokenizer's files, the table or its order cannot be read.
-        ValueError: the tokenizer leaves no room for text.
+        ValueError: the tokenizer leaves no room for text, or is not the one that its files are for.
     """
 
     def __init__(self, spec: WorkerSpec, write_failed: Callable[[], None] = lambda: None) -> None:
@@ -52,6 +55,11 @@ class Member:
         # Of the model's own limit nothing is known yet.
         self.max_length = max_length(spec, self._tokenizer, None, [])
         self._prompt = Prompt(spec, self._tokenizer, self.max_length)
+        first = self._first_texts()
+        folder = checkpoint_folder(spec.model_name_or_path, spec.revision)
+        plain = [part for text in first for part in ([text] if isinstance(text, str) else text)]
+        self._tokenizer_notes = tuple(check_tokenizer(spec, self._tokenizer, folder, plain))
+        self._longest = max(first, key=lambda text: len("".join(text)), default=None)
         self._rehearsed = self._encode_rehearsal()
         # On a CPU both would want the same cores.
         self._upcoming = Upcoming(self._encode, in_background=spec.gpus > 0)
@@ -88,7 +96,7 @@ class Member:
                 self._rehearsed = self._encode_rehearsal()
         self._classifier = Classifier(loaded.model, loaded.pad_token_id)
         self.dtype = loaded.dtype
-        self._notes = list(loaded.notes)
+        self._notes = [*loaded.notes, *self._tokenizer_notes]
         self._in_float32 = self._float32_of(loaded)
         bears_padding = self._bears_padding(loaded)
         self._sizes = BatchSizes(loaded.token_budget, self._spec.batch_size, not bears_padding, loaded.memory)
@@ -173,9 +181,22 @@ class Member:
         )
         return partial(in_float32, loaded.model) if can_retry else None
 
+    def _first_texts(self) -> list[str | tuple[str, str]]:
+        """Of the table's first rows, without those that the template fails on."""
+        texts = []
+        for row in self._table.take(np.arange(min(ROWS, self._table.rows))):
+            with contextlib.suppress(TemplateProblem):
+                texts.append(self._prompt.render(row))
+        return texts
+
     def _encode_rehearsal(self) -> Encoded:
         pairs = len(self._spec.text_columns) == 2
-        return self._prompt.encode_texts([(text, text) for text in TEXTS] if pairs else list(TEXTS))
+        texts: list[str | tuple[str, str]] = [(text, text) for text in TEXTS] if pairs else list(TEXTS)
+        if isinstance(self._longest, str):
+            texts.append(self._longest[:LONGEST])
+        elif self._longest is not None:
+            texts.append((self._longest[0][:LONGEST], self._longest[1][:LONGEST]))
+        return self._prompt.encode_texts(texts)
 
     def _bears_padding(self, loaded: Loaded) -> bool:
         rehearsal = Rehearsal(
@@ -185,6 +206,8 @@ class Member:
             is_exact=self.dtype == "float32" and self._spec.quantization_config is None,
             may_omit_mask=may_omit_mask(loaded.model, capability(self._classifier.device.type == "cuda")),
         )
+        if skipped := rehearsal.check_attention(loaded.model, self.dtype, self._in_float32):
+            self._notes.append(skipped)
         bears_padding = rehearsal.bears_padding(self._in_float32)
         if Shortcut.NO_MASK in self._classifier.taken:
             never_look_for_packed_rows()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +15,10 @@ from ensemble.protocol import WorkerSpec
 from ensemble.worker.adapter import AdapterFiles, attach_adapter, open_adapter, some
 from ensemble.worker.placement import check_placement, input_device, placement_options
 from ensemble.worker.precision import check_cap, is_of_attention, model_dtype
+from ensemble.worker.proof import check_unexpected_keys
 from ensemble.worker.quantization import is_bitsandbytes, keep_whole, quantization_config, unpacked_gguf
+
+_LONGEST_REASON = 300
 
 
 def load_model(spec: WorkerSpec, on_gpu: bool, notes: list[str]) -> Any:
@@ -24,8 +29,8 @@ def load_model(spec: WorkerSpec, on_gpu: bool, notes: list[str]) -> Any:
         notes: takes sentences for the user.
 
     Raises:
-        ValueError: weights are missing (a head that would be random), layers do not fit, the adapter is not for
-            this base, or a setting does not exist.
+        ValueError: weights are missing (a head that would be random) or have no place in the model, layers do not
+            fit, the adapter is not for this base, or a setting does not exist.
         OSError: the checkpoint's files cannot be read.
     """
     dtype = model_dtype(spec, on_gpu, notes)
@@ -60,6 +65,8 @@ def load_model(spec: WorkerSpec, on_gpu: bool, notes: list[str]) -> Any:
             f"{spec.model_name_or_path}: its config.json does not fit its weights: {name} is {list(stored)} in the "
             f"file and {list(wanted)} by config.json; they are of two models"
         )
+    is_quantized = getattr(model, "hf_quantizer", None) is not None
+    check_unexpected_keys(spec, sorted(info["unexpected_keys"]), is_quantized)
     missing = sorted({*info["missing_keys"], *(str(key[0]) for key in info["mismatched_keys"])})
     if adapter is not None:
         return attach_adapter(model, adapter, missing, spec, notes)
@@ -79,21 +86,41 @@ def _chosen_attention(spec: WorkerSpec) -> str:
 
 def _from_pretrained(spec: WorkerSpec, **options: Any) -> tuple[Any, Any]:
     try:
-        return AutoModelForSequenceClassification.from_pretrained(  # type: ignore[no-any-return]
-            spec.model_name_or_path,
-            revision=spec.revision or "main",
-            trust_remote_code=spec.trust_remote_code,
-            # None: pickles where there are no safetensors. torch then reads tensors of them and nothing else.
-            use_safetensors=None if spec.allow_pickle else True,
-            output_loading_info=True,
-            **options,
-        )
+        with _named(spec):
+            return AutoModelForSequenceClassification.from_pretrained(  # type: ignore[no-any-return]
+                spec.model_name_or_path,
+                revision=spec.revision or "main",
+                trust_remote_code=spec.trust_remote_code,
+                # None: pickles where there are no safetensors. torch then reads tensors of them and nothing else.
+                use_safetensors=None if spec.allow_pickle else True,
+                output_loading_info=True,
+                **options,
+            )
     except OSError as error:
         if spec.allow_pickle or "safetensors" not in str(error):
             raise
         raise ValueError(
             f"{spec.model_name_or_path} has no safetensors weights where transformers looks for them; name a "
             "checkpoint or revision that has, or set allow_pickle: true if you trust its pytorch_model.bin"
+        ) from error
+
+
+@contextmanager
+def _named(spec: WorkerSpec) -> Iterator[None]:
+    """Names the checkpoint where transformers fails on numbers that no model can have, in any of many ways.
+
+    Raises:
+        ValueError: with the reason.
+    """
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, ZeroDivisionError) as error:
+        reason = " ".join(str(error).split())
+        if is_of_attention(error) or reason.startswith(spec.model_name_or_path):
+            raise
+        raise ValueError(
+            f"{spec.model_name_or_path}: transformers cannot make a model of its config.json and weights "
+            f"({type(error).__name__}: {reason[:_LONGEST_REASON]}); copy config.json again"
         ) from error
 
 
@@ -110,13 +137,14 @@ def _run_first_hooks(model: Any) -> None:
 
 
 def _config(spec: WorkerSpec, **options: Any) -> Any:
-    return AutoConfig.from_pretrained(
-        spec.model_name_or_path,
-        revision=spec.revision or "main",
-        trust_remote_code=spec.trust_remote_code,
-        **({} if spec.gguf_file is None else {"gguf_file": spec.gguf_file}),
-        **options,
-    )
+    with _named(spec):
+        return AutoConfig.from_pretrained(
+            spec.model_name_or_path,
+            revision=spec.revision or "main",
+            trust_remote_code=spec.trust_remote_code,
+            **({} if spec.gguf_file is None else {"gguf_file": spec.gguf_file}),
+            **options,
+        )
 
 
 def _config_for_adapter(spec: WorkerSpec, adapter: AdapterFiles) -> tuple[Any, set[str]]:

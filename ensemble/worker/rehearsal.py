@@ -1,13 +1,17 @@
-"""Two short texts through a loaded model: what it bears, and which shortcuts leave its numbers as they are."""
+"""A few texts through a loaded model: whether its attention is right, what it bears, and which shortcuts leave its
+numbers as they are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from transformers import PreTrainedModel
 
 from ensemble.protocol import Activation
 from ensemble.worker.faults import Verdict, judge
@@ -16,15 +20,28 @@ from ensemble.worker.prompt import Encoded
 
 # One is short, so that beside the other it is mostly padding.
 TEXTS = ("one", "one two three four five six seven eight nine ten eleven twelve")
+# Characters of a text of the member's own that attention is compared on: more than any local rule of it sees, and a
+# moment's work for a large model.
+LONGEST = 400
 _ALONE, _OTHER_ALONE, _BOTH = np.array([0]), np.array([1]), np.array([0, 1])
+# How far logits may be from those of eager attention, of the largest of them: what rounding does in many layers;
+# in float32 some hundred times what tiny models show.
+_EXACT, _ROUNDED = 1e-4, {"float32": 0.05, "float16": 0.05, "bfloat16": 0.15}
+# Half precision that goes beyond that is looked at in float32, on weights that stay rounded.
+_RETRIED = 1e-3
+_EAGER = "eager"
 Mode = Callable[[], AbstractContextManager[None]]
+
+
+class _NoEagerError(Exception):
+    """The model does not run with eager attention."""
 
 
 class Rehearsal:
     """Tries a classifier on ``TEXTS``.
 
     Args:
-        encoded: their token ids.
+        encoded: their token ids; then those of a longer text, to compare attention on.
         is_exact: whether the model computes in whole float32.
         may_omit_mask: whether the device's attention does as well without one.
     """
@@ -40,8 +57,66 @@ class Rehearsal:
         self._classifier = classifier
         self._encoded = encoded
         self._activation = activation
+        self._is_exact = is_exact
         self._tolerance = 1e-4 if is_exact else 5e-2
         self._possible = classifier.possible - (set() if may_omit_mask else {Shortcut.NO_MASK})
+
+    def check_attention(self, model: Any, dtype: str, in_float32: Mode | None) -> str:
+        """Hold the model's attention against eager attention, on all of the texts.
+
+        Args:
+            model: the classifier's.
+            dtype: of its weights.
+            in_float32: while entered, the model computes in float32: to tell rounding from another formula.
+
+        Returns:
+            why there was nothing to compare with; empty where there was, or where it is eager.
+
+        Raises:
+            ValueError: the two give other numbers.
+        """
+        chosen = getattr(model.config, "_attn_implementation", None) or _EAGER
+        if chosen == _EAGER:
+            return ""
+        skipped = f"its attention ({chosen}) was not compared with eager: {type(model).__name__} "
+        if not _can_change_attention(model):
+            return skipped + "cannot change it once it is loaded"
+        tolerance = _EXACT if self._is_exact else _ROUNDED.get(dtype, _ROUNDED["bfloat16"])
+        try:
+            off = self._off_eager(model, nullcontext)
+            if off > tolerance and not self._is_exact and in_float32 is not None and "flash" not in chosen:
+                tolerance = _RETRIED
+                off = self._off_eager(model, in_float32)
+        except torch.OutOfMemoryError:
+            return ""  # the first chunk will say so better
+        except _NoEagerError as error:
+            return skipped + f"does not run with that ({type(error.__cause__).__name__})"
+        if off > tolerance:
+            raise ValueError(
+                f"attn_implementation: {chosen} gives other numbers than {_EAGER} on the same texts: logits differ "
+                f"by {off:.2g} of the largest, and {tolerance:g} is what rounding does in {dtype}; set "
+                f"attn_implementation: {_EAGER} for this member"
+            )
+        return ""
+
+    def _off_eager(self, model: Any, mode: Mode) -> float:
+        """How far the logits are from those of eager attention, as a share of the largest (of 1 at least)."""
+        rows = np.arange(len(self._encoded.lengths))
+        with mode():
+            found = self._logits(rows, with_mask=True)
+            try:
+                with _eager(model):
+                    expected = self._logits(rows, with_mask=True)
+            except Exception as error:  # a class that is not written for it
+                if judge(error) is not Verdict.SOUND:
+                    raise
+                raise _NoEagerError from error
+        # Half precision overflows on some texts with the one and not with the other.
+        both = np.isfinite(found).all(axis=1) & np.isfinite(expected).all(axis=1)
+        if not both.any():
+            return 0.0
+        scale = max(1.0, float(np.abs(expected[both]).max()))
+        return float(np.abs(found[both] - expected[both]).max()) / scale
 
     def bears_padding(self, in_float32: Mode | None) -> bool:
         """Whether the short text gets the same numbers alone and padded to the long one's length.
@@ -102,5 +177,38 @@ class Rehearsal:
         found = probabilities(pair, self._activation)
         return bool(np.allclose(found[0], found[1], rtol=0, atol=self._tolerance))
 
-    def _logits(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        return np.asarray(self._classifier.logits(self._encoded, rows).cpu().double().numpy())
+    def _logits(self, rows: npt.NDArray[np.int64], with_mask: bool = False) -> npt.NDArray[np.float64]:
+        return np.asarray(self._classifier.logits(self._encoded, rows, with_mask).cpu().double().numpy())
+
+
+def _can_change_attention(model: Any) -> bool:
+    """Whether transformers says of all of a model's parts that their attention follows the config."""
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    try:
+        return all(part._can_set_attn_implementation() for part in parts)
+    except (OSError, KeyError, TypeError):  # it reads their source
+        return False
+
+
+@contextmanager
+def _eager(model: Any) -> Iterator[None]:
+    """While this lasts the model runs with eager attention.
+
+    Through the configs and not by ``set_attn_implementation``, which leaves marks on them in some releases.
+    """
+    configs: dict[int, Any] = {}
+    waiting = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
+    while waiting:
+        config = waiting.pop(0)
+        if id(config) not in configs:
+            configs[id(config)] = config
+            below = [getattr(config, key, None) for key in config.sub_configs]
+            waiting = [*(one for one in below if one is not None), *waiting]
+    before = [(config, config._attn_implementation) for config in configs.values()]
+    try:
+        for config, _ in before:
+            config._attn_implementation = _EAGER
+        yield
+    finally:
+        for config, attention in before:  # from the outermost on, since each sets those below it
+            config._attn_implementation = attention

@@ -20,7 +20,7 @@ def load_tokenizer(spec: WorkerSpec) -> Any:
 
     Raises:
         OSError: its files cannot be read.
-        ValueError: they are no tokenizer.
+        ValueError: its class can make nothing of them.
     """
     options = dict(spec.tokenizer_kwargs)
     # Files beside the GGUF file go first: what is converted from its vocabulary may lack some of their rules.
@@ -33,17 +33,18 @@ def load_tokenizer(spec: WorkerSpec) -> Any:
             trust_remote_code=spec.trust_remote_code,
             **options,
         )
-    except OSError:
+    except (OSError, ImportError):
         raise
     except (
         Exception
-    ) as error:  # tokenizers raises a bare Exception, and transformers what its code stumbles over
+    ) as error:  # a class that is not for this vocabulary fails in any way, tokenizers with its own
         if spec.trust_remote_code:
             raise  # perhaps by the checkpoint's own code, whose words say more
         reason = (str(error).strip() or "no reason given").splitlines()[0]
         raise ValueError(
-            f"the tokenizer of {spec.model_name_or_path} cannot be loaded ({type(error).__name__}: {reason}); copy "
-            "its files again, tokenizer.json first, or look at tokenizer_kwargs"
+            f"the tokenizer of {spec.model_name_or_path} cannot be made of its files ({type(error).__name__}: "
+            f"{reason}); copy tokenizer.json and tokenizer_config.json again, see that its tokenizer_class is the "
+            "one that the vocabulary is for, and look at tokenizer_kwargs"
         ) from error
     if "gguf_file" in options:
         _forget_made_up_tokens(tokenizer)

@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.checkpoints import make_checkpoint
-
-# A text with this character ends in an IndexError on a CPU; on a GPU in an assertion that poisons CUDA.
+# A text with this character ends in an IndexError while ``BreakingToken`` is there.
 BREAKING = "~"
-
-
-def make_breaking(folder: Path, labels: Sequence[str], architecture: str = "llama") -> Path:
-    """A tiny checkpoint whose tokenizer has an id for ``BREAKING`` for which the model has no embedding."""
-    make_checkpoint(folder, architecture, labels)
-    file = folder / "tokenizer.json"
-    tokenizer = json.loads(file.read_text(encoding="utf-8"))
-    assert BREAKING in tokenizer["model"]["vocab"]
-    tokenizer["model"]["vocab"][BREAKING] = 100_000
-    file.write_text(json.dumps(tokenizer), encoding="utf-8")
-    return folder
 
 
 class FailingPass(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -54,4 +39,27 @@ class FailingPass(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise self._error
             self._left -= 1
             self.passed += 1
+        return func(*args, **(kwargs or {}))
+
+
+class BreakingToken(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises what an id without an embedding raises, in every forward pass over rows with this token.
+
+    Args:
+        token: its id.
+    """
+
+    def __init__(self, token: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._token = token
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if "embedding" in str(func) and (args[1] == self._token).any():
+            raise IndexError("index out of range in self")
         return func(*args, **(kwargs or {}))

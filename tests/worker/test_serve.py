@@ -30,8 +30,8 @@ from ensemble.protocol import (
     Stop,
     WorkerSpec,
 )
-from tests.checkpoints import make_texts, reference
-from tests.worker.broken import BREAKING, make_breaking
+from tests.checkpoints import make_checkpoint, make_texts, reference
+from tests.worker.broken import BREAKING
 from tests.worker.test_compute import read_part
 from tests.worker.test_predict import LABELS, worker_spec
 
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_breaking(tmp_path_factory.mktemp("breaking"), LABELS)
+    return make_checkpoint(tmp_path_factory.mktemp("breaking"), "llama", LABELS)
 
 
 def publish(folder: Path, columns: Mapping[str, list[Any]], order: list[int] | None = None) -> dict[str, str]:
@@ -80,13 +80,20 @@ def served(spec: WorkerSpec, *commands: Command, step: Callable[[], None] = lamb
 def test_an_error_of_an_unknown_row_ends_the_chunk_and_nothing_else(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from tokenizers import Tokenizer
+
+    from tests.worker.broken import BreakingToken
+
     texts = make_texts(40)
     texts[25] = f"any {BREAKING} thing"
+    token = Tokenizer.from_file(str(checkpoint / "tokenizer.json")).token_to_id(BREAKING)
+    assert token is not None
     spec = worker_spec(checkpoint, **publish(tmp_path, {"text": texts}))
     steps: list[None] = []
-    code, events = served(
-        spec, Predict(3, 20, 40), Predict(0, 0, 20), Stop(), step=lambda: steps.append(None)
-    )
+    with BreakingToken(token):
+        code, events = served(
+            spec, Predict(3, 20, 40), Predict(0, 0, 20), Stop(), step=lambda: steps.append(None)
+        )
     assert code == 0
     started, ready, failed, done, closed = events
     assert isinstance(started, Started)

@@ -1,0 +1,73 @@
+"""Log loss and accuracy, and whether a member knows more of the labels than how often each occurs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ensemble.merge.metrics import Score, Scoring
+from ensemble.report.terminal import no_better_text
+
+
+def scored(values: np.ndarray, truth: np.ndarray) -> Score:
+    scoring = Scoring(truth)
+    for start in range(0, len(truth), 100):  # as the merge does, block by block
+        scoring.add(start, values[start : start + 100])
+    return scoring.score()
+
+
+def test_the_prior_and_the_margin_by_hand() -> None:
+    truth = np.array([0, 0, 1, 0])
+    values = np.array([[0.8, 0.2], [0.5, 0.5], [0.5, 0.5], [0.9, 0.1]])
+    losses = -np.log([0.8, 0.5, 0.5, 0.9])
+    prior = -np.log([0.75, 0.75, 0.25, 0.75])
+    score = scored(values, truth)
+    assert score.log_loss == pytest.approx(losses.mean())
+    assert score.accuracy == 0.75  # of equal probabilities the first label is taken
+    assert score.rows == 4
+    assert score.prior_log_loss == pytest.approx(prior.mean())
+    assert score.margin == pytest.approx(2 * (losses - prior).std(ddof=0) / np.sqrt(3))
+
+
+def informed(truth: np.ndarray, strength: float, chooser: np.random.Generator) -> np.ndarray:
+    """Probabilities that follow the truth by so much, and chance."""
+    logits = chooser.normal(size=(len(truth), 3))
+    logits[np.arange(len(truth)), truth] += strength
+    exponents = np.exp(logits)
+    return np.asarray(exponents / exponents.sum(axis=1, keepdims=True))
+
+
+@pytest.mark.fault(36)
+def test_members_that_are_no_better_than_the_prior_are_found() -> None:
+    chooser = np.random.default_rng(0)
+    truth = chooser.choice(3, size=1000, p=[0.5, 0.3, 0.2])
+    useless = {
+        "chance": informed(truth, 0.0, chooser),
+        "always the frequencies": np.tile([0.5, 0.3, 0.2], (1000, 1)),
+        "always the same": np.full((1000, 3), 1 / 3),
+        "columns mixed up": informed((truth + 1) % 3, 2.0, chooser),
+    }
+    for name, values in useless.items():
+        assert scored(values, truth).no_better_than_prior, name
+    assert not scored(informed(truth, 1.5, chooser), truth).no_better_than_prior
+
+
+def test_a_tiny_table_does_not_cry_wolf() -> None:
+    chooser = np.random.default_rng(1)
+    wrong = 0
+    for _ in range(300):
+        truth = chooser.choice(3, size=8)
+        wrong += scored(informed(truth, 1.5, chooser), truth).no_better_than_prior
+    assert wrong <= 6
+    one = scored(np.array([[0.5, 0.5]]), np.array([0]))
+    assert not one.no_better_than_prior
+
+
+def test_what_is_said_of_them() -> None:
+    good, bad = Score(0.4, 0.9, 500, 1.0, 0.02, False), Score(1.2345, 0.3, 500, 1.0986, 0.0512, True)
+    assert no_better_text({"a": good}) == ""
+    text = no_better_text({"a": good, "b": bad})
+    assert text.startswith("! no better than always predicting how often each label occurs (log loss 1.0986")
+    assert "500 rows" in text
+    assert "b 1.2345 (+/- 0.0512)" in text
+    assert "a 0.4" not in text
