@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,15 @@ from tests.nvml import sim
 from tests.project import Project, make_models
 
 __all__ = ["nothing_is_left", "temporary_directory"]  # around every test, without being asked for
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nobody_says_how_wide_the_reader_is() -> Iterator[None]:
+    """pytest imports readline, which puts COLUMNS and LINES into the environment of all that tests start."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("COLUMNS", "LINES"):
+            patch.delenv(name, raising=False)
+        yield
 
 
 @pytest.fixture(scope="session")
