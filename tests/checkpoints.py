@@ -46,8 +46,14 @@ def make_checkpoint(
     side: str = "right",
     problem_type: str | None = None,
     dtype: str = "float32",
+    width: int = 64,
 ) -> Path:
-    """Save a tiny checkpoint with a tokenizer; weights are random but spread enough to tell rows apart."""
+    """Save a tiny checkpoint with a tokenizer; weights are random but spread enough to tell rows apart.
+
+    Args:
+        width: of the hidden states.  Where a CPU has AVX512_BF16, bitsandbytes repacks 4-bit weights for a kernel
+            that takes inputs in blocks of 64 and outputs in blocks of 32.
+    """
     import torch
     import transformers
 
@@ -64,40 +70,40 @@ def make_checkpoint(
     if problem_type is not None:
         common["problem_type"] = problem_type
     torch.manual_seed(seed)
-    config = _config(transformers, architecture, common)
+    config = _config(transformers, architecture, common, width)
     model = transformers.AutoModelForSequenceClassification.from_config(config)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     return folder
 
 
-def _config(transformers: Any, architecture: str, common: dict[str, Any]) -> Any:
-    # Where a CPU has AVX512_BF16, bitsandbytes repacks 4-bit weights for a kernel that needs inputs in blocks of 64
-    # and outputs in blocks of 32.
+def _config(transformers: Any, architecture: str, common: dict[str, Any], width: int) -> Any:
     decoder = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 16,
+        "head_dim": width // 4,
         "max_position_embeddings": 4096,
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
     encoder = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "max_position_embeddings": 128,
     }
     if architecture == "gemma2":
-        return transformers.Gemma2Config(**decoder, **common, query_pre_attn_scalar=16, sliding_window=16)
+        return transformers.Gemma2Config(
+            **decoder, **common, query_pre_attn_scalar=width // 4, sliding_window=16
+        )
     if architecture == "llama":
         return transformers.LlamaConfig(**decoder, **common)
     if architecture == "gpt2":
         return transformers.GPT2Config(
-            n_embd=64, n_layer=2, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2, **common
+            n_embd=width, n_layer=2, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2, **common
         )
     if architecture == "bert":
         return transformers.BertConfig(**encoder, **common)
@@ -117,13 +123,17 @@ def _config(transformers: Any, architecture: str, common: dict[str, Any]) -> Any
         )
     if architecture == "fnet":
         return transformers.FNetConfig(
-            hidden_size=64, intermediate_size=128, num_hidden_layers=2, max_position_embeddings=128, **common
+            hidden_size=width,
+            intermediate_size=2 * width,
+            num_hidden_layers=2,
+            max_position_embeddings=128,
+            **common,
         )
     if architecture == "gemma3":
         text = {
             **decoder,
             "vocab_size": common["vocab_size"],
-            "query_pre_attn_scalar": 16,
+            "query_pre_attn_scalar": width // 4,
             "sliding_window": 16,
         }
         vision = {

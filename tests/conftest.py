@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,19 @@ from tests.nvml import sim
 from tests.project import Project, make_models
 
 __all__ = ["nothing_is_left", "temporary_directory"]  # around every test, without being asked for
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Whatever this process inherited ignored, what it starts has the default actions.
+
+    A shell that runs the tests in the background, and nohup, ignore signals for them and for all that they start.
+    A handler ends with the exec: so a signal still does nothing here, and its default in what a test starts.
+    """
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        return  # xdist's processes, which this one starts, shall not be ended by a hangup either
+    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(one) is signal.SIG_IGN:
+            signal.signal(one, lambda number, frame: None)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -67,7 +67,7 @@ class Project:
         (self.folder / name).write_text(yaml.safe_dump(dict(config), sort_keys=False), encoding="utf-8")
 
     def ensemble(
-        self, *arguments: str, environment: Mapping[str, str] | None = None, timeout: float = 100
+        self, *arguments: str, environment: Mapping[str, str] | None = None, timeout: float = 500
     ) -> subprocess.CompletedProcess[str]:
         """``python -m ensemble ARGUMENTS`` in this folder."""
         return subprocess.run(

@@ -34,6 +34,7 @@ from tests.nvml.sim import (
     gpu_uuid,
     gpus,
 )
+from tests.waiting import PATIENCE_SECONDS
 
 MIB = 1 << 20
 PARENT = gpu_uuid(0xA)
@@ -74,7 +75,7 @@ def run(code: str, environ: Mapping[str, str], *arguments: str) -> Any:
         cwd=Path(__file__).parents[1],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_SECONDS,
     )
     assert done.returncode == 0, done.stderr
     assert not done.stderr

@@ -9,7 +9,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from tests.checkpoints import (
 )
 from tests.faults.machine import small_disk
 from tests.project import GEMMA_LABELS, LABELS, ROOT, Project
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 
 def as_floats(rows: list[list[str]]) -> np.ndarray:
@@ -337,12 +337,8 @@ def _children(pid: int) -> list[int]:
 
 
 def _wait_for_worker(process: subprocess.Popen[Any]) -> int:
-    until = time.monotonic() + 30
-    while time.monotonic() < until:
-        if children := _children(process.pid):
-            return children[0]
-        time.sleep(0.02)
-    raise AssertionError("no worker was started")
+    wait_until(lambda: _children(process.pid), "a worker")
+    return _children(process.pid)[0]
 
 
 def _gone(pid: int) -> bool:
@@ -360,7 +356,7 @@ def test_a_signal_ends_the_run_and_its_workers(project: Project, number: int, co
     with _start(project) as process:
         worker = _wait_for_worker(process)
         process.send_signal(number)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == code
     assert "stopped by" in errors
     assert "Traceback" not in errors
@@ -372,13 +368,13 @@ def test_no_worker_outlives_a_killed_parent(project: Project) -> None:
     only_llama(project)
     with _start(project) as process:
         worker = _wait_for_worker(process)
-        time.sleep(0.5)  # long enough for the worker to have asked for the death signal
+        maps = Path(f"/proc/{worker}/maps")
+        wait_until(
+            lambda: "libtorch" in maps.read_text(), "torch"
+        )  # it asks for the death signal before that
         process.kill()
-        process.communicate(timeout=30)
-    until = time.monotonic() + 10
-    while not _gone(worker) and time.monotonic() < until:
-        time.sleep(0.02)
-    assert _gone(worker)
+        process.communicate(timeout=PATIENCE_SECONDS)
+    wait_until(lambda: _gone(worker), "the worker's end")
     assert project.ensemble("run", "config.yaml", "--quiet").returncode == 0
 
 
@@ -387,7 +383,7 @@ def test_a_worker_that_was_killed_while_it_started_is_replaced(project: Project)
     only_llama(project)
     with _start(project) as process:
         os.kill(_wait_for_worker(process), signal.SIGKILL)
-        printed, errors = process.communicate(timeout=60)
+        printed, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0, errors
     assert "was killed by signal 9 (SIGKILL); another one is started" in printed
     assert [worker["exit_code"] for worker in project.run_json()["members"][0]["workers"]] == [-9, 0]

@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ import ensemble.scheduler
 from ensemble.errors import MergeError
 from ensemble.planning.plan import Plan, make_plan, without_done
 from ensemble.protocol import (
+    ChunkDone,
     ChunkFailed,
     Command,
     Failed,
@@ -207,11 +207,15 @@ def test_another_replica_takes_the_chunk_of_one_that_died() -> None:
 
 
 def timed_members(limit_chunks: int, chunks: Sequence[int]) -> tuple[list[MemberState], TimeKeeper]:
-    """A run that has time for so many chunks in all, by a clock that runs a hundred times too fast."""
-    began = time.monotonic()
+    """A run that has time for so many chunks in all, by a clock that goes on with the chunks alone."""
+    given: list[int] = []
 
     def clock() -> float:
-        return (time.monotonic() - began) * 100
+        return len(given) * CHUNK_SECONDS * 100
+
+    def answer(command: Predict) -> ChunkDone:
+        given.append(command.chunk)
+        return computed(command, CHUNK_SECONDS * 100)
 
     known = {
         f"m{index}": facts(np.full(count, 200_000, dtype=np.int64)) for index, count in enumerate(chunks)
@@ -220,7 +224,6 @@ def timed_members(limit_chunks: int, chunks: Sequence[int]) -> tuple[list[Member
     nothing = np.zeros(len(made.members[0].order), dtype=np.bool_)
     timed = replace(made, members=tuple(without_done(member, nothing, True) for member in made.members))
     keeper = TimeKeeper(limit_chunks * CHUNK_SECONDS * 100, 1, clock)
-    answer = partial(computed, seconds=CHUNK_SECONDS * 100)
     return schedule(timed, [], answer, time_keeper=keeper), keeper
 
 

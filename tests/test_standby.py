@@ -271,4 +271,4 @@ def test_the_gaps_of_a_run_are_measured() -> None:
     schedule(plan_of([4, 4], [1, 1], one), one, on_begin=schedulers.append)
     (gap,) = schedulers[0].gaps.found
     assert (gap.device, gap.after, gap.before) == ("GPU-0", "m0", "m1")
-    assert 0 < gap.seconds < 30
+    assert gap.seconds > 0

@@ -184,7 +184,7 @@ def _again(
         with in_float32():
             again = _run(classifier, encoded, sizes.for_float32(), bad, copies, report_again, with_mask=True)
     except RuntimeError as error:
-        if judge(error) is not Verdict.SOUND:
+        if judge(error) is Verdict.SUSPECT:
             raise
         return replace(computed, float32_error=one_line(error))
     logits = computed.logits.clone()

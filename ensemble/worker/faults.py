@@ -23,8 +23,18 @@ _POISONS = (
     "triton error",
 )
 _SUSPECT_TYPES = ("AcceleratorError", "OutOfMemoryError")
-# The build of a library lacks this GPU; that is so in every process.
-_HOPELESS = ("no kernel image is available",)
+# There is no kernel for this GPU, or for this type of numbers on this device; that is so for all rows and in every
+# process.  The last two come of a layer that is given another type than its weights have.
+_HOPELESS = (
+    "no kernel image is available",
+    "unsupported toolchain",
+    "invalid device function",
+    "not implemented for '",
+    "could not run 'aten::",
+    "flashattention only support",
+    "expected scalar type",
+    "have the same dtype",
+)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 # Allocations past torch's own allocator: cuBLAS' and cuDNN's workspaces, CUDA's modules, memory of the host.
 _OUT_OF_MEMORY = (

@@ -25,6 +25,7 @@ from ensemble.worker.proof import ROWS, check_tokenizer
 from ensemble.worker.rehearsal import LONGEST, TEXTS, Rehearsal
 from ensemble.worker.rows import PublishedTable
 from ensemble.worker.tokenizer import load_tokenizer
+from ensemble.worker.unfit import told_in_a_sentence
 from ensemble.worker.upcoming import Upcoming
 from ensemble.worker.writer import Writer
 
@@ -98,7 +99,9 @@ class Member:
         self.dtype = loaded.dtype
         self._notes = [*loaded.notes, *self._tokenizer_notes]
         self._in_float32 = self._float32_of(loaded)
-        bears_padding = self._bears_padding(loaded)
+        self._passes = partial(told_in_a_sentence, self._spec, loaded.model, loaded.device_name)
+        with self._passes(first=True):
+            bears_padding = self._bears_padding(loaded)
         self._sizes = BatchSizes(loaded.token_budget, self._spec.batch_size, not bears_padding, loaded.memory)
         if not bears_padding:
             self._notes.append(
@@ -125,7 +128,8 @@ class Member:
         """
         self._writer.check()
         encoded = self._upcoming.take(command.start, command.stop, lambda: report(0, 0, 0))
-        computed = compute(self._classifier, encoded, self._sizes, report, self._in_float32)
+        with self._passes():
+            computed = compute(self._classifier, encoded, self._sizes, report, self._in_float32)
         self.forward_seconds += computed.seconds
         rows = np.asarray(self._order[command.start : command.stop])
         values = self._parts.values(computed)

@@ -126,7 +126,7 @@ def test_json_that_is_no_tokenizer_fails_the_member_in_a_sentence(own: Project) 
     done = own.ensemble("run", "config.yaml", "--limit", "5", "--set", "models.gemma.weight=0")
     assert done.returncode == 1
     assert "the tokenizer of llama cannot be made of its files (" in done.stderr
-    assert "copy its files again, tokenizer.json first" in done.stderr
+    assert "copy tokenizer.json and tokenizer_config.json again" in done.stderr
     assert "Traceback" not in done.stderr
 
 

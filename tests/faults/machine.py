@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import PATIENCE_SECONDS
+
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[Path]:
@@ -60,7 +62,7 @@ def memory_group(limit_bytes: int) -> Iterator[MemoryGroup]:
     try:
         yield group
     finally:
-        give_up = time.monotonic() + 10
+        give_up = time.monotonic() + PATIENCE_SECONDS
         while True:
             try:
                 group.folder.rmdir()

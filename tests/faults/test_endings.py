@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from tests.faults.forked.runs import ForkedRuns
 from tests.faults.inject import Fault, Injected
 from tests.faults.test_workers import is_gone
 from tests.project import Project
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 
 def start(project: Project, injected: Injected) -> subprocess.Popen[str]:
@@ -31,11 +31,8 @@ def start(project: Project, injected: Injected) -> subprocess.Popen[str]:
 
 
 def wait_for(what: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    until = time.monotonic() + 100
-    while not what():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < until, "it did not come"
-        time.sleep(0.02)
+    wait_until(lambda: what() or process.poll() is not None, "what a test waits for in a run")
+    assert what(), process.communicate()[0]
 
 
 @pytest.mark.fault(13)
@@ -47,7 +44,7 @@ def test_a_signal_in_mid_chunk_keeps_what_is_done(
     with start(chunky, injected) as process:
         wait_for(lambda: bool(injected.pids()), process)
         process.send_signal(signal.SIGHUP)
-        printed, _ = process.communicate(timeout=60)
+        printed, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 128 + signal.SIGHUP
     assert "stopped by SIGHUP" in printed
     assert "Traceback" not in printed
@@ -66,9 +63,9 @@ def test_a_second_signal_ends_it_at_once(chunky: Project, tmp_path: Path) -> Non
     with start(chunky, injected) as process:
         wait_for(lambda: bool(injected.pids()), process)
         process.send_signal(signal.SIGINT)
-        time.sleep(0.5)
+        wait_for(lambda: _has_pending(injected.pids()[0], signal.SIGTERM), process)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 128 + signal.SIGTERM
+        assert process.wait(PATIENCE_SECONDS) == 128 + signal.SIGTERM
         process.communicate()
     assert chunky.run_json()["status"] == "running", "the first signal alone would have had this changed"
     wait_until_gone(injected.pids()[0])
@@ -81,12 +78,15 @@ def test_a_worker_that_cannot_notice_dies_with_its_parent(chunky: Project, tmp_p
     with start(chunky, injected) as process:
         wait_for(lambda: bool(injected.pids()), process)
         process.kill()
-        process.communicate(timeout=60)
+        process.communicate(timeout=PATIENCE_SECONDS)
     wait_until_gone(injected.pids()[0])
 
 
 def wait_until_gone(pid: int) -> None:
-    until = time.monotonic() + 20
-    while not is_gone(pid):
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    wait_until(lambda: is_gone(pid), "the worker's end")
+
+
+def _has_pending(pid: int, number: int) -> bool:
+    """Whether a signal waits for a process that is stopped (proc(5))."""
+    status = dict(line.split(":\t") for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return bool(int(status["ShdPnd"], 16) >> (number - 1) & 1)

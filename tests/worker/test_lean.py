@@ -13,6 +13,7 @@ import pytest
 
 from ensemble.worker import lean
 from tests.checkpoints import make_checkpoint, make_texts
+from tests.waiting import PATIENCE_SECONDS
 
 ARCHITECTURES = ("gemma2", "llama", "bert", "deberta-v2")
 LEFT_OUT = ("torch._dynamo", "torch.distributed.tensor", "scipy.optimize", "sympy")
@@ -76,7 +77,7 @@ def _run(argument: str) -> dict[str, Any]:
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[2],
-        timeout=100,
+        timeout=PATIENCE_SECONDS,
     )
     assert done.returncode == 0, done.stderr
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +13,23 @@ from ensemble.planning.chunks import cut_chunks
 from ensemble.protocol import ChunkDone, Closed, Load, Predict, Start, Stop
 from ensemble.tables.table import TableNeeds, read_table
 from tests.checkpoints import make_checkpoint
+from tests.waiting import wait_until
 from tests.worker.test_predict import LABELS, worker_spec
 
 ROWS = 1_000_000
 
 
 def next_event(worker: LocalWorker, kind: type[Any]) -> Any:
-    until = time.monotonic() + 60
-    while time.monotonic() < until:
+    found: list[Any] = []
+
+    def has_come() -> bool:
         events, is_open = worker.receive()
-        for event in events:
-            if isinstance(event, kind):
-                return event
-        assert is_open, (events, worker.log.read_text())
-        time.sleep(0.02)
-    raise AssertionError(f"no {kind.__name__} came")
+        found.extend(event for event in events if isinstance(event, kind))
+        assert found or is_open, (events, worker.log.read_text())
+        return bool(found)
+
+    wait_until(has_come, f"a {kind.__name__}")
+    return found[0]
 
 
 def test_a_million_short_rows(tmp_path: Path) -> None:

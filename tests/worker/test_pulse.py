@@ -6,28 +6,29 @@ import os
 import time
 from pathlib import Path
 
+import pytest
+
 from ensemble.launch.local import LocalWorker
 from ensemble.protocol import Event, Heartbeat
 from ensemble.worker.pulse import Pulse
+from tests.waiting import wait_until
 
 
 def wait_for_end(worker: LocalWorker) -> None:
-    until = time.monotonic() + 30
-    while not worker.has_exited():
-        assert time.monotonic() < until, "it does not end"
-        time.sleep(0.01)
+    wait_until(worker.has_exited, "the worker's end")
 
 
-def test_idle_is_the_time_since_the_last_step_unless_it_rests() -> None:
+def test_idle_is_the_time_since_the_last_step_unless_it_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     pulse = Pulse(lambda event: None)
-    time.sleep(0.02)
-    idle = pulse.idle_seconds()
-    assert idle >= 0.02
+    now = 103.5
+    assert pulse.idle_seconds() == 3.5
     pulse.step()
-    time.sleep(0.001)
-    assert pulse.idle_seconds() > 0
+    now = 104.0
+    assert pulse.idle_seconds() == 0.5
     pulse.rest()
-    time.sleep(0.02)
+    now = 200.0
     assert pulse.idle_seconds() == 0
 
 
@@ -35,11 +36,13 @@ def test_a_worker_gives_signs_of_life_before_it_imports_anything(tmp_path: Path)
     worker = LocalWorker({}, tmp_path / "log")
     try:
         events: list[Event] = []
-        until = time.monotonic() + 30
-        while len(events) < 2 and time.monotonic() < until:
-            events += worker.receive()[0]
-            time.sleep(0.01)
-        assert [type(event) for event in events] == [Heartbeat, Heartbeat]
+
+        def has_two() -> bool:
+            events.extend(worker.receive()[0])
+            return len(events) > 1
+
+        wait_until(has_two, "a second heartbeat")
+        assert {type(event) for event in events} == {Heartbeat}
         assert events[1] == Heartbeat(0.0), "it waits for its first command"
     finally:
         worker.close()
