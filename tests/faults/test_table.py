@@ -8,7 +8,9 @@ import re
 from tests.project import ROOT
 
 TABLE = ROOT / "docs" / "reliability.md"
-FAULTS = range(1, 27)
+FAULTS = range(1, 41)
+# Of these the table says that nothing is done yet.
+NOT_YET = {38, 39}
 
 
 def named() -> list[tuple[int, str]]:
@@ -41,7 +43,12 @@ def _rows(function: ast.FunctionDef) -> list[int]:
 
 
 def test_every_fault_has_a_test() -> None:
-    assert sorted({row for row, _ in marked()}) == list(FAULTS)
+    assert sorted({row for row, _ in marked()}) == sorted({*FAULTS} - NOT_YET)
+
+
+def test_what_is_not_done_is_said() -> None:
+    said = re.findall(r"^\| (\d+) \| [^|]+ \| not yet: ", TABLE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert {int(number) for number in said} == NOT_YET
 
 
 def test_the_table_names_the_tests_that_are_marked_and_no_others() -> None:
