@@ -44,6 +44,8 @@ class WorkerSpec:
     does not know the architecture.
     ``width`` is the longest row to come, in tokens, as far as the parent can tell.
     ``memory_limit_bytes`` is what torch may use of each of the worker's devices, weights included; None: all.
+    ``files`` are the states (see ``filestate``) in which the checkpoint's files must be for as long as anything is
+    made of them, by absolute path.
     """
 
     model_name_or_path: str
@@ -86,6 +88,7 @@ class WorkerSpec:
     table_path: str
     order_path: str
     parts_dir: str
+    files: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,12 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "ensemble"
 HEAVY = ("torch", "transformers", "accelerate", "pandas")
 # What parent and child share: the messages, the paths, the errors, templates and their sandbox (validate renders
-# with the very code the worker uses), what keeps secrets out of the logs, the guard that keeps pandas out, clocks.
+# with the very code the worker uses), what keeps secrets out of the logs, the guard that keeps pandas out, clocks,
+# whether files are as they were.
 SHARED = {
     *("ensemble.protocol", "ensemble.rundir", "ensemble.errors", "ensemble.template", "ensemble.sandbox"),
     *("ensemble.redact", "ensemble.arrow", "ensemble.celltext", "ensemble.attention", "ensemble.watch"),
-    "ensemble.tensornames",
+    *("ensemble.tensornames", "ensemble.filestate"),
 }
 
 

@@ -10,12 +10,14 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ensemble.access import unreadable
 from ensemble.checkpoint.weights import weight_files
 from ensemble.errors import CheckpointError
+from ensemble.filestate import FileState, file_state
 
 _EDGE_BYTES = 1 << 20
 _BLOCK_BYTES = 4_096
@@ -38,16 +40,36 @@ TOKENIZER_FILES = (
 )
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What a file held, as a digest, and the state in which it did."""
+
+    digest: str
+    state: FileState
+
+
 class FileDigests:
     """Digests of files, each of them read once: members may share a base.
 
     Args:
         whole: read every byte of weights, too.
+        before: the states, by absolute path, in which files must still be that something was read of before.
+
+    Attributes:
+        seen: every file that was asked for, by absolute path.
     """
 
-    def __init__(self, whole: bool) -> None:
+    def __init__(self, whole: bool, before: Mapping[str, FileState] | None = None) -> None:
         self._whole = whole
-        self._known: dict[tuple[str, bool], str] = {}
+        self._before = before or {}
+        self._known: dict[tuple[str, bool], Seen] = {}
+        self.seen: dict[str, Seen] = {}
+
+    def for_another(self) -> FileDigests:
+        """The same knowledge, for somebody who has not asked for any file yet."""
+        other = FileDigests(self._whole, self._before)
+        other._known = self._known
+        return other
 
     def every_byte(self, path: Path) -> str:
         """A digest of all that a file holds.
@@ -84,7 +106,8 @@ class FileDigests:
             return digest_of(sorted(named))
 
     def _digest(self, path: Path, whole: bool) -> str:
-        key = (os.path.realpath(path), whole)
+        key, place = (os.path.realpath(path), whole), str(path.absolute())
+        state = file_state(path)
         if key not in self._known:
             found = hashlib.blake2b(digest_size=32)
             try:
@@ -93,8 +116,15 @@ class FileDigests:
                         found.update(piece)
             except OSError as error:
                 raise CheckpointError(unreadable(path, error)) from error
-            self._known[key] = found.hexdigest()
-        return self._known[key]
+            if state is not None:
+                self._known[key] = Seen(found.hexdigest(), state)
+        seen = self._known.get(key)
+        if seen is None or not state == file_state(path) == seen.state == self._before.get(place, state):
+            raise CheckpointError(
+                f"{path} changed while the run started; run the same command again when it is complete"
+            )
+        self.seen[place] = seen
+        return seen.digest
 
 
 def weights_digest(

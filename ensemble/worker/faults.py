@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from enum import Enum
 
 from ensemble.errors import WriteError
+from ensemble.filestate import FilesChanged
 
 # CUDA's errors are sticky: after an illegal access or a failed assertion every later call fails too.  Since
 # torch 2.8 they have a type of their own; cuBLAS, cuDNN, Triton and older releases have their texts.
@@ -79,6 +80,8 @@ def one_line(error: BaseException, redact: Callable[[str], str] = str) -> str:
 
 
 def _judge_one(error: BaseException) -> Verdict:
+    if isinstance(error, FilesChanged):  # a fresh process would make its numbers of other files
+        return Verdict.HOPELESS
     if isinstance(error, WriteError) or (isinstance(error, OSError) and error.errno in _FULL):
         return Verdict.HOPELESS
     # Beside MemoryError and SystemError (the interpreter's own state), what is no Exception: a panic in a

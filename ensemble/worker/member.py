@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ensemble.celltext import TemplateProblem
+from ensemble.filestate import check_unchanged
 from ensemble.protocol import Predict, WorkerSpec
 from ensemble.worker.ahead import ReadAhead, checkpoint_folder, import_model_class, weight_files
 from ensemble.worker.compute import BatchSizes, Mode, Report, compute
@@ -50,7 +51,8 @@ class Member:
 
     def __init__(self, spec: WorkerSpec, write_failed: Callable[[], None] = lambda: None) -> None:
         self._spec = spec
-        self._tokenizer = load_tokenizer(spec)
+        with self._unchanged():
+            self._tokenizer = load_tokenizer(spec)
         self._table = PublishedTable(Path(spec.table_path))
         self._order = np.load(spec.order_path, mmap_mode="r")
         # Of the model's own limit nothing is known yet.
@@ -64,7 +66,7 @@ class Member:
         self._rehearsed = self._encode_rehearsal()
         # On a CPU both would want the same cores.
         self._upcoming = Upcoming(self._encode, in_background=spec.gpus > 0)
-        self._parts = Parts(Path(spec.parts_dir), spec.activation, spec.label_order)
+        self._parts = Parts(Path(spec.parts_dir), spec.activation, spec.label_order, spec.files)
         self._writer = Writer(write_failed)
         self._reading: ReadAhead | None = None
         self._notes: list[str] = []
@@ -85,10 +87,12 @@ class Member:
         Raises:
             ValueError: the checkpoint cannot be used, with the reason.
             OSError: its files cannot be read.
+            FilesChanged: they are no longer those that the run has begun with.
         """
         if self._reading is not None:
             self._reading.stop()
-        loaded = load(self._spec, self._tokenizer)
+        with self._unchanged():
+            loaded = load(self._spec, self._tokenizer)
         if loaded.max_length != self.max_length:
             self.max_length = loaded.max_length
             self._prompt = Prompt(self._spec, self._tokenizer, self.max_length)
@@ -172,6 +176,14 @@ class Member:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             for index in range(torch.cuda.device_count()):
                 torch.cuda.synchronize(index)
+
+    @contextlib.contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """Whatever is read of the checkpoint's files meanwhile is of the files that the run has begun with."""
+        try:
+            yield
+        finally:  # half a new file ends in an error that does not say so
+            check_unchanged(self._spec.files)
 
     def _encode(self, start: int, stop: int, step: Callable[[], None]) -> Encoded:
         return self._prompt.encode(self._table.take(np.asarray(self._order[start:stop])), step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.csv as pa_csv
 
+from ensemble.filestate import check_unchanged
 from ensemble.protocol import Activation, Predict
 from ensemble.rundir import atomic_path, part_name
 from ensemble.worker.compute import Computed
@@ -88,9 +90,17 @@ class Parts:
     Args:
         folder: where they go.
         label_order: the model's output column of each of the config's labels.
+        files: the states of the files of which the model is made; no part is made of others.
     """
 
-    def __init__(self, folder: Path, activation: Activation, label_order: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        activation: Activation,
+        label_order: tuple[int, ...],
+        files: Mapping[str, Sequence[int]],
+    ) -> None:
+        self._files = files
         self._folder = folder
         self._activation = activation
         self._label_order = list(label_order)
@@ -122,6 +132,7 @@ class Parts:
 
         Raises:
             WriteError: the part cannot be written.
+            FilesChanged: the model's files are no longer those it was to be made of; there is no part then.
         """
         good = good_rows(values, self._activation)
         bad = {
@@ -154,4 +165,6 @@ class Parts:
         name = part_name(command.start, command.stop, content)
         with atomic_path(self._folder / name) as temporary:
             temporary.write_bytes(content)
+            # Last: weights can be mapped, so that whoever writes into their file changes a loaded model.
+            check_unchanged(self._files)
         return name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,6 +17,7 @@ Deed = Literal[
     "kill",  # SIGKILL to itself
     "exit",  # with code 0, as if all were well
     "sleep",
+    "wait",  # until the test lets it go on
     "sleep with the interpreter",  # as native code that does not let Python's other threads run
     "start a process",  # that would go on for minutes
     "freeze",  # SIGSTOP to itself
@@ -72,6 +74,15 @@ class Injected:
     def pids(self, number: int = 0) -> list[int]:
         """The processes that a fault happened in, in order; one that happened twice in a process is there twice."""
         return _numbers(self._journals[number])
+
+    def wait_for(self, number: int = 0) -> None:
+        """Until a fault has happened."""
+        while not self.pids(number):
+            time.sleep(0.01)
+
+    def let_go(self, number: int = 0) -> None:
+        """Let processes go on that "wait"."""
+        Path(f"{self._journals[number]} go").touch()
 
     def started(self) -> list[int]:
         """The processes that "start a process" has started."""

@@ -88,6 +88,9 @@ def _do(fault: dict[str, Any], result: Any = None, rows: list[int] | None = None
         os._exit(0)
     elif deed == "sleep":
         time.sleep(seconds)
+    elif deed == "wait":
+        while not Path(fault["journal"] + " go").exists():
+            time.sleep(0.01)
     elif deed == "sleep with the interpreter":  # no other thread of this process gets to run
         ctypes.PyDLL(None).usleep(int(seconds * 1e6))
     elif deed == "start a process":
