@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -97,24 +97,53 @@ def common_lengths(lengths_by_member: Mapping[str, npt.NDArray[np.int64]]) -> np
     return first
 
 
-def left_over(
-    chunk: Chunk, order: npt.NDArray[np.int64], is_done: npt.NDArray[np.bool_], numbers: Iterator[int]
-) -> tuple[Chunk, ...]:
-    """What of a chunk is still to be computed: the chunk itself where nothing is done, else its gaps.
+def what_is_left(
+    chunks: Sequence[Chunk],
+    order: npt.NDArray[np.int64],
+    is_done: npt.NDArray[np.bool_],
+    numbers: Iterator[int],
+) -> tuple[npt.NDArray[np.int64], tuple[Chunk, ...]]:
+    """The chunks that are still to be computed, and the order of which they are slices.
+
+    A chunk of which nothing is done stays as it was cut.  Of others the rows that are left move together, behind
+    those that are done, and with what is left of their neighbours as far as that makes no more than a chunk: rows
+    that are done can lie anywhere in a table that has changed.
 
     Args:
+        chunks: all of a member's, in order.
         order: the member's row numbers, in order, [rows].
         is_done: by row of the table, [rows].
-        numbers: indices that no chunk of the member has yet, one is taken for each gap.
+        numbers: indices that no chunk of the member has yet.
     """
-    done = is_done[order[chunk.start : chunk.stop]]
-    if not done.any():
-        return (chunk,)
-    edges = np.concatenate([[True], done, [True]])
-    places = (chunk.start + np.flatnonzero(edges[1:] != edges[:-1])).tolist()
-    return tuple(
-        _part(chunk, start, stop, numbers) for start, stop in zip(places[::2], places[1::2], strict=True)
-    )
+    order = order.copy()
+    left: list[Chunk] = []
+    most = max((chunk.cost for chunk in chunks), default=0.0)
+    group: list[tuple[Chunk, int, float]] = []  # each with the rows and the cost that are left of it
+
+    def close() -> None:
+        if not group:
+            return
+        start, stop = group[0][0].start, group[-1][0].stop
+        rows, done = order[start:stop], is_done[order[start:stop]]
+        order[start:stop] = np.concatenate([rows[done], rows[~done]])
+        if count := sum(one[1] for one in group):
+            left.append(Chunk(next(numbers), stop - count, stop, sum(one[2] for one in group)))
+        group.clear()
+
+    for chunk in chunks:
+        size = chunk.stop - chunk.start
+        count = size - int(is_done[order[chunk.start : chunk.stop]].sum())
+        if count == size:
+            close()
+            left.append(chunk)
+            continue
+        cost = chunk.cost * count / size
+        is_full = sum(one[2] for one in group) + cost > most
+        if is_full or sum(one[1] for one in group) + count > CHUNK_MAX_ROWS:
+            close()
+        group.append((chunk, count, cost))
+    close()
+    return order, tuple(left)
 
 
 def halves(chunk: Chunk, numbers: Iterator[int]) -> tuple[Chunk, Chunk]:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ensemble.config import ModelConfig, RunConfig
 from ensemble.devices import Device
-from ensemble.planning.chunks import Chunk, common_lengths, counted_lengths, cut_chunks, left_over, work_of
+from ensemble.planning.chunks import Chunk, common_lengths, counted_lengths, cut_chunks, what_is_left, work_of
 from ensemble.planning.footprint import MemberFacts
 from ensemble.planning.forecast import Job, Speed, guessed_speed, total_seconds
 from ensemble.planning.placement import Placement, place
@@ -141,11 +141,10 @@ def without_done(member: MemberPlan, is_done: npt.NDArray[np.bool_], is_timed: b
         is_done: by row of the table, bool [rows].
         is_timed: hand the chunks out in the order for a time limit.
     """
-    numbers = count(len(member.chunks))
-    left = [part for chunk in member.chunks for part in left_over(chunk, member.order, is_done, numbers)]
+    order, left = what_is_left(member.chunks, member.order, is_done, count(len(member.chunks)))
     if is_timed:
-        left = [left[place] for place in handout_order(left)]
-    return replace(member, chunks=tuple(left))
+        left = tuple(left[place] for place in handout_order(left))
+    return replace(member, chunks=left, order=order)
 
 
 def _is_same_table(lengths: Mapping[str, npt.NDArray[np.int64]]) -> bool:

@@ -35,6 +35,7 @@ from ensemble.tables.inputfile import (
     shown_type,
 )
 from ensemble.tables.readers import read_contents
+from ensemble.tables.rowdigest import RowDigests, row_digests
 
 PUBLISHED_ROWS_PER_BATCH = 65_536
 _SHOWN = 3
@@ -87,6 +88,7 @@ class InputTable:
         self.null_texts = null_texts
         self._columns = columns
         self._digests: dict[str, str] = {}
+        self._row_digests: dict[tuple[str, ...], RowDigests] = {}
 
     def text_lengths(self, columns: Sequence[str]) -> npt.NDArray[np.int64]:
         """UTF-8 bytes per row, summed over ``columns``: shape (rows,), a cheap stand-in for tokens.
@@ -105,6 +107,15 @@ class InputTable:
         """What the ids and these columns hold, in order; each column is read once, before ``forget_columns``."""
         assert self._columns.num_rows == self.rows or self._digests.keys() >= set(columns)
         return rows_digest(self.ids, self._columns, columns, self._digests)
+
+    def row_digests(self, columns: Sequence[str]) -> RowDigests:
+        """A digest of each row's cells in these columns, [rows, 2]; made once, before ``forget_columns``."""
+        names = tuple(columns)
+        if names not in self._row_digests:
+            assert self._columns.num_rows == self.rows or not names
+            digests = row_digests(self._columns, names) if names else np.zeros((self.rows, 2), dtype="<u8")
+            self._row_digests[names] = digests
+        return self._row_digests[names]
 
     def forget_columns(self) -> None:
         """Free the texts, once they are published; ids, truth and counts stay."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import count, pairwise
+from itertools import count
 from random import Random
 
 import numpy as np
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ensemble.planning.chunks import Chunk, common_lengths, cut_at, cut_chunks, halves, left_over
+from ensemble.planning.chunks import Chunk, common_lengths, cut_at, cut_chunks, halves, what_is_left
 from ensemble.planning.timelimit import (
     ENDING_SECONDS,
     RESERVE_MAX_SHARE,
@@ -251,25 +251,40 @@ def test_a_common_cut_of_one_text_is_the_usual_one() -> None:
 
 
 @tries(60)
-@given(st.integers(0, 50), st.lists(st.booleans(), min_size=1, max_size=80), st.randoms())
-def test_what_is_left_over_is_every_row_that_is_not_done(
-    start: int, done: list[bool], random: Random
-) -> None:
-    rows = start + len(done) + 5
-    order = list(range(rows))
-    random.shuffle(order)
-    is_done = np.zeros(rows, dtype=bool)
-    is_done[order[start : start + len(done)]] = done
-    chunk = Chunk(4, start, start + len(done), 0.5)
-    left = left_over(chunk, np.array(order), is_done, count(10))
+@given(st.lists(st.tuples(st.integers(1, 9000), st.booleans()), min_size=1, max_size=60), st.randoms())
+def test_what_is_left_is_every_row_that_is_not_done(rows: list[tuple[int, bool]], random: Random) -> None:
+    lengths, is_done = np.array([length for length, _ in rows]), np.array([done for _, done in rows])
+    order, chunks = cut_chunks(lengths)
+    numbers = count(len(chunks))
+    before = order.copy()
+    moved, left = what_is_left(chunks, order, is_done, numbers)
+    np.testing.assert_array_equal(order, before)
+    assert sorted(moved.tolist()) == list(range(len(rows)))
     places = [place for one in left for place in range(one.start, one.stop)]
-    assert places == [start + place for place, is_one_done in enumerate(done) if not is_one_done]
-    assert all(first.stop < second.start for first, second in pairwise(left)), "maximal"
-    assert sum(one.cost for one in left) == pytest.approx(0.5 * len(places) / len(done))
-    if any(done):
-        assert [one.index for one in left] == list(range(10, 10 + len(left)))
-    else:
-        assert left == (chunk,)
+    assert sorted(moved[places].tolist()) == np.flatnonzero(~is_done).tolist(), "each of them, and once"
+    in_order = [place for place in order.tolist() if not is_done[place]]
+    assert [row for one in left for row in moved[one.start : one.stop].tolist()] == in_order
+    whole = [one for one in chunks if not is_done[order[one.start : one.stop]].any()]
+    assert [one for one in left if one in chunks] == whole, "these stay as they were cut"
+    for one in whole:
+        np.testing.assert_array_equal(moved[one.start : one.stop], order[one.start : one.stop])
+    assert len({one.index for one in left} | {one.index for one in chunks}) == len(
+        [one for one in left if one not in chunks]
+    ) + len(chunks)
+    if not is_done.any():
+        assert left == chunks
+    assert sum(one.cost for one in left) <= 1 + 1e-9
+
+
+def test_rows_that_are_done_here_and_there_leave_no_crumbs() -> None:
+    """As where a table grew by rows between the others: 16 chunks, half of each is left."""
+    order, chunks = cut_chunks(np.full(4000, 1000))
+    is_done = np.arange(4000) % 2 == 0
+    _, left = what_is_left(chunks, order, is_done, count(100))
+    assert len(chunks) > 15
+    assert len(left) <= len(chunks) / 2 + 1
+    assert sum(one.stop - one.start for one in left) == 2000
+    assert max(one.cost for one in left) <= max(one.cost for one in chunks) + 1e-9
 
 
 @tries(60)
