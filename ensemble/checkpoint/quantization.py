@@ -46,6 +46,19 @@ _WORDS = {
     "bnb_4bit_quant_type": ("fp4", "nf4"),
     "bnb_4bit_compute_dtype": ("float16", "bfloat16", "float32"),
 }
+# What bitsandbytes' settings are where nobody sets them (transformers, BitsAndBytesConfig); a test compares.
+USUAL_SETTINGS: dict[str, object] = {
+    "quant_method": BITSANDBYTES,
+    "load_in_8bit": False,
+    "load_in_4bit": False,
+    "llm_int8_threshold": 6.0,
+    "llm_int8_skip_modules": None,
+    "llm_int8_enable_fp32_cpu_offload": False,
+    "llm_int8_has_fp16_weight": False,
+    "bnb_4bit_quant_type": "fp4",
+    "bnb_4bit_use_double_quant": False,
+    "bnb_4bit_quant_storage": "uint8",
+}
 # They take any further key and pass it on.
 _OPEN_ENDED = ("quark", "torchao", "compressed-tensors")
 
@@ -57,6 +70,29 @@ def method_of(settings: Mapping[str, Any] | None) -> str | None:
     if settings.get("load_in_4bit") or settings.get("load_in_8bit"):
         return BITSANDBYTES
     return str(settings.get("quant_method") or BITSANDBYTES)
+
+
+def spelt_in_short(settings: Mapping[str, Any] | None, dtype: str) -> Mapping[str, Any] | None:
+    """bitsandbytes' settings without those that say what would be so without them; other methods' as they are.
+
+    Args:
+        dtype: of what is not quantized, in which 4-bit layers compute where the settings do not say otherwise
+            (worker/quantization.py); "auto": not known.
+    """
+    if settings is None or method_of(settings) != BITSANDBYTES:
+        return settings
+    usual = {**USUAL_SETTINGS, "bnb_4bit_compute_dtype": dtype}
+    return {
+        key: value
+        for key, value in settings.items()
+        if not key.startswith("_") and not (key in usual and _is_usual(value, usual[key]))
+    }
+
+
+def _is_usual(value: object, usual: object) -> bool:
+    """Whether a setting is the usual one: torch's types go by their bare names, and no modules are none."""
+    plain = value.removeprefix("torch.") if isinstance(value, str) else None if value == [] else value
+    return plain == usual
 
 
 def quantized_bits(settings: Mapping[str, Any] | None) -> int:
