@@ -29,6 +29,8 @@ from ensemble.checkpoint.trust import Trust
 from ensemble.config import LoadedConfig, ModelConfig, RunConfig
 from ensemble.devices import Device, Inventory, inventory
 from ensemble.errors import ConfigError, DataError, DeviceError, EnsembleError
+from ensemble.filestate import FileState, file_state, folder_states
+from ensemble.ownership import strangers
 from ensemble.packages import unsupported
 from ensemble.planning.outlook import Outlook, look_ahead
 from ensemble.planning.placement import chosen_devices
@@ -49,7 +51,11 @@ _KEYS_OF_THEIR_OWN = (
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that has passed every check; ``checkpoints`` go by member name."""
+    """A run that has passed every check; ``checkpoints`` go by member name.
+
+    ``file_states`` are those of the checkpoints' files from before anything was read of them, by absolute path, and
+    ``table_state`` that of the table's.
+    """
 
     loaded: LoadedConfig
     table: InputTable
@@ -59,6 +65,8 @@ class Prepared:
     sample: Sample | None
     warnings: tuple[str, ...]
     previews: dict[str, str]
+    file_states: Mapping[str, FileState]
+    table_state: FileState | None
 
     @property
     def config(self) -> RunConfig:
@@ -106,6 +114,7 @@ def prepare(loaded: LoadedConfig, must_fit: bool = True) -> Prepared:
     config = loaded.config
     problems = _Problems()
     templates = compile_templates(config, problems.found)
+    file_states = _file_states(config)
     checkpoints = _checkpoints(config, problems)
     with problems.at():
         if found := [*unsupported((), needed_packages(config, checkpoints))]:
@@ -113,8 +122,11 @@ def prepare(loaded: LoadedConfig, must_fit: bool = True) -> Prepared:
     with problems.at():
         _check_places(loaded)
     table: InputTable | None = None
+    table_state = file_state(config.data.path)
     with problems.at():
         table = read_table(config.data.path, _needs(config, templates))
+        if file_state(config.data.path) != table_state:  # it is read in several passes
+            raise DataError(f"{config.data.path}: changed while it was read; start again when it is complete")
     sample: Sample | None = None
     with problems.at("submission"):
         sample = _sample(config, table)
@@ -143,7 +155,18 @@ def prepare(loaded: LoadedConfig, must_fit: bool = True) -> Prepared:
     warnings += [warning for checkpoint in checkpoints.values() for warning in checkpoint.warnings]
     warnings += _quantization_warnings(config, checkpoints)
     warnings += _scoring_warnings(config, checkpoints)
-    return Prepared(loaded, table, checkpoints, outlook, machine, sample, tuple(warnings), previews)
+    return Prepared(
+        loaded,
+        table,
+        checkpoints,
+        outlook,
+        machine,
+        sample,
+        tuple(warnings),
+        previews,
+        file_states,
+        table_state,
+    )
 
 
 def needed_packages(config: RunConfig, checkpoints: Mapping[str, Checkpoint]) -> dict[str, str]:
@@ -245,6 +268,18 @@ def _checkpoints(config: RunConfig, problems: _Problems) -> dict[str, Checkpoint
     return found
 
 
+def _file_states(config: RunConfig) -> dict[str, FileState]:
+    names = [
+        name for model in config.models for name in (model.model_name_or_path, model.adapter_name_or_path)
+    ]
+    return {
+        path: state
+        for name in dict.fromkeys(names)
+        if name is not None
+        for path, state in folder_states(name).items()
+    }
+
+
 def _devices(config: RunConfig, machine: Inventory) -> tuple[Device, ...]:
     if machine.mask_problem and any(model.num_gpus != 0 for model in config.models):
         raise DeviceError(machine.mask_problem)
@@ -302,7 +337,8 @@ def _check_places(loaded: LoadedConfig) -> None:
     if config.submission is not None:
         inputs.append(config.submission.sample)
     target = config.submission.path if config.submission is not None else None
-    found = [*RunDir(config.output_dir).endangered(inputs, target)]
+    rundir = RunDir(config.output_dir)
+    found = [*rundir.endangered(strangers(rundir), inputs, target)]
     if reason := unwritable_reason("output_dir", config.output_dir):
         found.append(reason)
     for index, model in enumerate(config.models):

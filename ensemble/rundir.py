@@ -4,12 +4,12 @@
       config.yaml              as given
       run.json                 versions, devices, what each worker did, scores
       predictions/<member>.csv id and one column per label, in the table's order; <member>.json: its seal, which
-                               says what it was made of
+                               says what it was made of; <member>.rows: which rows it is of
       ensemble.csv             the merged predictions
       submission.csv           the sample submission's columns and row order, where one is named
       logs/run.log             what the parent did; logs/<member>-<replica>.log: all a worker printed
-      work/                    the table as Arrow; <member>.<fingerprint>/: row order, parts, bad rows; removed
-                               when the run is complete
+      work/                    the table as Arrow; <member>.<fingerprint>/: which rows, their order, parts, bad
+                               rows; removed when the run is complete
 
 This module does not know what is in those files.
 """
@@ -28,7 +28,7 @@ import shutil
 import socket
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, BinaryIO
 
@@ -60,28 +60,35 @@ class RunDir:
     def seal(self, member: str) -> Path:
         return self.predictions_dir / f"{member}.json"
 
+    def rows(self, member: str) -> Path:
+        return self.predictions_dir / f"{member}.rows"
+
     def log(self, member: str, replica: int) -> Path:
         return self.logs_dir / f"{member}-{replica}.log"
 
     def parts_dir(self, member: str, fingerprint: str) -> Path:
         return self.work_dir / f"{member}.{fingerprint[:16]}"
 
-    def endangered(self, inputs: Iterable[Path], target: Path | None) -> Iterator[str]:
+    def own_places(self) -> tuple[Path, ...]:
+        """The folders and files that a run uses, but for its lock."""
+        folders = (self.predictions_dir, self.work_dir, self.logs_dir)
+        return (*folders, self.config, self.run_json, self.ensemble, self.submission)
+
+    def endangered(
+        self, strangers: Sequence[str], inputs: Iterable[Path], target: Path | None
+    ) -> Iterator[str]:
         """Why a run here would destroy something: files that no run has made, its own inputs, its own files.
 
         Args:
+            strangers: names of what no run has made.
             inputs: what the run reads.
             target: where the submission goes, if that is said.
         """
-        folders = (self.predictions_dir, self.work_dir, self.logs_dir)
-        files = (self.config, self.run_json, self.ensemble, self.submission)
-        if not self.lock.exists():
-            strangers = [path.name for path in (*folders, *files) if path.exists()]
-            if strangers:
-                yield (
-                    f"output_dir: {self.root} holds {', '.join(strangers)}, which no run has made and this one "
-                    "would replace; choose another output_dir"
-                )
+        if strangers:
+            yield (
+                f"output_dir: {self.root} holds {', '.join(strangers)}, which no run has made and this one "
+                "would replace; choose another output_dir"
+            )
         if target is not None and target.resolve() != self.submission.resolve() and self._is_own(target):
             yield f"submission.path: {target} is a file that the run itself writes; choose another name"
         for path in inputs:
@@ -139,8 +146,16 @@ class RunDir:
                 shutil.rmtree(folder)  # what stayed would be taken for this run's work
         self.tidy()
 
-    def remove_work(self) -> None:
-        shutil.rmtree(self.work_dir, ignore_errors=True)
+    def remove_work(self, parts_dirs: Iterable[Path] | None = None) -> None:
+        """Remove what stands of unfinished members; of a trial its own folders only, whose members these are."""
+        if parts_dirs is None:
+            shutil.rmtree(self.work_dir, ignore_errors=True)
+            return
+        for folder in parts_dirs:
+            shutil.rmtree(folder, ignore_errors=True)
+        self.table.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a larger run's work is in it
+            self.work_dir.rmdir()
 
 
 def cannot_write(key: str, path: Path, error: OSError) -> str:
@@ -301,6 +316,11 @@ def _open_lock(rundir: RunDir, flags: int, mode: str) -> IO[str]:
 def order_path(parts_dir: Path) -> Path:
     """Where the row numbers of a member stand in the order of its chunks."""
     return parts_dir / "order.npy"
+
+
+def rows_path(parts_dir: Path) -> Path:
+    """Where it stands which rows a member's parts are of."""
+    return parts_dir / "rows.bin"
 
 
 def bad_rows_path(parts_dir: Path) -> Path:

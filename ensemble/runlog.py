@@ -5,14 +5,19 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
+from ensemble import __version__
 from ensemble.redact import RedactingFormatter, Redactor
 from ensemble.rundir import open_log
 
 log = logging.getLogger("ensemble")
+# By which ``ownership`` knows the log.
+FIRST_LINE = rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO ensemble \S+ runs as process \d+ on "
 
 
 class _Log(logging.StreamHandler[TextIO]):
@@ -31,6 +36,7 @@ def logging_to(path: Path, redactor: Redactor) -> Iterator[None]:
     level = log.level
     log.setLevel(logging.INFO)
     try:
+        log.info("ensemble %s runs as process %d on %s", __version__, os.getpid(), socket.gethostname())
         yield
     finally:
         log.setLevel(level)

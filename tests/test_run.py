@@ -66,6 +66,7 @@ def test_a_run_from_yaml_to_submission(project: Project) -> None:
         "runs/first/config.yaml", "runs/first/run.json", "runs/first/ensemble.csv",
         "runs/first/submission.csv", "runs/first/predictions/gemma.csv", "runs/first/predictions/llama.csv",
         "runs/first/predictions/gemma.json", "runs/first/predictions/llama.json",
+        "runs/first/predictions/gemma.rows", "runs/first/predictions/llama.rows",
         "runs/first/logs/run.log", "runs/first/logs/gemma-0.log", "runs/first/logs/llama-0.log",
     }  # fmt: skip
 
@@ -170,7 +171,8 @@ def test_a_member_that_fails_keeps_the_others(project: Project, tmp_path: Path) 
     project.write_config(config)
     (project.folder / "runs/first").mkdir(parents=True)
     (project.folder / "runs/first/ensemble.csv").write_text("of an earlier run")
-    (project.folder / "runs/first/.lock").touch()
+    earlier = '{"status": "complete", "pid": 1, "versions": {"ensemble": "0.1"}}'
+    (project.folder / "runs/first/run.json").write_text(earlier)
     done = project.ensemble("run", "config.yaml")
     assert done.returncode == 1
     assert "member broken failed: " in done.stderr

@@ -28,6 +28,7 @@ from ensemble.errors import CheckpointError, ConfigError, OutputError
 from ensemble.prepare import prepare
 from ensemble.redact import MASK, RedactingFormatter, Redactor
 from ensemble.rundir import RunDir, atomic_path, hold, holder, open_log, write_text
+from ensemble.runlog import logging_to
 from ensemble.template import compile_template
 from tests.checkpoints import make_adapter, make_base
 from tests.project import LABELS, ROOT, Project
@@ -734,8 +735,10 @@ def test_a_run_keeps_its_secrets_and_follows_no_link(project: Project, precious:
     )
     rundir = RunDir(project.folder / "runs/first")
     rundir.root.mkdir(parents=True)
-    rundir.lock.touch()
-    for path in (rundir.config, rundir.run_json, rundir.ensemble, rundir.submission, rundir.run_log):
+    rundir.logs_dir.mkdir()
+    with logging_to(rundir.run_log, Redactor({})):  # which says that it is a run's
+        pass
+    for path in (rundir.config, rundir.run_json, rundir.ensemble, rundir.submission):
         link(path, precious / "file", "symlink")
     link(rundir.log("gemma", 0), precious / "other", "hard link")
     for folder in (rundir.predictions_dir, rundir.work_dir):
