@@ -16,9 +16,10 @@ import pyarrow as pa
 from ensemble.checkpoint.content import FileDigests
 from ensemble.config.load import load_config
 from ensemble.fingerprint import member_fingerprint
+from ensemble.parts import file_sha256
 from ensemble.prepare import Prepared, prepare
 from ensemble.rundir import RunDir, hold
-from ensemble.store import file_sha256, find_work, seal
+from ensemble.store import find_work, seal
 from ensemble.tables.csvfile import write_csv
 
 _FULL = ("ours_in_full", "ours_in_another_order")

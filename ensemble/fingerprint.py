@@ -9,19 +9,23 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 
 from ensemble.checkpoint.content import FileDigests, digest_of, hub_commit, tokenizer_digest, weights_digest
+from ensemble.checkpoint.defaults import own_max_length, own_truncation_side
 from ensemble.checkpoint.hub import find_file
+from ensemble.checkpoint.quantization import spelt_in_short
 from ensemble.config import ModelConfig
 from ensemble.planning.plan import MemberPlan
 from ensemble.prepare import Prepared, text_columns
 
 # To be raised where the same digests come to mean something else; older work then counts as another's.
-SCHEME = 1
-# Keys of a member that are taken as they stand.
+SCHEME = 2
+# Keys of a member that are taken as they stand; the others by what they come to, so that to spell out what would
+# be so without them changes nothing.
 _AS_GIVEN = (
-    *("prompt_template", "max_length", "truncation_side", "add_special_tokens", "allow_tf32"),
-    *("attn_implementation", "quantization_config", "merge_adapter", "gguf_file", "trust_remote_code"),
+    *("prompt_template", "add_special_tokens", "allow_tf32", "merge_adapter", "gguf_file"),
+    "trust_remote_code",
 )
 # Of model_kwargs and tokenizer_kwargs: how files are had, not what is made of them. A token may change every day.
 _HOW_TO_FETCH = (
@@ -83,19 +87,31 @@ def member_fingerprint(
     """
     model = member.model
     files = files or FileDigests(prepared.config.hash_weights)
-    template = model.prompt_template
-    if template is None:
-        columns = text_columns(model)
-    else:
-        from ensemble.template import compile_template  # Jinja2 only where it is needed: start-up time
-
-        columns = compile_template(template).columns
+    weights, tokenizer = file_digests(prepared, model, files)
     return Fingerprint(
         settings=digest_of(_settings(prepared, member)),
-        weights=_weights(prepared, model, files),
-        tokenizer=_tokenizer(prepared, model, files),
-        rows=prepared.table.digest(columns),
+        weights=weights,
+        tokenizer=tokenizer,
+        rows=prepared.table.digest(columns_read(model)),
     )
+
+
+def file_digests(prepared: Prepared, model: ModelConfig, files: FileDigests) -> tuple[str, str]:
+    """The digests of a member's weights and of its tokenizer.
+
+    Raises:
+        CheckpointError: a file cannot be read, or is being written to.
+    """
+    return _weights(prepared, model, files), _tokenizer(prepared, model, files)
+
+
+def columns_read(model: ModelConfig) -> tuple[str, ...]:
+    """The table's columns that a member reads, as text or in its template."""
+    if model.prompt_template is None:
+        return text_columns(model)
+    from ensemble.template import compile_template  # Jinja2 only where it is needed: start-up time
+
+    return compile_template(model.prompt_template).columns
 
 
 def _settings(prepared: Prepared, member: MemberPlan) -> dict[str, object]:
@@ -104,15 +120,34 @@ def _settings(prepared: Prepared, member: MemberPlan) -> dict[str, object]:
     return {
         **{key: getattr(model, key) for key in _AS_GIVEN},
         "text_columns": text_columns(model),
+        **_tokenizer_settings(checkpoint.folder, model),
+        "attn_implementation": _attention(member),
+        "quantization_config": spelt_in_short(model.quantization_config, _dtype(member)),
         "label_order": checkpoint.label_order,
         "activation": checkpoint.activation,
         "dtype": _dtype(member),
         "model_kwargs": _without_fetching(model.model_kwargs),
         "tokenizer_kwargs": _without_fetching(model.tokenizer_kwargs),
-        "source": [model.model_name_or_path, model.revision] if is_unknown else None,
+        "source": [model.model_name_or_path, model.revision or "main"] if is_unknown else None,
         "seed": config.seed,
         "csv": [config.data.id_column, *config.labels],
     }
+
+
+def _tokenizer_settings(folder: Path, model: ModelConfig) -> dict[str, object]:
+    # Settings and code of its own, a GGUF file's vocabulary, files that may still be on the hub: then it is not
+    # known here what holds where the config does not say.
+    is_plain = not (_without_fetching(model.tokenizer_kwargs) or model.gguf_file or model.trust_remote_code)
+    is_known = is_plain and Path(model.model_name_or_path).is_dir()
+    return {
+        "max_length": model.max_length or (own_max_length(folder) if is_known else None),
+        "truncation_side": model.truncation_side or (own_truncation_side(folder) if is_known else None),
+    }
+
+
+def _attention(member: MemberPlan) -> str | None:
+    """The attention that its workers are told to take; None where only they see what suits the model."""
+    return member.model.attn_implementation or member.placement.attention
 
 
 def _dtype(member: MemberPlan) -> str:

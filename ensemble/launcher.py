@@ -55,10 +55,10 @@ class Launcher:
         environment = worker_environment(lease)
         if lease:
             environment |= allocator_environment(model.expandable_segments, model.max_split_size_mb)
-        parts_dir = self._works[member.name].parts_dir
-        start = Start.of(
-            worker_spec(self._prepared, self._rundir, member, parts_dir, folder), read_ahead_bytes
-        )
+        work = self._works[member.name]
+        files = {path: seen.state for path, seen in work.files.items()}
+        spec = worker_spec(self._prepared, self._rundir, member, work.parts_dir, folder, files)
+        start = Start.of(spec, read_ahead_bytes)
         worker = LocalWorker(environment, log_path)  # last: from here on the caller must know of it
         worker.send(start)
         return worker, shown_path(log_path)

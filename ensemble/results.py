@@ -15,11 +15,12 @@ from ensemble.errors import MergeError
 from ensemble.merge.gather import gather_parts
 from ensemble.merge.metrics import Score
 from ensemble.merging import Merge, MergeInput
+from ensemble.parts import file_sha256
 from ensemble.prepare import Prepared
 from ensemble.rundir import RunDir, atomic_path
 from ensemble.sizes import plural
 from ensemble.state import MemberState
-from ensemble.store import MemberWork, file_sha256, seal
+from ensemble.store import MemberWork, demand_unchanged, seal
 from ensemble.tables.csvfile import write_csv
 
 
@@ -58,7 +59,7 @@ class Handover:
             workers: what its workers did, for the seal.
 
         Raises:
-            MergeError: a row is missing.
+            MergeError: a row is missing, or the checkpoint's files changed since the run began.
             WriteError: the disk is full or the like.
         """
         name, work = state.plan.name, self._works[state.plan.name]
@@ -75,6 +76,7 @@ class Handover:
                 "removed or changed; run the same command again"
             )
         values[list(state.bad_rows)] = self._even(name)
+        demand_unchanged(self._prepared, state.plan.model, work)
         sha256 = self._write_probabilities(path, values)
         seal(self._rundir, work, sha256, state.bad_rows, workers, state.plan.work * state.computed_cost)
         work.is_sealed = True

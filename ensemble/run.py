@@ -11,6 +11,7 @@ import numpy as np
 
 from ensemble.config import LoadedConfig
 from ensemble.errors import Interrupted, WriteError
+from ensemble.filestate import file_state
 from ensemble.gaps import Gap
 from ensemble.judge import Judge
 from ensemble.launcher import Launcher
@@ -158,6 +159,7 @@ class _Run:
                 self._publish()
             self._run_members(handover, reserve)
             self._hand_over(handover)
+            self._look_at_table()
             self._reckon(reserve)
         except Interrupted as stopped:
             result.status = "interrupted"
@@ -171,7 +173,8 @@ class _Run:
                     self._write_run_json(result.status)
                     result.results.files["report"] = rundir.run_json
         if result.status == "complete" and not result.left_out:  # who was left out can go on from its parts
-            rundir.remove_work()
+            is_trial = config.limit is not None
+            rundir.remove_work([work.parts_dir for work in self._works.values()] if is_trial else None)
         return result
 
     @property
@@ -219,10 +222,10 @@ class _Run:
         with atomic_path(rundir.table) as temporary:
             prepared.table.publish(temporary)
         for member in prepared.plan.members:
-            parts_dir = self._works[member.name].parts_dir
+            work = self._works[member.name]
             if member.chunks:
-                parts_dir.mkdir(exist_ok=True)
-                with atomic_path(order_path(parts_dir)) as temporary, temporary.open("wb") as file:
+                work.make_parts_dir()
+                with atomic_path(order_path(work.parts_dir)) as temporary, temporary.open("wb") as file:
                     np.save(file, member.order)
         sync_directory(rundir.work_dir)  # so that the new folders are there after a power cut
 
@@ -306,6 +309,15 @@ class _Run:
 
     def _is_any_done(self, members: Sequence[MemberState]) -> bool:
         return any(state.rows_done and state.plan.model.weight for state in members)
+
+    def _look_at_table(self) -> None:
+        """Say that the table changed: what was made is of the rows that were read, once, at the beginning."""
+        path = self._config.data.path
+        if file_state(path) != self._prepared.table_state:
+            self._display.say(
+                f"{shown_path(path)} changed during the run; the results are of the rows as they were read at its "
+                "start: run the same command again for the rows that are new"
+            )
 
     def _write_run_json(self, status: str) -> None:
         self._reported_at = self._clock()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from ensemble.checkpoint.content import hub_commit
+from ensemble.filestate import FileState
 from ensemble.planning.plan import MemberPlan
 from ensemble.prepare import Prepared, text_columns
 from ensemble.protocol import WorkerSpec
@@ -13,9 +15,14 @@ from ensemble.rundir import RunDir, order_path
 
 
 def worker_spec(
-    prepared: Prepared, rundir: RunDir, member: MemberPlan, parts_dir: Path, offload_folder: Path | None
+    prepared: Prepared,
+    rundir: RunDir,
+    member: MemberPlan,
+    parts_dir: Path,
+    offload_folder: Path | None,
+    files: Mapping[str, FileState],
 ) -> WorkerSpec:
-    """What a worker is told of its member; ``offload_folder`` is for it alone."""
+    """What a worker is told of its member; ``offload_folder`` is for it alone, ``files`` must stay as they are."""
     needed = member.placement.footprint
     per_token, per_pair = needed.activation.line(needed.width) if needed is not None else (None, None)
     model, checkpoint = member.model, prepared.checkpoints[member.name]
@@ -63,6 +70,7 @@ def worker_spec(
         table_path=str(rundir.table.resolve()),
         order_path=str(order_path(parts_dir).resolve()),
         parts_dir=str(parts_dir.resolve()),
+        files=dict(files),
     )
 
 

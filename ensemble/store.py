@@ -7,12 +7,10 @@ predictions what their seal says, and both must carry the fingerprint of the wor
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import io
 import json
 import math
-import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,17 +18,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.csv as pa_csv
 
-from ensemble.checkpoint.content import FileDigests
-from ensemble.errors import ConfigError
-from ensemble.fingerprint import Fingerprint, member_fingerprint
+from ensemble.checkpoint.content import FileDigests, Seen
+from ensemble.config import ModelConfig
+from ensemble.errors import CheckpointError, ConfigError, MergeError
+from ensemble.filestate import changed_files, changed_text
+from ensemble.fingerprint import Fingerprint, columns_read, file_digests, member_fingerprint
+from ensemble.parts import bad_rows_in, file_sha256, part_table, parts_in, rows_with_reasons
 from ensemble.planning.facts import read_json
 from ensemble.prepare import Prepared
-from ensemble.rundir import RunDir, atomic_path, bad_rows_path, part_name, read_part, write_text
+from ensemble.rowfile import write_row_file
+from ensemble.rundir import RunDir, bad_rows_path, read_part, rows_path, write_text
 from ensemble.sizes import plural
-
-_HASH_BYTES = 1 << 20
+from ensemble.tables.rowdigest import RowDigests
+from ensemble.takeover import matches, sources, write_rows
 
 
 @dataclass
@@ -45,6 +46,10 @@ class MemberWork:
         worked: what they did of the member's work, in bytes of text.
         is_damaged: there are predictions of this very work, but they were changed or cut since.
         changed: what is no longer as it was when the predictions were made, in words; empty without any.
+        is_older: there are predictions that an earlier version of this program made.
+        files: what its checkpoint's files held when the run began, by absolute path.
+        row_digests: of the table's rows, [rows, 2]; None where nothing is left to do, or nobody asked.
+        taken: how many rows are of other work, and whose: places within the run directory.
     """
 
     member: str
@@ -57,13 +62,24 @@ class MemberWork:
     worked: float = 0.0
     is_damaged: bool = False
     changed: tuple[str, ...] = ()
+    is_older: bool = False
+    files: dict[str, Seen] = field(default_factory=dict)
+    row_digests: RowDigests | None = None
+    taken: dict[str, int] = field(default_factory=dict)
 
     def parts(self) -> Iterator[pa.Table]:
         """The parts that hold what their names say, in the order of their names."""
-        for path in sorted(self.parts_dir.glob("*.csv")):
-            table = _table(read_part(path), len(self.is_done))
-            if table is not None:
-                yield table
+        return parts_in(self.parts_dir, len(self.is_done))
+
+    def make_parts_dir(self) -> None:
+        """Make the folder of its parts, with what says which rows they are of.
+
+        Raises:
+            WriteError: the disk is full or the like.
+        """
+        self.parts_dir.mkdir(exist_ok=True)
+        if self.row_digests is not None:
+            write_row_file(rows_path(self.parts_dir), self.fingerprint, self.row_digests)
 
 
 def refuse_trial(prepared: Prepared, rundir: RunDir) -> None:
@@ -91,30 +107,47 @@ def find_works(prepared: Prepared, rundir: RunDir, say: Callable[[str], None]) -
         CheckpointError: a weight file cannot be read.
     """
     works = {}
-    files = FileDigests(prepared.config.hash_weights)
+    files = FileDigests(prepared.config.hash_weights, prepared.file_states)
     keeps_bad_rows = prepared.config.on_bad_row == "uniform"
+    labels = len(prepared.config.labels)
     for member in prepared.plan.members:
-        fingerprint = member_fingerprint(prepared, member, files)
+        own = files.for_another()
+        fingerprint = member_fingerprint(prepared, member, own)
         work = find_work(rundir, member.name, fingerprint, prepared.table.rows, keeps_bad_rows)
+        work.files = own.seen
         works[member.name] = work
-        rows, done = prepared.table.rows, int(work.is_done.sum())
-        if work.is_sealed:
-            say(f"{member.name}: done by an earlier run, reused")
-        elif done:
-            say(f"{member.name}: {done:,} of {plural(rows, 'row')} kept from an earlier run")
-        elif work.is_damaged:
-            say(f"{member.name}: {rundir.predictions(member.name)} has been changed; it is computed again")
-        elif work.changed:
-            say(
-                f"{member.name}: {', '.join(work.changed)} changed since its predictions were made; it runs again"
-            )
+        if not work.is_sealed:
+            work.row_digests = prepared.table.row_digests(columns_read(member.model))
+    for work in works.values():  # before any of them is sealed, in the place of what another may need
+        if not work.is_done.all():
+            take_over(rundir, work, labels, keeps_bad_rows)
+        for text in _found(rundir, work):
+            say(text)
     return works
+
+
+def _found(rundir: RunDir, work: MemberWork) -> Iterator[str]:
+    name, rows, done = work.member, len(work.is_done), int(work.is_done.sum())
+    own = done - sum(work.taken.values())
+    if work.is_sealed:
+        yield f"{name}: done by an earlier run, reused"
+    elif work.is_damaged:
+        yield f"{name}: {rundir.predictions(name)} has been changed; it is computed again"
+    elif work.changed and not own:
+        again = "it runs again" if not done else "rows that are as they were are kept"
+        yield f"{name}: {', '.join(work.changed)} changed since its predictions were made; {again}"
+    elif work.is_older and not done:
+        yield f"{name}: its predictions are of another version of this program; it runs again"
+    if own and not work.is_sealed:
+        yield f"{name}: {own:,} of {plural(rows, 'row')} kept from an earlier run"
+    for place, count in work.taken.items():
+        yield f"{name}: {count:,} of {plural(rows, 'row')} taken over from {place}"
 
 
 def find_work(
     rundir: RunDir, member: str, fingerprint: Fingerprint, rows: int, keeps_bad_rows: bool
 ) -> MemberWork:
-    """What is done of a member; parts that are not what their names say are removed.
+    """What is done of a member under its own name; parts that are not what their names say are removed.
 
     Args:
         rows: of the table.
@@ -126,9 +159,10 @@ def find_work(
     )
     sealed = read_json(rundir.seal(member))
     made_of = Fingerprint.from_dict(sealed.get("fingerprint"))
+    work.is_older = made_of is None and isinstance(sealed.get("fingerprint"), dict)
     if made_of is not None:
         work.changed = fingerprint.changed_from(made_of)
-        bad_rows = _rows_with_reasons(sealed.get("bad_rows"), rows)
+        bad_rows = rows_with_reasons(sealed.get("bad_rows"), rows)
         is_as_sealed = not work.changed and sealed.get("sha256") == _file_digest(rundir.predictions(member))
         if is_as_sealed and (keeps_bad_rows or not bad_rows):
             work.is_done[:] = True
@@ -138,19 +172,93 @@ def find_work(
             work.worked = worked if isinstance(worked, float) and math.isfinite(worked) else 0.0
             return work
         work.is_damaged = not work.changed and not is_as_sealed
-        if is_as_sealed and not any(work.parts_dir.glob("*.csv")):
-            _write_as_part(work, rundir.predictions(member), bad_rows)
     for path in sorted(work.parts_dir.glob("*.csv")):
-        table = _table(read_part(path), rows)
+        table = part_table(read_part(path), rows)
         if table is not None:
             work.is_done[table.column("row").to_numpy()] = True
         elif path.is_file():
             path.unlink()
     if keeps_bad_rows:
-        noted = _rows_with_reasons(read_json(bad_rows_path(work.parts_dir)), rows)
-        work.bad_rows = {row: reason for row, reason in noted.items() if not work.is_done[row]}
-        work.is_done[list(work.bad_rows)] = True
+        _keep_bad_rows(work, bad_rows_in(work.parts_dir, rows))
     return work
+
+
+def take_over(rundir: RunDir, work: MemberWork, labels: int, keeps_bad_rows: bool) -> None:
+    """Take over rows that other work has computed: of another table, or under another name.
+
+    Args:
+        labels: how many values a row has.
+        keeps_bad_rows: as for ``find_work``.
+
+    Raises:
+        WriteError: the disk is full or the like.
+    """
+    assert work.row_digests is not None
+    for source in sources(rundir):
+        if work.is_done.all() or source.parts_dir == work.parts_dir:
+            continue
+        places = matches(source, work.fingerprint, work.row_digests)
+        if places is None or not ((places >= 0) & ~work.is_done).any():
+            continue
+        found = source.rows(labels)
+        if found is None:
+            continue
+        values, bad_rows = found
+        is_new = (places >= 0) & ~work.is_done
+        is_new &= ~np.isnan(values[places]).any(axis=1)
+        rows = np.flatnonzero(is_new)
+        if len(rows):
+            work.make_parts_dir()
+            write_rows(work.parts_dir, rows, values[places[rows]])
+            work.is_done[rows] = True
+            work.taken[source.place] = len(rows)
+        if keeps_bad_rows and bad_rows:
+            known = len(work.bad_rows)
+            _keep_bad_rows(work, {int(row): bad_rows[place] for row, place in _places_of(places, bad_rows)})
+            if len(work.bad_rows) > known:
+                work.make_parts_dir()
+                write_bad_rows(work, work.bad_rows)
+
+
+def _places_of(places: npt.NDArray[np.int64], wanted: Mapping[int, str]) -> Iterator[tuple[int, int]]:
+    """Which rows have one of the wanted places: pairs of row and place."""
+    rows = np.flatnonzero(np.isin(places, list(wanted)))
+    return zip(rows.tolist(), places[rows].tolist(), strict=True)
+
+
+def _keep_bad_rows(work: MemberWork, noted: Mapping[int, str]) -> None:
+    """Count rows as done that could not be computed."""
+    bad_rows = {row: reason for row, reason in noted.items() if not work.is_done[row]}
+    work.bad_rows |= bad_rows
+    work.is_done[list(bad_rows)] = True
+
+
+def demand_unchanged(prepared: Prepared, model: ModelConfig, work: MemberWork) -> None:
+    """Find a member's files as they were when the run began, before its predictions are sealed.
+
+    Its workers have looked at the files' states; here their content is looked at once more, and whether there
+    are others by now.  Where the content differs and the states have not told, nothing proves any of its parts:
+    they are removed.
+
+    Raises:
+        MergeError: they are not; names them.
+    """
+    changed = set(changed_files({path: seen.state for path, seen in work.files.items()}))
+    files = FileDigests(prepared.config.hash_weights)
+    if not changed:
+        try:
+            weights, tokenizer = file_digests(prepared, model, files)
+        except CheckpointError:  # one of them is being replaced now
+            changed |= set(changed_files({path: seen.state for path, seen in work.files.items()}))
+            weights = tokenizer = ""
+        if (weights, tokenizer) == (work.fingerprint.weights, work.fingerprint.tokenizer):
+            return
+        if not changed:
+            shutil.rmtree(work.parts_dir, ignore_errors=True)
+            before = {path: seen.digest for path, seen in work.files.items()}
+            now = {path: seen.digest for path, seen in files.seen.items()}
+            changed = {path for path, _ in before.items() ^ now.items()}
+    raise MergeError(changed_text(changed))
 
 
 def write_bad_rows(work: MemberWork, bad_rows: Mapping[int, str]) -> None:
@@ -188,64 +296,15 @@ def seal(
         "workers": list(workers),
         "work": worked,
     }
+    if work.row_digests is not None:
+        write_row_file(rundir.rows(work.member), work.fingerprint, work.row_digests)
     write_text(rundir.seal(work.member), _json(document))
-
-
-def file_sha256(path: Path) -> str:
-    """The SHA-256 of a file's content, in hex.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_HASH_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _write_as_part(work: MemberWork, predictions: Path, bad_rows: Collection[int]) -> None:
-    """The sealed rows that were computed, as a part: those that were not are to be tried again."""
-    table = pa_csv.read_csv(predictions, parse_options=pa_csv.ParseOptions(newlines_in_values=True))
-    rows = np.setdiff1d(np.arange(len(table)), list(bad_rows))
-    columns = [pa.array(rows), *(column.take(rows) for column in table.columns[1:])]
-    names = ["row", *(f"p{label}" for label in range(len(columns) - 1))]
-    sink = io.BytesIO()
-    pa_csv.write_csv(pa.table(columns, names=names), sink)
-    work.parts_dir.mkdir(exist_ok=True)
-    with atomic_path(work.parts_dir / part_name(0, len(rows), sink.getvalue())) as temporary:
-        temporary.write_bytes(sink.getvalue())
 
 
 def _file_digest(path: Path) -> str | None:
     with contextlib.suppress(OSError):
         return file_sha256(path)
     return None
-
-
-def _table(content: bytes | None, rows: int) -> pa.Table | None:
-    """A part as a table; None where it is none of a table of so many rows."""
-    if content is None:
-        return None
-    # Types are given, because an empty part or one of whole numbers would be taken for something else.
-    names = content.partition(b"\n")[0].decode("utf-8", "replace").replace('"', "").split(",")
-    types = {name: pa.int64() if name == "row" else pa.float64() for name in names}
-    try:
-        options = pa_csv.ConvertOptions(column_types=types)
-        table = pa_csv.read_csv(io.BytesIO(content), convert_options=options)
-    except pa.ArrowInvalid:
-        return None
-    if table.column_names != ["row", *(f"p{label}" for label in range(len(names) - 1))]:
-        return None
-    numbers = table.column("row").to_numpy()
-    return table if not len(numbers) or (numbers.min() >= 0 and numbers.max() < rows) else None
-
-
-def _rows_with_reasons(found: object, rows: int) -> dict[int, str]:
-    named = found.items() if isinstance(found, dict) else ()
-    return {
-        int(row): str(why) for row, why in named if re.fullmatch("[0-9]{1,18}", str(row)) and int(row) < rows
-    }
 
 
 def _json(document: object) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -12,9 +13,14 @@ from typing import Any
 import pytest
 
 from ensemble.checkpoint.content import FileDigests
+from ensemble.checkpoint.quantization import USUAL_SETTINGS
 from ensemble.config import ModelConfig, RunConfig, load_config
-from ensemble.fingerprint import Fingerprint, member_fingerprint
+from ensemble.errors import CheckpointError, MergeError
+from ensemble.filestate import file_state
+from ensemble.fingerprint import Fingerprint, file_digests, member_fingerprint
 from ensemble.prepare import Prepared, prepare
+from ensemble.rundir import RunDir
+from ensemble.store import demand_unchanged, find_works
 from tests.checkpoints import make_adapter, make_checkpoint
 from tests.project import LABELS, Project
 
@@ -55,6 +61,26 @@ HARMLESS: dict[str, dict[str, Any]] = {
     "one column in a list": {"text_column": "text"},
 }
 HARMLESS_TO_COME = {"allow_pickle"}
+# Of the keys that change numbers: values that they have anyway, for the tiny Llama on a CPU, spelt out.
+SPELT_OUT: dict[str, list[dict[str, Any]]] = {
+    "max_length": [{"max_length": 1024}],
+    "truncation_side": [{"truncation_side": "right"}],
+    "add_special_tokens": [{"add_special_tokens": True}],
+    "problem_type": [{"problem_type": "single_label_classification"}],
+    "label_map": [{"label_map": {}}, {"label_map": {"tie": "tie"}}],
+    "dtype": [{"dtype": "auto"}, {"dtype": "float32"}],
+    "allow_tf32": [{"allow_tf32": False}],
+    "attn_implementation": [{"attn_implementation": "sdpa"}],
+    "merge_adapter": [{"merge_adapter": False}],
+    "trust_remote_code": [{"trust_remote_code": False}],
+    "text_column": [{"text_column": "text"}],
+    "model_kwargs": [{"model_kwargs": {}}],
+    "tokenizer_kwargs": [{"tokenizer_kwargs": {}}],
+}
+# Tested by itself, because a quantization must be there to have defaults; the hub's cache.
+SPELT_OUT_ELSEWHERE = {"quantization_config", "revision"}
+# They have no value that they would have anyway.
+ALWAYS_GIVEN = {"model_name_or_path", "adapter_name_or_path", "gguf_file", "prompt_template"}
 HARMLESS_OF_RUN: dict[str, dict[str, Any]] = {
     "submission": {"submission": None},
     "output_dir": {"output_dir": "elsewhere"},
@@ -118,7 +144,156 @@ def test_keys_of_the_run_that_change_no_number_change_nothing(make: Make, key: s
     assert first(make(**HARMLESS_OF_RUN[key])) == first(make())
 
 
+@pytest.mark.parametrize("key", SPELT_OUT)
+@pytest.mark.fault(18)
+def test_a_key_set_to_what_it_is_anyway_changes_nothing(make: Make, key: str) -> None:
+    usual = make(defaults={})
+    for spelt_out in SPELT_OUT[key]:
+        assert first(make(spelt_out, defaults={})) == first(usual), spelt_out
+
+
+@pytest.mark.fault(18)
+def test_the_tokenizers_own_settings_spelt_out(make: Make, own_llama: Path) -> None:
+    model = {"model_name_or_path": str(own_llama)}
+
+    def same(**keys: Any) -> bool:
+        return first(make({**model, **keys}, defaults={})) == first(make(model, defaults={}))
+
+    def settings(**changes: Any) -> None:
+        path = own_llama / "tokenizer_config.json"
+        config = {**json.loads(path.read_text(encoding="utf-8")), **changes}
+        path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+    settings(model_max_length=64, truncation_side="left")
+    assert same(max_length=64)
+    assert not same(max_length=1024)
+    assert same(truncation_side="left")
+    assert not same(truncation_side="right")
+    settings(model_max_length=4096.0)
+    assert same(max_length=1024)
+    settings(model_max_length=None, truncation_side=None)  # then the tokenizer's class may say
+    assert not same(max_length=1024)
+    settings(model_max_length=64)
+    assert not same(max_length=64, tokenizer_kwargs={"model_max_length": 32})
+    tokenizer = own_llama / "tokenizer.json"
+    stored = json.loads(tokenizer.read_text(encoding="utf-8"))
+    assert same(truncation_side="right")
+    cut = {"direction": "Left", "max_length": 9, "strategy": "LongestFirst", "stride": 0}
+    tokenizer.write_text(json.dumps({**stored, "truncation": cut}))
+    assert not same(truncation_side="right")
+    tokenizer.unlink()
+    (own_llama / "vocab.json").write_text("{}")
+    assert not same(truncation_side="right")
+
+
+@pytest.mark.fault(18)
+def test_a_quantization_with_its_defaults_spelt_out(make: Make) -> None:
+    def found(**settings: Any) -> Fingerprint:
+        return first(make({"quantization_config": settings}))
+
+    eight, four = found(load_in_8bit=True), found(load_in_4bit=True)
+    usual = {**USUAL_SETTINGS, "_load_in_4bit": False}
+    assert found(**{**usual, "load_in_8bit": True}) == eight
+    assert found(**{**usual, "load_in_4bit": True, "llm_int8_skip_modules": []}) == four
+    assert found(load_in_4bit=True, bnb_4bit_compute_dtype="float32") == four, "what else is, on a CPU"
+    assert found(load_in_4bit=True, bnb_4bit_quant_storage="torch.uint8") == four
+    others: list[dict[str, Any]] = [
+        {"load_in_8bit": True},
+        {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+        {"load_in_4bit": True, "bnb_4bit_compute_dtype": "bfloat16"},
+        {"load_in_4bit": True, "bnb_4bit_use_double_quant": True},
+        {"load_in_4bit": True, "bnb_4bit_quant_storage": "float16"},
+        {"load_in_4bit": True, "llm_int8_skip_modules": ["lm_head"]},
+        {"load_in_8bit": True, "llm_int8_threshold": 5.0},
+    ]
+    assert len({four, *(found(**settings) for settings in others)}) == 1 + len(others)
+
+
+def test_the_usual_settings_of_bitsandbytes_are_those_of_transformers() -> None:
+    from transformers import BitsAndBytesConfig
+
+    usual = {
+        name: parameter.default
+        for name, parameter in inspect.signature(BitsAndBytesConfig).parameters.items()
+        if parameter.kind is not parameter.VAR_KEYWORD and name != "bnb_4bit_compute_dtype"
+    }
+    assert usual.pop("bnb_4bit_quant_storage") is None
+    assert (
+        str(BitsAndBytesConfig().bnb_4bit_quant_storage)
+        == f"torch.{USUAL_SETTINGS['bnb_4bit_quant_storage']}"
+    )
+    assert {**usual, "quant_method": "bitsandbytes", "bnb_4bit_quant_storage": "uint8"} == USUAL_SETTINGS
+
+
+@pytest.mark.fault(27)
+def test_files_that_change_while_the_run_starts(make: Make, own_llama: Path) -> None:
+    """After something was read of them, and before they were digested."""
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        prepared = make({"model_name_or_path": str(own_llama)})
+        shutil.copy(own_llama / name, own_llama / "copy")
+        (own_llama / "copy").replace(own_llama / name)
+        files = FileDigests(False, prepared.file_states)
+        with pytest.raises(CheckpointError, match=rf"{name} changed while the run started"):
+            member_fingerprint(prepared, prepared.plan.members[0], files)
+
+
+@pytest.mark.fault(27)
+def test_a_change_that_no_time_tells_voids_all_parts(make: Make, own_llama: Path) -> None:
+    """As on a file system without times of its own: the content is looked at before anything is sealed."""
+    prepared = make({"model_name_or_path": str(own_llama)})
+    rundir = RunDir(prepared.config.output_dir)
+    rundir.create()
+    rundir.tidy()
+    (work,) = find_works(prepared, rundir, lambda text: None).values()
+    model = prepared.config.models[0]
+    work.make_parts_dir()
+    demand_unchanged(prepared, model, work)
+    make_checkpoint(own_llama, "llama", LABELS, seed=9, pad=None)
+    for path, seen in work.files.items():
+        state = file_state(path)
+        assert state is not None
+        work.files[path] = dataclasses.replace(seen, state=state)
+    with pytest.raises(MergeError, match=r"model\.safetensors changed during the run"):
+        demand_unchanged(prepared, model, work)
+    assert not work.parts_dir.exists()
+
+
+@pytest.mark.fault(27)
+def test_all_files_are_watched_of_which_a_member_is_made(make: Make, project: Project) -> None:
+    folder = shutil.copytree(project.models / "llama", project.folder / "own")
+    (folder / "modeling_own.py").write_text("x = 1")
+    (folder / "a.gguf").write_bytes(b"GGUF" + b"weights")
+    adapter = project.folder / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
+    (adapter / "adapter_model.safetensors").write_bytes(bytes(8))
+    vocabulary = project.folder / "vocabulary.txt"
+    vocabulary.write_text("a")
+    keys = {
+        "model_name_or_path": str(folder),
+        "adapter_name_or_path": str(adapter),
+        "trust_remote_code": True,
+        "tokenizer_kwargs": {"extra": str(vocabulary)},
+    }
+    prepared = make()
+    prepared.checkpoints["llama"] = dataclasses.replace(prepared.checkpoints["llama"], folder=folder)
+    for gguf_file in (None, "a.gguf"):
+        files = FileDigests(whole=False)
+        model = prepared.config.models[0].model_copy(update={**keys, "gguf_file": gguf_file})
+        file_digests(prepared, model, files)
+        names = {str(Path(path).relative_to(project.folder)) for path in files.seen}
+        assert names == {
+            *("own/config.json", "own/modeling_own.py", "own/tokenizer.json", "own/tokenizer_config.json"),
+            *("adapter/adapter_config.json", "adapter/adapter_model.safetensors", "vocabulary.txt"),
+            "own/model.safetensors" if gguf_file is None else "own/a.gguf",
+        }
+
+
 def test_no_key_has_been_forgotten() -> None:
+    numbers = {*NUMBERS, *NUMBERS_WITH_FILES}
+    assert numbers == {*SPELT_OUT, *SPELT_OUT_ELSEWHERE, *ALWAYS_GIVEN}, (
+        "what is this key where nobody sets it?"
+    )
     known = {*NUMBERS, *NUMBERS_WITH_FILES, *HARMLESS, *HARMLESS_TO_COME}
     assert set(ModelConfig.model_fields) <= known
     others = {"data", "labels", "models", "limit", "seed", "hash_weights"}
@@ -288,6 +463,7 @@ def test_names_on_the_hub_stand_for_a_commit(make: Make, project: Project, hub_c
     commit_to(hub_cache, "people/llama", "2" * 40, list(folder.iterdir()))
     assert first(make(model)).changed_from(before) == ("weights", "tokenizer")
     assert first(make({**model, "revision": "1" * 40})) == before
+    assert first(make({**model, "revision": "main"})) == first(make(model))
     settings = {"tokenizer_kwargs": {"tokenizer_file": str(project.folder / "own.json")}}
     named = first(make({**model, **settings}))
     (project.folder / "own.json").write_text("{}")

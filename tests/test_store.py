@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from ensemble.fingerprint import Fingerprint
+from ensemble.parts import file_sha256
 from ensemble.rundir import RunDir, part_name
-from ensemble.store import MemberWork, file_sha256, find_work, seal, write_bad_rows
+from ensemble.store import MemberWork, find_work, seal, take_over, write_bad_rows
 
 ROWS = 6
 NOW = Fingerprint("a" * 64, "b" * 64, "c" * 64, "d" * 64)
@@ -27,7 +28,9 @@ def rundir(tmp_path: Path) -> RunDir:
 
 
 def find(rundir: RunDir, fingerprint: Fingerprint = NOW, keeps_bad_rows: bool = False) -> MemberWork:
-    return find_work(rundir, "m", fingerprint, ROWS, keeps_bad_rows)
+    work = find_work(rundir, "m", fingerprint, ROWS, keeps_bad_rows)
+    work.row_digests = np.arange(2 * ROWS, dtype="<u8").reshape(ROWS, 2)
+    return work
 
 
 def write_part(rundir: RunDir, rows: list[int], start: int = 0) -> Path:
@@ -124,6 +127,7 @@ def test_rows_that_could_not_be_computed_are_tried_again_unless_they_are_to_be_u
     assert np.flatnonzero(~again.is_done).tolist() == [4, 5], "the parts still count"
     shutil.rmtree(again.parts_dir)
     again = find(rundir)
+    take_over(rundir, again, 2, keeps_bad_rows=False)
     assert np.flatnonzero(~again.is_done).tolist() == [5], "and where they are gone, the predictions"
     (part,) = again.parts()
     assert part.column("p0").to_pylist() == [0.1, 0.2, 0.3, 0.4, 0.5]

@@ -133,6 +133,7 @@ def _member(state: MemberState, work: MemberWork | None) -> dict[str, Any]:
         "first_replicas": plan.first_replicas,
         "fingerprint": work.fingerprint.digest if work is not None else None,
         "reused_rows": state.reused_rows,
+        "taken_over": dict(work.taken) if work is not None else {},
         "work": work.worked if work is not None and is_reused else plan.work * state.computed_cost,
         "computed_as": plan.model.computed_as,
         "speed": speed_document(state),

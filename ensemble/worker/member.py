@@ -61,7 +61,8 @@ class Member:
         first = self._first_texts()
         folder = checkpoint_folder(spec.model_name_or_path, spec.revision)
         plain = [part for text in first for part in ([text] if isinstance(text, str) else text)]
-        self._tokenizer_notes = tuple(check_tokenizer(spec, self._tokenizer, folder, plain))
+        with self._unchanged():
+            self._tokenizer_notes = tuple(check_tokenizer(spec, self._tokenizer, folder, plain))
         self._longest = max(first, key=lambda text: len("".join(text)), default=None)
         self._rehearsed = self._encode_rehearsal()
         # On a CPU both would want the same cores.

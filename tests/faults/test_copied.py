@@ -108,7 +108,7 @@ def test_nothing_is_computed_in_the_copy_of_a_complete_run(
     assert forked.run(chunky.folder) == 0, forked.printed
     copy(chunky.folder / FIRST, chunky.folder / OTHER)
     assert forked.run(chunky.folder, "--set", f"output_dir={OTHER}") == 0, forked.printed
-    assert "llama: done by an earlier run; nothing of it runs again" in forked.printed
+    assert "llama: done by an earlier run, reused" in forked.printed
     assert len({step.pid for step in forked.steps}) == 1, "no worker is started"
     assert results(chunky, OTHER) == undisturbed
 

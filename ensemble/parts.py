@@ -1,0 +1,73 @@
+"""What stands in a member's folder of parts: rows with their values, and rows that could not be computed."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.csv as pa_csv
+
+from ensemble.planning.facts import read_json
+from ensemble.rundir import bad_rows_path, read_part
+
+_HASH_BYTES = 1 << 20
+
+
+def parts_in(folder: Path, rows: int) -> Iterator[pa.Table]:
+    """The parts that hold what their names say, in the order of their names.
+
+    Args:
+        rows: of the table.
+    """
+    for path in sorted(folder.glob("*.csv")):
+        table = part_table(read_part(path), rows)
+        if table is not None:
+            yield table
+
+
+def part_table(content: bytes | None, rows: int) -> pa.Table | None:
+    """A part as a table; None where it is none of a table of so many rows."""
+    if content is None:
+        return None
+    # Types are given, because an empty part or one of whole numbers would be taken for something else.
+    names = content.partition(b"\n")[0].decode("utf-8", "replace").replace('"', "").split(",")
+    types = {name: pa.int64() if name == "row" else pa.float64() for name in names}
+    try:
+        options = pa_csv.ConvertOptions(column_types=types)
+        table = pa_csv.read_csv(io.BytesIO(content), convert_options=options)
+    except pa.ArrowInvalid:
+        return None
+    if table.column_names != ["row", *(f"p{label}" for label in range(len(names) - 1))]:
+        return None
+    numbers = table.column("row").to_numpy()
+    return table if not len(numbers) or (numbers.min() >= 0 and numbers.max() < rows) else None
+
+
+def bad_rows_in(folder: Path, rows: int) -> dict[int, str]:
+    """The rows that could not be computed, with the reasons."""
+    return rows_with_reasons(read_json(bad_rows_path(folder)), rows)
+
+
+def rows_with_reasons(found: object, rows: int) -> dict[int, str]:
+    """Rows of a table and why they could not be computed, out of what a JSON file holds."""
+    named = found.items() if isinstance(found, dict) else ()
+    return {
+        int(row): str(why) for row, why in named if re.fullmatch("[0-9]{1,18}", str(row)) and int(row) < rows
+    }
+
+
+def file_sha256(path: Path) -> str:
+    """The SHA-256 of a file's content, in hex.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_HASH_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
