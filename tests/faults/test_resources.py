@@ -66,7 +66,7 @@ def test_a_run_goes_on_when_there_is_room_again(
     chunky: Project, forked: ForkedRuns, tmp_path: Path, undisturbed: dict[str, bytes]
 ) -> None:
     """A file system that holds the table and not much more."""
-    with small_disk(chunky.folder / "runs", "288k") as disk:
+    with small_disk(chunky.folder / "runs", "296k") as disk:
         (disk / "ballast").write_bytes(bytes(20_000))
         assert forked.run(chunky.folder) == 1, forked.printed
         assert re.search(r"error: .*No space left on device.* runs/first/", forked.printed), forked.printed
