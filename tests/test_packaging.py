@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.project import ROOT, Project
+from tests.waiting import PATIENCE_SECONDS
 
 # Only for those who work on the project.
 _LEFT_OUT = (".ci/", ".gitignore")
@@ -31,7 +32,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / name, source / name)
     done = subprocess.run(
-        [sys.executable, "-c", _BUILD, str(folder)], cwd=source, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", _BUILD, str(folder)],
+        cwd=source,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
@@ -66,7 +71,7 @@ def test_the_wheel_works_in_an_empty_folder(built: Path, project: Project, tmp_p
             env={**os.environ, "PYTHONPATH": str(site)},
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=PATIENCE_SECONDS,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout

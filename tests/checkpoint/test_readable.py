@@ -17,6 +17,7 @@ from ensemble.checkpoint.hub import find_file
 from ensemble.checkpoint.readable import small_file_problems
 from ensemble.errors import CheckpointError
 from tests.project import ROOT, Project
+from tests.waiting import PATIENCE_SECONDS
 
 _DROP_A_RIGHT = 24  # PR_CAPBSET_DROP (linux/prctl.h)
 _ABOVE_RIGHTS = (1, 2)  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH (linux/capability.h)
@@ -36,7 +37,7 @@ def validate(project: Project) -> str:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PATIENCE_SECONDS,
         preexec_fn=without_roots_rights,
     )
     assert done.returncode == 2, done.stdout + done.stderr

@@ -17,6 +17,7 @@ from tests.faults.chunky import ids_of, results
 from tests.faults.inject import Fault, Injected
 from tests.faults.test_workers import faults_of, workers_of
 from tests.project import ROOT, Project
+from tests.waiting import PATIENCE_SECONDS
 
 WALL_CLOCKS = ("time.time", "time.time_ns", "time.localtime", "time.gmtime")
 
@@ -45,7 +46,7 @@ def test_parent_and_worker_are_stopped_for_longer_than_a_worker_may_hang(
         time.sleep(10)
         for pid in everybody:
             os.kill(pid, signal.SIGCONT)
-        printed, _ = process.communicate(timeout=90)
+        printed, _ = process.communicate(timeout=PATIENCE_SECONDS)
     finally:
         process.kill()
         process.wait()

@@ -9,6 +9,7 @@ from tests.faults.chunky import ids_of
 from tests.faults.inject import Fault, Injected
 from tests.faults.test_endings import start, wait_for
 from tests.project import Project
+from tests.waiting import PATIENCE_SECONDS
 
 
 def test_a_real_run_is_seen_from_another_terminal(chunky: Project, tmp_path: Path) -> None:
@@ -30,7 +31,7 @@ def test_a_real_run_is_seen_from_another_terminal(chunky: Project, tmp_path: Pat
         wait_for(is_half_done, process)  # the report is written every few seconds
         seen = status()
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
+        process.communicate(timeout=PATIENCE_SECONDS)
     assert "tokens/s time left ─" in seen, seen
     assert "llama predicting 8 16 50%" in seen
     assert "runs/first: running for " in seen

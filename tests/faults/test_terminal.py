@@ -19,6 +19,7 @@ import pytest
 from tests.faults.chunky import chunky_config, ids_of, results
 from tests.faults.inject import Fault, Injected
 from tests.project import LABELS, ROOT, Project
+from tests.waiting import PATIENCE_SECONDS
 
 # What a terminal starts, with the actions for signals that such a process has, whatever this one was started with.
 _STARTED = """
@@ -110,7 +111,7 @@ class Terminal:
 
 
 def wait_until(what: Callable[[], object], idle: Callable[[], object] = lambda: None) -> None:
-    until = time.monotonic() + 100
+    until = time.monotonic() + PATIENCE_SECONDS
     while not what():
         assert time.monotonic() < until, "it did not come"
         idle()
@@ -162,11 +163,11 @@ def tmux(command: list[str], folder: Path, variables: dict[str, str]) -> Iterato
     with tempfile.TemporaryDirectory() as place:
         server = ["tmux", "-S", f"{place}/socket", "-f", os.devnull]
         new = [*server, "new-session", "-d", "-s", "here", "-x", "100", "-y", "30", shlex.join(command)]
-        subprocess.run(new, cwd=folder, env=variables, check=True, timeout=60)
+        subprocess.run(new, cwd=folder, env=variables, check=True, timeout=PATIENCE_SECONDS)
         try:
             yield server
         finally:
-            subprocess.run([*server, "kill-server"], capture_output=True, timeout=60)
+            subprocess.run([*server, "kill-server"], capture_output=True, timeout=PATIENCE_SECONDS)
 
 
 @pytest.mark.fault(32, 33)
@@ -179,7 +180,7 @@ def test_the_tmux_session_is_killed(
     command = [sys.executable, "-c", _RECORDER, str(told), *started(hangup, _RUN)]
     with tmux(command, chunky.folder, environment(injected)) as server:
         wait_until(injected.pids)
-        subprocess.run([*server, end], check=True, timeout=60)
+        subprocess.run([*server, end], check=True, timeout=PATIENCE_SECONDS)
         wait_until(lambda: told.exists() and told.read_text())
     if hangup == "heeded":
         check_interrupted(chunky, int(told.read_text()))
@@ -228,7 +229,7 @@ def in_shell(project: Project, command: list[str], streams: str, **variables: st
         cwd=project.folder,
         env={**environment(), **variables},
         capture_output=True,
-        timeout=100,
+        timeout=PATIENCE_SECONDS,
     )
     return int(told.read_text()), (done.stdout + done.stderr).decode("utf-8", "replace")
 

@@ -15,6 +15,7 @@ from pyarrow import parquet
 
 from tests.config.examples import small
 from tests.project import ROOT
+from tests.waiting import PATIENCE_SECONDS
 
 PWNED = "!!python/object/apply:os.system ['touch pwned']"
 BOMB = "a0: &a0 [1, 1]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 30)}]\n" for n in range(1, 40))
@@ -27,7 +28,7 @@ def assert_refused(folder: Path, config: str, *overrides: str, words: str) -> No
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
-        timeout=60,
+        timeout=PATIENCE_SECONDS,
     )
     printed = done.stderr.decode()
     assert done.returncode == 2, printed

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests.project import ROOT
+from tests.waiting import PATIENCE_SECONDS
 
 
 def in_terminal(
@@ -37,7 +38,7 @@ def in_terminal(
     try:
         while data := _read(ours):
             written += data
-        process.wait(timeout=100)
+        process.wait(timeout=PATIENCE_SECONDS)
     finally:
         os.close(ours)
         if process.poll() is None:

@@ -41,7 +41,7 @@ def crowded(tmp_path_factory: pytest.TempPathFactory, tiny_models: Path) -> Proj
         for place, name in enumerate(NAMES)
     ]
     project.write_config(project.config(models=models))
-    done = project.ensemble("run", "config.yaml", "--quiet", timeout=280)
+    done = project.ensemble("run", "config.yaml", "--quiet")
     assert done.returncode == 0, done.stderr
     return project
 
