@@ -27,8 +27,10 @@ TABLE = ROOT / "docs" / "releases.md"
 # Parity, the demo, loading, adapters, quantization: what a release can change.
 QUICK = ("tests/releases", "tests/worker/test_adapter.py", "tests/worker/test_quantization.py")
 WHOLE = (
-    *("tests/releases", "tests/worker", "tests/checkpoint", "tests/planning"),
-    *("tests/test_run.py", "tests/test_configs.py"),
+    *QUICK,
+    *(f"tests/worker/test_{name}.py" for name in ("predict", "precision", "float32", "gguf", "offload")),
+    *(f"tests/worker/test_{name}.py" for name in ("serve", "compute", "repeated", "prefix", "proof")),
+    *("tests/checkpoint", "tests/test_configs.py"),
 )
 # Shown in the table.
 _SHOWN = ("torch", "transformers", "accelerate", *EXTRAS, "numpy", "pyarrow", "pydantic", "typer")
@@ -145,6 +147,7 @@ def _run(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
             "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+            "ENSEMBLE_TEST_OTHER_RELEASES": "1",
         },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
