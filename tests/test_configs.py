@@ -91,7 +91,7 @@ def test_the_kaggle_config_with_stand_ins(kaggle: Project) -> None:
     assert report["null_texts"]["response_a"] >= 40
     done = kaggle.ensemble("plan", "kaggle.yaml")
     assert done.returncode == 0, done.stderr
-    assert "the whole run: about " in done.stdout, "by the speeds of the run before"
+    assert "the whole run takes about " in done.stdout, "by the speeds of the run before"
 
 
 def test_the_kaggle_config_fits_two_t4(kaggle: Project, nvml_sim: NvmlSim) -> None:

@@ -22,10 +22,10 @@ def test_idle_is_the_time_since_the_last_step_unless_it_rests(monkeypatch: pytes
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     pulse = Pulse(lambda event: None)
-    now = 103.5
-    assert pulse.idle_seconds() == 3.5
+    now = 102.5
+    assert pulse.idle_seconds() == 2.5
     pulse.step()
-    now = 104.0
+    now = 103.0
     assert pulse.idle_seconds() == 0.5
     pulse.rest()
     now = 200.0
