@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
-
-import pytest
 
 from ensemble.launch.local import LocalWorker
 from ensemble.protocol import Event, Heartbeat
+from ensemble.watch import Watch
 from ensemble.worker.pulse import Pulse
 from tests.waiting import wait_until
 
@@ -18,10 +16,11 @@ def wait_for_end(worker: LocalWorker) -> None:
     wait_until(worker.has_exited, "the worker's end")
 
 
-def test_idle_is_the_time_since_the_last_step_unless_it_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_is_the_time_since_the_last_step_unless_it_rests() -> None:
     now = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
     pulse = Pulse(lambda event: None)
+    pulse.watch = Watch(3.0, lambda: now)
+    pulse.step()
     now = 102.5
     assert pulse.idle_seconds() == 2.5
     pulse.step()
