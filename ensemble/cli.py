@@ -101,7 +101,7 @@ def run(
     result = run_config(loaded, display, fresh, process_age_seconds())
     if not quiet:
         tells = (truncation_text, repeated_text, oom_text, float32_text)
-        _show([members_table(result.members, result.results.scores)])
+        _show([members_table(result.members, result.results.scores, result.results.merged_rows)])
         _show([no_better_text(result.results.scores)])
         _show(tell(state) for tell in tells for state in result.members)
         _show(bad_rows_text(state, loaded.config.on_bad_row) for state in result.members)

@@ -11,7 +11,7 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -229,7 +229,11 @@ class Merge:
             if member.scoring is not None and member.check.reached == self._table.rows:
                 merged.scores[member.name] = member.scoring.score()
         if scoring is not None:
-            merged.scores[ENSEMBLE_ROW] = scoring.score()
+            score = scoring.score()
+            # What fills rows that no member reached says nothing of the members.
+            merged.scores[ENSEMBLE_ROW] = (
+                replace(score, no_better_than_prior=False) if merged.filled_rows else score
+            )
 
     def _submit(self, whole: _Values | None) -> None:
         config, sample = self._config, self._prepared.sample

@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -173,9 +174,19 @@ class _Run:
                     self._write_run_json(result.status)
                     result.results.files["report"] = rundir.run_json
         if result.status == "complete" and not result.left_out:  # who was left out can go on from its parts
-            is_trial = config.limit is not None
-            rundir.remove_work([work.parts_dir for work in self._works.values()] if is_trial else None)
+            rundir.remove_work(self._done_folders())
         return result
+
+    def _done_folders(self) -> Iterator[Path]:
+        """The folders of parts that nobody needs any more.
+
+        Not those of members that this config leaves out, which another run may resume; of a trial only its own.
+        """
+        for name, work in self._works.items():
+            yield work.parts_dir
+            if self._config.limit is None:
+                yield from self._rundir.parts_dirs(name)
+                yield from (self._rundir.root / place for place in work.taken if place.startswith("work/"))
 
     @property
     def _is_work_left(self) -> bool:

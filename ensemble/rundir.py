@@ -69,6 +69,10 @@ class RunDir:
     def parts_dir(self, member: str, fingerprint: str) -> Path:
         return self.work_dir / f"{member}.{fingerprint[:16]}"
 
+    def parts_dirs(self, member: str) -> list[Path]:
+        """The folders of a member's parts, whatever they are made of."""
+        return [path for path in self.work_dir.glob("*.*") if path.name.rpartition(".")[0] == member]
+
     def own_places(self) -> tuple[Path, ...]:
         """The folders and files that a run uses, but for its lock."""
         folders = (self.predictions_dir, self.work_dir, self.logs_dir)
@@ -146,15 +150,14 @@ class RunDir:
                 shutil.rmtree(folder)  # what stayed would be taken for this run's work
         self.tidy()
 
-    def remove_work(self, parts_dirs: Iterable[Path] | None = None) -> None:
-        """Remove what stands of unfinished members; of a trial its own folders only, whose members these are."""
-        if parts_dirs is None:
-            shutil.rmtree(self.work_dir, ignore_errors=True)
+    def remove_work(self, parts_dirs: Iterable[Path]) -> None:
+        """Remove these folders of parts, and the published table; of other members' work nothing."""
+        if self.work_dir.is_symlink():
             return
         for folder in parts_dirs:
             shutil.rmtree(folder, ignore_errors=True)
         self.table.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # a larger run's work is in it
+        with contextlib.suppress(OSError):  # what others have not finished is in it
             self.work_dir.rmdir()
 
 

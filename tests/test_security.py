@@ -350,14 +350,14 @@ def test_folders_that_are_links_are_replaced(fresh: bool, tmp_path: Path, precio
     assert not parts_dir.exists()
     assert not any(path.is_symlink() for path in rundir.root.rglob("*"))
     assert list(rundir.logs_dir.iterdir()) == []
-    rundir.remove_work()
+    rundir.remove_work([parts_dir])
     assert untouched(precious)
 
 
 def test_work_that_became_a_link_is_not_removed_through_it(tmp_path: Path, precious: Path) -> None:
     rundir = RunDir(tmp_path / "run")
     link(rundir.work_dir, precious, "symlink")
-    rundir.remove_work()
+    rundir.remove_work([rundir.parts_dir("m", "0" * 64)])
     assert untouched(precious)
 
 

@@ -197,7 +197,9 @@ def too_short_text(
         f"between {'; '.join(tries) or 'nothing was left to start one'}"
     )
     if startup_seconds is None:
-        return f"{text}; set a longer time_limit"
+        return (
+            f"{text}; set a longer time_limit (a run with --limit 20 and without one measures what it takes)"
+        )
     needed = before_seconds + startup_seconds
     at_least = min(needed / (1 - RESERVE_MAX_SHARE), needed + max(kept_seconds, RESERVE_MIN_SECONDS))
     if at_least < limit_seconds:

@@ -18,10 +18,16 @@ _SHOWN_GAPS = 4
 _MARK = "! "
 
 
-def members_table(members: Sequence[MemberState], scores: Mapping[str, Score]) -> Table:
-    """Rows, time, speed, share of real tokens and peak memory per member; scores where the truth is known."""
+def members_table(
+    members: Sequence[MemberState], scores: Mapping[str, Score], merged_rows: Mapping[str, int]
+) -> Table:
+    """Rows, time, speed, share of real tokens and peak memory per member; scores where the truth is known.
+
+    Args:
+        merged_rows: by member, what the merge found, which may be more than a worker had time to tell.
+    """
     headers = ["member", "rows", "seconds", "tokens/s", "real tokens", "peak memory"]
-    rows = [[*_member_cells(state), *_score_cells(scores, state.plan.name)] for state in members]
+    rows = [[*_member_cells(state, merged_rows), *_score_cells(scores, state.plan.name)] for state in members]
     totals = []
     if ENSEMBLE_ROW in scores:
         totals.append([ENSEMBLE_ROW, *[""] * (len(headers) - 1), *_score_cells(scores, ENSEMBLE_ROW)])
@@ -148,11 +154,12 @@ def shown_path(path: Path) -> str:
         return str(path)
 
 
-def _member_cells(state: MemberState) -> list[str]:
+def _member_cells(state: MemberState, merged_rows: Mapping[str, int]) -> list[str]:
     if state.failure is not None:
         return [state.plan.name, "failed", "", "", "", ""]
     if not state.finished:
-        return [state.plan.name, f"{state.rows_done:,}", "unfinished", "", "", ""]
+        rows = max(state.rows_done, merged_rows.get(state.plan.name, 0))
+        return [state.plan.name, f"{rows:,}", "unfinished", "", "", ""]
     if not state.workers:
         return [state.plan.name, f"{len(state.plan.order):,}", "reused", "", "", ""]
     workers = state.workers

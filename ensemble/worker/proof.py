@@ -58,9 +58,10 @@ def check_unexpected_keys(spec: WorkerSpec, keys: Sequence[str], is_quantized: b
         if not (is_left_out(key) or _HARMLESS.search(key) or (is_quantized and stands_beside_packed(key)))
     )
     if lost:
+        changed = f", or take {', '.join(spec.model_kwargs)} out of model_kwargs" if spec.model_kwargs else ""
         raise ValueError(
             f"{spec.model_name_or_path} has weights that its config.json has no place for: {some(lost)}; they "
-            "would be left out. Copy the config.json that was saved with them"
+            f"would be left out. Copy the config.json that was saved with them{changed}"
         )
 
 

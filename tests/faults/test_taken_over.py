@@ -156,6 +156,23 @@ def test_a_renamed_member(
 
 @pytest.mark.fault(18)
 @pytest.mark.timeout(300)
+def test_a_member_that_is_left_out_for_once_keeps_its_work(
+    chunky: Project, forked: ForkedRuns, undisturbed: dict[str, bytes]
+) -> None:
+    """As people do under a limit: the slow member is commented out to have a submission now."""
+    assert forked.run(chunky.folder, judge=kill_at_part(3)) == -9
+    model = {"name": "gemma", "model_name_or_path": str(chunky.models / "gemma")}
+    chunky.write_config(chunky_config(chunky, models=[model]))
+    assert forked.run(chunky.folder) == 0, forked.printed
+    chunky.write_config(chunky_config(chunky))
+    assert forked.run(chunky.folder) == 0, forked.printed
+    assert counts(chunky) == {"llama": (12, 4)}
+    assert results(chunky) == undisturbed, "byte for byte"
+    assert not (chunky.folder / "runs/first/work").exists()
+
+
+@pytest.mark.fault(18)
+@pytest.mark.timeout(300)
 def test_members_that_take_each_others_names_and_share_work(chunky: Project, forked: ForkedRuns) -> None:
     def model(name: str, max_length: int) -> dict[str, Any]:
         return {"name": name, "model_name_or_path": str(chunky.models / "llama"), "max_length": max_length}
