@@ -115,8 +115,8 @@ def _whole_problems(path: Path, settings: Mapping[str, Any], config: Mapping[str
     if made is not None and found and (kind := found[1].decode("ascii", "replace")) != made.kind:
         yield (
             f"{path} holds a vocabulary of the kind {kind}, and tokenizer_config.json names the tokenizer_class "
-            f"{settings['tokenizer_class']}, which is for {made.kind}; they do not belong together: copy both again, "
-            "or set tokenizer_class to PreTrainedTokenizerFast, which takes tokenizer.json as it is"
+            f"{settings['tokenizer_class']}, which is for {made.kind}; they do not belong together: copy both "
+            "again, or set tokenizer_class to PreTrainedTokenizerFast, which takes tokenizer.json as it is"
         )
 
 
