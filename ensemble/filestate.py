@@ -63,6 +63,6 @@ def changed_text(paths: Iterable[str]) -> str:
     more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
     return (
         f"{', '.join(names[:_SHOWN])}{more} changed during the run (replaced, written to, touched, removed, or "
-        "given other rights or links); nothing is made of old and new files together: run the same command again when "
-        "they are complete"
+        "given other rights or links); nothing is made of old and new files together: run the same command again "
+        "when they are complete"
     )

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests.leftovers import nothing_is_left, temporary_directory
@@ -22,6 +23,9 @@ def pytest_configure(config: pytest.Config) -> None:
     A shell that runs the tests in the background, and nohup, ignore signals for them and for all that they start.
     A handler ends with the exec: so a signal still does nothing here, and its default in what a test starts.
     """
+    # Hypothesis would fail an example that takes longer than 200 ms, as one does on a busy machine.
+    hypothesis.settings.register_profile("patient", deadline=None)
+    hypothesis.settings.load_profile("patient")
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         return  # xdist's processes, which this one starts, shall not be ended by a hangup either
     for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

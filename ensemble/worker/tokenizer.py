@@ -33,12 +33,13 @@ def load_tokenizer(spec: WorkerSpec) -> Any:
             trust_remote_code=spec.trust_remote_code,
             **options,
         )
-    except (OSError, ImportError):
+    except OSError:
         raise
-    except (
-        Exception
-    ) as error:  # a class that is not for this vocabulary fails in any way, tokenizers with its own
-        if spec.trust_remote_code:
+    except Exception as error:  # a class that is not for this vocabulary fails in any way
+        # Releases before 5.12 ask for protobuf where it is missing, whatever went wrong before.
+        if isinstance(error, ImportError) and isinstance(error.__context__, Exception):
+            error = error.__context__
+        if spec.trust_remote_code or isinstance(error, ImportError):
             raise  # perhaps by the checkpoint's own code, whose words say more
         reason = (str(error).strip() or "no reason given").splitlines()[0]
         raise ValueError(
