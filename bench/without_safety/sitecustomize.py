@@ -9,8 +9,8 @@ from typing import Any
 class _Checksum:
     """In the place of a hash, for next to nothing: only the lengths and a checksum of the first bytes."""
 
-    def __init__(self, data: bytes = b"", **options: Any) -> None:
-        self._length, self._sum = 0, 0
+    def __init__(self, data: bytes = b"", digest_size: int = 32, **options: Any) -> None:
+        self._length, self._sum, self._digits = 0, 0, 2 * digest_size
         self.update(data)
 
     def update(self, data: Any) -> None:
@@ -19,7 +19,7 @@ class _Checksum:
         self._sum = zlib.crc32(view[:64], self._sum)
 
     def hexdigest(self) -> str:
-        return f"{self._sum:08x}{self._length:056x}"
+        return f"{self._sum:08x}{self._length:0{self._digits - 8}x}"
 
     def digest(self) -> bytes:
         return bytes.fromhex(self.hexdigest())
