@@ -311,17 +311,18 @@ def test_the_next_member_waits_until_the_memory_is_back(project: Project, nvml_s
 
 def test_a_device_that_never_comes_free_is_left_out(project: Project, two_gpus: NvmlSim) -> None:
     config = project.config()
-    config["models"].append({**config["models"][1], "name": "third"})
+    # Two more members on the other device, so that the run is not over before the device's time is.
+    config["models"] += [{**config["models"][1], "name": name} for name in ("third", "fourth")]
     project.write_config(config)
-    with start(project, two_gpus, "--set", "defaults.replicas=1", "--set", "release_timeout=3s") as process:
+    with start(project, two_gpus, "--set", "defaults.replicas=1", "--set", "release_timeout=1s") as process:
         held = Gpu(A, pci=(0, 1, 0), memory=Memory(used=9 * GIB), processes={4242: 8 * GIB})
         write_later(two_gpus, process, Gpu(B, pci=(0, 2, 0)), held)
         printed, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0, printed
     report = project.run_json()
-    assert f"({A}): 9.0 GiB still in use 3 s after its worker ended" in printed
+    assert f"({A}): 9.0 GiB still in use 1 s after its worker ended" in printed
     assert "process 4242" in printed
-    assert devices(report) == [[A], [B], [B]]
+    assert devices(report) == [[A], [B], [B], [B]]
 
 
 @pytest.mark.fault(23)
