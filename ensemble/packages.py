@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -72,7 +73,8 @@ def unsupported(
             yield f"{one.name} {version} is {wrong}{why}; {one.install}"
 
 
-def own_requirements() -> list[Requirement]:
+@cache  # asked by the command line, by every command with a config, and by the checks of extras
+def own_requirements() -> tuple[Requirement, ...]:
     """What this package asks for; empty where neither a pyproject.toml nor an installation says so."""
     # A checkout on PYTHONPATH has no metadata, or that of another copy which is installed besides.
     texts = _of_checkout(Path(__file__).resolve().parents[1] / "pyproject.toml")
@@ -80,12 +82,12 @@ def own_requirements() -> list[Requirement]:
         try:
             texts = metadata.requires(DISTRIBUTION) or []
         except metadata.PackageNotFoundError:
-            return []
+            return ()
     found: dict[str, Requirement] = {}
     for requirement in map(parse_requirement, texts):
         if requirement is not None:
             found.setdefault(requirement.name, requirement)
-    return [*found.values(), *(Requirement(name) for name in _BROUGHT if name not in found)]
+    return (*found.values(), *(Requirement(name) for name in _BROUGHT if name not in found))
 
 
 def parse_requirement(text: str) -> Requirement | None:

@@ -9,7 +9,7 @@
       submission.csv           the sample submission's columns and row order, where one is named
       logs/run.log             what the parent did; logs/<member>-<replica>.log: all a worker printed
       work/                    the table as Arrow; <member>.<fingerprint>/: which rows, their order, parts, bad
-                               rows; removed when the run is complete
+                               rows; removed when the member is complete
 
 This module does not know what is in those files.
 """

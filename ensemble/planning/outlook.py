@@ -79,13 +79,15 @@ def _with_flash_attention(
 
     Asked where a member would take it and its package can be found.
     """
+    if not gpus or importlib.util.find_spec("flash_attn") is None:
+        return facts
     able = {name: replace(one, has_flash_attention=True) for name, one in facts.items()}
     would = any(
         model.attn_implementation is None
         and place(config, index, able[model.name], gpus, None).attention == "flash_attention_2"
         for index, model in enumerate(config.models)
     )
-    if not would or importlib.util.find_spec("flash_attn") is None:
+    if not would:
         return facts
     report = run_trials(gpus[:1], flash_attention=True)[0].report
     return able if report is not None and report.has_flash_attention else facts

@@ -107,9 +107,8 @@ def _compute_no_more_than_logits(model: Any) -> None:
     """Nothing is generated, so no keys and values need be kept; nor what else a checkpoint's config may ask for."""
     for config in (model.config, model.config.get_text_config()):
         config.use_cache = config.output_hidden_states = config.output_attentions = False
-        if hasattr(
-            config, "reference_compile"
-        ):  # ModernBERT compiles itself where Triton is, unless told not to
+        # ModernBERT compiles itself where Triton is, unless told not to.
+        if hasattr(config, "reference_compile"):
             config.reference_compile = False
 
 
