@@ -16,11 +16,11 @@ from pathlib import Path
 def _ours(folder: Path) -> Callable[[], object]:
     """From sealed predictions to files, as a run does it whose members are done."""
     from ensemble.config.load import load_config
-    from ensemble.prepare import prepare
-    from ensemble.results import Handover
-    from ensemble.rundir import RunDir
-    from ensemble.state import MemberState
-    from ensemble.store import find_works
+    from ensemble.pipeline.results import Handover
+    from ensemble.pipeline.resume import find_works
+    from ensemble.pipeline.run_dir import RunDir
+    from ensemble.pipeline.validate import prepare
+    from ensemble.scheduling.state import MemberState
 
     prepared = prepare(load_config(folder.with_suffix(".yaml")))
     rundir = RunDir(prepared.config.output_dir)

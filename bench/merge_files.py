@@ -13,14 +13,14 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from ensemble.checkpoint.content import FileDigests
+from ensemble.common.shards import file_sha256
 from ensemble.config.load import load_config
-from ensemble.fingerprint import member_fingerprint
-from ensemble.parts import file_sha256
-from ensemble.prepare import Prepared, prepare
-from ensemble.rundir import RunDir, hold
-from ensemble.store import find_work, seal
-from ensemble.tables.csvfile import write_csv
+from ensemble.data.csv_file import write_csv
+from ensemble.members.huggingface.checkpoint.digests import FileDigests
+from ensemble.pipeline.fingerprint import member_fingerprint
+from ensemble.pipeline.resume import find_work, seal
+from ensemble.pipeline.run_dir import RunDir, hold
+from ensemble.pipeline.validate import Prepared, prepare
 
 _FULL = ("ours_in_full", "ours_in_another_order")
 _SEED = 7

@@ -29,13 +29,14 @@ from bench.processes import Failed
 from bench.rounds import say
 from bench.sections import show
 from bench.table import Spread
+from ensemble.common.protocol import Load, Ready, Start
+from ensemble.common.shards import order_path
 from ensemble.config import load_config
-from ensemble.launch.local import LocalWorker
+from ensemble.pipeline.launch import worker_spec
+from ensemble.pipeline.run_dir import RunDir
+from ensemble.pipeline.validate import Prepared, prepare
 from ensemble.planning.plan import MemberPlan
-from ensemble.prepare import Prepared, prepare
-from ensemble.protocol import Load, Ready, Start
-from ensemble.rundir import RunDir, order_path
-from ensemble.spec import worker_spec
+from ensemble.scheduling.launchers.local import LocalWorker
 
 CONFIG = ROOT / "configs" / "demo.yaml"
 # What a script would begin with that knows its model's class.

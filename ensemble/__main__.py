@@ -23,7 +23,7 @@ def main() -> None:
     if sys.path and sys.path[0] in ("", os.getcwd()) and root != os.getcwd():  # noqa: PTH109
         del sys.path[0]
     _open_standard_streams()
-    from ensemble.redact import Redactor, guard_output
+    from ensemble.common.redact import Redactor, guard_output
 
     guard_output(Redactor(os.environ))
     for number in _MUST_WORK:
@@ -36,7 +36,7 @@ def main() -> None:
         if found := _unsupported():
             sys.stderr.write("".join(f"error: {text}\n" for text in found))
             sys.exit(2)
-        from ensemble.cli import main as command_line
+        from ensemble.cli.app import main as command_line
     except ImportError as error:
         sys.stderr.write(
             f"error: a package that this needs is missing or broken ({error}); install it with "
@@ -50,7 +50,7 @@ def main() -> None:
 
 def _unsupported() -> list[str]:
     """What the command line itself cannot start with: typer before 0.16 runs another command than was asked for."""
-    from ensemble.packages import COMMAND_LINE, OLDEST_PYTHON, unsupported
+    from ensemble.common.packages import COMMAND_LINE, OLDEST_PYTHON, unsupported
 
     if sys.version_info < OLDEST_PYTHON:
         oldest = ".".join(map(str, OLDEST_PYTHON))

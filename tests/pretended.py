@@ -11,11 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ensemble.devices import Device
-from ensemble.judge import Judge, Policy
-from ensemble.leases import Leases
-from ensemble.planning.plan import MemberPlan, Plan, make_plan
-from ensemble.protocol import (
+from ensemble.common.gpus import Device
+from ensemble.common.protocol import (
     ChunkDone,
     Closed,
     Command,
@@ -28,10 +25,13 @@ from ensemble.protocol import (
     Started,
     Stop,
 )
-from ensemble.scheduler import Scheduler
-from ensemble.slots import Worker
-from ensemble.state import MemberState
-from ensemble.timekeeper import TimeKeeper
+from ensemble.planning.plan import MemberPlan, Plan, make_plan
+from ensemble.scheduling.deadline import TimeKeeper
+from ensemble.scheduling.device_pool import Leases
+from ensemble.scheduling.retry import Judge, Policy
+from ensemble.scheduling.running_worker import Worker
+from ensemble.scheduling.scheduler import Scheduler
+from ensemble.scheduling.state import MemberState
 from tests.planning.test_plan import config, facts
 
 CHUNK_SECONDS = 0.03

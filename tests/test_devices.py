@@ -15,8 +15,8 @@ from typing import Any
 import pynvml
 import pytest
 
-from ensemble.devices import Device, worker_environment
-from ensemble.errors import DeviceError
+from ensemble.common.errors import DeviceError
+from ensemble.common.gpus import Device, worker_environment
 from tests.nvml.sim import (
     DRIVER_NOT_LOADED,
     GIB,
@@ -401,7 +401,7 @@ def test_a_gpu_lost_while_watched(nvml_sim: NvmlSim) -> None:
 def test_a_running_process_sees_a_new_state(nvml_sim: NvmlSim) -> None:
     nvml_sim.write([Gpu(PARENT, memory=Memory(used=GIB))])
     code = f"""
-from ensemble.devices import used_memory
+from ensemble.common.gpus import used_memory
 for line in iter(input, "stop"):
     print(used_memory(["{PARENT}"])["{PARENT}"], flush=True)
 """

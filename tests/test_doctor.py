@@ -19,16 +19,16 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ensemble.devices import Device, Inventory
-from ensemble.doctor.examine import examine
-from ensemble.doctor.finding import Finding
-from ensemble.doctor.gpus import code_for, inventory_findings, trial_findings
-from ensemble.doctor.packages import package_findings, python_findings
-from ensemble.doctor.places import cpu_finding, disk_findings, memory_findings, room_finding
-from ensemble.launch.local import python_command
-from ensemble.launch.trials import CPU, Report, Trial, run_trials
-from ensemble.packages import Requirement
-from ensemble.report.layout import Page
+from ensemble.cli.doctor.checks import examine
+from ensemble.cli.doctor.finding import Finding
+from ensemble.cli.doctor.gpus import code_for, inventory_findings, trial_findings
+from ensemble.cli.doctor.packages import package_findings, python_findings
+from ensemble.cli.doctor.resources import cpu_finding, disk_findings, memory_findings, room_finding
+from ensemble.cli.layout import Page
+from ensemble.common.device_trials import CPU, Report, Trial, run_trials
+from ensemble.common.gpus import Device, Inventory
+from ensemble.common.packages import Requirement
+from ensemble.common.python_process import python_command
 from ensemble.worker.probe import probe, product_error
 from tests.nvml.sim import GIB, GPU_IS_LOST, Fail, Memory, NvmlSim, gpu_uuid, gpus
 from tests.oom.limit import AllocatorLimit
@@ -186,7 +186,7 @@ def test_quiet_says_problems_only(
 def test_doctor_imports_little() -> None:
     # So that it can say what is missing.
     heavy = ("torch", "transformers", "accelerate", "pandas", "pydantic", "numpy", "huggingface_hub")
-    code = f"import sys, ensemble.doctor; print([name for name in {heavy!r} if name in sys.modules])"
+    code = f"import sys, ensemble.cli.doctor; print([name for name in {heavy!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from ensemble.checkpoint.content import FileDigests
-from ensemble.checkpoint.quantization import USUAL_SETTINGS
+from ensemble.common.errors import CheckpointError, MergeError
+from ensemble.common.files import file_state
 from ensemble.config import ModelConfig, RunConfig, load_config
-from ensemble.errors import CheckpointError, MergeError
-from ensemble.filestate import file_state
-from ensemble.fingerprint import Fingerprint, file_digests, member_fingerprint
-from ensemble.prepare import Prepared, prepare
-from ensemble.rundir import RunDir
-from ensemble.store import demand_unchanged, find_works
+from ensemble.members.huggingface.checkpoint.digests import FileDigests
+from ensemble.members.huggingface.checkpoint.quantization_keys import USUAL_SETTINGS
+from ensemble.pipeline.fingerprint import Fingerprint, file_digests, member_fingerprint
+from ensemble.pipeline.resume import demand_unchanged, find_works
+from ensemble.pipeline.run_dir import RunDir
+from ensemble.pipeline.validate import Prepared, prepare
 from tests.checkpoints import make_adapter, make_checkpoint
 from tests.project import LABELS, Project
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ensemble.cgroup import Groups, cpu_limit, find_groups, memory_left, memory_limit, oom_kills
-from ensemble.hostmemory import available_memory_bytes, meminfo_bytes, total_memory_bytes
+from ensemble.common.cgroup import Groups, cpu_limit, find_groups, memory_left, memory_limit, oom_kills
+from ensemble.common.host import available_memory_bytes, meminfo_bytes, total_memory_bytes
 
 GIB = 1 << 30
 NO_LIMIT = 9223372036854771712  # how version 1 says it

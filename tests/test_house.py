@@ -1,37 +1,85 @@
-"""The rules of the house that a machine can check."""
+"""The rules of the house that a machine can check: which room may use which, told by folder."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "ensemble"
+MAX_ROOT_ENTRIES = 14
 HEAVY = ("torch", "transformers", "accelerate", "pandas")
-# What parent and child share: the messages, the paths, the errors, templates and their sandbox (validate renders
-# with the very code the worker uses), what keeps secrets out of the logs, the guard that keeps pandas out, clocks,
-# whether files are as they were.
-SHARED = {
-    *("ensemble.protocol", "ensemble.rundir", "ensemble.errors", "ensemble.template", "ensemble.sandbox"),
-    *("ensemble.redact", "ensemble.arrow", "ensemble.celltext", "ensemble.attention", "ensemble.watch"),
-    *("ensemble.tensornames", "ensemble.filestate"),
+# What each room may use beside itself.  "child" is what runs in a worker: the worker's own room, and of members
+# whatever needs torch.  The parent's rooms never use it.
+ROOMS = {
+    "common": set[str](),
+    "config": {"common"},
+    "data": {"common"},
+    "members": {"common", "config", "data"},
+    "planning": {"common", "config", "members", "pipeline"},
+    "scheduling": {"common", "planning"},
+    "merging": {"common", "data", "pipeline"},
+    "pipeline": {"common", "config", "data", "members", "planning", "scheduling", "merging"},
+    "cli": {"common", "config", "members", "planning", "scheduling", "merging", "pipeline"},
+    "child": {"common", "data", "members"},
 }
+CHILD_SIDE_OF_MEMBERS = {"child", "loading", "scoring"}
 
 
-def imports(path: Path) -> set[str]:
-    found: set[str] = set()
+def imports(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module)
-    return found
+            yield node.module
 
 
-@pytest.mark.parametrize("module", ["ensemble.cli", "ensemble.run", "ensemble.prepare"])
+def room_of(parts: tuple[str, ...]) -> str:
+    """The room of a module, by its parts below the package, such as ``("worker", "channel")``."""
+    if parts[0] == "worker" or (parts[0] == "members" and CHILD_SIDE_OF_MEMBERS & set(parts)):
+        return "child"
+    return parts[0]
+
+
+def modules() -> Iterator[tuple[Path, str]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        if len(parts) > 1:
+            yield path, room_of(parts)
+
+
+def test_the_root_shows_the_rooms_and_nothing_else() -> None:
+    entries = {path.name for path in PACKAGE.iterdir()} - {"py.typed", "__pycache__"}
+    assert entries == {"__init__.py", "__main__.py", *ROOMS} - {"child"} | {"worker"}
+    assert len(entries) <= MAX_ROOT_ENTRIES
+
+
+def test_each_room_uses_only_what_it_may() -> None:
+    for path, room in modules():
+        for name in imports(path):
+            if name.startswith("ensemble."):
+                other = room_of(tuple(name.split(".")[1:]))
+                assert other == room or other in ROOMS[room], f"{path}: {name}"
+
+
+def test_only_the_child_imports_torch_or_transformers() -> None:
+    for path, room in modules():
+        if room != "child":
+            assert {name.split(".")[0] for name in imports(path)}.isdisjoint(HEAVY), path
+
+
+def test_only_one_module_uses_nvml() -> None:
+    users = [str(path.relative_to(PACKAGE)) for path, _ in modules() if "pynvml" in imports(path)]
+    assert users == ["common/gpus.py"]
+
+
+@pytest.mark.parametrize(
+    "module", ["ensemble.cli.app", "ensemble.pipeline.run", "ensemble.pipeline.validate"]
+)
 def test_the_parent_imports_nothing_heavy(module: str) -> None:
     code = f"import sys, {module}; print([name for name in {HEAVY!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent)
@@ -45,8 +93,9 @@ def test_a_run_of_the_checks_imports_nothing_heavy_either(tmp_path: Path) -> Non
         "models: [{name: m, model_name_or_path: nowhere/x/y, text_column: text}]\n"
     )
     code = (
-        "import sys, pathlib\nfrom ensemble.config import load_config\nfrom ensemble.errors import EnsembleError\n"
-        "from ensemble.prepare import prepare\n"
+        "import sys, pathlib\nfrom ensemble.config import load_config\n"
+        "from ensemble.common.errors import EnsembleError\n"
+        "from ensemble.pipeline.validate import prepare\n"
         "try:\n    prepare(load_config(pathlib.Path('c.yaml')))\nexcept EnsembleError as error:\n    print(error)\n"
         f"print([name for name in {(*HEAVY, 'jinja2', 'rich')!r} if name in sys.modules])"
     )
@@ -59,24 +108,3 @@ def test_a_run_of_the_checks_imports_nothing_heavy_either(tmp_path: Path) -> Non
     )
     assert "no such folder" in done.stdout
     assert done.stdout.strip().endswith("[]"), done.stdout + done.stderr
-
-
-def test_only_the_worker_imports_torch_or_transformers() -> None:
-    for path in PACKAGE.rglob("*.py"):
-        names = {name.split(".")[0] for name in imports(path)}
-        if "worker" not in path.relative_to(PACKAGE).parts:
-            assert names.isdisjoint(HEAVY), path
-
-
-def test_parent_and_child_share_only_what_is_named() -> None:
-    for path in PACKAGE.rglob("*.py"):
-        ours = {name for name in imports(path) if name.startswith("ensemble.")}
-        if "worker" in path.relative_to(PACKAGE).parts:
-            assert {name for name in ours if not name.startswith("ensemble.worker")} <= SHARED, path
-        else:
-            assert not {name for name in ours if name.startswith("ensemble.worker")}, path
-
-
-def test_only_devices_uses_nvml() -> None:
-    users = [path.name for path in PACKAGE.rglob("*.py") if "pynvml" in imports(path)]
-    assert users == ["devices.py"]

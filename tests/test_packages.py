@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ensemble.packages import COMMAND_LINE, Requirement, own_requirements, parse_requirement
+from ensemble.common.packages import COMMAND_LINE, Requirement, own_requirements, parse_requirement
 from tests.checkpoints import make_adapter, make_base
 from tests.project import LABELS, ROOT, Project
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ensemble.protocol import (
+from ensemble.common.protocol import (
     ChunkDone,
     ChunkFailed,
     Failed,

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ensemble.errors import OutputError, OutputInUse
-from ensemble.rundir import RunDir, atomic_path, hold, unwritable_reason, write_text
+from ensemble.common.errors import OutputError, OutputInUse
+from ensemble.common.files import atomic_path, unwritable_reason, write_text
+from ensemble.pipeline.run_dir import RunDir, hold
 
 
 def test_a_file_appears_only_when_complete(tmp_path: Path) -> None:
@@ -60,7 +61,7 @@ def test_clear_does_not_follow_links_out_of_the_directory(tmp_path: Path) -> Non
 def test_the_lock_names_its_holder_and_ends_with_it(tmp_path: Path) -> None:
     rundir = RunDir(tmp_path)
     code = (
-        "import sys, pathlib\nfrom ensemble.rundir import RunDir, hold\n"
+        "import sys, pathlib\nfrom ensemble.pipeline.run_dir import RunDir, hold\n"
         "with hold(RunDir(pathlib.Path(sys.argv[1]))):\n    print('held', flush=True)\n    sys.stdin.read()\n"
     )
     with subprocess.Popen(

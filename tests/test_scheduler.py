@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-import ensemble.scheduler
-from ensemble.errors import MergeError
-from ensemble.planning.plan import Plan, make_plan, without_done
-from ensemble.protocol import (
+import ensemble.scheduling.scheduler
+from ensemble.common.errors import MergeError
+from ensemble.common.protocol import (
     ChunkDone,
     ChunkFailed,
     Command,
@@ -22,8 +21,9 @@ from ensemble.protocol import (
     Predict,
     Stop,
 )
-from ensemble.state import MemberState
-from ensemble.timekeeper import TimeKeeper
+from ensemble.planning.plan import Plan, make_plan, without_done
+from ensemble.scheduling.deadline import TimeKeeper
+from ensemble.scheduling.state import MemberState
 from tests.planning.test_plan import config, facts, gpus
 from tests.pretended import (
     CHUNK_SECONDS,
@@ -265,7 +265,7 @@ def test_a_gpu_on_which_nothing_starts_does_not_fail_those_that_have_another() -
 def test_a_worker_that_is_told_to_stop_and_does_not_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ensemble.scheduler, "END_SECONDS", 0.3)
+    monkeypatch.setattr(ensemble.scheduling.scheduler, "END_SECONDS", 0.3)
     monkeypatch.setattr(PretendedWorker, "send", deaf_to_stop(PretendedWorker.send))
     (state,) = schedule(one_member(), [])
     assert state.finished
@@ -274,7 +274,7 @@ def test_a_worker_that_is_told_to_stop_and_does_not_is_not_waited_for(
 
 def test_a_last_part_may_take_longer_to_write_than_a_process_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a file server that stalls: hang_timeout is what counts."""
-    monkeypatch.setattr(ensemble.scheduler, "END_SECONDS", 0.2)
+    monkeypatch.setattr(ensemble.scheduling.scheduler, "END_SECONDS", 0.2)
 
     def on_launch(launched: Launched) -> None:
         launched.worker.write_seconds = 1.0

@@ -18,18 +18,19 @@ from typing import Any
 
 import pytest
 
-from ensemble.celltext import TemplateProblem
-from ensemble.checkpoint.adapter import inspect_adapter
-from ensemble.checkpoint.inspection import inspect_checkpoint
-from ensemble.checkpoint.trust import Trust
+from ensemble.common.errors import CheckpointError, ConfigError, OutputError
+from ensemble.common.files import atomic_path, open_log, write_text
+from ensemble.common.redact import MASK, RedactingFormatter, Redactor
 from ensemble.config import load_config
 from ensemble.config.yamlfile import MAX_VALUES
-from ensemble.errors import CheckpointError, ConfigError, OutputError
-from ensemble.prepare import prepare
-from ensemble.redact import MASK, RedactingFormatter, Redactor
-from ensemble.rundir import RunDir, atomic_path, hold, holder, open_log, write_text
-from ensemble.runlog import logging_to
-from ensemble.template import compile_template
+from ensemble.data.json_cells import TemplateProblem
+from ensemble.data.template import compile_template
+from ensemble.members.huggingface.checkpoint.adapter_files import inspect_adapter
+from ensemble.members.huggingface.checkpoint.inspect import inspect_checkpoint
+from ensemble.members.huggingface.checkpoint.remote_code import Trust
+from ensemble.pipeline.run_dir import RunDir, hold, holder
+from ensemble.pipeline.run_log import logging_to
+from ensemble.pipeline.validate import prepare
 from tests.checkpoints import make_adapter, make_base
 from tests.project import LABELS, ROOT, Project
 
@@ -537,7 +538,7 @@ class Touch:
 def test_an_allowed_pickle_still_runs_nothing(llama: Path, tmp_path: Path) -> None:
     import torch
 
-    from ensemble.worker.load import load
+    from ensemble.members.huggingface.loading.load import load
     from tests.worker.test_predict import worker_spec
 
     expected = load(worker_spec(llama)).model.state_dict()
@@ -555,7 +556,7 @@ def test_an_allowed_pickle_still_runs_nothing(llama: Path, tmp_path: Path) -> No
 
 
 def test_code_that_transformers_does_not_need_is_not_run(llama: Path, tmp_path: Path) -> None:
-    from ensemble.worker.load import load
+    from ensemble.members.huggingface.loading.load import load
     from tests.worker.test_predict import worker_spec
 
     (llama / "modeling_x.py").write_text(f"open({str(tmp_path / 'touched')!r}, 'w')")
@@ -577,7 +578,7 @@ def test_adapters_in_pickles_are_refused_unless_allowed(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     import torch
 
-    from ensemble.worker.adapter import open_adapter
+    from ensemble.members.huggingface.loading.adapter import open_adapter
 
     base = make_base(tmp_path / "base", "llama")
     adapter = make_adapter(tmp_path / "adapter", base, 3)
@@ -680,7 +681,7 @@ def test_a_logs_tracebacks_are_redacted() -> None:
 def test_whatever_python_prints_is_redacted() -> None:
     code = """
 import logging, os, sys, warnings
-from ensemble.redact import Redactor, guard_output
+from ensemble.common.redact import Redactor, guard_output
 guard_output(Redactor(os.environ))
 token = os.environ["SOME_TOKEN"]
 print(token, repr(token))

@@ -10,14 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-import ensemble.scheduler
-import ensemble.standby
-from ensemble.finishing import Finishing
-from ensemble.gaps import Gap, Gaps
+import ensemble.scheduling.scheduler
+import ensemble.scheduling.standby
+from ensemble.common.protocol import Predict, Prepare
 from ensemble.planning.plan import make_plan
-from ensemble.protocol import Predict, Prepare
-from ensemble.scheduler import Scheduler
-from ensemble.state import MemberState
+from ensemble.scheduling.scheduler import Finishing, Scheduler
+from ensemble.scheduling.state import Gap, Gaps, MemberState
 from tests.planning.test_plan import config, facts, gpus
 from tests.pretended import Launched, PretendedWorker, computed, plan_of, schedule, used
 
@@ -72,7 +70,11 @@ def test_nobody_stands_by_on_the_cpu_or_where_the_config_says_no() -> None:
 
 
 def test_nobody_stands_by_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ensemble.scheduler, "available_memory_bytes", lambda: ensemble.standby.PROCESS_BYTES)
+    monkeypatch.setattr(
+        ensemble.scheduling.scheduler,
+        "available_memory_bytes",
+        lambda: ensemble.scheduling.standby.PROCESS_BYTES,
+    )
     one, watch = gpus(1), Watch()
     states = schedule(plan_of([4, 4], [1, 1], one), one, on_launch=watch)
     assert all(state.finished for state in states)
@@ -140,7 +142,7 @@ def test_where_the_host_runs_out_of_memory_nobody_stands_by_any_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     one, watch, kills = gpus(1), Watch(), [0]
-    monkeypatch.setattr(ensemble.scheduler, "oom_kills", lambda: kills[0])
+    monkeypatch.setattr(ensemble.scheduling.scheduler, "oom_kills", lambda: kills[0])
 
     def answer(command: Predict) -> Any:
         if kills[0] or len(watch.launched) < 2:

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ensemble.fingerprint import Fingerprint
-from ensemble.parts import file_sha256
-from ensemble.rundir import RunDir, part_name
-from ensemble.store import MemberWork, find_work, seal, take_over, write_bad_rows
+from ensemble.common.shards import file_sha256, part_name
+from ensemble.pipeline.fingerprint import Fingerprint
+from ensemble.pipeline.resume import MemberWork, find_work, seal, take_over, write_bad_rows
+from ensemble.pipeline.run_dir import RunDir
 
 ROWS = 6
 NOW = Fingerprint("a" * 64, "b" * 64, "c" * 64, "d" * 64)

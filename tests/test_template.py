@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from ensemble.celltext import TemplateProblem, parse_json_cell, replace_lone_surrogates
-from ensemble.template import compile_template
+from ensemble.data.json_cells import TemplateProblem, parse_json_cell, replace_lone_surrogates
+from ensemble.data.template import compile_template
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_lone_surrogates_are_replaced_and_nothing_else() -> None:
 
 def test_needs_nothing_but_jinja() -> None:
     code = (
-        "import sys, ensemble.template; names = {name.split('.')[0] for name in sys.modules};"
+        "import sys, ensemble.data.template; names = {name.split('.')[0] for name in sys.modules};"
         "print(sorted(names & {'numpy', 'pyarrow', 'torch', 'pandas'}))"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

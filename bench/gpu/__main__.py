@@ -37,7 +37,7 @@ from bench.machine import machine, versions
 from bench.rounds import say
 from bench.table import plain_table
 from bench.tokenizer import counted, made_up_words
-from ensemble.devices import inventory
+from ensemble.common.gpus import inventory
 
 DEADLINE_SECONDS = 510.0
 _SEED = 21

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from bench.shapes import GEMMA_2_2B, GEMMA_2_9B, GEMMA_3_270M, LLAMA_3_8B, make_full_size
-from ensemble.devices import Device
+from ensemble.common.gpus import Device
 
 ROOT = Path(__file__).resolve().parents[2]
 LABELS = ["a", "b", "tie"]

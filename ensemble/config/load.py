@@ -14,6 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ensemble.common.errors import ConfigError
+from ensemble.common.redact import Redactor
 from ensemble.config.document import Document, Loc, Problem
 from ensemble.config.overrides import apply_overrides
 from ensemble.config.rules import broken, broken_in_member
@@ -21,8 +23,6 @@ from ensemble.config.schema import ModelConfig, RunConfig
 from ensemble.config.sentences import validate
 from ensemble.config.variables import expand
 from ensemble.config.yamlfile import parse, read_text
-from ensemble.errors import ConfigError
-from ensemble.redact import Redactor
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from typing import Any, Final
 
 import yaml
 
-from ensemble.access import unreadable
+from ensemble.common.errors import ConfigError
+from ensemble.common.files import unreadable
 from ensemble.config.document import INVALID, NOT_TEXT, Document, Loc, one_line, shown
-from ensemble.errors import ConfigError
 
 # No config comes near these; a wrong file (a CSV, say) or a bomb of aliases does, and must not fill memory.
 MAX_BYTES: Final = 1 << 20

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ensemble.attention import leaves_out_cap, no_cap_text
+from ensemble.common.errors import DeviceError
+from ensemble.common.gpus import WORTH_SAYING_BYTES, Device
+from ensemble.common.text import gib, plural
 from ensemble.config import ModelConfig, RunConfig
-from ensemble.devices import WORTH_SAYING_BYTES, Device
-from ensemble.errors import DeviceError
-from ensemble.planning.footprint import (
+from ensemble.members.huggingface.attention import leaves_out_cap, no_cap_text
+from ensemble.members.huggingface.memory.replica import (
     Capability,
     Fit,
     Footprint,
@@ -20,8 +21,6 @@ from ensemble.planning.footprint import (
     footprint,
     stored_dtype,
 )
-from ensemble.planning.remedies import what_helps
-from ensemble.sizes import gib, plural
 
 
 @dataclass(frozen=True)
@@ -313,3 +312,39 @@ def _nowhere(
         f"{'; '.join(what_helps(config, index, facts, devices)) or 'use a smaller model'}"
     )
     return Placement(gpus, footprint=needed, fits=fits, problems=(sentence,))
+
+
+_FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+_MOST_GPUS = 8
+
+
+def what_helps(config: RunConfig, index: int, facts: MemberFacts, devices: Sequence[Device]) -> Iterator[str]:
+    """Phrases, each a key and what it would change; only what the rules of the config allow for this member."""
+    model = config.models[index]
+    capability = devices[0].compute_capability
+    plain = footprint(model, facts, 1, capability)
+    if plain is None:
+        return
+    sharing = config.max_workers_per_gpu
+    largest = max(device.total_bytes for device in devices) // sharing
+    if sharing > 1 and plain.resident_bytes(1) < largest * sharing:
+        yield "max_workers_per_gpu: 1 gives it a whole GPU"
+    if not plain.quantization and not model.merge_adapter:
+        four = footprint(model, facts, 1, capability, quantization=_FOUR_BITS)
+        if four is not None and four.resident_bytes(1) < largest:
+            keys = ", ".join(f"{key}: {str(value).lower()}" for key, value in _FOUR_BITS.items())
+            yield f"quantization_config: {{{keys}}} makes its weights {gib(four.weights.bytes)}"
+    counts = range((model.num_gpus or 1) + 1, _MOST_GPUS + 1)
+    enough = next((count for count in counts if plain.resident_bytes(count) < largest), None)
+    if enough is not None and not any(device.is_slice for device in devices):
+        there = "" if enough <= len(devices) else f" (this run has {len(devices)})"
+        yield f"num_gpus: {enough} of this size hold it{there}"
+    if _may_offload(model):
+        yield "max_memory with a cpu entry, or offload_folder, keeps a part of it outside the GPU, slowly"
+
+
+def _may_offload(model: ModelConfig) -> bool:
+    # Quantized layers can wait on the CPU only as float32 ones, which a member of this size does not survive.
+    return (
+        model.adapter_name_or_path is None and model.quantization_config is None and model.gguf_file is None
+    )

@@ -14,14 +14,14 @@ from itertools import count
 import numpy as np
 import numpy.typing as npt
 
+from ensemble.common.gpus import Device
+from ensemble.common.text import plural
 from ensemble.config import ModelConfig, RunConfig
-from ensemble.devices import Device
+from ensemble.members.huggingface.memory.replica import MemberFacts
 from ensemble.planning.chunks import Chunk, common_lengths, counted_lengths, cut_chunks, what_is_left, work_of
-from ensemble.planning.footprint import MemberFacts
 from ensemble.planning.forecast import Job, Speed, guessed_speed, total_seconds
 from ensemble.planning.placement import Placement, place
-from ensemble.planning.timelimit import handout_order
-from ensemble.sizes import plural
+from ensemble.planning.time_limit import handout_order
 
 # Side by side is chosen where it promises to be this much faster: a replica on each GPU stays balanced where the
 # promise was wrong.

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from ensemble.protocol import (
+from ensemble.common.protocol import (
     ChunkDone,
     ChunkFailed,
     Closed,
@@ -39,16 +39,16 @@ from ensemble.protocol import (
     Started,
     Stop,
 )
-from ensemble.redact import Redactor, guard_output
-from ensemble.worker.ending import Terminated, end_by, end_on_sigterm
-from ensemble.worker.faults import Verdict, judge, one_line
-from ensemble.worker.line import Commands, Sender, watched
-from ensemble.worker.parent import die_with_parent
-from ensemble.worker.pulse import Pulse
+from ensemble.common.python_process import die_with_parent
+from ensemble.common.redact import Redactor, guard_output
+from ensemble.common.torch_errors import Verdict, judge, one_line
+from ensemble.worker.channel import Commands, Sender, watched
+from ensemble.worker.heartbeat import Pulse
+from ensemble.worker.shutdown import Terminated, end_by, end_on_sigterm
 
 if TYPE_CHECKING:
     from ensemble.worker.member import Member
-    from ensemble.worker.part import ChunkWork
+    from ensemble.worker.shard_writer import ChunkWork
 
 PROGRESS_SECONDS = 0.5
 
@@ -200,8 +200,8 @@ def _import_libraries(began: float, send: Callable[[Event], None]) -> None:
     from importlib.metadata import version
     from importlib.util import find_spec
 
-    from ensemble.arrow import keep_pandas_out
-    from ensemble.worker.lean import import_torch_and_transformers, no_collections
+    from ensemble.common.import_guards import keep_pandas_out
+    from ensemble.worker.lazy_imports import import_torch_and_transformers, no_collections
 
     with no_collections():
         import_torch_and_transformers()

@@ -10,25 +10,33 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ensemble.celltext import TemplateProblem
-from ensemble.filestate import check_unchanged
-from ensemble.protocol import Predict, WorkerSpec
-from ensemble.worker.ahead import ReadAhead, checkpoint_folder, import_model_class, weight_files
-from ensemble.worker.compute import BatchSizes, Mode, Report, compute
-from ensemble.worker.feed import never_look_for_packed_rows
-from ensemble.worker.float32 import in_float32, uses_half_precision, why_not_float32
-from ensemble.worker.load import Loaded, load, max_length
-from ensemble.worker.part import ChunkWork, Parts, Reasons
-from ensemble.worker.precision import capability, may_omit_mask
-from ensemble.worker.predict import Classifier, Shortcut
-from ensemble.worker.prompt import Encoded, Prompt
-from ensemble.worker.proof import ROWS, check_tokenizer
-from ensemble.worker.rehearsal import LONGEST, TEXTS, Rehearsal
-from ensemble.worker.rows import PublishedTable
-from ensemble.worker.tokenizer import load_tokenizer
-from ensemble.worker.unfit import told_in_a_sentence
-from ensemble.worker.upcoming import Upcoming
-from ensemble.worker.writer import Writer
+from ensemble.common.files import check_unchanged
+from ensemble.common.protocol import Predict, WorkerSpec
+from ensemble.data.json_cells import TemplateProblem
+from ensemble.data.published_table import PublishedTable
+from ensemble.members.huggingface.loading.checks import ROWS, check_tokenizer
+from ensemble.members.huggingface.loading.float32_retry import (
+    in_float32,
+    uses_half_precision,
+    why_not_float32,
+)
+from ensemble.members.huggingface.loading.load import Loaded, load, max_length
+from ensemble.members.huggingface.loading.precision import capability, may_omit_mask
+from ensemble.members.huggingface.loading.preload import (
+    ReadAhead,
+    checkpoint_folder,
+    import_model_class,
+    weight_files,
+)
+from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
+from ensemble.members.huggingface.scoring.classifier import Classifier, Shortcut
+from ensemble.members.huggingface.scoring.device_queue import never_look_for_packed_rows
+from ensemble.members.huggingface.scoring.encode import Encoded, Prompt
+from ensemble.members.huggingface.scoring.forward import BatchSizes, Mode, Report, compute
+from ensemble.members.huggingface.scoring.prefetch import Upcoming
+from ensemble.members.huggingface.scoring.unsupported import told_in_a_sentence
+from ensemble.members.huggingface.scoring.warmup import LONGEST, TEXTS, Rehearsal
+from ensemble.worker.shard_writer import ChunkWork, Parts, Reasons, Writer
 
 
 class Member:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ensemble.worker.parent import die_with_parent
+from ensemble.common.python_process import die_with_parent
 
 if TYPE_CHECKING:
     import torch

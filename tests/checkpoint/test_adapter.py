@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ensemble.checkpoint.adapter import inspect_adapter
-from ensemble.checkpoint.inspection import Checkpoint, inspect_checkpoint
-from ensemble.errors import CheckpointError
+from ensemble.common.errors import CheckpointError
+from ensemble.members.huggingface.checkpoint.adapter_files import inspect_adapter
+from ensemble.members.huggingface.checkpoint.inspect import Checkpoint, inspect_checkpoint
 from tests.checkpoints import make_adapter, make_base, make_checkpoint
 
 pytest.importorskip("peft")

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from ensemble.checkpoint.inspection import Checkpoint, inspect_checkpoint
-from ensemble.checkpoint.vocabulary import vocabulary_problems
-from ensemble.errors import CheckpointError
+from ensemble.common.errors import CheckpointError
+from ensemble.members.huggingface.checkpoint.inspect import Checkpoint, inspect_checkpoint
+from ensemble.members.huggingface.checkpoint.tokenizer_files import vocabulary_problems
 from tests.checkpoints import make_checkpoint
 from tests.project import Project
 
@@ -152,7 +152,8 @@ def test_validate_finds_a_missing_vocabulary_and_missing_layers_without_torch(
     assert "no tokenizer files with the vocabulary" in text
     assert "num_hidden_layers is 1, and the file holds 2 layers" in text
     code = (
-        "import sys; import ensemble.prepare; print('torch' in sys.modules or 'transformers' in sys.modules)"
+        "import sys, ensemble.pipeline.validate\n"
+        "print('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said.strip() == "False"

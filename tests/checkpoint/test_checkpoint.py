@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ensemble.checkpoint.inspection import inspect_checkpoint, match_labels
-from ensemble.errors import CheckpointError
+from ensemble.common.errors import CheckpointError
+from ensemble.members.huggingface.checkpoint.inspect import inspect_checkpoint, match_labels
 
 LABELS = ["a", "b", "c"]
 

@@ -16,8 +16,13 @@ import numpy.typing as npt
 import pytest
 from safetensors.numpy import save_file
 
-from ensemble.checkpoint.content import TOKENIZER_FILES, FileDigests, tokenizer_digest, weights_digest
-from ensemble.errors import CheckpointError
+from ensemble.common.errors import CheckpointError
+from ensemble.members.huggingface.checkpoint.digests import (
+    TOKENIZER_FILES,
+    FileDigests,
+    tokenizer_digest,
+    weights_digest,
+)
 
 MIB = 1 << 20
 TENSORS = 14

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ensemble.errors import CheckpointError
+from ensemble.common.errors import CheckpointError
 from tests.checkpoints import make_adapter, make_base, make_checkpoint, make_texts
 from tests.properties.amount import ASKED_FOR
 from tests.worker.test_predict import LABELS, worker_spec
@@ -207,7 +207,7 @@ class Trial:
         Raises:
             CheckpointError, ValueError, OSError: refused.
         """
-        from ensemble.checkpoint.inspection import inspect_checkpoint
+        from ensemble.members.huggingface.checkpoint.inspect import inspect_checkpoint
         from ensemble.worker.member import Member
 
         name = None if adapter is None else str(adapter)

@@ -9,7 +9,12 @@ from typing import Any
 
 import pytest
 
-from ensemble.checkpoint.quantization import fp4_warning, method_of, quantization_problems, quantized_bits
+from ensemble.members.huggingface.checkpoint.quantization_keys import (
+    fp4_warning,
+    method_of,
+    quantization_problems,
+    quantized_bits,
+)
 from tests.project import Project
 
 FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "float16"}
@@ -100,7 +105,7 @@ def test_weights_that_are_unpacked_on_a_cpu_need_no_gpu() -> None:
 
 def test_packages_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     # Of these no test environment has the package.
-    monkeypatch.setattr("ensemble.checkpoint.hub.hub_can_be_reached", lambda: True)
+    monkeypatch.setattr("ensemble.members.huggingface.checkpoint.hub.hub_can_be_reached", lambda: True)
     assert wrong({"quant_method": "vptq"}) == [
         "quantization_config: vptq needs the package vptq, which is not installed: pip install vptq"
     ]

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from ensemble.access import dangling_link, unreadable
-from ensemble.checkpoint.hub import find_file
-from ensemble.checkpoint.readable import small_file_problems
-from ensemble.errors import CheckpointError
+from ensemble.common.errors import CheckpointError
+from ensemble.common.files import dangling_link, unreadable
+from ensemble.members.huggingface.checkpoint.hub import find_file
+from ensemble.members.huggingface.checkpoint.tokenizer_files import small_file_problems
 from tests.project import ROOT, Project
 from tests.waiting import PATIENCE_SECONDS
 

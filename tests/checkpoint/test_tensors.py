@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ensemble.checkpoint.tensors import Tensor, read_tensors
-from ensemble.errors import CheckpointError
+from ensemble.common.errors import CheckpointError
+from ensemble.members.huggingface.checkpoint.safetensors_headers import Tensor, read_tensors
 from tests.checkpoints import make_checkpoint
 
 

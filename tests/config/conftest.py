@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
+from ensemble.common.errors import ConfigError
 from ensemble.config import LoadedConfig, load_config
-from ensemble.errors import ConfigError
 from tests.config.examples import Load, Problems
 
 

@@ -15,8 +15,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ensemble.common.errors import ConfigError
 from ensemble.config import DataConfig, EnsembleConfig, RunConfig, SubmissionConfig, load_config
-from ensemble.errors import ConfigError
 from tests.config.examples import SMALL, WHOLE, Load, Problems, small
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ensemble.watch import Watch, boot_seconds
+from ensemble.common.clock import Watch, boot_seconds
 from tests.faults.chunky import ids_of, results
 from tests.faults.inject import Fault, Injected
 from tests.faults.test_workers import faults_of, workers_of

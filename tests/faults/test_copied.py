@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ensemble.ownership import is_made_by_runs, strangers
-from ensemble.rundir import RunDir
+from ensemble.pipeline.run_dir import RunDir, is_made_by_runs, strangers
 from tests.faults.chunky import ROWS, ROWS_PER_CHUNK, ids_of, results
 from tests.faults.forked.runs import ForkedRuns
 from tests.faults.inject import Fault, Injected

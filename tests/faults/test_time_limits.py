@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ensemble.devices import Device
-from ensemble.judge import Judge
-from ensemble.leases import Leases
+from ensemble.common.gpus import Device
+from ensemble.common.protocol import Closed, Command, Computed, Load, Predict, Progress, Ready, Started, Stop
+from ensemble.pipeline.run_report import speed_document
 from ensemble.planning.forecast import Speed, measured_speeds
 from ensemble.planning.plan import MemberPlan, make_plan, without_done
-from ensemble.planning.timelimit import reserve_seconds
-from ensemble.protocol import Closed, Command, Computed, Load, Predict, Progress, Ready, Started, Stop
-from ensemble.report.runjson import speed_document
-from ensemble.scheduler import Scheduler
-from ensemble.slots import Worker
-from ensemble.state import MemberState
-from ensemble.timekeeper import TimeKeeper, reckoning
+from ensemble.planning.time_limit import reserve_seconds
+from ensemble.scheduling.deadline import TimeKeeper, reckoning
+from ensemble.scheduling.device_pool import Leases
+from ensemble.scheduling.retry import Judge
+from ensemble.scheduling.running_worker import Worker
+from ensemble.scheduling.scheduler import Scheduler
+from ensemble.scheduling.state import MemberState
 from tests.faults.chunky import chunky_config
 from tests.planning.test_plan import config, facts
 from tests.pretended import computed

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu.place import GEMMA, GIB, LLAMA, NF4, SMALL, Failed, Skip, has_bitsandbytes, why_no_gpu
-from ensemble.devices import inventory
+from ensemble.common.gpus import inventory
 from tests.gpu.bench import EVEN_ROWS, Bench
 from tests.gpu.verdicts import (
     Apart,

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.gpu.place import Place
-from ensemble.devices import Device
+from ensemble.common.gpus import Device
 
 # The whole of it stays under eight minutes, with the cleaning up.
 DEADLINE_SECONDS = 450.0

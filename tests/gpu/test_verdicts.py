@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from bench.gpu.place import GEMMA, GIB, NF4, Failed, Skip, check_devices
-from ensemble.devices import Device
-from ensemble.leases import Release
+from ensemble.common.gpus import Device
+from ensemble.scheduling.device_pool import Release
 from tests.gpu.__main__ import rows_of
 from tests.gpu.bench import Bench
 from tests.gpu.verdicts import Apart, Row, against_plan, releases, too_little

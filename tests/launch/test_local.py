@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from ensemble.launch.local import LocalWorker
-from ensemble.protocol import Failed, Start, Stop
+from ensemble.common.protocol import Failed, Start, Stop
+from ensemble.scheduling.launchers.local import LocalWorker
 from tests.waiting import PATIENCE_SECONDS
 from tests.worker.test_predict import worker_spec
 

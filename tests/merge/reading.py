@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ensemble.merge.align import PredictionsReader, WantedRows
-from ensemble.merge.probabilities import RowCheck
+from ensemble.data.predictions_csv import PredictionsReader, WantedRows
+from ensemble.merging.row_checks import RowCheck
 
 
 def read_checked(

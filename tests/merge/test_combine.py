@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ensemble.errors import MergeError
-from ensemble.merge.combine import weighted_mean
+from ensemble.common.errors import MergeError
+from ensemble.merging.methods.weighted_mean import weighted_mean
 from tests.properties.amount import tries
 
 NAN = float("nan")

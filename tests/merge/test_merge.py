@@ -9,10 +9,10 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from ensemble.errors import MergeError
-from ensemble.merge.combine import weighted_mean
-from ensemble.merge.gather import gather_parts
-from ensemble.merge.metrics import Scoring
+from ensemble.common.errors import MergeError
+from ensemble.common.shards import gather_parts
+from ensemble.merging.methods.weighted_mean import weighted_mean
+from ensemble.merging.metrics import Scoring
 from tests.merge.reading import read_checked
 
 LABELS = ["a", "b", "c"]

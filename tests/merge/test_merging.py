@@ -16,13 +16,14 @@ import pyarrow.csv as pa_csv
 import pytest
 
 from bench.merge_files import label_names, make_files, member_names
+from ensemble.common.errors import MergeError
+from ensemble.common.shards import part_name
 from ensemble.config.load import load_config
-from ensemble.errors import MergeError
-from ensemble.prepare import prepare
-from ensemble.results import Handover, Results
-from ensemble.rundir import RunDir, part_name
-from ensemble.state import MemberState
-from ensemble.store import find_works
+from ensemble.pipeline.results import Handover, Results
+from ensemble.pipeline.resume import find_works
+from ensemble.pipeline.run_dir import RunDir
+from ensemble.pipeline.validate import prepare
+from ensemble.scheduling.state import MemberState
 
 ROWS, MEMBERS = 33_000, 3  # two blocks
 LABELS = label_names(3)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ensemble.merge.metrics import Score, Scoring
-from ensemble.report.terminal import no_better_text
+from ensemble.cli.summary import no_better_text
+from ensemble.merging.metrics import Score, Scoring
 
 
 def scored(values: np.ndarray, truth: np.ndarray) -> Score:

@@ -9,8 +9,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pytest
 
-from ensemble.errors import MergeError
-from ensemble.merge.probabilities import RowCheck
+from ensemble.common.errors import MergeError
+from ensemble.merging.row_checks import RowCheck
 
 IDS = pa.chunked_array([pa.array(["001", "002", "003"] * 2)])
 GOOD = np.array([[0.2, 0.3, 0.5], [1.0, 0.0, 0.0], [np.nan, np.nan, np.nan]])

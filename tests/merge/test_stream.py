@@ -13,14 +13,14 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from ensemble.errors import MergeError
-from ensemble.merge.align import PredictionsReader, WantedRows
-from ensemble.merge.combine import weighted_mean
-from ensemble.merge.metrics import Scoring
-from ensemble.merge.probabilities import RowCheck
-from ensemble.merge.spill import SpilledRows
-from ensemble.merge.stream import MergedMember, RowSource, block_spans, mean_blocks
-from ensemble.tables.csvfile import write_csv
+from ensemble.common.errors import MergeError
+from ensemble.data.csv_file import write_csv
+from ensemble.data.disk_rows import SpilledRows
+from ensemble.data.predictions_csv import PredictionsReader, WantedRows
+from ensemble.merging.blocks import MergedMember, RowSource, block_spans, mean_blocks
+from ensemble.merging.methods.weighted_mean import weighted_mean
+from ensemble.merging.metrics import Scoring
+from ensemble.merging.row_checks import RowCheck
 
 LABELS = ["a", "b", "c"]
 ROWS = 70_000  # three blocks, the last of which is short

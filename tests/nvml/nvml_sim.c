@@ -1,6 +1,6 @@
 /* A stand-in for NVIDIA's libnvidia-ml.so.1, so that tests run the real pynvml on GPUs that are not there.
  *
- * Implements the calls that ensemble.devices makes through pynvml; prototypes and struct layouts follow the
+ * Implements the calls that ensemble.common.gpus makes through pynvml; prototypes and struct layouts follow the
  * public NVML API reference (docs.nvidia.com/deploy/nvml-api).  All state is read anew at every call from the
  * text file that NVML_SIM_STATE names, so that a test can change it while a process runs; sim.py writes it.
  *

@@ -11,12 +11,12 @@ import numpy.typing as npt
 import pytest
 
 from bench.shapes import GEMMA_2_9B, LLAMA_3_8B, make_full_size
-from ensemble.attention import is_soft_capped
-from ensemble.checkpoint.inspection import inspect_checkpoint
+from ensemble.common.gpus import Device
 from ensemble.config import ModelConfig
-from ensemble.devices import Device
-from ensemble.planning.facts import member_facts
-from ensemble.planning.footprint import MemberFacts, chosen_attention, chosen_dtype
+from ensemble.members.huggingface.attention import is_soft_capped
+from ensemble.members.huggingface.checkpoint.inspect import inspect_checkpoint
+from ensemble.members.huggingface.memory.facts import member_facts
+from ensemble.members.huggingface.memory.replica import MemberFacts, chosen_attention, chosen_dtype
 from ensemble.planning.plan import Plan, make_plan
 from tests.planning.test_plan import config
 

@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from ensemble.common.gpus import Device
 from ensemble.config import RunConfig
-from ensemble.devices import Device
+from ensemble.members.huggingface.memory.facts import UNKNOWN
+from ensemble.members.huggingface.memory.replica import MemberFacts
 from ensemble.planning.chunks import CHUNK_MAX_ROWS, cut_chunks
-from ensemble.planning.facts import UNKNOWN
-from ensemble.planning.footprint import MemberFacts
 from ensemble.planning.plan import make_plan
 
 

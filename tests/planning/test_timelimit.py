@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ensemble.planning.chunks import Chunk, common_lengths, cut_at, cut_chunks, halves, what_is_left
-from ensemble.planning.timelimit import (
+from ensemble.planning.time_limit import (
     ENDING_SECONDS,
     RESERVE_MAX_SHARE,
     RESERVE_MIN_SECONDS,

@@ -15,9 +15,9 @@ import pyarrow as pa
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from ensemble.errors import DataError
-from ensemble.tables.table import InputTable, TableNeeds
-from ensemble.worker.rows import PublishedTable
+from ensemble.common.errors import DataError
+from ensemble.data.published_table import PublishedTable
+from ensemble.data.table import InputTable, TableNeeds
 from tests.properties import cells
 
 # Twenty names of 60 characters, escaped.

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from ensemble.common.errors import ConfigError
 from ensemble.config import DataConfig, EnsembleConfig, ModelConfig, RunConfig, SubmissionConfig, load_config
-from ensemble.errors import ConfigError
 from tests.config.examples import WHOLE, small
 from tests.properties import configs
 from tests.properties.amount import tries

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ensemble.tables.csvfile import read_text_csv
-from ensemble.tables.submission import check_sample, read_sample
-from ensemble.tables.table import InputTable, read_table
+from ensemble.data.csv_file import read_text_csv
+from ensemble.data.submission import check_sample, read_sample
+from ensemble.data.table import InputTable, read_table
 from tests.properties import cells
 from tests.properties.amount import tries
 from tests.properties.reading import assert_sentences, given_to_workers, needs, outcome

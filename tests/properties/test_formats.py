@@ -14,7 +14,7 @@ from hypothesis import example, given, reject
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from ensemble.tables.table import InputTable, read_table
+from ensemble.data.table import InputTable, read_table
 from tests.properties import cells
 from tests.properties.amount import tries
 from tests.properties.reading import from_json, given_to_workers, needs, outcome

@@ -11,8 +11,8 @@ import pyarrow as pa
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ensemble.tables.csvfile import write_csv
-from ensemble.tables.submission import (
+from ensemble.data.csv_file import write_csv
+from ensemble.data.submission import (
     check_sample,
     check_sample_values,
     read_sample,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ensemble.packages import own_requirements
+from ensemble.common.packages import own_requirements
 
 # What the tests need, besides the package and its extras.
 TOOLS = ("hypothesis", "pandas", "pytest", "pytest-timeout", "pytest-xdist")

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ensemble.protocol import ChunkDone, Predict, Ready
+from ensemble.common.protocol import ChunkDone, Predict, Ready
 from tests.checkpoints import make_texts, reference
 from tests.releases.families import FAMILIES, make_family
 from tests.worker.test_compute import read_part
@@ -28,10 +28,10 @@ TEXTS = make_texts(24, longest=40)
 
 def planned_attention(folder: Path) -> str:
     """What ``plan`` says that a member of this checkpoint takes on a CPU."""
-    from ensemble.checkpoint.inspection import inspect_checkpoint
     from ensemble.config import ModelConfig
-    from ensemble.planning.facts import member_facts
-    from ensemble.planning.footprint import chosen_attention
+    from ensemble.members.huggingface.checkpoint.inspect import inspect_checkpoint
+    from ensemble.members.huggingface.memory.facts import member_facts
+    from ensemble.members.huggingface.memory.replica import chosen_attention
 
     model = ModelConfig.model_validate(
         {"name": "one", "model_name_or_path": str(folder), "text_column": "text"}

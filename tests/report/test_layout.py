@@ -6,8 +6,8 @@ import io
 
 import pytest
 
-from ensemble.report.layout import Page, Table
-from ensemble.sizes import plural
+from ensemble.cli.layout import Page, Table
+from ensemble.common.text import plural
 
 TABLE = Table(
     ["member", "rows", "peak memory", "fit"],

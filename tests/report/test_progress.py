@@ -8,18 +8,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from ensemble.cli.progress import BarDisplay, PlainDisplay, QuietDisplay, choose_display, describe
+from ensemble.common.protocol import Progress
+from ensemble.common.text import duration
+from ensemble.pipeline.run import Display
 from ensemble.planning.plan import make_plan
-from ensemble.protocol import Progress
-from ensemble.report.progress import (
-    BarDisplay,
-    Display,
-    PlainDisplay,
-    QuietDisplay,
-    choose_display,
-    describe,
-)
-from ensemble.sizes import duration
-from ensemble.state import MemberState, WorkerRecord
+from ensemble.scheduling.state import MemberState, WorkerRecord
 from tests.planning.test_plan import config, facts
 
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from ensemble.errors import DataError
-from ensemble.fingerprint import Fingerprint
-from ensemble.report.layout import Page
-from ensemble.report.status import status_report
-from ensemble.rundir import RunDir, hold, part_name
-from ensemble.store import find_work, seal
+from ensemble.cli.layout import Page
+from ensemble.cli.status import status_report
+from ensemble.common.errors import DataError
+from ensemble.common.shards import part_name
+from ensemble.pipeline.fingerprint import Fingerprint
+from ensemble.pipeline.resume import find_work, seal
+from ensemble.pipeline.run_dir import RunDir, hold
 
 DONE = Fingerprint("a" * 64, "b" * 64, "c" * 64, "d" * 64)
 HALF = Fingerprint("1" * 64, "b" * 64, "c" * 64, "d" * 64)

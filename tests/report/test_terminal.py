@@ -8,11 +8,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from ensemble.gaps import Gap
-from ensemble.protocol import Ready
-from ensemble.report.progress import BarDisplay, PlainDisplay
-from ensemble.report.terminal import float32_text, gaps_text, repeated_text
-from ensemble.state import MemberState, WorkerRecord
+from ensemble.cli.progress import BarDisplay, PlainDisplay
+from ensemble.cli.summary import float32_text, gaps_text, repeated_text
+from ensemble.common.protocol import Ready
+from ensemble.scheduling.state import Gap, MemberState, WorkerRecord
 from tests.report.test_progress import member
 
 READY = Ready(1.0, "Tesla T4", "float16", "eager", 9_000_000_000, 1024, 16384, ("a note",))

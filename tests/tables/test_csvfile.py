@@ -13,9 +13,9 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from ensemble.errors import DataError
-from ensemble.tables.csvfile import read_header, read_text_csv, write_csv
-from ensemble.tables.inputfile import did_you_mean
+from ensemble.common.errors import DataError
+from ensemble.common.text import did_you_mean
+from ensemble.data.csv_file import read_header, read_text_csv, write_csv
 
 AWKWARD = [
     *(

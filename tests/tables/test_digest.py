@@ -12,9 +12,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from ensemble.tables.digest import column_digest
-from ensemble.tables.inputfile import JSON_MARK
-from ensemble.tables.table import InputTable, read_table
+from ensemble.data.digest import column_digest
+from ensemble.data.input_file import JSON_MARK
+from ensemble.data.table import InputTable, read_table
 from tests.tables.test_table import needs, write_rows
 
 DAY = datetime.date(2024, 2, 29)

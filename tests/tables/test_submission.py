@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ensemble.errors import DataError, MergeError
-from ensemble.tables.submission import (
+from ensemble.common.errors import DataError, MergeError
+from ensemble.data.submission import (
     Sample,
     check_sample,
     check_sample_values,

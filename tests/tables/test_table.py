@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ensemble.errors import DataError
-from ensemble.tables.table import InputTable, TableNeeds, read_table
+from ensemble.common.errors import DataError
+from ensemble.data.table import InputTable, TableNeeds, read_table
 
 ODD_IDS = ["001", "1e5", "nan", " x", "NULL", "TRUE", 'q"q', "a,b", "l\nl", "é"]
 
@@ -396,7 +396,7 @@ def test_a_million_rows_stay_small(tmp_path: Path) -> None:
         for start in range(0, 1_000_000, 10_000):
             stream.write("".join(line.format(row, "ab"[row % 2]) for row in range(start, start + 10_000)))
     code = (
-        "import sys; from pathlib import Path; from ensemble.tables.table import TableNeeds, read_table\n"
+        "import sys; from pathlib import Path; from ensemble.data.table import TableNeeds, read_table\n"
         "asked = TableNeeds('id', 'label', ('a', 'b'), ('text', 'other'), (), ('text',), None)\n"
         "table = read_table(Path(sys.argv[1]), asked)\n"
         "table.text_lengths(['text', 'other'])\n"
@@ -413,7 +413,7 @@ def test_a_million_rows_stay_small(tmp_path: Path) -> None:
 
 def test_imports_neither_pandas_nor_parquet(tmp_path: Path) -> None:
     code = (
-        "import sys, ensemble.tables.table, ensemble.template;"
+        "import sys, ensemble.data.table, ensemble.data.template;"
         "print(sorted({'pandas', 'torch', 'pyarrow.parquet', 'pyarrow.dataset'} & sys.modules.keys()))"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

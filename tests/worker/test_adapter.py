@@ -48,7 +48,7 @@ def adapted(base: Path, adapter: Path, **changes: Any) -> Any:
 
 
 def load_notes(spec: Any) -> tuple[str, ...]:
-    from ensemble.worker.load import load
+    from ensemble.members.huggingface.loading.load import load
 
     return load(spec).notes
 
@@ -85,7 +85,7 @@ def test_probabilities_equal_plain_peft_row_by_row(architecture: str, tmp_path: 
 
 
 def test_merged_gives_the_same_and_is_plain_transformers(llama: Path, lora: Path) -> None:
-    from ensemble.worker.load import load
+    from ensemble.members.huggingface.loading.load import load
 
     expected = adapter_reference(llama, lora, TEXTS, 3)
     spec = adapted(llama, lora, merge_adapter=True)
@@ -107,7 +107,7 @@ def test_an_adapter_without_a_head_uses_the_bases_own(tmp_path: Path) -> None:
 def test_it_is_computed_in_the_models_own_type(llama: Path, lora: Path) -> None:
     import torch
 
-    from ensemble.worker.load import load
+    from ensemble.members.huggingface.loading.load import load
 
     model = load(adapted(llama, lora, dtype="bfloat16")).model
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}

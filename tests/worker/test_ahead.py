@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ensemble.protocol import Start
+from ensemble.common.protocol import Start
 from tests.checkpoints import make_checkpoint, make_texts
 from tests.waiting import PATIENCE_SECONDS
 from tests.worker.test_predict import LABELS, worker_spec
@@ -18,7 +18,7 @@ from tests.worker.test_serve import publish
 
 
 def names(folder: Path, **changes: object) -> list[str]:
-    from ensemble.worker.ahead import weight_files
+    from ensemble.members.huggingface.loading.preload import weight_files
 
     return [str(path.relative_to(folder)) for path in weight_files(worker_spec(folder, **changes))]
 
@@ -49,7 +49,7 @@ def test_the_files_that_loading_reads(tmp_path: Path) -> None:
 def test_no_more_is_read_than_allowed_and_it_ends_when_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ensemble.worker import ahead
+    from ensemble.members.huggingface.loading import preload as ahead
 
     monkeypatch.setattr(ahead, "_PIECE_BYTES", 100)
     paths = [tmp_path / name for name in "abc"]
@@ -84,7 +84,7 @@ def test_a_member_that_stands_by_has_its_code_and_neither_model_nor_device(tmp_p
     spec = worker_spec(folder, **places)
     code = (
         "import sys, torch, dataclasses, json\n"
-        "from ensemble.protocol import WorkerSpec, Start\n"
+        "from ensemble.common.protocol import WorkerSpec, Start\n"
         "from ensemble.worker.member import Member\n"
         "assert 'transformers.models.gemma2.modeling_gemma2' not in sys.modules\n"
         "member = Member(Start(json.loads(sys.argv[1])).worker_spec())\n"

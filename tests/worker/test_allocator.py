@@ -35,7 +35,7 @@ MIB = 1 << 20
 def test_settings_that_did_not_take_effect_are_noted(
     asked: dict[str, Any], settings: dict[str, Any], noted: list[str]
 ) -> None:
-    from ensemble.worker.allocator import allocator_notes
+    from ensemble.members.huggingface.loading.load import allocator_notes
 
     told = {"PYTORCH_CUDA_ALLOC_CONF": "what:ever"}
     notes = allocator_notes(worker_spec(Path("nowhere"), **asked), {**told, **settings})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ensemble.worker.batching import MemoryLimit, make_batches
+from ensemble.members.huggingface.scoring.batching import MemoryLimit, make_batches
 
 
 def padded(lengths: np.ndarray, batches: list[np.ndarray]) -> int:

@@ -22,9 +22,9 @@ BUDGET = 512
 @pytest.fixture
 def loaded(tmp_path: Path) -> tuple[Any, Any]:
     """A tiny Gemma-2 as the worker's classifier, and 150 rows of tokens."""
-    from ensemble.worker.load import load
-    from ensemble.worker.predict import Classifier
-    from ensemble.worker.prompt import Prompt
+    from ensemble.members.huggingface.loading.load import load
+    from ensemble.members.huggingface.scoring.classifier import Classifier
+    from ensemble.members.huggingface.scoring.encode import Prompt
 
     spec = worker_spec(make_checkpoint(tmp_path, "gemma2", LABELS))
     model = load(spec)
@@ -34,7 +34,7 @@ def loaded(tmp_path: Path) -> tuple[Any, Any]:
 
 
 def run(classifier: Any, encoded: Any, limit: Any, batch_size: int | None = None) -> tuple[Any, Any]:
-    from ensemble.worker.compute import BatchSizes, compute
+    from ensemble.members.huggingface.scoring.forward import BatchSizes, compute
 
     sizes = BatchSizes(BUDGET, batch_size)
     with limit:
@@ -102,7 +102,7 @@ def test_rows_that_do_not_fit_alone_are_left_out(loaded: tuple[Any, Any], batch_
 
 
 def test_a_chunk_of_which_no_row_fits(loaded: tuple[Any, Any]) -> None:
-    from ensemble.worker.compute import BatchSizes, compute
+    from ensemble.members.huggingface.scoring.forward import BatchSizes, compute
     from tests.oom.limit import AllocatorLimit
 
     classifier, encoded = loaded
@@ -118,7 +118,7 @@ def test_a_chunk_of_which_no_row_fits(loaded: tuple[Any, Any]) -> None:
 
 def test_a_limit_never_grows_by_a_failure() -> None:
     """A row longer than the budget is a batch of its own; half of it may still be more than the budget."""
-    from ensemble.worker.compute import BatchSizes
+    from ensemble.members.huggingface.scoring.forward import BatchSizes
 
     sizes = BatchSizes(1000, None)
     sizes.shrink(rows=1, padded_tokens=41_000, width=41_000)
@@ -129,7 +129,7 @@ def member_of(folder: Path, model: Path, texts: list[str], **changes: Any) -> tu
     """A member over the texts as its table, and what computes them as one chunk into ``folder``/parts."""
     import pyarrow as pa
 
-    from ensemble.protocol import Predict
+    from ensemble.common.protocol import Predict
     from ensemble.worker.member import Member
 
     table = pa.table({"text": texts})
@@ -154,7 +154,7 @@ def member_of(folder: Path, model: Path, texts: list[str], **changes: Any) -> tu
 
 def read_part(parts: Path, name: str) -> np.ndarray:
     """A part's numbers, [rows, 1 + labels]; it holds what its name says, and is the only file there."""
-    from ensemble.rundir import read_part
+    from ensemble.common.shards import read_part
 
     assert [path.name for path in parts.iterdir()] == [name]
     content = read_part(parts / name)
@@ -180,7 +180,7 @@ def test_a_model_that_cannot_bear_padding_gets_none(tmp_path: Path) -> None:
 
 
 def test_a_budget_grows_back_but_not_to_what_failed() -> None:
-    from ensemble.worker.compute import BatchSizes
+    from ensemble.members.huggingface.scoring.forward import BatchSizes
 
     sizes = BatchSizes(1000, None)
     sizes.shrink(rows=10, padded_tokens=800, width=80)
@@ -193,8 +193,8 @@ def test_a_budget_grows_back_but_not_to_what_failed() -> None:
 
 
 def test_bytes_that_did_not_fit_are_halved_for_every_width() -> None:
-    from ensemble.worker.batching import MemoryLimit
-    from ensemble.worker.compute import BatchSizes
+    from ensemble.members.huggingface.scoring.batching import MemoryLimit
+    from ensemble.members.huggingface.scoring.forward import BatchSizes
 
     sizes = BatchSizes(10_000, None, memory=MemoryLimit(1_000_000, 100.0, 10.0))
     assert [sizes.tokens_at(width) for width in (1, 90, 390)] == [9090, 1000, 250]

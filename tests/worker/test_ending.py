@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from ensemble.launch.local import python_environment
+from ensemble.common.python_process import python_environment
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
 BEGIN = """
 import sys, time
 from pathlib import Path
-from ensemble.rundir import atomic_path
+from ensemble.common.files import atomic_path
 from ensemble.worker import ending
 """
 # As main() ends for a worker.

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ensemble.errors import WriteError
-from ensemble.rundir import atomic_path
-from ensemble.worker.faults import Verdict, is_out_of_memory, judge, one_line
+from ensemble.common.errors import WriteError
+from ensemble.common.files import atomic_path
+from ensemble.common.torch_errors import Verdict, is_out_of_memory, judge, one_line
 
 TOO_MUCH = 1 << 60
 

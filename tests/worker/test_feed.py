@@ -16,7 +16,7 @@ from tests.checkpoints import make_texts, make_tokenizer
 
 
 def encoded_of(rows: list[list[int]]) -> Any:
-    from ensemble.worker.prompt import Encoded
+    from ensemble.members.huggingface.scoring.encode import Encoded
 
     ids = [np.array(row, dtype=np.int64) for row in rows]
     return Encoded({"input_ids": ids}, np.array([len(row) for row in rows]), 0)
@@ -25,8 +25,8 @@ def encoded_of(rows: list[list[int]]) -> Any:
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
 def test_batches_equal_the_tokenizers_own_padding(kind: str, side: str, tmp_path: Path) -> None:
-    from ensemble.worker.feed import padded
-    from ensemble.worker.prompt import Encoded
+    from ensemble.members.huggingface.scoring.device_queue import padded
+    from ensemble.members.huggingface.scoring.encode import Encoded
 
     tokenizer = make_tokenizer(tmp_path, kind=kind, side=side)
     pairs = make_texts(12, seed=3), make_texts(12, seed=4)
@@ -47,7 +47,7 @@ def test_batches_equal_the_tokenizers_own_padding(kind: str, side: str, tmp_path
 
 @given(st.lists(st.lists(st.integers(0, 12), min_size=1, max_size=9), min_size=1, max_size=6))
 def test_an_unused_token_is_held_by_none_of_the_rows(rows: list[list[int]]) -> None:
-    from ensemble.worker.feed import unused_token
+    from ensemble.members.huggingface.scoring.device_queue import unused_token
 
     encoded = encoded_of([[99], *rows])
     found = unused_token(encoded, np.arange(1, len(rows) + 1), vocabulary=100)
@@ -57,7 +57,7 @@ def test_an_unused_token_is_held_by_none_of_the_rows(rows: list[list[int]]) -> N
 def test_passes_that_fail_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from ensemble.worker.feed import Passes
+    from ensemble.members.huggingface.scoring.device_queue import Passes
 
     clock = itertools.count()
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))

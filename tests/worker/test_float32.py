@@ -37,9 +37,9 @@ def make_overflowing(folder: Path, architecture: str, factor: float = 65) -> Pat
 
 def load(folder: Path, **changes: Any) -> tuple[Any, Any, Any]:
     """The model, its classifier, and the rows' tokens."""
-    from ensemble.worker.load import load
-    from ensemble.worker.predict import Classifier
-    from ensemble.worker.prompt import Prompt
+    from ensemble.members.huggingface.loading.load import load
+    from ensemble.members.huggingface.scoring.classifier import Classifier
+    from ensemble.members.huggingface.scoring.encode import Prompt
 
     spec = worker_spec(folder, max_length=128, **{"dtype": "float16", **changes})
     loaded = load(spec)
@@ -48,8 +48,8 @@ def load(folder: Path, **changes: Any) -> tuple[Any, Any, Any]:
 
 
 def run(model: Any, classifier: Any, encoded: Any, again: bool = True, **sizes: Any) -> Any:
-    from ensemble.worker.compute import BatchSizes, compute
-    from ensemble.worker.float32 import in_float32
+    from ensemble.members.huggingface.loading.float32_retry import in_float32
+    from ensemble.members.huggingface.scoring.forward import BatchSizes, compute
 
     mode = partial(in_float32, model) if again else None
     batch_sizes = BatchSizes(**{"token_budget": BUDGET, "batch_size": None, **sizes})
@@ -71,7 +71,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Any]:
 def test_they_equal_the_weights_upcast_and_the_others_stay_as_they_were(
     architecture: str, tmp_path: Path
 ) -> None:
-    from ensemble.worker.predict import probabilities
+    from ensemble.members.huggingface.scoring.classifier import probabilities
 
     folder = make_overflowing(tmp_path, architecture)
     model, classifier, encoded = load(folder)
@@ -96,7 +96,7 @@ def test_they_equal_the_weights_upcast_and_the_others_stay_as_they_were(
 def test_memory_may_run_out_on_the_way(llama: tuple[Any, Any, Any]) -> None:
     import torch
 
-    from ensemble.worker.float32 import in_float32
+    from ensemble.members.huggingface.loading.float32_retry import in_float32
     from tests.oom.limit import AllocatorLimit
 
     model, classifier, encoded = llama
@@ -215,7 +215,7 @@ def test_adapters_do_not_cast_back_to_half_precision(tmp_path: Path) -> None:
 
 
 def test_flash_attention_which_is_for_half_precision_makes_way(llama: tuple[Any, Any, Any]) -> None:
-    from ensemble.worker.float32 import in_float32
+    from ensemble.members.huggingface.loading.float32_retry import in_float32
 
     model, classifier, encoded = llama
     rows = np.arange(8)
@@ -235,7 +235,7 @@ def test_offloaded_weights_are_upcast_when_they_have_arrived(tmp_path: Path) -> 
     import torch
     from accelerate import cpu_offload
 
-    from ensemble.worker.float32 import in_float32
+    from ensemble.members.huggingface.loading.float32_retry import in_float32
 
     model, _, encoded = load(make_overflowing(tmp_path, "llama"))
     row = int(np.argmax(encoded.lengths))
@@ -281,7 +281,7 @@ def test_eight_bits_as_the_weights_they_stand_for(tmp_path: Path) -> None:
     bitsandbytes = pytest.importorskip("bitsandbytes")
     import torch
 
-    from ensemble.worker.float32 import in_float32, uses_half_precision
+    from ensemble.members.huggingface.loading.float32_retry import in_float32, uses_half_precision
 
     folder = make_overflowing(tmp_path, "llama")
     model, classifier, encoded = load(folder, quantization_config={"load_in_8bit": True})
@@ -304,7 +304,7 @@ def test_eight_bits_as_the_weights_they_stand_for(tmp_path: Path) -> None:
 def test_what_it_does_not_know_is_not_tried(llama: tuple[Any, Any, Any]) -> None:
     from types import SimpleNamespace
 
-    from ensemble.worker.float32 import why_not_float32
+    from ensemble.members.huggingface.loading.float32_retry import why_not_float32
 
     assert why_not_float32(llama[0]) == ""
     quantized = SimpleNamespace(

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ensemble.checkpoint.inspection import inspect_checkpoint
-from ensemble.errors import CheckpointError
+from ensemble.common.errors import CheckpointError
+from ensemble.members.huggingface.checkpoint.inspect import inspect_checkpoint
 from tests.checkpoints import (
     adapter_reference,
     make_adapter,
@@ -63,7 +63,7 @@ def test_probabilities_equal_those_of_the_same_weights(
 
 
 def test_a_file_without_a_head_is_refused_by_the_worker_too(packed: Path) -> None:
-    from ensemble.worker.load import load
+    from ensemble.members.huggingface.loading.load import load
 
     with pytest.raises(ValueError, match=r"no weights for score\.weight; they would be random"):
         load(worker_spec(packed, gguf_file="tiny.gguf"))

@@ -9,7 +9,7 @@ SCRIPT = """
 import resource, sys
 import torch
 if sys.argv[1] == "kept":
-    from ensemble.worker.heap import keep_freed_memory
+    from ensemble.members.huggingface.loading.load import keep_freed_memory
     keep_freed_memory()
 def passes():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ensemble.launch.local import LocalWorker
+from ensemble.common.protocol import ChunkDone, Closed, Load, Predict, Start, Stop
+from ensemble.data.table import TableNeeds, read_table
 from ensemble.planning.chunks import cut_chunks
-from ensemble.protocol import ChunkDone, Closed, Load, Predict, Start, Stop
-from ensemble.tables.table import TableNeeds, read_table
+from ensemble.scheduling.launchers.local import LocalWorker
 from tests.checkpoints import make_checkpoint
 from tests.waiting import wait_until
 from tests.worker.test_predict import LABELS, worker_spec

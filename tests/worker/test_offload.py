@@ -33,7 +33,7 @@ def offloaded(folder: Path, cpu_bytes: int, disk: Path | None, **changes: Any) -
     [("llama", SOME), ("gemma2", SOME), ("llama", NOTHING), ("gpt2", NOTHING), ("bert", NOTHING)],
 )
 def test_layers_on_disk_give_the_same_numbers(architecture: str, cpu_bytes: int, tmp_path: Path) -> None:
-    from ensemble.worker.load import load
+    from ensemble.members.huggingface.loading.load import load
 
     folder = make_checkpoint(tmp_path / "model", architecture, LABELS)
     spec = offloaded(folder, cpu_bytes, tmp_path / "disk")
@@ -58,7 +58,7 @@ def test_half_precision_files_are_read_as_float32(tmp_path: Path) -> None:
 
 
 def test_what_fits_stays_in_memory(tmp_path: Path) -> None:
-    from ensemble.worker.load import load
+    from ensemble.members.huggingface.loading.load import load
 
     folder = make_checkpoint(tmp_path / "model", "llama", LABELS)
     loaded = load(offloaded(folder, EVERYTHING, tmp_path / "disk"))
@@ -67,7 +67,7 @@ def test_what_fits_stays_in_memory(tmp_path: Path) -> None:
 
 
 def test_nothing_is_offloaded_that_nobody_asked_for(tmp_path: Path) -> None:
-    from ensemble.worker.load import load
+    from ensemble.members.huggingface.loading.load import load
 
     folder = make_checkpoint(tmp_path / "model", "llama", LABELS)
     message = (
@@ -78,7 +78,7 @@ def test_nothing_is_offloaded_that_nobody_asked_for(tmp_path: Path) -> None:
 
 
 def test_layers_placed_by_hand(tmp_path: Path) -> None:
-    from ensemble.worker.load import load
+    from ensemble.members.huggingface.loading.load import load
 
     folder = make_checkpoint(tmp_path / "model", "llama", LABELS)
     spec = worker_spec(folder, device_map=BY_HAND, offload_folder=str(tmp_path / "disk"))
@@ -90,7 +90,7 @@ def test_layers_placed_by_hand(tmp_path: Path) -> None:
 
 def test_offload_of_eight_bits_keeps_layers_in_float32(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
-    from ensemble.worker.load import load
+    from ensemble.members.huggingface.loading.load import load
 
     folder = make_checkpoint(tmp_path / "model", "llama", LABELS)
     settings = {"load_in_8bit": True, "llm_int8_enable_fp32_cpu_offload": True}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ensemble.protocol import WorkerSpec
+from ensemble.common.protocol import WorkerSpec
 from tests.checkpoints import make_checkpoint
 from tests.worker.test_predict import LABELS, worker_spec
 
@@ -40,7 +40,7 @@ def spec(**changes: Any) -> WorkerSpec:
 def test_the_type_of_the_weights(
     asked: str, planned: str, capability: tuple[int, int] | None, expected: str, note: str
 ) -> None:
-    from ensemble.worker.precision import choose_dtype
+    from ensemble.members.huggingface.loading.precision import choose_dtype
 
     notes: list[str] = []
     chosen = choose_dtype(spec(dtype=asked, gpu_dtype=planned), capability, notes)
@@ -62,7 +62,7 @@ def own_tf32() -> Iterator[None]:
 def test_tf32_is_off_unless_asked_for(tmp_path: Path) -> None:
     import torch
 
-    from ensemble.worker.load import load
+    from ensemble.members.huggingface.loading.load import load
 
     folder = make_checkpoint(tmp_path, "llama", LABELS)
     for allow_tf32 in (True, False):
@@ -77,7 +77,7 @@ def test_tf32_is_off_unless_asked_for(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("own_tf32")
 def test_tf32_that_cannot_have_an_effect_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ensemble.worker.precision import set_tf32
+    from ensemble.members.huggingface.loading.precision import set_tf32
 
     for override, capability, expected in (
         ("", A100, ""),
@@ -98,7 +98,7 @@ def test_tf32_that_cannot_have_an_effect_is_noted(monkeypatch: pytest.MonkeyPatc
     ("architecture", "chosen"), [("gemma2", "eager"), ("llama", "sdpa"), ("deberta-v2", "eager")]
 )
 def test_the_attention_that_the_model_supports(architecture: str, chosen: str, tmp_path: Path) -> None:
-    from ensemble.worker.load import load
+    from ensemble.members.huggingface.loading.load import load
 
     folder = make_checkpoint(tmp_path, architecture, LABELS)
     assert load(worker_spec(folder)).attn_implementation == chosen
@@ -110,7 +110,7 @@ def test_the_attention_that_the_model_supports(architecture: str, chosen: str, t
     [("flash_attention_2", "FlashAttention2"), ("fast", "fast")],
 )
 def test_an_attention_that_cannot_be_had_names_the_key(asked: str, reason: str, tmp_path: Path) -> None:
-    from ensemble.worker.load import load
+    from ensemble.members.huggingface.loading.load import load
 
     folder = make_checkpoint(tmp_path, "gemma2", LABELS)
     with pytest.raises(
@@ -124,7 +124,7 @@ def test_an_attention_that_cannot_be_had_names_the_key(asked: str, reason: str, 
 @pytest.mark.fault(30)
 def test_attention_that_leaves_out_the_cap_is_refused(tmp_path: Path) -> None:
     """Releases of transformers before 5.22 take it without a word, and the numbers are others."""
-    from ensemble.worker.load import load
+    from ensemble.members.huggingface.loading.load import load
 
     folder = make_checkpoint(tmp_path, "gemma2", LABELS)
     with pytest.raises(ValueError, match=r"^attn_implementation: sdpa "):
@@ -133,7 +133,7 @@ def test_attention_that_leaves_out_the_cap_is_refused(tmp_path: Path) -> None:
 
 def test_an_attention_that_was_chosen_and_is_not_there_makes_way(tmp_path: Path) -> None:
     """As for code that a checkpoint brings along, of which the plan knows nothing."""
-    from ensemble.worker.load import load
+    from ensemble.members.huggingface.loading.load import load
 
     folder = make_checkpoint(tmp_path, "deberta-v2", LABELS)
     loaded = load(worker_spec(folder, attn_implementation="sdpa", is_attention_asked=False))
@@ -142,7 +142,7 @@ def test_an_attention_that_was_chosen_and_is_not_there_makes_way(tmp_path: Path)
 
 
 def test_a_worker_decides_where_the_plan_could_not(tmp_path: Path) -> None:
-    from ensemble.worker.load import load
+    from ensemble.members.huggingface.loading.load import load
 
     for name, chosen in (("gemma2", "eager"), ("llama", "sdpa")):
         folder = make_checkpoint(tmp_path / name, name, LABELS)

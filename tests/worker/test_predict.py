@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ensemble.protocol import WorkerSpec
+from ensemble.common.protocol import WorkerSpec
 from tests.checkpoints import make_checkpoint, make_texts, reference
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -63,10 +63,10 @@ def worker_spec(folder: Path, **changes: Any) -> WorkerSpec:
 
 def compute(spec: WorkerSpec, rows: list[dict[str, str]]) -> np.ndarray:
     """What the worker's own pieces make of the rows, in the rows' order."""
-    from ensemble.worker.batching import make_batches
-    from ensemble.worker.load import load
-    from ensemble.worker.predict import Classifier, probabilities
-    from ensemble.worker.prompt import Prompt
+    from ensemble.members.huggingface.loading.load import load
+    from ensemble.members.huggingface.scoring.batching import make_batches
+    from ensemble.members.huggingface.scoring.classifier import Classifier, probabilities
+    from ensemble.members.huggingface.scoring.encode import Prompt
 
     loaded = load(spec)
     prompt = Prompt(spec, loaded.tokenizer, loaded.max_length)
@@ -147,7 +147,7 @@ def test_other_activations(problem_type: str, tmp_path: Path) -> None:
 def test_a_head_that_would_be_random_is_refused(tmp_path: Path) -> None:
     import transformers
 
-    from ensemble.worker.load import load
+    from ensemble.members.huggingface.loading.load import load
 
     make_checkpoint(tmp_path, "llama", LABELS)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -157,7 +157,7 @@ def test_a_head_that_would_be_random_is_refused(tmp_path: Path) -> None:
 
 
 def test_half_precision_checkpoints_run_as_float32_on_a_cpu(tmp_path: Path) -> None:
-    from ensemble.worker.load import load
+    from ensemble.members.huggingface.loading.load import load
 
     folder = make_checkpoint(tmp_path, "gemma2", LABELS, dtype="float16")
     assert load(worker_spec(folder)).dtype == "float32"
@@ -166,7 +166,7 @@ def test_half_precision_checkpoints_run_as_float32_on_a_cpu(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("architecture", "limit"), [("bert", 128), ("roberta", 126), ("gpt2", 128)])
 def test_max_length_stays_within_learnt_positions(architecture: str, limit: int, tmp_path: Path) -> None:
-    from ensemble.worker.load import load
+    from ensemble.members.huggingface.loading.load import load
 
     folder = make_checkpoint(tmp_path, architecture, LABELS, pad="<pad>")
     loaded = load(worker_spec(folder, max_length=500))
@@ -189,7 +189,7 @@ def test_quantized_weights_on_the_cpu(tmp_path: Path) -> None:
 
 
 def test_an_unknown_quantization_key_is_named(tmp_path: Path) -> None:
-    from ensemble.worker.quantization import quantization_config
+    from ensemble.members.huggingface.loading.quantization import quantization_config
 
     with pytest.raises(ValueError, match="unknown key bnb_4bit_quant_typ"):
         quantization_config({"load_in_4bit": True, "bnb_4bit_quant_typ": "nf4"})

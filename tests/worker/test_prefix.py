@@ -163,7 +163,7 @@ def tokenizers() -> dict[str, Any]:
 
 def shared(tokenizer: Any, max_length: int, add_special_tokens: bool = True) -> tuple[Any, list[int]]:
     """The one under test, and how many texts it gave to the plain tokenizer, call by call."""
-    from ensemble.worker.prefix import SharedPrefix
+    from ensemble.members.huggingface.scoring.shared_prefix import SharedPrefix
 
     given_plain: list[int] = []
 

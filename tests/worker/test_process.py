@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ensemble.launch.local import LocalWorker
-from ensemble.protocol import Load, Predict, Progress, Start
+from ensemble.common.protocol import Load, Predict, Progress, Start
+from ensemble.scheduling.launchers.local import LocalWorker
 from tests.checkpoints import make_checkpoint, make_texts
 from tests.worker.test_memory import next_event
 from tests.worker.test_predict import LABELS, worker_spec

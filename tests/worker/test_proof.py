@@ -23,9 +23,9 @@ def checked(model: Any, dtype: str = "float32", retry: bool = False) -> str:
     """What the comparison with eager says of a model."""
     from functools import partial
 
-    from ensemble.worker.float32 import in_float32
-    from ensemble.worker.predict import Classifier
-    from ensemble.worker.rehearsal import Rehearsal
+    from ensemble.members.huggingface.loading.float32_retry import in_float32
+    from ensemble.members.huggingface.scoring.classifier import Classifier
+    from ensemble.members.huggingface.scoring.warmup import Rehearsal
 
     rehearsal = Rehearsal(
         Classifier(model, 0), encoded_of([4, 14, 60]), "softmax", dtype == "float32", may_omit_mask=True
@@ -105,7 +105,7 @@ def test_an_attention_that_leaves_a_rule_out_is_refused(dtype: str, retry: bool,
 
 @pytest.mark.fault(30)
 def test_a_member_with_such_an_attention_fails_before_its_first_chunk(tmp_path: Path, uncapped: str) -> None:
-    from ensemble.protocol import Failed, Predict, Started
+    from ensemble.common.protocol import Failed, Predict, Started
     from tests.worker.test_serve import served
 
     folder = make_checkpoint(tmp_path / "model", "gemma2", LABELS)
@@ -225,9 +225,9 @@ def test_sound_tokenizers_of_their_own_classes_are_not_remarked_on(kind: str, tm
 @pytest.mark.fault(28)
 @pytest.mark.parametrize("kind", MADE)
 def test_another_class_than_the_vocabulary_is_for(kind: str, tmp_path: Path) -> None:
-    from ensemble.checkpoint.inspection import inspect_checkpoint
-    from ensemble.errors import CheckpointError
-    from ensemble.worker.tokenizer import load_tokenizer
+    from ensemble.common.errors import CheckpointError
+    from ensemble.members.huggingface.checkpoint.inspect import inspect_checkpoint
+    from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
 
     folder = with_tokenizer(tmp_path / "model", kind)
     config = json.loads((folder / "tokenizer_config.json").read_text())

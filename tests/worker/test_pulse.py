@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ensemble.launch.local import LocalWorker
-from ensemble.protocol import Event, Heartbeat
-from ensemble.watch import Watch
-from ensemble.worker.pulse import Pulse
+from ensemble.common.clock import Watch
+from ensemble.common.protocol import Event, Heartbeat
+from ensemble.scheduling.launchers.local import LocalWorker
+from ensemble.worker.heartbeat import Pulse
 from tests.waiting import wait_until
 
 

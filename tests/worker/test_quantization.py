@@ -61,8 +61,8 @@ def test_eight_bits(architecture: str, tmp_path: Path) -> None:
 def test_a_checkpoint_that_was_saved_in_four_bits(tmp_path: Path) -> None:
     import torch
 
-    from ensemble.checkpoint.inspection import inspect_checkpoint
-    from ensemble.worker.load import load
+    from ensemble.members.huggingface.checkpoint.inspect import inspect_checkpoint
+    from ensemble.members.huggingface.loading.load import load
 
     folder = make_checkpoint(tmp_path / "whole", "llama", LABELS)
     model = quantized(folder, FOUR_BITS)
@@ -83,7 +83,7 @@ def test_weights_that_are_unpacked_before_the_first_pass(tmp_path: Path) -> None
     import torch
     from transformers import AutoModelForSequenceClassification
 
-    from ensemble.worker.model import _run_first_hooks
+    from ensemble.members.huggingface.loading.model import _run_first_hooks
 
     folder = make_checkpoint(tmp_path, "llama", LABELS)
     model = AutoModelForSequenceClassification.from_pretrained(folder)

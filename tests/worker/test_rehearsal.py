@@ -71,7 +71,7 @@ def model_of(config: Any) -> Any:
 
 
 def encoded_of(lengths: list[int], seed: int = 0) -> Any:
-    from ensemble.worker.prompt import Encoded
+    from ensemble.members.huggingface.scoring.encode import Encoded
 
     chooser = np.random.default_rng(seed)
     ids = [chooser.integers(3, 400, length) for length in lengths]
@@ -79,8 +79,8 @@ def encoded_of(lengths: list[int], seed: int = 0) -> Any:
 
 
 def rehearsed(model: Any, may_omit_mask: bool = True) -> Any:
-    from ensemble.worker.predict import Classifier
-    from ensemble.worker.rehearsal import Rehearsal
+    from ensemble.members.huggingface.scoring.classifier import Classifier
+    from ensemble.members.huggingface.scoring.warmup import Rehearsal
 
     classifier = Classifier(model, 0)
     rehearsal = Rehearsal(classifier, encoded_of([4, 14]), "softmax", True, may_omit_mask)
@@ -172,7 +172,7 @@ def test_what_a_checkpoint_asks_for_besides_logits_is_not_computed(tmp_path: Any
 
     import torch
 
-    from ensemble.worker.load import load
+    from ensemble.members.huggingface.loading.load import load
     from tests.checkpoints import make_checkpoint
     from tests.worker.test_predict import LABELS, worker_spec
 

@@ -22,8 +22,8 @@ TEXTS = [ONCE[index] for index in CHOSEN]
 
 
 def encode(folder: Path, rows: list[dict[str, Any]], **changes: Any) -> Any:
-    from ensemble.worker.prompt import Prompt
-    from ensemble.worker.tokenizer import load_tokenizer
+    from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
+    from ensemble.members.huggingface.scoring.encode import Prompt
 
     spec = worker_spec(folder, **changes)
     return Prompt(spec, load_tokenizer(spec), spec.max_length or 1024).encode(rows)
@@ -69,7 +69,7 @@ def test_rows_that_only_truncation_makes_equal(tmp_path: Path) -> None:
 def test_copies_are_found_across_blocks_and_beside_rows_that_cannot_be_rendered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ensemble.worker import prompt
+    from ensemble.members.huggingface.scoring import encode as prompt
 
     folder = make_checkpoint(tmp_path, "llama", LABELS)
     cells = [f'["{text}"]' for text in TEXTS]
@@ -97,10 +97,10 @@ def test_copies_are_found_across_blocks_and_beside_rows_that_cannot_be_rendered(
 
 def test_copies_share_the_fate_of_their_row(tmp_path: Path) -> None:
     """Halved where memory runs out, run again in float32, or too large: each copy with its row."""
-    from ensemble.worker.compute import BatchSizes, compute
-    from ensemble.worker.float32 import in_float32
-    from ensemble.worker.load import load
-    from ensemble.worker.predict import Classifier
+    from ensemble.members.huggingface.loading.float32_retry import in_float32
+    from ensemble.members.huggingface.loading.load import load
+    from ensemble.members.huggingface.scoring.classifier import Classifier
+    from ensemble.members.huggingface.scoring.forward import BatchSizes, compute
 
     folder = make_overflowing(tmp_path, "llama")
     loaded = load(worker_spec(folder, dtype="float16"))

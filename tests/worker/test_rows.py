@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ensemble.tables.table import TableNeeds, read_table
-from ensemble.worker.rows import PublishedTable, json_columns
+from ensemble.data.published_table import PublishedTable, json_columns
+from ensemble.data.table import TableNeeds, read_table
 
 
 def publish(source: Path, target: Path, *columns: str) -> Path:

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from ensemble.protocol import (
+from ensemble.common.protocol import (
     ChunkDone,
     ChunkFailed,
     Closed,
@@ -138,7 +138,7 @@ def test_rows_that_cannot_be_rendered_are_named_and_the_others_done(checkpoint: 
 def test_blocks_of_tokens_are_put_together_in_the_rows_order(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ensemble.worker import prompt
+    from ensemble.members.huggingface.scoring import encode as prompt
 
     cells = [f'["{text}"]' for text in make_texts(40)]
     cells[7], cells[30] = "[", "["
@@ -146,7 +146,7 @@ def test_blocks_of_tokens_are_put_together_in_the_rows_order(
     spec = worker_spec(
         checkpoint, prompt_template="{{ (turns | fromjson)[0] }}", text_columns=(), max_length=12
     )
-    from ensemble.worker.tokenizer import load_tokenizer
+    from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
 
     rows = [{"turns": cell} for cell in cells]
     encoder = prompt.Prompt(spec, load_tokenizer(spec), 12)

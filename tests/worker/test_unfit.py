@@ -18,7 +18,7 @@ NO_KERNEL = (
 
 @pytest.fixture
 def bert(tmp_path: Path) -> tuple[Any, Any]:
-    from ensemble.worker.load import load
+    from ensemble.members.huggingface.loading.load import load
 
     spec = worker_spec(make_checkpoint(tmp_path, "bert", LABELS), dtype="float16")
     return spec, load(spec).model
@@ -28,7 +28,7 @@ def run(bert: tuple[Any, Any], error: Exception, place: str, first: bool = False
     """A pass in which the module at ``place`` fails with ``error``, on a GPU by what is said."""
     import torch
 
-    from ensemble.worker.unfit import told_in_a_sentence
+    from ensemble.members.huggingface.scoring.unsupported import told_in_a_sentence
 
     spec, model = bert
 

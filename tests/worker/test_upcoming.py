@@ -20,8 +20,8 @@ class Encoding:
     """The real tokenizer behind the callback that ``Upcoming`` is given; notes which thread did which rows."""
 
     def __init__(self, folder: Path) -> None:
-        from ensemble.worker.prompt import Prompt
-        from ensemble.worker.tokenizer import load_tokenizer
+        from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
+        from ensemble.members.huggingface.scoring.encode import Prompt
 
         make_tokenizer(folder)
         spec = worker_spec(folder)
@@ -49,7 +49,7 @@ def check(encoded: Any, encoding: Encoding, start: int, stop: int) -> None:
 
 
 def test_what_was_hinted_at_is_not_made_again(encoding: Encoding) -> None:
-    from ensemble.worker.upcoming import Upcoming
+    from ensemble.members.huggingface.scoring.prefetch import Upcoming
 
     upcoming = Upcoming(encoding, in_background=True)
     steps: list[None] = []
@@ -67,7 +67,7 @@ def test_what_was_hinted_at_is_not_made_again(encoding: Encoding) -> None:
 
 
 def test_a_wrong_hint_costs_nothing_but_time(encoding: Encoding) -> None:
-    from ensemble.worker.upcoming import Upcoming
+    from ensemble.members.huggingface.scoring.prefetch import Upcoming
 
     upcoming = Upcoming(encoding, in_background=True)
     upcoming.prepare(0, 10)
@@ -82,8 +82,8 @@ def test_a_wrong_hint_costs_nothing_but_time(encoding: Encoding) -> None:
 def test_rows_that_nobody_wants_any_more_are_given_up_between_blocks(
     encoding: Encoding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ensemble.worker import prompt
-    from ensemble.worker.upcoming import Upcoming
+    from ensemble.members.huggingface.scoring import encode as prompt
+    from ensemble.members.huggingface.scoring.prefetch import Upcoming
 
     monkeypatch.setattr(prompt, "BLOCK_ROWS", 10)
     rendered: list[Any] = []
@@ -106,7 +106,7 @@ def test_rows_that_nobody_wants_any_more_are_given_up_between_blocks(
 
 
 def test_errors_show_when_the_rows_are_asked_for(encoding: Encoding) -> None:
-    from ensemble.worker.upcoming import Upcoming
+    from ensemble.members.huggingface.scoring.prefetch import Upcoming
 
     def broken(start: int, stop: int, step: Any) -> Any:
         raise LookupError(threading.current_thread().name)
@@ -118,7 +118,7 @@ def test_errors_show_when_the_rows_are_asked_for(encoding: Encoding) -> None:
 
 
 def test_on_a_cpu_a_hint_is_not_heeded(encoding: Encoding) -> None:
-    from ensemble.worker.upcoming import Upcoming
+    from ensemble.members.huggingface.scoring.prefetch import Upcoming
 
     upcoming = Upcoming(encoding, in_background=False)
     upcoming.prepare(0, 10)

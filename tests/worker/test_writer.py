@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from ensemble.errors import WriteError
-from ensemble.protocol import Predict
+from ensemble.common.errors import WriteError
+from ensemble.common.protocol import Predict
 from tests.checkpoints import make_checkpoint, make_texts, reference
 from tests.worker.test_predict import LABELS, worker_spec
 from tests.worker.test_serve import publish
@@ -36,7 +36,7 @@ def predict(member: Any, chunk: int, written: Any) -> None:
 
 
 def test_no_more_than_one_part_waits_while_the_next_is_computed(member: Any, tmp_path: Path) -> None:
-    from ensemble.rundir import read_part
+    from ensemble.common.shards import read_part
 
     done: list[tuple[str, Any]] = []
     first_may_end = threading.Event()

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from ensemble.checkpoint.architecture import read_architecture
-from ensemble.checkpoint.loaded import weights
-from ensemble.checkpoint.tensors import Tensor
-from ensemble.planning.memory import activation
+from ensemble.members.huggingface.checkpoint.architecture import read_architecture
+from ensemble.members.huggingface.checkpoint.loaded_size import weights
+from ensemble.members.huggingface.checkpoint.safetensors_headers import Tensor
+from ensemble.members.huggingface.memory.forward import activation
 from tests.planning.tracking.measure import fake_classifier, peak_bytes
 
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",

@@ -11,8 +11,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from ensemble.worker.predict import Classifier
-from ensemble.worker.prompt import Encoded
+from ensemble.members.huggingface.scoring.classifier import Classifier
+from ensemble.members.huggingface.scoring.encode import Encoded
 from tests.planning.tracking.tracker import PeakTracker
 
 

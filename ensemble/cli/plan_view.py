@@ -1,0 +1,137 @@
+"""What ``plan`` shows: the devices, each member's memory, where it runs and why, and how long all of it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ensemble.cli.layout import Table
+from ensemble.common.text import duration, gib, plural, shown_path
+from ensemble.members.huggingface.memory.replica import Fit, Footprint
+from ensemble.pipeline.validate import Prepared
+from ensemble.pipeline.wait_for_gpus import held_texts
+from ensemble.planning.plan import MemberPlan
+
+_VERDICTS = {
+    "fits": "",
+    "tight": "tight",
+    "short": "tight: others use it",
+    "held": "held by others",
+    "never": "does not fit",
+}
+
+
+def opening_lines(prepared: Prepared) -> Iterator[str]:
+    """The table and the devices."""
+    yield f"{shown_path(prepared.config.data.path)}: {plural(prepared.table.rows, 'row')}"
+    if prepared.inventory.note:
+        yield prepared.inventory.note
+    for number, gpu in enumerate(prepared.outlook.gpus):
+        capability = (
+            ""
+            if gpu.compute_capability is None
+            else ", compute capability {}.{}".format(*gpu.compute_capability)
+        )
+        free = gib(gpu.total_bytes - gpu.used_bytes)
+        yield f"GPU {number}: {gpu.name} ({gpu.uuid}){capability}, {free} of {gib(gpu.total_bytes)} free"
+    yield from prepared.warnings
+    yield from held_texts(prepared.outlook.gpus)
+    host = prepared.outlook.host
+    if host is not None and any(not member.gpus for member in prepared.plan.members):
+        yield f"CPU: {gib(host.total_bytes - host.used_bytes)} of {gib(host.total_bytes)} memory free"
+
+
+def memory_table(prepared: Prepared) -> Table:
+    """A row per member: what one replica takes of each of its devices, with a full batch of the longest rows."""
+    headers = "member,parameters,weights,batch tokens,activations,attention,overhead,peak,usable,fit"
+    rows = [(member.name, *_memory_cells(member)) for member in prepared.plan.members]
+    return Table(headers.split(","), rows, texts=["fit"])
+
+
+def placement_lines(prepared: Prepared) -> Iterator[str]:
+    """Where each member runs and why, its chunks and its time; then the whole run."""
+    plan = prepared.plan
+    for member in plan.members:
+        yield f"{member.name}: {'; '.join(_member_facts(prepared, member))}"
+    if plan.why:
+        yield plan.why
+    yield from plan.warnings
+    if plan.problems:
+        return
+    if plan.seconds is not None:
+        report = shown_path(prepared.config.output_dir / "run.json")
+        yield f"the whole run takes about {duration(plan.seconds)}, by the speeds in {report}"
+    else:
+        yield "how long it takes is not known until a run, such as one with --limit 100, has measured the speed"
+
+
+def _memory_cells(member: MemberPlan) -> list[str]:
+    needed, found = member.placement.footprint, _tightest(member)
+    if needed is None:
+        return ["", "not known", "", "", "", "", "", "", ""]
+    tokens = found.token_budget if found is not None else 0
+    tokens = max(tokens, needed.width)
+    per_token, per_pair = needed.activation.line(needed.width)
+    return [
+        _count(needed.weights.parameters),
+        gib(needed.weights.bytes),
+        f"{tokens:,}",
+        gib(per_token * tokens + needed.activation.fixed_bytes),
+        gib(per_pair * tokens * needed.width),
+        gib(needed.context_bytes),
+        gib(needed.peak_bytes(member.gpus, tokens)),
+        gib(found.room_bytes) if found is not None else "",
+        _VERDICTS[found.verdict] if found is not None else "",
+    ]
+
+
+def _tightest(member: MemberPlan) -> Fit | None:
+    """The fit on the device with the least room, of those it runs on."""
+    placement = member.placement
+    usable = [placement.fits[uuid] for uuid in placement.devices if uuid in placement.fits]
+    return min(usable or placement.fits.values(), key=lambda one: one.room_bytes, default=None)
+
+
+def _member_facts(prepared: Prepared, member: MemberPlan) -> Iterator[str]:
+    placement, needed = member.placement, member.placement.footprint
+    if placement.problems:
+        yield "cannot run here"
+        return
+    yield _where(prepared, member)
+    if placement.reason:
+        yield placement.reason
+    if needed is not None:
+        yield _numbers(needed)
+        labels = len(prepared.config.labels)
+        yield f"rows of up to {plural(needed.width, 'token')}, {plural(labels, 'label')} each"
+    yield plural(len(member.chunks), "chunk")
+    if member.speed.is_measured:
+        job = member.job
+        yield f"about {duration(job.startup_seconds + job.compute_seconds / member.replicas)}"
+
+
+def _where(prepared: Prepared, member: MemberPlan) -> str:
+    if not member.gpus:
+        return "on the CPU" if member.replicas == 1 else f"{plural(member.replicas, 'replica')} on the CPU"
+    numbers = {gpu.uuid: str(number) for number, gpu in enumerate(prepared.outlook.gpus)}
+    there = [numbers[uuid] for uuid in member.placement.devices]
+    where = f"GPU {there[0]}" if len(there) == 1 else f"GPUs {', '.join(there)}"
+    if member.gpus > 1 and len(there) == member.gpus:
+        return f"1 replica over {where}"
+    if member.gpus == member.replicas == 1 and len(there) > 1:
+        return f"1 replica on GPU {' or '.join(there)}"
+    spread = f" over {member.gpus} GPUs each" if member.gpus > 1 else ""
+    replicas = plural(member.replicas, "replica")
+    later = "" if member.first_replicas == member.replicas else ", all but the first when GPUs are left over"
+    return f"{replicas}{spread} on {where}{later}" if there else "no GPU has room now"
+
+
+def _numbers(needed: Footprint) -> str:
+    stored = f"{needed.quantization} weights, {needed.dtype}" if needed.quantization else needed.dtype
+    return f"{stored}, {needed.attention} attention"
+
+
+def _count(parameters: int) -> str:
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if parameters >= size:
+            return f"{parameters / size:.2f} {letter}"
+    return str(parameters)

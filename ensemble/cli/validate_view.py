@@ -1,0 +1,46 @@
+"""What ``validate`` shows of a run that has passed its checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ensemble.common.text import gib, plural, shown_path
+from ensemble.pipeline.validate import Prepared
+
+_SHOWN_CHARACTERS = 160
+
+
+def validation_lines(prepared: Prepared) -> Iterator[str]:
+    """The table, the devices, and per member its checkpoint, its weight and its first row's text."""
+    config, table = prepared.config, prepared.table
+    yield f"{shown_path(config.data.path)}: {plural(table.rows, 'row')}, ids in {config.data.id_column!r}"
+    for column, count in table.null_texts.items():
+        if count:
+            yield f"{plural(count, 'empty text')} in {column!r}, read as an empty string"
+    for text in (prepared.inventory.note, *prepared.warnings):
+        if text:
+            yield text
+    for gpu in prepared.inventory.gpus:
+        yield f"{gpu.name} ({gpu.uuid}), {gib(gpu.used_bytes)} of {gib(gpu.total_bytes)} used"
+    for member in prepared.plan.members:
+        checkpoint = prepared.checkpoints[member.name]
+        size = "" if checkpoint.weight_bytes is None else f", {gib(checkpoint.weight_bytes)}"
+        where = "CPU"
+        if member.gpus:
+            where = f"{plural(member.replicas, 'replica')} on {plural(member.gpus, 'GPU')}"
+            where += " each" if member.replicas > 1 else ""
+        yield (
+            f"{member.name}: {checkpoint.architecture or checkpoint.model_type}{size}, weight "
+            f"{member.model.weight:g}, {where}, {plural(len(member.chunks), 'chunk')}"
+        )
+        if member.name in prepared.previews:
+            yield _prompt_line(member.name, prepared.previews[member.name])
+    yield f"All checks passed. A run would write its results to {shown_path(config.output_dir)}"
+
+
+def _prompt_line(name: str, prompt: str) -> str:
+    line = prompt.replace("\n", "\\n")
+    which = "its first prompt"
+    if len(line) > _SHOWN_CHARACTERS:
+        which = f"the first {_SHOWN_CHARACTERS} characters of {which}"
+    return f"{name}: {which}: {line[:_SHOWN_CHARACTERS]}"

@@ -1,0 +1,230 @@
+"""Why a file or folder cannot be read, each reason with what helps against it."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import glob
+import json
+import os
+import secrets
+import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, TypeAlias
+
+from ensemble.common.errors import WriteError
+
+
+def unreadable(path: Path | str, error: OSError, otherwise: str = "copy it again") -> str:
+    """The sentence for something that is there and cannot be read.
+
+    Args:
+        error: what reading it raised.
+        otherwise: what to do where neither rights nor links are to blame.
+    """
+    place = Path(os.fsdecode(error.filename)) if error.filename else Path(path)
+    if isinstance(error, PermissionError):
+        # Asked of os.path, which answers also where the folder above may not be entered.
+        right = "r" if os.path.isfile(place) else "rx"  # noqa: PTH113
+        return (
+            f"{path} cannot be read ({error.strerror} for user {_user()}); allow it, for example with "
+            f"chmod a+{right} {_barrier(place)}, or run as its owner"
+        )
+    if link := dangling_link(place):
+        return link
+    return f"{path} cannot be read ({error.strerror or error}); {otherwise}"
+
+
+def dangling_link(path: Path) -> str | None:
+    """The sentence for a link to nothing; None for anything else."""
+    try:
+        if not path.is_symlink() or path.exists():
+            return None
+        target = path.readlink()
+    except OSError:
+        return None
+    return (
+        f"{path} is a link to {target}, which is not there; copy the files and not the links (cp -rL; the hub's "
+        "cache keeps the files themselves in its blobs folder)"
+    )
+
+
+def _barrier(place: Path) -> Path:
+    """The outermost folder above a place that may not be entered; the place itself where all may be."""
+    for folder in reversed(place.absolute().parents):
+        if not os.access(folder, os.X_OK):
+            return folder
+    return place
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # one that has no name here, as in many containers
+        return str(os.getuid())
+
+
+_TEMPORARY = ".tmp-"
+
+
+def cannot_write(key: str, path: Path, error: OSError) -> str:
+    """The sentence for a place that cannot be written."""
+    return f"{key}: cannot write to {path} ({error.strerror or error}); choose another directory or free it"
+
+
+def unwritable_reason(key: str, path: Path) -> str | None:
+    """Why a directory could not be made and written, as far as that shows without touching the disk."""
+    at = path
+    while not at.exists() and at != at.parent:
+        at = at.parent
+    if not at.is_dir():
+        return f"{key}: {path} cannot be a directory, because {at} is a file; choose another directory"
+    if not os.access(at, os.W_OK | os.X_OK):
+        return f"{key}: cannot write to {path} ({at} is not writable); choose another directory"
+    return None
+
+
+@contextlib.contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """A temporary path in the same directory, which becomes ``path`` when the block ends without an error.
+
+    The content is flushed to the disk before the rename and the directory entry after it, so that the name
+    stands for a complete file even after a power loss.
+
+    Raises:
+        WriteError: the disk is full, the directory is gone, or the like.
+    """
+    # Random, because two runs in two containers may have the same number and one submission.path.
+    temporary = path.with_name(f".{path.name}{_TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        _claim(temporary)
+        yield temporary
+        with temporary.open("rb") as written:
+            os.fsync(written.fileno())
+        temporary.replace(path)
+        sync_directory(path.parent)
+    except OSError as error:
+        reason = error.strerror or error
+        raise WriteError(
+            f"cannot write {path} ({reason}); make room there or choose another place"
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def open_log(path: Path) -> BinaryIO:
+    """Open a log to append to it; a link in its place is removed and not followed.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    _remove_link(path)
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666), "ab")
+
+
+def _claim(temporary: Path) -> None:
+    """Make an empty file under a name that could be guessed: no link that waits there is written through."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    try:
+        os.close(os.open(temporary, flags, 0o666))
+    except FileExistsError:
+        temporary.unlink()
+        os.close(os.open(temporary, flags, 0o666))
+
+
+def _remove_link(path: Path) -> None:
+    """Remove a symbolic link, and a name of a file that has another name elsewhere."""
+    with contextlib.suppress(FileNotFoundError):
+        found = path.lstat()
+        if stat.S_ISLNK(found.st_mode) or (stat.S_ISREG(found.st_mode) and found.st_nlink > 1):
+            path.unlink()
+
+
+def sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small text file so that its name appears only when it is complete."""
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def remove_halves(target: Path) -> None:
+    """Remove what killed processes left of a file that they were writing; not what a living one writes."""
+    for leftover in target.parent.glob(f".{glob.escape(target.name)}{_TEMPORARY}*"):
+        pid = leftover.name.rpartition(_TEMPORARY)[2].partition("-")[0]
+        if not Path(f"/proc/{pid}").exists():
+            leftover.unlink(missing_ok=True)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty where there is none, or anything else."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+# Bytes, and the times at which content and entry last changed, in nanoseconds.  The last one no program can set:
+# it shows a file that was replaced and put back, or written to with its old time restored (POSIX, sys/stat.h).
+# Not the inode: file systems that live in user space may number a file anew while it is the same.
+FileState: TypeAlias = tuple[int, int, int]
+
+_SHOWN = 3
+
+
+class FilesChanged(Exception):
+    """Files from which numbers were to be made are no longer those that the run has begun with."""
+
+
+def file_state(path: str | Path) -> FileState | None:
+    """The state of a file, or of what a link leads to; None: there is none."""
+    try:
+        found = os.stat(path)  # noqa: PTH116  takes text as it is
+    except (OSError, ValueError):
+        return None
+    return found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def folder_states(folder: str | Path) -> dict[str, FileState]:
+    """The states of the files right below a folder, by absolute path; none where there is no such folder."""
+    try:
+        names = os.listdir(folder)  # noqa: PTH208  takes text as it is
+    except OSError:
+        return {}
+    paths = [os.path.abspath(os.path.join(folder, name)) for name in names]  # noqa: PTH100, PTH118
+    states = ((path, file_state(path)) for path in paths if os.path.isfile(path))  # noqa: PTH113
+    return {path: state for path, state in states if state is not None}
+
+
+def changed_files(before: Mapping[str, Sequence[int]]) -> list[str]:
+    """Those of the files that are gone or not as they were, by path."""
+    return [path for path, state in before.items() if file_state(path) != tuple(state)]
+
+
+def check_unchanged(before: Mapping[str, Sequence[int]]) -> None:
+    """Find all files as they were.
+
+    Raises:
+        FilesChanged: one was replaced, written to, touched or removed; the message names it.
+    """
+    if found := changed_files(before):
+        raise FilesChanged(changed_text(found))
+
+
+def changed_text(paths: Iterable[str]) -> str:
+    """The sentence for files that changed while a run was going on."""
+    names = sorted(paths)
+    more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
+    return (
+        f"{', '.join(names[:_SHOWN])}{more} changed during the run (replaced, written to, touched, removed, or "
+        "given other rights or links); nothing is made of old and new files together: run the same command again "
+        "when they are complete"
+    )

@@ -1,0 +1,349 @@
+"""GPUs: which there are, how much of their memory is used, and how a worker is pinned to some of them.
+
+Owns every call to NVML, NVIDIA's driver library that answers without starting CUDA; nothing else in the
+package imports ``pynvml``.  Does not decide who runs where (``plan``) or who holds what (``scheduler``).
+
+Devices are known by UUID, because NVML's numbers and CUDA's are not the same.  The rules for
+CUDA_VISIBLE_DEVICES are those of the CUDA C++ Programming Guide ("CUDA Environment Variables") and the
+NVIDIA MIG User Guide ("Device Enumeration").
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import TypeVar
+
+from ensemble.common.errors import DeviceError
+from ensemble.common.text import gib
+
+_LIBRARY = "libnvidia-ml.so.1"
+_MASK = "CUDA_VISIBLE_DEVICES"
+_ORDER = "CUDA_DEVICE_ORDER"
+_PCI_ORDER = "PCI_BUS_ID"
+# Entries that people write to end the list on purpose.
+_LIST_ENDS = ("", "-1", "NoDevFiles")
+_T = TypeVar("_T")
+# Less than this of a GPU is a desktop's or the driver's own.
+WORTH_SAYING_BYTES = 512 << 20
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU, a MIG slice of one, or the CPU.
+
+    ``uuid`` is what CUDA_VISIBLE_DEVICES takes ("GPU-..." or "MIG-..."; "cpu" for the CPU); ``used_bytes`` is
+    what all processes and the driver held when it was looked at.  Both sizes are 0 for the CPU.
+    """
+
+    uuid: str
+    name: str
+    compute_capability: tuple[int, int] | None
+    total_bytes: int
+    used_bytes: int
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.uuid != "cpu"
+
+    @property
+    def is_slice(self) -> bool:
+        """Whether it is a MIG slice, of which CUDA gives a process one at most."""
+        return self.uuid.startswith("MIG-")
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """The GPUs that a run may use.
+
+    ``gpus`` stay within the inherited CUDA_VISIBLE_DEVICES and in its order, otherwise in PCI bus order.
+    ``note`` says in a sentence why there are none, "" when there are some.  ``mask_problem`` says so where
+    CUDA_VISIBLE_DEVICES hides them all by naming one that is not there.  ``driver_version`` is None when the
+    driver does not say.
+    """
+
+    gpus: tuple[Device, ...]
+    note: str
+    driver_version: str | None
+    warnings: tuple[str, ...]
+    mask_problem: str = ""
+
+
+@dataclass
+class _Gpu:
+    """A GPU of the machine.  ``devices`` is itself, or its MIG slices, or nothing when it cannot be used."""
+
+    label: str
+    uuid: str | None = None
+    model: tuple[str, tuple[int, int] | None] | None = None
+    pci: tuple[int, int, int] | None = None
+    devices: tuple[Device, ...] = ()
+    slices: dict[str, Device] = field(default_factory=dict)  # by CUDA's older names, which a mask may use
+
+
+class _NoDriverError(Exception):
+    """NVML cannot be asked; the message says why."""
+
+
+def inventory(environ: Mapping[str, str] | None = None) -> Inventory:
+    """Look at the GPUs; a missing or broken driver means that there are none.
+
+    Args:
+        environ: where CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER are read; None: this process's environment.
+    """
+    environ = os.environ if environ is None else environ
+    warnings: list[str] = []
+    try:
+        with _driver() as nvml:
+            gpus = _read_gpus(nvml, warnings)
+            version = None
+            with contextlib.suppress(nvml.NVMLError):
+                version = _text(nvml.nvmlSystemGetDriverVersion())
+    except _NoDriverError as error:
+        return Inventory((), f"{error}{_other_makers()}: running on the CPU", None, ())
+    devices = _visible(gpus, environ, warnings)
+    if devices:
+        return Inventory(devices, "", version, tuple(warnings))
+    reason = "no GPU can be used" if gpus else "the NVIDIA driver shows no GPU"
+    if any(gpu.devices for gpu in gpus):
+        reason = f"{_MASK}={environ.get(_MASK)} leaves no GPU"
+        first = environ.get(_MASK, "").split(",")[0].strip()
+        if first not in _LIST_ENDS:  # a 9B model on the CPU by a slip of the pen would take weeks
+            there = ", ".join(device.uuid for gpu in gpus for device in gpu.devices)
+            problem = (
+                f"{_MASK}={environ.get(_MASK)}: {first!r} names no GPU here, which hides all of them; there are "
+                f"{len(gpus)} ({there}); fix it, or set it to -1 to run on the CPU"
+            )
+            return Inventory((), f"{reason}: running on the CPU", version, (), problem)
+    return Inventory((), f"{reason}: running on the CPU", version, tuple(warnings))
+
+
+def _other_makers() -> str:
+    """Names a GPU that is there but not NVIDIA's, so that nobody wonders."""
+    if sys.platform == "darwin":
+        return ", and Apple's GPUs are not used"
+    # The device of AMD's compute driver, as ROCm's installation guide names it.
+    return ", and AMD's GPUs are not used" if Path("/dev/kfd").exists() else ""
+
+
+def used_memory(uuids: Iterable[str]) -> dict[str, int | None]:
+    """Bytes used now, by UUID; None where it cannot be told (a lost GPU, the CPU, no driver).
+
+    Counted as ``Device.used_bytes`` is.  An idle GPU need not show 0: the driver may count its own share.
+    """
+    used: dict[str, int | None] = dict.fromkeys(uuids)
+    with contextlib.suppress(_NoDriverError), _driver() as nvml:
+        for uuid in used:
+            with contextlib.suppress(nvml.NVMLError):
+                used[uuid] = _memory(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid))[1]
+    return used
+
+
+def driver_cuda_version() -> tuple[int, int] | None:
+    """The newest CUDA that the driver knows, major and minor; None when it does not say."""
+    with contextlib.suppress(_NoDriverError), _driver() as nvml:
+        number = nvml.nvmlSystemGetCudaDriverVersion_v2()  # 12040 for 12.4
+        return number // 1000, number % 1000 // 10
+    return None
+
+
+def processes_on(uuid: str) -> tuple[tuple[int, str | None, int | None], ...]:
+    """Who computes on a device: (process id, name, bytes used); empty when it cannot be told.
+
+    For messages only: in a container the ids may be the host's, so neither an id nor a missing one proves
+    anything, and a name may belong to another process of that number.
+    """
+    with contextlib.suppress(_NoDriverError), _driver() as nvml:
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        try:
+            found = nvml.nvmlDeviceGetComputeRunningProcesses_v3(handle)
+        except nvml.NVMLError_FunctionNotFound:  # a driver before R510; some releases lack the call for it
+            found = getattr(nvml, "nvmlDeviceGetComputeRunningProcesses_v2", lambda _: ())(handle)
+        return tuple((one.pid, _process_name(nvml, one.pid), one.usedGpuMemory) for one in found)
+    return ()
+
+
+def worker_environment(devices: Sequence[Device]) -> dict[str, str]:
+    """What pins a worker to ``devices``, in their order, before it starts; no GPU among them hides every GPU.
+
+    Raises:
+        DeviceError: a MIG slice together with another device, of which CUDA would show one and hide the rest.
+    """
+    uuids = [device.uuid for device in devices if device.is_gpu]
+    if len(uuids) > 1 and any(uuid.startswith("MIG-") for uuid in uuids):
+        raise DeviceError(f"a process can use one MIG slice alone, not {', '.join(uuids)}: set num_gpus: 1")
+    return {_MASK: ",".join(uuids), _ORDER: _PCI_ORDER}
+
+
+@contextlib.contextmanager
+def _driver() -> Iterator[ModuleType]:
+    """NVML between init and shutdown, which NVML counts, so that this may be nested.
+
+    Raises:
+        _NoDriverError: NVML cannot be started, or an error of it was not dealt with inside.
+    """
+    if sys.platform == "linux":
+        # pynvml opens this very name; where it is missing, importing all of pynvml would be for nothing.
+        try:
+            ctypes.CDLL(_LIBRARY)
+        except OSError:
+            raise _NoDriverError("no NVIDIA driver found") from None
+    try:
+        import pynvml
+    except ImportError:
+        raise _NoDriverError("nvidia-ml-py is not installed, so no NVIDIA GPU can be seen") from None
+    try:
+        pynvml.nvmlInit()
+        try:
+            yield pynvml
+        finally:
+            with contextlib.suppress(pynvml.NVMLError):
+                pynvml.nvmlShutdown()
+    except pynvml.NVMLError_LibraryNotFound:
+        raise _NoDriverError("no NVIDIA driver found") from None
+    except pynvml.NVMLError_DriverNotLoaded:
+        raise _NoDriverError("the NVIDIA driver is installed but not loaded") from None
+    except pynvml.NVMLError as error:
+        raise _NoDriverError(f"the NVIDIA driver does not answer ({error})") from None
+
+
+def _read_gpus(nvml: ModuleType, warnings: list[str]) -> list[_Gpu]:
+    """Every GPU that this process may open, in PCI bus order; one that fails keeps its place."""
+    gpus = []
+    for index in range(nvml.nvmlDeviceGetCount()):
+        gpu = _Gpu(f"GPU {index}")
+        problem = "MIG mode is on, without a slice to use"
+        try:
+            _read_gpu(nvml, index, gpu)
+        except nvml.NVMLError as error:
+            if gpu.uuid is None and isinstance(error, nvml.NVMLError_NoPermission):
+                continue  # kept from this container or job: CUDA does not number it either
+            problem = str(error)
+        if not gpu.devices:
+            warnings.append(f"{gpu.label} is left out: {problem}")
+        gpus.append(gpu)
+    if all(gpu.pci for gpu in gpus):
+        gpus.sort(key=lambda gpu: gpu.pci or ())
+    return gpus
+
+
+def _read_gpu(nvml: ModuleType, index: int, gpu: _Gpu) -> None:
+    """Fill in ``gpu`` as far as the driver answers; the error that stops it is the caller's."""
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    gpu.uuid = _text(nvml.nvmlDeviceGetUUID(handle))
+    gpu.label += f" ({gpu.uuid})"
+    address = nvml.nvmlDeviceGetPciInfo(handle)
+    gpu.pci = (address.domain, address.bus, address.device)
+    capability = _if_known(nvml, nvml.nvmlDeviceGetCudaComputeCapability, handle, otherwise=None)
+    gpu.model = (name := _text(nvml.nvmlDeviceGetName(handle)), capability)
+    mode = _if_known(nvml, nvml.nvmlDeviceGetMigMode, handle, otherwise=[nvml.NVML_DEVICE_MIG_DISABLE])
+    if mode[0] != nvml.NVML_DEVICE_MIG_ENABLE:
+        gpu.devices = (Device(gpu.uuid, name, capability, *_memory(nvml, handle)),)
+        return
+    slices = {}
+    for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+        # Numbers have holes where no slice was made; a container may open some slices only.
+        with contextlib.suppress(nvml.NVMLError_NotFound, nvml.NVMLError_NoPermission):
+            part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
+            ids = nvml.nvmlDeviceGetGpuInstanceId(part), nvml.nvmlDeviceGetComputeInstanceId(part)
+            part_name = _text(_if_known(nvml, nvml.nvmlDeviceGetName, part, otherwise=name))
+            device = Device(_text(nvml.nvmlDeviceGetUUID(part)), part_name, capability, *_memory(nvml, part))
+            slices[f"MIG-{gpu.uuid}/{ids[0]}/{ids[1]}"] = device
+    gpu.slices, gpu.devices = slices, tuple(slices.values())
+
+
+def _memory(nvml: ModuleType, handle: object) -> tuple[int, int]:
+    """Total and used bytes."""
+    # The versions count what the driver reserves differently.  Which one is asked depends on the driver
+    # alone, so that all answers of one run can be compared.
+    try:
+        info = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
+    except nvml.NVMLError_FunctionNotFound:  # a driver before R510
+        info = nvml.nvmlDeviceGetMemoryInfo(handle)
+    return int(info.total), int(info.used)
+
+
+def _if_known(nvml: ModuleType, ask: Callable[[object], _T], handle: object, otherwise: _T) -> _T:
+    """The driver's answer, or ``otherwise`` where this driver or GPU does not have it."""
+    try:
+        return ask(handle)
+    except (nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound):
+        return otherwise
+
+
+def _text(value: object) -> str:
+    # Older releases of nvidia-ml-py return bytes.
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+
+
+def _process_name(nvml: ModuleType, pid: int) -> str | None:
+    # The driver cuts long names anywhere, also inside a character.
+    with contextlib.suppress(nvml.NVMLError, UnicodeDecodeError):
+        return _text(nvml.nvmlSystemGetProcessName(pid))
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text("utf-8", "replace").rstrip("\n")
+    return None
+
+
+def _visible(gpus: Sequence[_Gpu], environ: Mapping[str, str], warnings: list[str]) -> tuple[Device, ...]:
+    """The devices within CUDA_VISIBLE_DEVICES, read as CUDA does; each surprise in it is a warning."""
+    mask = environ.get(_MASK)
+    if mask is None:
+        return tuple(device for gpu in gpus for device in gpu.devices)
+    said = f"{_MASK}={mask}"
+    entries = [entry.strip() for entry in mask.split(",")]
+    models = {gpu.model for gpu in gpus if gpu.model}
+    if any(map(str.isdigit, entries)) and environ.get(_ORDER) != _PCI_ORDER and len(models) > 1:
+        warnings.append(
+            f"{said} counts in CUDA's order, fastest first, and the GPUs are not alike: read here in PCI bus "
+            f"order, as nvidia-smi lists them; set {_ORDER}={_PCI_ORDER} or name the GPUs by UUID"
+        )
+    chosen: dict[str, Device] = {}
+    for place, entry in enumerate(entries):
+        found = None if entry in _LIST_ENDS else _named(entry, gpus)
+        if found is None:
+            if entry not in _LIST_ENDS or any(entries[place + 1 :]):
+                warnings.append(f"{said}: {entry!r} names no single GPU here; it and all after it are hidden")
+            break
+        for device in found[:1]:
+            if len(found) > 1:
+                hint = f"name the slices' UUIDs to use all {len(found)}"
+                warnings.append(f"{said}: {entry!r} is in MIG mode and stands for {device.uuid} only; {hint}")
+            if device.uuid in chosen:
+                warnings.append(f"{said}: {entry!r} names {device.uuid} again, which CUDA refuses; kept once")
+            chosen[device.uuid] = device
+    return tuple(chosen.values())
+
+
+def _named(entry: str, gpus: Sequence[_Gpu]) -> tuple[Device, ...] | None:
+    """What an entry of the mask names: all slices for a GPU in MIG mode, () if lost, None if unknown."""
+    names: dict[str, tuple[Device, ...]] = {}
+    for index, gpu in enumerate(gpus):
+        names |= {device.uuid: (device,) for device in gpu.devices}
+        names |= {name: (device,) for name, device in gpu.slices.items()}
+        names |= {str(index): gpu.devices, gpu.uuid or str(index): gpu.devices}
+    if entry in names:
+        return names[entry]
+    if not entry.startswith(("GPU-", "MIG-")):
+        return None
+    # CUDA takes the beginning of a UUID for the whole where only one fits.
+    fitting = [name for name in names if name.startswith(entry)]
+    if len(fitting) == 1:
+        return names[fitting[0]]
+    # A lost GPU may not tell its UUID: then this entry can be it, which must not hide the GPUs that work.
+    return () if not fitting and any(gpu.uuid is None for gpu in gpus) else None
+
+
+def holders(uuid: str) -> str:
+    """Who holds a GPU's memory, as far as NVML shows."""
+    found = [
+        f"process {pid}{f' ({name})' if name else ''}{f' with {gib(size)}' if size else ''}"
+        for pid, name, size in processes_on(uuid)
+    ]
+    return ", ".join(found) if found else "no process"

@@ -1,0 +1,137 @@
+"""What stands in a member's folder of parts: rows with their values, and rows that could not be computed."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.csv as pa_csv
+
+from ensemble.common.files import read_json
+
+_HASH_BYTES = 1 << 20
+
+
+def parts_in(folder: Path, rows: int) -> Iterator[pa.Table]:
+    """The parts that hold what their names say, in the order of their names.
+
+    Args:
+        rows: of the table.
+    """
+    for path in sorted(folder.glob("*.csv")):
+        table = part_table(read_part(path), rows)
+        if table is not None:
+            yield table
+
+
+def part_table(content: bytes | None, rows: int) -> pa.Table | None:
+    """A part as a table; None where it is none of a table of so many rows."""
+    if content is None:
+        return None
+    # Types are given, because an empty part or one of whole numbers would be taken for something else.
+    names = content.partition(b"\n")[0].decode("utf-8", "replace").replace('"', "").split(",")
+    types = {name: pa.int64() if name == "row" else pa.float64() for name in names}
+    try:
+        options = pa_csv.ConvertOptions(column_types=types)
+        table = pa_csv.read_csv(io.BytesIO(content), convert_options=options)
+    except pa.ArrowInvalid:
+        return None
+    if table.column_names != ["row", *(f"p{label}" for label in range(len(names) - 1))]:
+        return None
+    numbers = table.column("row").to_numpy()
+    return table if not len(numbers) or (numbers.min() >= 0 and numbers.max() < rows) else None
+
+
+def bad_rows_in(folder: Path, rows: int) -> dict[int, str]:
+    """The rows that could not be computed, with the reasons."""
+    return rows_with_reasons(read_json(bad_rows_path(folder)), rows)
+
+
+def rows_with_reasons(found: object, rows: int) -> dict[int, str]:
+    """Rows of a table and why they could not be computed, out of what a JSON file holds."""
+    named = found.items() if isinstance(found, dict) else ()
+    return {
+        int(row): str(why) for row, why in named if re.fullmatch("[0-9]{1,18}", str(row)) and int(row) < rows
+    }
+
+
+def file_sha256(path: Path) -> str:
+    """The SHA-256 of a file's content, in hex.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_HASH_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def order_path(parts_dir: Path) -> Path:
+    """Where the row numbers of a member stand in the order of its chunks."""
+    return parts_dir / "order.npy"
+
+
+def rows_path(parts_dir: Path) -> Path:
+    """Where it stands which rows a member's parts are of."""
+    return parts_dir / "rows.bin"
+
+
+def bad_rows_path(parts_dir: Path) -> Path:
+    """Where the rows that a member cannot compute stand, with the reasons."""
+    return parts_dir / "bad_rows.json"
+
+
+def part_name(start: int, stop: int, content: bytes) -> str:
+    """What a part is called: the rows it was made for, by their places in the order, and what it must hold."""
+    return f"{start:09d}-{stop:09d}.{_digest(content)}.csv"
+
+
+def read_part(path: Path) -> bytes | None:
+    """A part's content; None where that is not what its name says, or cannot be read."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    return content if path.name.endswith(f".{_digest(content)}.csv") else None
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
+
+
+def part_rows(parts_dir: Path) -> int:
+    """How many rows the parts in a folder were made for, by their names alone."""
+    done = [re.match(r"(\d+)-(\d+)\.", path.name) for path in parts_dir.glob("*.csv")]
+    return sum(int(found[2]) - int(found[1]) for found in done if found)
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:32]
+
+
+def gather_parts(parts: Iterable[pa.Table], rows: int, labels: int) -> npt.NDArray[np.float64]:
+    """Put every part of a member where it belongs.
+
+    Args:
+        parts: tables with a ``row`` column and one column per label, ``p0`` and so on.  A row may stand in several,
+            where runs cut their chunks differently.
+        rows: rows of the input table.
+        labels: how many columns of probabilities there are.
+
+    Returns:
+        float64 [rows, labels], in the table's order; NaN where no part has the row.
+    """
+    values = np.full((rows, labels), np.nan, order="F")  # columns are written, not rows
+    for part in parts:
+        numbers = part.column("row").to_numpy()
+        for label in range(labels):
+            values[numbers, label] = part.column(f"p{label}").to_numpy()
+    return values

@@ -1,0 +1,135 @@
+"""An input file, whatever its format: opening it, naming what is wrong with it, and what was read from it.
+
+Does not know any format.
+"""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, cast
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ensemble.common.errors import DataError
+from ensemble.common.files import dangling_link, unreadable
+from ensemble.common.text import _nearby, did_you_mean, listed, quoted, told
+
+# The worker knows this mark as well (worker/rows.py): the field's text is JSON for a value that is not text.
+JSON_MARK = {b"ensemble": b"json"}
+_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to read: a column may be the id, the label and a text all at once."""
+
+    id_column: str
+    label_column: str | None
+    columns: tuple[str, ...]
+    limit: int | None
+
+    def names(self) -> list[str]:
+        """All of them, each once."""
+        label = [] if self.label_column is None else [self.label_column]
+        return list(dict.fromkeys([self.id_column, *label, *self.columns]))
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a file holds of the wanted columns.
+
+    Attributes:
+        rows: rows read.
+        names: every column in the file.
+        ids: shape (rows,), strings; None if the column is missing or cannot serve as an id.
+        labels: the same for the label column.
+        columns: those of the wanted columns that are there.  A field marked with JSON_MARK holds JSON text.
+        problems: what is wrong with single cells or types.
+    """
+
+    rows: int
+    names: tuple[str, ...]
+    ids: pa.ChunkedArray | None
+    labels: pa.ChunkedArray | None
+    columns: pa.Table
+    problems: tuple[str, ...]
+
+
+def shown_type(kind: pa.DataType, most: int = 60) -> str:
+    """A type's name; that of a struct of many fields is cut."""
+    name = " ".join(str(kind).split())
+    return name if len(name) <= most else f"{name[:most]}..."
+
+
+@contextmanager
+def open_input(path: Path) -> Iterator[BinaryIO]:
+    """Opens a file for reading, uncompressed if its name ends in ``.gz``.
+
+    Raises:
+        DataError: there is no such file (names one that is close), it is a directory, a pipe, empty or UTF-16, it
+            cannot be read, or (while reading, inside the ``with``) its gzip stream is broken or cut short.
+    """
+    if link := dangling_link(path):
+        raise DataError(link)
+    if path.is_dir():
+        raise DataError(f"{path}: is a directory; name the file inside it")
+    if not path.exists():
+        raise DataError(f"{path}: no such file{_nearby(path)}")
+    if not path.is_file():
+        raise DataError(
+            f"{path}: is not a regular file, and it must be read more than once; save its content to a file first"
+        )
+    try:
+        opened = gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb")  # noqa: SIM115
+        with cast(BinaryIO, opened) as stream:
+            start = stream.read(4)
+            if not start:
+                raise DataError(f"{path}: the file is empty")
+            if start.startswith(_UTF16_MARKS):
+                raise DataError(f"{path}: is UTF-16, not UTF-8; convert it with: iconv -f UTF-16 -t UTF-8")
+            stream.seek(0)
+            yield stream
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(
+            f"{path}: not a whole gzip file ({told(error)}); copy or download it again"
+        ) from error
+    except OSError as error:
+        raise DataError(unreadable(path, error)) from error
+
+
+def check_names(path: Path, names: Sequence[str]) -> None:
+    """Raises DataError where two columns share a name."""
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
+    if twice:
+        raise DataError(f"{path}: the header names {listed(twice)} more than once; rename the columns")
+
+
+def missing_column(path: Path, role: str, name: str, present: Sequence[str]) -> str:
+    """The problem of a column that is not there: the nearest name and the list of columns that are."""
+    hint = did_you_mean(name, present)
+    if len(present) == 1 and any(mark in present[0] for mark in ";\t|"):
+        hint = " (the header has a single column: are the columns separated by commas?)"
+    return f"{path}: no {role} {quoted(name)}{hint}; the columns are {listed(present)}"
+
+
+def is_json_field(column: pa.Field) -> bool:
+    """Whether a column's text is JSON for values that are not text."""
+    return bool(column.metadata) and column.metadata.get(b"ensemble") == b"json"
+
+
+def joined_text(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """A column of strings that stays usable as a whole: large strings once its text passes 2 GB."""
+    if column.nbytes >= 1 << 31 and pa.types.is_string(column.type):
+        return pc.cast(column, pa.large_string())
+    return column
+
+
+def is_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))

@@ -1,0 +1,326 @@
+"""The input table: read it, check it, publish it to the workers.
+
+Everything that would stop a run later (a row without an id, broken JSON in row 17,000, an unknown label) is
+found here, before any model is loaded, and reported all at once.  Formats: ``readers.py``.  What the workers see
+of the published file: ``worker/rows.py``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ensemble.common.errors import DataError
+from ensemble.common.text import did_you_mean, listed, plural, quoted
+from ensemble.data.cells import cell_lengths, is_binary, loaded_cell, python_cells
+from ensemble.data.digest import rows_digest
+from ensemble.data.formats import read_contents
+from ensemble.data.input_file import Contents, Wanted, is_json_field, is_text, missing_column, shown_type
+from ensemble.data.json_cells import TemplateProblem, parse_json_cell
+from ensemble.data.row_digests import RowDigests, row_digests
+
+PUBLISHED_ROWS_PER_BATCH = 65_536
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class TableNeeds:
+    """What a run asks of its table.
+
+    Attributes:
+        id_column: names the rows; never null, empty or repeated.
+        label_column: the true label of each row, or None.
+        labels: the labels that may stand in it.
+        columns: every column that some member reads, as text or in a template.
+        json_columns: those that a template parses with ``fromjson``.
+        text_columns: those that are used directly as text.
+        limit: use only the first so many rows; at least 1.
+    """
+
+    id_column: str
+    label_column: str | None
+    labels: tuple[str, ...]
+    columns: tuple[str, ...]
+    json_columns: tuple[str, ...]
+    text_columns: tuple[str, ...]
+    limit: int | None
+
+
+class InputTable:
+    """A table that passed every check; made by :func:`read_table`.
+
+    Attributes:
+        rows: number of rows.
+        ids: shape (rows,), strings (large strings above 2 GB of text), in file order.
+        truth: shape (rows,), each row's label as its index in ``TableNeeds.labels``; None if there is none.
+        null_texts: for each of ``TableNeeds.columns``, its null or empty cells; in a JSON column also those
+            that hold an empty list or, anywhere inside, a null.
+    """
+
+    def __init__(
+        self,
+        columns: pa.Table,
+        ids: pa.ChunkedArray,
+        truth: npt.NDArray[np.int64] | None,
+        null_texts: dict[str, int],
+    ) -> None:
+        self.rows = len(ids)
+        self.ids = ids
+        self.truth = truth
+        self.null_texts = null_texts
+        self._columns = columns
+        self._digests: dict[str, str] = {}
+        self._row_digests: dict[tuple[str, ...], RowDigests] = {}
+
+    def text_lengths(self, columns: Sequence[str]) -> npt.NDArray[np.int64]:
+        """UTF-8 bytes per row, summed over ``columns``: shape (rows,), a cheap stand-in for tokens.
+
+        Nested values count by their JSON text, numbers by their decimal form, nulls as 0.
+        """
+        total = np.zeros(self.rows, dtype=np.int64)
+        for name in columns:
+            start = 0
+            for chunk in self._columns.column(name).chunks:
+                total[start : start + len(chunk)] += cell_lengths(chunk)
+                start += len(chunk)
+        return total
+
+    def digest(self, columns: Sequence[str]) -> str:
+        """What the ids and these columns hold, in order; each column is read once, before ``forget_columns``."""
+        assert self._columns.num_rows == self.rows or self._digests.keys() >= set(columns)
+        return rows_digest(self.ids, self._columns, columns, self._digests)
+
+    def row_digests(self, columns: Sequence[str]) -> RowDigests:
+        """A digest of each row's cells in these columns, [rows, 2]; made once, before ``forget_columns``."""
+        names = tuple(columns)
+        if names not in self._row_digests:
+            assert self._columns.num_rows == self.rows or not names
+            digests = row_digests(self._columns, names) if names else np.zeros((self.rows, 2), dtype="<u8")
+            self._row_digests[names] = digests
+        return self._row_digests[names]
+
+    def forget_columns(self) -> None:
+        """Free the texts, once they are published; ids, truth and counts stay."""
+        self._columns = self._columns.schema.empty_table()
+
+    def head(self, count: int) -> list[dict[str, object]]:
+        """The first ``count`` rows, each a dict of column to value, as templates will see them."""
+        rows: list[dict[str, object]] = self._columns.slice(0, count).to_pylist()
+        if not self._columns.num_columns:
+            return [{} for _ in range(min(count, self.rows))]
+        for name in [column.name for column in self._columns.schema if is_json_field(column)]:
+            for row in rows:
+                row[name] = loaded_cell(row[name])
+        return rows
+
+    def publish(self, path: Path) -> None:
+        """Writes the columns (not the ids) as an uncompressed Arrow IPC file, ready to be memory-mapped.
+
+        Record batches hold at most 65,536 rows.  The schema's metadata names the number of rows, which a
+        table without columns could not tell otherwise.
+
+        Args:
+            path: written in place; making that atomic is the caller's business.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        schema = self._columns.schema.with_metadata({b"ensemble.rows": str(self.rows).encode()})
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+            for batch in self._columns.to_batches(max_chunksize=PUBLISHED_ROWS_PER_BATCH):
+                writer.write_batch(batch)
+
+
+def read_table(path: Path, needs: TableNeeds) -> InputTable:
+    """Reads and checks the table.
+
+    Raises:
+        DataError: with every problem found.  A broken structure (see ``readers.read_contents``) is reported
+            alone, because nothing after it can be counted on.
+    """
+    with _system_allocator():
+        return _read_checked(path, needs)
+
+
+@contextmanager
+def _system_allocator() -> Iterator[None]:
+    """pyarrow's own allocator holds on to about 100 MB more than malloc for a table of a million rows."""
+    before = pa.default_memory_pool()
+    pa.set_memory_pool(pa.system_memory_pool())
+    try:
+        yield
+    finally:
+        pa.set_memory_pool(before)
+
+
+def _read_checked(path: Path, needs: TableNeeds) -> InputTable:
+    columns = tuple(dict.fromkeys(needs.columns))
+    contents = read_contents(path, Wanted(needs.id_column, needs.label_column, columns, needs.limit))
+    pa.default_memory_pool().release_unused()
+    if contents.rows == 0:
+        raise DataError(f"{path}: empty table: there is a header or a schema, but no row")
+    problems = [*contents.problems, *_missing_columns(path, needs, contents)]
+    if contents.ids is not None:
+        problems += _id_problems(path, needs.id_column, contents.ids)
+    truth = None
+    if contents.labels is not None:
+        truth = pc.index_in(contents.labels, value_set=pa.array(needs.labels, contents.labels.type))
+        problems += _label_problems(path, needs, contents, truth)
+    problems += _type_problems(path, needs, contents)
+    null_texts, json_problems = _cell_facts(path, needs, contents)
+    problems += json_problems
+    if problems or contents.ids is None:
+        raise DataError(problems)
+    indices = None if truth is None else truth.to_numpy().astype(np.int64)
+    return InputTable(contents.columns, contents.ids, indices, null_texts)
+
+
+def _row(index: int, ids: pa.ChunkedArray | None) -> str:
+    name = None if ids is None else ids[index].as_py()
+    return f"row {index + 1:,}" + ("" if name is None else f" (id {quoted(name)})")
+
+
+def _missing_columns(path: Path, needs: TableNeeds, contents: Contents) -> Iterator[str]:
+    roles = dict.fromkeys(needs.columns, "text column")
+    if needs.label_column is not None:
+        roles[needs.label_column] = "label column"
+    roles[needs.id_column] = "id column"
+    for name, role in roles.items():
+        if name not in contents.names:
+            yield missing_column(path, role, name, contents.names)
+
+
+def _id_problems(path: Path, column: str, ids: pa.ChunkedArray) -> Iterator[str]:
+    blank = _first(pc.fill_null(pc.equal(ids, ""), True))
+    if blank.count:
+        rows = ", ".join(f"{row + 1:,}" for row in blank.rows)
+        count = plural(blank.count, "row")
+        yield f"{path}: id column {quoted(column)}: {count} without an id, first: row {rows}; give every row an id"
+    if pc.count_distinct(ids, mode="all").as_py() == len(ids):
+        return
+    counted = pc.value_counts(ids)
+    values, counts = counted.field("values"), counted.field("counts")
+    repeated = pc.and_(pc.greater(counts, 1), pc.fill_null(pc.not_equal(values, ""), False))
+    names = values.filter(repeated)
+    if not len(names):  # only missing ids were repeated, and those have been reported
+        return
+    shown = []
+    for name in names[:_SHOWN].to_pylist():
+        places = _first(pc.equal(ids, name))
+        rows = ", ".join(f"{row + 1:,}" for row in places.rows)
+        shown.append(f"{quoted(name)} in row {rows}" + (", ..." if places.count > _SHOWN else ""))
+    count = plural(len(names), "id")
+    yield f"{path}: id column {quoted(column)}: {count} more than once: {'; '.join(shown)}; ids must be unique"
+
+
+@dataclass(frozen=True)
+class _Places:
+    """How many rows, and the indices of the first few."""
+
+    count: int
+    rows: list[int]
+
+
+def _first(mask: pa.ChunkedArray) -> _Places:
+    """Where ``mask`` (shape (rows,), booleans, null counting as false) is true."""
+    count = pc.sum(mask).as_py() or 0
+    rows = pc.indices_nonzero(pc.fill_null(mask, False))[:_SHOWN].to_pylist() if count else []
+    return _Places(count, rows)
+
+
+def _label_problems(
+    path: Path, needs: TableNeeds, contents: Contents, truth: pa.ChunkedArray
+) -> Iterator[str]:
+    unknown = _first(pc.is_null(truth))
+    if not unknown.count or contents.labels is None:
+        return
+    shown = []
+    for row in unknown.rows:
+        label = contents.labels[row].as_py()
+        value = f"{quoted(label)}{did_you_mean(label, needs.labels)}" if label else "has no label"
+        shown.append(f"{_row(row, contents.ids)}: {value}")
+    count = plural(unknown.count, "row")
+    where = f"{path}: label column {quoted(str(needs.label_column))}: {count} without a known label"
+    yield f"{where}; {'; '.join(shown)}; the labels are {listed(needs.labels)}"
+
+
+def _type_problems(path: Path, needs: TableNeeds, contents: Contents) -> Iterator[str]:
+    """Columns used as plain text whose values are lists, structs or bytes."""
+    for name in dict.fromkeys(needs.text_columns):
+        if name not in contents.columns.column_names:
+            continue
+        field, column = contents.columns.schema.field(name), contents.columns.column(name)
+        advice = "read it in a prompt_template, or write it as text"
+        if pa.types.is_nested(field.type):
+            yield f"{path}: column {quoted(name)} holds {shown_type(field.type)} values, not text; {advice}"
+        elif is_binary(field.type):
+            yield f"{path}: column {quoted(name)} holds bytes, not text; write the file with it cast to string"
+        elif is_json_field(field):
+            nested = _first(pc.match_substring_regex(column, r"^[\[{]"))
+            if nested.count:
+                count, row = plural(nested.count, "row"), _row(nested.rows[0], contents.ids)
+                yield f"{path}: column {quoted(name)} holds lists or objects in {count}, first {row}; {advice}"
+
+
+def _cell_facts(path: Path, needs: TableNeeds, contents: Contents) -> tuple[dict[str, int], list[str]]:
+    """Counts the empty cells of every column, and parses those that a template will parse."""
+    null_texts: dict[str, int] = {}
+    problems: list[str] = []
+    for field in contents.columns.schema:
+        column = contents.columns.column(field.name)
+        if field.name not in needs.json_columns:
+            null_texts[field.name] = _empty_cells(column, field)
+            continue
+        empty, broken = 0, _BrokenCells()
+        for row, cell in enumerate(python_cells(column, is_json_field(field))):
+            try:
+                value = parse_json_cell(cell)
+            except TemplateProblem as problem:
+                broken.add(row, str(problem))
+                continue
+            empty += value in ([], "", {}) or _mentions_null(cell)
+        null_texts[field.name] = empty
+        if broken.count:
+            rows = "; ".join(f"{_row(row, contents.ids)}: {problem}" for row, problem in broken.shown)
+            count = plural(broken.count, "row")
+            problems.append(f"{path}: column {quoted(field.name)}: broken JSON in {count}; {rows}")
+    return null_texts, problems
+
+
+class _BrokenCells:
+    def __init__(self) -> None:
+        self.count = 0
+        self.shown: list[tuple[int, str]] = []
+
+    def add(self, row: int, problem: str) -> None:
+        self.count += 1
+        if self.count <= _SHOWN:
+            self.shown.append((row, problem))
+
+
+def _empty_cells(column: pa.ChunkedArray, field: pa.Field) -> int:
+    empty = column.null_count
+    if is_text(column.type):
+        # JSON text spells the empty text with its quotes.
+        empty += pc.sum(pc.equal(column, '""' if is_json_field(field) else "")).as_py() or 0
+    return int(empty)
+
+
+def _mentions_null(cell: object) -> bool:
+    """Whether a cell that parses holds a null; most cells are cleared without being parsed again."""
+    return (
+        _holds_null(cell) if not isinstance(cell, str) else "null" in cell and _holds_null(json.loads(cell))
+    )
+
+
+def _holds_null(value: object) -> bool:
+    items = list(value.values()) if isinstance(value, dict) else value
+    return isinstance(items, list) and any(item is None or _holds_null(item) for item in items)

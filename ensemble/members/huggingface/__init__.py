@@ -1,0 +1,1 @@
+"""What kinds of member that run Hugging Face checkpoints share."""

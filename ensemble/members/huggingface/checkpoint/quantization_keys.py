@@ -1,0 +1,271 @@
+"""Quantization settings: what they mean, and whether they are right, without importing what would run them.
+
+The keys are read from the source of the installed transformers, so that they are those of its release.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from ensemble.members.huggingface.checkpoint.hub import how_to_install
+
+BITSANDBYTES = "bitsandbytes"
+# For each method distributions of which one must be installed, the one to recommend first
+# (transformers, quantizers/quantizer_*.py, validate_environment).
+_PACKAGES: dict[str, tuple[str, ...]] = {
+    "bitsandbytes": ("bitsandbytes",),
+    "gptq": ("gptqmodel", "auto-gptq"),
+    "awq": ("gptqmodel", "autoawq"),
+    "compressed-tensors": ("compressed-tensors",),
+    "hqq": ("hqq",),
+    "quanto": ("optimum-quanto",),
+    "torchao": ("torchao",),
+    "aqlm": ("aqlm",),
+    "auto-round": ("auto-round",),
+    "vptq": ("vptq",),
+    "quark": ("amd-quark",),
+    "sinq": ("sinq",),
+}
+# Refused by transformers where torch sees no GPU (the same place); those in the second row only when it has to
+# quantize, since weights that are quantized already are unpacked on a CPU.
+_NEED_GPU = ("eetq", "fbgemm_fp8", "fp_quant", "higgs", "nvfp4", "spqr", "vptq")
+_NEED_GPU_TO_QUANTIZE = ("fp8", "metal", "mxfp8")
+_BOOLEANS = (
+    *("load_in_4bit", "load_in_8bit", "bnb_4bit_use_double_quant"),
+    *("llm_int8_enable_fp32_cpu_offload", "llm_int8_has_fp16_weight"),
+)
+_WORDS = {
+    "bnb_4bit_quant_type": ("fp4", "nf4"),
+    "bnb_4bit_compute_dtype": ("float16", "bfloat16", "float32"),
+}
+# What bitsandbytes' settings are where nobody sets them (transformers, BitsAndBytesConfig); a test compares.
+USUAL_SETTINGS: dict[str, object] = {
+    "quant_method": BITSANDBYTES,
+    "load_in_8bit": False,
+    "load_in_4bit": False,
+    "llm_int8_threshold": 6.0,
+    "llm_int8_skip_modules": None,
+    "llm_int8_enable_fp32_cpu_offload": False,
+    "llm_int8_has_fp16_weight": False,
+    "bnb_4bit_quant_type": "fp4",
+    "bnb_4bit_use_double_quant": False,
+    "bnb_4bit_quant_storage": "uint8",
+}
+# They take any further key and pass it on.
+_OPEN_ENDED = ("quark", "torchao", "compressed-tensors")
+
+
+def method_of(settings: Mapping[str, Any] | None) -> str | None:
+    """The method that settings mean: bitsandbytes where none is named; None without settings."""
+    if settings is None:
+        return None
+    if settings.get("load_in_4bit") or settings.get("load_in_8bit"):
+        return BITSANDBYTES
+    return str(settings.get("quant_method") or BITSANDBYTES)
+
+
+def spelt_in_short(settings: Mapping[str, Any] | None, dtype: str) -> Mapping[str, Any] | None:
+    """bitsandbytes' settings without those that say what would be so without them; other methods' as they are.
+
+    Args:
+        dtype: of what is not quantized, in which 4-bit layers compute where the settings do not say otherwise
+            (worker/quantization.py); "auto": not known.
+    """
+    if settings is None or method_of(settings) != BITSANDBYTES:
+        return settings
+    usual = {**USUAL_SETTINGS, "bnb_4bit_compute_dtype": dtype}
+    return {
+        key: value
+        for key, value in settings.items()
+        if not key.startswith("_") and not (key in usual and _is_usual(value, usual[key]))
+    }
+
+
+def _is_usual(value: object, usual: object) -> bool:
+    """Whether a setting is the usual one: torch's types go by their bare names, and no modules are none."""
+    plain = value.removeprefix("torch.") if isinstance(value, str) else None if value == [] else value
+    return plain == usual
+
+
+def quantized_bits(settings: Mapping[str, Any] | None) -> int:
+    """Bits of a weight under settings, whether they are asked for or stored; 0 without any."""
+    if not settings:
+        return 0
+    if settings.get("load_in_4bit") or settings.get("load_in_8bit"):
+        return 4 if settings.get("load_in_4bit") else 8
+    groups = settings.get("config_groups")  # compressed-tensors: how the layers of each group are stored
+    groups = groups.values() if isinstance(groups, Mapping) else ()
+    of_weights = [group.get("weights") for group in groups if isinstance(group, Mapping)]
+    for place in (settings, *(one for one in of_weights if isinstance(one, Mapping))):
+        for key in ("bits", "nbits", "w_bit", "num_bits"):
+            if isinstance(bits := place.get(key), int) and bits > 0:
+                return bits
+    if method_of(settings) == BITSANDBYTES:
+        return 0
+    # Others say it in a name, such as torchao's int4_weight_only or fp8.
+    named = re.search(
+        r"(?:int|fp|nf|float)_?([248])(?!\d)", " ".join(str(value) for value in settings.values())
+    )
+    return int(named[1]) if named else 8
+
+
+def quantization_problems(
+    settings: Mapping[str, Any] | None, stored: Mapping[str, Any] | None, on_gpu: bool, merges_adapter: bool
+) -> Iterator[str]:
+    """What is wrong with a member's quantization; each sentence begins with the key that it is about.
+
+    Args:
+        settings: the YAML's ``quantization_config``.
+        stored: the one that the checkpoint was saved with; transformers goes by that.
+        on_gpu: whether the member gets a GPU.
+        merges_adapter: whether an adapter is to become part of the weights.
+    """
+    if settings is not None:
+        yield from _setting_problems(settings)
+    given, method = method_of(settings), method_of(stored)
+    if given is not None and method is not None and given != method:
+        yield (
+            f"quantization_config: it says {given}, but the checkpoint was saved in {method}, and weights are "
+            "quantized only once; leave it out"
+        )
+        return
+    method = method or given
+    if method is None:
+        return
+    if stored is not None and merges_adapter:
+        yield (
+            f"merge_adapter: the checkpoint was saved in {method}, and quantized weights cannot take an adapter in "
+            "without rounding it away; leave it unmerged"
+        )
+    if not on_gpu and (method in _NEED_GPU or (method in _NEED_GPU_TO_QUANTIZE and stored is None)):
+        yield (
+            f"num_gpus: {method} quantization needs a GPU, and this member gets none; give it one, or choose "
+            f"another method, such as {BITSANDBYTES}"
+        )
+    packages = _PACKAGES.get(method, ())
+    if packages and not any(map(_is_installed, packages)):
+        key = "quantization_config" if given is not None else "model_name_or_path"
+        how = how_to_install(packages[0])
+        yield f"{key}: {method} needs the package {packages[0]}, which is not installed: {how}"
+
+
+def carried_warning(settings: Mapping[str, Any] | None, stored: Mapping[str, Any] | None) -> str | None:
+    """What transformers does where both the YAML and the checkpoint have settings of the same method."""
+    if settings is None or stored is None:
+        return None
+    return (
+        f"quantization_config: the checkpoint was saved in {method_of(stored)} and its own settings are used; of "
+        "the ones given here at most those that concern loading"
+    )
+
+
+def fp4_warning(settings: Mapping[str, Any] | None, stored: Mapping[str, Any] | None) -> str | None:
+    """What is said of 4-bit weights without a type, which bitsandbytes takes for fp4; None for all others.
+
+    Measured with three small trained classifiers: fp4 moved probabilities by 0.10 to 0.21 on average, nf4 by half
+    as much or less.
+    """
+    if settings is None or stored is not None or not settings.get("load_in_4bit"):
+        return None
+    if method_of(settings) != BITSANDBYTES or "bnb_4bit_quant_type" in settings:
+        return None
+    return (
+        "quantization_config: load_in_4bit without bnb_4bit_quant_type means fp4, which changes probabilities "
+        "twice as much as nf4 or more (three small models: by 0.10 to 0.21 on average); set "
+        "bnb_4bit_quant_type: nf4, or fp4 if you mean it"
+    )
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _nearest(word: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {near[0]}?" if near else f"; known: {', '.join(known)}"
+
+
+def _setting_problems(settings: Mapping[str, Any]) -> Iterator[str]:
+    method = method_of(settings)
+    assert method is not None
+    classes = _config_classes()
+    if classes and method not in (BITSANDBYTES, *classes):
+        yield f"quantization_config.quant_method: {method!r} is unknown{_nearest(method, [*classes])}"
+        return
+    known = _parameters(classes.get(method, "BitsAndBytesConfig"))
+    if known and method not in _OPEN_ENDED:
+        for key in settings:
+            # Keys with a line in front are what transformers itself writes into a config.json.
+            if key not in known and key != "quant_method" and not key.startswith("_"):
+                yield f"quantization_config.{key}: there is no such key{_nearest(key, sorted(known))}"
+    if method == BITSANDBYTES:
+        yield from _wrong_values(settings)
+        widths = [key for key in ("load_in_4bit", "load_in_8bit") if settings.get(key)]
+        if len(widths) == 2:
+            yield "quantization_config: load_in_4bit and load_in_8bit exclude each other; keep one"
+        elif not widths:
+            yield "quantization_config: it quantizes nothing; add load_in_4bit: true or load_in_8bit: true"
+
+
+def _wrong_values(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Values of bitsandbytes' keys that it would refuse only when the weights are there, if at all."""
+    for key, value in settings.items():
+        if key in _BOOLEANS and not isinstance(value, bool):
+            yield f"quantization_config.{key}: must be true or false"
+        elif key in _WORDS and str(value).removeprefix("torch.") not in _WORDS[key]:
+            yield f"quantization_config.{key}: must be one of {', '.join(_WORDS[key])}"
+
+
+@cache
+def _config_classes() -> dict[str, str]:
+    """The class of settings for each method, by transformers' table; empty where its source is not as expected."""
+    for node in transformers_source("quantizers/auto.py"):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+            target = node.targets[0]
+            if isinstance(target, ast.Name) and target.id == "AUTO_QUANTIZATION_CONFIG_MAPPING":
+                pairs = zip(node.value.keys, node.value.values, strict=True)
+                return {
+                    str(key.value): value.id
+                    for key, value in pairs
+                    if isinstance(key, ast.Constant) and isinstance(value, ast.Name)
+                }
+    return {}
+
+
+@cache
+def _parameters(name: str) -> frozenset[str]:
+    """The parameters of a class of settings, its parents' among them; empty where they cannot be read."""
+    found: set[str] = set()
+    for node in transformers_source("utils/quantization_config.py"):
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            for base in node.bases:
+                if isinstance(base, ast.Name):
+                    found |= _parameters(base.id)
+            for item in node.body:
+                if isinstance(item, ast.FunctionDef) and item.name == "__init__":
+                    found |= {argument.arg for argument in (*item.args.args, *item.args.kwonlyargs)}
+    return frozenset(found - {"self"})
+
+
+@cache
+def transformers_source(file: str) -> tuple[ast.stmt, ...]:
+    """The statements of a file of the installed transformers; none where there is no such file."""
+    spec = importlib.util.find_spec("transformers")
+    for place in (spec.submodule_search_locations or ()) if spec is not None else ():
+        try:
+            return tuple(ast.parse((Path(place) / file).read_text(encoding="utf-8")).body)
+        except (OSError, SyntaxError):
+            continue
+    return ()

@@ -1,0 +1,141 @@
+"""What safetensors files hold, from their headers alone: names, types and shapes, and whether a file is whole.
+
+Format: 8 bytes with the header's length, the header as JSON, the data (safetensors' README, "Format").
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ensemble.common.errors import CheckpointError
+from ensemble.common.files import unreadable
+
+_LENGTH_BYTES = 8
+_LARGEST_HEADER = 100_000_000  # safetensors' own limit
+# Bits per element; safetensors' Dtype.
+_BITS = {
+    **dict.fromkeys(("F4",), 4),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
+    **dict.fromkeys(("I32", "U32", "F32"), 32),
+    **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
+}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One stored tensor; ``dtype`` is safetensors' name for its type, such as BF16."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def stored_bytes(self) -> int:
+        return -(-self.elements * _BITS[self.dtype] // 8)
+
+
+def read_tensors(folder: Path) -> tuple[Tensor, ...] | None:
+    """The tensors of the files that transformers would load from a folder.
+
+    Returns:
+        In the files' order; None where there are no safetensors (pickles, or nothing downloaded yet).
+
+    Raises:
+        CheckpointError: a file is cut short, is missing though the index names it, or is no safetensors file.
+    """
+    files = _files(folder)
+    if not files:
+        return None
+    return tuple(tensor for file in files for tensor in read_file(file))
+
+
+def _files(folder: Path) -> tuple[Path, ...]:
+    # transformers looks for the single file first, then for the index. Other files, such as Mistral's
+    # consolidated.safetensors, hold the same weights once more.
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return (single,)
+    if not index.is_file():
+        return tuple(sorted(folder.glob("*.safetensors")))
+    try:
+        names = {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        raise CheckpointError(f"{index} is not an index of weight files; copy it again") from None
+    return tuple(folder / name for name in sorted(names))
+
+
+def read_file(path: Path) -> tuple[Tensor, ...]:
+    """The tensors of one safetensors file.
+
+    Raises:
+        CheckpointError: it cannot be read, is cut short, is no safetensors file, or has a type unknown here.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(_LENGTH_BYTES)
+            length = int.from_bytes(start, "little")
+            is_whole = 0 < length <= min(_LARGEST_HEADER, size - _LENGTH_BYTES)
+            header = file.read(length) if is_whole else b""
+    except OSError as error:
+        raise CheckpointError(unreadable(path, error)) from error
+    if start.startswith(b"version "):
+        raise CheckpointError(f"{path} is only a git-lfs pointer to the weights; copy it again")
+    if not header:
+        raise CheckpointError(
+            f"{path} is cut short or not a safetensors file ({size:,} bytes); copy it again"
+        )
+    try:
+        entries = {key: value for key, value in json.loads(header).items() if key != "__metadata__"}
+        tensors = tuple(_tensor(path, name, entry) for name, entry in entries.items())
+        expected = (
+            _LENGTH_BYTES + length + max((one["data_offsets"][1] for one in entries.values()), default=0)
+        )
+    except (ValueError, KeyError, IndexError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{path} has a broken header; copy it again") from error
+    if size != expected:
+        raise CheckpointError(f"{path} has {size:,} bytes and should have {expected:,}; copy it again")
+    return tensors
+
+
+def _tensor(path: Path, name: str, entry: Mapping[str, Any]) -> Tensor:
+    if entry["dtype"] not in _BITS:
+        raise CheckpointError(
+            f"{path}: tensor {name} has the type {entry['dtype']}, which is unknown here; use a newer release"
+        )
+    return Tensor(name, entry["dtype"], tuple(int(size) for size in entry["shape"]))
+
+
+# Heads of other tasks, buffers that old releases stored, settings as text: nothing that is loaded onto a device.
+_DROPPED = re.compile(
+    r"(^|\.)(lm_head|cls\.(predictions|seq_relationship)|(lm|mask|generator|discriminator)_predictions"
+    r"|vocab_(transform|layer_norm|projector)|embed_out|qa_outputs)\."
+    r"|^decoder\.(weight|bias)$|\.quant_state\.|rotary_emb\.inv_freq$|position_ids$|\.attn\.(bias|masked_bias)$"
+)
+# What stands beside packed weights: bitsandbytes, GPTQ and AWQ, compressed-tensors.
+_BESIDE_PACKED = re.compile(
+    r"\.(absmax|quant_map|nested_absmax|nested_quant_map|SCB|qzeros|scales|g_idx"
+    r"|weight_(format|scale|scale_inv|zero_point|shape|g_idx)|input_scale)$"
+)
+
+
+def is_left_out(name: str) -> bool:
+    """Whether a tensor of this name is of no use to a classifier: another task's head, a buffer, a setting."""
+    return _DROPPED.search(name) is not None
+
+
+def stands_beside_packed(name: str) -> bool:
+    """Whether a tensor of this name belongs to weights that are stored quantized."""
+    return _BESIDE_PACKED.search(name) is not None

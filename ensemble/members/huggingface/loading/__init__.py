@@ -1,0 +1,1 @@
+"""Child side: a checkpoint's files -> tokenizer and model on their device."""

@@ -1,0 +1,195 @@
+"""An adapter of peft onto a loaded base, beside its layers or merged into them; nothing of it left random."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+
+from ensemble.common.protocol import WorkerSpec
+
+_WEIGHTS = "adapter_model.safetensors"
+_PICKLE = "adapter_model.bin"
+_PREFIX = "base_model.model."
+_NAME = "default"
+
+
+@dataclass(frozen=True)
+class AdapterFiles:
+    """An adapter's two files: peft's config, and the names of the tensors as they stand in the file."""
+
+    folder: Path
+    config: Any
+    tensors: frozenset[str]
+
+    def brings(self, parameter: str) -> bool:
+        """Whether it holds this parameter of the base as a whole, such as a head's."""
+        return _PREFIX + parameter in self.tensors
+
+    def whole_modules(self) -> list[str]:
+        """Modules that it holds as a whole, by their names within the base."""
+        names = [name.removeprefix(_PREFIX) for name in self.tensors if ".lora_" not in name]
+        return sorted({name.rpartition(".")[0] for name in names})
+
+
+def open_adapter(name_or_path: str, allow_pickle: bool = False) -> AdapterFiles:
+    """Read an adapter's config and the names of its tensors.
+
+    Args:
+        name_or_path: a folder, or a name on the Hugging Face hub.
+        allow_pickle: its weights may be a pickle, of which torch reads tensors only.
+
+    Raises:
+        ValueError: peft is missing, the adapter is of a kind that works outside the base's layers, or its weights
+            are broken or a pickle.
+        OSError: a file is missing or cannot be had.
+    """
+    try:
+        from peft import PeftConfig
+    except ImportError as error:
+        raise ValueError("adapter_name_or_path needs peft, which is not installed") from error
+    folder = Path(name_or_path)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        wanted = ["adapter_config.json", _WEIGHTS, *([_PICKLE] if allow_pickle else [])]
+        folder = Path(snapshot_download(name_or_path, allow_patterns=wanted))
+    config = PeftConfig.from_pretrained(str(folder))
+    if config.is_prompt_learning or config.is_adaption_prompt:
+        raise ValueError(
+            f"adapter {name_or_path}: {config.peft_type.value} changes no layer; only LoRA and its variants can"
+        )
+    return AdapterFiles(folder, config, _tensor_names(folder, allow_pickle))
+
+
+def _tensor_names(folder: Path, allow_pickle: bool) -> frozenset[str]:
+    from safetensors import SafetensorError, safe_open
+
+    path = folder / _WEIGHTS
+    try:
+        if not path.is_file() and allow_pickle:
+            path = folder / _PICKLE
+            return frozenset(torch.load(path, map_location="cpu", weights_only=True))
+        with safe_open(path, framework="pt") as file:
+            return frozenset(file.keys())
+    except FileNotFoundError as error:
+        hint = "" if allow_pickle else f", or set allow_pickle: true if it has an {_PICKLE} that you trust"
+        raise ValueError(f"{folder} has no {path.name}; copy it too{hint}") from error
+    except (SafetensorError, UnpicklingError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{path} is cut short or broken ({reason}); copy it again") from error
+
+
+def attach_adapter(
+    base: Any, adapter: AdapterFiles, missing: Sequence[str], spec: WorkerSpec, notes: list[str]
+) -> Any:
+    """The base with the adapter in its layers, still of transformers' class.
+
+    peft puts its own layers into the base and keeps the original ones inside; ``get_base_model`` is the base so
+    changed.  The adapter is computed in the type of the base's own weights.
+
+    Args:
+        missing: parameters that the base's checkpoint did not bring.
+        notes: takes a sentence for the user.
+
+    Raises:
+        ValueError: neither of the two brought a parameter, or the adapter does not belong to this base.
+    """
+    name = spec.adapter_name_or_path
+    model = _load_onto(base, adapter, spec)
+    _check_keys(model, adapter, spec)
+    if random := [parameter for parameter in missing if not adapter.brings(parameter)]:
+        raise ValueError(
+            f"neither {spec.model_name_or_path} nor its adapter {name} has weights for {some(random)}; they would "
+            "be random. Name an adapter that was trained with its head (task type SEQ_CLS), or a base that has one"
+        )
+    _to_type(model, base.dtype)
+    modules = sum(map(_is_adapted, base.modules()))
+    rank = f"rank {adapter.config.r}, over {modules} module{'s' * (modules != 1)}, " if modules else ""
+    kind = adapter.config.peft_type.value.replace("LORA", "LoRA")
+    if spec.merge_adapter:
+        # safe_merge refuses weights that come out as NaN.
+        merged = model.merge_and_unload(safe_merge=True)
+        notes.append(f"{kind} adapter {name}, {rank}merged into the weights")
+        return merged
+    notes.append(f"{kind} adapter {name}, {rank}unmerged")
+    return model.get_base_model()
+
+
+def some(names: Sequence[str]) -> str:
+    """The first few of many names."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _load_onto(base: Any, adapter: AdapterFiles, spec: WorkerSpec) -> Any:
+    from peft import PeftModel
+
+    config = adapter.config
+    if str(getattr(config.task_type, "value", config.task_type)) != "SEQ_CLS":
+        config.task_type = None  # peft's classes for other tasks expect a base of that task
+    trained_on = f"it was trained on {config.base_model_name_or_path}"
+    try:
+        return PeftModel.from_pretrained(
+            base,
+            str(adapter.folder),
+            adapter_name=_NAME,
+            config=config,
+            autocast_adapter_dtype=False,  # otherwise half-precision adapters would become float32
+            torch_device="cpu",  # to read the file; each tensor then goes where its layer is
+        )
+    except KeyError as error:  # peft looks up every parameter of a module that was trained as a whole
+        raise ValueError(
+            f"adapter {spec.adapter_name_or_path} has no weights for {error.args[0]}, which its config says it was "
+            "trained with; copy it again"
+        ) from error
+    except RuntimeError as error:  # load_state_dict's list of shapes that differ
+        lines = [line.strip() for line in str(error).splitlines() if "size mismatch" in line]
+        if not lines:
+            raise
+        raise ValueError(
+            f"adapter {spec.adapter_name_or_path} is not for {spec.model_name_or_path}: {lines[0]} {trained_on}"
+        ) from error
+    except ValueError as error:  # no layer of the base has a name that the adapter looks for
+        raise ValueError(
+            f"adapter {spec.adapter_name_or_path} is not for {spec.model_name_or_path}: {error} ({trained_on})"
+        ) from error
+
+
+def _is_adapted(module: Any) -> bool:
+    return any(_NAME in (getattr(module, part, None) or ()) for part in ("lora_A", "lora_embedding_A"))
+
+
+def _check_keys(model: Any, adapter: AdapterFiles, spec: WorkerSpec) -> None:
+    """Every tensor of the file must have found its place, and every place its tensor; peft only warns."""
+    from peft import get_peft_model_state_dict
+
+    places = set(get_peft_model_state_dict(model, adapter_name=_NAME, save_embedding_layers=False))
+    # An embedding may be saved whole beside its adapter, under the base's name or the one that peft gave it.
+    own = set(model.state_dict())
+    lost = _plain(adapter.tensors - places - own - {name.replace(".base_layer.", ".") for name in own})
+    if lost:
+        raise ValueError(
+            f"adapter {spec.adapter_name_or_path} is not for {spec.model_name_or_path}, which has no place for "
+            f"{some(lost)}; it was trained on {adapter.config.base_model_name_or_path}"
+        )
+    if absent := _plain(places - adapter.tensors):
+        raise ValueError(
+            f"adapter {spec.adapter_name_or_path} has no weights for {some(absent)}; they would be random. "
+            "Copy it again, or name the base that it was trained on"
+        )
+
+
+def _plain(names: Iterable[str]) -> list[str]:
+    # transformers fuses a mixture's experts and renames them, and peft follows: those are not compared.
+    return sorted(name.removeprefix(_PREFIX) for name in names if ".experts." not in name)
+
+
+def _to_type(model: Any, dtype: torch.dtype) -> None:
+    # On a quantized base peft makes its layers in float32, whatever the base computes in.
+    for name, parameter in model.named_parameters():
+        if f".{_NAME}" in name and parameter.is_floating_point() and parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)

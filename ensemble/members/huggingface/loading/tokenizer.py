@@ -1,0 +1,71 @@
+"""A member's tokenizer: from the checkpoint's own files, or from the GGUF file that holds its vocabulary too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+
+from ensemble.common.protocol import WorkerSpec
+
+# With one of these a folder has a tokenizer of its own, beside a GGUF file.
+_OWN_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+
+
+def load_tokenizer(spec: WorkerSpec) -> Any:
+    """The tokenizer, with the settings of the config.
+
+    Raises:
+        OSError: its files cannot be read.
+        ValueError: its class can make nothing of them.
+    """
+    options = dict(spec.tokenizer_kwargs)
+    # Files beside the GGUF file go first: what is converted from its vocabulary may lack some of their rules.
+    if spec.gguf_file is not None and not _has_own(Path(spec.model_name_or_path)):
+        options.setdefault("gguf_file", spec.gguf_file)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            spec.model_name_or_path,
+            revision=spec.revision or "main",
+            trust_remote_code=spec.trust_remote_code,
+            **options,
+        )
+    except OSError:
+        raise
+    except Exception as error:  # a class that is not for this vocabulary fails in any way
+        # Releases before 5.12 ask for protobuf where it is missing, whatever went wrong before.
+        if isinstance(error, ImportError) and isinstance(error.__context__, Exception):
+            error = error.__context__
+        if spec.trust_remote_code or isinstance(error, ImportError):
+            raise  # perhaps by the checkpoint's own code, whose words say more
+        reason = (str(error).strip() or "no reason given").splitlines()[0]
+        raise ValueError(
+            f"the tokenizer of {spec.model_name_or_path} cannot be made of its files ({type(error).__name__}: "
+            f"{reason}); copy tokenizer.json and tokenizer_config.json again, see that its tokenizer_class is the "
+            "one that the vocabulary is for, and look at tokenizer_kwargs"
+        ) from error
+    if "gguf_file" in options:
+        _forget_made_up_tokens(tokenizer)
+    if spec.truncation_side is not None:
+        tokenizer.truncation_side = spec.truncation_side
+    return tokenizer
+
+
+def _has_own(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _OWN_FILES)
+
+
+def _forget_made_up_tokens(tokenizer: Any) -> None:
+    """Take away what the conversion from GGUF adds behind the file's vocabulary: the model has no rows for it.
+
+    transformers builds every byte-level vocabulary as GPT-2's, and that class adds its own <|endoftext|>
+    (integrations/gguf/gguf_tokenizer_mapping.py).
+    """
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    known = len(state["model"]["vocab"])
+    kept = [token for token in state["added_tokens"] if token["id"] < known]
+    if len(kept) < len(state["added_tokens"]):
+        tokenizer._tokenizer = Tokenizer.from_str(json.dumps({**state, "added_tokens": kept}))

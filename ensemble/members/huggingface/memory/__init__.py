@@ -1,0 +1,1 @@
+"""How much memory a checkpoint takes on a device, told from its files."""

@@ -1,0 +1,1 @@
+"""Child side: rows -> token ids -> batches -> logits."""

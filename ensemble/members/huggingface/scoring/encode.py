@@ -1,0 +1,169 @@
+"""Rows of the table -> token ids: templates, pairs, truncation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ensemble.common.protocol import WorkerSpec
+from ensemble.data.json_cells import TemplateProblem, replace_lone_surrogates
+from ensemble.data.template import compile_template
+from ensemble.members.huggingface.scoring.shared_prefix import SharedPrefix
+
+# Rows that the tokenizer gets at a time: enough for all of its threads, a moment's work for the slowest.
+BLOCK_ROWS = 512
+_NO_TOKENS: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Token ids of some rows.
+
+    ``inputs[name][i]`` is row i's array for the model's input ``name`` (``input_ids``, perhaps
+    ``token_type_ids``), int64 [tokens]; ``lengths`` is int64 [rows].
+    ``problems[i]`` says why row i has none and is of length 0; every other row has at least one.
+    ``first[i]`` is the first row whose ids are row i's, int64 [rows]; None where no two rows share theirs.
+    """
+
+    inputs: dict[str, list[npt.NDArray[np.int64]]]
+    lengths: npt.NDArray[np.int64]
+    truncated_rows: int
+    problems: dict[int, str] = field(default_factory=dict)
+    first: npt.NDArray[np.int64] | None = None
+
+
+class Prompt:
+    """Renders and tokenizes rows as a member's settings say.
+
+    Args:
+        tokenizer: a transformers tokenizer; its truncation side is already set.
+        max_length: tokens a row may have, special tokens included.
+    """
+
+    def __init__(self, spec: WorkerSpec, tokenizer: Any, max_length: int) -> None:
+        self._template = compile_template(spec.prompt_template) if spec.prompt_template is not None else None
+        self._columns = spec.text_columns
+        self._tokenizer = tokenizer
+        self._max_length = max_length
+        self._add_special_tokens = spec.add_special_tokens
+        self._prefix = SharedPrefix(tokenizer, self._call, max_length, spec.add_special_tokens)
+        # What an empty row consists of where the tokenizer adds nothing of its own: a model needs one token.
+        ids = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, 0)
+        self._lone_token = next(token for token in ids if token is not None)
+
+    def render(self, row: Mapping[str, object]) -> str | tuple[str, str]:
+        """The text of one row, or the two texts of a pair."""
+        if self._template is not None:
+            return self._template.render(row)
+        texts = tuple(_text(row[column]) for column in self._columns)
+        return texts[0] if len(texts) == 1 else (texts[0], texts[1])
+
+    def encode(
+        self, rows: Sequence[Mapping[str, object]], step: Callable[[], None] = lambda: None
+    ) -> Encoded:
+        """Token ids of the rows, cut to ``max_length``; rows that the template fails on get none.
+
+        Args:
+            step: called after each block of rows.
+        """
+        inputs: dict[str, list[npt.NDArray[np.int64]]] = {}
+        lengths = np.zeros(len(rows), dtype=np.int64)
+        truncated = np.zeros(len(rows), dtype=np.bool_)
+        problems: dict[int, str] = {}
+        first = np.arange(len(rows))
+        row_of_text: dict[str | tuple[str, str], int] = {}
+        for start in range(0, len(rows), BLOCK_ROWS):
+            texts: dict[int, str | tuple[str, str]] = {}
+            for row in range(start, min(start + BLOCK_ROWS, len(rows))):
+                try:
+                    text = self.render(rows[row])
+                except TemplateProblem as error:
+                    problems[row] = f"prompt_template: {error}"
+                    continue
+                first[row] = row_of_text.setdefault(text, row)
+                if first[row] == row:
+                    texts[row] = text
+            if texts:
+                chosen = list(texts)
+                arrays_of, lengths[chosen], truncated[chosen] = self._tokenize(list(texts.values()))
+                for name, arrays in arrays_of.items():
+                    places = inputs.setdefault(name, [_NO_TOKENS] * len(rows))
+                    for row, array in zip(chosen, arrays, strict=True):
+                        places[row] = array
+            step()
+        for places in inputs.values():
+            places[:] = [places[row] for row in first.tolist()]
+        repeated = _first_of_equal_ids(inputs, lengths[first], first)
+        return Encoded(inputs, lengths[first], int(truncated[first].sum()), problems, repeated)
+
+    def encode_texts(self, texts: Sequence[str | tuple[str, str]]) -> Encoded:
+        """Token ids of texts, or of pairs where the member reads two columns."""
+        inputs, lengths, truncated = self._tokenize(texts)
+        return Encoded(inputs, lengths, int(truncated.sum()))
+
+    def _tokenize(
+        self, texts: Sequence[str | tuple[str, str]]
+    ) -> tuple[dict[str, list[npt.NDArray[np.int64]]], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """Inputs, lengths, and which texts were cut."""
+        if len(self._columns) == 2:
+            inputs, truncated = self._call([text[0] for text in texts], [text[1] for text in texts])
+        else:
+            inputs, truncated = self._prefix.tokenize([str(text) for text in texts])
+        self._fill_empty(inputs)
+        lengths = np.fromiter((len(ids) for ids in inputs["input_ids"]), dtype=np.int64, count=len(texts))
+        return inputs, lengths, truncated
+
+    def _call(
+        self, texts: Sequence[str], seconds: Sequence[str] | None = None
+    ) -> tuple[dict[str, list[npt.NDArray[np.int64]]], npt.NDArray[np.bool_]]:
+        batch = self._tokenizer(
+            texts,
+            seconds,
+            add_special_tokens=self._add_special_tokens,
+            truncation=True,
+            max_length=self._max_length,
+            padding=False,
+            return_attention_mask=False,
+            verbose=False,
+        )
+        inputs = {
+            name: [np.asarray(ids, dtype=np.int64) for ids in batch[name]]
+            for name in batch
+            if name in ("input_ids", "token_type_ids")
+        }
+        return inputs, _truncated(batch, inputs["input_ids"], self._max_length)
+
+    def _fill_empty(self, inputs: dict[str, list[npt.NDArray[np.int64]]]) -> None:
+        for index, ids in enumerate(inputs["input_ids"]):
+            if len(ids) == 0:
+                for name, arrays in inputs.items():
+                    arrays[index] = np.array([self._lone_token if name == "input_ids" else 0], dtype=np.int64)
+
+
+def _truncated(batch: Any, ids: Sequence[npt.NDArray[np.int64]], max_length: int) -> npt.NDArray[np.bool_]:
+    if batch.encodings is not None:
+        return np.array([bool(encoding.overflowing) for encoding in batch.encodings], dtype=np.bool_)
+    # Tokenizers written in Python do not say; a row of exactly max_length tokens counts as cut.
+    return np.array([len(array) >= max_length for array in ids], dtype=np.bool_)
+
+
+def _first_of_equal_ids(
+    inputs: dict[str, list[npt.NDArray[np.int64]]],
+    lengths: npt.NDArray[np.int64],
+    first_of_text: npt.NDArray[np.int64],
+) -> npt.NDArray[np.int64]:
+    """For each row the first one with the same ids; texts may differ in what the tokenizer leaves out or cuts."""
+    first = first_of_text.copy()
+    row_of_ids: dict[bytes, int] = {}
+    for row in np.flatnonzero((first == np.arange(len(first))) & (lengths > 0)).tolist():
+        ids = b"".join(arrays[row].tobytes() for arrays in inputs.values())
+        first[row] = row_of_ids.setdefault(ids, row)
+    return np.asarray(first[first_of_text])
+
+
+def _text(value: object) -> str:
+    return "" if value is None else replace_lone_surrogates(str(value))

@@ -1,0 +1,310 @@
+"""A chunk's token ids -> logits, in batches that fit.
+
+On an out-of-memory error the rows run again in halves; a row that does not fit alone is left out.  Rows that
+overflow half precision run again in float32.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ensemble.common.torch_errors import Verdict, is_out_of_memory, judge, one_line
+from ensemble.members.huggingface.scoring.batching import MemoryLimit, make_batches
+from ensemble.members.huggingface.scoring.classifier import Classifier
+from ensemble.members.huggingface.scoring.device_queue import Passes
+from ensemble.members.huggingface.scoring.encode import Encoded
+
+Report = Callable[[int, int, int], None]
+Mode = Callable[[], AbstractContextManager[None]]
+# Batches without an error before a budget that was cut is tried a little larger, and how much larger.
+_GROW_AFTER_BATCHES = 32
+_GROWTH = 1.25
+# Never again closer than this to a size that did not fit: the error would come back at every attempt.
+_BELOW_FAILURE = 0.9
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What came of a chunk.
+
+    Attributes:
+        rows: places in the chunk that have logits, ascending, int64 [rows].
+        logits: theirs, float32 [rows, labels] on the host; [0, 0] where there are none.
+        tokens, padded_tokens, batches, oom_events: counts of what was computed, with ``tokens`` the real ones.
+        seconds: in forward passes, by the device.
+        recomputed_rows: that ran again in float32.
+        repeated_rows: that have another row's logits, because they have its token ids.
+        too_large: places of rows that did not fit into memory even alone.
+        too_large_in_float32: the same of rows that had to run again in float32; their logits are not finite.
+        float32_error: why those that should have run again could not; empty where nothing was wrong.
+    """
+
+    rows: npt.NDArray[np.int64]
+    logits: torch.Tensor
+    tokens: int
+    padded_tokens: int
+    batches: int
+    oom_events: int
+    seconds: float
+    recomputed_rows: int = 0
+    repeated_rows: int = 0
+    too_large: tuple[int, ...] = ()
+    too_large_in_float32: tuple[int, ...] = ()
+    float32_error: str = ""
+
+
+class BatchSizes:
+    """How large batches may be: what the user or the default says, less what memory has taught since.
+
+    Args:
+        token_budget: padded tokens a batch may hold.
+        batch_size: rows a batch, where the user fixed it; then the token budget does not count.
+        equal_lengths: only rows of the same length share a batch.
+        memory: what a batch may take; None where that is not known, or where the user fixed the size.
+    """
+
+    def __init__(
+        self,
+        token_budget: int,
+        batch_size: int | None,
+        equal_lengths: bool = False,
+        memory: MemoryLimit | None = None,
+    ) -> None:
+        self.batch_size = batch_size
+        self._token_budget = token_budget
+        self._equal_lengths = equal_lengths
+        self._memory = memory
+        # What errors teach: bytes where it is known how many a batch takes, otherwise padded tokens.
+        self._allowed = token_budget if memory is None else memory.available_bytes
+        self._largest = self._allowed
+        self._good_batches = 0
+
+    def tokens_at(self, width: int) -> int:
+        """Padded tokens that a batch may hold now, in rows of ``width`` tokens."""
+        budget, memory = self._limits()
+        return budget if memory is None else min(budget, memory.tokens_at(width))
+
+    def shrink(self, rows: int, padded_tokens: int, width: int) -> None:
+        """A batch of this size did not fit: the next ones are half as large."""
+        self._good_batches = 0
+        if self.batch_size is not None:
+            self.batch_size = max(1, rows // 2)
+        cost = padded_tokens if self._memory is None else self._memory.cost(padded_tokens, width)
+        # A batch of one row can be more than was allowed: there is nothing to halve for the others then.
+        self._allowed = min(self._allowed, max(1, int(cost // 2)))
+        self._largest = min(self._largest, max(1, int(cost * _BELOW_FAILURE)))
+
+    def grow(self) -> bool:
+        """A batch fitted; True when enough of them did for the limit to have grown now."""
+        if self.batch_size is not None or self._allowed >= self._largest:
+            return False
+        self._good_batches += 1
+        if self._good_batches < _GROW_AFTER_BATCHES:
+            return False
+        self._good_batches = 0
+        self._allowed = min(self._largest, max(self._allowed + 1, int(self._allowed * _GROWTH)))
+        return True
+
+    def for_float32(self) -> BatchSizes:
+        """The same for activations of twice the size; what it learns does not come back here."""
+        size = None if self.batch_size is None else max(1, self.batch_size // 2)
+        budget, memory = self._limits()
+        if memory is not None:
+            memory = replace(memory, available_bytes=max(1, memory.available_bytes // 2))
+        return BatchSizes(max(1, budget // 2), size, self._equal_lengths, memory)
+
+    def cut(
+        self, lengths: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
+    ) -> deque[npt.NDArray[np.int64]]:
+        """Batches of these rows, the one that takes most first."""
+        budget, memory = self._limits()
+        batches = make_batches(lengths[rows], budget, self.batch_size, self._equal_lengths, memory)
+        return deque(rows[batch] for batch in batches)
+
+    def _limits(self) -> tuple[int, MemoryLimit | None]:
+        if self._memory is None:
+            return self._allowed, None
+        return self._token_budget, replace(self._memory, available_bytes=self._allowed)
+
+
+def compute(
+    classifier: Classifier,
+    encoded: Encoded,
+    sizes: BatchSizes,
+    report: Report,
+    in_float32: Mode | None = None,
+) -> Computed:
+    """Run the model over every row of a chunk that has tokens; rows with the same ones only once.
+
+    Args:
+        sizes: shrinks where memory runs out, and stays so for the next chunk.
+        report: called after each forward pass, also one that failed, with rows, tokens and padded tokens so far; on
+            a GPU when the device has been given the pass.
+        in_float32: while entered, the model computes in float32: then the rows whose logits came out NaN or
+            infinite run again.  None: they stay so.
+
+    Raises:
+        RuntimeError: from the forward pass; not for want of memory.
+    """
+    first = np.arange(len(encoded.lengths)) if encoded.first is None else encoded.first
+    copies = np.bincount(first, minlength=len(first))
+    chosen = np.flatnonzero((copies > 0) & (encoded.lengths > 0))
+    computed = _run(classifier, encoded, sizes, chosen, copies, report)
+    if in_float32 is not None:
+        bad = computed.rows[~torch.isfinite(computed.logits).all(dim=1).numpy()]
+        if len(bad):
+            computed = _again(classifier, encoded, sizes, bad, copies, report, in_float32, computed)
+    return _with_copies(computed, first)
+
+
+def _again(
+    classifier: Classifier,
+    encoded: Encoded,
+    sizes: BatchSizes,
+    bad: npt.NDArray[np.int64],
+    copies: npt.NDArray[np.int64],
+    report: Report,
+    in_float32: Mode,
+    computed: Computed,
+) -> Computed:
+    """The same with the bad rows' logits from float32."""
+    rows = int(copies[computed.rows].sum())
+
+    def report_again(rows_again: int, tokens_again: int, padded_tokens: int) -> None:
+        report(rows, computed.tokens, computed.padded_tokens + padded_tokens)
+
+    try:
+        with in_float32():
+            again = _run(classifier, encoded, sizes.for_float32(), bad, copies, report_again, with_mask=True)
+    except RuntimeError as error:
+        if judge(error) is Verdict.SUSPECT:
+            raise
+        return replace(computed, float32_error=one_line(error))
+    logits = computed.logits.clone()
+    if len(again.rows):
+        logits[torch.from_numpy(np.searchsorted(computed.rows, again.rows))] = again.logits
+    return replace(
+        computed,
+        logits=logits,
+        padded_tokens=computed.padded_tokens + again.padded_tokens,
+        batches=computed.batches + again.batches,
+        oom_events=computed.oom_events + again.oom_events,
+        seconds=computed.seconds + again.seconds,
+        recomputed_rows=int(copies[again.rows].sum()),
+        too_large_in_float32=again.too_large,
+    )
+
+
+def _with_copies(computed: Computed, first: npt.NDArray[np.int64]) -> Computed:
+    """The same for all rows, of which row i has the logits, or the fate, of row ``first[i]``."""
+    rows = np.flatnonzero(np.isin(first, computed.rows))
+    if len(rows) == len(computed.rows) and not (computed.too_large or computed.too_large_in_float32):
+        return computed
+    places = np.searchsorted(computed.rows, first[rows])
+    return replace(
+        computed,
+        rows=rows,
+        logits=computed.logits[torch.from_numpy(places)] if len(rows) else computed.logits,
+        repeated_rows=len(rows) - len(computed.rows),
+        too_large=tuple(np.flatnonzero(np.isin(first, computed.too_large)).tolist()),
+        too_large_in_float32=tuple(np.flatnonzero(np.isin(first, computed.too_large_in_float32)).tolist()),
+    )
+
+
+@dataclass
+class _Pass:
+    """What ``_run`` has so far; ``order`` and ``logits`` are by batch."""
+
+    order: list[npt.NDArray[np.int64]] = field(default_factory=list)
+    logits: list[torch.Tensor] = field(default_factory=list)
+    rows: int = 0
+    tokens: int = 0
+    padded_tokens: int = 0
+    oom_events: int = 0
+    too_large: list[int] = field(default_factory=list)
+
+    def computed(self, passes: Passes) -> Computed:
+        too_large = tuple(sorted(self.too_large))
+        rows, logits = np.empty(0, dtype=np.int64), torch.empty((0, 0))
+        if self.order:
+            rows = np.concatenate(self.order)
+            place = np.argsort(rows)
+            rows = rows[place]
+            # One copy from the device per chunk: a copy per batch would wait for each of them.
+            logits = torch.cat(self.logits).cpu()[torch.from_numpy(place)]
+        counts = (self.tokens, self.padded_tokens, len(self.order), self.oom_events)
+        return Computed(rows, logits, *counts, seconds=passes.finish(), too_large=too_large)
+
+
+def _run(
+    classifier: Classifier,
+    encoded: Encoded,
+    sizes: BatchSizes,
+    chosen: npt.NDArray[np.int64],
+    copies: npt.NDArray[np.int64],
+    report: Report,
+    with_mask: bool = False,
+) -> Computed:
+    """Run the model over the chosen rows, each of which stands for ``copies`` rows."""
+    lengths = encoded.lengths
+    waiting = sizes.cut(lengths, chosen)
+    done, passes = _Pass(), Passes(classifier.last_device)
+    tried_alone: set[int] = set()
+    size_before = sizes.batch_size
+    while waiting:
+        batch = waiting.popleft()
+        width = int(lengths[batch].max())
+        padded = width * len(batch)
+        result = _try(classifier, encoded, batch, with_mask, passes)
+        if result is None:
+            # Outside the except block: there the exception would still hold the tensors of the failed pass.
+            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                torch.cuda.empty_cache()
+            done.oom_events += 1
+            left = np.concatenate([batch, *waiting])
+            if len(batch) == 1 and batch[0] in tried_alone:
+                done.too_large.append(int(batch[0]))
+                left = left[1:]
+                sizes.batch_size = size_before  # it was this row that no size could fit
+            else:
+                # One row once more, with the cache emptied, which may have been all that was wrong.
+                if len(batch) == 1:
+                    tried_alone.add(int(batch[0]))
+                sizes.shrink(len(batch), padded, width)
+            waiting = sizes.cut(lengths, left)
+            report(done.rows, done.tokens, done.padded_tokens)
+            continue
+        size_before = sizes.batch_size
+        done.order.append(batch)
+        done.logits.append(result)
+        done.rows += int(copies[batch].sum())
+        done.tokens += int(lengths[batch].sum())
+        done.padded_tokens += padded
+        report(done.rows, done.tokens, done.padded_tokens)
+        if sizes.grow() and waiting:
+            waiting = sizes.cut(lengths, np.concatenate(waiting))
+    return done.computed(passes)
+
+
+def _try(
+    classifier: Classifier,
+    encoded: Encoded,
+    rows: npt.NDArray[np.int64],
+    with_mask: bool,
+    passes: Passes,
+) -> torch.Tensor | None:
+    try:
+        batch = classifier.batch(encoded, rows, with_mask)
+        with passes.one():
+            return classifier.run(batch)
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            return None
+        raise

@@ -1,0 +1,1 @@
+"""The road of a run: validate, plan, schedule, merge, report."""

@@ -1,0 +1,271 @@
+"""Every path in a run directory, the lock on it, and writing so that a name means a complete file.
+
+    output_dir/
+      config.yaml              as given
+      run.json                 versions, devices, what each worker did, scores
+      predictions/<member>.csv id and one column per label, in the table's order; <member>.json: its seal, which
+                               says what it was made of; <member>.rows: which rows it is of
+      ensemble.csv             the merged predictions
+      submission.csv           the sample submission's columns and row order, where one is named
+      logs/run.log             what the parent did; logs/<member>-<replica>.log: all a worker printed
+      work/                    the table as Arrow; <member>.<fingerprint>/: which rows, their order, parts, bad
+                               rows; removed when the member is complete
+
+This module does not know what is in those files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+from ensemble.common.errors import OutputError, OutputInUse
+from ensemble.common.files import _TEMPORARY, _claim, _remove_link, cannot_write
+from ensemble.common.shards import _folders_in, read_part
+from ensemble.pipeline.run_log import FIRST_LINE
+
+_LOCK_ATTEMPTS = 5
+
+
+class RunDir:
+    """The paths below one ``output_dir``; making one touches nothing on disk."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.config = root / "config.yaml"
+        self.run_json = root / "run.json"
+        self.predictions_dir = root / "predictions"
+        self.ensemble = root / "ensemble.csv"
+        self.submission = root / "submission.csv"
+        self.logs_dir = root / "logs"
+        self.run_log = self.logs_dir / "run.log"
+        self.work_dir = root / "work"
+        self.table = self.work_dir / "table.arrow"
+        self.lock = root / ".lock"
+
+    def predictions(self, member: str) -> Path:
+        return self.predictions_dir / f"{member}.csv"
+
+    def seal(self, member: str) -> Path:
+        return self.predictions_dir / f"{member}.json"
+
+    def rows(self, member: str) -> Path:
+        return self.predictions_dir / f"{member}.rows"
+
+    def log(self, member: str, replica: int) -> Path:
+        return self.logs_dir / f"{member}-{replica}.log"
+
+    def parts_dir(self, member: str, fingerprint: str) -> Path:
+        return self.work_dir / f"{member}.{fingerprint[:16]}"
+
+    def parts_dirs(self, member: str) -> list[Path]:
+        """The folders of a member's parts, whatever they are made of."""
+        return [path for path in self.work_dir.glob("*.*") if path.name.rpartition(".")[0] == member]
+
+    def own_places(self) -> tuple[Path, ...]:
+        """The folders and files that a run uses, but for its lock."""
+        folders = (self.predictions_dir, self.work_dir, self.logs_dir)
+        return (*folders, self.config, self.run_json, self.ensemble, self.submission)
+
+    def endangered(
+        self, strangers: Sequence[str], inputs: Iterable[Path], target: Path | None
+    ) -> Iterator[str]:
+        """Why a run here would destroy something: files that no run has made, its own inputs, its own files.
+
+        Args:
+            strangers: names of what no run has made.
+            inputs: what the run reads.
+            target: where the submission goes, if that is said.
+        """
+        if strangers:
+            yield (
+                f"output_dir: {self.root} holds {', '.join(strangers)}, which no run has made and this one "
+                "would replace; choose another output_dir"
+            )
+        if target is not None and target.resolve() != self.submission.resolve() and self._is_own(target):
+            yield f"submission.path: {target} is a file that the run itself writes; choose another name"
+        for path in inputs:
+            if self._is_own(path):
+                yield f"output_dir: {path} is read by this run and would be overwritten; choose another output_dir"
+
+    def _is_own(self, path: Path) -> bool:
+        place = path.resolve()
+        files = (self.config, self.run_json, self.ensemble, self.submission, self.lock)
+        folders = (self.predictions_dir, self.work_dir, self.logs_dir)
+        return place in [file.resolve() for file in files] or any(
+            place.is_relative_to(folder.resolve()) for folder in folders
+        )
+
+    def create(self) -> None:
+        """Make the directory and prove that it can be written.
+
+        Raises:
+            OutputError: it cannot be made, or nothing can be written there.
+        """
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            probe = self.root / f".probe{_TEMPORARY}{os.getpid()}"
+            try:
+                _claim(probe)
+                probe.write_bytes(b"x")
+            finally:
+                probe.unlink(missing_ok=True)
+        except OSError as error:
+            raise OutputError(cannot_write("output_dir", self.root, error)) from error
+
+    def tidy(self) -> None:
+        """Make the folders and remove the halves of files that a killed run left; what is whole stays."""
+        for folder in (self.predictions_dir, self.work_dir, self.logs_dir):
+            if folder.is_symlink():
+                folder.unlink()
+            folder.mkdir(exist_ok=True)
+        for path in (*self.work_dir.iterdir(), *self.logs_dir.iterdir()):
+            _remove_link(path)
+        for folder in (self.root, self.predictions_dir, self.work_dir, *_folders_in(self.work_dir)):
+            for leftover in folder.glob(f".*{_TEMPORARY}*"):
+                leftover.unlink(missing_ok=True)
+
+    def forget_results(self) -> None:
+        """Remove the merged files, so that nothing old can be taken for the result of a run that goes on."""
+        for file in (self.ensemble, self.submission):
+            file.unlink(missing_ok=True)
+
+    def clear(self) -> None:
+        """Remove all that earlier runs left."""
+        self.forget_results()
+        self.run_json.unlink(missing_ok=True)
+        for folder in (self.predictions_dir, self.work_dir, self.logs_dir):
+            if folder.is_dir() and not folder.is_symlink():
+                shutil.rmtree(folder)  # what stayed would be taken for this run's work
+        self.tidy()
+
+    def remove_work(self, parts_dirs: Iterable[Path]) -> None:
+        """Remove these folders of parts, and the published table; of other members' work nothing."""
+        if self.work_dir.is_symlink():
+            return
+        for folder in parts_dirs:
+            shutil.rmtree(folder, ignore_errors=True)
+        self.table.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what others have not finished is in it
+            self.work_dir.rmdir()
+
+
+def holder(rundir: RunDir) -> str | None:
+    """Who holds the directory, such as "process 12 on a host"; None: nobody."""
+    try:
+        with _open_lock(rundir, os.O_RDONLY, "r") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return lock.read().strip() or "another process"
+    except (OSError, OutputError):
+        return None
+    return None
+
+
+@contextlib.contextmanager
+def hold(rundir: RunDir) -> Iterator[IO[str]]:
+    """Hold the directory for this process; the kernel lets go when the process ends, however it ends.
+
+    Raises:
+        OutputInUse: another run holds it; the message names its process.
+        OutputError: the lock is a link.
+    """
+    with _open_lock(rundir, os.O_RDWR | os.O_CREAT, "r+") as lock:
+        if not _locked(lock):
+            holder = lock.read().strip() or "another process"
+            raise OutputInUse(
+                f"output_dir: {rundir.root} is in use by {holder}; wait for it, or choose another output_dir"
+            )
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        lock.flush()
+        yield lock
+
+
+def _locked(lock: IO[str]) -> bool:
+    for attempt in range(_LOCK_ATTEMPTS):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # perhaps only a look by ``holder``
+            time.sleep(0.1 if attempt < _LOCK_ATTEMPTS - 1 else 0)
+        else:
+            return True
+    return False
+
+
+def _open_lock(rundir: RunDir, flags: int, mode: str) -> IO[str]:
+    # Not removed like other links: whoever holds the file behind it would no longer be noticed.
+    refused = f"output_dir: {rundir.lock} is a link to another file; remove it"
+    try:
+        descriptor = os.open(rundir.lock, flags | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OutputError(refused) from None
+        raise
+    lock = os.fdopen(descriptor, mode, encoding="utf-8", errors="replace")
+    if os.fstat(descriptor).st_nlink > 1:
+        lock.close()
+        raise OutputError(refused)
+    return lock
+
+
+_RUN_JSON = re.compile(rb'\{\s*"status": "\w+",\s*"pid": \d+,\s*"versions": \{\s*"ensemble": "')
+_MADE_OF = rb'"fingerprint": \{\s*"scheme": \d+,\s*"settings": "[0-9a-f]{64}"'
+_SEAL = re.compile(rb"\{\s*" + _MADE_OF)
+_HEAD_BYTES = 4_096
+
+
+def is_made_by_runs(rundir: RunDir) -> bool:
+    """Whether something in the directory proves that a run has made it."""
+    return any(_proofs(rundir))
+
+
+def strangers(rundir: RunDir) -> list[str]:
+    """The names that a run would use and that stand for something to lose; none in a directory of runs.
+
+    Empty files and folders are none, nor are links that lead nowhere.
+    """
+    named = [path for path in rundir.own_places() if _holds_something(path)]
+    return [] if not named or is_made_by_runs(rundir) else [path.name for path in named]
+
+
+def _proofs(rundir: RunDir) -> Iterator[bool]:
+    yield bool(_RUN_JSON.match(_head(rundir.run_json)))
+    yield bool(re.match(FIRST_LINE, _head(rundir.run_log)))
+    yield from (bool(_SEAL.match(_head(path))) for path in _files(rundir.predictions_dir, "*.json"))
+    yield from (bool(_SEAL.match(_head(path))) for path in _files(rundir.predictions_dir, "*.rows"))
+    yield from (bool(_SEAL.match(_head(path))) for path in _files(rundir.work_dir, "*/rows.bin"))
+    yield from (read_part(path) is not None for path in _files(rundir.work_dir, "*/*.csv"))
+
+
+def _files(folder: Path, pattern: str) -> Iterator[Path]:
+    return iter(()) if folder.is_symlink() else folder.glob(pattern)
+
+
+def _head(path: Path) -> bytes:
+    """The first bytes of a file; nothing of a link, or where there is none."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return b""
+    with os.fdopen(descriptor, "rb") as file:
+        try:
+            return file.read(_HEAD_BYTES) or b""
+        except OSError:  # a folder
+            return b""
+
+
+def _holds_something(path: Path) -> bool:
+    if path.is_dir() and not path.is_symlink():
+        return any(map(_holds_something, path.iterdir()))
+    return path.exists() and (path.is_dir() or not path.is_file() or path.stat().st_size > 0)

@@ -1,0 +1,74 @@
+"""SIGINT, SIGTERM and SIGHUP end a run through its own clean-up; a second one ends it at once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from types import FrameType
+
+from ensemble.common.errors import Interrupted
+
+# Ignored by whoever started this process, as nohup does, and a script does for what it starts in the background,
+# these stay ignored.  SIGTERM never does, or nothing but SIGKILL could end the run.
+_MAY_BE_IGNORED = (signal.SIGINT, signal.SIGHUP)
+_HEEDED = (*_MAY_BE_IGNORED, signal.SIGTERM)
+
+
+class Signals:
+    """What came while a run goes on; made by :func:`heed_signals`.
+
+    Args:
+        ignored: those that are not heeded, because this process was started so.
+    """
+
+    def __init__(self, ignored: Sequence[signal.Signals] = ()) -> None:
+        self.ignored = tuple(ignored)
+        self._came: int | None = None
+        self._is_postponed = False
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """The handler of the signals: raises, or keeps the signal for ``check`` while it is postponed."""
+        if self._came is not None:
+            # A terminal that goes away sends SIGHUP twice, by the kernel and by the shell: nobody is impatient.
+            if number == signal.SIGHUP:
+                return
+            os._exit(128 + number)  # workers go with this process: the kernel kills them
+        self._came = number
+        if not self._is_postponed:
+            raise Interrupted(number)
+
+    @contextlib.contextmanager
+    def postponed(self) -> Iterator[None]:
+        """While processes are started and ended, an exception at any line could lose one of them."""
+        self._is_postponed = True
+        try:
+            yield
+        finally:
+            self._is_postponed = False
+
+    def check(self) -> None:
+        """Raise for a signal that came while it was postponed.
+
+        Raises:
+            Interrupted: one came.
+        """
+        if self._came is not None:
+            raise Interrupted(self._came)
+
+
+@contextlib.contextmanager
+def heed_signals() -> Iterator[Signals]:
+    """Handle the signals within, but for those that this process was started to ignore."""
+    before = {number: signal.getsignal(number) for number in _HEEDED}
+    ignored = [number for number in _MAY_BE_IGNORED if before[number] is signal.SIG_IGN]
+    signals = Signals(ignored)
+    heeded = [number for number in _HEEDED if number not in ignored]
+    for number in heeded:
+        signal.signal(number, signals.handle)
+    try:
+        yield signals
+    finally:
+        for number in heeded:
+            signal.signal(number, before[number])

@@ -1,0 +1,313 @@
+"""What is known of members and workers while a run goes on, and what is left of it for the reports."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING
+
+from ensemble.common.protocol import ChunkDone, Closed, Progress, Ready
+from ensemble.planning.chunks import Chunk
+from ensemble.planning.forecast import Speed
+from ensemble.planning.plan import MemberPlan
+
+if TYPE_CHECKING:
+    pass
+from typing import Literal, TypeAlias
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a member failed: one sentence, the whole traceback where there is one, and where to read on.
+
+    ``is_dropped``: its rows are to blame, and the config says to go on without it.
+    """
+
+    member: str
+    message: str
+    traceback: str = ""
+    log_path: str = ""
+    is_dropped: bool = False
+
+
+@dataclass(frozen=True)
+class FaultRecord:
+    """Something that went wrong, and what was done about it; ``rows`` are places in the member's order, or None."""
+
+    member: str
+    replica: int
+    kind: str
+    message: str
+    traceback: str
+    rows: tuple[int, int] | None
+    remedy: str
+    after_seconds: float
+
+
+@dataclass
+class WorkerRecord:
+    """What one worker did, for run.json; times in seconds, memory in bytes.
+
+    ``started_after_seconds`` is when its process began, ``leased_after_seconds`` when it got its devices: later
+    where it stood by before.  ``life_seconds`` count from the lease.
+    """
+
+    member: str
+    replica: int
+    devices: tuple[str, ...]
+    pid: int
+    log_path: str
+    started_after_seconds: float
+    leased_after_seconds: float
+    start_seconds: float | None = None
+    load_seconds: float | None = None
+    predict_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    life_seconds: float | None = None
+    rows: int = 0
+    bad_rows: int = 0
+    tokens: int = 0
+    padded_tokens: int = 0
+    batches: int = 0
+    truncated_rows: int = 0
+    oom_events: int = 0
+    recomputed_rows: int = 0
+    repeated_rows: int = 0
+    chunks: int = 0
+    exit_code: int | None = None
+    ready: Ready | None = None
+    closed: Closed | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def add(self, done: ChunkDone) -> None:
+        """Count a chunk."""
+        self.rows += done.rows
+        self.bad_rows += len(done.bad_rows)
+        self.tokens += done.tokens
+        self.padded_tokens += done.padded_tokens
+        self.batches += done.batches
+        self.truncated_rows += done.truncated_rows
+        self.oom_events += done.oom_events
+        self.recomputed_rows += done.recomputed_rows
+        self.repeated_rows += done.repeated_rows
+        self.predict_seconds += done.seconds
+        self.forward_seconds += done.forward_seconds
+        self.chunks += 1
+
+
+@dataclass
+class MemberState:
+    """A member while the run goes on.
+
+    ``in_hand`` holds the chunks that workers have, and ``current`` how far they are with them, by chunk number.
+    ``numbers`` are indices for new chunks, ``replicas`` for new workers.  ``reused_rows`` and ``reused_cost`` were
+    done by earlier runs.  Of chunks that the end of the time cut short, ``cut_short_cost`` was computed in
+    ``cut_short_seconds``; where not one batch was, all of it takes ``least_seconds_per_cost`` at the least.
+    ``bad_rows`` could not be computed: table row to reason.  ``most_replicas`` goes down
+    when the host runs out of memory.
+    """
+
+    plan: MemberPlan
+    waiting: deque[Chunk]
+    most_replicas: int
+    numbers: Iterator[int]
+    replicas: Iterator[int] = field(default_factory=count)
+    reused_rows: int = 0
+    reused_cost: float = 0.0
+    in_hand: dict[int, Chunk] = field(default_factory=dict)
+    current: dict[int, Progress] = field(default_factory=dict)
+    bad_rows: dict[int, str] = field(default_factory=dict)
+    faults: list[FaultRecord] = field(default_factory=list)
+    workers: list[WorkerRecord] = field(default_factory=list)
+    done_cost: float = 0.0  # by this run
+    slowest_seconds_per_cost: float = 0.0
+    cut_short_seconds: float = 0.0
+    cut_short_cost: float = 0.0
+    least_seconds_per_cost: float = 0.0
+    running: int = 0
+    failure: Failure | None = None
+    predicting_since: float | None = None  # monotonic clock, seconds
+    paused_at: float | None = None  # since when no worker of it runs, though there is work
+    finished_at: float | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.failure is None and not self.waiting and not self.in_hand
+
+    @classmethod
+    def of(cls, plan: MemberPlan) -> MemberState:
+        """A member whose plan holds the chunks that are left to do."""
+        left = sum(chunk.stop - chunk.start for chunk in plan.chunks)
+        cost = sum(chunk.cost for chunk in plan.chunks)
+        return cls(
+            plan,
+            deque(plan.chunks),
+            min(plan.replicas, max(1, len(plan.chunks))),
+            count(1 + max((chunk.index for chunk in plan.chunks), default=0)),
+            reused_rows=len(plan.order) - left,
+            reused_cost=max(0.0, 1.0 - cost) if plan.chunks else 1.0,
+        )
+
+    @property
+    def rows_done(self) -> int:
+        in_hand = sum(progress.rows for progress in self.current.values())
+        return self.reused_rows + sum(record.rows for record in self.workers) + in_hand
+
+    @property
+    def good_rows(self) -> int:
+        """Rows that this run or an earlier one has computed, those in hand left out."""
+        bad = sum(record.bad_rows for record in self.workers)
+        return self.reused_rows + sum(record.rows for record in self.workers) - bad
+
+    @property
+    def tokens_done(self) -> int:
+        return sum(record.tokens for record in self.workers) + sum(p.tokens for p in self.current.values())
+
+    @property
+    def fraction(self) -> float:
+        """Share of the member's work that is done, by cost and not by rows: long rows come first."""
+        return min(self.reused_cost + self.computed_cost, 1.0)
+
+    @property
+    def computed_cost(self) -> float:
+        """Share of the member's work that this run has done."""
+        done = self.done_cost
+        for index, progress in self.current.items():
+            chunk = self.in_hand[index]
+            done += chunk.cost * progress.rows / (chunk.stop - chunk.start)
+        return done
+
+    @property
+    def seconds_per_cost(self) -> float | None:
+        """What all of its work would take one replica, by the chunks that are done; None before the first."""
+        seconds = sum(record.predict_seconds for record in self.workers)
+        return seconds / self.done_cost if seconds and self.done_cost else None
+
+    def cut_short(self, chunk: Chunk, seconds: float) -> None:
+        """The time was over ``seconds`` after this chunk was handed out: what that tells the next run."""
+        progress = self.current.get(chunk.index)
+        if progress is not None and progress.rows:
+            self.cut_short_seconds += seconds
+            self.cut_short_cost += chunk.cost * progress.rows / (chunk.stop - chunk.start)
+        elif chunk.cost:
+            # As if half of it had been done: the next run then takes less, and less again until something fits.
+            self.least_seconds_per_cost = max(self.least_seconds_per_cost, 2 * seconds / chunk.cost)
+
+    @property
+    def speed(self) -> Speed:
+        """What is measured by now, by this run or else by an earlier one; 0 for what nobody has measured."""
+        known = self.plan.speed
+        startup = known.startup_seconds if known.is_startup_measured else 0.0
+        per_work = known.seconds_per_work if known.is_measured else 0.0
+        # A worker that was leased a GPU and fell back to the CPU says nothing of the GPU.
+        if not any(
+            one.ready and one.ready.device == "cpu" and one.devices != ("cpu",) for one in self.workers
+        ):
+            startup = self.startup_seconds or startup
+            cost = self.done_cost + self.cut_short_cost
+            seconds = sum(record.predict_seconds for record in self.workers) + self.cut_short_seconds
+            least = self.least_seconds_per_cost / self.plan.work
+            per_work = max(seconds / cost / self.plan.work if seconds and cost else per_work, least)
+        return Speed(startup, per_work, is_measured=per_work > 0, is_startup_measured=startup > 0)
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the member's end at the speed so far; 0 while there is none."""
+        computed = self.computed_cost
+        if not computed:
+            return 0.0
+        return self.predicting_seconds(time.monotonic()) * (1 - self.fraction) / computed
+
+    def predicting_seconds(self, now: float) -> float:
+        """For how long it has been computing, at least a moment; ``now`` is a reading of the monotonic clock."""
+        until = next(time for time in (self.finished_at, self.paused_at, now) if time is not None)
+        return max(until - (until if self.predicting_since is None else self.predicting_since), 1e-9)
+
+    def go_on(self, now: float) -> None:
+        """A worker of it computes: time in which none did does not count as computing."""
+        if self.predicting_since is None:
+            self.predicting_since = now
+        elif self.paused_at is not None:
+            self.predicting_since += now - self.paused_at
+        self.paused_at = None
+
+    @property
+    def startup_seconds(self) -> float:
+        """What a fresh worker of this member takes until it computes; 0 while none has got there."""
+        return max(
+            (
+                one.start_seconds + one.load_seconds
+                for one in self.workers
+                if one.start_seconds is not None and one.load_seconds is not None
+            ),
+            default=0.0,
+        )
+
+
+def phase_of(state: MemberState) -> str:
+    """waiting, starting, loading, predicting, paused, done or failed."""
+    if state.failure is not None:
+        return "failed"
+    if state.finished:
+        return "done"
+    if state.paused_at is not None:
+        return "starting" if state.running else "paused"
+    if state.predicting_since is not None:
+        return "predicting"
+    if not state.workers:
+        return "waiting"
+    return "starting" if all(record.start_seconds is None for record in state.workers) else "loading"
+
+
+Kind: TypeAlias = Literal["error", "death", "hang", "memory", "lasting"]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why a worker did not deliver.
+
+    ``error``: an exception that left the process sound.  ``death``: the process ended.  ``hang``: it was ended.
+    ``memory``: the kernel ended it because the host ran out of memory.  ``lasting``: what no further attempt mends.
+    """
+
+    kind: Kind
+    message: str
+    traceback: str = ""
+
+
+@dataclass(frozen=True)
+class Gap:
+    """``seconds`` from the end of one member's computing on a device ("cpu" for the CPU) to another's beginning."""
+
+    device: str
+    after: str
+    before: str
+    seconds: float
+
+
+class Gaps:
+    """Measures them; a device on which somebody else computes meanwhile has none."""
+
+    def __init__(self) -> None:
+        self.found: list[Gap] = []
+        self._workers: dict[int, tuple[str, Sequence[str]]] = {}
+        self._idle_since: dict[str, tuple[str, float]] = {}
+
+    def begin(self, worker: int, member: str, devices: Sequence[str], now: float) -> None:
+        """A worker, known by its number, begins a chunk on its devices; only its first one counts."""
+        if worker in self._workers:
+            return
+        self._workers[worker] = (member, devices)
+        for device in devices:
+            after, since = self._idle_since.pop(device, (member, now))
+            if after != member:
+                self.found.append(Gap(device, after, member, round(now - since, 3)))
+
+    def end(self, worker: int, now: float) -> None:
+        """A worker has computed its last chunk, if it ever had one."""
+        member, devices = self._workers.pop(worker, ("", ()))
+        busy = {device for _, others in self._workers.values() for device in others}
+        self._idle_since.update({device: (member, now) for device in devices if device not in busy})
