@@ -102,6 +102,7 @@ def run(
     if not quiet:
         tells = (truncation_text, repeated_text, oom_text, float32_text)
         _show([members_table(result.members, result.results.scores, result.results.merged_rows)])
+        _show([f"merge method: {loaded.config.ensemble.method}"])
         _show([no_better_text(result.results.scores)])
         _show(tell(state) for tell in tells for state in result.members)
         _show(bad_rows_text(state, loaded.config.on_bad_row) for state in result.members)
@@ -240,13 +241,13 @@ def _console() -> Console:
 
 def _load(config: Path, sets: list[str], limit: int | None) -> LoadedConfig:
     from ensemble.arrays import import_numpy
-    from ensemble.config import load_config
     from ensemble.packages import unsupported
 
     if found := [*unsupported()]:
         raise ConfigError(found)
-
-    loaded = load_config(config, [*sets, *([f"limit={limit}"] if limit is not None else [])])
-    guard_output(loaded.redactor)  # now that its own secrets are known
     import_numpy()
+    from ensemble.loading import load
+
+    loaded = load(config, [*sets, *([f"limit={limit}"] if limit is not None else [])])
+    guard_output(loaded.redactor)  # now that its own secrets are known
     return loaded

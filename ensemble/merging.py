@@ -22,10 +22,12 @@ import pyarrow as pa
 from ensemble.errors import MergeError
 from ensemble.merge.align import PredictionsReader, WantedRows
 from ensemble.merge.fill import fill_rows
+from ensemble.merge.methods import merge_method
+from ensemble.merge.methods.base import Members
 from ensemble.merge.metrics import Score, Scoring
 from ensemble.merge.probabilities import RowCheck
 from ensemble.merge.spill import SpilledRows
-from ensemble.merge.stream import MergedMember, block_spans, mean_blocks
+from ensemble.merge.stream import MergedMember, RowSource, block_spans, merge_blocks
 from ensemble.prepare import Prepared, scores_make_sense
 from ensemble.report.terminal import ENSEMBLE_ROW
 from ensemble.rundir import RunDir, atomic_path
@@ -80,6 +82,7 @@ class Merge:
         self._even = even
         self._labels = prepared.config.labels
         self._merged = Merged()
+        self._members: list[MergedMember] = []
         self._sample_values: _Values | None = None
         has_truth = self._table.truth is not None and scores_make_sense(prepared.checkpoints)
         self._truth = self._table.truth if has_truth else None
@@ -102,36 +105,46 @@ class Merge:
             contextlib.ExitStack() as opened,  # closed when the pool's threads are done with them
             ThreadPoolExecutor(threads, "merge") as pool,
         ):
-            members = self._members(inputs, opened)
-            blocks = mean_blocks(members, self._table.rows, len(self._labels), pool)
+            blocks = self._merged_blocks(inputs, opened, pool)
             if self._config.time_limit is not None:
                 blocks = self._filled(blocks, any(one.predictions is None for one in inputs) or not inputs)
-            self._write_blocks(blocks, pool, threads, members)
+            scoring = Scoring(self._truth) if self._truth is not None and inputs else None
+            self._write_blocks(blocks, pool, threads, scoring)
         return self._merged
 
-    def _members(self, inputs: Sequence[MergeInput], opened: contextlib.ExitStack) -> list[MergedMember]:
-        ids, wanted = self._table.ids, WantedRows(self._table.ids) if inputs else None
+    def _merged_blocks(
+        self, inputs: Sequence[MergeInput], opened: contextlib.ExitStack, pool: ThreadPoolExecutor
+    ) -> Iterator[tuple[int, _Values]]:
+        table = self._table
+        if not inputs:
+            for start, stop in block_spans(table.rows, len(self._labels)):
+                yield start, np.full((stop - start, len(self._labels)), np.nan, order="F")
+            return
+        wanted, folder = WantedRows(table.ids), self._rundir.work_dir
         sealed = sum(one.predictions is not None for one in inputs)
-        members = []
+        sources: list[RowSource] = []
         for one in inputs:
-            source: PredictionsReader | SpilledRows
-            if one.predictions is None or wanted is None:
-                source = SpilledRows(one.gathered(), self._rundir.work_dir)
+            if one.predictions is None:
+                sources.append(SpilledRows(one.gathered(), folder))
             else:
-                source = PredictionsReader(
-                    one.predictions,
-                    self._config.data.id_column,
-                    self._labels,
-                    wanted,
-                    self._rundir.work_dir,
-                    sealed,
-                )
-            opened.callback(source.close)
-            activation = self._prepared.checkpoints[one.name].activation
-            check = RowCheck(str(one.place), activation, ids, may_lack_rows=one.predictions is None)
-            scoring = Scoring(self._truth) if self._truth is not None else None
-            members.append(MergedMember(one.name, one.weight, source, check, scoring))
-        return members
+                id_column = self._config.data.id_column
+                reader = PredictionsReader(one.predictions, id_column, self._labels, wanted, folder, sealed)
+                sources.append(reader)
+            opened.callback(sources[-1].close)
+        names = tuple(one.name for one in inputs)
+        activations = tuple(self._prepared.checkpoints[name].activation for name in names)
+
+        def open_members() -> list[MergedMember]:
+            self._members = []
+            for one, source, activation in zip(inputs, sources, activations, strict=True):
+                source.rewind()
+                check = RowCheck(str(one.place), activation, table.ids, may_lack_rows=one.predictions is None)
+                scoring = Scoring(self._truth) if self._truth is not None else None
+                self._members.append(MergedMember(one.name, one.weight, source, check, scoring))
+            return self._members
+
+        method = merge_method(self._config.ensemble, Members(names, activations, self._labels))
+        yield from merge_blocks(method, open_members, table.ids, table.text_bytes, pool)
 
     def _filled(
         self, blocks: Iterator[tuple[int, _Values]], may_lack_rows: bool
@@ -168,10 +181,9 @@ class Merge:
         blocks: Iterator[tuple[int, _Values]],
         pool: ThreadPoolExecutor,
         threads: int,
-        members: Sequence[MergedMember],
+        scoring: Scoring | None,
     ) -> None:
         """Write the files whose rows stand in the table's order, then the submission where its rows do not."""
-        scoring = Scoring(self._truth) if self._truth is not None and members else None
         targets = [_Target(self._rundir.ensemble, self._header, (None, *range(len(self._labels))))]
         whole = self._add_submission(targets)
         waiting: deque[Future[list[pa.Buffer]]] = deque()
@@ -194,7 +206,7 @@ class Merge:
                 raise MergeError(
                     f"no member has probabilities for {plural(missing, 'row')}; run the same command again"
                 )
-        self._note_results(members, scoring)
+        self._note_results(scoring)
         self._submit(whole)
 
     @property
@@ -221,10 +233,10 @@ class Merge:
             for target in targets
         ]
 
-    def _note_results(self, members: Sequence[MergedMember], scoring: Scoring | None) -> None:
+    def _note_results(self, scoring: Scoring | None) -> None:
         merged = self._merged
         merged.files["ensemble"] = self._rundir.ensemble
-        for member in members:
+        for member in self._members:
             merged.rows[member.name] = member.check.reached
             if member.scoring is not None and member.check.reached == self._table.rows:
                 merged.scores[member.name] = member.scoring.score()

@@ -30,6 +30,8 @@ from ensemble.config import LoadedConfig, ModelConfig, RunConfig
 from ensemble.devices import Device, Inventory, inventory
 from ensemble.errors import ConfigError, DataError, DeviceError, EnsembleError
 from ensemble.filestate import FileState, file_state, folder_states
+from ensemble.merge.methods import merge_method
+from ensemble.merge.methods.base import Members
 from ensemble.ownership import strangers
 from ensemble.packages import unsupported
 from ensemble.planning.outlook import Outlook, look_ahead
@@ -221,6 +223,9 @@ def _check_members_fit(config: RunConfig, checkpoints: dict[str, Checkpoint]) ->
             "fill: uniform is for probabilities, and the models give raw values (regression); set prior (the mean "
             "of the rows that were computed) or sample"
         )
+    names = tuple(checkpoints)
+    activations = tuple(checkpoints[name].activation for name in names)
+    found += merge_method(config.ensemble, Members(names, activations, config.labels)).problems()
     if found:
         raise ConfigError(found)
 

@@ -87,21 +87,29 @@ class InputTable:
         self.truth = truth
         self.null_texts = null_texts
         self._columns = columns
+        self._text_lengths: dict[str, npt.NDArray[np.int64]] = {}
         self._digests: dict[str, str] = {}
         self._row_digests: dict[tuple[str, ...], RowDigests] = {}
 
     def text_lengths(self, columns: Sequence[str]) -> npt.NDArray[np.int64]:
         """UTF-8 bytes per row, summed over ``columns``: shape (rows,), a cheap stand-in for tokens.
 
-        Nested values count by their JSON text, numbers by their decimal form, nulls as 0.
+        Nested values count by their JSON text, numbers by their decimal form, nulls as 0.  Each column is measured
+        once, before ``forget_columns``; the result is not to be changed.
         """
-        total = np.zeros(self.rows, dtype=np.int64)
         for name in columns:
-            start = 0
-            for chunk in self._columns.column(name).chunks:
-                total[start : start + len(chunk)] += cell_lengths(chunk)
-                start += len(chunk)
-        return total
+            if name not in self._text_lengths:
+                chunks = self._columns.column(name).chunks
+                self._text_lengths[name] = np.concatenate([cell_lengths(chunk) for chunk in chunks])
+        lengths = [self._text_lengths[name] for name in columns]
+        if len(lengths) == 1:
+            return lengths[0]
+        return sum(lengths, start=np.zeros(self.rows, dtype=np.int64))
+
+    @property
+    def text_bytes(self) -> npt.NDArray[np.int64]:
+        """UTF-8 bytes per row of all that some member reads: shape (rows,)."""
+        return self.text_lengths(self._columns.column_names)
 
     def digest(self, columns: Sequence[str]) -> str:
         """What the ids and these columns hold, in order; each column is read once, before ``forget_columns``."""

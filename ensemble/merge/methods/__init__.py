@@ -1,0 +1,40 @@
+"""The merge methods by their names in the config: one file and one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from ensemble.config import EnsembleConfig
+from ensemble.extensions import Registry
+from ensemble.merge.methods.base import Members, MergeMethod
+
+METHODS: Registry[MergeMethod] = Registry(
+    group="ensemble.merge_methods",
+    what="merge method",
+    base=MergeMethod,  # type: ignore[type-abstract]
+    package=__name__,
+    built_in={
+        "mean": ".weighted_mean:WeightedMean",
+        "geometric_mean": ".geometric_mean:GeometricMean",
+    },
+)
+
+
+def merge_method(settings: EnsembleConfig, members: Members) -> MergeMethod:
+    """The method that a config names, for one merge."""
+    return METHODS.load(settings.method)(settings, members)
+
+
+class MethodSettings(Mapping[str, type[EnsembleConfig]]):
+    """Each method's keys below ``ensemble``, for the config; a method is imported when it is looked up."""
+
+    def __getitem__(self, name: str) -> type[EnsembleConfig]:
+        if name not in METHODS.built_in and name not in METHODS.names():
+            raise KeyError(name)
+        return METHODS.load(name).Settings
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(METHODS.names())
+
+    def __len__(self) -> int:
+        return len(METHODS.names())
