@@ -241,13 +241,13 @@ def _console() -> Console:
 
 def _load(config: Path, sets: list[str], limit: int | None) -> LoadedConfig:
     from ensemble.arrays import import_numpy
+    from ensemble.loading import load
     from ensemble.packages import unsupported
 
     if found := [*unsupported()]:
         raise ConfigError(found)
-    import_numpy()
-    from ensemble.loading import load
 
     loaded = load(config, [*sets, *([f"limit={limit}"] if limit is not None else [])])
     guard_output(loaded.redactor)  # now that its own secrets are known
+    import_numpy()
     return loaded

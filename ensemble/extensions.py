@@ -82,9 +82,9 @@ class Registry(Generic[T]):
             owners.setdefault(entry.name, []).append(_package(entry))
             found[entry.name] = entry
         clashes = [
-            f"{self.what} {name}: the packages {' and '.join(packages)} both have one of this name; uninstall one"
-            for name, packages in sorted(owners.items())
-            if len(packages) > 1
+            f"{self.what} {name}: the packages {' and '.join(sorted(both))} both have one so named; uninstall one"
+            for name, both in sorted(owners.items())
+            if len(both) > 1
         ]
         if clashes:
             raise ConfigError(clashes)

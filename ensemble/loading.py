@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ensemble.config import Extensions, LoadedConfig, load_config
-from ensemble.merge.methods import MethodSettings
+from ensemble.arrays import import_numpy
+from ensemble.config import EnsembleConfig, Extensions, LoadedConfig, load_config
+
+if TYPE_CHECKING:
+    from ensemble.extensions import Registry
+    from ensemble.merge.methods.base import MergeMethod
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
@@ -16,3 +21,26 @@ def load(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
         ConfigError: with every problem there is.
     """
     return load_config(path, overrides, Extensions(merge_methods=MethodSettings()))
+
+
+class MethodSettings(Mapping[str, type[EnsembleConfig]]):
+    """The keys below ``ensemble`` by merge method; methods are imported only for a config that names one."""
+
+    def __getitem__(self, name: str) -> type[EnsembleConfig]:
+        methods = _merge_methods()
+        if name not in methods.built_in and name not in methods.names():
+            raise KeyError(name)
+        return methods.load(name).Settings
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_merge_methods().names())
+
+    def __len__(self) -> int:
+        return len(_merge_methods().names())
+
+
+def _merge_methods() -> Registry[MergeMethod]:
+    import_numpy()
+    from ensemble.merge.methods import METHODS
+
+    return METHODS

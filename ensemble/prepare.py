@@ -223,9 +223,11 @@ def _check_members_fit(config: RunConfig, checkpoints: dict[str, Checkpoint]) ->
             "fill: uniform is for probabilities, and the models give raw values (regression); set prior (the mean "
             "of the rows that were computed) or sample"
         )
-    names = tuple(checkpoints)
-    activations = tuple(checkpoints[name].activation for name in names)
-    found += merge_method(config.ensemble, Members(names, activations, config.labels)).problems()
+    if len(checkpoints) == len(config.models):  # else a method could miss those that cannot be read
+        activations = tuple(checkpoint.activation for checkpoint in checkpoints.values())
+        found += merge_method(
+            config.ensemble, Members((*checkpoints,), activations, config.labels)
+        ).problems()
     if found:
         raise ConfigError(found)
 

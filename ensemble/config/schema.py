@@ -115,7 +115,7 @@ class ModelConfig(_Strict):
 class EnsembleConfig(_Strict):
     """How the members' probabilities become one; a merge method with keys of its own has a subclass of this."""
 
-    method: Method = "mean"  # the mean, by weight
+    method: Method = "mean"  # by weight: mean, geometric_mean, or what an installed package brings
 
 
 class SubmissionConfig(_Strict):

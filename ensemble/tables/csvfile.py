@@ -2,8 +2,6 @@
 
 Reading: no type is guessed and no text means null, so ids such as ``001``, ``1e5``, ``nan`` or `` x`` stay
 byte for byte.  Writing: a cell is quoted only where it must be.
-
-Does not know what a table, a label or an id is.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from ensemble.tables.csvproblems import (
     open_quote_problem,
     quote_advice,
 )
-from ensemble.tables.inputfile import check_names, missing_column, open_input
+from ensemble.tables.inputfile import Contents, Wanted, check_names, joined_text, missing_column, open_input
 
 # pyarrow reads up to 32 blocks ahead.
 _FIRST_BLOCK_BYTES = 1 << 19
@@ -76,6 +74,30 @@ def read_header(path: Path) -> tuple[str, ...]:
             raise DataError(f"{path}: the header is not UTF-8; {CONVERT_ADVICE}")
     check_names(path, header)
     return tuple(header)
+
+
+def read_csv(path: Path, wanted: Wanted) -> Contents:
+    """Reads the input table from a CSV file; its cells are text, and none of them is null.
+
+    Raises:
+        DataError: see :func:`open_input`, :func:`read_header` and :func:`scan_csv`.
+    """
+    names = read_header(path)
+    present = [name for name in wanted.names() if name in names]
+    # With none of the columns there, one is still read, for the number of rows.
+    text = scan_csv(path, names, present or names[:1], wanted.limit)
+
+    def column(name: str | None) -> pa.ChunkedArray | None:
+        return joined_text(text.table.column(name)) if name in present else None
+
+    return Contents(
+        rows=text.table.num_rows,
+        names=names,
+        ids=column(wanted.id_column),
+        labels=column(wanted.label_column),
+        columns=text.table.select([name for name in wanted.columns if name in present]),
+        problems=tuple(text.problems),
+    )
 
 
 @dataclass

@@ -18,6 +18,7 @@ from ensemble.config import EnsembleConfig
 from ensemble.merge.methods import merge_method
 from ensemble.merge.methods.base import Block, Members
 from ensemble.protocol import Activation
+from tests.project import LABELS, Project
 from tests.properties.amount import tries
 
 NAN = float("nan")
@@ -143,19 +144,16 @@ def test_by_hand() -> None:
     np.testing.assert_allclose(
         merged([3, 1], [first, second], ["softmax"] * 2)[0], [2 / 3, 1 / 3], rtol=1e-14
     )
-    labels = np.array([[0.8, 0.5]]), np.array([[0.2, 0.9]])
-    np.testing.assert_allclose(merged([1, 1], labels, ["sigmoid"] * 2), [[0.5, 0.75]], rtol=1e-14)
+    first, second = np.array([[0.8, 0.5]]), np.array([[0.2, 0.9]])
+    np.testing.assert_allclose(merged([1, 1], [first, second], ["sigmoid"] * 2), [[0.5, 0.75]], rtol=1e-14)
 
 
 def test_zeros() -> None:
     sure, other = np.array([[0.0, 1.0], [0.0, 1.0]]), np.array([[0.4, 0.6], [1.0, 0.0]])
     # The second row is ruled out as a whole: both zeros count as the smallest normal number.
-    np.testing.assert_allclose(
-        merged([1, 1], [sure, other], ["softmax"] * 2), [[0, 1], [0.5, 0.5]], rtol=1e-12
-    )
-    np.testing.assert_allclose(
-        merged([1, 1], [sure, other], ["sigmoid"] * 2), [[0, 1], [0.5, 0.5]], rtol=1e-12
-    )
+    ruled_out = np.array([[0.0, 1.0], [0.5, 0.5]])
+    np.testing.assert_allclose(merged([1, 1], [sure, other], ["softmax"] * 2), ruled_out, rtol=1e-12)
+    np.testing.assert_allclose(merged([1, 1], [sure, other], ["sigmoid"] * 2), ruled_out, rtol=1e-12)
     # Whose weight is the larger decides then; and without a weight a zero says nothing.
     assert merged([2, 1], [sure, other], ["softmax"] * 2)[1].tolist() == pytest.approx([0, 1], abs=1e-99)
     np.testing.assert_array_equal(merged([0, 1], [sure, other], ["softmax"] * 2), other)
@@ -174,3 +172,38 @@ def test_raw_values_are_refused() -> None:
         "ensemble.method: geometric_mean is for probabilities, and raw values (regression) come from a, b; use mean"
     )
     assert not [*merge_method(EnsembleConfig(), members).problems()]
+
+
+def test_a_run_and_another_method_on_the_same_predictions(project: Project) -> None:
+    config = project.config()
+    project.write_config(config)
+    done = project.ensemble("run", "config.yaml", "--limit", "40", "--set", "ensemble.method=geometric_mean")
+    assert done.returncode == 0, done.stderr
+    assert "merge method: geometric_mean" in done.stdout
+    assert project.run_json()["ensemble"] == {"method": "geometric_mean"}
+    members = [values_in(project, f"predictions/{name}.csv") for name in ("gemma", "llama")]
+    with localcontext(prec=60):
+        reference = expected([0.6, 0.4], members, "softmax")
+    np.testing.assert_allclose(values_in(project, "ensemble.csv"), reference, rtol=1e-12)
+    score = project.run_json()["scores"]["ensemble"]
+    truth = [LABELS.index(label) for label in project.truth[:40]]
+    assert score["log_loss"] == pytest.approx(-np.log(np.array(reference)[range(40), truth]).mean(), rel=1e-9)
+
+    done = project.ensemble("run", "config.yaml", "--limit", "40")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("done by an earlier run, reused") == 2
+    assert project.run_json()["ensemble"] == {"method": "mean"}
+    np.testing.assert_allclose(
+        values_in(project, "ensemble.csv"), 0.6 * members[0] + 0.4 * members[1], rtol=1e-14
+    )
+
+    raw = [f"--set=models.{name}.problem_type=regression" for name in ("gemma", "llama")]
+    done = project.ensemble("validate", "config.yaml", *raw, "--set=ensemble.method=geometric_mean")
+    assert done.returncode == 2
+    assert "ensemble.method: geometric_mean is for probabilities, and raw values (regression)" in done.stderr
+    done = project.ensemble("validate", "config.yaml", *raw)
+    assert done.returncode == 0, done.stderr
+
+
+def values_in(project: Project, name: str) -> Values:
+    return np.array([[float(cell) for cell in row[1:]] for row in project.read(f"runs/first/{name}")[1]])

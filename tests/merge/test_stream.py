@@ -22,6 +22,7 @@ from ensemble.merge.metrics import Scoring
 from ensemble.merge.probabilities import RowCheck
 from ensemble.merge.spill import SpilledRows
 from ensemble.merge.stream import MergedMember, RowSource, block_spans, merge_blocks
+from ensemble.protocol import Activation
 from ensemble.tables.csvfile import write_csv
 
 LABELS = ["a", "b", "c"]
@@ -50,7 +51,8 @@ def write(path: Path, ids: Sequence[str], values: Values, order: Sequence[int] |
 
 
 def members_of(count: int) -> Members:
-    return Members(tuple(f"m{number}" for number in range(count)), ("softmax",) * count, tuple(LABELS))
+    activations: list[Activation] = ["softmax"] * count
+    return Members(tuple(f"m{number}" for number in range(count)), tuple(activations), tuple(LABELS))
 
 
 def merge(
@@ -153,7 +155,7 @@ def test_a_method_that_needs_the_whole_table_reads_it_twice(ids: list[str], tmp_
     shuffled = np.random.default_rng(9).permutation(ROWS)
     sources: list[RowSource | Path] = [
         write(tmp_path / "in order.csv", ids, values_of(0)),
-        write(tmp_path / "in another.csv", ids, values_of(1), shuffled),
+        write(tmp_path / "in another.csv", ids, values_of(1), shuffled.tolist()),
         SpilledRows(values_of(2), tmp_path),
     ]
     method = RankMean(EnsembleConfig(), members_of(3))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-
 from ensemble.config import EnsembleConfig
 from ensemble.extensions import Registry
 from ensemble.merge.methods.base import Members, MergeMethod
@@ -23,18 +21,3 @@ METHODS: Registry[MergeMethod] = Registry(
 def merge_method(settings: EnsembleConfig, members: Members) -> MergeMethod:
     """The method that a config names, for one merge."""
     return METHODS.load(settings.method)(settings, members)
-
-
-class MethodSettings(Mapping[str, type[EnsembleConfig]]):
-    """Each method's keys below ``ensemble``, for the config; a method is imported when it is looked up."""
-
-    def __getitem__(self, name: str) -> type[EnsembleConfig]:
-        if name not in METHODS.built_in and name not in METHODS.names():
-            raise KeyError(name)
-        return METHODS.load(name).Settings
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(METHODS.names())
-
-    def __len__(self) -> int:
-        return len(METHODS.names())
