@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,6 @@ import pyarrow as pa
 
 from ensemble.errors import MergeError
 from ensemble.merge.align import PredictionsReader, WantedRows
-from ensemble.merge.fill import fill_rows
 from ensemble.merge.methods import merge_method
 from ensemble.merge.methods.base import Members
 from ensemble.merge.metrics import Score, Scoring
@@ -33,11 +32,10 @@ from ensemble.report.terminal import ENSEMBLE_ROW
 from ensemble.rundir import RunDir, atomic_path
 from ensemble.sizes import plural
 from ensemble.tables.csvfile import csv_cells, csv_lines, header_line
-from ensemble.tables.submission import is_in_order, sample_values, submitted_columns, write_submission
 
 _Values = npt.NDArray[np.float64]
 # More than the members: their text is made meanwhile.
-_MOST_THREADS = 16
+_MAX_THREADS = 16
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,6 @@ class Merge:
         self._labels = prepared.config.labels
         self._merged = Merged()
         self._members: list[MergedMember] = []
-        self._sample_values: _Values | None = None
         has_truth = self._table.truth is not None and scores_make_sense(prepared.checkpoints)
         self._truth = self._table.truth if has_truth else None
 
@@ -99,7 +96,7 @@ class Merge:
         """
         if not any(one.weight for one in inputs):
             inputs = ()
-        threads = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
+        threads = min(len(os.sched_getaffinity(0)), _MAX_THREADS)
         with (
             _frugal_allocator(),
             contextlib.ExitStack() as opened,  # closed when the pool's threads are done with them
@@ -159,22 +156,14 @@ class Merge:
             for start, stop in block_spans(*whole.shape):
                 yield start, whole[start:stop]
             return
+        given, sample = None, self._prepared.sample
         for start, values in blocks:
             if np.isnan(values[:, 0]).any():
-                given = self._given_values()
-                given = None if given is None else given[start : start + len(values)]
-                self._merged.filled_rows += fill_rows(values, rule, given, self._even)
+                if given is None and rule == "sample" and sample is not None:
+                    given = sample.values(self._table.ids)
+                own = None if given is None else given[start : start + len(values)]
+                self._merged.filled_rows += fill_rows(values, rule, own, self._even)
             yield start, values
-
-    def _given_values(self) -> _Values | None:
-        config, sample = self._config, self._prepared.sample
-        if config.fill == "sample" and sample is not None and config.submission is not None:
-            if self._sample_values is None:
-                self._sample_values = sample_values(
-                    sample, config.submission.sample, self._table.ids, self._labels, config.submission.columns
-                )
-            return self._sample_values
-        return None
 
     def _write_blocks(
         self,
@@ -215,13 +204,12 @@ class Merge:
 
     def _add_submission(self, targets: list[_Target]) -> _Values | None:
         """The submission as one more target; or room for all rows, where it wants them in another order."""
-        config, sample = self._config, self._prepared.sample
-        if config.submission is None or sample is None:
+        sample = self._prepared.sample
+        if sample is None:
             return None
-        if not is_in_order(sample, self._table.ids):
+        if not sample.is_in_order(self._table.ids):
             return np.empty((self._table.rows, len(self._labels)), order="F")
-        columns = submitted_columns(sample, self._labels, config.submission.columns)
-        targets.append(_Target(self._rundir.submission, sample.columns, columns))
+        targets.append(_Target(self._rundir.submission, sample.columns, sample.label_numbers))
         return None
 
     def _text(self, start: int, values: _Values, targets: Sequence[_Target]) -> list[pa.Buffer]:
@@ -254,15 +242,7 @@ class Merge:
         written = self._rundir.submission
         if whole is not None:
             with atomic_path(written) as temporary:
-                write_submission(
-                    sample,
-                    self._table.ids,
-                    whole,
-                    self._labels,
-                    config.submission.columns,
-                    temporary,
-                    config.limit is not None,
-                )
+                sample.write(temporary, self._table.ids, whole, config.limit is not None)
         # A trial on the first rows must not take the place of a real submission.
         if config.submission.path is not None and config.limit is None:
             config.submission.path.parent.mkdir(parents=True, exist_ok=True)
@@ -303,3 +283,37 @@ def _frugal_allocator() -> Iterator[None]:
 def _put(texts: Future[list[pa.Buffer]], streams: Sequence[BinaryIO]) -> None:
     for text, stream in zip(texts.result(), streams, strict=True):
         stream.write(text)
+
+
+def fill_rows(
+    values: _Values,
+    rule: Literal["uniform", "prior", "sample"],
+    sample_values: _Values | None,
+    even: float | None = None,
+) -> int:
+    """Fill the rows that hold NaN, in place; the others stay as they are, bit for bit.
+
+    Args:
+        values: float64 [rows, labels].
+        rule: ``uniform``: 1 over the number of labels; ``prior``: the mean of the other rows, uniform where there
+            are none; ``sample``: the row of ``sample_values``.
+        sample_values: float64 [rows, labels], all finite; only ``sample`` needs them.
+        even: the value of ``uniform`` where labels do not exclude each other; None: 1 over their number.
+
+    Returns:
+        how many rows were filled.
+
+    Raises:
+        ValueError: ``sample`` without values of the right shape.
+    """
+    empty = np.isnan(values).any(axis=1)
+    if rule == "sample":
+        if sample_values is None or sample_values.shape != values.shape:
+            raise ValueError("fill: sample needs the sample's values, one for each of the values to fill")
+        values[empty] = sample_values[empty]
+    elif rule == "prior" and not empty.all():
+        # Column by column, where the rows need not be copied.
+        values[empty] = [column.mean(where=~empty) for column in values.T]
+    else:
+        values[empty] = 1.0 / values.shape[1] if even is None else even
+    return int(empty.sum())

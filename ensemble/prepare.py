@@ -39,7 +39,7 @@ from ensemble.planning.placement import chosen_devices
 from ensemble.planning.plan import Plan
 from ensemble.prompts import compile_templates, render_first_rows
 from ensemble.rundir import RunDir, unwritable_reason
-from ensemble.tables.submission import Sample, check_sample, check_sample_values, read_sample
+from ensemble.tables.submission import Sample, read_sample
 from ensemble.tables.table import InputTable, TableNeeds, read_table
 
 if TYPE_CHECKING:
@@ -314,23 +314,14 @@ def _needs(config: RunConfig, templates: dict[str, PromptTemplate]) -> TableNeed
 
 
 def _sample(config: RunConfig, table: InputTable | None) -> Sample | None:
-    if config.submission is None:
+    asked = config.submission
+    if asked is None:
         return None
-    sample = read_sample(config.submission.sample, config.data.id_column)
+    sample = read_sample(asked.sample, config.data.id_column, config.labels, asked.columns)
     if table is not None:
-        found = check_sample(
-            sample,
-            config.submission.sample,
-            table.ids,
-            config.data.id_column,
-            config.labels,
-            config.submission.columns,
-            config.limit is not None,
-        )
+        found = sample.problems(table.ids, config.limit is not None)
         if not found and config.fill == "sample" and config.time_limit is not None:
-            found = check_sample_values(
-                sample, config.submission.sample, config.labels, config.submission.columns
-            )
+            found = sample.value_problems()
         if found:
             raise DataError(found)
     return sample

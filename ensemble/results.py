@@ -12,10 +12,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ensemble.errors import MergeError
-from ensemble.merge.gather import gather_parts
 from ensemble.merge.metrics import Score
 from ensemble.merging import Merge, MergeInput
-from ensemble.parts import file_sha256
+from ensemble.parts import file_sha256, gather_parts
 from ensemble.prepare import Prepared
 from ensemble.rundir import RunDir, atomic_path
 from ensemble.sizes import plural

@@ -17,8 +17,7 @@ import pyarrow as pa
 import pyarrow.csv as pa_csv
 
 from ensemble.fingerprint import Fingerprint
-from ensemble.merge.gather import gather_parts
-from ensemble.parts import bad_rows_in, file_sha256, parts_in, rows_with_reasons
+from ensemble.parts import bad_rows_in, file_sha256, gather_parts, parts_in, rows_with_reasons
 from ensemble.planning.facts import read_json
 from ensemble.rowfile import RowFile
 from ensemble.rundir import RunDir, atomic_path, part_name

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pytest
 
 from ensemble.errors import MergeError
-from ensemble.merge.gather import gather_parts
 from ensemble.merge.metrics import Scoring
+from ensemble.parts import gather_parts
 from tests.merge.reading import read_checked
 
 LABELS = ["a", "b", "c"]
