@@ -173,44 +173,57 @@ class Merge:
         scoring: Scoring | None,
     ) -> None:
         """Write the files whose rows stand in the table's order, then the submission where its rows do not."""
-        targets = [_Target(self._rundir.ensemble, self._header, (None, *range(len(self._labels))))]
-        whole = self._add_submission(targets)
-        waiting: deque[Future[list[pa.Buffer]]] = deque()
+        rundir, sample, table, merged = self._rundir, self._prepared.sample, self._table, self._merged
+        header = (self._config.data.id_column, *self._labels)
+        targets = [_Target(rundir.ensemble, header, (None, *range(len(self._labels))))]
+        whole: _Values | None = None
+        if sample is not None and sample.is_in_order(table.ids):
+            targets.append(_Target(rundir.submission, sample.columns, sample.label_numbers))
+        elif sample is not None:
+            whole = np.empty((table.rows, len(self._labels)), order="F")
+        texts: deque[Future[list[pa.Buffer]]] = deque()
         missing = 0
         with contextlib.ExitStack() as files:
-            # From the last to the first, because the first then gets its name first.
-            streams = [target.opened(files) for target in reversed(targets)][::-1]
+            streams: list[BinaryIO] = []
+            for target in reversed(
+                targets
+            ):  # from the last to the first, because the first then gets its name first
+                # Under another name, which becomes its own where nothing goes wrong before the end of the "with".
+                temporary = files.enter_context(atomic_path(target.path))
+                streams.insert(0, files.enter_context(temporary.open("wb")))
+                streams[0].write(header_line(target.header))
+
+            def put(lines: list[pa.Buffer]) -> None:
+                for stream, text in zip(streams, lines, strict=True):
+                    stream.write(text)
+
             for start, values in blocks:
                 missing += int(np.isnan(values[:, 0]).sum())
                 if whole is not None:
                     whole[start : start + len(values)] = values
                 if scoring is not None:
                     scoring.add(start, values)
-                waiting.append(pool.submit(self._text, start, values, targets))
-                if len(waiting) > threads:
-                    _put(waiting.popleft(), streams)
-            while waiting:
-                _put(waiting.popleft(), streams)
+                texts.append(pool.submit(self._text, start, values, targets))
+                if len(texts) > threads:
+                    put(texts.popleft().result())
+            for text in texts:
+                put(text.result())
             if missing:
                 raise MergeError(
                     f"no member has probabilities for {plural(missing, 'row')}; run the same command again"
                 )
-        self._note_results(scoring)
+        merged.files["ensemble"] = rundir.ensemble
+        for member in self._members:
+            merged.rows[member.name] = member.check.reached
+            if member.scoring is not None and member.check.reached == table.rows:
+                merged.scores[member.name] = member.scoring.score()
+        if scoring is not None:
+            score = scoring.score()
+            # What fills rows that no member reached says nothing of the members.
+            merged.scores[ENSEMBLE_ROW] = (
+                replace(score, no_better_than_prior=False) if merged.filled_rows else score
+            )
         self._submit(whole)
-
-    @property
-    def _header(self) -> tuple[str, ...]:
-        return (self._config.data.id_column, *self._labels)
-
-    def _add_submission(self, targets: list[_Target]) -> _Values | None:
-        """The submission as one more target; or room for all rows, where it wants them in another order."""
-        sample = self._prepared.sample
-        if sample is None:
-            return None
-        if not sample.is_in_order(self._table.ids):
-            return np.empty((self._table.rows, len(self._labels)), order="F")
-        targets.append(_Target(self._rundir.submission, sample.columns, sample.label_numbers))
-        return None
 
     def _text(self, start: int, values: _Values, targets: Sequence[_Target]) -> list[pa.Buffer]:
         """The lines of a block for each target; numbers become text once for all."""
@@ -220,20 +233,6 @@ class Merge:
             csv_lines([ids if index is None else numbers[index] for index in target.columns])
             for target in targets
         ]
-
-    def _note_results(self, scoring: Scoring | None) -> None:
-        merged = self._merged
-        merged.files["ensemble"] = self._rundir.ensemble
-        for member in self._members:
-            merged.rows[member.name] = member.check.reached
-            if member.scoring is not None and member.check.reached == self._table.rows:
-                merged.scores[member.name] = member.scoring.score()
-        if scoring is not None:
-            score = scoring.score()
-            # What fills rows that no member reached says nothing of the members.
-            merged.scores[ENSEMBLE_ROW] = (
-                replace(score, no_better_than_prior=False) if merged.filled_rows else score
-            )
 
     def _submit(self, whole: _Values | None) -> None:
         config, sample = self._config, self._prepared.sample
@@ -260,13 +259,6 @@ class _Target:
     header: Sequence[str]
     columns: Sequence[int | None]
 
-    def opened(self, files: contextlib.ExitStack) -> BinaryIO:
-        """Open it under another name, which becomes its own when ``files`` ends without an error."""
-        temporary = files.enter_context(atomic_path(self.path))
-        stream = files.enter_context(temporary.open("wb"))
-        stream.write(header_line(self.header))
-        return stream
-
 
 @contextlib.contextmanager
 def _frugal_allocator() -> Iterator[None]:
@@ -278,11 +270,6 @@ def _frugal_allocator() -> Iterator[None]:
         yield
     finally:
         pa.set_memory_pool(before)
-
-
-def _put(texts: Future[list[pa.Buffer]], streams: Sequence[BinaryIO]) -> None:
-    for text, stream in zip(texts.result(), streams, strict=True):
-        stream.write(text)
 
 
 def fill_rows(

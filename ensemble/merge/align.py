@@ -23,7 +23,7 @@ from ensemble.sizes import plural
 # pyarrow reads up to 32 blocks of a file ahead; all files together have this much in a round.
 _ROUND_BYTES = 1 << 22
 _BLOCK_BYTES = 1 << 18
-_LARGEST_BLOCK_BYTES = (1 << 31) - 1
+_MAX_BLOCK_BYTES = (1 << 31) - 1
 
 
 class WantedRows:
@@ -151,7 +151,7 @@ class PredictionsReader:
         # second half of a \r\n that two blocks share, within quotes too.
         block_bytes = _BLOCK_BYTES
         if self._wanted.has_lines or self._wanted.longest_bytes >= _BLOCK_BYTES // 4:
-            block_bytes = min(max(self._path.stat().st_size + 1, _BLOCK_BYTES), _LARGEST_BLOCK_BYTES)
+            block_bytes = min(max(self._path.stat().st_size + 1, _BLOCK_BYTES), _MAX_BLOCK_BYTES)
         with self._open(pa.large_string(), True, block_bytes) as reader:
             table = reader.read_all()
         order = _order(self._path, table.column(self._id_column), self._wanted.ids.cast(pa.large_string()))

@@ -10,7 +10,7 @@ import gzip
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -111,7 +111,15 @@ def open_input(path: Path) -> Iterator[BinaryIO]:
     if path.is_dir():
         raise DataError(f"{path}: is a directory; name the file inside it")
     if not path.exists():
-        raise DataError(f"{path}: no such file{_nearby(path)}")
+        names: list[str] = []
+        with suppress(OSError):
+            names = sorted(entry.name for entry in path.parent.iterdir())
+        advice = (
+            did_you_mean(path.name, names)
+            if path.parent.is_dir()
+            else f"; there is no folder {path.parent} either"
+        )
+        raise DataError(f"{path}: no such file{advice}")
     if not path.is_file():
         raise DataError(
             f"{path}: is not a regular file, and it must be read more than once; save its content to a file first"
@@ -163,12 +171,3 @@ def joined_text(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 def is_text(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
-
-
-def _nearby(path: Path) -> str:
-    if not path.parent.is_dir():
-        return f"; there is no folder {path.parent} either"
-    try:
-        return did_you_mean(path.name, sorted(entry.name for entry in path.parent.iterdir()))
-    except OSError:
-        return ""
