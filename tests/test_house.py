@@ -22,7 +22,7 @@ ROOMS = {
     "members": {"common", "config", "data"},
     "planning": {"common", "config", "members", "pipeline"},
     "scheduling": {"common", "planning"},
-    "merging": {"common", "data", "pipeline"},
+    "merging": {"common", "config", "data", "pipeline"},
     "pipeline": {"common", "config", "data", "members", "planning", "scheduling", "merging"},
     "cli": {"common", "config", "members", "planning", "scheduling", "merging", "pipeline"},
     "child": {"common", "data", "members"},

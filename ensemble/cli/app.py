@@ -102,6 +102,7 @@ def run(
     if not quiet:
         tells = (truncation_text, repeated_text, oom_text, float32_text)
         _show([members_table(result.members, result.results.scores, result.results.merged_rows)])
+        _show([f"merge method: {loaded.config.ensemble.method}"])
         _show([no_better_text(result.results.scores)])
         _show(tell(state) for tell in tells for state in result.members)
         _show(bad_rows_text(state, loaded.config.on_bad_row) for state in result.members)
@@ -241,12 +242,12 @@ def _console() -> Console:
 def _load(config: Path, sets: list[str], limit: int | None) -> LoadedConfig:
     from ensemble.common.import_guards import import_numpy
     from ensemble.common.packages import unsupported
-    from ensemble.config import load_config
+    from ensemble.pipeline.load import load
 
     if found := [*unsupported()]:
         raise ConfigError(found)
 
-    loaded = load_config(config, [*sets, *([f"limit={limit}"] if limit is not None else [])])
+    loaded = load(config, [*sets, *([f"limit={limit}"] if limit is not None else [])])
     guard_output(loaded.redactor)  # now that its own secrets are known
     import_numpy()
     return loaded

@@ -65,12 +65,3 @@ def told(error: Exception, most: int = 200) -> str:
     text = " ".join(str(error).split())
     text = text if text.isprintable() else repr(text)[1:-1]
     return text if len(text) <= most else f"{text[:most]}..."
-
-
-def _nearby(path: Path) -> str:
-    if not path.parent.is_dir():
-        return f"; there is no folder {path.parent} either"
-    try:
-        return did_you_mean(path.name, sorted(entry.name for entry in path.parent.iterdir()))
-    except OSError:
-        return ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,23 @@ from ensemble.common.redact import Redactor
 from ensemble.config.document import Document, Loc, Problem
 from ensemble.config.overrides import apply_overrides
 from ensemble.config.rules import broken, broken_in_member
-from ensemble.config.schema import ModelConfig, RunConfig
-from ensemble.config.sentences import validate
+from ensemble.config.schema import EnsembleConfig, ModelConfig, RunConfig
+from ensemble.config.sentences import unknown, validate
 from ensemble.config.variables import expand
 from ensemble.config.yamlfile import parse, read_text
+
+
+@dataclass(frozen=True)
+class Extensions:
+    """Keys that the config's own room does not know.
+
+    Attributes:
+        merge_methods: the keys below ``ensemble`` by the name of the method that they go with.
+    """
+
+    merge_methods: Mapping[str, type[EnsembleConfig]] = field(
+        default_factory=lambda: {"mean": EnsembleConfig}
+    )
 
 
 @dataclass(frozen=True)
@@ -41,13 +54,18 @@ class LoadedConfig:
 
 
 def load_config(
-    path: Path, overrides: Sequence[str] = (), *, environ: Mapping[str, str] | None = None
+    path: Path,
+    overrides: Sequence[str] = (),
+    extensions: Extensions | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
 ) -> LoadedConfig:
     """Read, override, expand and check a config.
 
     Args:
         path: the YAML file.
         overrides: ``a.b=value``, the value in YAML, as in ``models.gemma2.weight=0.5``; the later one wins.
+        extensions: what there is beside the mean; ``ensemble.pipeline.load`` knows all that is installed.
         environ: what ``${NAME}`` stands for; the process's environment if None.  ``${CONFIG_DIR}`` is always
             the absolute folder of the YAML file.
 
@@ -58,14 +76,17 @@ def load_config(
     document = parse(text, path)
     apply_overrides(document, overrides)
     variables = {**(os.environ if environ is None else environ), "CONFIG_DIR": str(path.absolute().parent)}
-    config = _validated(document, expand(document, variables))
+    config = _validated(document, expand(document, variables), extensions or Extensions())
     if config is None or document.problems:
         raise ConfigError(document.problems)
     return LoadedConfig(config, text, path, tuple(overrides))
 
 
-def _validated(document: Document, values: dict[str, Any]) -> RunConfig | None:
+def _validated(document: Document, values: dict[str, Any], extensions: Extensions) -> RunConfig | None:
     problems: list[Problem] = []
+    if isinstance(values.get("ensemble"), dict):
+        values["ensemble"], wrong = _ensemble(values["ensemble"], extensions.merge_methods)
+        problems += [(("ensemble", *loc), sentence) for loc, sentence in wrong]
     defaults = values.pop("defaults", None)
     defaults = {} if defaults is None else defaults
     if not isinstance(defaults, dict):
@@ -78,6 +99,23 @@ def _validated(document: Document, values: dict[str, Any]) -> RunConfig | None:
         # What a default got wrong is said where it stands, which makes the members' copies of it one problem.
         document.report((*origins.get(loc[:3], loc[:3]), *loc[3:]), sentence)
     return config
+
+
+def _ensemble(
+    values: dict[str, Any], methods: Mapping[str, type[EnsembleConfig]]
+) -> tuple[EnsembleConfig, list[Problem]]:
+    """The keys below ``ensemble`` as their method has them; a stand-in where something is wrong with them."""
+    stand_in = EnsembleConfig()
+    named, problems = validate(EnsembleConfig, {key: values[key] for key in ("method",) if key in values})
+    if named is None:
+        return stand_in, problems
+    try:
+        if named.method not in methods:
+            return stand_in, [(("method",), unknown("method", named.method, [*methods]))]
+        settings, problems = validate(methods[named.method], values)
+    except ConfigError as error:  # of an installed package
+        return stand_in, [(("method",), sentence) for sentence in error.problems]
+    return settings or stand_in, problems
 
 
 def _merge_defaults(values: dict[str, Any], defaults: dict[str, Any]) -> dict[Loc, Loc]:

@@ -9,7 +9,7 @@ Owns ``RunConfig`` and the models it holds.  Kinds of values are in ``values``, 
 from hashlib import sha256
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, model_validator
 
 from ensemble.config.rules import broken, broken_in_member, checked
 from ensemble.config.values import (
@@ -24,6 +24,7 @@ from ensemble.config.values import (
     LabelMap,
     Labels,
     MaxMemory,
+    Method,
     MustBe,
     Name,
     ProblemType,
@@ -112,9 +113,9 @@ class ModelConfig(_Strict):
 
 
 class EnsembleConfig(_Strict):
-    """How the members' probabilities become one."""
+    """How the members' probabilities become one; a merge method with keys of its own has a subclass of this."""
 
-    method: Literal["mean"] = "mean"  # the mean, by weight
+    method: Method = "mean"  # by weight: mean, geometric_mean, or what an installed package brings
 
 
 class SubmissionConfig(_Strict):
@@ -125,6 +126,7 @@ class SubmissionConfig(_Strict):
     columns: LabelMap = {}  # the sample's column -> label, where they differ
 
 
+Ensemble = Annotated[SerializeAsAny[EnsembleConfig], MustBe("a mapping of keys to values")]
 Models = Annotated[tuple[ModelConfig, ...], BeforeValidator(at_least_one), MustBe("a list of models")]
 
 
@@ -138,7 +140,7 @@ class RunConfig(_Strict):
     data: DataConfig = Field(examples=["{path: test.csv}"])
     labels: Labels = Field(examples=["[negative, positive]"])  # the predictions' columns, in this order
     models: Models = Field(examples=["[{name: a, model_name_or_path: models/a, text_column: text}]"])
-    ensemble: EnsembleConfig = Field(default_factory=EnsembleConfig)
+    ensemble: Ensemble = Field(default_factory=EnsembleConfig)
     submission: SubmissionConfig | None = None
     output_dir: File = Field(examples=["runs/first"])  # all that the run writes
     limit: Count | None = None  # only so many rows from the top of the table

@@ -7,6 +7,7 @@ in ``values``, the sentences of the rules in ``rules``.
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -74,31 +75,47 @@ def validate(model: type[M], values: dict[str, Any]) -> tuple[M | None, list[Pro
             example = owner.model_fields[str(loc[-1])].examples
             problems.append((loc, f"required, for example {loc[-1]}: {example[0] if example else '...'}"))
         else:
-            problems.append((loc, f"must be {expected(hint)}"))
+            # Of a package's own settings the types may have no words of ours, and rules have those of that package.
+            is_rule = detail["type"] == "value_error" and isinstance(hint, type)
+            phrase = "" if is_rule else expected(hint)
+            theirs = " ".join(detail["msg"].removeprefix("Value error, ").split())
+            words = f"must be {phrase}" if phrase else theirs.replace("Input should be", "must be", 1)
+            problems.append((loc, words))
     return None, problems
 
 
 def _unknown_key(key: str, model: type[BaseModel]) -> str:
-    today = next((new for new, old in OLDER_KEYS[model].items() if key in old.split()), None)
+    older = next((OLDER_KEYS[one] for one in model.__mro__ if one in OLDER_KEYS), {})
+    today = next((new for new, old in older.items() if key in old.split()), None)
     if today:
         return f"unknown key; use {today}"
-    known = [*model.model_fields, *(["defaults"] if model is RunConfig else [])]
-    near = difflib.get_close_matches(key[:MAX_NAME_CHARACTERS].lower(), known, n=1)
-    if near:
-        return f"unknown key; did you mean {near[0]}?"
-    return f"unknown key; the keys here are {', '.join(known)}"
+    return unknown("key", key, [*model.model_fields, *(["defaults"] if model is RunConfig else [])])
+
+
+def unknown(what: str, given: str, known: Sequence[str]) -> str:
+    """The sentence about a key, or a name that a key has for its value, which is none of those that there are."""
+    near = difflib.get_close_matches(given[:MAX_NAME_CHARACTERS].lower(), known, n=1)
+    return f"unknown {what}; " + (
+        f"did you mean {near[0]}?" if near else f"the {what}s here are {', '.join(known)}"
+    )
 
 
 def expected(hint: Any) -> str:
-    """What a type's values are called; ``Devices | Literal["auto"]`` is a "whole number of ... or auto"."""
+    """What a type's values are called; ``Devices | Literal["auto"]`` is a "whole number of ... or auto".
+
+    Empty for a type that has no words of ours.
+    """
     if get_origin(hint) is Annotated:
-        return next(item.phrase for item in hint.__metadata__ if isinstance(item, MustBe))
+        return next((item.phrase for item in hint.__metadata__ if isinstance(item, MustBe)), "")
     if get_origin(hint) in (Union, UnionType):
-        return " or ".join(expected(part) for part in get_args(hint) if part is not NoneType)
+        parts = [expected(part) for part in get_args(hint) if part is not NoneType]
+        return " or ".join(parts) if all(parts) else ""
     if get_origin(hint) is Literal:
         words = get_args(hint)
         return words[0] if len(words) == 1 else f"one of {', '.join(words)}"
-    return "true or false" if hint is bool else "a mapping of keys to values"
+    if isinstance(hint, type) and issubclass(hint, BaseModel):
+        return "a mapping of keys to values"
+    return "true or false" if hint is bool else ""
 
 
 @cache

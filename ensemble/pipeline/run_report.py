@@ -69,6 +69,7 @@ def run_document(
         "left_out": [failure.member for failure in left_out],
         "merged_rows": dict(results.merged_rows),
         "filled_rows": results.filled_rows,
+        "ensemble": prepared.config.ensemble.model_dump(mode="json"),
         "scores": {name: asdict(score) for name, score in results.scores.items()},
         "warnings": list(prepared.warnings),
         # A copy: members are finished in another thread meanwhile.

@@ -21,7 +21,7 @@ from ensemble.common.gpus import Device, Inventory, inventory
 from ensemble.common.import_guards import keep_pandas_out
 from ensemble.common.packages import unsupported
 from ensemble.config import LoadedConfig, ModelConfig, RunConfig
-from ensemble.data.submission import Sample, check_sample, check_sample_values, read_sample
+from ensemble.data.submission import Sample, read_sample
 from ensemble.data.table import InputTable, TableNeeds, read_table
 from ensemble.members.huggingface.checkpoint.inspect import Checkpoint, inspect_checkpoint
 from ensemble.members.huggingface.checkpoint.quantization_keys import (
@@ -32,6 +32,8 @@ from ensemble.members.huggingface.checkpoint.quantization_keys import (
     quantization_problems,
 )
 from ensemble.members.huggingface.checkpoint.remote_code import Trust
+from ensemble.merging.methods import merge_method
+from ensemble.merging.methods.base import Members
 from ensemble.pipeline.run_dir import RunDir, strangers
 from ensemble.planning.placement import chosen_devices
 from ensemble.planning.plan import Plan
@@ -224,6 +226,11 @@ def _check_members_fit(config: RunConfig, checkpoints: dict[str, Checkpoint]) ->
             "fill: uniform is for probabilities, and the models give raw values (regression); set prior (the mean "
             "of the rows that were computed) or sample"
         )
+    if len(checkpoints) == len(config.models):  # else a method could miss those that cannot be read
+        activations = tuple(checkpoint.activation for checkpoint in checkpoints.values())
+        found += merge_method(
+            config.ensemble, Members((*checkpoints,), activations, config.labels)
+        ).problems()
     if found:
         raise ConfigError(found)
 
@@ -310,23 +317,14 @@ def _needs(config: RunConfig, templates: dict[str, PromptTemplate]) -> TableNeed
 
 
 def _sample(config: RunConfig, table: InputTable | None) -> Sample | None:
-    if config.submission is None:
+    asked = config.submission
+    if asked is None:
         return None
-    sample = read_sample(config.submission.sample, config.data.id_column)
+    sample = read_sample(asked.sample, config.data.id_column, config.labels, asked.columns)
     if table is not None:
-        found = check_sample(
-            sample,
-            config.submission.sample,
-            table.ids,
-            config.data.id_column,
-            config.labels,
-            config.submission.columns,
-            config.limit is not None,
-        )
+        found = sample.problems(table.ids, config.limit is not None)
         if not found and config.fill == "sample" and config.time_limit is not None:
-            found = check_sample_values(
-                sample, config.submission.sample, config.labels, config.submission.columns
-            )
+            found = sample.value_problems()
         if found:
             raise DataError(found)
     return sample

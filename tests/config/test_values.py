@@ -158,7 +158,17 @@ def test_wrong_values(problems: Problems, key: str, value: object, words: str) -
             "must be a mapping of keys to values, not empty",
         ),
         ({"ensemble": "mean"}, "ensemble (", "must be a mapping of keys to values, not 'mean'"),
-        ({"ensemble": {"method": "voting"}}, "ensemble.method (", "must be mean, not 'voting'"),
+        (
+            {"ensemble": {"method": "voting"}},
+            "ensemble.method (",
+            "unknown method; the methods here are mean",
+        ),
+        ({"ensemble": {"method": "meam"}}, "ensemble.method (", "unknown method; did you mean mean?"),
+        (
+            {"ensemble": {"method": 3}},
+            "ensemble.method (",
+            "must be the name of a merge method, such as mean, not 3",
+        ),
         ({"submission": {}}, "submission.sample (", "required, for example sample: sample_submission.csv"),
         ({"submission": "s.csv"}, "submission (", "must be a mapping of keys to values, not 's.csv'"),
         ({"output_dir": None}, "output_dir (", "must be the path of a file or folder, not empty"),

@@ -86,9 +86,9 @@ def _not_checked(subject: str, error: Exception) -> Finding:
 
 
 def _load(path: Path, overrides: Sequence[str]) -> LoadedConfig:
-    from ensemble.config import load_config
+    from ensemble.pipeline.load import load
 
-    return load_config(path, overrides)
+    return load(path, overrides)
 
 
 def _prepare(loaded: LoadedConfig) -> Prepared:
