@@ -204,4 +204,4 @@ def _read_models_once() -> None:
             }
         return define(path, prefix)
 
-    import_utils.define_import_structure = define_once  # type: ignore[assignment]
+    import_utils.define_import_structure = define_once

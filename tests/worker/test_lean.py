@@ -121,7 +121,7 @@ def test_what_is_said_of_plain_values_is_what_torch_says() -> None:
 
     of_booleans = {name: 2 if name.startswith("sym_") else 1 for name in lean.OF_SIZES if name != "sym_eq"}
     shapes: list[Any] = [(), (1,), [1], (2,), (1, 2), [1, 2], (2, 1)]
-    cases = {
+    cases: dict[str, list[tuple[Any, ...]]] = {
         **{name: list(product([True, False], repeat=count)) for name, count in of_booleans.items()},
         **{name: [(0,), (1,), (7,)] for name in ("is_nested_int", "has_free_unbacked_symbols")},
         "sym_eq": list(product(shapes, repeat=2)),
