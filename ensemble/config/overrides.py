@@ -6,12 +6,12 @@ takes such a value is for ``schema`` to say.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ensemble.config.document import NOT_TEXT, SHOWN_CHARACTERS, Document, Loc, one_line, place, shown
+from ensemble.common.text import nearest
+from ensemble.config.document import NOT_TEXT, Document, Loc, one_line, place, shown
 from ensemble.config.yamlfile import MAX_DEPTH, Unreadable, build_data
 
 
@@ -78,7 +78,8 @@ def _longest(parts: Sequence[str], known: Mapping[str, Any]) -> int:
 
 
 def _position(items: list[Any], loc: Loc, parts: Sequence[str]) -> tuple[int, int]:
-    names = {item["name"]: i for i, item in enumerate(items) if isinstance(item, dict) and _has_name(item)}
+    dicts = [(index, item) for index, item in enumerate(items) if isinstance(item, dict)]
+    names = {item["name"]: index for index, item in dicts if isinstance(item.get("name"), str)}
     used = _longest(parts, names)
     key = ".".join(parts[:used])
     number = int(key) if re.fullmatch(r"[0-9]{1,6}", key) else None
@@ -87,13 +88,9 @@ def _position(items: list[Any], loc: Loc, parts: Sequence[str]) -> tuple[int, in
     if key in names:
         return names[key], used
     if number is None:
-        near = difflib.get_close_matches(key[:SHOWN_CHARACTERS], names, n=1)
-        advice = f"; did you mean {shown(near[0])}?" if near else ""
+        near = nearest(key, names)
+        advice = f"; did you mean {shown(near)}?" if near is not None else ""
         raise Unreadable(f"{place(loc)} has nothing named {shown(key)}{advice}")
     if number >= len(items):
         raise Unreadable(f"{place(loc)} has no position {number}; it holds {len(items)}, counted from 0")
     return number, used
-
-
-def _has_name(item: Mapping[str, Any]) -> bool:
-    return isinstance(item.get("name"), str)

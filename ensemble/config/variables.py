@@ -21,21 +21,21 @@ def expand(document: Document, variables: Mapping[str, str]) -> dict[str, Any]:
     What a variable gives is text and stays text.  Keys are left as they are.  An unknown variable is noted as
     a problem and leaves ``INVALID``.  No variable's value gets into a message: it may be a token.
     """
-    return {key: _expanded(document, variables, value, (key,)) for key, value in document.data.items()}
 
+    def expanded(value: object, loc: Loc) -> object:
+        if isinstance(value, dict):
+            return {key: expanded(item, (*loc, key)) for key, item in value.items()}
+        if isinstance(value, list):
+            return [expanded(item, (*loc, index)) for index, item in enumerate(value)]
+        if not isinstance(value, str):
+            return value
+        try:
+            return re.sub(_VARIABLE, lambda match: _replacement(match, variables), value)
+        except LookupError as error:
+            document.refuse(loc, str(error.args[0]))
+            return INVALID
 
-def _expanded(document: Document, variables: Mapping[str, str], value: object, loc: Loc) -> object:
-    if isinstance(value, dict):
-        return {key: _expanded(document, variables, item, (*loc, key)) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_expanded(document, variables, item, (*loc, index)) for index, item in enumerate(value)]
-    if not isinstance(value, str):
-        return value
-    try:
-        return re.sub(_VARIABLE, lambda match: _replacement(match, variables), value)
-    except LookupError as error:
-        document.refuse(loc, str(error.args[0]))
-        return INVALID
+    return {key: expanded(value, (key,)) for key, value in document.data.items()}
 
 
 def _replacement(match: re.Match[str], variables: Mapping[str, str]) -> str:

@@ -11,13 +11,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ensemble.common.errors import CheckpointError
-from ensemble.common.files import unreadable
+from ensemble.common.files import load_json, unreadable
 
-_LENGTH_BYTES = 8
-_LARGEST_HEADER = 100_000_000  # safetensors' own limit
+LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 # Bits per element; safetensors' Dtype.
 _BITS = {
     **dict.fromkeys(("F4",), 4),
@@ -38,6 +38,10 @@ class Tensor:
     shape: tuple[int, ...]
 
     @property
+    def is_float(self) -> bool:
+        return self.dtype in ("F64", "F32", "F16", "BF16")
+
+    @property
     def elements(self) -> int:
         return math.prod(self.shape)
 
@@ -55,25 +59,43 @@ def read_tensors(folder: Path) -> tuple[Tensor, ...] | None:
     Raises:
         CheckpointError: a file is cut short, is missing though the index names it, or is no safetensors file.
     """
-    files = _files(folder)
-    if not files:
-        return None
-    return tuple(tensor for file in files for tensor in read_file(file))
-
-
-def _files(folder: Path) -> tuple[Path, ...]:
     # transformers looks for the single file first, then for the index. Other files, such as Mistral's
     # consolidated.safetensors, hold the same weights once more.
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
-        return (single,)
-    if not index.is_file():
-        return tuple(sorted(folder.glob("*.safetensors")))
+        files = [single]
+    elif index.is_file():
+        files = [folder / name for name in shards_of(index)]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    return tuple(tensor for file in files for tensor in read_file(file)) if files else None
+
+
+def shards_of(index: Path) -> list[str]:
+    """The names of the weight files that an index lists, sorted.
+
+    Raises:
+        CheckpointError: it is no such index.
+    """
     try:
-        names = {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+        return sorted({str(name) for name in load_json(index)["weight_map"].values()})
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         raise CheckpointError(f"{index} is not an index of weight files; copy it again") from None
-    return tuple(folder / name for name in sorted(names))
+
+
+def read_header(file: BinaryIO, size: int) -> bytes:
+    """The header of a safetensors file of so many bytes, from its beginning on; empty where it has none."""
+    length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+    return file.read(length) if 0 < length <= min(_MAX_HEADER_BYTES, size - LENGTH_BYTES) else b""
+
+
+def header_entries(header: bytes) -> dict[str, Any]:
+    """A header's entries by the names of their tensors.
+
+    Raises:
+        ValueError, AttributeError: it is broken.
+    """
+    return {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
 
 
 def read_file(path: Path) -> tuple[Tensor, ...]:
@@ -85,25 +107,23 @@ def read_file(path: Path) -> tuple[Tensor, ...]:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            start = file.read(_LENGTH_BYTES)
-            length = int.from_bytes(start, "little")
-            is_whole = 0 < length <= min(_LARGEST_HEADER, size - _LENGTH_BYTES)
-            header = file.read(length) if is_whole else b""
+            header = read_header(file, size)
+            file.seek(0)
+            is_pointer = file.read(LENGTH_BYTES) == b"version "
     except OSError as error:
         raise CheckpointError(unreadable(path, error)) from error
-    if start.startswith(b"version "):
+    if is_pointer:
         raise CheckpointError(f"{path} is only a git-lfs pointer to the weights; copy it again")
     if not header:
         raise CheckpointError(
             f"{path} is cut short or not a safetensors file ({size:,} bytes); copy it again"
         )
     try:
-        entries = {key: value for key, value in json.loads(header).items() if key != "__metadata__"}
+        entries = header_entries(header)
         tensors = tuple(_tensor(path, name, entry) for name, entry in entries.items())
-        expected = (
-            _LENGTH_BYTES + length + max((one["data_offsets"][1] for one in entries.values()), default=0)
-        )
-    except (ValueError, KeyError, IndexError, AttributeError, TypeError) as error:
+        data_bytes = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        expected = LENGTH_BYTES + len(header) + data_bytes
+    except (ValueError, KeyError, IndexError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} has a broken header; copy it again") from error
     if size != expected:
         raise CheckpointError(f"{path} has {size:,} bytes and should have {expected:,}; copy it again")

@@ -7,7 +7,6 @@ needs is read from the source of the installed release.
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
 import os
 import re
@@ -17,8 +16,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ensemble.common.files import unreadable
+from ensemble.common.files import load_json, read_json, unreadable
 from ensemble.common.protocol import DEFAULT_MAX_LENGTH, NO_LENGTH_LIMIT
+from ensemble.members.huggingface.checkpoint.transformers_source import source_files
 
 # All of a tokenizer in one file; every class of transformers 5 that is built on tokenizers reads it.
 _WHOLE = "tokenizer.json"
@@ -59,22 +59,27 @@ def vocabulary_problems(
     settings: dict[str, Any] = {}
     if (path := folder / "tokenizer_config.json").is_file():
         try:
-            settings = _object(path)
-        except ValueError as error:
+            settings = load_json(path)
+        except (ValueError, TypeError) as error:
             yield f"{path} cannot be read ({error}); copy it again"
             return
     if any(isinstance(value, str) and os.path.isfile(value) for value in tokenizer_kwargs.values()):  # noqa: PTH113
         return
     if runs_code and "auto_map" in settings:
         return
-    whole = [folder / _WHOLE, *_versions(folder, settings)]
-    if there := [path for path in whole if path.is_file()]:
-        yield from _whole_problems(there[0], settings, config)
+    # tokenizer.4.0.0.json and the like, of which transformers takes the newest that it may.
+    versions = settings.get("fast_tokenizer_files")
+    names = [_WHOLE, *(versions if isinstance(versions, list) else ())]
+    whole = [folder / name for name in names if isinstance(name, str) and (folder / name).is_file()]
+    if whole:
+        yield from _whole_problems(whole[0], settings, config)
         return
     if any((folder / name).is_file() for name in _INSTEAD) or next(folder.glob("*.tiktoken"), None):
         return
-    names = [name for name in _class_names(settings, config) if name]
-    needs = [_needed(name) for name in names]
+    # Classes of which transformers may take one, the likeliest first.
+    named = (settings.get("tokenizer_class") or config.get("tokenizer_class"), _registered(config))
+    classes = [name.removesuffix("Fast") for name in named if isinstance(name, str) and name]
+    needs = [_needed(name) for name in classes]
     for files in needs:
         if files and all((folder / file).is_file() for file in files):
             for file in files:
@@ -87,28 +92,13 @@ def vocabulary_problems(
     if not wanted and any(next(folder.glob(pattern), None) for pattern in _VOCABULARIES):
         return  # of a class that this release does not have: the worker will see
     missing = [file for file in wanted if not (folder / file).is_file()]
-    made_by = f" of {names[0]}" if names and wanted else ""
+    made_by = f" of {classes[0]}" if classes and wanted else ""
     or_these = f", nor {' and '.join(missing)}" if missing else ""
     has = "but a tokenizer_config.json, which holds no vocabulary; " if settings else ""
     yield (
         f"{folder} has no tokenizer files with the vocabulary{made_by} (no {_WHOLE}{or_these}), {has}copy "
         "them too"
     )
-
-
-def _object(path: Path) -> dict[str, Any]:
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(found, dict):
-        raise ValueError("not a JSON object")
-    return found
-
-
-def _versions(folder: Path, settings: Mapping[str, Any]) -> Iterator[Path]:
-    # tokenizer.4.0.0.json and the like, of which transformers takes the newest that it may.
-    stored = settings.get("fast_tokenizer_files")
-    for name in stored if isinstance(stored, list) else ():
-        if isinstance(name, str):
-            yield folder / name
 
 
 def _whole_problems(path: Path, settings: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[str]:
@@ -123,24 +113,21 @@ def _whole_problems(path: Path, settings: Mapping[str, Any], config: Mapping[str
         )
 
 
-def _class_names(settings: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-    """Classes of which transformers may take one, the likeliest first."""
-    named = [settings.get("tokenizer_class") or config.get("tokenizer_class"), _registered(config)]
-    return [name.removesuffix("Fast") for name in named if isinstance(name, str)]
-
-
 def _heeds_the_named_class(config: Mapping[str, Any]) -> bool:
     """Whether transformers goes by a tokenizer_config.json's class for this kind of model; it does not for some."""
-    text = _texts().get("tokenization_auto.py", "")
-    exempt = text.partition("\nMODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS")[2].partition("}")[0]
-    model_type, registered = str(config.get("model_type", "")), _registered(config)
-    return f'"{model_type}"' not in exempt and registered not in (*_ANY_VOCABULARY, "MistralCommonBackend")
+    exempt = _table("MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS").partition("}")[0]
+    is_exempt = f'"{config.get("model_type", "")}"' in exempt
+    return not is_exempt and _registered(config) not in (*_ANY_VOCABULARY, "MistralCommonBackend")
+
+
+def _table(name: str) -> str:
+    """The source of tokenization_auto.py from a table on."""
+    return _texts().get("tokenization_auto.py", "").partition(f"\n{name}")[2]
 
 
 def _registered(config: Mapping[str, Any]) -> str | None:
-    text = _texts().get("tokenization_auto.py", "").partition("\nTOKENIZER_MAPPING_NAMES")[2]
     model_type = re.escape(str(config.get("model_type", "")))
-    found = re.search(rf'\("{model_type}",\s*\(?\s*"(\w+)"', text)
+    found = re.search(rf'\("{model_type}",\s*\(?\s*"(\w+)"', _table("TOKENIZER_MAPPING_NAMES"))
     return found[1] if found else None
 
 
@@ -181,12 +168,8 @@ def _class_of(name: str, depth: int = 0) -> _Class | None:
 @cache
 def _texts() -> dict[str, str]:
     """The files of the installed transformers that define tokenizers, by name."""
-    found = importlib.util.find_spec("transformers")
-    return {
-        file.name: file.read_text(encoding="utf-8")
-        for place in (found.submodule_search_locations or () if found is not None else ())
-        for file in sorted(Path(place).glob("models/**/tokenization_*.py"))
-    }
+    files = source_files("models/**/tokenization_*.py")
+    return {file.name: file.read_text(encoding="utf-8") for file in files}
 
 
 # Parsing takes 30 ms for a MB, and big vocabularies have 30 of them: of a larger file only its two ends are looked
@@ -203,7 +186,7 @@ def small_file_problems(folder: Path, patterns: Sequence[str]) -> Iterator[str]:
     """
     for path in sorted({path for pattern in patterns for path in folder.glob(pattern)}):
         try:
-            reason = "" if path.is_dir() else _problem(path)
+            reason = "" if path.is_dir() else _damage(path)
         except OSError as error:
             yield unreadable(path, error)
         else:
@@ -211,11 +194,12 @@ def small_file_problems(folder: Path, patterns: Sequence[str]) -> Iterator[str]:
                 yield f"{path} {reason}; copy it again"
 
 
-def _problem(path: Path) -> str:
+def _damage(path: Path) -> str:
     size = path.stat().st_size
     with path.open("rb") as file:
         content = file.read(_PARSED_BYTES if size <= _PARSED_BYTES else _END_BYTES)
-        if size > len(content):
+        is_whole = size <= len(content)
+        if not is_whole:
             file.seek(-_END_BYTES, 2)
             content += file.read()
     if content.startswith(b"version https://git-lfs"):
@@ -224,9 +208,9 @@ def _problem(path: Path) -> str:
         return ""
     if not content.strip():
         return "is empty"
-    if size > len(content):
-        ends = content.strip()
-        return "" if ends[:1] + ends[-1:] == b"{}" else "is not JSON, or was cut short"
+    if not is_whole:
+        is_closed = content.lstrip().startswith(b"{") and content.rstrip().endswith(b"}")
+        return "" if is_closed else "is not JSON, or was cut short"
     try:
         json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -239,11 +223,11 @@ _HEAD_BYTES = 4_096
 
 
 def own_max_length(folder: Path) -> int | None:
-    """Tokens that a row may have where the config names no ``max_length`` (worker/load.py, max_length).
+    """Tokens that a row may have where the config names no ``max_length`` (loading/load.py, max_length).
 
     None: the files do not tell, as where the limit stands in a tokenizer's class.
     """
-    own = _tokenizer_config(folder).get("model_max_length")
+    own = read_json(folder / "tokenizer_config.json").get("model_max_length")
     if isinstance(own, bool) or not isinstance(own, int | float):
         return None
     return min(DEFAULT_MAX_LENGTH, int(own)) if own < NO_LENGTH_LIMIT else DEFAULT_MAX_LENGTH
@@ -255,7 +239,7 @@ def own_truncation_side(folder: Path) -> str | None:
     tokenizer_config.json goes first, then tokenizer.json, and else it is the right one (transformers,
     tokenization_utils_tokenizers.py and tokenization_utils_base.py).
     """
-    config = _tokenizer_config(folder)
+    config = read_json(folder / "tokenizer_config.json")
     if "truncation_side" in config:
         return str(config["truncation_side"])
     try:
@@ -264,11 +248,3 @@ def own_truncation_side(folder: Path) -> str | None:
     except OSError:
         return None
     return "right" if config and re.search(rb'^[^{}\[\]]*\{[^{}\[\]]*"truncation":\s*null', head) else None
-
-
-def _tokenizer_config(folder: Path) -> dict[str, Any]:
-    try:
-        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return config if isinstance(config, dict) else {}
