@@ -28,8 +28,8 @@ _EDGE_BYTES = 1 << 20
 _BLOCK_BYTES = 4_096
 _BLOCKS = 64
 _MAX_TENSORS = 512
-_READ_BYTES = 1 << 20
 _THREADS = 8
+_hash = partial(hashlib.blake2b, digest_size=32)
 # What decides, beside the weights, what model is made of them; an adapter_config.json makes transformers load an
 # adapter and its base.
 _DESCRIPTIONS = ("config.json", "adapter_config.json", "*.index.json")
@@ -75,19 +75,6 @@ class FileDigests:
         other._known = self._known
         return other
 
-    def weights(self, path: Path) -> str:
-        """A digest of a weight file: its size, the header of safetensors, and samples of its content.
-
-        Samples are the first and the last MiB, 64 blocks of 4 KiB evenly between, and of safetensors 4 KiB in
-        the middle of each tensor (of 512 tensors where there are more).  A model that was trained again differs
-        there, under the same name, size and header, and so does one in which only some layers were trained.  An
-        edit of a few bytes between the samples is seen only where every byte is read.
-
-        Raises:
-            CheckpointError: it cannot be read.
-        """
-        return self._digest(path, self._whole)
-
     def together(self, folder: Path, weights: Iterable[Path], others: Iterable[Path]) -> str:
         """One digest of many files, by their names within the folder; the others are read to the last byte.
 
@@ -97,23 +84,30 @@ class FileDigests:
         is_whole = dict.fromkeys(others, True) | dict.fromkeys(weights, self._whole)
         # hashlib lets other threads run while it hashes.
         with ThreadPoolExecutor(_THREADS) as pool:
-            digests = pool.map(self._digest, is_whole, is_whole.values())
+            digests = pool.map(self.digest, is_whole, is_whole.values())
             names = (os.path.relpath(path, folder) for path in is_whole)
             return digest_of(sorted(zip(names, digests, strict=True)))
 
-    def _digest(self, path: Path, whole: bool) -> str:
+    def digest(self, path: Path, whole: bool) -> str:
+        """A digest of all that a file holds, or of samples and, of safetensors, its header.
+
+        Samples are the first and the last MiB, 64 blocks of 4 KiB evenly between, and of safetensors 4 KiB in
+        the middle of each tensor (of 512 tensors where there are more).  A model that was trained again differs
+        there, under the same name, size and header, and so does one in which only some layers were trained.  An
+        edit of a few bytes between the samples is seen only where every byte is read.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
         key, name = (os.path.realpath(path), whole), str(path.absolute())
         state = file_state(path)
         if key not in self._known:
-            found = hashlib.blake2b(digest_size=32)
             try:
                 with path.open("rb", buffering=0 if whole else _BLOCK_BYTES) as file:
-                    for piece in (
-                        iter(partial(file.read, _READ_BYTES), b"")
-                        if whole
-                        else _samples(file, path.suffix == ".safetensors")
-                    ):
-                        found.update(piece)
+                    if whole:
+                        found = hashlib.file_digest(file, _hash)
+                    else:
+                        found = _hash(b"".join(_samples(file, path.suffix == ".safetensors")))
             except OSError as error:
                 raise CheckpointError(unreadable(path, error)) from error
             if state is not None:
@@ -186,7 +180,7 @@ def hub_commit(name_or_path: str, folder: Path) -> str | None:
 
 def digest_of(value: object) -> str:
     """A digest of a value as YAML can hold it, in any order of its keys."""
-    return hashlib.blake2b(json.dumps(_plain(value)).encode(), digest_size=32).hexdigest()
+    return _hash(json.dumps(_plain(value)).encode()).hexdigest()
 
 
 def _plain(value: object) -> object:
@@ -212,7 +206,7 @@ def _samples(file: BinaryIO, is_safetensors: bool) -> Iterator[bytes]:
     span = end - _EDGE_BYTES - _BLOCK_BYTES
     if span <= _BLOCKS * _BLOCK_BYTES:
         file.seek(0)
-        yield from iter(partial(file.read, _READ_BYTES), b"")
+        yield file.read()
         return
     offsets = {_EDGE_BYTES + span * number // (_BLOCKS - 1) for number in range(_BLOCKS)}
     offsets |= {offset for offset in _tensor_middles(header) if _EDGE_BYTES < offset < end}

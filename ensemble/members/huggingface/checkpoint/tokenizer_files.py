@@ -30,6 +30,11 @@ _VOCABULARIES = ("vocab*", "*.model", "*.txt", "*.codes", "*.spm")
 # They are not made for one kind of vocabulary: all they have is tokenizer.json.
 _ANY_VOCABULARY = ("TokenizersBackend", "PreTrainedTokenizerFast", "PreTrainedTokenizer", "PythonBackend")
 _KIND = re.compile(rb'"model":\s*\{\s*(?:"[a-z_]+":\s*[^{\[,]*,\s*)*?"type":\s*"(\w+)"')
+# Parsing takes 30 ms for a MB, and big vocabularies have 30 of them: of a larger file only its two ends are looked
+# at, which shows one that was cut short; any other damage stops the worker.
+_MAX_PARSED_BYTES = 2 << 20
+_END_BYTES = 64
+_HEAD_BYTES = 4_096  # of tokenizer.json, which can have many megabytes
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,16 @@ def vocabulary_problems(
 
 def _whole_problems(path: Path, settings: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[str]:
     name = str(settings.get("tokenizer_class") or "").removesuffix("Fast")
-    made = None if name in ("", *_ANY_VOCABULARY) or not _heeds_the_named_class(config) else _class_of(name)
+    # For some kinds of model transformers does not go by a tokenizer_config.json's class.
+    exempt = _table("MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS").partition("}")[0]
+    is_exempt = f'"{config.get("model_type", "")}"' in exempt
+    if (
+        is_exempt
+        or _registered(config) in (*_ANY_VOCABULARY, "MistralCommonBackend")
+        or name in ("", *_ANY_VOCABULARY)
+    ):
+        return
+    made = _class_of(name)
     found = _KIND.search(path.read_bytes()) if made is not None and made.kind else None
     if made is not None and found and (kind := found[1].decode("ascii", "replace")) != made.kind:
         yield (
@@ -111,13 +125,6 @@ def _whole_problems(path: Path, settings: Mapping[str, Any], config: Mapping[str
             f"{settings['tokenizer_class']}, which is for {made.kind}; they do not belong together: copy both "
             "again, or set tokenizer_class to PreTrainedTokenizerFast, which takes tokenizer.json as it is"
         )
-
-
-def _heeds_the_named_class(config: Mapping[str, Any]) -> bool:
-    """Whether transformers goes by a tokenizer_config.json's class for this kind of model; it does not for some."""
-    exempt = _table("MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS").partition("}")[0]
-    is_exempt = f'"{config.get("model_type", "")}"' in exempt
-    return not is_exempt and _registered(config) not in (*_ANY_VOCABULARY, "MistralCommonBackend")
 
 
 def _table(name: str) -> str:
@@ -150,17 +157,16 @@ def _class_of(name: str, depth: int = 0) -> _Class | None:
         base = found[1] or found[2]
         imported = re.search(rf"import (\w+) as {base}\b", text)
         base = (imported[1] if imported else base).removesuffix("Fast")
-        inherited = _class_of(base, depth + 1) if depth < 4 and base not in _ANY_VOCABULARY else None
+        above = _class_of(base, depth + 1) if depth < 4 and base not in _ANY_VOCABULARY else None
         body = text[found.end() :].partition("\nclass ")[0]
         kind = re.search(r"^    model = (?:models\.)?(\w+)$", body, re.MULTILINE)
         stored = re.search(r"^VOCAB_FILES_NAMES[^=]*= *(\{.*?\})", text, re.MULTILINE | re.DOTALL)
         files = ast.literal_eval(stored[1]) if stored and "vocab_files_names" in body else None
+        reads_whole = base in ("TokenizersBackend", "PreTrainedTokenizer") and "TokenizersBackend" in text
+        if above is None:
+            return _Class(files or {}, kind[1] if kind else "", reads_whole)
         return _Class(
-            files if files is not None else inherited.files if inherited else {},
-            kind[1] if kind else inherited.kind if inherited else "",
-            base in ("TokenizersBackend", "PreTrainedTokenizer") and "TokenizersBackend" in text
-            if inherited is None
-            else inherited.reads_whole,
+            above.files if files is None else files, kind[1] if kind else above.kind, above.reads_whole
         )
     return None
 
@@ -170,12 +176,6 @@ def _texts() -> dict[str, str]:
     """The files of the installed transformers that define tokenizers, by name."""
     files = source_files("models/**/tokenization_*.py")
     return {file.name: file.read_text(encoding="utf-8") for file in files}
-
-
-# Parsing takes 30 ms for a MB, and big vocabularies have 30 of them: of a larger file only its two ends are looked
-# at, which shows one that was cut short; any other damage stops the worker.
-_PARSED_BYTES = 2 << 20
-_END_BYTES = 64
 
 
 def small_file_problems(folder: Path, patterns: Sequence[str]) -> Iterator[str]:
@@ -197,7 +197,7 @@ def small_file_problems(folder: Path, patterns: Sequence[str]) -> Iterator[str]:
 def _damage(path: Path) -> str:
     size = path.stat().st_size
     with path.open("rb") as file:
-        content = file.read(_PARSED_BYTES if size <= _PARSED_BYTES else _END_BYTES)
+        content = file.read(_MAX_PARSED_BYTES if size <= _MAX_PARSED_BYTES else _END_BYTES)
         is_whole = size <= len(content)
         if not is_whole:
             file.seek(-_END_BYTES, 2)
@@ -216,10 +216,6 @@ def _damage(path: Path) -> str:
     except (ValueError, RecursionError) as error:
         return f"is not JSON ({error})"
     return ""
-
-
-# Its beginning: all of it can be many megabytes.
-_HEAD_BYTES = 4_096
 
 
 def own_max_length(folder: Path) -> int | None:
