@@ -292,12 +292,12 @@ def _visible(gpus: Sequence[_Gpu], environ: Mapping[str, str], warnings: list[st
     mask = environ.get(_MASK)
     if mask is None:
         return tuple(device for gpu in gpus for device in gpu.devices)
-    where = f"{_MASK}={mask}"
+    name = f"{_MASK}={mask}"
     entries = [entry.strip() for entry in mask.split(",")]
     models = {gpu.model for gpu in gpus if gpu.model}
     if any(map(str.isdigit, entries)) and environ.get(_ORDER) != _PCI_ORDER and len(models) > 1:
         warnings.append(
-            f"{where} counts in CUDA's order, fastest first, and the GPUs are not alike: read here in PCI bus "
+            f"{name} counts in CUDA's order, fastest first, and the GPUs are not alike: read here in PCI bus "
             f"order, as nvidia-smi lists them; set {_ORDER}={_PCI_ORDER} or name the GPUs by UUID"
         )
     chosen: dict[str, Device] = {}
@@ -305,20 +305,14 @@ def _visible(gpus: Sequence[_Gpu], environ: Mapping[str, str], warnings: list[st
         found = None if entry in _LIST_ENDS else _named(entry, gpus)
         if found is None:
             if entry not in _LIST_ENDS or any(entries[position:]):
-                warnings.append(
-                    f"{where}: {entry!r} names no single GPU here; it and all after it are hidden"
-                )
+                warnings.append(f"{name}: {entry!r} names no single GPU here; it and all after it are hidden")
             break
         for device in found[:1]:
             if len(found) > 1:
                 hint = f"name the slices' UUIDs to use all {len(found)}"
-                warnings.append(
-                    f"{where}: {entry!r} is in MIG mode and stands for {device.uuid} only; {hint}"
-                )
+                warnings.append(f"{name}: {entry!r} is in MIG mode and stands for {device.uuid} only; {hint}")
             if device.uuid in chosen:
-                warnings.append(
-                    f"{where}: {entry!r} names {device.uuid} again, which CUDA refuses; kept once"
-                )
+                warnings.append(f"{name}: {entry!r} names {device.uuid} again, which CUDA refuses; kept once")
             chosen[device.uuid] = device
     return tuple(chosen.values())
 
@@ -344,10 +338,8 @@ def _named(entry: str, gpus: Sequence[_Gpu]) -> tuple[Device, ...] | None:
 
 def holders(uuid: str) -> str:
     """Who holds a GPU's memory, as far as NVML shows."""
-    return (
-        ", ".join(
-            f"process {pid}{f' ({name})' if name else ''}{f' with {gib(size)}' if size else ''}"
-            for pid, name, size in processes_on(uuid)
-        )
-        or "no process"
-    )
+    found = [
+        f"process {pid}{f' ({name})' if name else ''}{f' with {gib(size)}' if size else ''}"
+        for pid, name, size in processes_on(uuid)
+    ]
+    return ", ".join(found) or "no process"

@@ -35,12 +35,6 @@ _KEY = re.compile(
 _BY_LOOKS = r"\bhf_[A-Za-z0-9]{16,}\b|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
 
 
-def secrets_of(environ: Mapping[str, str]) -> frozenset[str]:
-    """The values of the variables whose names say that they are secret."""
-    named = (name for name in environ if _VARIABLE.search(name) and not _LOCATION.search(name))
-    return frozenset(value for name in named if (value := environ[name].strip()))
-
-
 def secrets_in(settings: object) -> frozenset[str]:
     """The text values in mappings and lists whose keys say that they are secret, such as ``token``."""
     found: set[str] = set()
@@ -64,7 +58,8 @@ class Redactor:
     """
 
     def __init__(self, environ: Mapping[str, str], settings: object = None) -> None:
-        known = secrets_of(environ) | secrets_in(settings)
+        named = (name for name in environ if _VARIABLE.search(name) and not _LOCATION.search(name))
+        known = {environ[name].strip() for name in named} | secrets_in(settings)
         forms = {form for secret in known for form in _forms(secret) if len(form) >= _MIN_CHARACTERS}
         # The longest first, since a secret may begin like another.
         listed = [re.escape(form) for form in sorted(forms, key=lambda form: (-len(form), form))]

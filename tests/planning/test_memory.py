@@ -314,4 +314,4 @@ def test_a_sparse_nested_config_has_its_familys_numbers() -> None:
         expected.num_key_value_heads,
         expected.head_dim,
     )
-    assert (found.vocabulary, found.dtype, found.masks) == (expected.vocab_size, "bfloat16", 2)
+    assert (found.dtype, found.masks) == ("bfloat16", 2)

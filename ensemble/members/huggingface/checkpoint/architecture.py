@@ -81,7 +81,6 @@ class Architecture:
     heads: int
     kv_heads: int
     head_dim: int
-    vocabulary: int
     max_positions: int | None
     soft_capping: bool
     dtype: str | None
@@ -110,10 +109,9 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture | None:
         **{key: value for key, value in text.items() if value is not None},
     }
     hidden, layers = _number(text, _HIDDEN), _number(text, LAYER_KEYS)
-    heads, vocabulary = _number(text, _HEADS), _number(text, ("vocab_size",))
-    if not (hidden and layers and vocabulary):
+    if not (hidden and layers and _number(text, ("vocab_size",))):
         return None
-    heads = heads or 1  # FNet mixes tokens without attention
+    heads = _number(text, _HEADS) or 1  # FNet mixes tokens without attention
     quantization = config.get("quantization_config")
     stored = quantization if isinstance(quantization, Mapping) and quantization else None
     gated = model_type not in _PLAIN_MLP or "gated" in str(text.get("feed_forward_proj", ""))
@@ -128,7 +126,6 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture | None:
         heads=heads,
         kv_heads=1 if text.get("multi_query") else _number(text, _KV_HEADS) or heads,
         head_dim=_number(text, _HEAD_DIM) or max(1, hidden // heads),
-        vocabulary=vocabulary,
         max_positions=_max_positions(model_type, text),
         soft_capping=is_soft_capped(config),
         dtype=dtype or None,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -27,6 +26,17 @@ _BITS = {
     **dict.fromkeys(("I32", "U32", "F32"), 32),
     **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
 }
+# Heads of other tasks, buffers that old releases stored, settings as text: nothing that is loaded onto a device.
+_DROPPED = re.compile(
+    r"(^|\.)(lm_head|cls\.(predictions|seq_relationship)|(lm|mask|generator|discriminator)_predictions"
+    r"|vocab_(transform|layer_norm|projector)|embed_out|qa_outputs)\."
+    r"|^decoder\.(weight|bias)$|\.quant_state\.|rotary_emb\.inv_freq$|position_ids$|\.attn\.(bias|masked_bias)$"
+)
+# What stands beside packed weights: bitsandbytes, GPTQ and AWQ, compressed-tensors.
+_BESIDE_PACKED = re.compile(
+    r"\.(absmax|quant_map|nested_absmax|nested_quant_map|SCB|qzeros|scales|g_idx"
+    r"|weight_(format|scale|scale_inv|zero_point|shape|g_idx)|input_scale)$"
+)
 
 
 @dataclass(frozen=True)
@@ -120,35 +130,22 @@ def read_file(path: Path) -> tuple[Tensor, ...]:
         )
     try:
         entries = header_entries(header)
-        tensors = tuple(_tensor(path, name, entry) for name, entry in entries.items())
+        tensors = tuple(
+            Tensor(name, str(entry["dtype"]), tuple(map(int, entry["shape"])))
+            for name, entry in entries.items()
+        )
         data_bytes = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
         expected = LENGTH_BYTES + len(header) + data_bytes
     except (ValueError, KeyError, IndexError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} has a broken header; copy it again") from error
+    if unknown := next((tensor for tensor in tensors if tensor.dtype not in _BITS), None):
+        raise CheckpointError(
+            f"{path}: tensor {unknown.name} has the type {unknown.dtype}, which is unknown here; use a newer "
+            "release"
+        )
     if size != expected:
         raise CheckpointError(f"{path} has {size:,} bytes and should have {expected:,}; copy it again")
     return tensors
-
-
-def _tensor(path: Path, name: str, entry: Mapping[str, Any]) -> Tensor:
-    if entry["dtype"] not in _BITS:
-        raise CheckpointError(
-            f"{path}: tensor {name} has the type {entry['dtype']}, which is unknown here; use a newer release"
-        )
-    return Tensor(name, entry["dtype"], tuple(int(size) for size in entry["shape"]))
-
-
-# Heads of other tasks, buffers that old releases stored, settings as text: nothing that is loaded onto a device.
-_DROPPED = re.compile(
-    r"(^|\.)(lm_head|cls\.(predictions|seq_relationship)|(lm|mask|generator|discriminator)_predictions"
-    r"|vocab_(transform|layer_norm|projector)|embed_out|qa_outputs)\."
-    r"|^decoder\.(weight|bias)$|\.quant_state\.|rotary_emb\.inv_freq$|position_ids$|\.attn\.(bias|masked_bias)$"
-)
-# What stands beside packed weights: bitsandbytes, GPTQ and AWQ, compressed-tensors.
-_BESIDE_PACKED = re.compile(
-    r"\.(absmax|quant_map|nested_absmax|nested_quant_map|SCB|qzeros|scales|g_idx"
-    r"|weight_(format|scale|scale_inv|zero_point|shape|g_idx)|input_scale)$"
-)
 
 
 def is_left_out(name: str) -> bool:
