@@ -152,7 +152,7 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def remove_halves(target: Path) -> None:
+def remove_temporary_files(target: Path) -> None:
     """Remove what killed processes left of a file that they were writing; not what a living one writes."""
     for leftover in target.parent.glob(f".{glob.escape(target.name)}{TEMPORARY}*"):
         pid = leftover.name.rpartition(TEMPORARY)[2].partition("-")[0]

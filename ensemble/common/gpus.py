@@ -31,7 +31,7 @@ _PCI_ORDER = "PCI_BUS_ID"
 _LIST_ENDS = ("", "-1", "NoDevFiles")
 _T = TypeVar("_T")
 # Less than this of a GPU is a desktop's or the driver's own.
-WORTH_SAYING_BYTES = 512 << 20
+MIN_REPORTED_BYTES = 512 << 20
 
 
 @dataclass(frozen=True)
@@ -336,7 +336,7 @@ def _named(entry: str, gpus: Sequence[_Gpu]) -> tuple[Device, ...] | None:
     return () if not fitting and any(gpu.uuid is None for gpu in gpus) else None
 
 
-def holders(uuid: str) -> str:
+def gpu_users(uuid: str) -> str:
     """Who holds a GPU's memory, as far as NVML shows."""
     found = [
         f"process {pid}{f' ({name})' if name else ''}{f' with {gib(size)}' if size else ''}"

@@ -76,7 +76,7 @@ def quoted(text: str, most: int = 60) -> str:
     return repr(text) if len(text) <= most else f"{text[:most]!r}..."
 
 
-def told(error: Exception, most: int = 200) -> str:
+def error_text(error: Exception, most: int = 200) -> str:
     """What a library says of an error, on one line."""
     text = " ".join(str(error).split())
     text = text if text.isprintable() else repr(text)[1:-1]

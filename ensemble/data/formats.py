@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ensemble.common.errors import DataError
-from ensemble.common.text import quoted, told
+from ensemble.common.text import error_text, quoted
 from ensemble.data.cells import is_binary
 from ensemble.data.csv_file import read_header, scan_csv
 from ensemble.data.input_file import (
@@ -108,7 +108,9 @@ def _read_parquet(path: Path, wanted: Wanted) -> Contents:
                 rows = min(file.metadata.num_rows, wanted.limit or file.metadata.num_rows)
     # UnicodeDecodeError: damaged names, which pyarrow hands over unchecked
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read as Parquet ({told(error)}); write the file again") from error
+        raise DataError(
+            f"{path}: cannot be read as Parquet ({error_text(error)}); write the file again"
+        ) from error
     table = pa.Table.from_batches(batches, schema=schema)
     problems: list[str] = []
     return Contents(
@@ -133,7 +135,7 @@ def _checked(path: Path, batch: pa.RecordBatch, first_row: int) -> pa.RecordBatc
             column.validate(full=True)
         except pa.ArrowInvalid as error:
             where = f"{path}: column {quoted(name)} is broken near row {first_row + 1:,}"
-            raise DataError(f"{where} ({told(error)}); write the file again") from error
+            raise DataError(f"{where} ({error_text(error)}); write the file again") from error
     return batch
 
 
@@ -147,7 +149,9 @@ def _check_values(path: Path, batch: pa.RecordBatch, first_row: int) -> None:
             column.to_pylist()
         except (ArithmeticError, LookupError, TypeError, ValueError, pa.ArrowException) as error:
             kind, place = shown_type(column.type), f"near row {first_row + 1:,}"
-            reason = told(error).partition(". ")[0].rstrip(".")  # what follows is advice for programmers
+            reason = (
+                error_text(error).partition(". ")[0].rstrip(".")
+            )  # what follows is advice for programmers
             where = f"{path}: column {quoted(name)} holds {kind} values that cannot be used, {place}"
             raise DataError(f"{where} ({reason}); write it as text") from error
 

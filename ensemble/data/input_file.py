@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 
 from ensemble.common.errors import DataError
 from ensemble.common.files import dangling_link, unreadable
-from ensemble.common.text import did_you_mean, listed, quoted, similar_file, told
+from ensemble.common.text import did_you_mean, error_text, listed, quoted, similar_file
 
 # The worker knows this mark as well (worker/rows.py): the field's text is JSON for a value that is not text.
 JSON_MARK = {b"ensemble": b"json"}
@@ -98,7 +98,7 @@ def open_input(path: Path) -> Iterator[BinaryIO]:
             yield stream
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(
-            f"{path}: not a whole gzip file ({told(error)}); copy or download it again"
+            f"{path}: not a whole gzip file ({error_text(error)}); copy or download it again"
         ) from error
     except OSError as error:
         raise DataError(unreadable(path, error)) from error

@@ -45,7 +45,7 @@ TOKENIZER_FILES = (
 
 
 @dataclass(frozen=True)
-class Seen:
+class FileDigest:
     """What a file held, as a digest, and the state in which it did."""
 
     digest: str
@@ -66,8 +66,8 @@ class FileDigests:
     def __init__(self, whole: bool, before: Mapping[str, FileState] | None = None) -> None:
         self._whole = whole
         self._before = before or {}
-        self._known: dict[tuple[str, bool], Seen] = {}
-        self.seen: dict[str, Seen] = {}
+        self._known: dict[tuple[str, bool], FileDigest] = {}
+        self.seen: dict[str, FileDigest] = {}
 
     def for_another(self) -> FileDigests:
         """The same knowledge, for somebody who has not asked for any file yet."""
@@ -103,15 +103,16 @@ class FileDigests:
         state = file_state(path)
         if key not in self._known:
             try:
-                with path.open("rb", buffering=0 if whole else _BLOCK_BYTES) as file:
-                    if whole:
-                        found = hashlib.file_digest(file, _hash)
-                    else:
-                        found = _hash(b"".join(_samples(file, path.suffix == ".safetensors")))
+                if whole:
+                    with path.open("rb") as file:
+                        found = hashlib.file_digest(file, _hash).hexdigest()
+                else:
+                    with path.open("rb", buffering=_BLOCK_BYTES) as sampled:
+                        found = _hash(b"".join(_samples(sampled, path.suffix == ".safetensors"))).hexdigest()
             except OSError as error:
                 raise CheckpointError(unreadable(path, error)) from error
             if state is not None:
-                self._known[key] = Seen(found.hexdigest(), state)
+                self._known[key] = FileDigest(found, state)
         seen = self._known.get(key)
         if seen is None or not state == file_state(path) == seen.state == self._before.get(name, state):
             raise CheckpointError(

@@ -71,7 +71,7 @@ def method_of(settings: Mapping[str, Any] | None) -> str | None:
     return str(settings.get("quant_method") or BITSANDBYTES)
 
 
-def spelt_in_short(settings: Mapping[str, Any] | None, dtype: str) -> Mapping[str, Any] | None:
+def without_defaults(settings: Mapping[str, Any] | None, dtype: str) -> Mapping[str, Any] | None:
     """bitsandbytes' settings without those that say what would be so without them; other methods' as they are.
 
     Args:
