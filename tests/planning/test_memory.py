@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from ensemble.members.huggingface.checkpoint.architecture import Architecture, read_architecture
-from ensemble.members.huggingface.checkpoint.safetensors_headers import Tensor, read_tensors
+from ensemble.members.huggingface.checkpoint.weight_files import Tensor, read_tensors
 from ensemble.members.huggingface.loading.quantization import quantization_config
 from ensemble.members.huggingface.memory.forward import Activation, Stage, activation
 from ensemble.members.huggingface.memory.loaded_size import Dtype, weights

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from ensemble.members.huggingface.checkpoint.architecture import read_architecture
-from ensemble.members.huggingface.checkpoint.safetensors_headers import Tensor
+from ensemble.members.huggingface.checkpoint.weight_files import Tensor
 from ensemble.members.huggingface.memory.forward import activation
 from ensemble.members.huggingface.memory.loaded_size import weights
 from tests.planning.tracking.measure import fake_classifier, peak_bytes

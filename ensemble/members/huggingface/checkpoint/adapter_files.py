@@ -10,8 +10,7 @@ from pathlib import Path
 
 from ensemble.common.errors import CheckpointError
 from ensemble.members.huggingface.checkpoint.hub import find_file, how_to_install, read_config
-from ensemble.members.huggingface.checkpoint.safetensors_headers import Tensor, read_file
-from ensemble.members.huggingface.checkpoint.weight_files import pickle_refused
+from ensemble.members.huggingface.checkpoint.weight_files import Tensor, pickle_refused, read_file
 
 WEIGHTS = "adapter_model.safetensors"
 _PICKLE = "adapter_model.bin"

@@ -18,8 +18,8 @@ from ensemble.members.huggingface.checkpoint.architecture import (
     read_architecture,
     text_settings,
 )
-from ensemble.members.huggingface.checkpoint.safetensors_headers import Tensor
 from ensemble.members.huggingface.checkpoint.transformers_source import source_files, table
+from ensemble.members.huggingface.checkpoint.weight_files import Tensor
 
 _LAYER: Final = re.compile(r"(.*?\b(?:layers?|h))\.(\d+)\.")
 # A dimension is a product of numbers of config.json, each by the names that families give it.

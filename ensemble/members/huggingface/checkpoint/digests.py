@@ -17,12 +17,12 @@ from typing import Any, BinaryIO
 
 from ensemble.common.errors import CheckpointError
 from ensemble.common.files import FileState, file_state, unreadable
-from ensemble.members.huggingface.checkpoint.safetensors_headers import (
+from ensemble.members.huggingface.checkpoint.weight_files import (
     LENGTH_BYTES,
     header_entries,
     read_header,
+    weight_files,
 )
-from ensemble.members.huggingface.checkpoint.weight_files import weight_files
 
 _EDGE_BYTES = 1 << 20
 _BLOCK_BYTES = 4_096

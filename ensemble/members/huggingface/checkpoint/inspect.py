@@ -29,9 +29,14 @@ from ensemble.members.huggingface.checkpoint.config_check import (
 )
 from ensemble.members.huggingface.checkpoint.hub import find_file, how_to_install, read_config
 from ensemble.members.huggingface.checkpoint.remote_code import NO_TRUST, Trust, code_problems
-from ensemble.members.huggingface.checkpoint.safetensors_headers import Tensor, read_tensors
 from ensemble.members.huggingface.checkpoint.tokenizer_files import small_file_problems, vocabulary_problems
-from ensemble.members.huggingface.checkpoint.weight_files import pickle_refused, weight_files, weight_problems
+from ensemble.members.huggingface.checkpoint.weight_files import (
+    Tensor,
+    pickle_refused,
+    read_tensors,
+    weight_files,
+    weight_problems,
+)
 
 if TYPE_CHECKING:
     from ensemble.common.protocol import Activation

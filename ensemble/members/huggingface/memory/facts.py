@@ -13,9 +13,9 @@ from ensemble.common.protocol import DEFAULT_MAX_LENGTH
 from ensemble.config import ModelConfig
 from ensemble.members.huggingface.checkpoint.architecture import read_architecture
 from ensemble.members.huggingface.checkpoint.inspect import Checkpoint
-from ensemble.members.huggingface.checkpoint.safetensors_headers import read_tensors, shards_of
 from ensemble.members.huggingface.checkpoint.tokenizer_files import own_max_length
 from ensemble.members.huggingface.checkpoint.transformers_source import modeling_source
+from ensemble.members.huggingface.checkpoint.weight_files import read_tensors, shards_of
 from ensemble.members.huggingface.memory.replica import MemberFacts
 
 # Of a member whose checkpoint or table could not be read.

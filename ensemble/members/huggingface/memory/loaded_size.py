@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ensemble.members.huggingface.checkpoint.architecture import Architecture
 from ensemble.members.huggingface.checkpoint.quantization_keys import quantized_bits
-from ensemble.members.huggingface.checkpoint.safetensors_headers import (
+from ensemble.members.huggingface.checkpoint.weight_files import (
     Tensor,
     is_left_out,
     stands_beside_packed,

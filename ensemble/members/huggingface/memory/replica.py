@@ -15,7 +15,7 @@ from ensemble.common.protocol import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET, RESERVE
 from ensemble.config import ModelConfig
 from ensemble.members.huggingface.attention import choose_attention
 from ensemble.members.huggingface.checkpoint.architecture import Architecture
-from ensemble.members.huggingface.checkpoint.safetensors_headers import Tensor
+from ensemble.members.huggingface.checkpoint.weight_files import Tensor
 from ensemble.members.huggingface.memory.forward import Activation, activation, cuda_context_bytes
 from ensemble.members.huggingface.memory.loaded_size import Dtype, Weights, weights
 
