@@ -108,14 +108,12 @@ def vocabulary_problems(
 
 def _whole_problems(path: Path, settings: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[str]:
     name = str(settings.get("tokenizer_class") or "").removesuffix("Fast")
+    if name in ("", *_ANY_VOCABULARY):
+        return
     # For some kinds of model transformers does not go by a tokenizer_config.json's class.
     exempt = _table("MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS").partition("}")[0]
     is_exempt = f'"{config.get("model_type", "")}"' in exempt
-    if (
-        is_exempt
-        or _registered(config) in (*_ANY_VOCABULARY, "MistralCommonBackend")
-        or name in ("", *_ANY_VOCABULARY)
-    ):
+    if is_exempt or _registered(config) in (*_ANY_VOCABULARY, "MistralCommonBackend"):
         return
     made = _class_of(name)
     found = _KIND.search(path.read_bytes()) if made is not None and made.kind else None
