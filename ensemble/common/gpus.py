@@ -1,7 +1,7 @@
 """GPUs: which there are, how much of their memory is used, and how a worker is pinned to some of them.
 
 Owns every call to NVML, NVIDIA's driver library that answers without starting CUDA; nothing else in the
-package imports ``pynvml``.  Does not decide who runs where (``plan``) or who holds what (``scheduler``).
+package imports ``pynvml``.  Does not decide who runs where (planning) or who has which device (scheduling).
 
 Devices are known by UUID, because NVML's numbers and CUDA's are not the same.  The rules for
 CUDA_VISIBLE_DEVICES are those of the CUDA C++ Programming Guide ("CUDA Environment Variables") and the

@@ -76,7 +76,7 @@ def without_defaults(settings: Mapping[str, Any] | None, dtype: str) -> Mapping[
 
     Args:
         dtype: of what is not quantized, in which 4-bit layers compute where the settings do not say otherwise
-            (worker/quantization.py); "auto": not known.
+            (loading/quantization.py); "auto": not known.
     """
     if settings is None or method_of(settings) != BITSANDBYTES:
         return settings

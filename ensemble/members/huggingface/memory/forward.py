@@ -1,7 +1,7 @@
 """PURE: how many bytes a forward pass takes beside the weights.
 
-Arithmetic over what ``tensors`` and ``architecture`` have read; nothing is loaded.  The forms come from reading
-transformers' modelling code (5.x) and are held to what a tracker of live tensors sees (tests/test_memory.py).
+Arithmetic over the numbers of a ``config.json``; nothing is loaded.  The forms come from reading transformers'
+modelling code (5.x) and are held to what a tracker of live tensors sees (tests/planning/test_memory.py).
 """
 
 from __future__ import annotations
