@@ -15,19 +15,11 @@ import pyarrow.csv as pa_csv
 
 from ensemble.common.files import read_json
 
-_HASH_BYTES = 1 << 20
-
 
 def parts_in(folder: Path, rows: int) -> Iterator[pa.Table]:
-    """The parts that hold what their names say, in the order of their names.
-
-    Args:
-        rows: of the table.
-    """
-    for path in sorted(folder.glob("*.csv")):
-        table = part_table(read_part(path), rows)
-        if table is not None:
-            yield table
+    """The parts that hold what their names say, in the order of their names; ``rows`` are the table's."""
+    tables = (part_table(read_part(path), rows) for path in sorted(folder.glob("*.csv")))
+    yield from (table for table in tables if table is not None)
 
 
 def part_table(content: bytes | None, rows: int) -> pa.Table | None:
@@ -67,11 +59,8 @@ def file_sha256(path: Path) -> str:
     Raises:
         OSError: it cannot be read.
     """
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(_HASH_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def gather_parts(parts: Iterable[pa.Table], rows: int, labels: int) -> npt.NDArray[np.float64]:
@@ -121,10 +110,6 @@ def read_part(path: Path) -> bytes | None:
     except OSError:
         return None
     return content if path.name.endswith(f".{_digest(content)}.csv") else None
-
-
-def _folders_in(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
 
 
 def part_rows(parts_dir: Path) -> int:

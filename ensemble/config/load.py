@@ -17,11 +17,10 @@ from typing import Any
 from ensemble.common.errors import ConfigError
 from ensemble.common.redact import Redactor
 from ensemble.config.document import Document, Loc, Problem
-from ensemble.config.overrides import apply_overrides
+from ensemble.config.overrides import apply_overrides, expand
 from ensemble.config.rules import broken, broken_in_member
 from ensemble.config.schema import EnsembleConfig, ModelConfig, RunConfig
 from ensemble.config.sentences import unknown, validate
-from ensemble.config.variables import expand
 from ensemble.config.yamlfile import parse, read_text
 
 

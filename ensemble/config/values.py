@@ -116,10 +116,9 @@ def _max_memory(value: object) -> dict[int | str, int]:
         raise ValueError
     sizes: dict[int | str, int] = {}
     for key, size in value.items():
-        number = int(key) if re.fullmatch(GPU_NUMBER, str(key)) else key
-        if number != "cpu" and (not isinstance(number, int) or isinstance(number, bool) or number < 0):
+        if key != "cpu" and not re.fullmatch(GPU_NUMBER, str(key)):
             raise ValueError
-        sizes[number] = as_bytes(size)
+        sizes[key if key == "cpu" else int(key)] = as_bytes(size)
     return sizes
 
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ensemble.common.text import plural, quoted, told
+from ensemble.common.text import error_text, plural, quoted
 from ensemble.data.input_file import open_input
 
 CONVERT_ADVICE = "convert the file to UTF-8 first, for example with: iconv -f WINDOWS-1252 -t UTF-8"
@@ -115,7 +115,7 @@ class RaggedRows:
         if found is not None:
             self._note(int(found[1]) - 1, int(found[3]), int(found[2]), found[4])
         elif gave_up is not None:
-            return f"{self.path}: cannot be read as CSV ({told(gave_up)})"
+            return f"{self.path}: cannot be read as CSV ({error_text(gave_up)})"
         count, shown = plural(self.count, "broken row"), "; ".join(self.shown)
         between = "tabs" if delimiter_of(self.path) == "\t" else "commas"
         advice = (

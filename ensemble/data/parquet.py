@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ensemble.common.errors import DataError
-from ensemble.common.text import quoted, told
+from ensemble.common.text import error_text, quoted
 from ensemble.data.cells import is_binary
 from ensemble.data.input_file import (
     Contents,
@@ -46,7 +46,9 @@ def read_parquet(path: Path, wanted: Wanted) -> Contents:
             return arrow_contents(path, wanted, file.schema_arrow, file.metadata.num_rows, batches)
     # UnicodeDecodeError: damaged names, which pyarrow hands over unchecked
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read as Parquet ({told(error)}); write the file again") from error
+        raise DataError(
+            f"{path}: cannot be read as Parquet ({error_text(error)}); write the file again"
+        ) from error
 
 
 def arrow_contents(
@@ -126,14 +128,18 @@ def _checked(
         try:
             column.validate(full=True)
         except pa.ArrowInvalid as error:
-            raise DataError(f"{where} is broken {place} ({told(error)}); write the file again") from error
+            raise DataError(
+                f"{where} is broken {place} ({error_text(error)}); write the file again"
+            ) from error
         arrays.append(column if column.type == field.type else pc.cast(column, field.type))
         if field.name in columns and len(column) and not _is_plain(field.type):
             try:
                 arrays[-1].take(pa.array([0])).to_pylist()
                 arrays[-1].to_pylist()
             except (ArithmeticError, LookupError, TypeError, ValueError, pa.ArrowException) as error:
-                reason = told(error).partition(". ")[0].rstrip(".")  # what follows is advice for programmers
+                reason = (
+                    error_text(error).partition(". ")[0].rstrip(".")
+                )  # what follows is advice for programmers
                 what = f"holds {shown_type(field.type)} values that cannot be used, {place}"
                 raise DataError(f"{where} {what} ({reason}); write it as text") from error
     return pa.RecordBatch.from_arrays(arrays, schema=schema)

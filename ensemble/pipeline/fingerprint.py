@@ -20,7 +20,7 @@ from ensemble.members.huggingface.checkpoint.digests import (
     weights_digest,
 )
 from ensemble.members.huggingface.checkpoint.hub import find_file
-from ensemble.members.huggingface.checkpoint.quantization_keys import spelt_in_short
+from ensemble.members.huggingface.checkpoint.quantization_keys import without_defaults
 from ensemble.members.huggingface.checkpoint.tokenizer_files import own_max_length, own_truncation_side
 from ensemble.pipeline.validate import Prepared, text_columns
 from ensemble.planning.plan import MemberPlan
@@ -128,7 +128,7 @@ def _settings(prepared: Prepared, member: MemberPlan) -> dict[str, object]:
         "text_columns": text_columns(model),
         **_tokenizer_settings(checkpoint.folder, model),
         "attn_implementation": _attention(member),
-        "quantization_config": spelt_in_short(model.quantization_config, _dtype(member)),
+        "quantization_config": without_defaults(model.quantization_config, _dtype(member)),
         "label_order": checkpoint.label_order,
         "activation": checkpoint.activation,
         "dtype": _dtype(member),

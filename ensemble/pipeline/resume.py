@@ -34,7 +34,7 @@ from ensemble.common.shards import (
 from ensemble.common.text import plural
 from ensemble.config import ModelConfig
 from ensemble.data.row_digests import RowDigests
-from ensemble.members.huggingface.checkpoint.digests import FileDigests, Seen
+from ensemble.members.huggingface.checkpoint.digests import FileDigest, FileDigests
 from ensemble.pipeline.fingerprint import Fingerprint, columns_read, file_digests, member_fingerprint
 from ensemble.pipeline.reuse import matches, sources, write_row_file, write_rows
 from ensemble.pipeline.run_dir import RunDir
@@ -70,7 +70,7 @@ class MemberWork:
     is_damaged: bool = False
     changed: tuple[str, ...] = ()
     is_older: bool = False
-    files: dict[str, Seen] = field(default_factory=dict)
+    files: dict[str, FileDigest] = field(default_factory=dict)
     row_digests: RowDigests | None = None
     taken: dict[str, int] = field(default_factory=dict)
 

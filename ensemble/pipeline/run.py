@@ -13,7 +13,7 @@ import numpy as np
 
 from ensemble.common.clock import boot_seconds
 from ensemble.common.errors import Interrupted, WriteError
-from ensemble.common.files import atomic_path, file_state, remove_halves, sync_directory, write_text
+from ensemble.common.files import atomic_path, file_state, remove_temporary_files, sync_directory, write_text
 from ensemble.common.shards import order_path
 from ensemble.common.text import duration, plural, shown_path
 from ensemble.config import LoadedConfig
@@ -101,7 +101,7 @@ def run(
             rundir.clear()
         rundir.tidy()
         if prepared.config.submission is not None and prepared.config.submission.path is not None:
-            remove_halves(prepared.config.submission.path)
+            remove_temporary_files(prepared.config.submission.path)
         with logging_to(rundir.run_log, loaded.redactor):
             for ignored in signals.ignored:
                 log.info("%s is ignored: this process was started so", ignored.name)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from ensemble.common.errors import DeviceError
-from ensemble.common.gpus import WORTH_SAYING_BYTES, Device, holders, used_memory
+from ensemble.common.gpus import MIN_REPORTED_BYTES, Device, gpu_users, used_memory
 from ensemble.common.text import gib
 from ensemble.planning.plan import MemberPlan
 from ensemble.planning.planner import Outlook
@@ -20,10 +20,10 @@ _SAY_SECONDS = 30.0
 def held_texts(devices: Sequence[Device]) -> Iterator[str]:
     """A sentence for each GPU of which others hold a good part."""
     for device in devices:
-        if device.used_bytes >= WORTH_SAYING_BYTES:
+        if device.used_bytes >= MIN_REPORTED_BYTES:
             yield (
                 f"{device.name} ({device.uuid}): {gib(device.used_bytes)} of {gib(device.total_bytes)} held by "
-                f"others; NVML shows {holders(device.uuid)} there"
+                f"others; NVML shows {gpu_users(device.uuid)} there"
             )
 
 
@@ -75,7 +75,7 @@ def _no_room(member: MemberPlan, devices: Sequence[Device], wait_seconds: float)
     assert placement.footprint is not None
     states = "; ".join(
         f"{device.name} ({device.uuid}) has {gib(device.total_bytes - device.used_bytes)} free, NVML shows "
-        f"{holders(device.uuid)} there"
+        f"{gpu_users(device.uuid)} there"
         for device in devices
         if device.uuid in placement.held
     )

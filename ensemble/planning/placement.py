@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ensemble.common.errors import DeviceError
-from ensemble.common.gpus import WORTH_SAYING_BYTES, Device
+from ensemble.common.gpus import MIN_REPORTED_BYTES, Device
 from ensemble.common.text import gib, plural
 from ensemble.config import ModelConfig, RunConfig
 from ensemble.members.huggingface.attention import leaves_out_cap, no_cap_text
@@ -190,7 +190,7 @@ def _trusted(
 ) -> Placement:
     """Anywhere: where nothing is known, or the user has decided; what others hold can still be waited for."""
     everywhere = tuple(device.uuid for device in devices)
-    held = tuple(device.uuid for device in devices if device.used_bytes >= WORTH_SAYING_BYTES)
+    held = tuple(device.uuid for device in devices if device.used_bytes >= MIN_REPORTED_BYTES)
     capability, stored = _lowest_capability(devices), stored_dtype(facts)
     is_known = stored is not None or (capability is not None and capability < (8, 0))
     dtype = chosen_dtype(model.dtype, stored, gpus, capability) if is_known else "auto"

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
-from ensemble.common.gpus import Device, holders, used_memory
+from ensemble.common.gpus import Device, gpu_users, used_memory
 from ensemble.common.text import gib
 
 # Drivers keep a little for themselves once a GPU has been used, and other programs come and go.
@@ -197,7 +197,7 @@ class Leases:
     def _stuck(self, gpu: Device, used: int, baseline: int) -> str:
         return (
             f"{gpu.name} ({gpu.uuid}): {gib(used)} still in use {self._timeout_seconds:g} s after its worker "
-            f"ended, {gib(baseline)} before the first one started; NVML shows {holders(gpu.uuid)} there. "
+            f"ended, {gib(baseline)} before the first one started; NVML shows {gpu_users(gpu.uuid)} there. "
             "The device is left out as long as there is another"
         )
 

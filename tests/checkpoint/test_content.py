@@ -43,7 +43,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def digest(path: Path, whole: bool = False) -> str:
-    return FileDigests(whole).weights(path)
+    return FileDigests(whole).digest(path, whole)
 
 
 def spans(path: Path) -> dict[str, tuple[int, int]]:
@@ -161,14 +161,14 @@ def test_a_file_is_read_once_and_one_that_is_missing_is_named(tmp_path: Path) ->
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"a")
     files = FileDigests(whole=False)
-    before = files.weights(path)
-    assert files.for_another().weights(path) == before
+    before = files.digest(path, False)
+    assert files.for_another().digest(path, False) == before
     path.write_bytes(b"b")
     with pytest.raises(CheckpointError, match=r"model\.safetensors changed while the run started"):
-        files.weights(path)
+        files.digest(path, False)
     assert digest(path) != before
     with pytest.raises(CheckpointError, match=r"none\.safetensors cannot be read"):
-        files.weights(tmp_path / "none.safetensors")
+        files.digest(tmp_path / "none.safetensors", False)
 
 
 def test_every_file_that_a_tokenizer_of_transformers_reads_counts(tmp_path: Path) -> None:

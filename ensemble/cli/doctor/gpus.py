@@ -9,7 +9,7 @@ from typing import Literal
 
 from ensemble.cli.doctor.finding import Finding, Mark
 from ensemble.common.device_trials import Report, Trial
-from ensemble.common.gpus import WORTH_SAYING_BYTES, Inventory, holders, processes_on
+from ensemble.common.gpus import MIN_REPORTED_BYTES, Inventory, gpu_users, processes_on
 from ensemble.common.text import gib
 
 Version = tuple[int, int]
@@ -53,9 +53,9 @@ def inventory_findings(
         capability = f", capability {_dotted(gpu.compute_capability)}" if gpu.compute_capability else ""
         used = f"{gib(gpu.used_bytes)} of {gib(gpu.total_bytes)} used"
         text = f"{gpu.name} ({gpu.uuid}){capability}, {used}"
-        if gpu.used_bytes >= WORTH_SAYING_BYTES or processes_on(gpu.uuid):
+        if gpu.used_bytes >= MIN_REPORTED_BYTES or processes_on(gpu.uuid):
             advice = "end what holds the memory if the models need it, or set wait_for_gpu"
-            yield Finding("note", f"{text}; NVML shows {holders(gpu.uuid)} there", advice)
+            yield Finding("note", f"{text}; NVML shows {gpu_users(gpu.uuid)} there", advice)
         else:
             yield Finding("ok", text)
 

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ensemble.cli.doctor.finding import Finding
-from ensemble.common.cgroup import cpu_limit, own_groups
 from ensemble.common.files import cannot_write, unwritable_reason
-from ensemble.common.host import available_memory_bytes, total_memory_bytes
+from ensemble.common.host import available_memory_bytes, own_groups, total_memory_bytes
 from ensemble.common.text import gib
 
 # Importing torch and transformers takes a worker to 0.4 GiB before it has a model.
@@ -60,7 +59,7 @@ def host_findings() -> Iterator[Finding]:
     shared = shutil.disk_usage(shm).free if shm.is_dir() else None
     yield from memory_findings(available_memory_bytes(), total_memory_bytes(), shared)
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    yield cpu_finding(allowed, os.cpu_count() or allowed, cpu_limit(own_groups("cpu")))
+    yield cpu_finding(allowed, os.cpu_count() or allowed, own_groups("cpu").cpu_limit())
 
 
 def cpu_finding(allowed: int, there: int, limit: float | None) -> Finding:

@@ -11,20 +11,25 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ensemble.common.errors import CheckpointError
 from ensemble.common.files import FileState, file_state, unreadable
-from ensemble.members.huggingface.checkpoint.weight_files import weight_files
+from ensemble.members.huggingface.checkpoint.weight_files import (
+    LENGTH_BYTES,
+    header_entries,
+    read_header,
+    weight_files,
+)
 
 _EDGE_BYTES = 1 << 20
 _BLOCK_BYTES = 4_096
 _BLOCKS = 64
-_MOST_TENSORS = 512
-_LARGEST_HEADER = 100_000_000  # safetensors' own limit
-_READ_BYTES = 1 << 20
+_MAX_TENSORS = 512
 _THREADS = 8
+_hash = partial(hashlib.blake2b, digest_size=32)
 # What decides, beside the weights, what model is made of them; an adapter_config.json makes transformers load an
 # adapter and its base.
 _DESCRIPTIONS = ("config.json", "adapter_config.json", "*.index.json")
@@ -40,7 +45,7 @@ TOKENIZER_FILES = (
 
 
 @dataclass(frozen=True)
-class Seen:
+class FileDigest:
     """What a file held, as a digest, and the state in which it did."""
 
     digest: str
@@ -61,8 +66,8 @@ class FileDigests:
     def __init__(self, whole: bool, before: Mapping[str, FileState] | None = None) -> None:
         self._whole = whole
         self._before = before or {}
-        self._known: dict[tuple[str, bool], Seen] = {}
-        self.seen: dict[str, Seen] = {}
+        self._known: dict[tuple[str, bool], FileDigest] = {}
+        self.seen: dict[str, FileDigest] = {}
 
     def for_another(self) -> FileDigests:
         """The same knowledge, for somebody who has not asked for any file yet."""
@@ -70,16 +75,21 @@ class FileDigests:
         other._known = self._known
         return other
 
-    def every_byte(self, path: Path) -> str:
-        """A digest of all that a file holds.
+    def together(self, folder: Path, weights: Iterable[Path], others: Iterable[Path]) -> str:
+        """One digest of many files, by their names within the folder; the others are read to the last byte.
 
         Raises:
-            CheckpointError: it cannot be read.
+            CheckpointError: one of them cannot be read.
         """
-        return self._digest(path, whole=True)
+        is_whole = dict.fromkeys(others, True) | dict.fromkeys(weights, self._whole)
+        # hashlib lets other threads run while it hashes.
+        with ThreadPoolExecutor(_THREADS) as pool:
+            digests = pool.map(self.digest, is_whole, is_whole.values())
+            names = (os.path.relpath(path, folder) for path in is_whole)
+            return digest_of(sorted(zip(names, digests, strict=True)))
 
-    def weights(self, path: Path) -> str:
-        """A digest of a weight file: its size, the header of safetensors, and samples of its content.
+    def digest(self, path: Path, whole: bool) -> str:
+        """A digest of all that a file holds, or of samples and, of safetensors, its header.
 
         Samples are the first and the last MiB, 64 blocks of 4 KiB evenly between, and of safetensors 4 KiB in
         the middle of each tensor (of 512 tensors where there are more).  A model that was trained again differs
@@ -89,40 +99,26 @@ class FileDigests:
         Raises:
             CheckpointError: it cannot be read.
         """
-        return self._digest(path, self._whole)
-
-    def together(self, folder: Path, weights: Iterable[Path], others: Iterable[Path]) -> str:
-        """One digest of many files, by their names within the folder; the others are read to the last byte.
-
-        Raises:
-            CheckpointError: one of them cannot be read.
-        """
-        kinds = dict.fromkeys(others, self.every_byte) | dict.fromkeys(weights, self.weights)
-        # hashlib lets other threads run while it hashes.
-        with ThreadPoolExecutor(_THREADS) as pool:
-            digests = pool.map(lambda path: kinds[path](path), kinds)
-            named = zip((os.path.relpath(path, folder) for path in kinds), digests, strict=True)
-            return digest_of(sorted(named))
-
-    def _digest(self, path: Path, whole: bool) -> str:
-        key, place = (os.path.realpath(path), whole), str(path.absolute())
+        key, name = (os.path.realpath(path), whole), str(path.absolute())
         state = file_state(path)
         if key not in self._known:
-            found = hashlib.blake2b(digest_size=32)
             try:
-                with path.open("rb", buffering=0 if whole else _BLOCK_BYTES) as file:
-                    for piece in _pieces(file) if whole else _samples(file, path.suffix == ".safetensors"):
-                        found.update(piece)
+                if whole:
+                    with path.open("rb") as file:
+                        found = hashlib.file_digest(file, _hash).hexdigest()
+                else:
+                    with path.open("rb", buffering=_BLOCK_BYTES) as sampled:
+                        found = _hash(b"".join(_samples(sampled, path.suffix == ".safetensors"))).hexdigest()
             except OSError as error:
                 raise CheckpointError(unreadable(path, error)) from error
             if state is not None:
-                self._known[key] = Seen(found.hexdigest(), state)
+                self._known[key] = FileDigest(found, state)
         seen = self._known.get(key)
-        if seen is None or not state == file_state(path) == seen.state == self._before.get(place, state):
+        if seen is None or not state == file_state(path) == seen.state == self._before.get(name, state):
             raise CheckpointError(
                 f"{path} changed while the run started; run the same command again when it is complete"
             )
-        self.seen[place] = seen
+        self.seen[name] = seen
         return seen.digest
 
 
@@ -141,12 +137,12 @@ def weights_digest(
     """
     weights: list[Path] = []
     small: list[Path] = []
-    for place in _places(folder, model_kwargs):
-        weights += weight_files(place) if gguf_file is None else ()
+    for inside in _folders(folder, model_kwargs):
+        weights += weight_files(inside) if gguf_file is None else ()
         if any(key in model_kwargs for key in _CHOOSE_FORMAT):
-            weights += place.glob("*.bin")
+            weights += inside.glob("*.bin")
         for pattern in (*_DESCRIPTIONS, *(["*.py"] if runs_code else [])):
-            small += place.glob(pattern)
+            small += inside.glob(pattern)
     if gguf_file is not None:
         weights.append(folder / gguf_file)
     return files.together(folder, filter(Path.is_file, weights), filter(Path.is_file, small))
@@ -163,9 +159,9 @@ def tokenizer_digest(folder: Path | None, tokenizer_kwargs: Mapping[str, Any], f
     """
     found = [
         path
-        for place in (_places(folder, tokenizer_kwargs) if folder is not None else ())
+        for inside in (_folders(folder, tokenizer_kwargs) if folder is not None else ())
         for pattern in TOKENIZER_FILES
-        for path in place.glob(pattern)
+        for path in inside.glob(pattern)
     ]
     texts = [value for value in tokenizer_kwargs.values() if isinstance(value, str)]
     # Not Path.is_file, which raises an error for a text that can be no name.
@@ -185,7 +181,7 @@ def hub_commit(name_or_path: str, folder: Path) -> str | None:
 
 def digest_of(value: object) -> str:
     """A digest of a value as YAML can hold it, in any order of its keys."""
-    return hashlib.blake2b(json.dumps(_plain(value)).encode(), digest_size=32).hexdigest()
+    return _hash(json.dumps(_plain(value)).encode()).hexdigest()
 
 
 def _plain(value: object) -> object:
@@ -197,48 +193,36 @@ def _plain(value: object) -> object:
     return value if isinstance(value, str | int | float | None) else [type(value).__name__, repr(value)]
 
 
-def _places(folder: Path, kwargs: Mapping[str, Any]) -> list[Path]:
+def _folders(folder: Path, kwargs: Mapping[str, Any]) -> list[Path]:
     subfolder = kwargs.get("subfolder")
     return [folder, folder / subfolder] if isinstance(subfolder, str) and subfolder else [folder]
-
-
-def _pieces(file: BinaryIO) -> Iterator[bytes]:
-    while piece := file.read(_READ_BYTES):
-        yield piece
 
 
 def _samples(file: BinaryIO, is_safetensors: bool) -> Iterator[bytes]:
     size = os.fstat(file.fileno()).st_size
     yield size.to_bytes(8, "little")
-    header, tensors = _header(file, size) if is_safetensors else (b"", [])
+    header = read_header(file, size) if is_safetensors else b""
     yield header
     end = size - _EDGE_BYTES
-    room = end - _EDGE_BYTES - _BLOCK_BYTES
-    if room <= _BLOCKS * _BLOCK_BYTES:
+    span = end - _EDGE_BYTES - _BLOCK_BYTES
+    if span <= _BLOCKS * _BLOCK_BYTES:
         file.seek(0)
-        yield from _pieces(file)
+        yield file.read()
         return
-    places = {_EDGE_BYTES + room * number // (_BLOCKS - 1) for number in range(_BLOCKS)}
-    places |= {place for place in tensors if _EDGE_BYTES < place < end}
-    for place in (0, *sorted(places), end):
-        file.seek(place)
-        yield file.read(_BLOCK_BYTES if 0 < place < end else _EDGE_BYTES)
+    offsets = {_EDGE_BYTES + span * number // (_BLOCKS - 1) for number in range(_BLOCKS)}
+    offsets |= {offset for offset in _tensor_middles(header) if _EDGE_BYTES < offset < end}
+    for offset in (0, *sorted(offsets), end):
+        file.seek(offset)
+        yield file.read(_BLOCK_BYTES if 0 < offset < end else _EDGE_BYTES)
 
 
-def _header(file: BinaryIO, size: int) -> tuple[bytes, list[int]]:
-    """A safetensors header, and where 4 KiB in the middle of each tensor begin; nothing of one that is broken.
-
-    Format: 8 bytes with the header's length, the header as JSON, the data (safetensors' README, "Format").
-    """
-    length = int.from_bytes(file.read(8), "little")
-    if not 0 < length <= min(_LARGEST_HEADER, size - 8):
-        return b"", []
-    header = file.read(length)
+def _tensor_middles(header: bytes) -> list[int]:
+    """Where 4 KiB in the middle of each tensor begin in the file; nothing of a broken header."""
     try:
-        entries = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
-        spans = sorted((int(entry["data_offsets"][0]), int(entry["data_offsets"][1])) for entry in entries)
-    except (ValueError, KeyError, IndexError, AttributeError, TypeError, RecursionError):
-        return header, []
-    step = -(-len(spans) // _MOST_TENSORS) or 1
-    first = 8 + length
-    return header, [first + max(start, (start + stop - _BLOCK_BYTES) // 2) for start, stop in spans[::step]]
+        offsets = [entry["data_offsets"] for entry in header_entries(header).values()]
+        spans = sorted((int(start), int(stop)) for start, stop, *_ in offsets)
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        return []
+    step = -(-len(spans) // _MAX_TENSORS) or 1
+    first = LENGTH_BYTES + len(header)
+    return [first + max(start, (start + stop - _BLOCK_BYTES) // 2) for start, stop in spans[::step]]

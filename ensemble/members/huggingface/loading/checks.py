@@ -16,7 +16,7 @@ from typing import Any
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
 from ensemble.common.protocol import WorkerSpec
-from ensemble.members.huggingface.checkpoint.safetensors_headers import is_left_out, stands_beside_packed
+from ensemble.members.huggingface.checkpoint.weight_files import is_left_out, stands_beside_packed
 from ensemble.members.huggingface.loading.adapter import some
 
 # Of a member's first rows, so many, and so many characters of each.
