@@ -224,10 +224,11 @@ def _import_libraries(began: float, send: Callable[[Event], None]) -> None:
 
 def _make(start: Start, told: Told) -> tuple[Member, float]:
     """The member without its model; returns it and the seconds that it took."""
+    from ensemble.members.huggingface.spec import ModelSpec
     from ensemble.worker.member import Member
 
     began = time.monotonic()
-    member = Member(start.worker_spec(), told.stop)
+    member = Member(ModelSpec.of(start.spec.common, start.spec.settings), told.stop)
     told.heed_hints(member.prepare)
     if start.read_ahead_bytes:
         member.read_ahead(start.read_ahead_bytes)

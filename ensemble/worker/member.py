@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ensemble.common.files import check_unchanged
-from ensemble.common.protocol import Predict, WorkerSpec
+from ensemble.common.protocol import Predict
 from ensemble.data.json_cells import TemplateProblem
 from ensemble.data.published_table import PublishedTable
 from ensemble.members.huggingface.loading.checks import ROWS, check_tokenizer
@@ -36,6 +36,7 @@ from ensemble.members.huggingface.scoring.forward import BatchSizes, Mode, Repor
 from ensemble.members.huggingface.scoring.prefetch import Upcoming
 from ensemble.members.huggingface.scoring.unsupported import told_in_a_sentence
 from ensemble.members.huggingface.scoring.warmup import LONGEST, TEXTS, Rehearsal
+from ensemble.members.huggingface.spec import ModelSpec
 from ensemble.worker.shard_writer import ChunkWork, Parts, Reasons, Writer
 
 
@@ -57,7 +58,7 @@ class Member:
         ValueError: the tokenizer leaves no room for text, or is not the one that its files are for.
     """
 
-    def __init__(self, spec: WorkerSpec, write_failed: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, spec: ModelSpec, write_failed: Callable[[], None] = lambda: None) -> None:
         self._spec = spec
         with self._unchanged():
             self._tokenizer = load_tokenizer(spec)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from ensemble.common.protocol import Start
+from ensemble.common.protocol import encode
 from tests.checkpoints import make_checkpoint, make_texts
 from tests.waiting import PATIENCE_SECONDS
-from tests.worker.test_predict import LABELS, worker_spec
+from tests.worker.test_predict import LABELS, start, worker_spec
 from tests.worker.test_serve import publish
 
 
@@ -83,11 +83,13 @@ def test_a_member_that_stands_by_has_its_code_and_neither_model_nor_device(tmp_p
     places = publish(tmp_path, {"text": make_texts(5)})
     spec = worker_spec(folder, **places)
     code = (
-        "import sys, torch, dataclasses, json\n"
-        "from ensemble.common.protocol import WorkerSpec, Start\n"
+        "import sys, torch\n"
+        "from ensemble.common.protocol import decode\n"
+        "from ensemble.members.huggingface.spec import ModelSpec\n"
         "from ensemble.worker.member import Member\n"
         "assert 'transformers.models.gemma2.modeling_gemma2' not in sys.modules\n"
-        "member = Member(Start(json.loads(sys.argv[1])).worker_spec())\n"
+        "spec = decode(sys.argv[1]).spec\n"
+        "member = Member(ModelSpec.of(spec.common, spec.settings))\n"
         "member.read_ahead(1 << 30)\n"
         "member.prepare(0, 5)\n"
         "assert 'transformers.models.gemma2.modeling_gemma2' in sys.modules\n"
@@ -97,8 +99,8 @@ def test_a_member_that_stands_by_has_its_code_and_neither_model_nor_device(tmp_p
         "member.load()\n"
         "print(member.parameters)\n"
     )
-    fields = json.dumps(Start.of(spec).spec)
-    done = subprocess.run([sys.executable, "-c", code, fields], capture_output=True, text=True, check=False)
+    line = encode(start(spec))
+    done = subprocess.run([sys.executable, "-c", code, line], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 0
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ensemble.common.protocol import WorkerSpec
+from ensemble.common.protocol import CommonSpec, Start, WorkerSpec
+from ensemble.members.huggingface.spec import ModelSettings, ModelSpec
+from ensemble.members.seq_cls.spec import CHILD
 from tests.checkpoints import make_checkpoint, make_texts, reference
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LABELS = ["yes", "no", "tie"]
 
 
-def worker_spec(folder: Path, **changes: Any) -> WorkerSpec:
-    fields: dict[str, Any] = {
+def worker_spec(folder: Path, **changes: Any) -> ModelSpec:
+    found: dict[str, Any] = {
         "model_name_or_path": str(folder),
         "revision": None,
         "trust_remote_code": False,
@@ -57,11 +60,19 @@ def worker_spec(folder: Path, **changes: Any) -> WorkerSpec:
         "order_path": "",
         "parts_dir": "",
     }
-    fields["is_attention_asked"] = changes.get("attn_implementation") is not None
-    return WorkerSpec(**{**fields, **changes})
+    found["labels"] = tuple(LABELS)
+    found["is_attention_asked"] = changes.get("attn_implementation") is not None
+    return ModelSpec(**{**found, **changes})
 
 
-def compute(spec: WorkerSpec, rows: list[dict[str, str]]) -> np.ndarray:
+def start(spec: ModelSpec, read_ahead_bytes: int = 0) -> Start:
+    """What the parent sends of it."""
+    common = CommonSpec(**{field.name: getattr(spec, field.name) for field in fields(CommonSpec)})
+    settings = {field.name: getattr(spec, field.name) for field in fields(ModelSettings)}
+    return Start(WorkerSpec(common, CHILD, settings), read_ahead_bytes)
+
+
+def compute(spec: ModelSpec, rows: list[dict[str, str]]) -> np.ndarray:
     """What the worker's own pieces make of the rows, in the rows' order."""
     from ensemble.members.huggingface.loading.load import load
     from ensemble.members.huggingface.scoring.batching import make_batches

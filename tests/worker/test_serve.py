@@ -25,15 +25,14 @@ from ensemble.common.protocol import (
     Predict,
     Progress,
     Ready,
-    Start,
     Started,
     Stop,
-    WorkerSpec,
 )
+from ensemble.members.huggingface.spec import ModelSpec
 from tests.checkpoints import make_checkpoint, make_texts, reference
 from tests.worker.broken import BREAKING
 from tests.worker.test_compute import read_part
-from tests.worker.test_predict import LABELS, worker_spec
+from tests.worker.test_predict import LABELS, start, worker_spec
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -64,14 +63,14 @@ class Script(list[Command]):
         pass
 
 
-def served(spec: WorkerSpec, *commands: Command, step: Callable[[], None] = lambda: None) -> tuple[int, Any]:
+def served(spec: ModelSpec, *commands: Command, step: Callable[[], None] = lambda: None) -> tuple[int, Any]:
     """The exit code and the events, without progress and without word that a chunk is computed."""
     from ensemble.worker.__main__ import serve
 
     events: list[Event] = []
     looks = itertools.count(0.0, 7.0)  # the clock that chunks are timed by
     code = serve(
-        Script([Start.of(spec), Load(), *commands]), events.append, step, time.monotonic(), looks.__next__
+        Script([start(spec), Load(), *commands]), events.append, step, time.monotonic(), looks.__next__
     )
     return code, [event for event in events if not isinstance(event, Progress | Computed)]
 
