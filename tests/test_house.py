@@ -27,7 +27,7 @@ ROOMS = {
     "cli": {"common", "config", "members", "planning", "scheduling", "merging", "pipeline"},
     "child": {"common", "data", "members"},
 }
-CHILD_SIDE_OF_MEMBERS = {"child", "loading", "scoring"}
+CHILD_SIDE_OF_MEMBERS = {"child", "predictor", "loading", "scoring"}
 
 
 def imports(path: Path) -> Iterator[str]:

@@ -120,7 +120,7 @@ def truncation_text(state: MemberState) -> str:
     rows = state.counters.rows
     if not cut:
         return ""
-    length = max(record.ready.max_length for record in state.workers if record.ready is not None)
+    length = max(record.ready.max_length or 0 for record in state.workers if record.ready is not None)
     were = "was" if cut == 1 else "were"
     return f"{state.plan.name}: {cut:,} of {plural(rows, 'row')} {were} cut at max_length {length:,}"
 

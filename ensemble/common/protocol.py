@@ -151,15 +151,19 @@ class Started:
 
 @dataclass(frozen=True)
 class Ready:
-    """The model is on its device."""
+    """The member is on its devices; what its kind knows of it, for the user and for run.json.
 
-    load_seconds: float
-    device: str
-    dtype: str
-    attn_implementation: str
-    parameters: int
-    max_length: int
-    token_budget: int
+    ``device`` is a GPU's name or "cpu"; ``max_length`` counts the tokens of a row, ``token_budget`` those of a
+    batch; ``notes`` are sentences for the user.
+    """
+
+    load_seconds: float = 0.0
+    device: str = "cpu"
+    dtype: str = ""
+    attn_implementation: str = ""
+    parameters: int | None = None
+    max_length: int | None = None
+    token_budget: int | None = None
     notes: tuple[str, ...] = ()
 
 

@@ -192,10 +192,10 @@ def _seconds_per_member(state: MemberState, now: float) -> float | None:
 def _forecast(state: MemberState) -> dict[str, Any] | None:
     """What the plan said of a replica's memory, per device, at the token budget that the workers then took."""
     needed = state.plan.placement.footprint
-    budgets = [record.ready.token_budget for record in state.workers if record.ready is not None]
+    taken = [record.ready.token_budget for record in state.workers if record.ready is not None]
     if needed is None:
         return None
-    tokens = max(budgets, default=needed.width)
+    tokens = max(filter(None, taken), default=needed.width)
     return {
         "parameters": needed.weights.parameters,
         "weight_bytes": needed.weights.bytes,

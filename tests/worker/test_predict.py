@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from ensemble.common.protocol import CommonSpec, Start, WorkerSpec
+from ensemble.common.protocol import CommonSpec, Event, Start, WorkerSpec
+from ensemble.data.published_table import PublishedTable
 from ensemble.members.huggingface.spec import ModelSettings, ModelSpec
 from ensemble.members.seq_cls.spec import CHILD
+from ensemble.worker.heartbeat import HeartbeatThread
+from ensemble.worker.session import Session
 from tests.checkpoints import make_checkpoint, make_texts, reference
+
+if TYPE_CHECKING:
+    from ensemble.members.seq_cls.predictor import SequenceClassifier
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LABELS = ["yes", "no", "tie"]
@@ -70,6 +78,17 @@ def start(spec: ModelSpec, read_ahead_bytes: int = 0) -> Start:
     common = CommonSpec(**{field.name: getattr(spec, field.name) for field in fields(CommonSpec)})
     settings = {field.name: getattr(spec, field.name) for field in fields(ModelSettings)}
     return Start(WorkerSpec(common, CHILD, settings), read_ahead_bytes)
+
+
+def predictor(spec: ModelSpec) -> SequenceClassifier:
+    from ensemble.members.seq_cls import predictor
+
+    return predictor.SequenceClassifier(spec, PublishedTable(Path(spec.table_path)))
+
+
+def make_session(spec: ModelSpec, send: Callable[[Event], None] = lambda event: None) -> Session:
+    """What a worker's process holds once it has started, in this one."""
+    return Session(start(spec), send, HeartbeatThread(send), time.monotonic(), lambda: None)
 
 
 def compute(spec: ModelSpec, rows: list[dict[str, str]]) -> np.ndarray:

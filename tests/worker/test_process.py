@@ -10,10 +10,10 @@ import pytest
 from ensemble.common.protocol import Load, Predict, Progress
 from ensemble.scheduling.launchers.local import LocalWorker
 from tests.checkpoints import make_checkpoint, make_texts
+from tests.worker.test_heartbeat import wait_for_end
 from tests.worker.test_memory import next_event
 from tests.worker.test_predict import LABELS, start, worker_spec
-from tests.worker.test_pulse import wait_for_end
-from tests.worker.test_serve import publish
+from tests.worker.test_session import publish
 
 ROWS = 10_000  # as one chunk: many seconds
 
@@ -52,7 +52,7 @@ def test_a_worker_that_is_aborted_leaves_the_stacks_of_all_its_threads(
     code, log = end_in_mid_chunk(checkpoint, tmp_path, signal.SIGABRT)
     assert code == -signal.SIGABRT
     assert "Fatal Python error: Aborted" in log
-    for function in ("in predict_chunk", "in _beat", "in _watch", "in _read", "in serve"):
+    for function in ("in predict", "in _run", "in _watch", "in _read", "in serve"):
         assert function in log, log
 
 
