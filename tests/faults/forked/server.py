@@ -51,7 +51,7 @@ def _serve_runs(model: str) -> None:
 
         for module in pkgutil.walk_packages(ensemble.__path__, "ensemble."):
             parts = tuple(module.name.split(".")[1:])
-            if room_of(parts) != "child":
+            if room_of(parts) not in ("worker", "predictor", "child"):
                 importlib.import_module(module.name)
         assert workers.stdout is not None
         assert workers.stdout.readline() == b"ready\n"
