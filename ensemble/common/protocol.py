@@ -1,4 +1,4 @@
-"""The messages that cross the line between the parent and a worker process.
+"""The messages on the channel between the parent and a worker process.
 
 Commands go to the worker as JSON lines on its standard input, events come back as JSON lines on a pipe of
 their own.  A message is a frozen dataclass; on the wire it is an object whose ``type`` is the class's name.
@@ -107,11 +107,11 @@ class WorkerSpec:
 class Start:
     """The first command: get ready to load the member described here, with everything that needs no device.
 
-    Of its weights so many bytes are read from the disk ahead, so that they lie in the page cache.
+    Up to ``preload_bytes`` of its weights are read from the disk meanwhile, so that they lie in the page cache.
     """
 
     spec: WorkerSpec
-    read_ahead_bytes: int = 0
+    preload_bytes: int = 0
 
 
 @dataclass(frozen=True)

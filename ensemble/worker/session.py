@@ -74,16 +74,16 @@ def serve(commands: Commands, send: Callable[[Event], None], heartbeat: Heartbea
     chunk: int | None = None
     session: Session | None = None
     redact = Redactor(os.environ)
+
+    def send_redacted(event: Event) -> None:
+        send(redact.document(event))
+
     try:
         arriving = iter(commands)
         start = next(arriving)
         assert isinstance(start, Start), start
         redact = Redactor(os.environ, start.spec.settings)
         guard_output(redact)
-
-        def send_redacted(event: Event) -> None:
-            send(redact.document(event))
-
         session = Session(start, send_redacted, heartbeat, began, commands.stop)
         commands.on_prepare(session.prepare)
         for command in arriving:
@@ -114,8 +114,7 @@ def serve(commands: Commands, send: Callable[[Event], None], heartbeat: Heartbea
         if session is not None and session.unwritten_chunk is not None:
             chunk = session.unwritten_chunk
         can_retry = judge(error) is Verdict.SUSPECT
-        failed = Failed(type(error).__name__, one_line(error, redact), trace, chunk, can_retry)
-        send(redact.document(failed))
+        send_redacted(Failed(type(error).__name__, one_line(error, redact), trace, chunk, can_retry))
         return 1
     return 0
 
@@ -161,8 +160,8 @@ class Session:
         with self._unchanged():
             table = PublishedTable(Path(self._common.table_path))
             self.predictor = child.make_predictor(self._common, start.spec.settings, table)
-        if start.read_ahead_bytes:
-            self.predictor.preload(start.read_ahead_bytes)
+        if start.preload_bytes:
+            self.predictor.preload(start.preload_bytes)
         self._making_seconds = time.monotonic() - making_since
 
     @property

@@ -85,7 +85,7 @@ class ShardWriter:
             self._failed()
 
     def _done(self, command: Predict, rows: npt.NDArray[np.int64], prediction: Prediction) -> ChunkDone:
-        values = prediction.values
+        values = np.asarray(prediction.values, dtype=np.float64)
         expected = (len(rows), len(self._spec.labels))
         if values.shape != expected:
             raise ValueError(f"it predicted an array of shape {values.shape}, and {expected} was asked for")

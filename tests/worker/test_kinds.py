@@ -53,7 +53,7 @@ def start(folder: Path, files: Sequence[Path] = ()) -> Start:
     )
     (folder / "scale").write_text("4")
     settings = {"column": "text", "scale_path": str(folder / "scale")}
-    return Start(WorkerSpec(common, "tests.worker.lengths", settings), read_ahead_bytes=1000)
+    return Start(WorkerSpec(common, "tests.worker.lengths", settings), preload_bytes=1000)
 
 
 def answers(folder: Path, commands: Sequence[Command]) -> tuple[int, list[Event]]:

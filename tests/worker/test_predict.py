@@ -73,11 +73,11 @@ def worker_spec(folder: Path, **changes: Any) -> ModelSpec:
     return ModelSpec(**{**found, **changes})
 
 
-def start(spec: ModelSpec, read_ahead_bytes: int = 0) -> Start:
+def start(spec: ModelSpec) -> Start:
     """What the parent sends of it."""
     common = CommonSpec(**{field.name: getattr(spec, field.name) for field in fields(CommonSpec)})
     settings = {field.name: getattr(spec, field.name) for field in fields(ModelSettings)}
-    return Start(WorkerSpec(common, CHILD, settings), read_ahead_bytes)
+    return Start(WorkerSpec(common, CHILD, settings))
 
 
 def predictor(spec: ModelSpec) -> SequenceClassifier:

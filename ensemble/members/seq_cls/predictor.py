@@ -69,7 +69,7 @@ class SequenceClassifier(Predictor):
         self._longest = max(first, key=lambda text: len("".join(text)), default=None)
         self._rehearsed = self._encode_rehearsal()
         # On a CPU both would want the same cores.
-        self._upcoming = Upcoming(self._encode, in_background=spec.gpus > 0)
+        self._prefetch = Upcoming(self._encode, in_background=spec.gpus > 0)
         self._reading: ReadAhead | None = None
         import_model_class(spec)
 
@@ -77,7 +77,7 @@ class SequenceClassifier(Predictor):
         self._reading = ReadAhead(weight_files(self._spec), limit_bytes)
 
     def prepare(self, rows: npt.NDArray[np.int64]) -> None:
-        self._upcoming.prepare(rows)
+        self._prefetch.prepare(rows)
 
     def load(self) -> Ready:
         if self._reading is not None:
@@ -86,8 +86,8 @@ class SequenceClassifier(Predictor):
         if loaded.max_length != self._max_length:
             self._max_length = loaded.max_length
             self._prompt = Prompt(self._spec, self._tokenizer, self._max_length)
-            self._upcoming.forget()
-            with self._upcoming.nobody_else():
+            self._prefetch.forget()
+            with self._prefetch.nobody_else():
                 self._rehearsed = self._encode_rehearsal()
         self._loaded = loaded
         self._classifier = Classifier(loaded.model, loaded.pad_token_id)
@@ -116,7 +116,7 @@ class SequenceClassifier(Predictor):
         )
 
     def predict(self, rows: npt.NDArray[np.int64], report: Report) -> Prediction:
-        encoded = self._upcoming.take(rows, lambda: report(0))
+        encoded = self._prefetch.take(rows, lambda: report(0))
         with self._passes():
             computed = compute(self._classifier, encoded, self._sizes, report, self._in_float32)
         values = np.full((len(rows), len(self._spec.label_order)), np.nan)
