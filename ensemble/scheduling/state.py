@@ -226,8 +226,11 @@ class MemberState:
         )
 
 
-def phase_of(state: MemberState) -> str:
-    """waiting, starting, loading, predicting, paused, done or failed."""
+Phase: TypeAlias = Literal["waiting", "starting", "loading", "predicting", "paused", "done", "failed"]
+
+
+def phase_of(state: MemberState) -> Phase:
+    """Where a member stands."""
     if state.failure is not None:
         return "failed"
     if state.finished:
