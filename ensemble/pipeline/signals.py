@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
@@ -21,10 +22,12 @@ class Signals:
 
     Args:
         ignored: those that are not heeded, because this process was started so.
+        owns_process: whether a second signal may end the whole process.
     """
 
-    def __init__(self, ignored: Sequence[signal.Signals] = ()) -> None:
+    def __init__(self, ignored: Sequence[signal.Signals] = (), owns_process: bool = True) -> None:
         self.ignored = tuple(ignored)
+        self._owns_process = owns_process
         self._came: int | None = None
         self._is_postponed = False
 
@@ -32,7 +35,7 @@ class Signals:
         """The handler of the signals: raises, or keeps the signal for ``check`` while it is postponed."""
         if self._came is not None:
             # A terminal that goes away sends SIGHUP twice, by the kernel and by the shell: nobody is impatient.
-            if number == signal.SIGHUP:
+            if number == signal.SIGHUP or not self._owns_process:
                 return
             os._exit(128 + number)  # workers go with this process: the kernel kills them
         self._came = number
@@ -59,12 +62,21 @@ class Signals:
 
 
 @contextlib.contextmanager
-def heed_signals() -> Iterator[Signals]:
-    """Handle the signals within, but for those that this process was started to ignore."""
+def heed_signals(owns_process: bool = True) -> Iterator[Signals]:
+    """Handle the signals within, but for those that this process was started to ignore.
+
+    In a thread none is handled: Python hands signals to the main thread alone.
+
+    Args:
+        owns_process: False in somebody else's program, such as a notebook: then a second signal does not end it.
+    """
     before = {number: signal.getsignal(number) for number in _HEEDED}
     ignored = [number for number in _MAY_BE_IGNORED if before[number] is signal.SIG_IGN]
-    signals = Signals(ignored)
-    heeded = [number for number in _HEEDED if number not in ignored]
+    signals = Signals(ignored, owns_process)
+    # None is a handler that was not set by Python, which could not be put back.
+    heeded = [number for number in _HEEDED if number not in ignored and before[number] is not None]
+    if threading.current_thread() is not threading.main_thread():
+        heeded = []
     for number in heeded:
         signal.signal(number, signals.handle)
     try:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ensemble.common.files import load_json, read_json, unreadable
-from ensemble.common.protocol import DEFAULT_MAX_LENGTH, NO_LENGTH_LIMIT
 from ensemble.members.huggingface.checkpoint.transformers_source import source_files
+from ensemble.members.huggingface.spec import DEFAULT_MAX_LENGTH, NO_LENGTH_LIMIT
 
 # All of a tokenizer in one file; every class of transformers 5 that is built on tokenizers reads it.
 _WHOLE = "tokenizer.json"

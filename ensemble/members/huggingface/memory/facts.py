@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ensemble.common.files import read_json
-from ensemble.common.protocol import DEFAULT_MAX_LENGTH
 from ensemble.config import ModelConfig
 from ensemble.members.huggingface.checkpoint.architecture import read_architecture
 from ensemble.members.huggingface.checkpoint.inspect import Checkpoint
@@ -17,6 +16,7 @@ from ensemble.members.huggingface.checkpoint.tokenizer_files import own_max_leng
 from ensemble.members.huggingface.checkpoint.transformers_source import modeling_source
 from ensemble.members.huggingface.checkpoint.weight_files import read_tensors, shards_of
 from ensemble.members.huggingface.memory.replica import MemberFacts
+from ensemble.members.huggingface.spec import DEFAULT_MAX_LENGTH
 
 # Of a member whose checkpoint or table could not be read.
 UNKNOWN = MemberFacts(

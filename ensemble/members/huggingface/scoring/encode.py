@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ensemble.common.protocol import WorkerSpec
 from ensemble.data.json_cells import TemplateProblem, replace_lone_surrogates
 from ensemble.data.template import compile_template
+from ensemble.members.huggingface.spec import ModelSpec
 
 # Rows that the tokenizer gets at a time: enough for all of its threads, a moment's work for the slowest.
 BLOCK_ROWS = 512
@@ -43,7 +43,7 @@ class Prompt:
         max_length: tokens a row may have, special tokens included.
     """
 
-    def __init__(self, spec: WorkerSpec, tokenizer: Any, max_length: int) -> None:
+    def __init__(self, spec: ModelSpec, tokenizer: Any, max_length: int) -> None:
         self._template = compile_template(spec.prompt_template) if spec.prompt_template is not None else None
         self._columns = spec.text_columns
         self._tokenizer = tokenizer
