@@ -189,7 +189,7 @@ def _complain(problems: Iterable[str]) -> None:
 
 
 def _load(config: Path, sets: list[str], limit: int | None) -> LoadedConfig:
-    from ensemble.common.import_guards import import_numpy
+    from ensemble.common.import_guards import import_numpy, keep_pandas_out
     from ensemble.common.packages import unsupported
     from ensemble.config import load_config
 
@@ -199,4 +199,5 @@ def _load(config: Path, sets: list[str], limit: int | None) -> LoadedConfig:
     loaded = load_config(config, [*sets, *([f"limit={limit}"] if limit is not None else [])])
     guard_output(loaded.redactor)  # now that its own secrets are known
     import_numpy()
+    keep_pandas_out()
     return loaded

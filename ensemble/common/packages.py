@@ -77,7 +77,7 @@ def unsupported(
 def own_requirements() -> tuple[Requirement, ...]:
     """What this package asks for; empty where neither a pyproject.toml nor an installation says so."""
     # A checkout on PYTHONPATH has no metadata, or that of another copy which is installed besides.
-    texts = _of_checkout(Path(__file__).resolve().parents[1] / "pyproject.toml")
+    texts = _of_checkout(Path(__file__).resolve().parents[2] / "pyproject.toml")
     if texts is None:
         try:
             texts = metadata.requires(DISTRIBUTION) or []

@@ -143,6 +143,11 @@ def _check_values(path: Path, batch: pa.RecordBatch, first_row: int) -> None:
         if not len(column) or _is_plain(column.type):
             continue
         try:
+            # Where pandas is imported, pyarrow gives its values, which know nanoseconds; a worker has none.
+            if column.type == pa.duration("ns"):
+                column.cast(pa.duration("us"))
+            elif pa.types.is_timestamp(column.type) and column.type.unit == "ns":
+                column.cast(pa.timestamp("us", column.type.tz))
             column.take(pa.array([0])).to_pylist()
             column.to_pylist()
         except (ArithmeticError, LookupError, TypeError, ValueError, pa.ArrowException) as error:
