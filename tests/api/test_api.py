@@ -169,7 +169,7 @@ def test_what_is_wrong_is_raised_with_every_problem(
     assert secret not in str(caught.value)
     with pytest.raises(ensemble.DataError, match=r"nope\.csv"):
         ensemble.validate("config.yaml", {"data.path": Path("nope.csv")})
-    with pytest.raises(ensemble.ConfigError, match="limit holds .*; give numbers"):
+    with pytest.raises(ensemble.ConfigError, match=r"limit holds .*; give numbers"):
         ensemble.plan("config.yaml", {"limit": object()})
     with pytest.raises(ensemble.ConfigError, match="give a mapping or a list"):
         ensemble.plan("config.yaml", "limit=1")
