@@ -147,29 +147,25 @@ def _version(
 
 def main() -> NoReturn:
     """Run the command line; every error of ours becomes its sentences and its exit code."""
-    code = _run_command()
+    code = 0
+    try:
+        app()
+    except EnsembleError as error:
+        _complain(error.problems)
+        code = error.exit_code
+    except Interrupted as stopped:
+        _complain([str(stopped)])
+        code = stopped.exit_code
+    except KeyboardInterrupt:
+        code = 130
+    except SystemExit as leaving:  # how typer ends a command, and a wrong one
+        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     for stream in filter(None, (sys.stdout, sys.stderr)):
         with contextlib.suppress(OSError, ValueError):  # nobody reads any more, or it was closed
             stream.flush()
     # Not sys.exit: a thread of Arrow's CSV reader that is still about when Python tears down its C++ objects has
     # been seen to abort the process, exit code -6, after everything was said and done.
     os._exit(code)
-
-
-def _run_command() -> int:
-    try:
-        app()
-    except EnsembleError as error:
-        _complain(error.problems)
-        return error.exit_code
-    except Interrupted as stopped:
-        _complain([str(stopped)])
-        return stopped.exit_code
-    except KeyboardInterrupt:
-        return 130
-    except SystemExit as leaving:  # how typer ends a command, and a wrong one
-        return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-    return 0
 
 
 def _show(view: str, subject: object) -> None:
@@ -189,14 +185,14 @@ def _complain(problems: Iterable[str]) -> None:
 
 
 def _load(config: Path, sets: list[str], limit: int | None) -> LoadedConfig:
-    from ensemble.common.import_guards import import_numpy
+    from ensemble.common.import_guards import import_numpy, keep_pandas_out
     from ensemble.common.packages import unsupported
-    from ensemble.config import load_config
+    from ensemble.pipeline.load import load
 
     if found := [*unsupported()]:
         raise ConfigError(found)
-
-    loaded = load_config(config, [*sets, *([f"limit={limit}"] if limit is not None else [])])
+    loaded = load(config, [*sets, *([f"limit={limit}"] if limit is not None else [])])
     guard_output(loaded.redactor)  # now that its own secrets are known
     import_numpy()
+    keep_pandas_out()
     return loaded

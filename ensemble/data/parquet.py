@@ -134,6 +134,11 @@ def _checked(
         arrays.append(column if column.type == field.type else pc.cast(column, field.type))
         if field.name in columns and len(column) and not _is_plain(field.type):
             try:
+                # Where pandas is imported, pyarrow gives its values, which know nanoseconds; a worker has none.
+                if column.type == pa.duration("ns"):
+                    column.cast(pa.duration("us"))
+                elif pa.types.is_timestamp(column.type) and column.type.unit == "ns":
+                    column.cast(pa.timestamp("us", column.type.tz))
                 arrays[-1].take(pa.array([0])).to_pylist()
                 arrays[-1].to_pylist()
             except (ArithmeticError, LookupError, TypeError, ValueError, pa.ArrowException) as error:

@@ -129,7 +129,7 @@ class Handover:
     def _write_probabilities(self, path: Path, values: npt.NDArray[np.float64]) -> str:
         """Write a CSV of ids and labels; returns its SHA-256."""
         config = self._prepared.config
-        columns = [pa.array(values[:, label]) for label in range(values.shape[1])]
+        columns = [pa.array(column) for column in values.T]
         with atomic_path(path) as temporary:
             write_csv(
                 temporary, [config.data.id_column, *config.labels], [self._prepared.table.ids, *columns]

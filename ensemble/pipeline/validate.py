@@ -18,7 +18,6 @@ import numpy.typing as npt
 from ensemble.common.errors import ConfigError, DataError, DeviceError, EnsembleError
 from ensemble.common.files import FileState, file_state, folder_states, unreadable, unwritable_reason
 from ensemble.common.gpus import Device, Inventory, inventory
-from ensemble.common.import_guards import keep_pandas_out
 from ensemble.common.packages import unsupported
 from ensemble.config import LoadedConfig, ModelConfig, RunConfig
 from ensemble.data.submission import Sample, read_sample
@@ -115,7 +114,6 @@ def prepare(loaded: LoadedConfig, must_fit: bool = True) -> Prepared:
     Raises:
         EnsembleError: of exit code 2, with every problem found.
     """
-    keep_pandas_out()
     config = loaded.config
     problems = _Problems()
     templates = compile_templates(config, problems.found)
