@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 from ensemble.pipeline.run import Display
-from ensemble.scheduling.state import phase_of
 
 PLAIN_LINE_SECONDS = 5.0
 _BAR_WIDTH, _SHORTEST_BAR = 24, 6
@@ -113,7 +112,7 @@ class PlainDisplay:
     def update(self, members: Sequence[MemberState]) -> None:
         now = self._clock()
         for state in members:
-            name, phase = state.plan.name, phase_of(state)
+            name, phase = state.plan.name, state.phase
             if phase == "waiting":
                 continue
             self._notes(state)
@@ -124,7 +123,7 @@ class PlainDisplay:
                 self._phases[name], self._last[name] = phase, now
                 first = phase == "predicting" and changed
                 rows = f"predicting {plural(state.plan.order.shape[0] - state.reused_rows, 'row')}"
-                self.say(f"{name}: {rows if first else describe(state, now)}")
+                self.say(f"{name}: {rows if first else describe(state)}")
 
 
 class BarDisplay:
@@ -154,14 +153,13 @@ class BarDisplay:
         if self._progress is None:
             self._progress = self._bars(max(len(state.plan.name) for state in members))
             self._progress.start()
-        now = time.monotonic()
         for state in members:
             name = state.plan.name
             self._notes(state)
             if name not in self._tasks:
                 self._tasks[name] = self._progress.add_task(name, total=1.0, status="")
             self._progress.update(
-                self._tasks[name], completed=state.fraction, status=describe(state, now, short=True)
+                self._tasks[name], completed=state.fraction, status=describe(state, short=True)
             )
 
     def _bars(self, name_width: int) -> Progress:
@@ -181,9 +179,9 @@ class BarDisplay:
         return Progress(*columns, console=console)
 
 
-def describe(state: MemberState, now: float, short: bool = False) -> str:
-    """What a member is doing, in a phrase; ``now`` is a reading of the monotonic clock, in seconds."""
-    phase = phase_of(state)
+def describe(state: MemberState, short: bool = False) -> str:
+    """What a member is doing, in a phrase."""
+    phase = state.phase
     if phase == "failed":
         return "failed" if short or state.failure is None else f"failed: {state.failure.message}"
     if phase in ("waiting", "starting"):
@@ -191,7 +189,7 @@ def describe(state: MemberState, now: float, short: bool = False) -> str:
     if phase == "loading":
         return "loading the model"
     rows = int(state.plan.order.shape[0])
-    elapsed = state.predicting_seconds(now)
+    elapsed = state.predicting_seconds
     speed = f"{state.tokens_done / elapsed:,.0f} tokens/s"
     if phase == "done":
         if not state.workers:

@@ -153,7 +153,7 @@ def _member_cells(state: MemberState, merged_rows: Mapping[str, int]) -> list[st
     if not state.workers:
         return [state.plan.name, f"{len(state.plan.order):,}", "reused", "", "", ""]
     workers = state.workers
-    seconds = state.predicting_seconds(state.finished_at or 0.0)
+    seconds = state.predicting_seconds
     computed = sum(record.padded_tokens for record in workers)
     real = sum(record.tokens for record in workers)
     return [

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import platform
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -21,8 +20,8 @@ from ensemble.pipeline.validate import Prepared
 from ensemble.planning.forecast import total_seconds
 from ensemble.planning.plan import MemberPlan
 from ensemble.planning.time_limit import calibrated
-from ensemble.scheduling.device_pool import Leases
-from ensemble.scheduling.state import Failure, Gap, MemberState, WorkerRecord, phase_of
+from ensemble.scheduling.device_pool import DevicePool
+from ensemble.scheduling.state import Failure, Gap, MemberState, WorkerRecord
 
 
 def run_document(
@@ -31,7 +30,7 @@ def run_document(
     prepared: Prepared,
     members: Sequence[MemberState],
     works: Mapping[str, MemberWork],
-    leases: Leases | None,
+    pool: DevicePool | None,
     gaps: Sequence[Gap],
     results: Results,
     left_out: Sequence[Failure],
@@ -44,7 +43,7 @@ def run_document(
     Args:
         status: ``running``, ``complete``, ``time_limit``, ``failed`` or ``interrupted``.
         works: by member name, as far as it is known yet.
-        leases: None before there are any.
+        pool: None before there is one.
         gaps: in which a device computed nothing between two members.
         left_out: members that the others were merged without.
         timing: seconds by phase of the whole run.
@@ -63,8 +62,8 @@ def run_document(
         "null_texts": dict(prepared.table.null_texts),
         "timing": dict(timing),
         "idle_gaps": [asdict(gap) for gap in gaps],
-        "releases": [asdict(release) for release in leases.releases] if leases else [],
-        "device_memory": {uuid: asdict(curve) for uuid, curve in leases.curves.items()} if leases else {},
+        "releases": [asdict(release) for release in pool.releases] if pool else [],
+        "device_memory": {uuid: asdict(curve) for uuid, curve in pool.curves.items()} if pool else {},
         "members": [_member(state, works.get(state.plan.name)) for state in members],
         "left_out": [failure.member for failure in left_out],
         "merged_rows": dict(results.merged_rows),
@@ -123,7 +122,7 @@ def _member(state: MemberState, work: MemberWork | None) -> dict[str, Any]:
     padded = sum(record.padded_tokens for record in state.workers)
     return {
         "name": plan.name,
-        "phase": phase_of(state),
+        "phase": state.phase,
         "status": "failed" if state.failure else "complete" if state.finished else "unfinished",
         "weight": plan.model.weight,
         "gpus_per_replica": plan.gpus,
@@ -151,20 +150,18 @@ def _member(state: MemberState, work: MemberWork | None) -> dict[str, Any]:
 
 def _progress(state: MemberState) -> dict[str, Any]:
     """How far a member is now, chunks in hand included; ``seconds`` and ``seconds_left`` are of computing."""
-    now = time.monotonic()
     return {
         "rows_done": state.rows_done,
         "share": round(state.fraction, 4),
         "tokens": state.tokens_done,
-        "seconds": None if state.predicting_since is None else round(state.predicting_seconds(now), 3),
+        "seconds": None if state.predicting_since is None else round(state.predicting_seconds, 3),
         "seconds_left": round(state.seconds_left, 3) if state.computed_cost else None,
     }
 
 
 def _seconds_left(prepared: Prepared, members: Sequence[MemberState]) -> float | None:
     """Until the last member ends, by the speeds so far; None before there is one."""
-    now = time.monotonic()
-    measured = {state.plan.name: speed for state in members if (speed := _seconds_per_member(state, now))}
+    measured = {state.plan.name: speed for state in members if (speed := _seconds_per_member(state))}
     if not measured and not all(state.plan.speed.is_measured for state in members):
         return None
     guessed = {one.plan.name: one.plan.job.compute_seconds for one in members}
@@ -183,11 +180,11 @@ def _seconds_left(prepared: Prepared, members: Sequence[MemberState]) -> float |
     return round(total_seconds(jobs, places), 3)
 
 
-def _seconds_per_member(state: MemberState, now: float) -> float | None:
+def _seconds_per_member(state: MemberState) -> float | None:
     """What all of a member's work would take one replica; None where nothing of it has been computed."""
     if state.seconds_per_cost is not None or not state.computed_cost:
         return state.seconds_per_cost
-    return state.predicting_seconds(now) * max(1, state.running) / state.computed_cost
+    return state.predicting_seconds * max(1, state.running) / state.computed_cost
 
 
 def _forecast(state: MemberState) -> dict[str, Any] | None:
@@ -216,7 +213,7 @@ def _worker(record: WorkerRecord) -> dict[str, Any]:
     return {
         "replica": record.replica,
         "devices": list(record.devices),
-        "pid": record.pid,
+        "process": record.process,
         "exit_code": record.exit_code,
         "started_after_seconds": record.started_after_seconds,
         "leased_after_seconds": record.leased_after_seconds,

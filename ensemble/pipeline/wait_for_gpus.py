@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from ensemble.common.errors import DeviceError
-from ensemble.common.gpus import WORTH_SAYING_BYTES, Device, holders, used_memory
+from ensemble.common.gpus import WORTH_SAYING_BYTES, Device, holders
 from ensemble.common.text import gib
 from ensemble.planning.plan import MemberPlan
 from ensemble.planning.planner import Outlook
+from ensemble.scheduling.launchers.base import Launcher
 
 _LOOK_SECONDS = 1.0
 _SAY_SECONDS = 30.0
@@ -27,7 +28,9 @@ def held_texts(devices: Sequence[Device]) -> Iterator[str]:
             )
 
 
-def wait_for_room(outlook: Outlook, say: Callable[[str], None], at_most_seconds: float = math.inf) -> Outlook:
+def wait_for_room(
+    outlook: Outlook, launcher: Launcher, say: Callable[[str], None], at_most_seconds: float = math.inf
+) -> Outlook:
     """The outlook once every member finds the room it needs, or as it is when the time is over.
 
     Args:
@@ -47,7 +50,7 @@ def wait_for_room(outlook: Outlook, say: Callable[[str], None], at_most_seconds:
             for text in held_texts([device for device in outlook.gpus if device.uuid in lacking]):
                 say(f"{text}; waiting up to {left:,.0f} s more for it")
         time.sleep(min(_LOOK_SECONDS, wait_seconds))
-        used = used_memory([device.uuid for device in outlook.gpus])
+        used = launcher.used_memory([device.uuid for device in outlook.gpus])
         # A GPU that does not answer has not come free.
         gpus = [replace(one, used_bytes=_or(used[one.uuid], one.used_bytes)) for one in outlook.gpus]
         if gpus != list(outlook.gpus):
