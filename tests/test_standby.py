@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 
 from ensemble.common.protocol import Predict, Prepare
 from ensemble.planning.plan import make_plan
-from ensemble.scheduling.scheduler import Finishing, Scheduler
+from ensemble.scheduling.deadline import Deadline
+from ensemble.scheduling.scheduler import Scheduler
 from ensemble.scheduling.standby import PROCESS_BYTES
 from ensemble.scheduling.state import Gap, Gaps, MemberState
 from tests.planning.test_plan import config, facts, gpus
@@ -216,7 +218,7 @@ def test_a_chunk_is_handed_out_while_the_one_before_it_is_written() -> None:
     assert written_then == [0, 0, 1, 2], "each before word came that the one before it was written"
 
 
-def test_what_a_run_has_no_time_for_is_left_to_the_next() -> None:
+def test_what_a_run_has_no_time_for_is_left_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go_on = threading.Event(), threading.Event()
     done: list[str] = []
 
@@ -225,16 +227,20 @@ def test_what_a_run_has_no_time_for_is_left_to_the_next() -> None:
         go_on.wait()
         done.append(state.plan.name)
 
-    first, second = (MemberState.of(member) for member in plan_of([1, 1], [1, 1], []).members)
-    finishing = Finishing(finish)
-    finishing.submit(first)
-    finishing.submit(second)
-    begun.wait()
-    threading.Timer(0.1, go_on.set).start()
-    finishing.close()
+    plan = plan_of([1, 1], [1, 1], [])
+    plan = replace(plan, members=tuple(replace(member, chunks=()) for member in plan.members))
+    shut_down = ThreadPoolExecutor.shutdown
+
+    def let_go(thread: ThreadPoolExecutor, wait: bool, cancel_futures: bool) -> None:
+        shut_down(thread, wait=False, cancel_futures=cancel_futures)
+        go_on.set()
+        shut_down(thread, wait=wait)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", let_go)
+    deadline = Deadline(0.5, 1, lambda: float(begun.is_set()))
+    states = schedule(plan, [], deadline=deadline, on_finished=finish)
     assert done == ["m0"], "the one that had begun, to its end"
-    assert list(finishing.failures()) == []
-    assert not finishing.is_busy
+    assert not any(state.failure for state in states)
 
 
 def test_gaps_are_between_members_on_the_same_device() -> None:

@@ -178,6 +178,9 @@ DeviceList = Annotated[
     MustBe("a list of GPU numbers or UUIDs, such as [0, 1] or [GPU-5f3c...]"),
 ]
 Settings = Annotated[dict[str, Any], MustBe("a mapping of keys to values")]
-# One name alone, since a run has one launcher; which there are is known where they are.
-Launcher = Annotated[dict[str, Settings], Len(1, 1), MustBe("a mapping of a launcher's name to its settings")]
+# Which launchers there are is known where they are.
+Launcher = Annotated[str, _WORD, MustBe("the name of a launcher")]
+LauncherSettings = Annotated[
+    dict[str, Settings], Len(1, 1), MustBe("a mapping of one such name to its settings")
+]
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import FrameType
 
 from ensemble.common.errors import Interrupted
@@ -17,14 +17,10 @@ _HEEDED = (*_MAY_BE_IGNORED, signal.SIGTERM)
 
 
 class Signals:
-    """What came while a run goes on; made by :func:`heed_signals`.
+    """What came while a run goes on; ``ignored`` are not heeded, because this process was started so."""
 
-    Args:
-        ignored: those that are not heeded, because this process was started so.
-    """
-
-    def __init__(self, ignored: Sequence[signal.Signals] = ()) -> None:
-        self.ignored = tuple(ignored)
+    def __init__(self, ignored: list[signal.Signals]) -> None:
+        self.ignored = ignored
         self._came: int | None = None
         self._is_postponed = False
 
@@ -49,11 +45,7 @@ class Signals:
             self._is_postponed = False
 
     def check(self) -> None:
-        """Raise for a signal that came while it was postponed.
-
-        Raises:
-            Interrupted: one came.
-        """
+        """Raise ``Interrupted`` for a signal that came while it was postponed."""
         if self._came is not None:
             raise Interrupted(self._came)
 
@@ -61,14 +53,11 @@ class Signals:
 @contextlib.contextmanager
 def heed_signals() -> Iterator[Signals]:
     """Handle the signals within, but for those that this process was started to ignore."""
-    before = {number: signal.getsignal(number) for number in _HEEDED}
-    ignored = [number for number in _MAY_BE_IGNORED if before[number] is signal.SIG_IGN]
-    signals = Signals(ignored)
-    heeded = [number for number in _HEEDED if number not in ignored]
-    for number in heeded:
-        signal.signal(number, signals.handle)
+    signals = Signals([one for one in _MAY_BE_IGNORED if signal.getsignal(one) is signal.SIG_IGN])
+    heeded = [number for number in _HEEDED if number not in signals.ignored]
+    before = [signal.signal(number, signals.handle) for number in heeded]
     try:
         yield signals
     finally:
-        for number in heeded:
-            signal.signal(number, before[number])
+        for number, handler in zip(heeded, before, strict=True):
+            signal.signal(number, handler)

@@ -43,7 +43,10 @@ def wait_for_room(
     wait_seconds = max(0.0, min(outlook.config.wait_for_gpu, at_most_seconds))
     began = time.monotonic()
     said_at = float("-inf")
-    while (lacking := _lacking(outlook)) and time.monotonic() - began < wait_seconds:
+    while time.monotonic() - began < wait_seconds:
+        lacking = {uuid for member in outlook.plan.members for uuid in member.placement.held}
+        if not lacking:
+            break
         if time.monotonic() - said_at >= _SAY_SECONDS:
             said_at = time.monotonic()
             left = wait_seconds - (said_at - began)
@@ -52,7 +55,9 @@ def wait_for_room(
         time.sleep(min(_LOOK_SECONDS, wait_seconds))
         used = launcher.used_memory([device.uuid for device in outlook.gpus])
         # A GPU that does not answer has not come free.
-        gpus = [replace(one, used_bytes=_or(used[one.uuid], one.used_bytes)) for one in outlook.gpus]
+        gpus = [
+            one if (size := used[one.uuid]) is None else replace(one, used_bytes=size) for one in outlook.gpus
+        ]
         if gpus != list(outlook.gpus):
             outlook = outlook.again(gpus)
     members = outlook.plan.members
@@ -63,14 +68,6 @@ def wait_for_room(
         if left_out := [uuid for uuid in member.placement.held if uuid not in member.placement.devices]:
             say(f"{member.name} leaves out {', '.join(left_out)}: too little of it is free")
     return outlook
-
-
-def _or(size: int | None, otherwise: int) -> int:
-    return otherwise if size is None else size
-
-
-def _lacking(outlook: Outlook) -> set[str]:
-    return {uuid for member in outlook.plan.members for uuid in member.placement.held}
 
 
 def _no_room(member: MemberPlan, devices: Sequence[Device], wait_seconds: float) -> str:

@@ -48,9 +48,7 @@ class RetryRules:
     """Decides for all members of a run, and puts that into their states.
 
     Args:
-        retries: how often the same rows are tried again after a process died over them.
-        on_bad_row: what a row that cannot be computed means for its member.
-        run: hears of it.
+        retries, on_bad_row: the config's.
         elapsed: seconds since the run's workers could begin.
     """
 
@@ -182,29 +180,19 @@ class RetryRules:
     def _set_aside(self, state: MemberState, reasons: Mapping[int, str], chunk: Chunk | None = None) -> None:
         state.set_aside(reasons, chunk)
         self._run.on_bad_rows(state)
-        rows = sorted(reasons)
-        text = ", ".join(f"{row + 1:,}" for row in rows[:_MAX_SHOWN_ROWS])
-        if len(rows) > 1:
-            text = f"{plural(len(rows), 'row')} ({text}{', ...' if len(rows) > _MAX_SHOWN_ROWS else ''})"
-        else:
-            text = f"row {text}"
+        count = len(reasons)
+        rows = ", ".join(f"{row + 1:,}" for row in sorted(reasons)[:_MAX_SHOWN_ROWS])
+        more = ", ..." if count > _MAX_SHOWN_ROWS else ""
+        text = f"row {rows}" if count == 1 else f"{plural(count, 'row')} ({rows}{more})"
         self._run.say(f"{state.plan.name}: {text} could not be computed; {next(iter(reasons.values()))}")
 
     def _record(
         self, state: MemberState, replica: int, fault: Fault, chunk: Chunk | None, remedy: str
     ) -> None:
-        record = FaultRecord(
-            member=state.plan.name,
-            replica=replica,
-            kind=fault.kind,
-            message=fault.message,
-            traceback=fault.traceback,
-            rows=None if chunk is None else (chunk.start, chunk.stop),
-            remedy=remedy,
-            after_seconds=round(self._elapsed(), 3),
-        )
-        state.note_fault(record)
+        rows = None if chunk is None else (chunk.start, chunk.stop)
+        what = (fault.kind, fault.message, fault.traceback, rows, remedy, round(self._elapsed(), 3))
+        state.note_fault(FaultRecord(state.plan.name, replica, *what))
         log.warning("%s-%d: %s; %s", state.plan.name, replica, fault.message, remedy)
         if remedy in _NEXT_STEPS:
-            what = "" if chunk is None else f" with {plural(chunk.stop - chunk.start, 'row')} in hand"
-            self._run.say(f"{state.plan.name}: {fault.message}{what}; {_NEXT_STEPS[remedy]}")
+            in_hand = "" if chunk is None else f" with {plural(chunk.stop - chunk.start, 'row')} in hand"
+            self._run.say(f"{state.plan.name}: {fault.message}{in_hand}; {_NEXT_STEPS[remedy]}")

@@ -19,40 +19,23 @@ _LOADING_TIMES = 6
 
 @dataclass(eq=False)
 class RunningWorker:
-    """A worker: its handle, its record, its devices, the chunks in its hands.
-
-    Times are readings of the run's clock, in seconds.
-
-    Attributes:
-        devices: what it sees; they are its own once it has been told to load.
-        chunk: what it computes.
-        writing: what it has computed and writes, by chunk number.
-        hint: what it was told would probably come next.
-        is_stopping: it was told to stop.
-        failed: why it said it cannot go on.
-        fault: what the parent found wrong with it.
-        exit_by: no longer does anybody wait for its end.
-        leased_at: when it got its devices.
-        heard_at: when it last said anything.
-        stepped_at: when its main thread last got on.
-        seconds_left: of the time limit, when it got the chunk that it computes.
-    """
+    """A worker: its handle, its record, the chunks in its hands.  Times are the run's clock's, in seconds."""
 
     state: MemberState
     handle: Handle
     record: WorkerRecord
-    devices: tuple[Device, ...]
-    chunk: Chunk | None = None
-    writing: dict[int, Chunk] = field(default_factory=dict)
-    hint: Chunk | None = None
-    is_stopping: bool = False
-    failed: Failed | None = None
-    fault: Fault | None = None
-    exit_by: float | None = None
+    devices: tuple[Device, ...]  # that it sees; its own once it has been told to load
+    chunk: Chunk | None = None  # what it computes
+    writing: dict[int, Chunk] = field(default_factory=dict)  # what it has computed and writes, by number
+    hint: Chunk | None = None  # what it was told would probably come next
+    is_stopping: bool = False  # it was told to stop
+    failed: Failed | None = None  # why it said it cannot go on
+    fault: Fault | None = None  # what the parent found wrong with it
+    exit_by: float | None = None  # no longer does anybody wait for its end
     leased_at: float = 0.0
-    heard_at: float = 0.0
-    stepped_at: float = 0.0
-    seconds_left: float = 0.0
+    heard_at: float = 0.0  # when it last said anything
+    stepped_at: float = 0.0  # when its main thread last got on
+    seconds_left: float = 0.0  # of the time limit, when it got the chunk that it computes
 
     @property
     def name(self) -> str:

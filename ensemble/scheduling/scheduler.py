@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
@@ -92,7 +92,9 @@ class Scheduler:
         self._standbys = Standbys(launcher, run, self._elapsed)
         self._may_stand_by = rules.standby
         self._dispatcher = Dispatcher(members, self._workers, pool, self._standbys, deadline)
-        self._finishing = Finishing(run.on_finished)
+        # Members' last steps, one after the other.
+        self._finisher = ThreadPoolExecutor(1, thread_name_prefix="finishing")
+        self._finishing: dict[Future[None], MemberState] = {}
 
     def run(self) -> None:
         """Run every member to its end, good or bad, or to the end of the time.
@@ -104,8 +106,8 @@ class Scheduler:
                 self._settle(state)
             self._start_workers()
             while not (self._is_over() or self._is_done()):
-                if not self._workers and self._finishing.is_busy:
-                    self._finishing.wait(TICK_SECONDS)
+                if not self._workers and self._finishing:
+                    wait(self._finishing, TICK_SECONDS, return_when=FIRST_COMPLETED)
                 else:
                     handles = [worker.handle for worker in self._workers]
                     heard = self._launcher.wait(handles, TICK_SECONDS)
@@ -117,11 +119,11 @@ class Scheduler:
                 self._start_workers()
                 if self._may_stand_by:
                     self._standbys.update(self.members, self._workers)
-                self._fail_unfinished()
+                self._check_finishing()
                 self._run.on_change(self.members)
         finally:
             self._end_all()
-        self._fail_unfinished()
+        self._check_finishing()
 
     def _elapsed(self) -> float:
         return self._clock() - self._began
@@ -130,7 +132,7 @@ class Scheduler:
         return self._deadline is not None and self._deadline.is_over
 
     def _is_done(self) -> bool:
-        return not (self._workers or self._finishing.is_busy or self._dispatcher.is_waiting_for_devices())
+        return not (self._workers or self._finishing or self._dispatcher.is_waiting_for_devices())
 
     def _start_workers(self) -> None:
         while (found := self._dispatcher.next_lease()) is not None:
@@ -268,23 +270,25 @@ class Scheduler:
             state.finish()
             self._retry.member_finished(state)
             if state.failure is None:
-                self._finishing.submit(state)
+                self._finishing[self._finisher.submit(self._run.on_finished, state)] = state
 
     def _terminate(self, worker: RunningWorker) -> None:
         worker.handle.terminate()
         worker.exit_by = self._clock() + TERMINATE_SECONDS
 
-    def _fail_unfinished(self) -> None:
-        for (
-            state,
-            error,
-        ) in self._finishing.failures():  # its parts were harmed meanwhile: the others continue
-            self._retry.fail(state, str(error))
+    def _check_finishing(self) -> None:
+        for future in [one for one in self._finishing if one.done()]:
+            state = self._finishing.pop(future)
+            try:
+                if not future.cancelled():  # else the run is over; its parts stay for the next one
+                    future.result()
+            except MergeError as error:  # its parts were harmed meanwhile: the others continue
+                self._retry.fail(state, str(error))
 
     def _end_all(self) -> None:
         for worker in self._workers:
             worker.handle.terminate()
-            if worker.chunk is not None and self._deadline is not None and self._deadline.is_over:
+            if worker.chunk is not None and self._is_over() and self._deadline is not None:
                 worker.state.cut_short(worker.chunk, worker.seconds_left - self._deadline.seconds_left)
         give_up = self._clock() + TERMINATE_SECONDS
         while self._clock() < give_up and not all(worker.handle.has_exited() for worker in self._workers):
@@ -292,48 +296,5 @@ class Scheduler:
         for worker in self._workers:
             worker.state.worker_abandoned(worker.record, worker.handle.close().code)
         self._standbys.end_all()
-        self._finishing.close()
-
-
-class Finishing:
-    """Members' last steps, one after the other.
-
-    Args:
-        finish: called in another thread, once for each member.
-    """
-
-    def __init__(self, finish: Callable[[MemberState], None]) -> None:
-        self._finish = finish
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="finishing")
-        self._begun: list[tuple[MemberState, Future[None]]] = []
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether there is something whose end has not been heard of."""
-        return bool(self._begun)
-
-    def submit(self, state: MemberState) -> None:
-        self._begun.append((state, self._thread.submit(self._finish, state)))
-
-    def failures(self) -> Iterator[tuple[MemberState, MergeError]]:
-        """Members that came to an end meanwhile, badly: their parts were harmed.
-
-        Raises:
-            Exception: whatever else the last step of a member raised.
-        """
-        for state, future in [one for one in self._begun if one[1].done()]:
-            self._begun.remove((state, future))
-            if future.cancelled():  # the run is over; its parts stay for the next one
-                continue
-            try:
-                future.result()
-            except MergeError as error:
-                yield state, error
-
-    def wait(self, seconds: float) -> None:
-        """Until one has come to its end, or no longer than that."""
-        wait([future for _, future in self._begun], seconds, return_when=FIRST_COMPLETED)
-
-    def close(self) -> None:
-        """Let the one that has begun come to its end; the others can be done by the next run."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        # The one that has begun comes to its end; the others can be done by the next run.
+        self._finisher.shutdown(wait=True, cancel_futures=True)

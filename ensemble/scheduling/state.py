@@ -348,27 +348,15 @@ class RunHooks(Protocol):
     def worker_start(
         self, member: MemberPlan, replica: int, devices: Sequence[Device], read_ahead_bytes: int
     ) -> WorkerStart:
-        """What a worker is started with, which reads so much of its weights before it may load them.
+        """What a worker is started with; raises OSError where there is no place for it."""
 
-        Raises:
-            OSError: there is no place for it.
-        """
-
-    def say(self, text: str) -> None:
-        """Tell the user a sentence."""
-
+    def say(self, text: str) -> None: ...
     def on_change(self, members: Sequence[MemberState]) -> None:
         """Called a few times a second; what it raises ends the run."""
 
-    def on_bad_rows(self, state: MemberState) -> None:
-        """A member has more rows that cannot be computed."""
-
+    def on_bad_rows(self, state: MemberState) -> None: ...
     def on_finished(self, state: MemberState) -> None:
-        """A member's last chunk is done; called once, in another thread.
-
-        Raises:
-            MergeError: what its workers wrote was harmed, which fails the member.
-        """
+        """A member's last chunk is done.  In another thread; a MergeError fails the member, others end the run."""
 
 
 Kind: TypeAlias = Literal["error", "death", "hang", "memory", "lasting"]

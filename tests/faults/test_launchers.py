@@ -111,9 +111,9 @@ WRONG = [
     ),
     (
         "{local: {}, agent: {}}",
-        "launcher: must be text, and not empty or a mapping of a launcher's name to its",
+        "must be the name of a launcher or a mapping of one such name to its settings",
     ),
-    ("3", "launcher: must be text, and not empty or a mapping of a launcher's name to its settings"),
+    ("3", "must be the name of a launcher or a mapping of one such name to its settings, not 3"),
     (
         "broken",
         "launcher broken: the entry point broken = tests.launch.nowhere:Launcher of the package somebodys",
