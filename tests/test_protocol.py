@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 
 from ensemble.common.protocol import (
     ChunkDone,
     ChunkFailed,
+    Counters,
     Failed,
     Heartbeat,
     Predict,
@@ -24,7 +27,13 @@ def test_every_message_comes_back_as_it_went() -> None:
         Predict(chunk=3, start=10, stop=20),
         Stop(),
         Ready(1.5, "cpu", "float32", "sdpa", 12, 128, 2048, ("a note", "another")),
-        ChunkDone(3, 10, 100, 110, 2, 1, 0, 0, 0.25, "000-010.ab.csv", (17, 4), ("too long", "broken JSON")),
+        ChunkDone(
+            3,
+            "000-010.ab.csv",
+            Counters(rows=10, bad_rows=2, tokens=100, forward_seconds=0.25),
+            (17, 4),
+            ("too long", "broken JSON"),
+        ),
         ChunkFailed(3, "IndexError", "index 7 is out of bounds", "trace\nback"),
         Heartbeat(0.5),
         Failed("ValueError", "line one\nline two, \u2028 and \ud83d", "trace\nback", None),
@@ -53,3 +62,13 @@ def test_a_worker_spec_keeps_what_the_user_wrote(tmp_path: object) -> None:
 def test_other_lines_are_refused(line: str) -> None:
     with pytest.raises(ValueError, match="not a message"):
         decode(line)
+
+
+def test_every_counter_is_added_and_crosses_the_wire() -> None:
+    names = [field.name for field in fields(Counters)]
+    one = Counters(**{name: number for number, name in enumerate(names, 1)})
+    assert vars(one + one) == {name: 2 * number for number, name in enumerate(names, 1)}
+    assert sum([one, one, one], Counters()) == one + one + one
+    assert decode(encode(ChunkDone(0, "part", one))).counters == one
+    with pytest.raises(ValueError, match="not a message"):
+        decode('{"type": "ChunkDone", "chunk": 0, "part": "p", "counters": {"unheard_of": 1}}')

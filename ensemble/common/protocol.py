@@ -29,6 +29,49 @@ class ProtocolError(ValueError):
 
 
 @dataclass(frozen=True)
+class Counters:
+    """What work took and what came of it, from the forward pass over the wire to run.json; ``+`` adds them up.
+
+    This is the only list of these names: a new counter is a line here, and one where it is counted.
+
+    Attributes:
+        chunks: that stand as parts.
+        rows: of them, with those that cannot be computed.
+        bad_rows: that cannot be computed.
+        tokens: real ones, in forward passes.
+        padded_tokens: what was computed, real tokens and padding.
+        batches: forward passes.
+        truncated_rows: cut at max_length.
+        oom_events: forward passes that ran out of memory and were run again smaller.
+        recomputed_rows: came out non-finite and were computed again in float32.
+        repeated_rows: had the token ids of another row of the chunk and were not computed again.
+        predict_seconds: from a chunk's command to its part's rename.
+        forward_seconds: the device's time in forward passes.
+    """
+
+    chunks: int = 0
+    rows: int = 0
+    bad_rows: int = 0
+    tokens: int = 0
+    padded_tokens: int = 0
+    batches: int = 0
+    truncated_rows: int = 0
+    oom_events: int = 0
+    recomputed_rows: int = 0
+    repeated_rows: int = 0
+    predict_seconds: float = 0.0
+    forward_seconds: float = 0.0
+
+    def __add__(self, other: Counters) -> Counters:
+        names = Counters.__dataclass_fields__  # a report's workers are counters with more fields
+        return Counters(*(getattr(self, name) + getattr(other, name) for name in names))
+
+    def rounded(self, digits: int) -> dict[str, Any]:
+        """As plain JSON values, seconds to so many digits."""
+        return {name: round(value, digits) for name, value in vars(self).items()}
+
+
+@dataclass(frozen=True)
 class WorkerSpec:
     """Everything a worker must know about its member; the first command it gets.
 
@@ -177,34 +220,16 @@ class Computed:
 
 @dataclass(frozen=True)
 class ChunkDone:
-    """The chunk's part stands under its final name.
-
-    ``tokens`` are real tokens, ``padded_tokens`` what was computed (real and padding); ``batches`` counts
-    forward passes, ``oom_events`` those that ran out of memory and were run again smaller;
-    ``recomputed_rows`` came out non-finite and were computed again in float32; ``seconds`` is from the
-    command's arrival to the part's rename.  ``part`` is the part's name within ``parts_dir``.
+    """The chunk's part stands under its final name; ``part`` is that name, within ``parts_dir``.
 
     ``bad_rows`` are rows of the table that cannot be computed, each with its reason; the part does not hold them.
-    ``rows`` counts them too.
-
-    ``forward_seconds`` is the device's time in forward passes; ``repeated_rows`` had the token ids of another row
-    of the chunk and were not computed again.
     """
 
     chunk: int
-    rows: int
-    tokens: int
-    padded_tokens: int
-    batches: int
-    truncated_rows: int
-    oom_events: int
-    recomputed_rows: int
-    seconds: float
     part: str
+    counters: Counters
     bad_rows: tuple[int, ...] = ()
     bad_row_reasons: tuple[str, ...] = ()
-    forward_seconds: float = 0.0
-    repeated_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -279,6 +304,8 @@ def decode(line: str) -> Any:
     """
     try:
         fields = json.loads(line)
+        if "counters" in fields:
+            fields["counters"] = Counters(**fields["counters"])
         return _TYPES[fields.pop("type")](**_tuples(fields))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ProtocolError(f"not a message: {line[:200]!r}") from error

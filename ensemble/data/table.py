@@ -80,6 +80,15 @@ class InputTable:
         self._digests: dict[str, str] = {}
         self._row_digests: dict[tuple[str, ...], RowDigests] = {}
 
+    @property
+    def remarks(self) -> list[str]:
+        """What the user should know of its texts, a sentence each."""
+        return [
+            f"{plural(count, 'empty text')} in {column!r}, read as an empty string"
+            for column, count in self.null_texts.items()
+            if count
+        ]
+
     def text_lengths(self, columns: Sequence[str]) -> npt.NDArray[np.int64]:
         """UTF-8 bytes per row, summed over ``columns``: shape (rows,), a cheap stand-in for tokens.
 

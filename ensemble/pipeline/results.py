@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +19,7 @@ from ensemble.merging.merge import Merge, MergeInput
 from ensemble.merging.metrics import Score
 from ensemble.pipeline.resume import MemberWork, demand_unchanged, seal
 from ensemble.pipeline.run_dir import RunDir
+from ensemble.pipeline.run_report import WorkerReport
 from ensemble.pipeline.validate import Prepared
 from ensemble.scheduling.state import MemberState
 
@@ -50,7 +50,7 @@ class Handover:
         self._works = works
         self.results = Results()
 
-    def write_predictions(self, state: MemberState, workers: Sequence[Mapping[str, Any]]) -> None:
+    def write_predictions(self, state: MemberState, workers: Sequence[WorkerReport]) -> None:
         """Gather a finished member's parts into its CSV, and seal it.
 
         Rows that could not be computed get equal probabilities.

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ensemble.planning.chunks import BYTES_PER_TOKEN
+
+if TYPE_CHECKING:
+    from ensemble.pipeline.run_report import RunReport
 
 # A fresh Python with torch and transformers, then a CUDA context.
 _IMPORT_SECONDS = 10.0
@@ -62,29 +65,25 @@ class Job:
 
 
 def measured_speeds(
-    document: Mapping[str, Any], gpu_names: Sequence[str], computed_as: Mapping[str, str]
+    report: RunReport, gpu_names: Sequence[str], computed_as: Mapping[str, str]
 ) -> dict[str, Speed]:
-    """Speeds by member name from a run.json.
+    """Speeds by member name from the report of an earlier run.
 
     Args:
-        document: what an earlier run left; anything that is not one gives no speeds.
         gpu_names: the kinds of GPU there are now; a run on others tells nothing.
         computed_as: ``ModelConfig.computed_as`` by member name; a member that was computed otherwise is left out.
     """
-    found = {}
-    try:
-        if {gpu["name"] for gpu in document["devices"] if gpu["uuid"] != "cpu"} != set(gpu_names):
-            return {}
-        for member in document["members"]:
-            speed, is_same = member["speed"], member["computed_as"] == computed_as.get(member["name"])
-            startup, per_work = speed["startup_seconds"], speed["seconds_per_work"]
-            values = [value for value in (startup, per_work) if value is not None]
-            if is_same and values and all(0 < value < _LONGEST_SECONDS for value in values):
-                found[member["name"]] = Speed(
-                    float(startup or 0), float(per_work or 0), per_work is not None, startup is not None
-                )
-    except (KeyError, TypeError, ValueError, AttributeError):  # of another version, or by another hand
+    if {gpu.name for gpu in report.devices if gpu.is_gpu} != set(gpu_names):
         return {}
+    found = {}
+    for member in report.members:
+        startup, per_work = member.speed.startup_seconds, member.speed.seconds_per_work
+        values = [value for value in (startup, per_work) if value is not None]
+        is_same = member.computed_as == computed_as.get(member.name)
+        if is_same and values and all(0 < value < _LONGEST_SECONDS for value in values):
+            found[member.name] = Speed(
+                startup or 0.0, per_work or 0.0, per_work is not None, startup is not None
+            )
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ensemble.common.device_trials import run_trials
-from ensemble.common.files import read_json
+from ensemble.common.errors import DataError
 from ensemble.common.gpus import Device
 from ensemble.common.host import available_memory_bytes, total_memory_bytes
 from ensemble.config import RunConfig
@@ -18,6 +19,7 @@ from ensemble.members.huggingface.checkpoint.inspect import Checkpoint
 from ensemble.members.huggingface.memory.facts import UNKNOWN, member_facts
 from ensemble.members.huggingface.memory.replica import MemberFacts
 from ensemble.pipeline.run_dir import RunDir
+from ensemble.pipeline.run_report import RunReport
 from ensemble.planning.forecast import Speed, measured_speeds
 from ensemble.planning.placement import place
 from ensemble.planning.plan import Plan, make_plan
@@ -64,11 +66,11 @@ def look_ahead(
     }
     facts = _with_flash_attention(config, facts, gpus)
     host = _host()
-    speeds = measured_speeds(
-        read_json(RunDir(config.output_dir).run_json),
-        [gpu.name for gpu in gpus],
-        {model.name: model.computed_as for model in config.models},
-    )
+    speeds: dict[str, Speed] = {}
+    with contextlib.suppress(DataError):  # there is none, or another version wrote it
+        report = RunReport.read(RunDir(config.output_dir).run_json)
+        computed_as = {model.name: model.computed_as for model in config.models}
+        speeds = measured_speeds(report, [gpu.name for gpu in gpus], computed_as)
     plan = make_plan(config, facts, gpus, host, speeds)
     return Outlook(config, facts, tuple(gpus), host, speeds, plan)
 

@@ -189,7 +189,7 @@ class Scheduler:
             if event.chunk not in worker.writing:
                 raise ProtocolError(f"it wrote chunk {event.chunk}, which it had not computed")
             chunk = worker.writing[event.chunk]
-            record.add(event)
+            record.counters += event.counters
             state.complete(chunk, event)
             worker.drop(chunk)
             log.info("%s chunk %d done: %s", worker.name, event.chunk, event)

@@ -10,11 +10,13 @@ from itertools import count
 from typing import Any, Literal, Protocol, TypeAlias
 
 from ensemble.common.gpus import Device
-from ensemble.common.protocol import ChunkDone, Closed, Progress, Ready, Started
+from ensemble.common.protocol import ChunkDone, Closed, Counters, Progress, Ready, Started
 from ensemble.planning.chunks import Chunk, cut_at
 from ensemble.planning.forecast import Speed
 from ensemble.planning.plan import MemberPlan
 from ensemble.scheduling.launchers.base import WorkerStart
+
+Phase: TypeAlias = Literal["waiting", "starting", "loading", "predicting", "paused", "done", "failed"]
 
 
 @dataclass(frozen=True)
@@ -62,38 +64,12 @@ class WorkerRecord:
     leased_after_seconds: float
     start_seconds: float | None = None
     load_seconds: float | None = None
-    predict_seconds: float = 0.0
-    forward_seconds: float = 0.0
     life_seconds: float | None = None
-    rows: int = 0
-    bad_rows: int = 0
-    tokens: int = 0
-    padded_tokens: int = 0
-    batches: int = 0
-    truncated_rows: int = 0
-    oom_events: int = 0
-    recomputed_rows: int = 0
-    repeated_rows: int = 0
-    chunks: int = 0
+    counters: Counters = field(default_factory=Counters)
     exit_code: int | None = None
     ready: Ready | None = None
     closed: Closed | None = None
     versions: dict[str, str] = field(default_factory=dict)
-
-    def add(self, done: ChunkDone) -> None:
-        """Count a chunk."""
-        self.rows += done.rows
-        self.bad_rows += len(done.bad_rows)
-        self.tokens += done.tokens
-        self.padded_tokens += done.padded_tokens
-        self.batches += done.batches
-        self.truncated_rows += done.truncated_rows
-        self.oom_events += done.oom_events
-        self.recomputed_rows += done.recomputed_rows
-        self.repeated_rows += done.repeated_rows
-        self.predict_seconds += done.seconds
-        self.forward_seconds += done.forward_seconds
-        self.chunks += 1
 
     def note(self, event: Any) -> None:
         """Keep what a worker says of itself."""
@@ -193,7 +169,7 @@ class MemberState:
 
     def complete(self, chunk: Chunk, done: ChunkDone) -> None:
         self.done_cost += chunk.cost
-        per_cost = done.seconds / chunk.cost if chunk.cost else 0.0
+        per_cost = done.counters.predict_seconds / chunk.cost if chunk.cost else 0.0
         self.slowest_seconds_per_cost = max(self.slowest_seconds_per_cost, per_cost)
 
     def set_aside(self, reasons: Mapping[int, str], chunk: Chunk | None = None) -> None:
@@ -250,19 +226,24 @@ class MemberState:
         return sum(record.exit_code is None for record in self.workers)
 
     @property
+    def counters(self) -> Counters:
+        """Of all its workers in this run, chunks in hand left out."""
+        return sum((record.counters for record in self.workers), Counters())
+
+    @property
     def rows_done(self) -> int:
         in_hand = sum(progress.rows for progress in self.progress.values())
-        return self.reused_rows + sum(record.rows for record in self.workers) + in_hand
+        return self.reused_rows + self.counters.rows + in_hand
 
     @property
     def good_rows(self) -> int:
         """Rows that this run or an earlier one has computed, those in hand left out."""
-        return self.reused_rows + sum(record.rows - record.bad_rows for record in self.workers)
+        counters = self.counters
+        return self.reused_rows + counters.rows - counters.bad_rows
 
     @property
     def tokens_done(self) -> int:
-        in_hand = sum(progress.tokens for progress in self.progress.values())
-        return sum(record.tokens for record in self.workers) + in_hand
+        return self.counters.tokens + sum(progress.tokens for progress in self.progress.values())
 
     @property
     def fraction(self) -> float:
@@ -281,7 +262,7 @@ class MemberState:
     @property
     def seconds_per_cost(self) -> float | None:
         """What all of its work would take one replica, by the chunks that are done; None before the first."""
-        seconds = sum(record.predict_seconds for record in self.workers)
+        seconds = self.counters.predict_seconds
         return seconds / self.done_cost if seconds and self.done_cost else None
 
     @property
@@ -296,7 +277,7 @@ class MemberState:
         ):
             startup = self.startup_seconds or startup
             cost = self.done_cost + self.cut_short_cost
-            seconds = sum(record.predict_seconds for record in self.workers) + self.cut_short_seconds
+            seconds = self.counters.predict_seconds + self.cut_short_seconds
             minimum = self.min_seconds_per_cost / self.plan.work
             per_work = max(seconds / cost / self.plan.work if seconds and cost else per_work, minimum)
         return Speed(startup, per_work, is_measured=per_work > 0, is_startup_measured=startup > 0)
@@ -327,8 +308,8 @@ class MemberState:
         )
 
     @property
-    def phase(self) -> str:
-        """waiting, starting, loading, predicting, paused, done or failed."""
+    def phase(self) -> Phase:
+        """Where it stands."""
         if self.failure is not None:
             return "failed"
         if self.finished:

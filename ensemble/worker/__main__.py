@@ -19,6 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -275,19 +276,10 @@ def _predict(
         send(
             ChunkDone(
                 chunk=command.chunk,
-                rows=command.stop - command.start,
-                tokens=work.tokens,
-                padded_tokens=work.padded_tokens,
-                batches=work.batches,
-                truncated_rows=work.truncated_rows,
-                oom_events=work.oom_events,
-                recomputed_rows=work.recomputed_rows,
-                seconds=round(clock() - began, 4),
                 part=work.part,
+                counters=replace(work.counters, predict_seconds=clock() - began),
                 bad_rows=work.bad_rows,
                 bad_row_reasons=work.bad_row_reasons,
-                forward_seconds=round(work.forward_seconds, 4),
-                repeated_rows=work.repeated_rows,
             )
         )
 

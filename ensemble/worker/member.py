@@ -49,7 +49,6 @@ class Member:
         write_failed: called by another thread when a part could not be written; ``finish`` says why.
 
     Attributes:
-        forward_seconds: the device's time in forward passes so far.
         unwritten_chunk: the number of the chunk whose part could not be written; None: there is none.
 
     Raises:
@@ -79,7 +78,6 @@ class Member:
         self._writer = Writer(write_failed)
         self._reading: ReadAhead | None = None
         self._notes: list[str] = []
-        self.forward_seconds = 0.0
         import_model_class(spec)
 
     def read_ahead(self, limit_bytes: int) -> None:
@@ -143,7 +141,6 @@ class Member:
         encoded = self._upcoming.take(command.start, command.stop, lambda: report(0, 0, 0))
         with self._passes():
             computed = compute(self._classifier, encoded, self._sizes, report, self._in_float32)
-        self.forward_seconds += computed.seconds
         rows = np.asarray(self._order[command.start : command.stop])
         values = self._parts.values(computed)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.csv as pa_csv
 
 from ensemble.common.files import atomic_path, check_unchanged
-from ensemble.common.protocol import Activation, Predict
+from ensemble.common.protocol import Activation, Counters, Predict
 from ensemble.common.shards import part_name
 from ensemble.members.huggingface.scoring.classifier import good_rows, probabilities
 from ensemble.members.huggingface.scoring.encode import Encoded
@@ -24,19 +24,10 @@ from ensemble.members.huggingface.scoring.forward import Computed
 class ChunkWork:
     """What a chunk took, and what came of it.
 
-    Real and computed tokens, forward passes and the device's seconds in them, rows cut at max_length, OOM errors
-    survived, rows that were run again in float32, and rows not run because another has their token ids; the
-    part's name; rows of the table that are not in it, ascending, with the reasons.
+    Its counters; the part's name; rows of the table that are not in it, ascending, with the reasons.
     """
 
-    tokens: int
-    padded_tokens: int
-    batches: int
-    forward_seconds: float
-    truncated_rows: int
-    oom_events: int
-    recomputed_rows: int
-    repeated_rows: int
+    counters: Counters
     part: str
     bad_rows: tuple[int, ...]
     bad_row_reasons: tuple[str, ...]
@@ -143,17 +134,16 @@ class Parts:
         }
         places = sorted(bad, key=rows.__getitem__)
         return ChunkWork(
+            counters=replace(
+                computed.counters,
+                chunks=1,
+                rows=len(rows),
+                bad_rows=len(bad),
+                truncated_rows=encoded.truncated_rows,
+            ),
             part=self._write(command, rows[computed.rows[good]], values[good]),
             bad_rows=tuple(rows[places].tolist()),
             bad_row_reasons=tuple(bad[place] for place in places),
-            tokens=computed.tokens,
-            padded_tokens=computed.padded_tokens,
-            batches=computed.batches,
-            forward_seconds=computed.seconds,
-            truncated_rows=encoded.truncated_rows,
-            oom_events=computed.oom_events,
-            recomputed_rows=computed.recomputed_rows,
-            repeated_rows=computed.repeated_rows,
         )
 
     def _write(self, command: Predict, rows: npt.NDArray[np.int64], values: npt.NDArray[np.float64]) -> str:

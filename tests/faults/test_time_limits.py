@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ensemble.common.protocol import Closed, Command, Computed, Load, Predict, Progress, Ready, Started, Stop
-from ensemble.pipeline.run_report import speed_document
+from ensemble.pipeline.reporting import speed_report
 from ensemble.planning.forecast import Speed, measured_speeds
 from ensemble.planning.plan import make_plan, without_done
 from ensemble.planning.time_limit import reserve_seconds
@@ -22,6 +22,7 @@ from tests.faults.chunky import chunky_config
 from tests.planning.test_plan import config, facts
 from tests.pretended import computed, make_scheduler
 from tests.project import Project
+from tests.report.reports import member, report
 
 # Until workers can start, and what the first submission takes.
 BEFORE_SECONDS, FIRST_SECONDS = 1.0, 0.05
@@ -141,18 +142,12 @@ class Repeated:
             done[:] = True
             for chunk in (*state.pending, *state.in_hand.values()):
                 done[state.plan.order[chunk.start : chunk.stop]] = False
+        computed_as = {state.plan.name: state.plan.model.computed_as for state in members}
         found = [
-            {
-                "name": state.plan.name,
-                "computed_as": state.plan.model.computed_as,
-                "speed": speed_document(state),
-            }
-            for state in members
+            member(name, computed_as=computed_as[name], speed=speed_report(state))
+            for name, state in zip(computed_as, members, strict=True)
         ]
-        document = {"devices": [{"uuid": "cpu", "name": "a CPU"}], "members": found}
-        self._speeds = measured_speeds(
-            document, [], {state.plan.name: state.plan.model.computed_as for state in members}
-        )
+        self._speeds = measured_speeds(report(*found), [], computed_as)
         self.reckoning = time_limit_text(members, self.limit, BEFORE_SECONDS, self.kept)
         return members
 

@@ -64,7 +64,7 @@ class Terminal(io.StringIO):
 
 def test_the_display_suits_where_the_output_goes() -> None:
     def chosen(file: io.StringIO, quiet: bool = False, variable: str = "TERM") -> Display:
-        return choose_display(file, quiet, Console, {variable: "1"})
+        return choose_display(file, quiet, {variable: "1"})
 
     assert isinstance(chosen(Terminal(), quiet=True), QuietDisplay)
     assert isinstance(chosen(Terminal()), BarDisplay)
@@ -75,8 +75,7 @@ def test_the_display_suits_where_the_output_goes() -> None:
 
 def test_bars_are_drawn_from_the_first_update_on() -> None:
     file = Terminal()
-    display = BarDisplay(file, lambda: Console(file=file, width=100))
-    display.start()
+    display = BarDisplay(file, Console(file=file, width=100))
     display.say("two models")
     assert file.getvalue() == "two models\n"
     display.update([member()])
@@ -84,7 +83,7 @@ def test_bars_are_drawn_from_the_first_update_on() -> None:
     display.stop()
     assert "m0" in file.getvalue()
     assert "a note" in file.getvalue()
-    BarDisplay(file, lambda: Console(file=file)).stop()  # nothing was drawn, so nothing is to be ended
+    BarDisplay(file).stop()  # nothing was drawn, so nothing is to be ended
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def test_a_million_short_rows(tmp_path: Path) -> None:
         worker.send(Load())
         for chunk in (chunks[0], chunks[len(chunks) // 2], chunks[-1]):
             worker.send(Predict(chunk.index, chunk.start, chunk.stop))
-            assert next_event(worker, ChunkDone).rows == chunk.stop - chunk.start
+            assert next_event(worker, ChunkDone).counters.rows == chunk.stop - chunk.start
         worker.send(Stop())
         assert next_event(worker, Closed).peak_memory_bytes < 600e6
     finally:

@@ -105,11 +105,11 @@ def test_an_error_of_an_unknown_row_ends_the_chunk_and_nothing_else(
     assert "predict_chunk" in failed.traceback
     assert failed.traceback in capsys.readouterr().err
     assert isinstance(done, ChunkDone)
-    assert (done.chunk, done.rows, done.bad_rows, done.seconds) == (0, 20, (), 7.0)
+    assert (done.chunk, done.counters.rows, done.bad_rows, done.counters.predict_seconds) == (0, 20, (), 7.0)
     got = read_part(tmp_path / "parts", done.part)
     np.testing.assert_array_equal(got[:, 0], np.arange(20))
     np.testing.assert_allclose(got[:, 1:], reference(checkpoint, texts[:20]), atol=1e-5)
-    assert len(steps) >= done.batches + 2, "after loading, for each block of tokens and each batch"
+    assert len(steps) >= done.counters.batches + 2, "after loading, for each block of tokens and each batch"
 
 
 def test_rows_that_cannot_be_rendered_are_named_and_the_others_done(checkpoint: Path, tmp_path: Path) -> None:
@@ -124,10 +124,15 @@ def test_rows_that_cannot_be_rendered_are_named_and_the_others_done(checkpoint: 
     code, events = served(spec, Predict(0, 18, 26), Predict(1, 25, 26), Stop())
     assert code == 0
     _, _, done, alone, _ = events
-    assert (done.rows, done.bad_rows) == (8, (4, 11))
+    assert (done.counters.rows, done.bad_rows) == (8, (4, 11))
     assert done.bad_row_reasons[0].startswith("prompt_template: line 1: not valid JSON")
     assert done.bad_row_reasons[1].startswith("prompt_template: line 1: UndefinedError")
-    assert (alone.rows, alone.bad_rows, alone.batches, alone.tokens) == (1, (4,), 0, 0)
+    assert (alone.counters.rows, alone.bad_rows, alone.counters.batches, alone.counters.tokens) == (
+        1,
+        (4,),
+        0,
+        0,
+    )
     assert (tmp_path / "parts" / alone.part).read_text() == '"row","p0","p1","p2"\n'
     (tmp_path / "parts" / alone.part).unlink()
     got = read_part(tmp_path / "parts", done.part)
