@@ -16,6 +16,7 @@ from ensemble.common.protocol import (
     ChunkDone,
     Closed,
     Command,
+    CommonSpec,
     Computed,
     Counters,
     Failed,
@@ -25,6 +26,7 @@ from ensemble.common.protocol import (
     Start,
     Started,
     Stop,
+    WorkerSpec,
 )
 from ensemble.planning.plan import MemberPlan, Plan, make_plan
 from ensemble.scheduling.deadline import Deadline
@@ -38,6 +40,22 @@ from tests.planning.test_plan import config, facts
 CHUNK_SECONDS = 0.03
 WRITE_SECONDS = 0.005
 SILENCE = object()
+# Nobody who pretends reads it.
+SPEC = WorkerSpec(
+    CommonSpec(
+        labels=(),
+        activation="softmax",
+        gpus=0,
+        cpu_threads=None,
+        memory_limit_bytes=None,
+        seed=0,
+        table_path="",
+        order_path="",
+        parts_dir="",
+    ),
+    kind="",
+    settings={},
+)
 
 
 Answer = Callable[[Predict], Any]
@@ -135,11 +153,11 @@ class PretendedWorker(Handle):
 
 @dataclass(frozen=True)
 class Launched:
-    """A worker that the scheduler asked for: its member, the UUIDs it was to see, bytes to read ahead."""
+    """A worker that the scheduler asked for: its member, the UUIDs it was to see, bytes to preload."""
 
     member: str
     devices: tuple[str, ...]
-    read_ahead: int
+    preload: int
     worker: PretendedWorker
 
 
@@ -164,7 +182,7 @@ class PretendedLauncher(Launcher):
         uuids = tuple(device.uuid for device in start.devices)
         self._count += 1
         worker = PretendedWorker(str(self._count), self._answer, not set(uuids) & set(self._broken))
-        self._on_launch(Launched(start.log.name, uuids, start.command.read_ahead_bytes, worker))
+        self._on_launch(Launched(start.log.name, uuids, start.command.preload_bytes, worker))
         return worker
 
     def wait(self, handles: Sequence[Handle], timeout_seconds: float) -> Collection[Handle]:
@@ -183,9 +201,9 @@ class PretendedRun:
         self._on_finished = on_finished
 
     def worker_start(
-        self, member: MemberPlan, replica: int, devices: Sequence[Device], read_ahead_bytes: int
+        self, member: MemberPlan, replica: int, devices: Sequence[Device], preload_bytes: int
     ) -> WorkerStart:
-        return WorkerStart(Start({}, read_ahead_bytes), tuple(devices), {}, Path(member.name))
+        return WorkerStart(Start(SPEC, preload_bytes), tuple(devices), {}, Path(member.name))
 
     def say(self, text: str) -> None: ...
 

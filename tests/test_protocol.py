@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
@@ -14,12 +15,12 @@ from ensemble.common.protocol import (
     Heartbeat,
     Predict,
     Ready,
-    Start,
     Stop,
     decode,
     encode,
 )
-from tests.worker.test_predict import worker_spec
+from ensemble.members.huggingface.spec import ModelSpec
+from tests.worker.test_predict import start, worker_spec
 
 
 def test_every_message_comes_back_as_it_went() -> None:
@@ -45,19 +46,29 @@ def test_every_message_comes_back_as_it_went() -> None:
         assert decode(line) == message
 
 
-def test_a_worker_spec_keeps_what_the_user_wrote(tmp_path: object) -> None:
-    from pathlib import Path
-
+def test_a_spec_keeps_what_the_user_wrote() -> None:
     settings = {"load_in_4bit": True, "llm_int8_skip_modules": ["score"]}
     spec = worker_spec(Path("a b/c"), quantization_config=settings, text_columns=("a", "b"))
-    start = decode(encode(Start.of(spec)))
-    assert start.worker_spec() == spec
-    assert start.worker_spec().quantization_config["llm_int8_skip_modules"] == ["score"]
+    sent = start(spec)
+    got = decode(encode(sent))
+    assert (got.spec.kind, got.spec.common) == (sent.spec.kind, sent.spec.common)
+    assert ModelSpec.of(got.spec.common, got.spec.settings) == spec
+    assert got.spec.settings["quantization_config"]["llm_int8_skip_modules"] == ["score"]
 
 
 @pytest.mark.parametrize(
     "line",
-    ["", "x", "[]", "{}", "null", '{"type": "Nope"}', '{"type": "Stop", "a": 1}', '{"type": ["Stop"]}'],
+    [
+        "",
+        "x",
+        "[]",
+        "{}",
+        "null",
+        '{"type": "Nope"}',
+        '{"type": "Stop", "a": 1}',
+        '{"type": ["Stop"]}',
+        '{"type": "Start", "spec": {"kind": "k", "settings": {}}}',
+    ],
 )
 def test_other_lines_are_refused(line: str) -> None:
     with pytest.raises(ValueError, match="not a message"):

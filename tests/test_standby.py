@@ -46,7 +46,7 @@ def test_the_next_member_stands_by_and_loads_only_when_the_device_is_free() -> N
     assert [launched.member for launched in watch.launched] == ["m0", "m1", "m2"]
     assert watch.still_running == [[], ["m0"], ["m1"]], "each began while the one before it computed"
     assert [used(state) for state in states] == [[("GPU-0",)]] * 3
-    assert watch.launched[0].read_ahead == 0 < watch.launched[1].read_ahead
+    assert watch.launched[0].preload == 0 < watch.launched[1].preload
     for before, after in pairwise(states):
         (first,), (second,) = before.workers, after.workers
         assert first.life_seconds is not None

@@ -88,9 +88,12 @@ class PlainDisplay:
                 if attention and "attention" not in attention:
                     attention += " attention"
                 size = state.plan.model.batch_size
-                batch = plural(ready.token_budget, "token") if size == "auto" else plural(size, "row")
-                facts = filter(None, (ready.dtype, attention, f"{batch} a batch"))
-                texts = [f"{name}: {', '.join(facts)}", *texts]
+                batch = ""
+                if ready.token_budget is not None:
+                    amount = plural(ready.token_budget, "token") if size == "auto" else plural(size, "row")
+                    batch = f"{amount} a batch"
+                facts = ", ".join(filter(None, (ready.dtype, attention, batch))) or f"on {ready.device}"
+                texts = [f"{name}: {facts}", *texts]
                 self._noted.add(name)
             for text in texts:
                 if text not in self._noted:

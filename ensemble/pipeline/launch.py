@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from ensemble.common.files import FileState
 from ensemble.common.gpus import Device
-from ensemble.common.protocol import Start, WorkerSpec
+from ensemble.common.protocol import CommonSpec, Start, WorkerSpec
 from ensemble.common.shards import order_path
-from ensemble.members.huggingface.checkpoint.digests import hub_commit
+from ensemble.members.seq_cls.spec import CHILD, worker_settings
 from ensemble.pipeline.resume import MemberWork
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.validate import Prepared, text_columns
@@ -34,7 +35,7 @@ class WorkerStarts:
         self._offload_folders: list[Path] = []
 
     def __call__(
-        self, member: MemberPlan, replica: int, devices: Sequence[Device], read_ahead_bytes: int
+        self, member: MemberPlan, replica: int, devices: Sequence[Device], preload_bytes: int
     ) -> WorkerStart:
         """See ``RunHooks.worker_start``."""
         model, work = member.model, self._works[member.name]
@@ -48,7 +49,7 @@ class WorkerStarts:
         files = {path: seen.state for path, seen in work.files.items()}
         spec = worker_spec(self._prepared, self._rundir, member, work.parts_dir, folder, files)
         return WorkerStart(
-            command=Start.of(spec, read_ahead_bytes),
+            command=Start(spec, preload_bytes),
             devices=tuple(devices),
             environment=allocator if devices else {},
             log=self._rundir.log(member.name, replica),
@@ -69,55 +70,30 @@ def worker_spec(
     files: Mapping[str, FileState],
 ) -> WorkerSpec:
     """What a worker is told of its member; ``offload_folder`` is for it alone, ``files`` must stay as they are."""
-    needed = member.placement.footprint
-    per_token, per_pair = needed.activation.line(needed.width) if needed is not None else (None, None)
-    model, checkpoint = member.model, prepared.checkpoints[member.name]
-    return WorkerSpec(
-        model_name_or_path=model.model_name_or_path,
-        # What was checked is what is loaded: a branch of the hub may have moved since.
-        revision=hub_commit(model.model_name_or_path, checkpoint.folder) or model.revision,
-        trust_remote_code=model.trust_remote_code,
-        allow_pickle=model.allow_pickle,
-        adapter_name_or_path=model.adapter_name_or_path,
-        merge_adapter=model.merge_adapter,
-        gguf_file=model.gguf_file,
-        label_order=checkpoint.label_order,
+    model, placement = member.model, member.placement
+    checkpoint = prepared.checkpoints[member.name]
+    settings = worker_settings(
+        model,
+        checkpoint,
+        text_columns(model),
+        placement.dtype,
+        placement.attention,
+        placement.footprint,
+        offload_folder,
+    )
+    common = CommonSpec(
+        labels=prepared.config.labels,
         activation=checkpoint.activation,
-        prompt_template=model.prompt_template,
-        text_columns=text_columns(model),
-        max_length=model.max_length,
-        truncation_side=model.truncation_side,
-        add_special_tokens=model.add_special_tokens,
-        batch_size=None if model.batch_size == "auto" else model.batch_size,
-        token_budget=model.max_num_batched_tokens,
-        dtype=model.dtype,
-        gpu_dtype=member.placement.dtype,
-        allow_tf32=model.allow_tf32,
-        expandable_segments=model.expandable_segments,
-        max_split_size_mb=model.max_split_size_mb,
-        quantization_config=model.quantization_config,
-        attn_implementation=member.placement.attention,
-        is_attention_asked=model.attn_implementation is not None,
-        model_kwargs=model.model_kwargs,
-        tokenizer_kwargs=model.tokenizer_kwargs,
         gpus=member.gpus,
-        device_map=model.device_map,
-        max_memory=None
-        if model.max_memory is None
-        else {str(key): size for key, size in model.max_memory.items()},
-        offload_folder=None if offload_folder is None else str(offload_folder.resolve()),
-        bytes_per_token=per_token,
-        bytes_per_token_pair=per_pair,
-        fixed_bytes=needed.activation.fixed_bytes if needed is not None else 0,
-        width=needed.width if needed is not None else None,
-        memory_limit_bytes=_memory_limit(prepared, member),
         cpu_threads=_cpu_threads(member),
+        memory_limit_bytes=_memory_limit(prepared, member),
         seed=prepared.config.seed,
         table_path=str(rundir.table.resolve()),
         order_path=str(order_path(parts_dir).resolve()),
         parts_dir=str(parts_dir.resolve()),
         files=dict(files),
     )
+    return WorkerSpec(common, CHILD, asdict(settings))
 
 
 def _cpu_threads(member: MemberPlan) -> int | None:

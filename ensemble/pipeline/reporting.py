@@ -179,7 +179,7 @@ def _forecast(state: MemberState) -> MemoryForecast | None:
     if needed is None:
         return None
     budgets = [record.ready.token_budget for record in state.workers if record.ready is not None]
-    tokens = max(budgets, default=needed.width)
+    tokens = max(filter(None, budgets), default=needed.width)
     return MemoryForecast(
         parameters=needed.weights.parameters,
         weight_bytes=needed.weights.bytes,

@@ -244,9 +244,9 @@ class _Run:
             self._starts.remove_offloaded()
 
     def worker_start(
-        self, member: MemberPlan, replica: int, devices: Sequence[Device], read_ahead_bytes: int
+        self, member: MemberPlan, replica: int, devices: Sequence[Device], preload_bytes: int
     ) -> WorkerStart:
-        return self._starts(member, replica, devices, read_ahead_bytes)
+        return self._starts(member, replica, devices, preload_bytes)
 
     def on_bad_rows(self, state: MemberState) -> None:
         write_bad_rows(self._works[state.plan.name], state.bad_rows)

@@ -21,7 +21,7 @@ from ensemble.scheduling.state import MemberState, RunHooks, WorkerRecord
 # What a process takes that has imported torch and transformers and has a chunk's token ids, about.
 PROCESS_BYTES = 1 << 30
 # Of the memory that is available, what weight files may fill of the page cache.
-_READ_AHEAD_SHARE = 0.5
+_PRELOAD_SHARE = 0.5
 log = logging.getLogger(__name__)
 
 
@@ -57,7 +57,7 @@ class Standbys:
             left = 0 if available is None else available - (1 + growing) * PROCESS_BYTES
             index = len(self.devices_for(state))
             try:
-                worker = self._start(state, devices, int(left * _READ_AHEAD_SHARE))
+                worker = self._start(state, devices, int(left * _PRELOAD_SHARE))
             except OSError as error:
                 self._failed.add(state.plan.name)
                 log.info("no worker of %s can stand by: %s", state.plan.name, error)
@@ -129,9 +129,9 @@ class Standbys:
         first = min(state.plan.first_replicas, state.max_replicas)
         return first - state.running - len(self.devices_for(state))
 
-    def _start(self, state: MemberState, devices: tuple[Device, ...], read_ahead_bytes: int) -> RunningWorker:
+    def _start(self, state: MemberState, devices: tuple[Device, ...], preload_bytes: int) -> RunningWorker:
         replica = next(state.replica_numbers)
-        start = self._run.worker_start(state.plan, replica, devices, read_ahead_bytes)
+        start = self._run.worker_start(state.plan, replica, devices, preload_bytes)
         handle = self._launcher.start(start)
         began = round(self._elapsed(), 3)
         record = WorkerRecord(

@@ -327,7 +327,7 @@ class RunHooks(Protocol):
     """What the scheduler wants of the run that it works for."""
 
     def worker_start(
-        self, member: MemberPlan, replica: int, devices: Sequence[Device], read_ahead_bytes: int
+        self, member: MemberPlan, replica: int, devices: Sequence[Device], preload_bytes: int
     ) -> WorkerStart:
         """What a worker is started with; raises OSError where there is no place for it."""
 

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,7 @@ class AgentLauncher(Launcher):
 
     def start(self, start: WorkerStart) -> AgentHandle:
         number = next(self._numbers)
-        places = {name: Path(start.command.spec[name]) for name in TRAVELLING}
+        places = {name: Path(getattr(start.command.spec.common, name)) for name in TRAVELLING}
         handle = self.handles[number] = AgentHandle(self, number, start)
         self.tell(
             {
@@ -131,7 +132,7 @@ class AgentHandle(Handle):
             with open_log(self._start.log) as log:
                 log.write(base64.b64decode(message["log"]))
         elif "part" in message:
-            parts_dir = Path(self._start.command.spec["parts_dir"])
+            parts_dir = Path(self._start.command.spec.common.parts_dir)
             temporary = parts_dir / f"{message['part']}.{self._number}.part"
             temporary.write_bytes(base64.b64decode(message["content"]))
             temporary.rename(parts_dir / message["part"])
@@ -240,17 +241,17 @@ class Agent:
         files: dict[str, str],
     ) -> None:
         place = self._place(number)
-        (place / "parts").mkdir(parents=True)
+        (place / "parts_dir").mkdir(parents=True)
         start = decode(command)
         assert isinstance(start, Start)
-        start.spec["parts_dir"] = str(place / "parts")
         for name, content in files.items():
-            start.spec[name] = str(place / name)
             (place / name).write_bytes(base64.b64decode(content))
+        places: dict[str, Any] = {name: str(place / name) for name in (*files, "parts_dir")}
+        spec = replace(start.spec, common=replace(start.spec.common, **places))
         gpus = tuple(Device(uuid, name, None, 0, 0) for uuid, name in devices)
         self._said[number], self._logged[number] = set(), 0
         worker = self._workers[number] = self._launcher.start(
-            WorkerStart(start, gpus, environment, place / "log")
+            WorkerStart(replace(start, spec=spec), gpus, environment, place / "log")
         )
         self._selector.register(worker.events_fd, selectors.EVENT_READ, number)
         self._say(number, process=worker.process)
@@ -264,7 +265,7 @@ class Agent:
             return
         for event in worker.receive():
             if isinstance(event, ChunkDone):  # the part is there before anybody hears of it
-                part = self._place(number) / "parts" / event.part
+                part = self._place(number) / "parts_dir" / event.part
                 self._say(number, part=event.part, content=base64.b64encode(part.read_bytes()).decode())
                 part.unlink()
             self._say(number, event=encode(event))

@@ -140,8 +140,8 @@ def test_a_member_of_which_all_rows_overflow(tmp_path: Path) -> None:
     from tests.worker.test_compute import member_of, read_part
 
     folder = make_overflowing(tmp_path / "m", "gemma2", factor=250)
-    member, predict = member_of(tmp_path, folder, TEXTS, dtype="float16")
-    assert member.notes() == ()
+    ready, predict = member_of(tmp_path, folder, TEXTS, dtype="float16")
+    assert ready.notes == ()
     work = predict()
     assert work.counters.recomputed_rows == len(TEXTS)
     got = read_part(tmp_path / "parts", work.part)[:, 1:]

@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ensemble.common.gpus import Device
-from ensemble.common.protocol import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET, RESERVE_SHARE
 from ensemble.config import ModelConfig
 from ensemble.members.huggingface.attention import choose_attention
 from ensemble.members.huggingface.checkpoint.architecture import Architecture
@@ -25,6 +24,7 @@ from ensemble.members.huggingface.memory.forward import (
     fits_tokens,
     weights,
 )
+from ensemble.members.huggingface.spec import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET, RESERVE_SHARE
 
 # What a Python with torch, transformers and CUDA-less libraries holds on a CPU before any weights.
 PROCESS_BYTES = 450 << 20

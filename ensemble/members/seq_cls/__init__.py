@@ -1,0 +1,1 @@
+"""The kind ``seq_cls``: a Hugging Face model for sequence classification."""
