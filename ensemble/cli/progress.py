@@ -9,7 +9,7 @@ from typing import IO, TYPE_CHECKING
 
 from ensemble.cli.layout import Page
 from ensemble.common.text import duration, plural
-from ensemble.scheduling.state import MemberState, Phase, phase_of
+from ensemble.scheduling.state import MemberState, Phase
 
 # rich takes a tenth of the parent's start-up, and nothing is drawn before the first worker runs.
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class PlainDisplay:
     def update(self, members: Sequence[MemberState]) -> None:
         now = self._clock()
         for state in members:
-            name, phase = state.plan.name, phase_of(state)
+            name, phase = state.plan.name, state.phase
             if phase == "waiting":
                 continue
             self._note(state)
@@ -71,7 +71,7 @@ class PlainDisplay:
                 self._phases[name], self._last[name] = phase, now
                 first = phase == "predicting" and changed
                 rows = f"predicting {plural(state.plan.order.shape[0] - state.reused_rows, 'row')}"
-                self.say(f"{name}: {rows if first else describe(state, now)}")
+                self.say(f"{name}: {rows if first else describe(state)}")
 
     def stop(self) -> None: ...
 
@@ -118,13 +118,12 @@ class BarDisplay(PlainDisplay):
         if self._bars is None:
             self._bars = self._drawn(max(len(state.plan.name) for state in members))
             self._bars.start()
-        now = self._clock()
         for state in members:
             name = state.plan.name
             self._note(state)
             if name not in self._tasks:
                 self._tasks[name] = self._bars.add_task(name, total=1.0, status="")
-            status = describe(state, now, short=True)
+            status = describe(state, short=True)
             self._bars.update(self._tasks[name], completed=state.fraction, status=status)
 
     def stop(self) -> None:
@@ -155,9 +154,9 @@ class BarDisplay(PlainDisplay):
         return Progress(*columns, console=console)
 
 
-def describe(state: MemberState, now: float, short: bool = False) -> str:
-    """What a member is doing, in a phrase; ``now`` is a reading of the monotonic clock, in seconds."""
-    phase = phase_of(state)
+def describe(state: MemberState, short: bool = False) -> str:
+    """What a member is doing, in a phrase."""
+    phase = state.phase
     if phase == "failed":
         return "failed" if short or state.failure is None else f"failed: {state.failure.message}"
     if phase in ("waiting", "starting"):
@@ -165,7 +164,7 @@ def describe(state: MemberState, now: float, short: bool = False) -> str:
     if phase == "loading":
         return "loading the model"
     rows = int(state.plan.order.shape[0])
-    elapsed = state.predicting_seconds(now)
+    elapsed = state.predicting_seconds
     speed = f"{state.tokens_done / elapsed:,.0f} tokens/s"
     if phase == "done":
         if not state.workers:

@@ -23,6 +23,8 @@ from ensemble.config.values import (
     HangTimeout,
     LabelMap,
     Labels,
+    Launcher,
+    LauncherSettings,
     MaxMemory,
     Method,
     MustBe,
@@ -146,6 +148,7 @@ class RunConfig(_Strict):
     limit: Count | None = None  # only so many rows from the top of the table
     seed: Seed = 0  # for whatever is random
     devices: DeviceList | None = None  # the GPUs to use, of those visible; None: all of them
+    launcher: Launcher | LauncherSettings = "local"  # where workers run: a name, or {name: {settings}}
     max_workers_per_gpu: Count = 1  # workers that share a GPU
     wait_for_gpu: Duration = 0.0  # seconds to wait for memory that other programs hold
     retries: Retries = 2  # of a chunk whose worker died, each in a fresh one

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -27,8 +26,8 @@ from ensemble.pipeline.run_report import (
 from ensemble.pipeline.validate import Prepared
 from ensemble.planning.forecast import total_seconds
 from ensemble.planning.time_limit import calibrated
-from ensemble.scheduling.device_pool import Leases
-from ensemble.scheduling.state import Failure, Gap, MemberState, WorkerRecord, phase_of
+from ensemble.scheduling.device_pool import DevicePool
+from ensemble.scheduling.state import Failure, Gap, MemberState, WorkerRecord
 
 
 def report_of(
@@ -37,7 +36,7 @@ def report_of(
     prepared: Prepared,
     members: Sequence[MemberState],
     works: Mapping[str, MemberWork],
-    leases: Leases | None,
+    pool: DevicePool | None,
     gaps: Sequence[Gap],
     results: Results,
     left_out: Sequence[Failure],
@@ -48,7 +47,7 @@ def report_of(
 
     Args:
         works: by member name, as far as it is known yet.
-        leases: None before there are any.
+        pool: None before there is one.
         seconds: since the run began.
         left_out: members that the others were merged without.
     """
@@ -72,8 +71,8 @@ def report_of(
         null_texts=dict(prepared.table.null_texts),
         timing={"total_seconds": round(seconds, 3)},
         idle_gaps=tuple(gaps),
-        releases=tuple(leases.releases) if leases else (),
-        device_memory=dict(leases.curves) if leases else {},
+        releases=tuple(pool.releases) if pool else (),
+        device_memory=dict(pool.curves) if pool else {},
         members=tuple(_member(state, works.get(state.plan.name)) for state in members),
         left_out=tuple(failure.member for failure in left_out),
         merged_rows=dict(results.merged_rows),
@@ -112,12 +111,12 @@ def _cpu_name() -> str:
 
 
 def _member(state: MemberState, work: MemberWork | None) -> MemberReport:
-    plan, counters, now = state.plan, state.counters, time.monotonic()
+    plan, counters = state.plan, state.counters
     # Of a member that an earlier run did, what that run's workers did.
     is_reused = work is not None and work.is_sealed and not state.workers
     return MemberReport(
         name=plan.name,
-        phase=phase_of(state),
+        phase=state.phase,
         status="failed" if state.failure else "complete" if state.finished else "unfinished",
         weight=plan.model.weight,
         gpus_per_replica=plan.gpus,
@@ -134,7 +133,7 @@ def _member(state: MemberState, work: MemberWork | None) -> MemberReport:
             rows_done=state.rows_done,
             share=round(state.fraction, 4),
             tokens=state.tokens_done,
-            seconds=None if state.predicting_since is None else round(state.predicting_seconds(now), 3),
+            seconds=None if state.predicting_since is None else round(state.predicting_seconds, 3),
             seconds_left=round(state.seconds_left, 3) if state.computed_cost else None,
         ),
         chunks=len(plan.chunks),
@@ -151,12 +150,11 @@ def _member(state: MemberState, work: MemberWork | None) -> MemberReport:
 
 def _seconds_left(prepared: Prepared, members: Sequence[MemberState]) -> float | None:
     """Until the last member ends, by the speeds so far; None before there is one."""
-    now = time.monotonic()
     measured = {}
     for state in members:
         whole = state.seconds_per_cost  # what all of its work would take one replica
         if whole is None and state.computed_cost:
-            whole = state.predicting_seconds(now) * max(1, state.running) / state.computed_cost
+            whole = state.predicting_seconds * max(1, state.running) / state.computed_cost
         if whole:
             measured[state.plan.name] = whole
     if not measured and not all(state.plan.speed.is_measured for state in members):
@@ -181,8 +179,8 @@ def _forecast(state: MemberState) -> MemoryForecast | None:
     needed = state.plan.placement.footprint
     if needed is None:
         return None
-    taken = [record.ready.token_budget for record in state.workers if record.ready is not None]
-    tokens = max(filter(None, taken), default=needed.width)
+    budgets = [record.ready.token_budget for record in state.workers if record.ready is not None]
+    tokens = max(filter(None, budgets), default=needed.width)
     return MemoryForecast(
         parameters=needed.weights.parameters,
         weight_bytes=needed.weights.bytes,
@@ -198,7 +196,7 @@ def _worker(record: WorkerRecord) -> WorkerReport:
     return WorkerReport(
         replica=record.replica,
         devices=tuple(record.devices),
-        pid=record.pid,
+        process=record.process,
         exit_code=record.exit_code,
         started_after_seconds=record.started_after_seconds,
         leased_after_seconds=record.leased_after_seconds,

@@ -11,13 +11,14 @@ from typing import Protocol
 
 import numpy as np
 
-from ensemble.common.clock import boot_seconds
+from ensemble.common.clock import Watch, boot_seconds
 from ensemble.common.errors import Interrupted, WriteError
 from ensemble.common.files import atomic_path, file_state, remove_temporary_files, sync_directory, write_text
+from ensemble.common.gpus import Device
 from ensemble.common.shards import order_path
 from ensemble.common.text import duration, plural, shown_path
 from ensemble.config import LoadedConfig
-from ensemble.pipeline.launch import Launcher
+from ensemble.pipeline.launch import WorkerStarts
 from ensemble.pipeline.reporting import report_of, worker_reports
 from ensemble.pipeline.results import Handover
 from ensemble.pipeline.resume import MemberWork, find_works, refuse_trial, write_bad_rows
@@ -27,13 +28,13 @@ from ensemble.pipeline.run_report import MERGED, RunReport, Status
 from ensemble.pipeline.signals import Signals, heed_signals
 from ensemble.pipeline.validate import Prepared, prepare
 from ensemble.pipeline.wait_for_gpus import held_texts, wait_for_room
-from ensemble.planning.plan import without_done
+from ensemble.planning.plan import MemberPlan, without_done
 from ensemble.planning.time_limit import reserve_seconds
-from ensemble.scheduling.deadline import TimeKeeper, reckoning
-from ensemble.scheduling.device_pool import Leases
-from ensemble.scheduling.retry import Judge
-from ensemble.scheduling.scheduler import Scheduler
-from ensemble.scheduling.state import Failure, Gap, MemberState, Phase, phase_of
+from ensemble.scheduling.deadline import Deadline, time_limit_text
+from ensemble.scheduling.device_pool import DevicePool
+from ensemble.scheduling.launchers.base import WorkerStart
+from ensemble.scheduling.scheduler import MAX_TURN_SECONDS, Rules, Scheduler
+from ensemble.scheduling.state import Failure, Gap, MemberState, Phase
 
 # How old what ``status`` shows of a running run may be; short enough for people, long enough for slow disks.
 _REPORT_SECONDS = 5.0
@@ -69,7 +70,7 @@ def run(
     rundir = RunDir(prepared.config.output_dir)
     if not prepared.config.wait_for_gpu and not rundir.run_json.exists():
         # Before anything is written; a run that goes on may have nothing left that needs a GPU.
-        wait_for_room(prepared.outlook, lambda text: None)
+        wait_for_room(prepared.outlook, prepared.launcher, lambda text: None)
     rundir.create()
     with _other_disk_errors(rundir), hold(rundir), heed_signals(owns_process) as signals:
         refuse_trial(prepared, rundir)
@@ -100,6 +101,7 @@ class _Run:
         self._config = prepared.config
         self._rundir = rundir
         self._display = display
+        self.say = display.say
         self._signals = signals
         self._began = began
         self._clock = clock
@@ -110,7 +112,9 @@ class _Run:
         self._left_out: list[Failure] = []
         self._gaps: Sequence[Gap] = ()
         self._reckoning = ""
-        self._leases: Leases | None = None
+        self._pool: DevicePool | None = None
+        # What workers are given goes by this one, and what is told of them.
+        self._watch = Watch(MAX_TURN_SECONDS)
         self._phases: list[Phase] = []
         self._before_seconds = 0.0  # until workers could start
         self._reported_at = -math.inf
@@ -162,7 +166,7 @@ class _Run:
 
     @property
     def _is_work_left(self) -> bool:
-        return any(state.waiting for state in self._members)
+        return any(state.pending for state in self._members)
 
     def _plan_what_is_left(self) -> None:
         outlook = self._prepared.outlook
@@ -173,9 +177,9 @@ class _Run:
         )
         plan = replace(outlook.plan, members=members)
         self._prepared = replace(self._prepared, outlook=replace(outlook, plan=plan))
-        self._members = [MemberState.of(member) for member in members]
-        for state in self._members:
-            state.bad_rows.update(self._works[state.plan.name].bad_rows)
+        self._members = [
+            MemberState.of(member, self._works[member.name].bad_rows, self._watch) for member in members
+        ]
 
     def _first_submission(self) -> float:
         """Under a time limit: a submission of what there is; returns the seconds to keep for the last one."""
@@ -193,12 +197,13 @@ class _Run:
     def _wait_for_room(self, reserve: float) -> None:
         limit = self._config.time_limit
         left = math.inf if limit is None else self._began + limit - reserve - self._clock()
-        outlook = wait_for_room(self._prepared.outlook, self._display.say, left)
-        if outlook is not self._prepared.outlook:
-            self._prepared = replace(self._prepared, outlook=outlook)
+        prepared, say = self._prepared, self._display.say
+        outlook = wait_for_room(prepared.outlook, prepared.launcher, say, left)
+        if outlook is not prepared.outlook:
+            self._prepared = replace(prepared, outlook=outlook)
             self._plan_what_is_left()
         for text in filter(None, (*outlook.plan.warnings, outlook.plan.why)):
-            self._display.say(text)
+            say(text)
 
     def _publish(self) -> None:
         rundir, prepared = self._rundir, self._prepared
@@ -213,22 +218,20 @@ class _Run:
         sync_directory(rundir.work_dir)  # so that the new folders are there after a power cut
 
     def _run_members(self, reserve: float) -> None:
-        config, display, members = self._config, self._display, self._members
-        self._prepared.table.forget_columns()  # the workers have them now
-        gpus = self._prepared.outlook.gpus
-        self._leases = Leases(gpus, config.max_workers_per_gpu, config.release_timeout, display.say)
-        launcher = Launcher(self._prepared, self._rundir, self._works)
-        scheduler = Scheduler(
-            members,
-            self._leases,
-            launcher.launch,
-            Judge(config.retries, config.on_bad_row, display.say, self._keep_bad_rows),
-            self._on_change,
-            lambda state: self._handover.write_predictions(state, worker_reports(state)),
-            config.hang_timeout,
-            self._time_keeper(reserve),
-            config.standby,
+        config, display, prepared = self._config, self._display, self._prepared
+        self._starts = WorkerStarts(prepared, self._rundir, self._works)
+        prepared.table.forget_columns()  # the workers have them now
+        gpus, launcher = prepared.outlook.gpus, prepared.launcher
+        self._pool = DevicePool(
+            gpus, config.max_workers_per_gpu, config.release_timeout, launcher, display.say, self._watch
         )
+        rules = Rules(config.retries, config.on_bad_row, config.hang_timeout, config.standby)
+        deadline = None
+        if config.time_limit is not None:
+            on_cpu = [member.replicas for member in prepared.plan.members if not member.gpus]
+            workers = len(gpus) * config.max_workers_per_gpu + max(on_cpu, default=0)
+            deadline = Deadline(self._began + config.time_limit - reserve, workers, self._clock)
+        scheduler = Scheduler(self._members, self._pool, launcher, self, rules, self._watch, deadline)
         self._gaps = scheduler.gaps.found
         self._before_seconds = self._clock() - self._began
         try:
@@ -237,27 +240,28 @@ class _Run:
             self._signals.check()
         finally:
             display.stop()
-            launcher.remove_offloaded()
+            launcher.close()
+            self._starts.remove_offloaded()
 
-    def _time_keeper(self, reserve: float) -> TimeKeeper | None:
-        config = self._config
-        if config.time_limit is None:
-            return None
-        on_cpu = [member.replicas for member in self._prepared.plan.members if not member.gpus]
-        places = len(self._prepared.outlook.gpus) * config.max_workers_per_gpu + max(on_cpu, default=0)
-        return TimeKeeper(self._began + config.time_limit - reserve, places, self._clock)
+    def worker_start(
+        self, member: MemberPlan, replica: int, devices: Sequence[Device], preload_bytes: int
+    ) -> WorkerStart:
+        return self._starts(member, replica, devices, preload_bytes)
 
-    def _on_change(self, members: list[MemberState]) -> None:
+    def on_bad_rows(self, state: MemberState) -> None:
+        write_bad_rows(self._works[state.plan.name], state.bad_rows)
+
+    def on_finished(self, state: MemberState) -> None:
+        self._handover.write_predictions(state, worker_reports(state))
+
+    def on_change(self, members: Sequence[MemberState]) -> None:
         self._display.update(members)
-        phases = [phase_of(state) for state in members]
+        phases = [state.phase for state in members]
         if phases != self._phases or self._clock() - self._reported_at >= _REPORT_SECONDS:
             self._phases = phases
             with contextlib.suppress(WriteError):  # a full disk ends the run when a result cannot be written
                 self._report("running").write(self._rundir.run_json)
         self._signals.check()
-
-    def _keep_bad_rows(self, state: MemberState) -> None:
-        write_bad_rows(self._works[state.plan.name], state.bad_rows)
 
     def _hand_over(self) -> None:
         """Merge what may be merged."""
@@ -285,7 +289,7 @@ class _Run:
         reached = self._handover.results.merged_rows
         has_got_further = any(reached.get(one.plan.name, 0) > one.reused_rows for one in self._members)
         if limit is not None and self._status == "time_limit" and not has_got_further:
-            self._reckoning = reckoning(self._members, limit, self._before_seconds, reserve)
+            self._reckoning = time_limit_text(self._members, limit, self._before_seconds, reserve)
             log.warning("%s", self._reckoning)
 
     def _look_at_table(self) -> None:
@@ -304,7 +308,7 @@ class _Run:
             prepared=self._prepared,
             members=self._members,
             works=self._works,
-            leases=self._leases,
+            pool=self._pool,
             gaps=self._gaps,
             results=self._handover.results,
             left_out=self._left_out,

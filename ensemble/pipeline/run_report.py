@@ -32,7 +32,7 @@ class WorkerReport(Counters):
 
     replica: int
     devices: tuple[str, ...]
-    pid: int
+    process: str
     exit_code: int | None
     started_after_seconds: float
     leased_after_seconds: float

@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import FrameType
 
 from ensemble.common.errors import Interrupted
@@ -18,15 +18,10 @@ _HEEDED = (*_MAY_BE_IGNORED, signal.SIGTERM)
 
 
 class Signals:
-    """What came while a run goes on; made by :func:`heed_signals`.
+    """What came while a run goes on; ``ignored`` are not heeded, because this process was started so."""
 
-    Args:
-        ignored: those that are not heeded, because this process was started so.
-        owns_process: whether a second signal may end the whole process.
-    """
-
-    def __init__(self, ignored: Sequence[signal.Signals] = (), owns_process: bool = True) -> None:
-        self.ignored = tuple(ignored)
+    def __init__(self, ignored: list[signal.Signals], owns_process: bool) -> None:
+        self.ignored = ignored
         self._owns_process = owns_process
         self._came: int | None = None
         self._is_postponed = False
@@ -52,11 +47,7 @@ class Signals:
             self._is_postponed = False
 
     def check(self) -> None:
-        """Raise for a signal that came while it was postponed.
-
-        Raises:
-            Interrupted: one came.
-        """
+        """Raise ``Interrupted`` for a signal that came while it was postponed."""
         if self._came is not None:
             raise Interrupted(self._came)
 
@@ -70,17 +61,16 @@ def heed_signals(owns_process: bool = True) -> Iterator[Signals]:
     Args:
         owns_process: False in somebody else's program, such as a notebook: then a second signal does not end it.
     """
-    before = {number: signal.getsignal(number) for number in _HEEDED}
-    ignored = [number for number in _MAY_BE_IGNORED if before[number] is signal.SIG_IGN]
+    handlers = {number: signal.getsignal(number) for number in _HEEDED}
+    ignored = [number for number in _MAY_BE_IGNORED if handlers[number] is signal.SIG_IGN]
     signals = Signals(ignored, owns_process)
     # None is a handler that was not set by Python, which could not be put back.
-    heeded = [number for number in _HEEDED if number not in ignored and before[number] is not None]
+    heeded = [number for number in _HEEDED if number not in ignored and handlers[number] is not None]
     if threading.current_thread() is not threading.main_thread():
         heeded = []
-    for number in heeded:
-        signal.signal(number, signals.handle)
+    before = [signal.signal(number, signals.handle) for number in heeded]
     try:
         yield signals
     finally:
-        for number in heeded:
-            signal.signal(number, before[number])
+        for number, handler in zip(heeded, before, strict=True):
+            signal.signal(number, handler)

@@ -37,6 +37,7 @@ from ensemble.pipeline.run_dir import RunDir, strangers
 from ensemble.planning.placement import chosen_devices
 from ensemble.planning.plan import Plan
 from ensemble.planning.planner import Outlook, look_ahead
+from ensemble.scheduling.launchers.base import Launcher, make_launcher
 
 if TYPE_CHECKING:
     from ensemble.data.template import PromptTemplate
@@ -65,6 +66,7 @@ class Prepared:
     table: InputTable
     checkpoints: dict[str, Checkpoint]
     outlook: Outlook
+    launcher: Launcher
     inventory: Inventory
     sample: Sample | None
     warnings: tuple[str, ...]
@@ -116,6 +118,9 @@ def prepare(loaded: LoadedConfig, must_fit: bool = True) -> Prepared:
     """
     config = loaded.config
     problems = _Problems()
+    launcher: Launcher | None = None
+    with problems.at("launcher"):
+        launcher = make_launcher(config.launcher)
     templates = compile_templates(config, problems.found)
     file_states = _file_states(config)
     checkpoints = _checkpoints(config, problems)
@@ -134,7 +139,7 @@ def prepare(loaded: LoadedConfig, must_fit: bool = True) -> Prepared:
     with problems.at("submission"):
         sample = _sample(config, table)
     gpus: tuple[Device, ...] = ()
-    machine = inventory()
+    machine = inventory() if launcher is None else launcher.inventory()
     with problems.at():
         gpus = _devices(config, machine)
     if table is None:
@@ -154,6 +159,7 @@ def prepare(loaded: LoadedConfig, must_fit: bool = True) -> Prepared:
             _demand(outlook.plan)
     problems.raise_any()
     assert outlook is not None
+    assert launcher is not None
     warnings = [*machine.warnings]
     warnings += [warning for checkpoint in checkpoints.values() for warning in checkpoint.warnings]
     warnings += _quantization_warnings(config, checkpoints)
@@ -163,6 +169,7 @@ def prepare(loaded: LoadedConfig, must_fit: bool = True) -> Prepared:
         table,
         checkpoints,
         outlook,
+        launcher,
         machine,
         sample,
         tuple(warnings),

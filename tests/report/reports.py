@@ -12,7 +12,7 @@ from ensemble.pipeline.run_report import MemberReport, ProgressReport, RunReport
 
 def worker(**changes: Any) -> WorkerReport:
     usual: dict[str, Any] = {
-        **{"replica": 0, "devices": ("cpu",), "pid": 7, "exit_code": 0, "started_after_seconds": 0.1},
+        **{"replica": 0, "devices": ("cpu",), "process": "7", "exit_code": 0, "started_after_seconds": 0.1},
         **{"leased_after_seconds": 0.1, "start_seconds": 1.0, "load_seconds": 1.0, "life_seconds": 9.0},
         **{"forward_share": 0.5, "peak_memory_bytes": 2**30, "peak_gpu_memory_bytes": None, "notes": ()},
         **{"device_name": "cpu", "dtype": "float32", "attn_implementation": "sdpa", "parameters": 12},

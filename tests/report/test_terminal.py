@@ -23,7 +23,9 @@ READY = Ready(1.0, "Tesla T4", "float16", "eager", 9_000_000_000, 1024, 16384, (
 def loaded(*ready: Ready) -> MemberState:
     state = test_progress.member()
     for replica, event in enumerate(ready):
-        state.workers.append(WorkerRecord("m0", replica, ("cpu",), 7 + replica, "log", 0.0, 0.0, ready=event))
+        state.workers.append(
+            WorkerRecord("m0", replica, ("cpu",), str(7 + replica), "log", 0.0, 0.0, ready=event)
+        )
     return state
 
 
