@@ -93,10 +93,10 @@ def test_a_run_of_the_checks_imports_nothing_heavy_either(tmp_path: Path) -> Non
         "models: [{name: m, model_name_or_path: nowhere/x/y, text_column: text}]\n"
     )
     code = (
-        "import sys, pathlib\nfrom ensemble.config import load_config\n"
+        "import sys, pathlib\nfrom ensemble.pipeline.loading import load\n"
         "from ensemble.common.errors import EnsembleError\n"
         "from ensemble.pipeline.validate import prepare\n"
-        "try:\n    prepare(load_config(pathlib.Path('c.yaml')))\nexcept EnsembleError as error:\n    print(error)\n"
+        "try:\n    prepare(load(pathlib.Path('c.yaml')))\nexcept EnsembleError as error:\n    print(error)\n"
         f"print([name for name in {(*HEAVY, 'jinja2', 'rich')!r} if name in sys.modules])"
     )
     done = subprocess.run(

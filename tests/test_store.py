@@ -16,7 +16,7 @@ from ensemble.pipeline.resume import MemberWork, find_work, seal, take_over, wri
 from ensemble.pipeline.run_dir import RunDir
 
 ROWS = 6
-NOW = Fingerprint("a" * 64, "b" * 64, "c" * 64, "d" * 64)
+NOW = Fingerprint("a" * 64, {"weights": "b" * 64, "tokenizer": "c" * 64}, "d" * 64)
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_an_empty_part_is_a_part(rundir: RunDir) -> None:
 def test_parts_of_other_work_are_not_taken(rundir: RunDir) -> None:
     write_part(rundir, [0, 1, 2])
     assert find(rundir).is_done.any()
-    assert not find(rundir, replace(NOW, weights="e" * 64)).is_done.any()
+    assert not find(rundir, replace(NOW, content={**NOW.content, "weights": "e" * 64})).is_done.any()
 
 
 def test_sealed_predictions_are_done(rundir: RunDir) -> None:
@@ -86,7 +86,7 @@ def test_sealed_predictions_are_done(rundir: RunDir) -> None:
     assert work.is_sealed
     assert work.is_done.all()
     assert (work.workers, work.worked) == ([{"replica": 0}], 12.0)
-    other = find(rundir, replace(NOW, weights="e" * 64, rows="f" * 64))
+    other = find(rundir, replace(NOW, content={**NOW.content, "weights": "e" * 64}, rows="f" * 64))
     assert not other.is_sealed
     assert other.changed == ("weights", "rows")
 

@@ -241,12 +241,12 @@ def _console() -> Console:
 def _load(config: Path, sets: list[str], limit: int | None) -> LoadedConfig:
     from ensemble.common.import_guards import import_numpy
     from ensemble.common.packages import unsupported
-    from ensemble.config import load_config
+    from ensemble.pipeline.loading import load
 
     if found := [*unsupported()]:
         raise ConfigError(found)
 
-    loaded = load_config(config, [*sets, *([f"limit={limit}"] if limit is not None else [])])
+    loaded = load(config, [*sets, *([f"limit={limit}"] if limit is not None else [])])
     guard_output(loaded.redactor)  # now that its own secrets are known
     import_numpy()
     return loaded

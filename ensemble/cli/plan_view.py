@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from ensemble.cli.layout import Table
 from ensemble.common.text import duration, gib, plural, shown_path
-from ensemble.members.huggingface.memory.replica import Fit, Footprint
+from ensemble.members.base import Footprint
 from ensemble.pipeline.validate import Prepared
 from ensemble.pipeline.wait_for_gpus import held_texts
+from ensemble.planning.placement import Fit
 from ensemble.planning.plan import MemberPlan
 
 _VERDICTS = {
@@ -36,7 +37,7 @@ def opening_lines(prepared: Prepared) -> Iterator[str]:
     yield from prepared.warnings
     yield from held_texts(prepared.outlook.gpus)
     host = prepared.outlook.host
-    if host is not None and any(not member.gpus for member in prepared.plan.members):
+    if host is not None and any(one.needs_worker and not one.gpus for one in prepared.plan.members):
         yield f"CPU: {gib(host.total_bytes - host.used_bytes)} of {gib(host.total_bytes)} memory free"
 
 
@@ -60,12 +61,14 @@ def placement_lines(prepared: Prepared) -> Iterator[str]:
     if plan.seconds is not None:
         report = shown_path(prepared.config.output_dir / "run.json")
         yield f"the whole run takes about {duration(plan.seconds)}, by the speeds in {report}"
-    else:
+    elif any(member.needs_worker for member in plan.members):
         yield "how long it takes is not known until a run, such as one with --limit 100, has measured the speed"
 
 
 def _memory_cells(member: MemberPlan) -> list[str]:
     needed, found = member.placement.footprint, _tightest(member)
+    if not member.needs_worker:
+        return ["", "none", "", "", "", "", "", "", ""]
     if needed is None:
         return ["", "not known", "", "", "", "", "", "", ""]
     tokens = found.token_budget if found is not None else 0
@@ -95,6 +98,9 @@ def _member_facts(prepared: Prepared, member: MemberPlan) -> Iterator[str]:
     placement, needed = member.placement, member.placement.footprint
     if placement.problems:
         yield "cannot run here"
+        return
+    if not member.needs_worker:
+        yield f"{prepared.inspected[member.name].summary}, which need no worker"
         return
     yield _where(prepared, member)
     if placement.reason:

@@ -83,11 +83,9 @@ def loaded_text(state: MemberState, ready: Ready) -> str:
     attention = ready.attn_implementation.replace("_", "-")
     if attention and "attention" not in attention:
         attention += " attention"
-    size = state.plan.model.batch_size
+    size = state.plan.request.batch_size
     batch = (
-        f"{plural(ready.token_budget, 'token')} a batch"
-        if size == "auto"
-        else f"{plural(size, 'row')} a batch"
+        f"{plural(ready.token_budget, 'token')} a batch" if size is None else f"{plural(size, 'row')} a batch"
     )
     return ", ".join(filter(None, (ready.dtype, attention, batch)))
 
@@ -195,7 +193,8 @@ def describe(state: MemberState, now: float, short: bool = False) -> str:
     speed = f"{state.tokens_done / elapsed:,.0f} tokens/s"
     if phase == "done":
         if not state.workers:
-            return f"{plural(rows, 'row')}, done by an earlier run"
+            how = "done by an earlier run" if state.plan.needs_worker else "made elsewhere"
+            return f"{plural(rows, 'row')}, {how}"
         return f"{rows:,}/{rows:,} rows, {speed}, done in {duration(elapsed)}"
     if phase == "paused":
         return f"{state.rows_done:,}/{rows:,} rows, waiting for its turn"

@@ -151,7 +151,8 @@ def _member_cells(state: MemberState, merged_rows: Mapping[str, int]) -> list[st
         rows = max(state.rows_done, merged_rows.get(state.plan.name, 0))
         return [state.plan.name, f"{rows:,}", "unfinished", "", "", ""]
     if not state.workers:
-        return [state.plan.name, f"{len(state.plan.order):,}", "reused", "", "", ""]
+        how = "reused" if state.plan.needs_worker else "given"
+        return [state.plan.name, f"{len(state.plan.order):,}", how, "", "", ""]
     workers = state.workers
     seconds = state.predicting_seconds(state.finished_at or 0.0)
     computed = sum(record.padded_tokens for record in workers)

@@ -7,6 +7,7 @@ in ``values``, the sentences of the rules in ``rules``.
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -15,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from ensemble.config.document import Loc, Problem
 from ensemble.config.rules import BROKEN_RULES
-from ensemble.config.schema import DataConfig, EnsembleConfig, ModelConfig, RunConfig, SubmissionConfig
+from ensemble.config.schema import DataConfig, EnsembleConfig, MemberConfig, RunConfig, SubmissionConfig
 from ensemble.config.values import MAX_NAME_CHARACTERS, MustBe
 
 M = TypeVar("M", bound=BaseModel)
@@ -35,23 +36,6 @@ OLDER_KEYS: dict[type[BaseModel], dict[str, str]] = {
         "id_column": "id id_col",
         "label_column": "label label_col target target_column",
     },
-    ModelConfig: {
-        "model_name_or_path": "model model_path model_name model_id path checkpoint pretrained",
-        "max_length": "max_len max_seq_len max_seq_length model_max_length",
-        "prompt_template": "template prompt",
-        "text_column": "text column input_column",
-        "dtype": "torch_dtype precision fp16 bf16",
-        "quantization_config: {load_in_4bit: true}": "load_in_4bit",
-        "quantization_config: {load_in_8bit: true}": "load_in_8bit",
-        "quantization_config": "quantization bnb_config",
-        "attn_implementation": "attention use_flash_attention_2",
-        "batch_size": "bs per_device_eval_batch_size",
-        "adapter_name_or_path": "adapter adapters adapter_path lora lora_path peft peft_model",
-        "num_gpus": "gpus n_gpus device devices",
-        "allow_tf32": "tf32",
-        "offload_folder": "offload offload_dir",
-        "label_map": "label_mapping id2label label2id",
-    },
     EnsembleConfig: {"weight (in each model)": "weight weights", "method": "type strategy"},
     SubmissionConfig: {"sample": "sample_path template", "path": "file output output_path"},
 }
@@ -69,36 +53,58 @@ def validate(model: type[M], values: dict[str, Any]) -> tuple[M | None, list[Pro
         if detail["type"] == BROKEN_RULES:
             problems += [((*loc, *inner), sentence) for inner, sentence in detail["ctx"]["problems"]]
         elif detail["type"] == "extra_forbidden":
-            problems.append((loc, _unknown_key(str(loc[-1]), owner)))
+            problems.append((loc, unknown_key(str(loc[-1]), [owner])))
         elif detail["type"] == "missing" and loc == detail["loc"]:  # else a list is too short
             example = owner.model_fields[str(loc[-1])].examples
             problems.append((loc, f"required, for example {loc[-1]}: {example[0] if example else '...'}"))
         else:
-            problems.append((loc, f"must be {expected(hint)}"))
+            # Of a package's own settings the types may have no words of ours, and rules have those of that package.
+            is_rule = detail["type"] == "value_error" and isinstance(hint, type)
+            phrase = "" if is_rule else expected(hint)
+            theirs = " ".join(detail["msg"].removeprefix("Value error, ").split())
+            words = f"must be {phrase}" if phrase else theirs.replace("Input should be", "must be", 1)
+            problems.append((loc, words))
     return None, problems
 
 
-def _unknown_key(key: str, model: type[BaseModel]) -> str:
-    today = next((new for new, old in OLDER_KEYS[model].items() if key in old.split()), None)
-    if today:
-        return f"unknown key; use {today}"
-    known = [*model.model_fields, *(["defaults"] if model is RunConfig else [])]
-    near = difflib.get_close_matches(key[:MAX_NAME_CHARACTERS].lower(), known, n=1)
-    if near:
-        return f"unknown key; did you mean {near[0]}?"
-    return f"unknown key; the keys here are {', '.join(known)}"
+def unknown_key(key: str, models: Sequence[type[BaseModel]]) -> str:
+    """The sentence about a key that is none of these models' keys."""
+    known: dict[str, None] = {}
+    for model in models:
+        older = next((OLDER_KEYS[one] for one in model.__mro__ if one in OLDER_KEYS), {})
+        if issubclass(model, MemberConfig):
+            older = {**older, **model.older_keys}
+        for today, old in older.items():
+            if key in old.split():
+                return f"unknown key; use {today}"
+        known |= dict.fromkeys([*model.model_fields, *(["defaults"] if model is RunConfig else [])])
+    return unknown("key", key, [*known])
+
+
+def unknown(what: str, given: str, known: Sequence[str]) -> str:
+    """The sentence about a key, or a name that a key has for its value, which is none of those that there are."""
+    near = difflib.get_close_matches(given[:MAX_NAME_CHARACTERS].lower(), known, n=1)
+    return f"unknown {what}; " + (
+        f"did you mean {near[0]}?" if near else f"the {what}s here are {', '.join(known)}"
+    )
 
 
 def expected(hint: Any) -> str:
-    """What a type's values are called; ``Devices | Literal["auto"]`` is a "whole number of ... or auto"."""
+    """What a type's values are called; ``Devices | Literal["auto"]`` is a "whole number of ... or auto".
+
+    Empty for a type that has no words of ours.
+    """
     if get_origin(hint) is Annotated:
-        return next(item.phrase for item in hint.__metadata__ if isinstance(item, MustBe))
+        return next((item.phrase for item in hint.__metadata__ if isinstance(item, MustBe)), "")
     if get_origin(hint) in (Union, UnionType):
-        return " or ".join(expected(part) for part in get_args(hint) if part is not NoneType)
+        parts = [expected(part) for part in get_args(hint) if part is not NoneType]
+        return " or ".join(parts) if all(parts) else ""
     if get_origin(hint) is Literal:
         words = get_args(hint)
         return words[0] if len(words) == 1 else f"one of {', '.join(words)}"
-    return "true or false" if hint is bool else "a mapping of keys to values"
+    if isinstance(hint, type) and issubclass(hint, BaseModel):
+        return "a mapping of keys to values"
+    return "true or false" if hint is bool else ""
 
 
 @cache

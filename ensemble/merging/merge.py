@@ -81,7 +81,7 @@ class Merge:
         self._labels = prepared.config.labels
         self._merged = Merged()
         self._sample_values: _Values | None = None
-        has_truth = self._table.truth is not None and scores_make_sense(prepared.checkpoints)
+        has_truth = self._table.truth is not None and scores_make_sense(prepared.inspected)
         self._truth = self._table.truth if has_truth else None
 
     def write(self, inputs: Sequence[MergeInput]) -> Merged:
@@ -127,7 +127,7 @@ class Merge:
                     sealed,
                 )
             opened.callback(source.close)
-            activation = self._prepared.checkpoints[one.name].activation
+            activation = self._prepared.inspected[one.name].activation
             check = RowCheck(str(one.place), activation, ids, may_lack_rows=one.predictions is None)
             scoring = Scoring(self._truth) if self._truth is not None else None
             members.append(MergedMember(one.name, one.weight, source, check, scoring))

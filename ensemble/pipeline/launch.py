@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ensemble.common.files import FileState
 from ensemble.common.gpus import Device, worker_environment
@@ -15,7 +16,7 @@ from ensemble.common.text import shown_path
 from ensemble.members.huggingface.checkpoint.digests import hub_commit
 from ensemble.pipeline.resume import MemberWork
 from ensemble.pipeline.run_dir import RunDir
-from ensemble.pipeline.validate import Prepared, text_columns
+from ensemble.pipeline.validate import Prepared
 from ensemble.planning.plan import MemberPlan
 from ensemble.scheduling.launchers.environment import allocator_environment
 from ensemble.scheduling.launchers.local import LocalWorker
@@ -47,7 +48,7 @@ class Launcher:
             OSError: no process could be started.
         """
         log_path = self._rundir.log(member.name, replica)
-        model = member.model
+        model: Any = member.model
         folder: Path | None = None
         if model.offload_folder is not None:
             # transformers names its files there after parameters, which are alike in every model.
@@ -82,7 +83,8 @@ def worker_spec(
     """What a worker is told of its member; ``offload_folder`` is for it alone, ``files`` must stay as they are."""
     needed = member.placement.footprint
     per_token, per_pair = needed.activation.line(needed.width) if needed is not None else (None, None)
-    model, checkpoint = member.model, prepared.checkpoints[member.name]
+    model: Any = member.model
+    checkpoint: Any = prepared.inspected[member.name]
     return WorkerSpec(
         model_name_or_path=model.model_name_or_path,
         # What was checked is what is loaded: a branch of the hub may have moved since.
@@ -95,7 +97,7 @@ def worker_spec(
         label_order=checkpoint.label_order,
         activation=checkpoint.activation,
         prompt_template=model.prompt_template,
-        text_columns=text_columns(model),
+        text_columns=model.text_columns,
         max_length=model.max_length,
         truncation_side=model.truncation_side,
         add_special_tokens=model.add_special_tokens,

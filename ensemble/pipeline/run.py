@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from ensemble.common.clock import boot_seconds
-from ensemble.common.errors import Interrupted, WriteError
+from ensemble.common.errors import DataError, Interrupted, MergeError, WriteError
 from ensemble.common.files import atomic_path, file_state, remove_halves, sync_directory, write_text
 from ensemble.common.shards import order_path
 from ensemble.common.text import duration, plural, shown_path
@@ -129,6 +129,7 @@ class _Run:
         self._clock = clock
         self._result = RunResult()
         self._works: dict[str, MemberWork] = {}
+        self._not_given: dict[str, Failure] = {}
         self._leases: Leases | None = None
         self._phases: list[str] = []
         self._before_seconds = 0.0  # until workers could start
@@ -142,6 +143,7 @@ class _Run:
             if config.time_limit is not None and config.hash_weights and not rundir.ensemble.exists():
                 handover.merge([])  # to read all weights can take minutes
             self._works.update(find_works(self._prepared, rundir, self._display.say))
+            self._take_given(handover)
             self._plan_what_is_left()
             self._write_run_json("running")
             if self._is_work_left:
@@ -197,7 +199,21 @@ class _Run:
         self._prepared = replace(self._prepared, outlook=replace(outlook, plan=plan))
         self._result.members = [MemberState.of(member) for member in members]
         for state in self._result.members:
+            state.failure = self._not_given.get(state.plan.name)
             state.bad_rows.update(self._works[state.plan.name].bad_rows)
+
+    def _take_given(self, handover: Handover) -> None:
+        """Seal the predictions of members that need no worker: first, so that the first submission has them."""
+        for member in self._prepared.plan.members:
+            if member.needs_worker or self._works[member.name].is_sealed:
+                continue
+            self._signals.check()
+            self._rundir.forget_results()
+            try:
+                handover.write_given(member)
+            except (DataError, MergeError) as error:
+                log.error("%s failed: %s", member.name, error)
+                self._not_given[member.name] = Failure(member.name, "; ".join(error.problems))
 
     def _first_submission(self, handover: Handover) -> float:
         """Under a time limit: a submission of what there is; returns the seconds to keep for the last one."""

@@ -11,17 +11,11 @@ import pytest
 import torch
 import transformers
 
+from ensemble.members.footprint import Activation, Stage, fits_tokens
 from ensemble.members.huggingface.checkpoint.architecture import Architecture, read_architecture
 from ensemble.members.huggingface.checkpoint.safetensors_headers import Tensor, read_tensors
 from ensemble.members.huggingface.loading.quantization import quantization_config
-from ensemble.members.huggingface.memory.forward import (
-    Activation,
-    Dtype,
-    Stage,
-    activation,
-    fits_tokens,
-    weights,
-)
+from ensemble.members.huggingface.memory.forward import Dtype, activation, weights
 from ensemble.members.huggingface.scoring.classifier import Classifier
 from tests.checkpoints import make_checkpoint
 from tests.planning.tracking.measure import fake_classifier, peak_bytes

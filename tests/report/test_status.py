@@ -16,9 +16,9 @@ from ensemble.pipeline.fingerprint import Fingerprint
 from ensemble.pipeline.resume import find_work, seal
 from ensemble.pipeline.run_dir import RunDir, hold
 
-DONE = Fingerprint("a" * 64, "b" * 64, "c" * 64, "d" * 64)
-HALF = Fingerprint("1" * 64, "b" * 64, "c" * 64, "d" * 64)
-LATER = Fingerprint("2" * 64, "b" * 64, "c" * 64, "d" * 64)
+DONE = Fingerprint("a" * 64, {"weights": "b" * 64, "tokenizer": "c" * 64}, "d" * 64)
+HALF = Fingerprint("1" * 64, {"weights": "b" * 64, "tokenizer": "c" * 64}, "d" * 64)
+LATER = Fingerprint("2" * 64, {"weights": "b" * 64, "tokenizer": "c" * 64}, "d" * 64)
 
 
 @pytest.fixture

@@ -61,9 +61,7 @@ def _findings(path: Path | None, overrides: Sequence[str]) -> Iterator[Finding]:
     if prepared is not None:
         shown = prepared.inventory.warnings  # with the devices
         yield from (Finding("note", text) for text in prepared.warnings if text not in shown)
-    needed = (
-        {} if config is None else needed_packages(config, {} if prepared is None else prepared.checkpoints)
-    )
+    needed = {} if config is None else needed_packages(config, {} if prepared is None else prepared.inspected)
     yield from _guarded("the packages", lambda: _packages(needed))
     yield from _guarded("memory and CPUs", host_findings)
     key, place = ("working directory", Path()) if config is None else ("output_dir", config.output_dir)
@@ -86,9 +84,9 @@ def _not_checked(subject: str, error: Exception) -> Finding:
 
 
 def _load(path: Path, overrides: Sequence[str]) -> LoadedConfig:
-    from ensemble.config import load_config
+    from ensemble.pipeline.loading import load
 
-    return load_config(path, overrides)
+    return load(path, overrides)
 
 
 def _prepare(loaded: LoadedConfig) -> Prepared:
@@ -107,7 +105,9 @@ def _packages(needed: dict[str, str]) -> Iterator[Finding]:
 
 def _devices(config: RunConfig | None, needed: dict[str, str]) -> Iterator[Finding]:
     machine, driver_cuda = inventory(), driver_cuda_version()
-    needs_gpu = config is None or any(model.num_gpus != 0 for model in config.models)
+    from ensemble.pipeline.validate import may_use_gpus
+
+    needs_gpu = config is None or any(may_use_gpus(config))
     yield from inventory_findings(machine, driver_cuda, needs_gpu)
     devices = list(machine.gpus) or [CPU] if config is None else _wanted_devices(config, machine)
     if not installed_versions(["torch"]):
@@ -118,12 +118,14 @@ def _devices(config: RunConfig | None, needed: dict[str, str]) -> Iterator[Findi
 
 def _wanted_devices(config: RunConfig, machine: Inventory) -> list[Device]:
     """The devices that the config's members run on; all of them where its ``devices`` is wrong."""
+    from ensemble.pipeline.validate import may_use_gpus
     from ensemble.planning.placement import chosen_devices
 
     try:
         gpus = chosen_devices(machine.gpus, config.devices)
     except EnsembleError:  # said before
         return list(machine.gpus) or [CPU]
-    on_gpus = list(gpus) if any(model.num_gpus != 0 for model in config.models) else []
-    needs_cpu = not on_gpus or any(model.num_gpus == 0 for model in config.models)
+    wanted = may_use_gpus(config)
+    on_gpus = list(gpus) if any(wanted) else []
+    needs_cpu = not on_gpus or not all(wanted)
     return [*on_gpus, *([CPU] if needs_cpu else [])]

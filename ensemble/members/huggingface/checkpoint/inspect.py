@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from ensemble.common.errors import CheckpointError
 from ensemble.common.files import unreadable
-from ensemble.common.text import plural
+from ensemble.common.text import gib, plural
+from ensemble.members.base import Inspection
 from ensemble.members.huggingface.checkpoint.adapter_files import (
     Adapter,
     base_problems,
@@ -45,21 +46,17 @@ _GGUF_MAGIC = b"GGUF"
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(Inspection):
     """A member's checkpoint as its ``config.json`` describes it.
 
-    ``label_order[j]`` is the model's output column of the config's label ``j``; ``weight_bytes`` is the size
-    of the weight files on disk, None where they are not here yet; ``folder`` is where its files lie;
-    ``quantization`` is what the weights were quantized with when they were saved.
+    ``weight_bytes`` is the size of the weight files on disk, None where they are not here yet; ``folder`` is where
+    its files lie; ``quantization`` is what the weights were quantized with when they were saved.
     """
 
     model_type: str
     architecture: str
-    activation: Activation
-    label_order: tuple[int, ...]
     weight_bytes: int | None
     folder: Path
-    warnings: tuple[str, ...] = ()
     adapter: Adapter | None = None
     quantization: Mapping[str, Any] | None = None
 
@@ -123,12 +120,16 @@ def inspect_checkpoint(
         _demand_head(config, name_or_path, adapter, gguf_file, tensors)
     names, where = _names_with_adapter(base_names, name_or_path, adapter, len(labels))
     quantization = config.get("quantization_config")
+    model_type = str(config.get("model_type", ""))
+    architecture = _architecture(config) or ("GGUF" if gguf_file is not None else "")
+    weight_bytes = _weight_bytes(folder, gguf_file)
     return Checkpoint(
-        model_type=str(config.get("model_type", "")),
-        architecture=_architecture(config) or ("GGUF" if gguf_file is not None else ""),
+        summary=(architecture or model_type) + ("" if weight_bytes is None else f", {gib(weight_bytes)}"),
+        model_type=model_type,
+        architecture=architecture,
         activation=_activation(problem_type or config.get("problem_type"), len(names)),
         label_order=match_labels(names, labels, label_map, where),
-        weight_bytes=_weight_bytes(folder, gguf_file),
+        weight_bytes=weight_bytes,
         folder=folder,
         warnings=tuple(_warnings(config, name_or_path, adapter)),
         adapter=adapter,

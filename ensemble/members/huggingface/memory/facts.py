@@ -12,33 +12,21 @@ import numpy.typing as npt
 
 from ensemble.common.files import read_json
 from ensemble.common.protocol import DEFAULT_MAX_LENGTH, NO_LENGTH_LIMIT
-from ensemble.config import ModelConfig
 from ensemble.members.huggingface.checkpoint.architecture import Architecture, read_architecture
 from ensemble.members.huggingface.checkpoint.inspect import Checkpoint
 from ensemble.members.huggingface.checkpoint.safetensors_headers import read_tensors
-from ensemble.members.huggingface.memory.replica import MemberFacts
+from ensemble.members.huggingface.memory.replica import CheckpointFacts
+from ensemble.members.huggingface.settings import TextSettings
 
 # Tables in transformers' models/auto: the class of each kind's classifier, the folder of its source.
 _CLASSIFIERS = "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"
 _FOLDERS = "SPECIAL_MODEL_TYPE_TO_MODULE_NAME"
-# Of a member whose checkpoint or table could not be read.
-UNKNOWN = MemberFacts(
-    lengths=np.zeros(1, dtype=np.int64),
-    tensors=None,
-    architecture=None,
-    adapter_bytes=0,
-    num_labels=1,
-    max_length=DEFAULT_MAX_LENGTH,
-    supports_sdpa=True,
-    pools_last_token=True,
-    has_flash_attention=False,
-)
 
 
-def member_facts(
-    model: ModelConfig, checkpoint: Checkpoint, lengths: npt.NDArray[np.int64], num_labels: int
-) -> MemberFacts:
-    """Facts of one member.
+def checkpoint_facts(
+    model: TextSettings, checkpoint: Checkpoint, lengths: npt.NDArray[np.int64], num_labels: int
+) -> CheckpointFacts:
+    """Facts of one member's checkpoint.
 
     Args:
         lengths: bytes of text per row, [rows].
@@ -49,7 +37,7 @@ def member_facts(
     folder = checkpoint.folder
     config = read_json(folder / "config.json")
     architecture = read_architecture(config)
-    return MemberFacts(
+    return CheckpointFacts(
         lengths=lengths,
         tensors=read_tensors(folder) if _is_whole(model, folder) else None,
         architecture=architecture,
@@ -58,7 +46,7 @@ def member_facts(
         max_length=_max_length(model, folder, architecture),
         supports_sdpa=supports_sdpa(checkpoint.model_type),
         pools_last_token=not scores_every_position(checkpoint.model_type),
-        has_flash_attention=False,  # outlook asks a process that has torch, where it matters
+        has_flash_attention=False,  # the planner asks a process that has torch, where it matters
     )
 
 
@@ -114,7 +102,7 @@ def _listed(file: Path, table: str, pattern: str, model_type: str) -> str | None
     return found[1] if found else None
 
 
-def _is_whole(model: ModelConfig, folder: Path) -> bool:
+def _is_whole(model: TextSettings, folder: Path) -> bool:
     """Whether the weights are safetensors and all here; in the hub's cache they may be so in part."""
     if model.gguf_file is not None:
         return False
@@ -125,7 +113,7 @@ def _is_whole(model: ModelConfig, folder: Path) -> bool:
     return all((folder / str(name)).is_file() for name in names)
 
 
-def _max_length(model: ModelConfig, folder: Path, architecture: Architecture | None) -> int:
+def _max_length(model: TextSettings, folder: Path, architecture: Architecture | None) -> int:
     own = read_json(folder / "tokenizer_config.json").get("model_max_length")
     limit = int(own) if isinstance(own, int | float) and own < NO_LENGTH_LIMIT else DEFAULT_MAX_LENGTH
     length = model.max_length or min(DEFAULT_MAX_LENGTH, limit)
@@ -133,7 +121,7 @@ def _max_length(model: ModelConfig, folder: Path, architecture: Architecture | N
     return length if positions is None else min(length, positions)
 
 
-def _adapter_bytes(model: ModelConfig) -> int:
+def _adapter_bytes(model: TextSettings) -> int:
     if model.adapter_name_or_path is None:
         return 0
     files = Path(model.adapter_name_or_path).glob("adapter_model.*")

@@ -6,25 +6,15 @@ transformers' modelling code (5.x) and are held to what a tracker of live tensor
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from ensemble.members.footprint import Activation, Stage
 from ensemble.members.huggingface.checkpoint.architecture import Architecture
-from ensemble.members.huggingface.checkpoint.loaded_size import DTYPE_BYTES, Dtype, Weights, weights
+from ensemble.members.huggingface.checkpoint.loaded_size import DTYPE_BYTES, Dtype, weights
 from ensemble.members.huggingface.checkpoint.quantization_keys import quantized_bits
 
-__all__ = [
-    "Activation",
-    "Dtype",
-    "Stage",
-    "Weights",
-    "activation",
-    "cuda_context_bytes",
-    "fits_tokens",
-    "weights",
-]
+__all__ = ["Dtype", "activation", "cuda_context_bytes", "weights"]
 
 # Post-norm encoders: BERT and what was made from its code.
 _LIKE_BERT = frozenset("bert camembert data2vec-text distilbert electra ernie roberta xlm-roberta".split())
@@ -38,61 +28,8 @@ _LIKE_GPT2 = frozenset(("gpt2", "modernbert"))
 _FLOAT32_SOFTMAX = (_LIKE_LLAMA - {"falcon"}) | {"modernbert"}
 # Token ids and attention mask, int64, and what is made of them.
 _INPUT_BYTES = 24
-# Rows narrower than this count as if they were so wide in ``Activation.line``.
-_NARROWEST = 16
 # torch's attention of CUDA sums values of more than this width up in float32 (its kernel_forward.h).
 _REGISTER_WIDTH = 128
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A moment of the forward pass: the bytes alive per padded token, per pair of tokens of a row, and per row."""
-
-    bytes_per_token: float
-    bytes_per_token_pair: float
-    bytes_per_row: float = 0.0
-
-
-@dataclass(frozen=True)
-class Activation:
-    """The peak of a forward pass beside the weights: the worst of its stages.
-
-    ``fixed_bytes`` does not depend on the batch.
-    """
-
-    stages: tuple[Stage, ...]
-    fixed_bytes: int
-
-    def bytes(self, padded_tokens: int, width: int) -> int:
-        """For a batch of rows ``width`` tokens wide that hold ``padded_tokens`` together."""
-        return self.fixed_bytes + math.ceil(padded_tokens * self._per_token(width))
-
-    def line(self, width: int) -> tuple[float, float]:
-        """Bytes per token and per token pair, without the fixed ones: one line instead of the stages.
-
-        Right for rows ``width`` tokens wide; never too low for narrower ones, since the worst of the stages
-        is convex in the width and the line its chord.
-        """
-        if width <= _NARROWEST:
-            return self._per_token(width), 0.0
-        narrow, wide = self._per_token(_NARROWEST), self._per_token(width)
-        slope = (wide - narrow) / (width - _NARROWEST)
-        # Falls where a row's own bytes weigh more than its pairs: then the narrowest rows decide.
-        return (narrow - slope * _NARROWEST, slope) if slope >= 0 else (narrow, 0.0)
-
-    def _per_token(self, width: int) -> float:
-        return max(
-            stage.bytes_per_token + stage.bytes_per_token_pair * width + stage.bytes_per_row / width
-            for stage in self.stages
-        )
-
-
-def fits_tokens(activation: Activation, available_bytes: int, width: int) -> int:
-    """The padded tokens of a batch of rows ``width`` tokens wide that takes no more than ``available_bytes``.
-
-    The fixed bytes are taken off here.
-    """
-    return max(0, int((available_bytes - activation.fixed_bytes) / activation._per_token(width)))
 
 
 def cuda_context_bytes(capability: tuple[int, int] | None) -> int:

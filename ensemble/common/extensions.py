@@ -1,0 +1,95 @@
+"""What can be extended by name: what is built in, and what other installed packages bring by entry points.
+
+A registry imports an extension when it is asked for, and looks at installed packages only for a name that is not
+built in: to read their entry points takes longer than to check a small config.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module, metadata
+from typing import Generic, TypeVar
+
+from ensemble.common.errors import ConfigError
+from ensemble.common.packages import DISTRIBUTION
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Registry(Generic[T]):
+    """The extensions of one kind, each a subclass of ``base``.
+
+    Attributes:
+        group: of entry points, such as "ensemble.merge_methods".
+        what: what one of them is called, such as "merge method".
+        package: where the modules of those that are built in are found.
+        built_in: ".module:Class" by name.
+    """
+
+    group: str
+    what: str
+    base: type[T]
+    package: str
+    built_in: Mapping[str, str]
+
+    def names(self) -> list[str]:
+        """All names, those that are built in first.
+
+        Raises:
+            ConfigError: installed packages give one name to two things.
+        """
+        return [*self.built_in, *sorted(self._installed())]
+
+    def load(self, name: str) -> type[T]:
+        """The class of this name.
+
+        Raises:
+            ConfigError: there is none, installed packages give one name to two things, or the package that has it
+                cannot be imported or has something else there.
+        """
+        if name in self.built_in:
+            module, _, attribute = self.built_in[name].partition(":")
+            found: type[T] = getattr(import_module(module, self.package), attribute)
+            return found
+        installed = self._installed()
+        if name not in installed:
+            known = [*self.built_in, *sorted(installed)]
+            near = difflib.get_close_matches(name, known, n=1)
+            advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+            raise ConfigError(f"unknown {self.what} {name!r}; {advice}")
+        entry = installed[name]
+        place = f"{self.what} {name}: the entry point {name} = {entry.value} of the package {_package(entry)}"
+        try:
+            loaded = entry.load()
+        except Exception as error:  # whatever a module raises while it is imported
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ConfigError(
+                f"{place} cannot be imported ({reason}); fix or uninstall that package"
+            ) from error
+        if not (isinstance(loaded, type) and issubclass(loaded, self.base)):
+            raise ConfigError(
+                f"{place} is no subclass of {self.base.__module__}.{self.base.__qualname__}; fix that package"
+            )
+        return loaded
+
+    def _installed(self) -> dict[str, metadata.EntryPoint]:
+        owners = {name: [DISTRIBUTION] for name in self.built_in}
+        found = {}
+        for entry in metadata.entry_points(group=self.group):
+            owners.setdefault(entry.name, []).append(_package(entry))
+            found[entry.name] = entry
+        clashes = [
+            f"{self.what} {name}: the packages {' and '.join(sorted(both))} both have one so named; uninstall one"
+            for name, both in sorted(owners.items())
+            if len(both) > 1
+        ]
+        if clashes:
+            raise ConfigError(clashes)
+        return found
+
+
+def _package(entry: metadata.EntryPoint) -> str:
+    return entry.dist.name if entry.dist is not None else "?"

@@ -1,0 +1,1 @@
+"""Sequence classifiers: Hugging Face checkpoints with a classification head."""
