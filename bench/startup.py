@@ -141,7 +141,7 @@ def _published(prepared: Prepared, member: MemberPlan) -> Start:
     prepared.table.publish(rundir.table)
     with order_path(parts_dir).open("wb") as file:
         np.save(file, member.order)
-    return Start.of(worker_spec(prepared, rundir, member, parts_dir, None, {}))
+    return Start(worker_spec(prepared, rundir, member, parts_dir, None, {}))
 
 
 def _bare(model: str, environment: Mapping[str, str]) -> _Sample:

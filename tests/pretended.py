@@ -17,6 +17,7 @@ from ensemble.common.protocol import (
     Closed,
     Command,
     Computed,
+    Counters,
     Failed,
     Load,
     Predict,
@@ -44,7 +45,11 @@ Answer = Callable[[Predict], Any]
 
 def computed(command: Predict, seconds: float = CHUNK_SECONDS) -> ChunkDone:
     rows = command.stop - command.start
-    return ChunkDone(command.chunk, rows, rows, rows, 1, 0, 0, 0, seconds, "part")
+    return ChunkDone(
+        command.chunk,
+        "part",
+        Counters(chunks=1, rows=rows, tokens=rows, padded_tokens=rows, batches=1, predict_seconds=seconds),
+    )
 
 
 class PretendedWorker:

@@ -1,11 +1,9 @@
-"""Predictions made elsewhere as members: what is checked, how they are joined, and whole runs beside a real model."""
+"""Predictions made elsewhere as members: what is checked, how they are joined, whole runs beside a real model."""
 
 from __future__ import annotations
 
 import csv
-import json
 import random
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -19,9 +17,7 @@ from ensemble.common.errors import DataError
 from ensemble.members.base import OutputColumns
 from ensemble.members.csv.parent import CsvPredictions
 from ensemble.members.csv.settings import CsvSettings
-from ensemble.pipeline.loading import load
-from ensemble.pipeline.run import run
-from tests.project import LABELS, ROOT, Project, python_path
+from tests.project import ROOT, python_path
 
 COLUMNS = OutputColumns("id", ("a", "b"))
 LLAMA = 1  # of the project's usual members

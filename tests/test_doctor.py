@@ -412,7 +412,9 @@ def test_what_a_report_means(report: Report, mark: str, words: list[str]) -> Non
 
 
 def test_imports_that_fail_are_told_besides() -> None:
-    found = judged(replace(GOOD, errors={"import ensemble.worker.member": "a", "import peft": "b"}))
+    found = judged(
+        replace(GOOD, errors={"import ensemble.members.seq_cls.predictor": "a", "import peft": "b"})
+    )
     assert marks(found) == ["ok", "problem", "problem"]
     assert "a worker's imports fail (a)" in found[1].text
     assert "peft cannot be imported (b)" in found[2].text

@@ -13,21 +13,26 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "ensemble"
 MAX_ROOT_ENTRIES = 14
 HEAVY = ("torch", "transformers", "accelerate", "pandas")
-# What each room may use beside itself.  "child" is what runs in a worker: the worker's own room, and of members
-# whatever needs torch.  The parent's rooms never use it.
+# What each room may use beside itself.  "child" is the child side of members, which is whatever needs torch;
+# "predictor" is all that it and the worker know of each other.  The parent's rooms never use any of the last three.
 ROOMS = {
     "common": set[str](),
     "config": {"common"},
     "data": {"common"},
     "members": {"common", "config", "data"},
-    "planning": {"common", "config", "members", "pipeline"},
+    "planning": {"common", "config", "members"},
     "scheduling": {"common", "planning"},
     "merging": {"common", "data", "pipeline"},
     "pipeline": {"common", "config", "data", "members", "planning", "scheduling", "merging"},
     "cli": {"common", "config", "members", "planning", "scheduling", "merging", "pipeline"},
-    "child": {"common", "data", "members"},
+    "worker": {"common", "data", "predictor"},
+    "predictor": {"common", "data"},
+    "child": {"common", "data", "members", "predictor"},
 }
-CHILD_SIDE_OF_MEMBERS = {"child", "loading", "scoring"}
+# What the parent's rooms may use of members: the interface of kinds, and where they are found by name.  The command
+# line may ask after the hub, too.
+OF_MEMBERS = {"planning": {"base"}, "pipeline": {"base", "registry"}, "cli": {"base", "huggingface"}}
+CHILD_SIDE_OF_MEMBERS = {"child", "predictor", "loading", "scoring"}
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -40,9 +45,9 @@ def imports(path: Path) -> Iterator[str]:
 
 def room_of(parts: tuple[str, ...]) -> str:
     """The room of a module, by its parts below the package, such as ``("worker", "channel")``."""
-    if parts[0] == "worker" or (parts[0] == "members" and CHILD_SIDE_OF_MEMBERS & set(parts)):
-        return "child"
-    return parts[0]
+    if parts == ("members", "predictor"):
+        return "predictor"
+    return "child" if parts[0] == "members" and CHILD_SIDE_OF_MEMBERS & set(parts) else parts[0]
 
 
 def modules() -> Iterator[tuple[Path, str]]:
@@ -54,7 +59,7 @@ def modules() -> Iterator[tuple[Path, str]]:
 
 def test_the_root_shows_the_rooms_and_nothing_else() -> None:
     entries = {path.name for path in PACKAGE.iterdir()} - {"py.typed", "__pycache__"}
-    assert entries == {"__init__.py", "__main__.py", *ROOMS} - {"child"} | {"worker"}
+    assert entries == {"__init__.py", "__main__.py", *ROOMS} - {"child", "predictor"}
     assert len(entries) <= MAX_ROOT_ENTRIES
 
 
@@ -66,10 +71,51 @@ def test_each_room_uses_only_what_it_may() -> None:
                 assert other == room or other in ROOMS[room], f"{path}: {name}"
 
 
-def test_only_the_child_imports_torch_or_transformers() -> None:
+def test_kinds_are_known_by_their_interface_alone() -> None:
     for path, room in modules():
-        if room != "child":
+        for name in imports(path) if room in OF_MEMBERS else ():
+            if name.startswith("ensemble.members"):
+                assert name.split(".")[2] in OF_MEMBERS[room], f"{path}: {name}"
+
+
+def test_nobody_asks_which_kind_a_member_is() -> None:
+    for path, _ in modules():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Eq | ast.NotEq):
+                asked = [getattr(one, "attr", "") for one in ast.walk(node)]
+                assert "task_type" not in asked, f"{path}, line {node.lineno}"
+
+
+def test_a_kind_uses_what_several_share_and_no_other_kind() -> None:
+    for path in (PACKAGE / "members").rglob("*.py"):
+        own = path.relative_to(PACKAGE / "members").parts[0]
+        for name in imports(path):
+            parts = name.split(".")
+            if parts[:2] == ["ensemble", "members"] and (PACKAGE / "members" / parts[2]).is_dir():
+                assert parts[2] in (own, "huggingface"), f"{path}: {name}"
+
+
+def test_the_worker_names_no_kind() -> None:
+    kinds = {path.name for path in (PACKAGE / "members").iterdir() if (path / "child.py").is_file()}
+    assert "seq_cls" in kinds
+    for path in (PACKAGE / "worker").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            text = node.value if isinstance(node, ast.Constant) else getattr(node, "id", "")
+            assert not any(kind in str(text) for kind in kinds), f"{path}: {text}"
+
+
+def test_only_the_child_side_of_members_imports_torch_or_transformers() -> None:
+    probe = PACKAGE / "worker" / "probe.py"  # a program of its own: whether torch works on a device
+    for path, room in modules():
+        if room != "child" and path != probe:
             assert {name.split(".")[0] for name in imports(path)}.isdisjoint(HEAVY), path
+
+
+def test_a_worker_imports_nothing_heavy_before_it_knows_its_kind() -> None:
+    heavy = (*HEAVY, "numpy", "pyarrow", "ensemble.members.huggingface")
+    code = f"import sys, ensemble.worker.__main__; print([name for name in {heavy!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
 def test_only_one_module_uses_nvml() -> None:

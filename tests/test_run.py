@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ensemble.common.protocol import Counters
 from tests.checkpoints import (
     WORDS,
     adapter_reference,
@@ -102,6 +103,7 @@ def _check_the_report(project: Project, printed: str, merged: np.ndarray) -> Non
     for member in report["members"]:
         (worker,) = member["workers"]
         assert worker["rows"] == member["rows"] == 300
+        assert vars(Counters()).keys() <= worker.keys()
         assert 0 < worker["tokens"] <= worker["padded_tokens"]
         assert min(worker["start_seconds"], worker["load_seconds"], worker["predict_seconds"]) > 0
         assert worker["peak_memory_bytes"] > 50e6

@@ -44,7 +44,7 @@ def test_a_gpu_that_is_left_over_joins_the_member_with_most_to_do() -> None:
     assert short.finished
     assert used(short) == [("GPU-1",)]
     assert used(long) == [("GPU-0",), ("GPU-1",)]
-    assert long.workers[1].chunks > 0
+    assert long.workers[1].counters.chunks > 0
 
 
 def test_nobody_joins_a_member_that_is_nearly_done() -> None:
@@ -86,9 +86,9 @@ def test_unequal_devices_end_within_a_chunk_of_each_other() -> None:
             launched.worker.chunk_seconds = 10 * CHUNK_SECONDS
 
     (state,) = schedule(plan_of([60], [2], two), two, on_launch=on_launch)
-    slow, fast = sorted(state.workers, key=lambda record: record.chunks)
+    slow, fast = sorted(state.workers, key=lambda record: record.counters.chunks)
     assert slow.devices == ("GPU-1",)
-    assert 0 < slow.chunks < fast.chunks
+    assert 0 < slow.counters.chunks < fast.counters.chunks
     first_stop = next(place for place, (_, command) in enumerate(told) if isinstance(command, Stop))
     rest = [command for _, command in told[first_stop:] if isinstance(command, Predict)]
     assert not rest, "when one has nothing left to do, the other has one chunk in its hands and gets no more"
@@ -125,7 +125,7 @@ def test_a_row_that_kills_its_worker_is_found_and_the_rest_is_done() -> None:
     assert state.finished
     row = int(state.plan.order[37])
     assert list(state.bad_rows) == [row]
-    assert sum(record.rows for record in state.workers) == 99
+    assert sum(record.counters.rows for record in state.workers) == 99
     assert tries[0, 100] == 3, "once, and two retries"
     assert tries[37, 38] == 2, "no row is blamed for one accident"
     assert sum(tries.values()) < 3 + 2 + 2 * 7
@@ -203,7 +203,7 @@ def test_another_replica_takes_the_chunk_of_one_that_died() -> None:
     deaths = iter([None])
     (state,) = schedule(plan_of([40], [2], two), two, lambda command: next(deaths, computed(command)))
     assert state.finished
-    assert sum(record.chunks for record in state.workers) == len(state.plan.chunks)
+    assert sum(record.counters.chunks for record in state.workers) == len(state.plan.chunks)
 
 
 def timed_members(limit_chunks: int, chunks: Sequence[int]) -> tuple[list[MemberState], TimeKeeper]:

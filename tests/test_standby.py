@@ -202,7 +202,7 @@ def test_each_worker_is_told_of_rows_that_no_other_is_told_of() -> None:
     two, watch = gpus(2), Watch()
     (state,) = schedule(plan_of([30], [2], two), two, on_launch=watch)
     assert state.finished
-    assert sum(record.rows for record in state.workers) == 30
+    assert sum(record.counters.rows for record in state.workers) == 30
     for launched in watch.launched:
         commands = launched.worker.got
         predicted = [one for one in commands if isinstance(one, Predict)]
@@ -219,11 +219,11 @@ def test_a_chunk_is_handed_out_while_the_one_before_it_is_written() -> None:
     written_then: list[int] = []
 
     def answer(command: Predict) -> Any:
-        written_then.append(schedulers[0].members[0].workers[0].chunks)
+        written_then.append(schedulers[0].members[0].workers[0].counters.chunks)
         return computed(command)
 
     (state,) = schedule(plan_of([4], [1], []), [], answer, on_begin=schedulers.append)
-    assert state.workers[0].chunks == 4
+    assert state.workers[0].counters.chunks == 4
     assert written_then == [0, 0, 1, 2], "each before word came that the one before it was written"
 
 

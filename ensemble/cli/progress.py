@@ -84,10 +84,11 @@ def loaded_text(state: MemberState, ready: Ready) -> str:
     if attention and "attention" not in attention:
         attention += " attention"
     size = state.plan.request.batch_size
-    batch = (
-        f"{plural(ready.token_budget, 'token')} a batch" if size is None else f"{plural(size, 'row')} a batch"
-    )
-    return ", ".join(filter(None, (ready.dtype, attention, batch)))
+    batch = ""
+    if ready.token_budget is not None:
+        amount = plural(ready.token_budget, "token") if size is None else plural(size, "row")
+        batch = f"{amount} a batch"
+    return ", ".join(filter(None, (ready.dtype, attention, batch))) or f"on {ready.device}"
 
 
 class PlainDisplay:

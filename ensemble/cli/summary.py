@@ -40,7 +40,7 @@ def failure_text(failure: Failure) -> str:
 
 def oom_text(state: MemberState) -> str:
     """What is said of a member whose batches did not all fit into memory; empty where they did."""
-    events = sum(record.oom_events for record in state.workers)
+    events = state.counters.oom_events
     if not events:
         return ""
     return (
@@ -51,7 +51,7 @@ def oom_text(state: MemberState) -> str:
 
 def float32_text(state: MemberState) -> str:
     """What is said of a member with rows that overflowed its type; empty where none did."""
-    rows = sum(record.recomputed_rows for record in state.workers)
+    rows = state.counters.recomputed_rows
     if not rows:
         return ""
     types = {record.ready.dtype for record in state.workers if record.ready is not None}
@@ -116,19 +116,19 @@ def coverage_text(members: Sequence[MemberState], merged_rows: Mapping[str, int]
 
 def truncation_text(state: MemberState) -> str:
     """What is said of a member that cut rows at max_length; empty where it did not."""
-    cut = sum(record.truncated_rows for record in state.workers)
-    rows = sum(record.rows for record in state.workers)
+    cut = state.counters.truncated_rows
+    rows = state.counters.rows
     if not cut:
         return ""
-    length = max(record.ready.max_length for record in state.workers if record.ready is not None)
+    length = max(record.ready.max_length or 0 for record in state.workers if record.ready is not None)
     were = "was" if cut == 1 else "were"
     return f"{state.plan.name}: {cut:,} of {plural(rows, 'row')} {were} cut at max_length {length:,}"
 
 
 def repeated_text(state: MemberState) -> str:
     """What is said of a member with rows that it computed once for several; empty where there were none."""
-    repeated = sum(record.repeated_rows for record in state.workers)
-    rows = sum(record.rows for record in state.workers)
+    repeated = state.counters.repeated_rows
+    rows = state.counters.rows
     if not repeated:
         return ""
     repeat = "repeats another row's text and was" if repeated == 1 else "repeat another row's text and were"
@@ -153,10 +153,8 @@ def _member_cells(state: MemberState, merged_rows: Mapping[str, int]) -> list[st
     if not state.workers:
         how = "reused" if state.plan.needs_worker else "given"
         return [state.plan.name, f"{len(state.plan.order):,}", how, "", "", ""]
-    workers = state.workers
     seconds = state.predicting_seconds(state.finished_at or 0.0)
-    computed = sum(record.padded_tokens for record in workers)
-    real = sum(record.tokens for record in workers)
+    computed, real = state.counters.padded_tokens, state.counters.tokens
     return [
         state.plan.name,
         f"{state.rows_done:,}",

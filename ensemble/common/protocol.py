@@ -1,4 +1,4 @@
-"""The messages that cross the line between the parent and a worker process.
+"""The messages on the channel between the parent and a worker process.
 
 Commands go to the worker as JSON lines on its standard input, events come back as JSON lines on a pipe of
 their own.  A message is a frozen dataclass; on the wire it is an object whose ``type`` is the class's name.
@@ -9,17 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
-
-# Padded tokens a batch; more does not make a GPU faster, and a CPU is at its best with fewer.
-GPU_TOKEN_BUDGET = 16384
-CPU_TOKEN_BUDGET = 2048
-# Of a device, what is not planned with: fragments, estimates, and programs that come later.
-RESERVE_SHARE = 0.05
-# Tokens a row may have where neither config nor tokenizer says; those without a limit say something astronomic.
-DEFAULT_MAX_LENGTH = 1024
-NO_LENGTH_LIMIT = 1_000_000
 
 Activation = Literal["softmax", "sigmoid", "none"]
 
@@ -29,61 +22,67 @@ class ProtocolError(ValueError):
 
 
 @dataclass(frozen=True)
-class WorkerSpec:
-    """Everything a worker must know about its member; the first command it gets.
+class Counters:
+    """What work took and what came of it, from the forward pass over the wire to run.json; ``+`` adds them up.
 
-    ``label_order[j]`` is the model's output column that holds the config's label ``j``.
-    ``token_budget`` and ``batch_size`` are None when the worker shall choose.
-    ``gpus`` counts the devices in the worker's lease (0: the CPU); ``cpu_threads`` None leaves torch's choice.
-    ``dtype`` is the config's; ``gpu_dtype`` is what "auto" means on the run's GPUs.  ``max_memory`` has bytes by
-    the GPU's number within the lease, as text, and by "cpu".  ``attn_implementation`` is the user's
-    (``is_attention_asked``) or the plan's choice, None where the plan could not read the architecture.
+    This is the only list of these names: a new counter is a line here, and one where it is counted.
 
-    A batch of ``padded_tokens`` as wide as ``width`` takes ``padded_tokens * (bytes_per_token +
-    bytes_per_token_pair * width)`` beside the weights, and ``fixed_bytes`` whatever its size; None where the plan
-    does not know the architecture.
-    ``width`` is the longest row to come, in tokens, as far as the parent can tell.
-    ``memory_limit_bytes`` is what torch may use of each of the worker's devices, weights included; None: all.
-    ``files`` are the states (see ``filestate``) in which the checkpoint's files must be for as long as anything is
-    made of them, by absolute path.
+    Attributes:
+        chunks: that stand as parts.
+        rows: of them, with those that cannot be computed.
+        bad_rows: that cannot be computed.
+        tokens: real ones, in forward passes.
+        padded_tokens: what was computed, real tokens and padding.
+        batches: forward passes.
+        truncated_rows: cut at max_length.
+        oom_events: forward passes that ran out of memory and were run again smaller.
+        recomputed_rows: came out non-finite and were computed again in float32.
+        repeated_rows: had the token ids of another row of the chunk and were not computed again.
+        predict_seconds: from a chunk's command to its part's rename.
+        forward_seconds: the device's time in forward passes.
     """
 
-    model_name_or_path: str
-    revision: str | None
-    trust_remote_code: bool
-    allow_pickle: bool
-    adapter_name_or_path: str | None
-    merge_adapter: bool
-    gguf_file: str | None
-    label_order: tuple[int, ...]
+    chunks: int = 0
+    rows: int = 0
+    bad_rows: int = 0
+    tokens: int = 0
+    padded_tokens: int = 0
+    batches: int = 0
+    truncated_rows: int = 0
+    oom_events: int = 0
+    recomputed_rows: int = 0
+    repeated_rows: int = 0
+    predict_seconds: float = 0.0
+    forward_seconds: float = 0.0
+
+    def __add__(self, other: Counters) -> Counters:
+        return Counters(*map(operator.add, vars(self).values(), vars(other).values()))
+
+    def rounded(self, digits: int) -> dict[str, Any]:
+        """As plain JSON values, seconds to so many digits."""
+        return {name: round(value, digits) for name, value in vars(self).items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommonSpec:
+    """What a worker must know whatever the kind of its member.
+
+    ``labels`` are the config's, in its order; ``activation`` says what the member's numbers are: probabilities of
+    labels that exclude each other ("softmax") or do not ("sigmoid"), or any numbers ("none").
+    ``gpus`` counts the devices in the worker's lease (0: the CPU); ``cpu_threads`` None leaves the choice to the
+    library.
+    ``memory_limit_bytes`` is what may be used of each of the worker's devices, weights included; None: all.
+    ``table_path`` is the published table, ``order_path`` the numbers of the member's rows in the order of its
+    chunks, ``parts_dir`` where the parts go.
+    ``files`` are the states (see ``common.files``) in which the member's own files must be for as long as anything
+    is made of them, by absolute path.
+    """
+
+    labels: tuple[str, ...]
     activation: Activation
-    prompt_template: str | None
-    text_columns: tuple[str, ...]
-    max_length: int | None
-    truncation_side: str | None
-    add_special_tokens: bool
-    batch_size: int | None
-    token_budget: int | None
-    dtype: str
-    gpu_dtype: str
-    allow_tf32: bool
-    expandable_segments: bool
-    max_split_size_mb: int | None
-    quantization_config: dict[str, Any] | None
-    attn_implementation: str | None
-    is_attention_asked: bool
-    model_kwargs: dict[str, Any]
-    tokenizer_kwargs: dict[str, Any]
     gpus: int
-    device_map: str | dict[str, Any] | None
-    max_memory: dict[str, int] | None
-    offload_folder: str | None
-    bytes_per_token: float | None
-    bytes_per_token_pair: float | None
-    fixed_bytes: int
-    width: int | None
-    memory_limit_bytes: int | None
     cpu_threads: int | None
+    memory_limit_bytes: int | None
     seed: int
     table_path: str
     order_path: str
@@ -92,21 +91,27 @@ class WorkerSpec:
 
 
 @dataclass(frozen=True)
-class Start:
-    """Get ready to load the member described here: everything that needs no device.
+class WorkerSpec:
+    """Everything a worker must know about its member.
 
-    Of its weights so many bytes are read from the disk ahead, so that they lie in the page cache.
+    ``kind`` names the module that is the child side of the member's kind, such as "ensemble.members.seq_cls.child";
+    ``settings`` are that kind's own, of what JSON has.
     """
 
-    spec: dict[str, Any]
-    read_ahead_bytes: int = 0
+    common: CommonSpec
+    kind: str
+    settings: dict[str, Any]
 
-    @classmethod
-    def of(cls, spec: WorkerSpec, read_ahead_bytes: int = 0) -> Start:
-        return cls(dataclasses.asdict(spec), read_ahead_bytes)
 
-    def worker_spec(self) -> WorkerSpec:
-        return WorkerSpec(**_tuples(self.spec))
+@dataclass(frozen=True)
+class Start:
+    """The first command: get ready to load the member described here, with everything that needs no device.
+
+    Up to ``preload_bytes`` of its weights are read from the disk meanwhile, so that they lie in the page cache.
+    """
+
+    spec: WorkerSpec
+    preload_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -146,15 +151,19 @@ class Started:
 
 @dataclass(frozen=True)
 class Ready:
-    """The model is on its device."""
+    """The member is on its devices; what its kind knows of it, for the user and for run.json.
 
-    load_seconds: float
-    device: str
-    dtype: str
-    attn_implementation: str
-    parameters: int
-    max_length: int
-    token_budget: int
+    ``device`` is a GPU's name or "cpu"; ``max_length`` counts the tokens of a row, ``token_budget`` those of a
+    batch; ``notes`` are sentences for the user.
+    """
+
+    load_seconds: float = 0.0
+    device: str = "cpu"
+    dtype: str = ""
+    attn_implementation: str = ""
+    parameters: int | None = None
+    max_length: int | None = None
+    token_budget: int | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -177,34 +186,16 @@ class Computed:
 
 @dataclass(frozen=True)
 class ChunkDone:
-    """The chunk's part stands under its final name.
-
-    ``tokens`` are real tokens, ``padded_tokens`` what was computed (real and padding); ``batches`` counts
-    forward passes, ``oom_events`` those that ran out of memory and were run again smaller;
-    ``recomputed_rows`` came out non-finite and were computed again in float32; ``seconds`` is from the
-    command's arrival to the part's rename.  ``part`` is the part's name within ``parts_dir``.
+    """The chunk's part stands under its final name; ``part`` is that name, within ``parts_dir``.
 
     ``bad_rows`` are rows of the table that cannot be computed, each with its reason; the part does not hold them.
-    ``rows`` counts them too.
-
-    ``forward_seconds`` is the device's time in forward passes; ``repeated_rows`` had the token ids of another row
-    of the chunk and were not computed again.
     """
 
     chunk: int
-    rows: int
-    tokens: int
-    padded_tokens: int
-    batches: int
-    truncated_rows: int
-    oom_events: int
-    recomputed_rows: int
-    seconds: float
     part: str
+    counters: Counters
     bad_rows: tuple[int, ...] = ()
     bad_row_reasons: tuple[str, ...] = ()
-    forward_seconds: float = 0.0
-    repeated_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -279,11 +270,17 @@ def decode(line: str) -> Any:
     """
     try:
         fields = json.loads(line)
-        return _TYPES[fields.pop("type")](**_tuples(fields))
+        kind = _TYPES[fields.pop("type")]
+        if "counters" in fields:
+            fields["counters"] = Counters(**fields["counters"])
+        if kind is Start:
+            spec = fields["spec"]
+            fields["spec"] = WorkerSpec(**{**spec, "common": CommonSpec(**with_tuples(spec["common"]))})
+        return kind(**with_tuples(fields))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ProtocolError(f"not a message: {line[:200]!r}") from error
 
 
-def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
-    # JSON has no tuples; every top-level list of a message is one, what lies deeper is the user's own.
+def with_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A dataclass's fields as JSON gave them, without tuples: every list is one; deeper ones are the user's."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}

@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 from ensemble.config import MemberConfig
-from ensemble.members.footprint import Activation, Capability, Footprint, MemoryEstimate, Stage, Weights
+from ensemble.members.footprint import (
+    RESERVE_SHARE,
+    Activation,
+    Capability,
+    Footprint,
+    MemoryEstimate,
+    Stage,
+    Weights,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,6 +32,7 @@ if TYPE_CHECKING:
     from ensemble.common.protocol import Activation as OutputActivation
 
 __all__ = [
+    "RESERVE_SHARE",
     "Activation",
     "Assigned",
     "Capability",
@@ -133,13 +142,15 @@ I = TypeVar("I", bound=Inspection)  # noqa: E741
 class MemberKind(ABC, Generic[S, I]):
     """A member of a run; each subclass is a kind of member, and its instances hold nothing but their settings.
 
-    ``settings`` is one of ``Settings``, whose ``task_type`` names the kind.  Problems are sentences that begin with
-    the key that they are about, such as "num_gpus: ..."; errors are ``EnsembleError`` of exit code 2 with every
-    problem found.
+    ``settings`` is one of ``Settings``, whose ``task_type`` names the kind.  Either it needs workers, and ``child``
+    is the module that they run (see ``predictor.Child``), or it has its predictions already.  Problems are
+    sentences that begin with the key that they are about, such as "num_gpus: ..."; errors are ``EnsembleError`` of
+    exit code 2 with every problem found.
     """
 
     Settings: ClassVar[type[MemberConfig]]
     needs_worker: ClassVar[bool] = True
+    child: ClassVar[str] = ""
 
     def __init__(self, settings: S) -> None:
         self.settings = settings
@@ -220,6 +231,10 @@ class MemberKind(ABC, Generic[S, I]):
             offload_folder: for this worker alone, where the request names one.
         """
         raise NotImplementedError
+
+    def environment(self) -> Mapping[str, str]:
+        """What is set in the environment of its workers that have GPUs, before they start."""
+        return {}
 
     def predictions(self, ids: pa.ChunkedArray, columns: OutputColumns) -> Given:
         """All of its predictions, for kinds without workers; the caller looks whether they are probabilities.

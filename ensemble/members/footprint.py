@@ -10,8 +10,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ensemble.common.protocol import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET
-
+# Padded tokens a batch; more does not make a GPU faster, and a CPU is at its best with fewer.
+GPU_TOKEN_BUDGET = 16384
+CPU_TOKEN_BUDGET = 2048
+# Of a device, what is not planned with: fragments, estimates, and programs that come later.
+RESERVE_SHARE = 0.05
 # A GPU's compute capability, such as (8, 0).
 Capability = tuple[int, int]
 # Rows narrower than this count as if they were so wide in ``Activation.line``.

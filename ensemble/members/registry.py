@@ -18,7 +18,7 @@ KINDS: Registry[MemberKind[Any, Any]] = Registry(
     base=MemberKind,  # type: ignore[type-abstract]
     package=__package__,
     built_in={
-        "seq_cls": ".seq_cls.parent:SequenceClassifier",
+        "seq_cls": ".seq_cls.parent:SequenceClassification",
         "csv": ".csv.parent:CsvPredictions",
     },
 )

@@ -119,8 +119,7 @@ def _member(state: MemberState, work: MemberWork | None) -> dict[str, Any]:
     plan: MemberPlan = state.plan
     # Of a member that an earlier run did, what that run's workers did.
     is_reused = work is not None and work.is_sealed and not state.workers
-    tokens = sum(record.tokens for record in state.workers)
-    padded = sum(record.padded_tokens for record in state.workers)
+    counters = state.counters
     return {
         "name": plan.name,
         "phase": phase_of(state),
@@ -138,10 +137,10 @@ def _member(state: MemberState, work: MemberWork | None) -> dict[str, Any]:
         "forecast": _forecast(state),
         "progress": _progress(state),
         "chunks": len(plan.chunks),
-        "rows": sum(record.rows for record in state.workers),
-        "tokens": tokens,
-        "padded_tokens": padded,
-        "real_token_share": round(tokens / padded, 4) if padded else None,
+        "rows": counters.rows,
+        "tokens": counters.tokens,
+        "padded_tokens": counters.padded_tokens,
+        "real_token_share": _share(counters.tokens, counters.padded_tokens),
         "bad_rows": {str(row): reason for row, reason in sorted(state.bad_rows.items())},
         "faults": [asdict(fault) for fault in state.faults],
         "failure": None if state.failure is None else asdict(state.failure),
@@ -193,10 +192,10 @@ def _seconds_per_member(state: MemberState, now: float) -> float | None:
 def _forecast(state: MemberState) -> dict[str, Any] | None:
     """What the plan said of a replica's memory, per device, at the token budget that the workers then took."""
     needed = state.plan.placement.footprint
-    budgets = [record.ready.token_budget for record in state.workers if record.ready is not None]
+    taken = [record.ready.token_budget for record in state.workers if record.ready is not None]
     if needed is None:
         return None
-    tokens = max(budgets, default=needed.width)
+    tokens = max(filter(None, taken), default=needed.width)
     return {
         "parameters": needed.weights.parameters,
         "weight_bytes": needed.weights.bytes,
@@ -222,19 +221,9 @@ def _worker(record: WorkerRecord) -> dict[str, Any]:
         "leased_after_seconds": record.leased_after_seconds,
         "start_seconds": record.start_seconds,
         "load_seconds": record.load_seconds,
-        "predict_seconds": round(record.predict_seconds, 3),
-        "forward_seconds": round(record.forward_seconds, 3),
         "life_seconds": record.life_seconds,
-        "forward_share": _share(record.forward_seconds, record.life_seconds),
-        "rows": record.rows,
-        "chunks": record.chunks,
-        "batches": record.batches,
-        "tokens": record.tokens,
-        "padded_tokens": record.padded_tokens,
-        "truncated_rows": record.truncated_rows,
-        "oom_events": record.oom_events,
-        "recomputed_rows": record.recomputed_rows,
-        "repeated_rows": record.repeated_rows,
+        "forward_share": _share(record.counters.forward_seconds, record.life_seconds),
+        **record.counters.rounded(3),
         "peak_memory_bytes": closed.peak_memory_bytes if closed else None,
         "peak_gpu_memory_bytes": closed.peak_gpu_memory_bytes if closed else None,
         "device_name": ready.device if ready else None,

@@ -10,10 +10,16 @@ import numpy.typing as npt
 
 from ensemble.common.errors import DeviceError
 from ensemble.common.gpus import WORTH_SAYING_BYTES, Device
-from ensemble.common.protocol import RESERVE_SHARE
 from ensemble.common.text import gib, plural
 from ensemble.config import RunConfig
-from ensemble.members.base import Assigned, Capability, Footprint, MemoryEstimate, ResourceRequest
+from ensemble.members.base import (
+    RESERVE_SHARE,
+    Assigned,
+    Capability,
+    Footprint,
+    MemoryEstimate,
+    ResourceRequest,
+)
 
 
 @dataclass(frozen=True)

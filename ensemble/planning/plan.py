@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ensemble.common.gpus import Device
-from ensemble.common.protocol import DEFAULT_MAX_LENGTH
 from ensemble.common.text import plural
 from ensemble.config import MemberConfig, RunConfig
 from ensemble.members.base import ResourceRequest
@@ -123,8 +122,9 @@ def make_plan(
             continue
         # Rows that max_length cuts cost no more than others of that length.  Order and cut still go by the whole
         # text: another cut would mean other batches, and so other last digits, for what little padding it saves.
-        most = known.memory.max_length if known.memory is not None else DEFAULT_MAX_LENGTH
-        counted = counted_lengths(known.lengths, most)
+        counted = known.lengths
+        if known.memory is not None:
+            counted = counted_lengths(known.lengths, known.memory.max_length)
         order, chunks = cut_chunks(counted, known.lengths if common is None else common)
         replicas, warning = _replicas(index, known, placement, config.max_workers_per_gpu)
         warnings += warning

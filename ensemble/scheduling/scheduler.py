@@ -253,9 +253,9 @@ class Scheduler:
         if chunk is None:
             raise ProtocolError(f"it wrote chunk {event.chunk}, which it had not computed")
         record, state = slot.record, slot.state
-        record.add(event)
+        record.counters += event.counters
         state.done_cost += chunk.cost
-        per_cost = event.seconds / chunk.cost if chunk.cost else 0.0
+        per_cost = event.counters.predict_seconds / chunk.cost if chunk.cost else 0.0
         state.slowest_seconds_per_cost = max(state.slowest_seconds_per_cost, per_cost)
         slot.drop(chunk)
         log.info("%s-%d chunk %d done: %s", record.member, record.replica, event.chunk, event)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
 
-from ensemble.common.protocol import ChunkDone, Closed, Progress, Ready
+from ensemble.common.protocol import Closed, Counters, Progress, Ready
 from ensemble.planning.chunks import Chunk
 from ensemble.planning.forecast import Speed
 from ensemble.planning.plan import MemberPlan
@@ -64,38 +64,12 @@ class WorkerRecord:
     leased_after_seconds: float
     start_seconds: float | None = None
     load_seconds: float | None = None
-    predict_seconds: float = 0.0
-    forward_seconds: float = 0.0
     life_seconds: float | None = None
-    rows: int = 0
-    bad_rows: int = 0
-    tokens: int = 0
-    padded_tokens: int = 0
-    batches: int = 0
-    truncated_rows: int = 0
-    oom_events: int = 0
-    recomputed_rows: int = 0
-    repeated_rows: int = 0
-    chunks: int = 0
+    counters: Counters = field(default_factory=Counters)
     exit_code: int | None = None
     ready: Ready | None = None
     closed: Closed | None = None
     versions: dict[str, str] = field(default_factory=dict)
-
-    def add(self, done: ChunkDone) -> None:
-        """Count a chunk."""
-        self.rows += done.rows
-        self.bad_rows += len(done.bad_rows)
-        self.tokens += done.tokens
-        self.padded_tokens += done.padded_tokens
-        self.batches += done.batches
-        self.truncated_rows += done.truncated_rows
-        self.oom_events += done.oom_events
-        self.recomputed_rows += done.recomputed_rows
-        self.repeated_rows += done.repeated_rows
-        self.predict_seconds += done.seconds
-        self.forward_seconds += done.forward_seconds
-        self.chunks += 1
 
 
 @dataclass
@@ -152,19 +126,24 @@ class MemberState:
         )
 
     @property
+    def counters(self) -> Counters:
+        """Of all its workers in this run, chunks in hand left out."""
+        return sum((record.counters for record in self.workers), Counters())
+
+    @property
     def rows_done(self) -> int:
         in_hand = sum(progress.rows for progress in self.current.values())
-        return self.reused_rows + sum(record.rows for record in self.workers) + in_hand
+        return self.reused_rows + self.counters.rows + in_hand
 
     @property
     def good_rows(self) -> int:
         """Rows that this run or an earlier one has computed, those in hand left out."""
-        bad = sum(record.bad_rows for record in self.workers)
-        return self.reused_rows + sum(record.rows for record in self.workers) - bad
+        counters = self.counters
+        return self.reused_rows + counters.rows - counters.bad_rows
 
     @property
     def tokens_done(self) -> int:
-        return sum(record.tokens for record in self.workers) + sum(p.tokens for p in self.current.values())
+        return self.counters.tokens + sum(progress.tokens for progress in self.current.values())
 
     @property
     def fraction(self) -> float:
@@ -183,7 +162,7 @@ class MemberState:
     @property
     def seconds_per_cost(self) -> float | None:
         """What all of its work would take one replica, by the chunks that are done; None before the first."""
-        seconds = sum(record.predict_seconds for record in self.workers)
+        seconds = self.counters.predict_seconds
         return seconds / self.done_cost if seconds and self.done_cost else None
 
     def cut_short(self, chunk: Chunk, seconds: float) -> None:
@@ -208,7 +187,7 @@ class MemberState:
         ):
             startup = self.startup_seconds or startup
             cost = self.done_cost + self.cut_short_cost
-            seconds = sum(record.predict_seconds for record in self.workers) + self.cut_short_seconds
+            seconds = self.counters.predict_seconds + self.cut_short_seconds
             least = self.least_seconds_per_cost / self.plan.work
             per_work = max(seconds / cost / self.plan.work if seconds and cost else per_work, least)
         return Speed(startup, per_work, is_measured=per_work > 0, is_startup_measured=startup > 0)

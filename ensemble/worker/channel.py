@@ -1,4 +1,4 @@
-"""The worker's ends of its line: commands as they arrive, events as they are sent.
+"""The worker's ends of the channel to the parent: commands as they arrive, events as they are sent.
 
 Everything a library prints goes to the log file that is this process's standard output and error; the events
 have a pipe of their own, so that no print can break the protocol.
@@ -11,11 +11,11 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 
-from ensemble.common.protocol import ChunkDone, Command, Computed, Event, Prepare, Stop, decode, encode
-from ensemble.worker.heartbeat import Pulse
+from ensemble.common.protocol import Command, Event, Prepare, Stop, decode, encode
+from ensemble.worker.heartbeat import HeartbeatThread
 
 
-class Sender:
+class EventSender:
     """Sends events, from any thread.
 
     Args:
@@ -37,29 +37,29 @@ class Sender:
             os._exit(1)  # the parent has gone: there is nobody to compute for
 
 
-class Commands:
+class CommandReader:
     """Commands as they arrive on standard input, which itself becomes empty, so that no library can wait on it.
 
     Args:
-        pulse: learns when the main thread waits, and when it has got a command.
+        heartbeat: is told when the main thread waits, and when it has got a command.
     """
 
-    def __init__(self, pulse: Pulse) -> None:
-        self._pulse = pulse
+    def __init__(self, heartbeat: HeartbeatThread) -> None:
+        self._heartbeat = heartbeat
         self._arrived: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._prepare: Callable[[int, int], None] | None = None
+        self._on_prepare: Callable[[Prepare], None] | None = None
 
     def start(self) -> None:
         """Begin to read."""
-        line_fd = os.dup(0)
+        commands_fd = os.dup(0)
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
         os.close(null)
-        threading.Thread(target=self._read, args=(line_fd,), name="commands", daemon=True).start()
+        threading.Thread(target=self._read, args=(commands_fd,), name="commands", daemon=True).start()
 
-    def heed_hints(self, prepare: Callable[[int, int], None]) -> None:
-        """From now on hints go straight to ``prepare``, in the reading thread: the main one computes meanwhile."""
-        self._prepare = prepare
+    def on_prepare(self, callback: Callable[[Prepare], None]) -> None:
+        """From now on hints go straight there, in the reading thread: the main one computes meanwhile."""
+        self._on_prepare = callback
 
     def stop(self) -> None:
         """Let the main thread come to its end as if it had been told to, from any thread."""
@@ -67,32 +67,19 @@ class Commands:
 
     def __iter__(self) -> Iterator[Command]:
         while True:
-            self._pulse.rest()
+            self._heartbeat.wait()
             command = self._arrived.get()
-            self._pulse.step()
+            self._heartbeat.step()
             yield command
 
-    def _read(self, line_fd: int) -> None:
+    def _read(self, commands_fd: int) -> None:
         try:
-            with os.fdopen(line_fd, encoding="utf-8") as lines:
+            with os.fdopen(commands_fd, encoding="utf-8") as lines:
                 for line in lines:
                     command = decode(line)
-                    if isinstance(command, Prepare) and self._prepare is not None:
-                        self._prepare(command.start, command.stop)
+                    if isinstance(command, Prepare) and self._on_prepare is not None:
+                        self._on_prepare(command)
                     else:
                         self._arrived.put(command)
         finally:
             os._exit(1)  # the parent has gone or talks nonsense: there is nobody to compute for
-
-
-def watched(send: Callable[[Event], None], pulse: Pulse) -> Callable[[Event], None]:
-    """``send``, with the pulse told of parts that are being written."""
-
-    def send_watched(event: Event) -> None:
-        if isinstance(event, Computed):
-            pulse.write()
-        elif isinstance(event, ChunkDone):
-            pulse.written()
-        send(event)
-
-    return send_watched

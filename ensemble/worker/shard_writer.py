@@ -1,10 +1,10 @@
-"""What came of a chunk -> its part on disk, without the rows that cannot be computed."""
+"""What came of a chunk -> its part on disk, without the rows that cannot be computed, while the next one runs."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,209 +13,126 @@ import pyarrow as pa
 import pyarrow.csv as pa_csv
 
 from ensemble.common.files import atomic_path, check_unchanged
-from ensemble.common.protocol import Activation, Predict
+from ensemble.common.protocol import Activation, ChunkDone, CommonSpec, Predict
 from ensemble.common.shards import part_name
-from ensemble.members.huggingface.scoring.classifier import good_rows, probabilities
-from ensemble.members.huggingface.scoring.encode import Encoded
-from ensemble.members.huggingface.scoring.forward import Computed
+from ensemble.members.predictor import Prediction
 
 
-@dataclass(frozen=True)
-class ChunkWork:
-    """What a chunk took, and what came of it.
-
-    Real and computed tokens, forward passes and the device's seconds in them, rows cut at max_length, OOM errors
-    survived, rows that were run again in float32, and rows not run because another has their token ids; the
-    part's name; rows of the table that are not in it, ascending, with the reasons.
-    """
-
-    tokens: int
-    padded_tokens: int
-    batches: int
-    forward_seconds: float
-    truncated_rows: int
-    oom_events: int
-    recomputed_rows: int
-    repeated_rows: int
-    part: str
-    bad_rows: tuple[int, ...]
-    bad_row_reasons: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Reasons:
-    """Why rows of a member cannot be computed, in words.
-
-    ``why_not_float32`` says why its overflows cannot be run again; empty where they can, or there are none.
-    """
-
-    dtype: str
-    device_name: str
-    max_length: int
-    why_not_float32: str
-    runs_again: bool
-
-    def too_large(self, encoded: Encoded, computed: Computed) -> dict[int, str]:
-        """Rows for which there is no memory, by their places in the chunk: why, and what to do about it."""
-        again = f" in float32, which it needs because it overflows {self.dtype}"
-        detours = {
-            **dict.fromkeys(computed.too_large, ""),
-            **dict.fromkeys(computed.too_large_in_float32, again),
-        }
-        return {
-            row: (
-                f"{encoded.lengths[row]:,} tokens do not fit into the memory of {self.device_name} even alone"
-                f"{detour}; lower max_length ({self.max_length}), quantize, or give it more GPUs (num_gpus)"
-            )
-            for row, detour in detours.items()
-        }
-
-    def not_finite(self, float32_error: str) -> str:
-        """Why a row came out as no numbers, and what to do about it."""
-        if self.why_not_float32:
-            why = f"a float16 overflow is likely, and {self.why_not_float32}: set dtype: bfloat16"
-        elif float32_error:
-            why = (
-                f"it overflows {self.dtype}, and this model does not run in float32 ({float32_error}); "
-                "set dtype: bfloat16 or float32"
-            )
-        else:
-            tried = "float32 gave no better numbers" if self.runs_again else "it was computed in float32"
-            why = f"{tried}, so the checkpoint's weights are damaged, or it cannot compute this row"
-        return f"came out as NaN, infinite or not as probabilities; {why}"
-
-
-class Parts:
-    """Writes a member's parts.
+class ShardWriter:
+    """Writes one part after another in a thread, and brings its errors back to the thread that hands them over.
 
     Args:
-        folder: where they go.
-        label_order: the model's output column of each of the config's labels.
-        files: the states of the files of which the model is made; no part is made of others.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        activation: Activation,
-        label_order: tuple[int, ...],
-        files: Mapping[str, Sequence[int]],
-    ) -> None:
-        self._files = files
-        self._folder = folder
-        self._activation = activation
-        self._label_order = list(label_order)
-
-    def values(self, computed: Computed) -> npt.NDArray[np.float64]:
-        """Probabilities of the computed rows in the config's order of labels: [rows, labels].
-
-        For the thread that computes: torch gives every thread that calls it a crew of its own, which would spin
-        beside the forward passes.
-        """
-        if not len(computed.rows):
-            return np.empty((0, len(self._label_order)))
-        return probabilities(computed.logits, self._activation)[:, self._label_order]
-
-    def write(
-        self,
-        command: Predict,
-        rows: npt.NDArray[np.int64],
-        encoded: Encoded,
-        computed: Computed,
-        values: npt.NDArray[np.float64],
-        reasons: Reasons,
-    ) -> ChunkWork:
-        """Leave a chunk as its part.
-
-        Args:
-            rows: the chunk's rows of the table.
-            values: of the computed ones, as ``values`` gives them.
-
-        Raises:
-            WriteError: the part cannot be written.
-            FilesChanged: the model's files are no longer those it was to be made of; there is no part then.
-        """
-        good = good_rows(values, self._activation)
-        bad = {
-            **encoded.problems,
-            **dict.fromkeys(computed.rows[~good].tolist(), reasons.not_finite(computed.float32_error)),
-            **reasons.too_large(encoded, computed),
-        }
-        places = sorted(bad, key=rows.__getitem__)
-        return ChunkWork(
-            part=self._write(command, rows[computed.rows[good]], values[good]),
-            bad_rows=tuple(rows[places].tolist()),
-            bad_row_reasons=tuple(bad[place] for place in places),
-            tokens=computed.tokens,
-            padded_tokens=computed.padded_tokens,
-            batches=computed.batches,
-            forward_seconds=computed.seconds,
-            truncated_rows=encoded.truncated_rows,
-            oom_events=computed.oom_events,
-            recomputed_rows=computed.recomputed_rows,
-            repeated_rows=computed.repeated_rows,
-        )
-
-    def _write(self, command: Predict, rows: npt.NDArray[np.int64], values: npt.NDArray[np.float64]) -> str:
-        """Write a part; returns its name."""
-        columns = [pa.array(rows)] + [pa.array(values[:, label]) for label in range(values.shape[1])]
-        names = ["row"] + [f"p{label}" for label in range(values.shape[1])]
-        buffer = pa.BufferOutputStream()
-        pa_csv.write_csv(pa.table(columns, names=names), buffer)
-        content = buffer.getvalue().to_pybytes()
-        name = part_name(command.start, command.stop, content)
-        with atomic_path(self._folder / name) as temporary:
-            temporary.write_bytes(content)
-            # Last: weights can be mapped, so that whoever writes into their file changes a loaded model.
-            check_unchanged(self._files)
-        return name
-
-
-class Writer:
-    """Runs one job after another in a thread, and brings their errors back to the thread that hands them over.
-
-    Args:
-        failed: called in that thread when a job has raised.
+        spec: says where parts go, what the numbers in them are, and which files must not change.
+        failed: called in that thread when a part could not be written.
 
     Attributes:
-        failed_chunk: the number of the chunk whose job raised; None while none has.
+        failed_chunk: the number of the chunk whose part could not be written; None: there is none.
     """
 
-    def __init__(self, failed: Callable[[], None]) -> None:
+    def __init__(self, spec: CommonSpec, failed: Callable[[], None]) -> None:
+        self._spec = spec
         self._failed = failed
         self.failed_chunk: int | None = None
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
-    def hand_over(self, chunk: int, job: Callable[[], None]) -> None:
-        """Have a job done, once the one before is.
+    def start(
+        self,
+        command: Predict,
+        rows: npt.NDArray[np.int64],
+        prediction: Prediction,
+        written: Callable[[ChunkDone], None],
+    ) -> None:
+        """Begin to write a part; call ``wait`` first.
 
-        Raises:
-            Exception: what an earlier job raised.
+        Args:
+            rows: the chunk's rows of the table.
+            prediction: of these.
+            written: called in the writing thread when the part stands under its name.
         """
-        self.wait()
-        self._thread = threading.Thread(target=self._do, args=(chunk, job), name="writer", daemon=True)
+        job = (command, rows, prediction, written)
+        self._thread = threading.Thread(target=self._write, args=job, name="writer", daemon=True)
         self._thread.start()
 
     def check(self) -> None:
-        """Raise what a job has raised, without waiting for the one that goes on."""
+        """Raise what has gone wrong so far, without waiting for a part that is being written."""
         if self._error is not None:
             raise self._error
 
     def wait(self) -> None:
-        """Wait for the job that goes on.
+        """Wait for the part that is being written.
 
         Raises:
-            Exception: what it, or an earlier one, raised.
+            WriteError: it, or an earlier one, could not be written.
+            FilesChanged: the member's files are no longer those it was to be made of; there is no part then.
         """
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         self.check()
 
-    def _do(self, chunk: int, job: Callable[[], None]) -> None:
+    def _write(
+        self,
+        command: Predict,
+        rows: npt.NDArray[np.int64],
+        prediction: Prediction,
+        written: Callable[[ChunkDone], None],
+    ) -> None:
         try:
-            job()
+            written(self._done(command, rows, prediction))
         except BaseException as error:  # whatever it is, the main thread must hear of it
-            self.failed_chunk, self._error = chunk, error
+            self.failed_chunk, self._error = command.chunk, error
             self._failed()
+
+    def _done(self, command: Predict, rows: npt.NDArray[np.int64], prediction: Prediction) -> ChunkDone:
+        values = np.asarray(prediction.values, dtype=np.float64)
+        expected = (len(rows), len(self._spec.labels))
+        if values.shape != expected:
+            raise ValueError(f"it predicted an array of shape {values.shape}, and {expected} was asked for")
+        good = good_rows(values, self._spec.activation)
+        good[list(prediction.bad_rows)] = False
+        reason = "came out as NaN, infinite or not as probabilities"
+        reason += f"; {prediction.advice}" if prediction.advice else ""
+        bad = dict.fromkeys(np.flatnonzero(~good).tolist(), reason) | dict(prediction.bad_rows)
+        places = sorted(bad, key=rows.__getitem__)
+        counters = replace(prediction.counters, chunks=1, rows=len(rows), bad_rows=len(bad))
+        return ChunkDone(
+            chunk=command.chunk,
+            part=self._part(command, rows[good], values[good]),
+            counters=counters,
+            bad_rows=tuple(rows[places].tolist()),
+            bad_row_reasons=tuple(bad[place] for place in places),
+        )
+
+    def _part(self, command: Predict, rows: npt.NDArray[np.int64], values: npt.NDArray[np.float64]) -> str:
+        """Write it; returns its name."""
+        columns = [pa.array(rows)] + [pa.array(values[:, label]) for label in range(values.shape[1])]
+        names = ["row"] + [f"p{label}" for label in range(values.shape[1])]
+        buffer = pa.BufferOutputStream()
+        pa_csv.write_csv(pa.table(columns, names=names), buffer)
+        content = buffer.getvalue().to_pybytes()
+        name = part_name(command.start, command.stop, content)
+        with atomic_path(Path(self._spec.parts_dir) / name) as temporary:
+            temporary.write_bytes(content)
+            # Last: weights can be mapped, so that whoever writes into their file changes a loaded model.
+            check_unchanged(self._spec.files)
+        return name
+
+
+def good_rows(values: npt.NDArray[np.float64], activation: Activation) -> npt.NDArray[np.bool_]:
+    """Which rows are good: finite, and for probabilities within 0..1, summing to 1 where they exclude each other.
+
+    Args:
+        values: float64 [rows, labels].
+
+    Returns:
+        bool [rows].
+    """
+    good = np.isfinite(values).all(axis=1)
+    if activation != "none":
+        with np.errstate(invalid="ignore"):
+            good &= ((values >= 0) & (values <= 1)).all(axis=1)
+    if activation == "softmax":
+        with np.errstate(invalid="ignore"):
+            good &= np.abs(values.sum(axis=1, dtype=np.float64) - 1) < 1e-3
+    return np.asarray(good)

@@ -25,7 +25,7 @@ def end_on_sigterm() -> None:
     another thread hears of the signal as well: it ends the process after ``END_SECONDS``, at a second SIGTERM at
     once.
 
-    SIGINT and SIGHUP are the parent's to heed, also where they are sent to every process there is: a worker that
+    SIGINT and SIGHUP are the parent's to handle, also where they are sent to every process there is: a worker that
     ended by one would look as if it had failed.
     """
     for number in (signal.SIGINT, signal.SIGHUP):
@@ -34,7 +34,7 @@ def end_on_sigterm() -> None:
     os.set_blocking(write_fd, False)
     signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
     signal.signal(signal.SIGTERM, _drop)
-    threading.Thread(target=_watch, args=(read_fd,), name="ending", daemon=True).start()
+    threading.Thread(target=_watch, args=(read_fd,), name="shutdown", daemon=True).start()
 
 
 def end_by(number: int) -> NoReturn:

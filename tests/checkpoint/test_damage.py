@@ -21,8 +21,8 @@ import pytest
 from ensemble.common.errors import CheckpointError
 from tests.checkpoints import make_adapter, make_base, make_checkpoint, make_texts
 from tests.properties.amount import ASKED_FOR
-from tests.worker.test_predict import LABELS, worker_spec
-from tests.worker.test_serve import publish
+from tests.worker.test_predict import LABELS, predictor, worker_spec
+from tests.worker.test_session import publish
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "checks.md"
@@ -208,14 +208,15 @@ class Trial:
             CheckpointError, ValueError, OSError: refused.
         """
         from ensemble.members.huggingface.checkpoint.inspect import inspect_checkpoint
-        from ensemble.worker.member import Member
 
         name = None if adapter is None else str(adapter)
         checkpoint = inspect_checkpoint(
             str(base), None, LABELS, {} if adapter is None else dict(MAP), None, name
         )
         changes = {"label_order": checkpoint.label_order, "activation": checkpoint.activation}
-        member = Member(worker_spec(base, adapter_name_or_path=name, max_length=64, **self.places, **changes))
+        member = predictor(
+            worker_spec(base, adapter_name_or_path=name, max_length=64, **self.places, **changes)
+        )
         member.load()
         encoded = member._prompt.encode([{"text": text} for text in self.texts])
         rows = [member._classifier.logits(encoded, np.array([row])) for row in range(len(self.texts))]

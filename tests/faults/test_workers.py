@@ -75,7 +75,7 @@ def test_workers_that_end_without_a_word(
     assert [worker["exit_code"] for worker in workers_of(chunky)] == [-9, -11, 0, 0]
     assert [worker["rows"] for worker in workers_of(chunky)] == [0, 4, 4, 8], "no finished chunk is repeated"
     assert "Segmentation fault" in log_of(chunky, 1)
-    assert "in predict_chunk" in log_of(chunky, 1), "the Python stack"
+    assert "in predict" in log_of(chunky, 1), "the Python stack"
 
 
 @pytest.mark.fault(5)
@@ -95,7 +95,7 @@ def test_workers_that_hang(chunky: Project, tmp_path: Path, undisturbed: dict[st
     assert faults_of(chunky) == [("hang", [start, start + 4], "again") for start in (0, 12)]
     assert [worker["exit_code"] for worker in workers_of(chunky)] == [-signal.SIGABRT, -signal.SIGKILL, 0]
     assert "Fatal Python error: Aborted" in log_of(chunky, 0)
-    assert "in predict_chunk" in log_of(chunky, 0)
+    assert "in predict" in log_of(chunky, 0)
     (child,) = injected.started()
     assert is_gone(child), "the whole group is ended"
 
@@ -124,7 +124,7 @@ def test_errors_in_a_worker(chunky: Project, tmp_path: Path, undisturbed: dict[s
     ]
     (member,) = chunky.run_json()["members"]
     assert member["faults"][2]["message"] == "LookupError: an odd row"
-    assert "in predict_chunk" in member["faults"][2]["traceback"]
+    assert "in predict" in member["faults"][2]["traceback"]
     assert POISON in member["faults"][3]["message"]
     reasons = member["bad_rows"]
     assert list(reasons) == ["2", "7", "9"]

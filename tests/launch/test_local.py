@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from ensemble.common.protocol import Failed, Start, Stop
+from ensemble.common.protocol import Failed, Stop
 from ensemble.scheduling.launchers.local import LocalWorker
 from tests.waiting import PATIENCE_SECONDS
-from tests.worker.test_predict import worker_spec
+from tests.worker.test_predict import start, worker_spec
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_it_has_a_session_of_its_own(worker: LocalWorker) -> None:
 
 
 def test_what_goes_wrong_comes_back_as_an_event(worker: LocalWorker, tmp_path: Path) -> None:
-    worker.send(Start.of(worker_spec(tmp_path / "nowhere")))
+    worker.send(start(worker_spec(tmp_path / "nowhere")))
     events = wait_until_closed(worker)
     failed = events[-1]
     assert isinstance(failed, Failed)

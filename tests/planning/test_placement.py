@@ -21,7 +21,7 @@ from ensemble.members.huggingface.memory.replica import (
     chosen_attention,
     chosen_dtype,
 )
-from ensemble.members.seq_cls.parent import SequenceClassifier
+from ensemble.members.seq_cls.parent import SequenceClassification
 from ensemble.planning.placement import MemberFacts
 from ensemble.planning.plan import Plan, make_plan
 from tests.planning.test_plan import config
@@ -55,7 +55,7 @@ def plan(
 
 def planned(models: Path, model: Any, lengths: npt.NDArray[np.int64]) -> MemberFacts:
     memory = CheckpointMemory(model, known(models, model, lengths))
-    return MemberFacts(model.name, SequenceClassifier(model).request(), lengths, memory)
+    return MemberFacts(model.name, SequenceClassification(model).request(), lengths, memory)
 
 
 def known(models: Path, model: Any, lengths: npt.NDArray[np.int64]) -> CheckpointFacts:

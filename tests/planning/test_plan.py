@@ -12,7 +12,7 @@ import pytest
 from ensemble.common.gpus import Device
 from ensemble.config import RunConfig
 from ensemble.members.huggingface.memory.replica import CheckpointFacts, CheckpointMemory
-from ensemble.members.seq_cls.parent import SequenceClassifier
+from ensemble.members.seq_cls.parent import SequenceClassification
 from ensemble.members.seq_cls.settings import SequenceClassifierSettings
 from ensemble.planning.chunks import CHUNK_MAX_ROWS, cut_chunks
 from ensemble.planning.placement import MemberFacts
@@ -44,7 +44,7 @@ def gpus(count: int, kind: str = "GPU") -> list[Device]:
 def facts(lengths: npt.NDArray[np.int64], **keys: Any) -> MemberFacts:
     """Of a member with these keys, of whose memory nothing is known."""
     settings = asked(0, **keys)
-    return MemberFacts(settings.name, SequenceClassifier(settings).request(), lengths)
+    return MemberFacts(settings.name, SequenceClassification(settings).request(), lengths)
 
 
 def plan(devices: list[Device], *models: dict[str, Any], rows: int = 5000) -> list[tuple[int, int]]:

@@ -18,7 +18,7 @@ from tests.checkpoints import make_texts, reference
 from tests.releases.families import FAMILIES, make_family
 from tests.worker.test_compute import read_part
 from tests.worker.test_predict import worker_spec
-from tests.worker.test_serve import publish, served
+from tests.worker.test_session import publish, served
 
 # Other releases deprecate other things.
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("default")]

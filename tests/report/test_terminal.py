@@ -10,7 +10,7 @@ from rich.console import Console
 
 from ensemble.cli.progress import BarDisplay, PlainDisplay
 from ensemble.cli.summary import float32_text, gaps_text, repeated_text
-from ensemble.common.protocol import Ready
+from ensemble.common.protocol import Counters, Ready
 from ensemble.scheduling.state import Gap, MemberState, WorkerRecord
 from tests.report.test_progress import member
 
@@ -67,7 +67,7 @@ def test_rows_that_were_computed_once_for_several() -> None:
     state = loaded(READY, READY)
     assert repeated_text(state) == ""
     for record in state.workers:
-        record.rows, record.repeated_rows = 5000, 600
+        record.counters = Counters(rows=5000, repeated_rows=600)
     assert repeated_text(state) == (
         "m0: 1,200 of 10,000 rows repeat another row's text and were not computed again"
     )
@@ -76,10 +76,10 @@ def test_rows_that_were_computed_once_for_several() -> None:
 def test_rows_that_overflowed() -> None:
     state = loaded(READY, READY)
     assert float32_text(state) == ""
-    state.workers[0].recomputed_rows = 1
+    state.workers[0].counters = Counters(recomputed_rows=1)
     assert float32_text(state) == "m0: 1 row overflowed float16 and was computed again in float32"
-    state.workers[1].recomputed_rows = 1999
+    state.workers[1].counters = Counters(recomputed_rows=1999)
     assert float32_text(state) == "m0: 2,000 rows overflowed float16 and were computed again in float32"
     quantized = loaded(replace(READY, dtype="float32"))
-    quantized.workers[0].recomputed_rows = 3
+    quantized.workers[0].counters = Counters(recomputed_rows=3)
     assert "3 rows overflowed half precision and were" in float32_text(quantized)

@@ -8,13 +8,14 @@ import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from ensemble.common.protocol import Start
+from ensemble.common.protocol import encode
 from tests.checkpoints import make_checkpoint, make_texts
 from tests.waiting import PATIENCE_SECONDS
-from tests.worker.test_predict import LABELS, worker_spec
-from tests.worker.test_serve import publish
+from tests.worker.test_predict import LABELS, predictor, start, worker_spec
+from tests.worker.test_session import publish
 
 
 def names(folder: Path, **changes: object) -> list[str]:
@@ -83,34 +84,35 @@ def test_a_member_that_stands_by_has_its_code_and_neither_model_nor_device(tmp_p
     places = publish(tmp_path, {"text": make_texts(5)})
     spec = worker_spec(folder, **places)
     code = (
-        "import sys, torch, dataclasses, json\n"
-        "from ensemble.common.protocol import WorkerSpec, Start\n"
-        "from ensemble.worker.member import Member\n"
+        "import sys, numpy as np, torch\n"
+        "from ensemble.common.protocol import decode\n"
+        "from ensemble.members.huggingface.spec import ModelSpec\n"
+        "from ensemble.data.published_table import PublishedTable\n"
+        "from ensemble.members.seq_cls.predictor import SequenceClassifier\n"
         "assert 'transformers.models.gemma2.modeling_gemma2' not in sys.modules\n"
-        "member = Member(Start(json.loads(sys.argv[1])).worker_spec())\n"
-        "member.read_ahead(1 << 30)\n"
-        "member.prepare(0, 5)\n"
+        "spec = decode(sys.argv[1]).spec\n"
+        "table = PublishedTable(spec.common.table_path)\n"
+        "member = SequenceClassifier(ModelSpec.of(spec.common, spec.settings), table)\n"
+        "member.preload(1 << 30)\n"
+        "member.prepare(np.arange(5))\n"
         "assert 'transformers.models.gemma2.modeling_gemma2' in sys.modules\n"
         "assert not torch.cuda.is_initialized()\n"
         "import gc\n"
         "assert not [one for one in gc.get_objects() if isinstance(one, torch.nn.Parameter)]\n"
-        "member.load()\n"
-        "print(member.parameters)\n"
+        "print(member.load().parameters)\n"
     )
-    fields = json.dumps(Start.of(spec).spec)
-    done = subprocess.run([sys.executable, "-c", code, fields], capture_output=True, text=True, check=False)
+    line = encode(start(spec))
+    done = subprocess.run([sys.executable, "-c", code, line], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 0
 
 
 @pytest.mark.usefixtures("one_thread")
 def test_what_is_wrong_with_a_checkpoint_shows_when_it_is_loaded(tmp_path: Path) -> None:
-    from ensemble.worker.member import Member
-
     folder = make_checkpoint(tmp_path / "m", "llama", LABELS)
     (folder / "model.safetensors").unlink()
-    member = Member(worker_spec(folder, **publish(tmp_path, {"text": ["a"]})))
-    member.read_ahead(1 << 20)
-    member.prepare(0, 1)
+    member = predictor(worker_spec(folder, **publish(tmp_path, {"text": ["a"]})))
+    member.preload(1 << 20)
+    member.prepare(np.arange(1))
     with pytest.raises(ValueError, match="no safetensors weights"):
         member.load()

@@ -13,7 +13,7 @@ import pytest
 
 from tests.checkpoints import make_checkpoint, make_texts
 from tests.project import ROOT, Project, python_path
-from tests.worker.test_predict import LABELS, worker_spec
+from tests.worker.test_predict import LABELS, make_session, worker_spec
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BUDGET = 512
@@ -47,12 +47,14 @@ def test_an_error_at_any_batch_changes_no_number(loaded: tuple[Any, Any]) -> Non
 
     classifier, encoded = loaded
     undisturbed, sizes = run(classifier, encoded, AllocatorLimit())
-    assert undisturbed.oom_events == 0
+    assert undisturbed.counters.oom_events == 0
     assert sizes.tokens_at(1) == BUDGET
-    assert undisturbed.batches > 5
-    for number in range(undisturbed.batches - 1):  # the last batch may hold one row, which cannot be halved
+    assert undisturbed.counters.batches > 5
+    for number in range(
+        undisturbed.counters.batches - 1
+    ):  # the last batch may hold one row, which cannot be halved
         computed, sizes = run(classifier, encoded, AllocatorLimit(fail_at=frozenset({number})))
-        assert computed.oom_events == 1
+        assert computed.counters.oom_events == 1
         assert sizes.tokens_at(1) < BUDGET
         np.testing.assert_allclose(computed.logits.numpy(), undisturbed.logits.numpy(), atol=1e-5)
 
@@ -67,8 +69,8 @@ def test_batches_shrink_until_they_fit_and_stay_so(loaded: tuple[Any, Any], batc
     longest = int(encoded.lengths.max())
     limit = AllocatorLimit(largest_bytes=4 * 4 * longest**2 * 2)  # attention of two of the longest rows
     computed, sizes = run(classifier, encoded, limit, batch_size)
-    assert computed.oom_events == limit.refused > 0
-    assert computed.oom_events < 8, "what was learnt is kept"
+    assert computed.counters.oom_events == limit.refused > 0
+    assert computed.counters.oom_events < 8, "what was learnt is kept"
     np.testing.assert_allclose(computed.logits.numpy(), undisturbed.logits.numpy(), atol=1e-5)
     assert sizes.tokens_at(1) < BUDGET
     if batch_size:
@@ -96,7 +98,7 @@ def test_rows_that_do_not_fit_alone_are_left_out(loaded: tuple[Any, Any], batch_
     assert computed.too_large == tuple(too_long)
     np.testing.assert_array_equal(computed.rows, others)
     np.testing.assert_allclose(computed.logits.numpy(), undisturbed.logits.numpy()[others], atol=1e-5)
-    assert computed.batches < len(others) / 2, "two rows must not make the others run alone"
+    assert computed.counters.batches < len(others) / 2, "two rows must not make the others run alone"
     if batch_size:
         assert sizes.batch_size == batch_size
 
@@ -126,11 +128,10 @@ def test_a_limit_never_grows_by_a_failure() -> None:
 
 
 def member_of(folder: Path, model: Path, texts: list[str], **changes: Any) -> tuple[Any, Any]:
-    """A member over the texts as its table, and what computes them as one chunk into ``folder``/parts."""
+    """A member over the texts as its table, loaded, and what computes them as one chunk into ``folder``/parts."""
     import pyarrow as pa
 
-    from ensemble.common.protocol import Predict
-    from ensemble.worker.member import Member
+    from ensemble.common.protocol import ChunkDone, Predict, Ready
 
     table = pa.table({"text": texts})
     schema = table.schema.with_metadata({b"ensemble.rows": str(len(texts)).encode()})
@@ -140,16 +141,18 @@ def member_of(folder: Path, model: Path, texts: list[str], **changes: Any) -> tu
     (folder / "parts").mkdir()
     places = {"table_path": "t.arrow", "order_path": "o.npy", "parts_dir": "parts"}
     paths = {key: str(folder / name) for key, name in places.items()}
-    member = Member(worker_spec(model, **{"max_length": 128, **paths, **changes}))
-    member.load()
+    events: list[Any] = []
+    session = make_session(worker_spec(model, **{"max_length": 128, **paths, **changes}), events.append)
+    session.load()
+    ready = next(event for event in events if isinstance(event, Ready))
 
     def predict() -> Any:
-        done: list[Any] = []
-        member.predict_chunk(Predict(0, 0, len(texts)), lambda *counts: None, done.append)
-        member.finish()
-        return done[0]
+        session.predict(Predict(0, 0, len(texts)))
+        session.wait()
+        assert isinstance(events[-1], ChunkDone)
+        return events[-1]
 
-    return member, predict
+    return ready, predict
 
 
 def read_part(parts: Path, name: str) -> np.ndarray:
@@ -170,11 +173,11 @@ def test_a_model_that_cannot_bear_padding_gets_none(tmp_path: Path) -> None:
 
     folder = make_checkpoint(tmp_path / "m", "fnet", LABELS)
     texts = make_texts(60, longest=12)
-    member, predict = member_of(tmp_path, folder, texts)
-    assert "only rows of equal length" in member.notes()[-1]
+    ready, predict = member_of(tmp_path, folder, texts)
+    assert "only rows of equal length" in ready.notes[-1]
     work = predict()
-    assert work.padded_tokens == work.tokens
-    assert work.batches < 60
+    assert work.counters.padded_tokens == work.counters.tokens
+    assert work.counters.batches < 60
     got = read_part(tmp_path / "parts", work.part)
     np.testing.assert_allclose(got[:, 1:], reference(folder, texts, 128), atol=1e-5)
 
@@ -216,13 +219,13 @@ def test_a_limit_in_bytes_sets_the_batches_of_a_member(tmp_path: Path) -> None:
     work = {}
     for name, changes in {"free": {}, "known": known, "told": {**known, "token_budget": 700}}.items():
         (tmp_path / name).mkdir()
-        member, predict = member_of(tmp_path / name, folder, texts, **changes)
+        ready, predict = member_of(tmp_path / name, folder, texts, **changes)
         work[name] = predict()
         got = read_part(tmp_path / name / "parts", work[name].part)
         np.testing.assert_allclose(got[:, 1:], reference(folder, texts, 128), atol=1e-5)
         expected = {"free": 2048, "known": 100_000 / (500 + 8 * 128), "told": 700}[name]
-        assert member.token_budget == pytest.approx(expected, abs=2)
-    assert work["known"].batches > work["told"].batches > work["free"].batches
+        assert ready.token_budget == pytest.approx(expected, abs=2)
+    assert work["known"].counters.batches > work["told"].counters.batches > work["free"].counters.batches
 
 
 @pytest.mark.fault(6)

@@ -79,13 +79,15 @@ def test_they_equal_the_weights_upcast_and_the_others_stay_as_they_were(
     plain = run(model, classifier, encoded, again=False)
     bad = ~np.isfinite(plain.logits.numpy()).all(axis=1)
     assert 3 < bad.sum() < len(TEXTS) - 3, "some rows must overflow, others must not"
-    assert plain.recomputed_rows == 0
+    assert plain.counters.recomputed_rows == 0
     computed = run(model, classifier, encoded)
-    assert computed.recomputed_rows == bad.sum()
+    assert computed.counters.recomputed_rows == bad.sum()
     in_eights = run(model, classifier, encoded, batch_size=8)
-    again_in_fours = -(-in_eights.recomputed_rows // 4)
-    assert in_eights.batches == -(-len(TEXTS) // 8) + again_in_fours, "as many bytes are half as many rows"
-    assert computed.padded_tokens > plain.padded_tokens
+    again_in_fours = -(-in_eights.counters.recomputed_rows // 4)
+    assert in_eights.counters.batches == -(-len(TEXTS) // 8) + again_in_fours, (
+        "as many bytes are half as many rows"
+    )
+    assert computed.counters.padded_tokens > plain.counters.padded_tokens
     np.testing.assert_array_equal(computed.logits.numpy()[~bad], plain.logits.numpy()[~bad])
     expected = reference(folder, TEXTS, 128)
     np.testing.assert_allclose(probabilities(computed.logits, "softmax")[bad], expected[bad], atol=1e-5)
@@ -101,18 +103,18 @@ def test_memory_may_run_out_on_the_way(llama: tuple[Any, Any, Any]) -> None:
 
     model, classifier, encoded = llama
     before = bits(model)
-    passes = run(model, classifier, encoded, again=False).batches
+    passes = run(model, classifier, encoded, again=False).counters.batches
     undisturbed = run(model, classifier, encoded)
     with AllocatorLimit(fail_at=frozenset({passes})):
         computed = run(model, classifier, encoded)
-    assert computed.oom_events == 1
+    assert computed.counters.oom_events == 1
     np.testing.assert_allclose(computed.logits.numpy(), undisturbed.logits.numpy(), atol=1e-5)
     bad = ~np.isfinite(run(model, classifier, encoded, again=False).logits.numpy()).all(axis=1)
     with AllocatorLimit(fail_at=frozenset(range(passes, 1000))):
         computed = run(model, classifier, encoded)
     assert computed.too_large_in_float32 == tuple(np.flatnonzero(bad))
     assert computed.too_large == ()
-    assert computed.recomputed_rows == 0
+    assert computed.counters.recomputed_rows == 0
     assert bits(model) == before
     # Inside of a module that holds its upcast weights: the feed-forward's states are the first over the limit.
     short = np.argsort(encoded.lengths)[:25]
@@ -130,7 +132,7 @@ def test_a_row_that_is_broken_in_float32_too_stays_so(tmp_path: Path) -> None:
         model.get_input_embeddings().weight[int(encoded.inputs["input_ids"][0][-1])] = torch.nan
     computed = run(model, classifier, encoded)
     bad = ~np.isfinite(computed.logits.numpy()).all(axis=1)
-    assert 0 < bad.sum() == computed.recomputed_rows < len(TEXTS)
+    assert 0 < bad.sum() == computed.counters.recomputed_rows < len(TEXTS)
 
 
 def test_a_member_of_which_all_rows_overflow(tmp_path: Path) -> None:
@@ -138,10 +140,10 @@ def test_a_member_of_which_all_rows_overflow(tmp_path: Path) -> None:
     from tests.worker.test_compute import member_of, read_part
 
     folder = make_overflowing(tmp_path / "m", "gemma2", factor=250)
-    member, predict = member_of(tmp_path, folder, TEXTS, dtype="float16")
-    assert member.notes() == ()
+    ready, predict = member_of(tmp_path, folder, TEXTS, dtype="float16")
+    assert ready.notes == ()
     work = predict()
-    assert work.recomputed_rows == len(TEXTS)
+    assert work.counters.recomputed_rows == len(TEXTS)
     got = read_part(tmp_path / "parts", work.part)[:, 1:]
     np.testing.assert_allclose(got, reference(folder, TEXTS, 128), atol=1e-5)
 
@@ -155,17 +157,20 @@ def test_a_model_that_does_not_run_in_float32_loses_only_the_rows_that_need_it(t
     plain = run(model, classifier, encoded, again=False, token_budget=2048)
     bad = ~np.isfinite(plain.logits.numpy()).all(axis=1)
     _, predict = member_of(tmp_path, folder, TEXTS, dtype="float16")
-    with FailingPass(RuntimeError("expected Half\nbut found Float"), after=plain.batches):
+    with FailingPass(RuntimeError("expected Half\nbut found Float"), after=plain.counters.batches):
         work = predict()
     assert work.bad_rows == tuple(np.flatnonzero(bad))
     assert set(work.bad_row_reasons) == {
         "came out as NaN, infinite or not as probabilities; it overflows float16, and this model does not run in "
         "float32 (expected Half but found Float); set dtype: bfloat16 or float32"
     }
-    assert (work.batches, work.recomputed_rows) == (plain.batches, 0)
+    assert (work.counters.batches, work.counters.recomputed_rows) == (plain.counters.batches, 0)
     assert len(read_part(tmp_path / "parts", work.part)) == len(TEXTS) - bad.sum()
     poison = RuntimeError("CUDA error: an illegal memory access was encountered")
-    with FailingPass(poison, after=plain.batches), pytest.raises(RuntimeError, match="illegal memory"):
+    with (
+        FailingPass(poison, after=plain.counters.batches),
+        pytest.raises(RuntimeError, match="illegal memory"),
+    ):
         predict()
 
 
@@ -205,7 +210,7 @@ def test_adapters_do_not_cast_back_to_half_precision(tmp_path: Path) -> None:
     inner = adapted.get_base_model()
     before = bits(inner)
     computed = run(inner, classifier, encoded)
-    assert computed.recomputed_rows > 3
+    assert computed.counters.recomputed_rows > 3
     assert bits(inner) == before
     bad = ~np.isfinite(run(inner, classifier, encoded, again=False).logits.numpy()).all(axis=1)
     adapted.float()
@@ -267,14 +272,14 @@ def test_four_bits_as_if_loaded_to_compute_in_float32(tmp_path: Path) -> None:
     assert 0 < bad.sum() < len(TEXTS)
     computed = run(model, classifier, encoded)
     assert bits(model) == before
-    assert computed.recomputed_rows == bad.sum()
+    assert computed.counters.recomputed_rows == bad.sum()
     other = load(
         folder, quantization_config={**settings, "bnb_4bit_compute_dtype": "float32"}, dtype="float32"
     )
     expected = run(*other, again=False).logits.numpy()
     # Older releases of bitsandbytes unpack to the type that was quantized from, here float16.
     np.testing.assert_allclose(computed.logits.numpy()[bad], expected[bad], atol=2e-2)
-    assert run(*other).recomputed_rows == 0
+    assert run(*other).counters.recomputed_rows == 0
 
 
 def test_eight_bits_as_the_weights_they_stand_for(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ensemble.worker import lazy_imports as lean
+from ensemble.members.huggingface.loading import lazy_imports as lean
 from tests.checkpoints import make_checkpoint, make_texts
 from tests.waiting import PATIENCE_SECONDS
 
@@ -20,7 +20,7 @@ LEFT_OUT = ("torch._dynamo", "torch.distributed.tensor", "scipy.optimize", "symp
 SCRIPT = """
 import gc, json, os, sys, types
 folders, texts, lean = json.loads(sys.argv[1])
-from ensemble.worker.lazy_imports import import_torch_and_transformers, no_collections
+from ensemble.members.huggingface.loading.lazy_imports import import_torch_and_transformers, no_collections
 if not lean:
     os.environ["ENSEMBLE_PLAIN_IMPORTS"] = "1"
 with no_collections():
@@ -86,7 +86,7 @@ def _run(argument: str) -> dict[str, Any]:
 
 BROKEN = """
 import sys
-from ensemble.worker import lean
+from ensemble.members.huggingface.loading import lazy_imports as lean
 def broken(import_utils):
     raise AttributeError("this release has it elsewhere")
 lean._look_once = broken

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ensemble.common.protocol import ChunkDone, Closed, Load, Predict, Start, Stop
+from ensemble.common.protocol import ChunkDone, Closed, Load, Predict, Stop
 from ensemble.data.table import TableNeeds, read_table
 from ensemble.planning.chunks import cut_chunks
 from ensemble.scheduling.launchers.local import LocalWorker
 from tests.checkpoints import make_checkpoint
 from tests.waiting import wait_until
-from tests.worker.test_predict import LABELS, worker_spec
+from tests.worker.test_predict import LABELS, start, worker_spec
 
 ROWS = 1_000_000
 
@@ -49,11 +49,11 @@ def test_a_million_short_rows(tmp_path: Path) -> None:
     spec = worker_spec(folder, **{key: str(tmp_path / name) for key, name in places.items()})
     worker = LocalWorker({"CUDA_VISIBLE_DEVICES": ""}, tmp_path / "log")
     try:
-        worker.send(Start.of(spec))
+        worker.send(start(spec))
         worker.send(Load())
         for chunk in (chunks[0], chunks[len(chunks) // 2], chunks[-1]):
             worker.send(Predict(chunk.index, chunk.start, chunk.stop))
-            assert next_event(worker, ChunkDone).rows == chunk.stop - chunk.start
+            assert next_event(worker, ChunkDone).counters.rows == chunk.stop - chunk.start
         worker.send(Stop())
         assert next_event(worker, Closed).peak_memory_bytes < 600e6
     finally:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ensemble.common.protocol import WorkerSpec
+from ensemble.members.huggingface.spec import ModelSpec
 from tests.checkpoints import make_checkpoint
 from tests.worker.test_predict import LABELS, worker_spec
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 T4, A100 = (7, 5), (8, 0)
 
 
-def spec(**changes: Any) -> WorkerSpec:
+def spec(**changes: Any) -> ModelSpec:
     return worker_spec(Path("nowhere"), **changes)
 
 

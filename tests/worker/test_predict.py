@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from ensemble.common.protocol import WorkerSpec
+from ensemble.common.protocol import CommonSpec, Event, Start, WorkerSpec
+from ensemble.data.published_table import PublishedTable
+from ensemble.members.huggingface.spec import ModelSettings, ModelSpec
+from ensemble.members.seq_cls.parent import SequenceClassification
+from ensemble.worker.heartbeat import HeartbeatThread
+from ensemble.worker.session import Session
 from tests.checkpoints import make_checkpoint, make_texts, reference
+
+if TYPE_CHECKING:
+    from ensemble.members.seq_cls.predictor import SequenceClassifier
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LABELS = ["yes", "no", "tie"]
 
 
-def worker_spec(folder: Path, **changes: Any) -> WorkerSpec:
-    fields: dict[str, Any] = {
+def worker_spec(folder: Path, **changes: Any) -> ModelSpec:
+    found: dict[str, Any] = {
         "model_name_or_path": str(folder),
         "revision": None,
         "trust_remote_code": False,
@@ -57,11 +68,30 @@ def worker_spec(folder: Path, **changes: Any) -> WorkerSpec:
         "order_path": "",
         "parts_dir": "",
     }
-    fields["is_attention_asked"] = changes.get("attn_implementation") is not None
-    return WorkerSpec(**{**fields, **changes})
+    found["labels"] = tuple(LABELS)
+    found["is_attention_asked"] = changes.get("attn_implementation") is not None
+    return ModelSpec(**{**found, **changes})
 
 
-def compute(spec: WorkerSpec, rows: list[dict[str, str]]) -> np.ndarray:
+def start(spec: ModelSpec) -> Start:
+    """What the parent sends of it."""
+    common = CommonSpec(**{field.name: getattr(spec, field.name) for field in fields(CommonSpec)})
+    settings = {field.name: getattr(spec, field.name) for field in fields(ModelSettings)}
+    return Start(WorkerSpec(common, SequenceClassification.child, settings))
+
+
+def predictor(spec: ModelSpec) -> SequenceClassifier:
+    from ensemble.members.seq_cls import predictor
+
+    return predictor.SequenceClassifier(spec, PublishedTable(Path(spec.table_path)))
+
+
+def make_session(spec: ModelSpec, send: Callable[[Event], None] = lambda event: None) -> Session:
+    """What a worker's process holds once it has started, in this one."""
+    return Session(start(spec), send, HeartbeatThread(send), time.monotonic(), lambda: None)
+
+
+def compute(spec: ModelSpec, rows: list[dict[str, str]]) -> np.ndarray:
     """What the worker's own pieces make of the rows, in the rows' order."""
     from ensemble.members.huggingface.loading.load import load
     from ensemble.members.huggingface.scoring.batching import make_batches

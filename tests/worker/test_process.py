@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from ensemble.common.protocol import Load, Predict, Progress, Start
+from ensemble.common.protocol import Load, Predict, Progress
 from ensemble.scheduling.launchers.local import LocalWorker
 from tests.checkpoints import make_checkpoint, make_texts
+from tests.worker.test_heartbeat import wait_for_end
 from tests.worker.test_memory import next_event
-from tests.worker.test_predict import LABELS, worker_spec
-from tests.worker.test_pulse import wait_for_end
-from tests.worker.test_serve import publish
+from tests.worker.test_predict import LABELS, start, worker_spec
+from tests.worker.test_session import publish
 
 ROWS = 10_000  # as one chunk: many seconds
 
@@ -29,7 +29,7 @@ def end_in_mid_chunk(checkpoint: Path, folder: Path, number: signal.Signals) -> 
     environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     worker = LocalWorker(environment, folder / "log")
     try:
-        worker.send(Start.of(worker_spec(checkpoint, **places)))
+        worker.send(start(worker_spec(checkpoint, **places)))
         worker.send(Load())
         worker.send(Predict(0, 0, ROWS))
         while next_event(worker, Progress).rows == 0:  # the first ones come while it tokenizes
@@ -52,7 +52,7 @@ def test_a_worker_that_is_aborted_leaves_the_stacks_of_all_its_threads(
     code, log = end_in_mid_chunk(checkpoint, tmp_path, signal.SIGABRT)
     assert code == -signal.SIGABRT
     assert "Fatal Python error: Aborted" in log
-    for function in ("in predict_chunk", "in _beat", "in _watch", "in _read", "in serve"):
+    for function in ("in predict", "in _run", "in _watch", "in _read", "in serve"):
         assert function in log, log
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from tests.checkpoints import WORDS, make_checkpoint, make_texts
-from tests.worker.test_predict import LABELS, worker_spec
+from tests.worker.test_predict import LABELS, predictor, worker_spec
 from tests.worker.test_rehearsal import CASES, encoded_of, model_of
-from tests.worker.test_serve import publish
+from tests.worker.test_session import publish
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
@@ -106,7 +106,7 @@ def test_an_attention_that_leaves_a_rule_out_is_refused(dtype: str, retry: bool,
 @pytest.mark.fault(30)
 def test_a_member_with_such_an_attention_fails_before_its_first_chunk(tmp_path: Path, uncapped: str) -> None:
     from ensemble.common.protocol import Failed, Predict, Started
-    from tests.worker.test_serve import served
+    from tests.worker.test_session import served
 
     folder = make_checkpoint(tmp_path / "model", "gemma2", LABELS)
     config = json.loads((folder / "config.json").read_text())
@@ -207,12 +207,8 @@ def with_tokenizer(folder: Path, kind: str) -> Path:
 
 
 def notes_of(folder: Path, place: Path, texts: Sequence[str], **changes: Any) -> tuple[str, ...]:
-    from ensemble.worker.member import Member
-
     place.mkdir()
-    member = Member(worker_spec(folder, **publish(place, {"text": list(texts)}), **changes))
-    member.load()
-    return member.notes()
+    return predictor(worker_spec(folder, **publish(place, {"text": list(texts)}), **changes)).load().notes
 
 
 @pytest.mark.parametrize("kind", MADE)

@@ -43,9 +43,9 @@ def test_a_chunk_with_copies_takes_less_and_gives_the_same(architecture: str, tm
     _, predict = member_of(tmp_path, folder, TEXTS)
     work = predict()
     different = len(set(CHOSEN.tolist()))
-    assert work.repeated_rows == len(TEXTS) - different > 0
+    assert work.counters.repeated_rows == len(TEXTS) - different > 0
     lengths = encode(folder, [{"text": text} for text in ONCE], max_length=128).lengths
-    assert work.tokens == lengths[np.unique(CHOSEN)].sum() <= work.padded_tokens
+    assert work.counters.tokens == lengths[np.unique(CHOSEN)].sum() <= work.counters.padded_tokens
     got = read_part(tmp_path / "parts", work.part)
     np.testing.assert_array_equal(got[:, 0], np.arange(len(TEXTS)))
     np.testing.assert_allclose(got[:, 1:], reference(folder, ONCE, 128)[CHOSEN], atol=1e-5)
@@ -117,18 +117,18 @@ def test_copies_share_the_fate_of_their_row(tmp_path: Path) -> None:
 
     plain = run(AllocatorLimit(), again=False)
     assert told[-1][0] == len(TEXTS), "progress counts rows of the table"
-    assert told[-1][1] == plain.tokens
+    assert told[-1][1] == plain.counters.tokens
     bad = ~np.isfinite(plain.logits.numpy()).all(axis=1)
     assert 3 < bad.sum() < len(TEXTS) - 3
     undisturbed = run(AllocatorLimit())
-    assert undisturbed.recomputed_rows == bad.sum()
-    halved = run(AllocatorLimit(fail_at=frozenset({1, plain.batches + 1})))
-    assert halved.oom_events == 2
+    assert undisturbed.counters.recomputed_rows == bad.sum()
+    halved = run(AllocatorLimit(fail_at=frozenset({1, plain.counters.batches + 1})))
+    assert halved.counters.oom_events == 2
     for computed in (plain, undisturbed, halved):
-        assert computed.repeated_rows == len(TEXTS) - len(set(CHOSEN.tolist()))
+        assert computed.counters.repeated_rows == len(TEXTS) - len(set(CHOSEN.tolist()))
         check_copies(computed, encoded)
     np.testing.assert_allclose(halved.logits.numpy(), undisturbed.logits.numpy(), atol=1e-2)
-    nothing_again = run(AllocatorLimit(fail_at=frozenset(range(plain.batches, 1000))))
+    nothing_again = run(AllocatorLimit(fail_at=frozenset(range(plain.counters.batches, 1000))))
     assert nothing_again.too_large_in_float32 == tuple(np.flatnonzero(bad).tolist())
     # The attention of one row of this length no longer fits.
     longest = int(encoded.lengths.max())

@@ -30,7 +30,8 @@ class Encoding:
         self.may_go_on = threading.Event()
         self.may_go_on.set()
 
-    def __call__(self, start: int, stop: int, step: Any) -> Any:
+    def __call__(self, rows: Any, step: Any) -> Any:
+        start, stop = int(rows[0]), int(rows[-1]) + 1
         self.calls.append((start, stop, threading.current_thread().name))
         self.may_go_on.wait(10)
         return self.prompt.encode([{"text": text} for text in TEXTS[start:stop]], step)
@@ -53,16 +54,16 @@ def test_what_was_hinted_at_is_not_made_again(encoding: Encoding) -> None:
 
     upcoming = Upcoming(encoding, in_background=True)
     steps: list[None] = []
-    upcoming.prepare(0, 30)
-    upcoming.prepare(0, 30)
-    check(upcoming.take(0, 30, lambda: steps.append(None)), encoding, 0, 30)
+    upcoming.prepare(np.arange(0, 30))
+    upcoming.prepare(np.arange(0, 30))
+    check(upcoming.take(np.arange(0, 30), lambda: steps.append(None)), encoding, 0, 30)
     assert encoding.calls == [(0, 30, "tokenizing")]
     assert steps, "each block made in the background is a sign of life of whoever waits for it"
     # The next hint may come before the rows of the last one are asked for.
-    upcoming.prepare(30, 60)
-    upcoming.prepare(60, 90)
+    upcoming.prepare(np.arange(30, 60))
+    upcoming.prepare(np.arange(60, 90))
     for start, stop in ((30, 60), (60, 90)):
-        check(upcoming.take(start, stop, lambda: None), encoding, start, stop)
+        check(upcoming.take(np.arange(start, stop), lambda: None), encoding, start, stop)
     assert sorted(encoding.calls[1:]) == [(30, 60, "tokenizing"), (60, 90, "tokenizing")]
 
 
@@ -70,12 +71,12 @@ def test_a_wrong_hint_costs_nothing_but_time(encoding: Encoding) -> None:
     from ensemble.members.huggingface.scoring.prefetch import Upcoming
 
     upcoming = Upcoming(encoding, in_background=True)
-    upcoming.prepare(0, 10)
-    check(upcoming.take(40, 80, lambda: None), encoding, 40, 80)
+    upcoming.prepare(np.arange(0, 10))
+    check(upcoming.take(np.arange(40, 80), lambda: None), encoding, 40, 80)
     assert encoding.calls[-1] == (40, 80, threading.current_thread().name)
-    upcoming.prepare(0, 10)
+    upcoming.prepare(np.arange(0, 10))
     upcoming.forget()
-    check(upcoming.take(0, 10, lambda: None), encoding, 0, 10)
+    check(upcoming.take(np.arange(0, 10), lambda: None), encoding, 0, 10)
     assert encoding.calls[-1][2] != "tokenizing"
 
 
@@ -96,31 +97,31 @@ def test_rows_that_nobody_wants_any_more_are_given_up_between_blocks(
     monkeypatch.setattr(encoding.prompt, "render", noting)
     upcoming = Upcoming(encoding, in_background=True)
     encoding.may_go_on.clear()
-    upcoming.prepare(0, 90)
+    upcoming.prepare(np.arange(0, 90))
     while not encoding.calls:
         time.sleep(0.01)
     upcoming.forget()
     encoding.may_go_on.set()
-    check(upcoming.take(80, 90, lambda: None), encoding, 80, 90)
+    check(upcoming.take(np.arange(80, 90), lambda: None), encoding, 80, 90)
     assert len(rendered) < 90, "the other rows need no tokens"
 
 
 def test_errors_show_when_the_rows_are_asked_for(encoding: Encoding) -> None:
     from ensemble.members.huggingface.scoring.prefetch import Upcoming
 
-    def broken(start: int, stop: int, step: Any) -> Any:
+    def broken(rows: Any, step: Any) -> Any:
         raise LookupError(threading.current_thread().name)
 
     upcoming = Upcoming(broken, in_background=True)
-    upcoming.prepare(0, 10)
+    upcoming.prepare(np.arange(0, 10))
     with pytest.raises(LookupError, match="MainThread"):
-        upcoming.take(0, 10, lambda: None)
+        upcoming.take(np.arange(0, 10), lambda: None)
 
 
 def test_on_a_cpu_a_hint_is_not_heeded(encoding: Encoding) -> None:
     from ensemble.members.huggingface.scoring.prefetch import Upcoming
 
     upcoming = Upcoming(encoding, in_background=False)
-    upcoming.prepare(0, 10)
-    check(upcoming.take(0, 10, lambda: None), encoding, 0, 10)
+    upcoming.prepare(np.arange(0, 10))
+    check(upcoming.take(np.arange(0, 10), lambda: None), encoding, 0, 10)
     assert [name for _, _, name in encoding.calls] == ["MainThread"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ensemble.worker.lazy_modules import (
+from ensemble.members.huggingface.loading.lazy_modules import (
     Waiting,
     after_import,
     call_later,

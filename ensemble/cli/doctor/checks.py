@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ensemble.pipeline.validate import Prepared
 
 # What a worker imports before it loads a model.
-_WORKER = "ensemble.worker.member"
+_WORKER = "ensemble.members.seq_cls.predictor"
 _FIX = "fix the config, or what it names"
 
 

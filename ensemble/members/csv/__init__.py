@@ -1,1 +1,1 @@
-"""Predictions made elsewhere, read from a CSV."""
+"""The kind ``csv``: predictions that were made elsewhere."""

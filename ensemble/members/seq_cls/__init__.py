@@ -1,1 +1,1 @@
-"""Sequence classifiers: Hugging Face checkpoints with a classification head."""
+"""The kind ``seq_cls``: a Hugging Face model for sequence classification."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ensemble.common.digests import FileDigests, digest_of
 from ensemble.config import MemberConfig
 from ensemble.members.base import Assigned, MemberKind, MemoryEstimate, OutputColumns, Reads, ResourceRequest
+from ensemble.members.huggingface.allocator import allocator_environment
 from ensemble.members.huggingface.checkpoint.digests import hub_commit, tokenizer_digest, weights_digest
 from ensemble.members.huggingface.checkpoint.hub import find_file
 from ensemble.members.huggingface.checkpoint.inspect import Checkpoint, inspect_checkpoint
@@ -22,6 +24,7 @@ from ensemble.members.huggingface.checkpoint.quantization_keys import (
 )
 from ensemble.members.huggingface.checkpoint.remote_code import Trust
 from ensemble.members.huggingface.checkpoint.tokenizer_files import own_max_length, own_truncation_side
+from ensemble.members.huggingface.spec import ModelSettings
 from ensemble.members.seq_cls.settings import SequenceClassifierSettings
 
 if TYPE_CHECKING:
@@ -45,10 +48,11 @@ _HOW_TO_FETCH = (
 )
 
 
-class SequenceClassifier(MemberKind[SequenceClassifierSettings, Checkpoint]):
+class SequenceClassification(MemberKind[SequenceClassifierSettings, Checkpoint]):
     """A checkpoint with a classification head, loaded by transformers."""
 
     Settings: ClassVar[type[MemberConfig]] = SequenceClassifierSettings
+    child: ClassVar[str] = "ensemble.members.seq_cls.child"
 
     def request(self) -> ResourceRequest:
         model = self.settings
@@ -154,6 +158,53 @@ class SequenceClassifier(MemberKind[SequenceClassifierSettings, Checkpoint]):
             "tokenizer_kwargs": _without_fetching(model.tokenizer_kwargs),
             "source": [model.model_name_or_path, model.revision or "main"] if is_unknown else None,
         }
+
+    def worker_settings(
+        self, inspected: Checkpoint, assigned: Assigned, offload_folder: Path | None
+    ) -> Mapping[str, Any]:
+        model, footprint = self.settings, assigned.footprint
+        per_token, per_pair = footprint.activation.line(footprint.width) if footprint else (None, None)
+        settings = ModelSettings(
+            model_name_or_path=model.model_name_or_path,
+            # What was checked is what is loaded: a branch of the hub may have moved since.
+            revision=hub_commit(model.model_name_or_path, inspected.folder) or model.revision,
+            trust_remote_code=model.trust_remote_code,
+            allow_pickle=model.allow_pickle,
+            adapter_name_or_path=model.adapter_name_or_path,
+            merge_adapter=model.merge_adapter,
+            gguf_file=model.gguf_file,
+            label_order=inspected.label_order,
+            prompt_template=model.prompt_template,
+            text_columns=model.text_columns,
+            max_length=model.max_length,
+            truncation_side=model.truncation_side,
+            add_special_tokens=model.add_special_tokens,
+            batch_size=None if model.batch_size == "auto" else model.batch_size,
+            token_budget=model.max_num_batched_tokens,
+            dtype=model.dtype,
+            gpu_dtype=assigned.dtype,
+            allow_tf32=model.allow_tf32,
+            expandable_segments=model.expandable_segments,
+            max_split_size_mb=model.max_split_size_mb,
+            quantization_config=model.quantization_config,
+            attn_implementation=assigned.attention,
+            is_attention_asked=model.attn_implementation is not None,
+            model_kwargs=model.model_kwargs,
+            tokenizer_kwargs=model.tokenizer_kwargs,
+            device_map=model.device_map,
+            max_memory=None
+            if model.max_memory is None
+            else {str(key): size for key, size in model.max_memory.items()},
+            offload_folder=None if offload_folder is None else str(offload_folder.resolve()),
+            bytes_per_token=per_token,
+            bytes_per_token_pair=per_pair,
+            fixed_bytes=footprint.activation.fixed_bytes if footprint else 0,
+            width=footprint.width if footprint else None,
+        )
+        return asdict(settings)
+
+    def environment(self) -> Mapping[str, str]:
+        return allocator_environment(self.settings.expandable_segments, self.settings.max_split_size_mb)
 
     def content(self, inspected: Checkpoint, files: FileDigests) -> Mapping[str, str]:
         """The digests of the weights, the adapter's among them, and of the tokenizer."""

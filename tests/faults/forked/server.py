@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tests.faults.sitecustomize import stand_at_embeddings
+from tests.test_house import room_of
 
 _FOLDER = Path(__file__).parent
 _ROOT = _FOLDER.parents[2]
@@ -49,7 +50,8 @@ def _serve_runs(model: str) -> None:
         from ensemble.__main__ import main as run
 
         for module in pkgutil.walk_packages(ensemble.__path__, "ensemble."):
-            if not module.name.startswith("ensemble.worker"):
+            parts = tuple(module.name.split(".")[1:])
+            if room_of(parts) not in ("worker", "predictor", "child"):
                 importlib.import_module(module.name)
         assert workers.stdout is not None
         assert workers.stdout.readline() == b"ready\n"
@@ -95,8 +97,8 @@ def _serve_workers(address: str, model: str) -> None:
     # Its own lock is one for all processes that come of this one, and for ever when one is killed that holds it.
     tqdm.tqdm.set_lock(threading.RLock())
     transformers.AutoModelForSequenceClassification.from_pretrained(model)
-    for module in ("member", "__main__"):
-        importlib.import_module(f"ensemble.worker.{module}")
+    for module in ("members.seq_cls.predictor", "worker.shard_writer", "worker.__main__"):
+        importlib.import_module(f"ensemble.{module}")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(f"\0{address}")
     listener.listen()

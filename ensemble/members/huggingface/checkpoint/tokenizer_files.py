@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ensemble.common.files import unreadable
-from ensemble.common.protocol import DEFAULT_MAX_LENGTH, NO_LENGTH_LIMIT
+from ensemble.members.huggingface.spec import DEFAULT_MAX_LENGTH, NO_LENGTH_LIMIT
 
 # All of a tokenizer in one file; every class of transformers 5 that is built on tokenizers reads it.
 _WHOLE = "tokenizer.json"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ensemble.common.protocol import WorkerSpec
+from ensemble.members.huggingface.spec import ModelSpec
 
 _WEIGHTS = "adapter_model.safetensors"
 _PICKLE = "adapter_model.bin"
@@ -85,7 +85,7 @@ def _tensor_names(folder: Path, allow_pickle: bool) -> frozenset[str]:
 
 
 def attach_adapter(
-    base: Any, adapter: AdapterFiles, missing: Sequence[str], spec: WorkerSpec, notes: list[str]
+    base: Any, adapter: AdapterFiles, missing: Sequence[str], spec: ModelSpec, notes: list[str]
 ) -> Any:
     """The base with the adapter in its layers, still of transformers' class.
 
@@ -125,7 +125,7 @@ def some(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def _load_onto(base: Any, adapter: AdapterFiles, spec: WorkerSpec) -> Any:
+def _load_onto(base: Any, adapter: AdapterFiles, spec: ModelSpec) -> Any:
     from peft import PeftModel
 
     config = adapter.config
@@ -163,7 +163,7 @@ def _is_adapted(module: Any) -> bool:
     return any(_NAME in (getattr(module, part, None) or ()) for part in ("lora_A", "lora_embedding_A"))
 
 
-def _check_keys(model: Any, adapter: AdapterFiles, spec: WorkerSpec) -> None:
+def _check_keys(model: Any, adapter: AdapterFiles, spec: ModelSpec) -> None:
     """Every tensor of the file must have found its place, and every place its tensor; peft only warns."""
     from peft import get_peft_model_state_dict
 

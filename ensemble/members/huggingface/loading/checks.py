@@ -15,9 +15,9 @@ from typing import Any
 
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
-from ensemble.common.protocol import WorkerSpec
 from ensemble.members.huggingface.checkpoint.safetensors_headers import is_left_out, stands_beside_packed
 from ensemble.members.huggingface.loading.adapter import some
+from ensemble.members.huggingface.spec import ModelSpec
 
 # Of a member's first rows, so many, and so many characters of each.
 ROWS, CHARACTERS = 8, 1000
@@ -43,7 +43,7 @@ _HARMLESS = re.compile(
 )
 
 
-def check_unexpected_keys(spec: WorkerSpec, keys: Sequence[str], is_quantized: bool) -> None:
+def check_unexpected_keys(spec: ModelSpec, keys: Sequence[str], is_quantized: bool) -> None:
     """Refuse a checkpoint with tensors that went nowhere, but for those that no classifier has a place for.
 
     Args:
@@ -65,7 +65,7 @@ def check_unexpected_keys(spec: WorkerSpec, keys: Sequence[str], is_quantized: b
         )
 
 
-def check_ids(spec: WorkerSpec, tokenizer: Any, rows: int) -> None:
+def check_ids(spec: ModelSpec, tokenizer: Any, rows: int) -> None:
     """Refuse a tokenizer with ids that its model has no embedding for.
 
     Args:
@@ -83,7 +83,7 @@ def check_ids(spec: WorkerSpec, tokenizer: Any, rows: int) -> None:
 
 
 def check_tokenizer(
-    spec: WorkerSpec, tokenizer: Any, folder: Path | None, texts: Sequence[str]
+    spec: ModelSpec, tokenizer: Any, folder: Path | None, texts: Sequence[str]
 ) -> Iterator[str]:
     """What the user should know of a tokenizer, one sentence each.
 
@@ -120,9 +120,7 @@ def _knows_words(tokenizer: Any) -> bool:
     return any(token not in special and token != "▁" for token in tokenizer.get_vocab())
 
 
-def _differences(
-    spec: WorkerSpec, tokenizer: Any, folder: Path | None, texts: Sequence[str]
-) -> Iterator[str]:
+def _differences(spec: ModelSpec, tokenizer: Any, folder: Path | None, texts: Sequence[str]) -> Iterator[str]:
     """Holds the tokens that the tokenizer's class makes against those of tokenizer.json itself."""
     path = None if folder is None else folder / "tokenizer.json"
     if (

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from ensemble.common.protocol import WorkerSpec
 from ensemble.members.huggingface.loading.quantization import is_bitsandbytes
+from ensemble.members.huggingface.spec import ModelSpec
 
 
-def placement_options(spec: WorkerSpec, on_gpu: bool) -> dict[str, Any]:
+def placement_options(spec: ModelSpec, on_gpu: bool) -> dict[str, Any]:
     """What ``from_pretrained`` is told of devices.
 
     Args:
@@ -39,7 +39,7 @@ def placement_options(spec: WorkerSpec, on_gpu: bool) -> dict[str, Any]:
     return options
 
 
-def check_placement(model: Any, spec: WorkerSpec, on_gpu: bool, notes: list[str]) -> None:
+def check_placement(model: Any, spec: ModelSpec, on_gpu: bool, notes: list[str]) -> None:
     """Hold accelerate's device map against what was asked for; a note says what lies where.
 
     Raises:

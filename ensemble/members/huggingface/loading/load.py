@@ -10,19 +10,17 @@ from typing import Any
 
 import torch
 
-from ensemble.common.protocol import (
-    CPU_TOKEN_BUDGET,
-    DEFAULT_MAX_LENGTH,
-    GPU_TOKEN_BUDGET,
-    NO_LENGTH_LIMIT,
-    RESERVE_SHARE,
-    WorkerSpec,
-)
+from ensemble.members.footprint import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET, RESERVE_SHARE
 from ensemble.members.huggingface.loading.checks import check_ids
 from ensemble.members.huggingface.loading.model import load_model
 from ensemble.members.huggingface.loading.precision import attention_errors, capability, set_tf32
 from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
 from ensemble.members.huggingface.scoring.batching import MemoryLimit
+from ensemble.members.huggingface.spec import (
+    DEFAULT_MAX_LENGTH,
+    NO_LENGTH_LIMIT,
+    ModelSpec,
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class Loaded:
     notes: tuple[str, ...]
 
 
-def load(spec: WorkerSpec, tokenizer: Any = None) -> Loaded:
+def load(spec: ModelSpec, tokenizer: Any = None) -> Loaded:
     """Load a member onto the devices this process can see.
 
     Args:
@@ -84,7 +82,7 @@ def load(spec: WorkerSpec, tokenizer: Any = None) -> Loaded:
     )
 
 
-def _use_gpu(spec: WorkerSpec, notes: list[str]) -> bool:
+def _use_gpu(spec: ModelSpec, notes: list[str]) -> bool:
     if spec.gpus == 0:
         return False
     if torch.cuda.is_available():
@@ -113,7 +111,7 @@ def _compute_no_more_than_logits(model: Any) -> None:
             config.reference_compile = False
 
 
-def max_length(spec: WorkerSpec, tokenizer: Any, limit: int | None, notes: list[str]) -> int:
+def max_length(spec: ModelSpec, tokenizer: Any, limit: int | None, notes: list[str]) -> int:
     """Tokens that a row may have, special tokens included.
 
     Args:
@@ -159,7 +157,7 @@ def _position_limit(model: Any) -> int | None:
     return None
 
 
-def _memory_limit(spec: WorkerSpec, model: Any, on_gpu: bool) -> MemoryLimit | None:
+def _memory_limit(spec: ModelSpec, model: Any, on_gpu: bool) -> MemoryLimit | None:
     """What a batch may take; None where the plan does not know, nothing limits it, or the user set the size."""
     if not spec.bytes_per_token or spec.token_budget is not None or spec.batch_size is not None:
         return None
@@ -175,7 +173,7 @@ def _memory_limit(spec: WorkerSpec, model: Any, on_gpu: bool) -> MemoryLimit | N
     return MemoryLimit(max(1, available), spec.bytes_per_token, spec.bytes_per_token_pair or 0.0)
 
 
-def _gpu_bytes(spec: WorkerSpec, index: int) -> int:
+def _gpu_bytes(spec: ModelSpec, index: int) -> int:
     """Bytes that a batch may take on a GPU now."""
     free, total = torch.cuda.mem_get_info(index)
     allocated = torch.cuda.memory_allocated(index)
@@ -192,7 +190,7 @@ def _elements(parameter: torch.nn.Parameter) -> int:
     return int(torch.Size(shape).numel()) if shape is not None else parameter.numel()
 
 
-def check_allocator(spec: WorkerSpec, notes: list[str]) -> None:
+def check_allocator(spec: ModelSpec, notes: list[str]) -> None:
     """Note the allocator's settings that did not take effect; starts CUDA where it has not started."""
     torch.cuda.init()  # type: ignore[no-untyped-call]
     backend = torch.cuda.get_allocator_backend()
@@ -205,7 +203,7 @@ def check_allocator(spec: WorkerSpec, notes: list[str]) -> None:
     notes += allocator_notes(spec, snapshot.get("allocator_settings", {}))
 
 
-def allocator_notes(spec: WorkerSpec, settings: Mapping[str, Any]) -> list[str]:
+def allocator_notes(spec: ModelSpec, settings: Mapping[str, Any]) -> list[str]:
     """What the allocator does not do as the config says, a sentence each.
 
     Args:

@@ -10,7 +10,6 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 from transformers.modeling_layers import GenericForSequenceClassification
 
-from ensemble.common.protocol import WorkerSpec
 from ensemble.members.huggingface.attention import choose_attention, is_soft_capped
 from ensemble.members.huggingface.loading.adapter import AdapterFiles, attach_adapter, open_adapter, some
 from ensemble.members.huggingface.loading.checks import check_unexpected_keys
@@ -22,11 +21,12 @@ from ensemble.members.huggingface.loading.quantization import (
     quantization_config,
     unpacked_gguf,
 )
+from ensemble.members.huggingface.spec import ModelSpec
 
 _LONGEST_REASON = 300
 
 
-def load_model(spec: WorkerSpec, on_gpu: bool, notes: list[str]) -> Any:
+def load_model(spec: ModelSpec, on_gpu: bool, notes: list[str]) -> Any:
     """Load the model onto the devices this process can see, its adapter with it.
 
     Args:
@@ -83,13 +83,13 @@ def load_model(spec: WorkerSpec, on_gpu: bool, notes: list[str]) -> Any:
     return model
 
 
-def _chosen_attention(spec: WorkerSpec) -> str:
+def _chosen_attention(spec: ModelSpec) -> str:
     """The choice where the plan could not read the architecture."""
     config = _config(spec)
     return choose_attention(is_soft_capped(config.to_dict()), supports_sdpa=True, flash_suits=False)
 
 
-def _from_pretrained(spec: WorkerSpec, **options: Any) -> tuple[Any, Any]:
+def _from_pretrained(spec: ModelSpec, **options: Any) -> tuple[Any, Any]:
     try:
         with _named(spec):
             return AutoModelForSequenceClassification.from_pretrained(  # type: ignore[no-any-return]
@@ -111,7 +111,7 @@ def _from_pretrained(spec: WorkerSpec, **options: Any) -> tuple[Any, Any]:
 
 
 @contextmanager
-def _named(spec: WorkerSpec) -> Iterator[None]:
+def _named(spec: ModelSpec) -> Iterator[None]:
     """Names the checkpoint where transformers fails on numbers that no model can have, in any of many ways.
 
     Raises:
@@ -141,7 +141,7 @@ def _run_first_hooks(model: Any) -> None:
             model.eval()(input_ids=token, attention_mask=token)
 
 
-def _config(spec: WorkerSpec, **options: Any) -> Any:
+def _config(spec: ModelSpec, **options: Any) -> Any:
     with _named(spec):
         return AutoConfig.from_pretrained(
             spec.model_name_or_path,
@@ -152,7 +152,7 @@ def _config(spec: WorkerSpec, **options: Any) -> Any:
         )
 
 
-def _config_for_adapter(spec: WorkerSpec, adapter: AdapterFiles) -> tuple[Any, set[str]]:
+def _config_for_adapter(spec: ModelSpec, adapter: AdapterFiles) -> tuple[Any, set[str]]:
     """The base's config with the adapter's number of labels, its head left out of the base's quantization.
 
     Returns:

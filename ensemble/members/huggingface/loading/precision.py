@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ensemble.common.protocol import WorkerSpec
 from ensemble.members.huggingface.attention import is_soft_capped, leaves_out_cap, no_cap_text
+from ensemble.members.huggingface.spec import ModelSpec
 
 Capability = tuple[int, int]
 # Below, bfloat16 is only emulated, whatever is_bf16_supported() says, and there is no TF32 (CUDA C++ Programming
@@ -27,12 +27,12 @@ _OF_ATTENTION = (
 )
 
 
-def model_dtype(spec: WorkerSpec, on_gpu: bool, notes: list[str]) -> torch.dtype | str:
+def model_dtype(spec: ModelSpec, on_gpu: bool, notes: list[str]) -> torch.dtype | str:
     """The type for ``from_pretrained``: what the user said, or what suits the device."""
     return choose_dtype(spec, capability(on_gpu), notes)
 
 
-def choose_dtype(spec: WorkerSpec, least: Capability | None, notes: list[str]) -> torch.dtype | str:
+def choose_dtype(spec: ModelSpec, least: Capability | None, notes: list[str]) -> torch.dtype | str:
     """The type of the weights; "auto" is the checkpoint's own.
 
     Args:
@@ -63,7 +63,7 @@ def capability(on_gpu: bool) -> Capability | None:
     return min(torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count()))
 
 
-def set_tf32(spec: WorkerSpec, least: Capability | None, notes: list[str]) -> None:
+def set_tf32(spec: ModelSpec, least: Capability | None, notes: list[str]) -> None:
     """Let float32 products use TF32's 10 bits of mantissa or not, and note what did not take effect.
 
     cuDNN's is on in torch unless it is set.  The two switches are the ones that all releases have; since torch
@@ -83,7 +83,7 @@ def set_tf32(spec: WorkerSpec, least: Capability | None, notes: list[str]) -> No
         notes.append("allow_tf32 has no effect while NVIDIA_TF32_OVERRIDE=0 is in the environment")
 
 
-def check_cap(spec: WorkerSpec, model: Any) -> None:
+def check_cap(spec: ModelSpec, model: Any) -> None:
     """Refuse attention that leaves out the cap on a model's scores; some releases of transformers say nothing.
 
     Raises:
@@ -113,7 +113,7 @@ def is_of_attention(error: Exception) -> bool:
 
 
 @contextlib.contextmanager
-def attention_errors(spec: WorkerSpec) -> Iterator[None]:
+def attention_errors(spec: ModelSpec) -> Iterator[None]:
     """Names the key where transformers refuses the attention that the user asked for.
 
     Raises:

@@ -14,12 +14,12 @@ from pathlib import Path
 
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from ensemble.common.protocol import WorkerSpec
+from ensemble.members.huggingface.spec import ModelSpec
 
 _PIECE_BYTES = 8 << 20
 
 
-def import_model_class(spec: WorkerSpec) -> None:
+def import_model_class(spec: ModelSpec) -> None:
     """Import the module of the model's class, unless it is code that the checkpoint brings along."""
     if spec.gguf_file is not None or spec.trust_remote_code:
         return
@@ -33,7 +33,7 @@ def import_model_class(spec: WorkerSpec) -> None:
         AutoModelForSequenceClassification._model_mapping[type(config)]
 
 
-def weight_files(spec: WorkerSpec) -> list[Path]:
+def weight_files(spec: ModelSpec) -> list[Path]:
     """The files that loading will read, as far as they are on this machine, in the order of their names."""
     folder = checkpoint_folder(spec.model_name_or_path, spec.revision)
     found: list[Path] = []

@@ -9,13 +9,13 @@ from typing import Any
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from ensemble.common.protocol import WorkerSpec
+from ensemble.members.huggingface.spec import ModelSpec
 
 # With one of these a folder has a tokenizer of its own, beside a GGUF file.
 _OWN_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 
 
-def load_tokenizer(spec: WorkerSpec) -> Any:
+def load_tokenizer(spec: ModelSpec) -> Any:
     """The tokenizer, with the settings of the config.
 
     Raises:

@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ensemble.common.files import read_json
-from ensemble.common.protocol import DEFAULT_MAX_LENGTH, NO_LENGTH_LIMIT
 from ensemble.members.huggingface.checkpoint.architecture import Architecture, read_architecture
 from ensemble.members.huggingface.checkpoint.inspect import Checkpoint
 from ensemble.members.huggingface.checkpoint.safetensors_headers import read_tensors
 from ensemble.members.huggingface.memory.replica import CheckpointFacts
 from ensemble.members.huggingface.settings import TextSettings
+from ensemble.members.huggingface.spec import DEFAULT_MAX_LENGTH, NO_LENGTH_LIMIT
 
 # Tables in transformers' models/auto: the class of each kind's classifier, the folder of its source.
 _CLASSIFIERS = "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"

@@ -129,25 +129,6 @@ def probabilities(logits: torch.Tensor, activation: Activation) -> npt.NDArray[n
     return np.asarray(values.numpy())
 
 
-def good_rows(values: npt.NDArray[np.float64], activation: Activation) -> npt.NDArray[np.bool_]:
-    """Which rows are good: finite, and for probabilities within 0..1, summing to 1 where they exclude each other.
-
-    Args:
-        values: float64 [rows, labels].
-
-    Returns:
-        bool [rows].
-    """
-    good = np.isfinite(values).all(axis=1)
-    if activation != "none":
-        with np.errstate(invalid="ignore"):
-            good &= ((values >= 0) & (values <= 1)).all(axis=1)
-    if activation == "softmax":
-        with np.errstate(invalid="ignore"):
-            good &= np.abs(values.sum(axis=1, dtype=np.float64) - 1) < 1e-3
-    return np.asarray(good)
-
-
 def _has_forward_of_generic(model: Any) -> bool:
     return isinstance(model, GenericForSequenceClassification) and (
         type(model).forward is GenericForSequenceClassification.forward

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ensemble.common.protocol import WorkerSpec
 from ensemble.data.json_cells import TemplateProblem, replace_lone_surrogates
 from ensemble.data.template import compile_template
 from ensemble.members.huggingface.scoring.shared_prefix import SharedPrefix
+from ensemble.members.huggingface.spec import ModelSpec
 
 # Rows that the tokenizer gets at a time: enough for all of its threads, a moment's work for the slowest.
 BLOCK_ROWS = 512
@@ -44,7 +44,7 @@ class Prompt:
         max_length: tokens a row may have, special tokens included.
     """
 
-    def __init__(self, spec: WorkerSpec, tokenizer: Any, max_length: int) -> None:
+    def __init__(self, spec: ModelSpec, tokenizer: Any, max_length: int) -> None:
         self._template = compile_template(spec.prompt_template) if spec.prompt_template is not None else None
         self._columns = spec.text_columns
         self._tokenizer = tokenizer

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ensemble.common.protocol import Counters
 from ensemble.common.torch_errors import Verdict, is_out_of_memory, judge, one_line
 from ensemble.members.huggingface.scoring.batching import MemoryLimit, make_batches
 from ensemble.members.huggingface.scoring.classifier import Classifier
@@ -37,10 +38,7 @@ class Computed:
     Attributes:
         rows: places in the chunk that have logits, ascending, int64 [rows].
         logits: theirs, float32 [rows, labels] on the host; [0, 0] where there are none.
-        tokens, padded_tokens, batches, oom_events: counts of what was computed, with ``tokens`` the real ones.
-        seconds: in forward passes, by the device.
-        recomputed_rows: that ran again in float32.
-        repeated_rows: that have another row's logits, because they have its token ids.
+        counters: of the forward passes; their ``rows`` have logits.
         too_large: places of rows that did not fit into memory even alone.
         too_large_in_float32: the same of rows that had to run again in float32; their logits are not finite.
         float32_error: why those that should have run again could not; empty where nothing was wrong.
@@ -48,13 +46,7 @@ class Computed:
 
     rows: npt.NDArray[np.int64]
     logits: torch.Tensor
-    tokens: int
-    padded_tokens: int
-    batches: int
-    oom_events: int
-    seconds: float
-    recomputed_rows: int = 0
-    repeated_rows: int = 0
+    counters: Counters
     too_large: tuple[int, ...] = ()
     too_large_in_float32: tuple[int, ...] = ()
     float32_error: str = ""
@@ -175,10 +167,10 @@ def _again(
     computed: Computed,
 ) -> Computed:
     """The same with the bad rows' logits from float32."""
-    rows = int(copies[computed.rows].sum())
+    before = computed.counters
 
     def report_again(rows_again: int, tokens_again: int, padded_tokens: int) -> None:
-        report(rows, computed.tokens, computed.padded_tokens + padded_tokens)
+        report(before.rows, before.tokens, before.padded_tokens + padded_tokens)
 
     try:
         with in_float32():
@@ -190,16 +182,9 @@ def _again(
     logits = computed.logits.clone()
     if len(again.rows):
         logits[torch.from_numpy(np.searchsorted(computed.rows, again.rows))] = again.logits
-    return replace(
-        computed,
-        logits=logits,
-        padded_tokens=computed.padded_tokens + again.padded_tokens,
-        batches=computed.batches + again.batches,
-        oom_events=computed.oom_events + again.oom_events,
-        seconds=computed.seconds + again.seconds,
-        recomputed_rows=int(copies[again.rows].sum()),
-        too_large_in_float32=again.too_large,
-    )
+    # Their rows and tokens are counted already.
+    counters = before + replace(again.counters, rows=0, tokens=0, recomputed_rows=again.counters.rows)
+    return replace(computed, logits=logits, counters=counters, too_large_in_float32=again.too_large)
 
 
 def _with_copies(computed: Computed, first: npt.NDArray[np.int64]) -> Computed:
@@ -212,7 +197,7 @@ def _with_copies(computed: Computed, first: npt.NDArray[np.int64]) -> Computed:
         computed,
         rows=rows,
         logits=computed.logits[torch.from_numpy(places)] if len(rows) else computed.logits,
-        repeated_rows=len(rows) - len(computed.rows),
+        counters=computed.counters + Counters(repeated_rows=len(rows) - len(computed.rows)),
         too_large=tuple(np.flatnonzero(np.isin(first, computed.too_large)).tolist()),
         too_large_in_float32=tuple(np.flatnonzero(np.isin(first, computed.too_large_in_float32)).tolist()),
     )
@@ -224,10 +209,7 @@ class _Pass:
 
     order: list[npt.NDArray[np.int64]] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
-    rows: int = 0
-    tokens: int = 0
-    padded_tokens: int = 0
-    oom_events: int = 0
+    counters: Counters = field(default_factory=Counters)
     too_large: list[int] = field(default_factory=list)
 
     def computed(self, passes: Passes) -> Computed:
@@ -239,8 +221,7 @@ class _Pass:
             rows = rows[place]
             # One copy from the device per chunk: a copy per batch would wait for each of them.
             logits = torch.cat(self.logits).cpu()[torch.from_numpy(place)]
-        counts = (self.tokens, self.padded_tokens, len(self.order), self.oom_events)
-        return Computed(rows, logits, *counts, seconds=passes.finish(), too_large=too_large)
+        return Computed(rows, logits, replace(self.counters, forward_seconds=passes.finish()), too_large)
 
 
 def _run(
@@ -267,7 +248,7 @@ def _run(
             # Outside the except block: there the exception would still hold the tensors of the failed pass.
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
                 torch.cuda.empty_cache()
-            done.oom_events += 1
+            done.counters += Counters(oom_events=1)
             left = np.concatenate([batch, *waiting])
             if len(batch) == 1 and batch[0] in tried_alone:
                 done.too_large.append(int(batch[0]))
@@ -279,15 +260,14 @@ def _run(
                     tried_alone.add(int(batch[0]))
                 sizes.shrink(len(batch), padded, width)
             waiting = sizes.cut(lengths, left)
-            report(done.rows, done.tokens, done.padded_tokens)
+            report(done.counters.rows, done.counters.tokens, done.counters.padded_tokens)
             continue
         size_before = sizes.batch_size
         done.order.append(batch)
         done.logits.append(result)
-        done.rows += int(copies[batch].sum())
-        done.tokens += int(lengths[batch].sum())
-        done.padded_tokens += padded
-        report(done.rows, done.tokens, done.padded_tokens)
+        rows, tokens = int(copies[batch].sum()), int(lengths[batch].sum())
+        done.counters += Counters(rows=rows, tokens=tokens, padded_tokens=padded, batches=1)
+        report(done.counters.rows, done.counters.tokens, done.counters.padded_tokens)
         if sizes.grow() and waiting:
             waiting = sizes.cut(lengths, np.concatenate(waiting))
     return done.computed(passes)

@@ -10,10 +10,15 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from ensemble.members.huggingface.scoring.encode import Encoded
 
-Encode = Callable[[int, int, Callable[[], None]], Encoded]
+Rows: TypeAlias = npt.NDArray[np.int64]
+Encode = Callable[[Rows, Callable[[], None]], Encoded]
 # The chunk that is about to be asked for, and the one after it.
 _MOST_HINTS = 2
 
@@ -23,8 +28,8 @@ class _Dropped(Exception):
 
 
 class _Hint:
-    def __init__(self, start: int, stop: int) -> None:
-        self.rows = (start, stop)
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
         self.encoded: Encoded | None = None
         self.is_dropped = False
         # True for each block of rows that has its ids, False at the end.
@@ -40,7 +45,7 @@ class Upcoming:
     """Makes chunks' token ids, ahead of their time where it is told what will come.
 
     Args:
-        encode: token ids of rows ``order[start:stop]``, with a callback after each block of rows.
+        encode: token ids of these rows of the table, with a callback after each block of them.
         in_background: whether a hint is worth a thread; otherwise it is not heeded.
     """
 
@@ -52,20 +57,20 @@ class Upcoming:
         # Tokenizers do not bear two threads: one that sets its truncation while the other uses it raises.
         self._tokenizing = threading.Lock()
 
-    def prepare(self, start: int, stop: int) -> None:
+    def prepare(self, rows: Rows) -> None:
         """Begin with these rows now; older hints are dropped, but for the last one.  From any thread."""
         if not self._in_background:
             return
         with self._change:
-            if any(hint.rows == (start, stop) for hint in self._hints):
+            if any(np.array_equal(hint.rows, rows) for hint in self._hints):
                 return
-            hint = _Hint(start, stop)
+            hint = _Hint(rows)
             self._hints.append(hint)
             while len(self._hints) > _MOST_HINTS:
                 self._hints.pop(0).is_dropped = True
         threading.Thread(target=self._make, args=(hint,), name="tokenizing", daemon=True).start()
 
-    def take(self, start: int, stop: int, step: Callable[[], None]) -> Encoded:
+    def take(self, rows: Rows, step: Callable[[], None]) -> Encoded:
         """The token ids of these rows; what was hinted at before them is dropped.
 
         Args:
@@ -75,7 +80,7 @@ class Upcoming:
             Exception: whatever comes out of the tokenizer.
         """
         with self._change:
-            place = next((i for i, hint in enumerate(self._hints) if hint.rows == (start, stop)), None)
+            place = next((i for i, hint in enumerate(self._hints) if np.array_equal(hint.rows, rows)), None)
             hint = None if place is None else self._hints[place]
             for passed in self._hints[:place]:
                 passed.is_dropped = True
@@ -86,7 +91,7 @@ class Upcoming:
             if hint.encoded is not None:
                 return hint.encoded
         with self._tokenizing:
-            return self._encode(start, stop, step)
+            return self._encode(rows, step)
 
     @contextlib.contextmanager
     def nobody_else(self) -> Iterator[None]:
@@ -105,6 +110,6 @@ class Upcoming:
         try:
             with self._tokenizing, contextlib.suppress(Exception):
                 hint.step()
-                hint.encoded = self._encode(*hint.rows, hint.step)
+                hint.encoded = self._encode(hint.rows, hint.step)
         finally:
             hint.goes_on.put(False)

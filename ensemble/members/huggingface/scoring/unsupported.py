@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ensemble.common.protocol import WorkerSpec
 from ensemble.common.torch_errors import Verdict, is_out_of_memory, judge, one_line
 from ensemble.members.huggingface.loading.quantization import is_bitsandbytes
+from ensemble.members.huggingface.spec import ModelSpec
 
 # bitsandbytes' _convert_weight_packed_for_cpu cuts the outputs into blocks of so many.
 _OUTPUTS_PER_BLOCK = 32
@@ -24,7 +24,7 @@ _SHOWN_OF_ERROR = 160
 
 
 @contextlib.contextmanager
-def told_in_a_sentence(spec: WorkerSpec, model: Any, device_name: str, first: bool = False) -> Iterator[None]:
+def told_in_a_sentence(spec: ModelSpec, model: Any, device_name: str, first: bool = False) -> Iterator[None]:
     """Passes within: an error that no other rows and no fresh process get over becomes one sentence.
 
     Args:
@@ -46,7 +46,7 @@ def told_in_a_sentence(spec: WorkerSpec, model: Any, device_name: str, first: bo
         raise ValueError(_sentence(error, spec, model, device_name)) from error
 
 
-def _sentence(error: BaseException, spec: WorkerSpec, model: Any, device_name: str) -> str:
+def _sentence(error: BaseException, spec: ModelSpec, model: Any, device_name: str) -> str:
     name, module = _failed_in(error, model)
     place = "this CPU" if device_name == "cpu" else f"this GPU ({device_name})"
     layer = f"in {name} ({_shape_of(module)}) " if module is not None else ""
@@ -91,7 +91,7 @@ def _limit_of(module: nn.Module | None) -> str:
     )
 
 
-def _what_else(spec: WorkerSpec, model: Any, module: nn.Module | None, on_cpu: bool) -> list[str]:
+def _what_else(spec: ModelSpec, model: Any, module: nn.Module | None, on_cpu: bool) -> list[str]:
     others = []
     settings = spec.quantization_config
     if settings is not None:

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ensemble.worker.lazy_modules import (
+from ensemble.members.huggingface.loading.lazy_modules import (
     after_import,
     call_later,
     class_later,

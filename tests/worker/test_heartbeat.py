@@ -8,7 +8,7 @@ from pathlib import Path
 from ensemble.common.clock import Watch
 from ensemble.common.protocol import Event, Heartbeat
 from ensemble.scheduling.launchers.local import LocalWorker
-from ensemble.worker.heartbeat import Pulse
+from ensemble.worker.heartbeat import HeartbeatThread
 from tests.waiting import wait_until
 
 
@@ -16,19 +16,19 @@ def wait_for_end(worker: LocalWorker) -> None:
     wait_until(worker.has_exited, "the worker's end")
 
 
-def test_idle_is_the_time_since_the_last_step_unless_it_rests() -> None:
+def test_idle_is_the_time_since_the_last_step_unless_it_waits() -> None:
     now = 100.0
-    pulse = Pulse(lambda event: None)
-    pulse.watch = Watch(3.0, lambda: now)
-    pulse.step()
+    heartbeat = HeartbeatThread(lambda event: None)
+    heartbeat.clock = Watch(3.0, lambda: now)
+    heartbeat.step()
     now = 102.5
-    assert pulse.idle_seconds() == 2.5
-    pulse.step()
+    assert heartbeat.idle_seconds() == 2.5
+    heartbeat.step()
     now = 103.0
-    assert pulse.idle_seconds() == 0.5
-    pulse.rest()
+    assert heartbeat.idle_seconds() == 0.5
+    heartbeat.wait()
     now = 200.0
-    assert pulse.idle_seconds() == 0
+    assert heartbeat.idle_seconds() == 0
 
 
 def test_a_worker_gives_signs_of_life_before_it_imports_anything(tmp_path: Path) -> None:

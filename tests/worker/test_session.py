@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -23,17 +22,19 @@ from ensemble.common.protocol import (
     Failed,
     Load,
     Predict,
+    Prepare,
     Progress,
     Ready,
-    Start,
     Started,
     Stop,
-    WorkerSpec,
 )
+from ensemble.members.huggingface.spec import ModelSpec
+from ensemble.worker.heartbeat import HeartbeatThread
+from ensemble.worker.session import serve
 from tests.checkpoints import make_checkpoint, make_texts, reference
 from tests.worker.broken import BREAKING
 from tests.worker.test_compute import read_part
-from tests.worker.test_predict import LABELS, worker_spec
+from tests.worker.test_predict import LABELS, start, worker_spec
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -45,6 +46,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def publish(folder: Path, columns: Mapping[str, list[Any]], order: list[int] | None = None) -> dict[str, str]:
     """A table, its order and an empty folder for parts, as the parent leaves them; their places in a spec."""
+    folder.mkdir(exist_ok=True)
     table = pa.table(dict(columns))
     with pa.ipc.new_file(folder / "table.arrow", table.schema) as file:
         file.write_table(table)
@@ -57,22 +59,34 @@ def publish(folder: Path, columns: Mapping[str, list[Any]], order: list[int] | N
 class Script(list[Command]):
     """Commands that are there from the beginning."""
 
-    def heed_hints(self, prepare: Callable[[int, int], None]) -> None:
+    def on_prepare(self, callback: Callable[[Prepare], None]) -> None:
         pass
 
     def stop(self) -> None:
         pass
 
 
-def served(spec: WorkerSpec, *commands: Command, step: Callable[[], None] = lambda: None) -> tuple[int, Any]:
-    """The exit code and the events, without progress and without word that a chunk is computed."""
-    from ensemble.worker.__main__ import serve
+class Heartbeat(HeartbeatThread):
+    """Not started; by its clock every part takes seven seconds, and nothing else takes any time."""
 
+    def __init__(self, send: Callable[[Event], None], step: Callable[[], None]) -> None:
+        super().__init__(send)
+        self.now = 0.0
+        self.clock = lambda: self.now
+        self.on_step = step
+
+    def step(self) -> None:
+        self.on_step()
+
+    def end_write(self) -> None:
+        self.now += 7.0
+
+
+def served(spec: ModelSpec, *commands: Command, step: Callable[[], None] = lambda: None) -> tuple[int, Any]:
+    """The exit code and the events, without progress and without word that a chunk is computed."""
     events: list[Event] = []
-    looks = itertools.count(0.0, 7.0)  # the clock that chunks are timed by
-    code = serve(
-        Script([Start.of(spec), Load(), *commands]), events.append, step, time.monotonic(), looks.__next__
-    )
+    heartbeat = Heartbeat(events.append, step)
+    code = serve(Script([start(spec), Load(), *commands]), events.append, heartbeat, time.monotonic())
     return code, [event for event in events if not isinstance(event, Progress | Computed)]
 
 
@@ -102,14 +116,14 @@ def test_an_error_of_an_unknown_row_ends_the_chunk_and_nothing_else(
     assert isinstance(failed, ChunkFailed)
     assert (failed.chunk, failed.error_type) == (3, "IndexError")
     assert "out of range" in failed.message
-    assert "predict_chunk" in failed.traceback
+    assert "in predict" in failed.traceback
     assert failed.traceback in capsys.readouterr().err
     assert isinstance(done, ChunkDone)
-    assert (done.chunk, done.rows, done.bad_rows, done.seconds) == (0, 20, (), 7.0)
+    assert (done.chunk, done.counters.rows, done.bad_rows, done.counters.predict_seconds) == (0, 20, (), 7.0)
     got = read_part(tmp_path / "parts", done.part)
     np.testing.assert_array_equal(got[:, 0], np.arange(20))
     np.testing.assert_allclose(got[:, 1:], reference(checkpoint, texts[:20]), atol=1e-5)
-    assert len(steps) >= done.batches + 2, "after loading, for each block of tokens and each batch"
+    assert len(steps) >= done.counters.batches + 2, "after loading, for each block of tokens and each batch"
 
 
 def test_rows_that_cannot_be_rendered_are_named_and_the_others_done(checkpoint: Path, tmp_path: Path) -> None:
@@ -124,10 +138,15 @@ def test_rows_that_cannot_be_rendered_are_named_and_the_others_done(checkpoint: 
     code, events = served(spec, Predict(0, 18, 26), Predict(1, 25, 26), Stop())
     assert code == 0
     _, _, done, alone, _ = events
-    assert (done.rows, done.bad_rows) == (8, (4, 11))
+    assert (done.counters.rows, done.bad_rows) == (8, (4, 11))
     assert done.bad_row_reasons[0].startswith("prompt_template: line 1: not valid JSON")
     assert done.bad_row_reasons[1].startswith("prompt_template: line 1: UndefinedError")
-    assert (alone.rows, alone.bad_rows, alone.batches, alone.tokens) == (1, (4,), 0, 0)
+    assert (alone.counters.rows, alone.bad_rows, alone.counters.batches, alone.counters.tokens) == (
+        1,
+        (4,),
+        0,
+        0,
+    )
     assert (tmp_path / "parts" / alone.part).read_text() == '"row","p0","p1","p2"\n'
     (tmp_path / "parts" / alone.part).unlink()
     got = read_part(tmp_path / "parts", done.part)
