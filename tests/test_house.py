@@ -101,7 +101,7 @@ def test_the_worker_names_no_kind() -> None:
     for path in (PACKAGE / "worker").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             text = node.value if isinstance(node, ast.Constant) else getattr(node, "id", "")
-            assert not any(kind in str(text) for kind in kinds), f"{path}: {text}"
+            assert not any(kind in str(text) for kind in kinds), f"{path}: {text!r}"
 
 
 def test_only_the_child_side_of_members_imports_torch_or_transformers() -> None:

@@ -152,8 +152,9 @@ class _Members:
                 used[settings] = None
                 self._merge_defaults(model, index, settings)
             self.checked.append(self._check(model, index, settings))
-        if not used and (usual := self._kind_of({}, None)) is not None:
-            used[usual] = None
+        if not used or "task_type" in defaults:
+            usual = self._kind_of({}, None)
+            used |= {} if usual is None else {usual: None}
         found = [(("defaults", *loc), sentence) for loc, sentence in self._wrong_in_defaults([*used])]
         self.problems = [*found, *self.problems]
 
@@ -198,7 +199,12 @@ class _Members:
             yield ("name",), "belongs to each model; two models cannot share it"
         given = {key: value for key, value in self._defaults.items() if key != "name"}
         for settings in used:
-            known = {key: value for key, value in given.items() if key in settings.model_fields}
+            # The kind itself was looked at before: it need not be this one.
+            known = {
+                key: value
+                for key, value in given.items()
+                if key in settings.model_fields and key != "task_type"
+            }
             _, wrong = validate(settings, known)
             # What is missing is for the models to bring, and so is what a rule demands beside what they bring.
             optional = {key: known[key] for key in known if not settings.model_fields[key].is_required()}

@@ -126,15 +126,16 @@ def find_works(prepared: Prepared, rundir: RunDir, say: Callable[[str], None]) -
         works[member.name] = work
         if not work.is_sealed and member.needs_worker:
             work.row_digests = prepared.table.row_digests(columns_read(member.model))
+    computed = {member.name for member in prepared.plan.members if member.needs_worker}
     for work in works.values():  # before any of them is sealed, in the place of what another may need
         if work.row_digests is not None and not work.is_done.all():
             take_over(rundir, work, labels, keeps_bad_rows)
-        for text in _found(rundir, work):
+        for text in _found(rundir, work, "it runs again" if work.member in computed else "it is read again"):
             say(text)
     return works
 
 
-def _found(rundir: RunDir, work: MemberWork) -> Iterator[str]:
+def _found(rundir: RunDir, work: MemberWork, again: str) -> Iterator[str]:
     name, rows, done = work.member, len(work.is_done), int(work.is_done.sum())
     own = done - sum(work.taken.values())
     if work.is_sealed:
@@ -142,10 +143,10 @@ def _found(rundir: RunDir, work: MemberWork) -> Iterator[str]:
     elif work.is_damaged:
         yield f"{name}: {rundir.predictions(name)} has been changed; it is computed again"
     elif work.changed and not own:
-        again = "it runs again" if not done else "rows that are as they were are kept"
-        yield f"{name}: {', '.join(work.changed)} changed since its predictions were made; {again}"
+        then = "rows that are as they were are kept" if done else again
+        yield f"{name}: {', '.join(work.changed)} changed since its predictions were made; {then}"
     elif work.is_older and not done:
-        yield f"{name}: its predictions are of another version of this program; it runs again"
+        yield f"{name}: its predictions are of another version of this program; {again}"
     if own and not work.is_sealed:
         yield f"{name}: {own:,} of {plural(rows, 'row')} kept from an earlier run"
     for place, count in work.taken.items():

@@ -115,9 +115,10 @@ class CsvPredictions(MemberKind[CsvSettings, CsvInspection]):
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
     try:
+        path.open("rb").close()  # pyarrow says why not in words of its own
         yield
     except OSError as error:
-        raise DataError(unreadable(path, error, "name the CSV file with the predictions")) from error
+        raise DataError(unreadable(path, error, "name a CSV file")) from error
     except pa.ArrowInvalid as error:
         raise DataError(f"{path}: cannot be read as a CSV ({error})") from error
 
