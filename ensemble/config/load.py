@@ -186,13 +186,16 @@ class _Members:
             self.origins["models", index, key] = ("defaults", key)
 
     def _check(self, model: object, index: int, settings: type[MemberConfig] | None) -> object:
-        if settings is not None and isinstance(model, dict):
+        if not isinstance(model, dict):
+            return model
+        if settings is not None:
             checked, wrong = validate(settings, model)
-            self.problems += [(("models", index, *loc), sentence) for loc, sentence in wrong]
-            if checked is not None:
-                return checked
-        # No name that a member can have: what is wrong with names and weights is told by the values in the YAML.
-        return MemberConfig.model_construct(name=f"#{index}") if isinstance(model, dict) else model
+        else:  # what can be said of a model whose kind is not known
+            common = {key: model[key] for key in ("name", "weight") if key in model}
+            checked, wrong = validate(MemberConfig, common)
+        self.problems += [(("models", index, *loc), sentence) for loc, sentence in wrong]
+        # No name that a member can have: which are alike is told by the values in the YAML.
+        return checked or MemberConfig.model_construct(name=f"#{index}")
 
     def _wrong_in_defaults(self, used: Sequence[type[MemberConfig]]) -> Iterator[Problem]:
         if "name" in self._defaults:
