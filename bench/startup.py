@@ -31,8 +31,8 @@ from bench.sections import show
 from bench.table import Spread
 from ensemble.common.protocol import Load, Ready, Start
 from ensemble.common.shards import order_path
-from ensemble.config import load_config
 from ensemble.pipeline.launch import worker_spec
+from ensemble.pipeline.load import load as load_config
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.validate import Prepared, prepare
 from ensemble.planning.plan import MemberPlan
@@ -84,7 +84,7 @@ def compare(repeats: int, warm: bool = True) -> list[dict[str, object]]:
         prepared = prepare(load_config(CONFIG, [f"output_dir={folder / 'worker'}"]))
         member = prepared.plan.members[0]
         start = _published(prepared, member)
-        model = str(member.model.model_name_or_path)
+        model = member.model.model_dump()["model_name_or_path"]
         ways: dict[str, Callable[[], _Sample]] = {
             _BARE_TITLE: lambda: _bare(model, environment),
             _WORKER_TITLE: lambda: _worker(start, environment, folder / "worker.log"),

@@ -20,7 +20,7 @@ ROOMS = {
     "config": {"common"},
     "data": {"common"},
     "members": {"common", "config", "data"},
-    "planning": {"common", "config", "members", "pipeline"},
+    "planning": {"common", "config", "members"},
     "scheduling": {"common", "planning"},
     "merging": {"common", "config", "data", "pipeline"},
     "pipeline": {"common", "config", "data", "members", "planning", "scheduling", "merging"},
@@ -29,6 +29,9 @@ ROOMS = {
     "predictor": {"common", "data"},
     "child": {"common", "data", "members", "predictor"},
 }
+# What the parent's rooms may use of members: the interface of kinds, and where they are found by name.  The command
+# line may ask after the hub, too.
+OF_MEMBERS = {"planning": {"base"}, "pipeline": {"base", "registry"}, "cli": {"base", "huggingface"}}
 CHILD_SIDE_OF_MEMBERS = {"child", "predictor", "loading", "scoring"}
 
 
@@ -66,6 +69,23 @@ def test_each_room_uses_only_what_it_may() -> None:
             if name.startswith("ensemble."):
                 other = room_of(tuple(name.split(".")[1:]))
                 assert other == room or other in ROOMS[room], f"{path}: {name}"
+
+
+def test_kinds_are_known_by_their_interface_alone() -> None:
+    for path, room in modules():
+        for name in imports(path) if room in OF_MEMBERS else ():
+            if name.startswith("ensemble.members"):
+                assert name.split(".")[2] in OF_MEMBERS[room], f"{path}: {name}"
+
+
+def test_nobody_asks_which_kind_a_member_is() -> None:
+    for path, room in modules():
+        if room in ("members", "child"):  # adapters have a task_type of their own
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Eq | ast.NotEq):
+                asked = [getattr(one, "attr", "") for one in ast.walk(node)]
+                assert "task_type" not in asked, f"{path}, line {node.lineno}"
 
 
 def test_a_kind_uses_what_several_share_and_no_other_kind() -> None:
@@ -123,12 +143,12 @@ def test_a_run_of_the_checks_imports_nothing_heavy_either(tmp_path: Path) -> Non
         "models: [{name: m, model_name_or_path: nowhere/x/y, text_column: text}]\n"
     )
     code = (
-        "import sys, pathlib\nfrom ensemble.config import load_config\n"
+        "import sys, pathlib\nfrom ensemble.pipeline.load import load\n"
         "from ensemble.common.errors import EnsembleError\n"
         "from ensemble.common.import_guards import keep_pandas_out\n"
         "from ensemble.pipeline.validate import prepare\n"
         "keep_pandas_out()\n"
-        "try:\n    prepare(load_config(pathlib.Path('c.yaml')))\nexcept EnsembleError as error:\n    print(error)\n"
+        "try:\n    prepare(load(pathlib.Path('c.yaml')))\nexcept EnsembleError as error:\n    print(error)\n"
         f"print([name for name in {(*HEAVY, 'jinja2', 'rich')!r} if name in sys.modules])"
     )
     done = subprocess.run(

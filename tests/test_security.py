@@ -21,13 +21,13 @@ import pytest
 from ensemble.common.errors import CheckpointError, ConfigError, OutputError
 from ensemble.common.files import atomic_path, open_log, write_text
 from ensemble.common.redact import MASK, RedactingFormatter, Redactor
-from ensemble.config import load_config
 from ensemble.config.yamlfile import MAX_VALUES
 from ensemble.data.json_cells import TemplateProblem
 from ensemble.data.template import compile_template
 from ensemble.members.huggingface.checkpoint.adapter_files import inspect_adapter
 from ensemble.members.huggingface.checkpoint.inspect import inspect_checkpoint
 from ensemble.members.huggingface.checkpoint.remote_code import Trust
+from ensemble.pipeline.load import load as load_config
 from ensemble.pipeline.run_dir import RunDir, hold, holder
 from ensemble.pipeline.run_log import logging_to
 from ensemble.pipeline.validate import prepare

@@ -93,8 +93,10 @@ def test_each_replica_of_the_next_member_stands_by_for_a_device_of_its_own() -> 
 
 def test_one_that_waits_for_two_devices_gets_both() -> None:
     two, watch = gpus(2), Watch()
-    known = {f"m{index}": facts(np.full(6, 200_000, dtype=np.int64)) for index in range(3)}
-    made = make_plan(config({"replicas": 1}, {"replicas": 1}, {"num_gpus": 2}), known, two)
+    models: list[dict[str, Any]] = [{"replicas": 1}, {"replicas": 1}, {"num_gpus": 2}]
+    lengths = np.full(6, 200_000, dtype=np.int64)
+    known = {f"m{index}": facts(lengths, **keys) for index, keys in enumerate(models)}
+    made = make_plan(config(*models), known, two)
     members = tuple(replace(member, first_replicas=1) for member in made.members)
     *_, wide = schedule(replace(made, members=members), two, on_launch=watch)
     assert used(wide) == [("GPU-0", "GPU-1")]
@@ -156,10 +158,12 @@ def test_where_the_host_runs_out_of_memory_nobody_stands_by_any_longer() -> None
 def test_its_devices_are_in_the_order_of_a_lease() -> None:
     """Which GPU comes free first does not decide which is the member's first: max_memory goes by that."""
     two, watch = gpus(2), Watch()
+    models: list[dict[str, Any]] = [{"replicas": 1}, {"replicas": 1}, {"num_gpus": 2}]
     known = {
-        f"m{index}": facts(np.full(count, 200_000, dtype=np.int64)) for index, count in enumerate((30, 10, 6))
+        f"m{index}": facts(np.full(count, 200_000, dtype=np.int64), **models[index])
+        for index, count in enumerate((30, 10, 6))
     }
-    made = make_plan(config({"replicas": 1}, {"replicas": 1}, {"num_gpus": 2}), known, two)
+    made = make_plan(config(*models), known, two)
     members = tuple(replace(member, first_replicas=1) for member in made.members)
     *_, wide = schedule(replace(made, members=members), two, on_launch=watch)
     assert used(wide) == [("GPU-0", "GPU-1")]

@@ -17,7 +17,7 @@ from ensemble.pipeline.run_dir import RunDir
 from tests.report.reports import worker
 
 ROWS = 6
-NOW = Fingerprint("a" * 64, "b" * 64, "c" * 64, "d" * 64)
+NOW = Fingerprint("a" * 64, {"weights": "b" * 64, "tokenizer": "c" * 64}, "d" * 64)
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_an_empty_part_is_a_part(rundir: RunDir) -> None:
 def test_parts_of_other_work_are_not_taken(rundir: RunDir) -> None:
     write_part(rundir, [0, 1, 2])
     assert find(rundir).is_done.any()
-    assert not find(rundir, replace(NOW, weights="e" * 64)).is_done.any()
+    assert not find(rundir, replace(NOW, content={**NOW.content, "weights": "e" * 64})).is_done.any()
 
 
 def test_sealed_predictions_are_done(rundir: RunDir) -> None:
@@ -94,7 +94,7 @@ def test_sealed_predictions_are_done(rundir: RunDir) -> None:
     assert work.is_sealed
     assert work.is_done.all()
     assert (work.workers, work.worked) == ((worker(replica=3, devices=("GPU-1", "GPU-2"), rows=ROWS),), 12.0)
-    other = find(rundir, replace(NOW, weights="e" * 64, rows="f" * 64))
+    other = find(rundir, replace(NOW, content={**NOW.content, "weights": "e" * 64}, rows="f" * 64))
     assert not other.is_sealed
     assert other.changed == ("weights", "rows")
 

@@ -87,10 +87,10 @@ class PlainDisplay:
                 attention = ready.attn_implementation.replace("_", "-")
                 if attention and "attention" not in attention:
                     attention += " attention"
-                size = state.plan.model.batch_size
+                size = state.plan.request.batch_size
                 batch = ""
                 if ready.token_budget is not None:
-                    amount = plural(ready.token_budget, "token") if size == "auto" else plural(size, "row")
+                    amount = plural(ready.token_budget, "token") if size is None else plural(size, "row")
                     batch = f"{amount} a batch"
                 facts = ", ".join(filter(None, (ready.dtype, attention, batch))) or f"on {ready.device}"
                 texts = [f"{name}: {facts}", *texts]
@@ -168,7 +168,8 @@ def describe(state: MemberState, short: bool = False) -> str:
     speed = f"{state.tokens_done / elapsed:,.0f} tokens/s"
     if phase == "done":
         if not state.workers:
-            return f"{plural(rows, 'row')}, done by an earlier run"
+            how = "done by an earlier run" if state.plan.needs_worker else "made elsewhere"
+            return f"{plural(rows, 'row')}, {how}"
         return f"{rows:,}/{rows:,} rows, {speed}, done in {duration(elapsed)}"
     if phase == "paused":
         return f"{state.rows_done:,}/{rows:,} rows, waiting for its turn"

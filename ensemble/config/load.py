@@ -1,7 +1,8 @@
 """From a YAML file to a ``RunConfig``, step by step: read, override, expand, merge the defaults, check.
 
 Owns ``load_config`` and ``defaults:``, which is merged under each model, key by key: a mapping in a model
-replaces that of the defaults as a whole.  Each step's own work is done in the module named after it.
+replaces that of the defaults as a whole, and a key that the model's kind does not know is left out.  Each step's
+own work is done in the module named after it.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from ensemble.common.errors import ConfigError
 from ensemble.common.redact import Redactor
 from ensemble.config.document import Document, Loc, Problem
 from ensemble.config.overrides import apply_overrides, expand
-from ensemble.config.rules import broken, broken_in_member
-from ensemble.config.schema import EnsembleConfig, ModelConfig, RunConfig
-from ensemble.config.sentences import unknown, validate
+from ensemble.config.rules import MemberRules, broken
+from ensemble.config.schema import EnsembleConfig, MemberConfig, RunConfig
+from ensemble.config.sentences import unknown, unknown_key, validate
 from ensemble.config.yamlfile import parse, read_text
 
 
@@ -30,11 +31,13 @@ class Extensions:
 
     Attributes:
         merge_methods: the keys below ``ensemble`` by the name of the method that they go with.
+        member_kinds: the keys of a model by the ``task_type`` that they go with.
     """
 
     merge_methods: Mapping[str, type[EnsembleConfig]] = field(
         default_factory=lambda: {"mean": EnsembleConfig}
     )
+    member_kinds: Mapping[str, type[MemberConfig]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -91,12 +94,12 @@ def _validated(document: Document, values: dict[str, Any], extensions: Extension
     if not isinstance(defaults, dict):
         problems.append((("defaults",), "must be a mapping of a model's keys to values"))
         defaults = {}
-    problems += [(("defaults", *loc), sentence) for loc, sentence in _wrong_in_defaults(defaults)]
-    origins = _merge_defaults(values, defaults)
-    config, wrong = validate(RunConfig, values)
-    for loc, sentence in (*problems, *wrong, *broken(values)):
+    members = _Members(values.get("models"), defaults, extensions.member_kinds)
+    problems += members.problems
+    config, wrong = validate(RunConfig, {**values, "models": members.checked} if members.checked else values)
+    for loc, sentence in (*problems, *wrong, *broken(values, members.rules)):
         # What a default got wrong is said where it stands, which makes the members' copies of it one problem.
-        document.report((*origins.get(loc[:3], loc[:3]), *loc[3:]), sentence)
+        document.report((*members.origins.get(loc[:3], loc[:3]), *loc[3:]), sentence)
     return config
 
 
@@ -117,28 +120,104 @@ def _ensemble(
     return settings or stand_in, problems
 
 
-def _merge_defaults(values: dict[str, Any], defaults: dict[str, Any]) -> dict[Loc, Loc]:
-    """Put the defaults into the models; returns where each key that came from them stands in the YAML."""
-    origins: dict[Loc, Loc] = {}
-    models = values.get("models")
-    for index, model in enumerate(models if isinstance(models, list) else ()):
-        if not isinstance(model, dict):
-            continue
+class _Members:
+    """The models of a config, each with the keys of its kind and the defaults that these keys have.
+
+    Args:
+        models: as they stand in the YAML; the defaults are put into them.
+        kinds: the keys of each kind.
+
+    Attributes:
+        checked: the models as their kinds have them, a stand-in where something is wrong with one.
+        rules: of each model's kind; None where that is not known.
+        origins: where each key that came from the defaults stands in the YAML.
+        problems: what is wrong with models and defaults.
+    """
+
+    def __init__(
+        self, models: object, defaults: dict[str, Any], kinds: Mapping[str, type[MemberConfig]]
+    ) -> None:
+        self._defaults = defaults
+        self._kinds = kinds
+        self.checked: list[object] = []
+        self.rules: list[MemberRules | None] = []
+        self.origins: dict[Loc, Loc] = {}
+        self.problems: list[Problem] = []
+        used: dict[type[MemberConfig], None] = {}
+        for index, model in enumerate(models if isinstance(models, list) else ()):
+            settings = self._kind_of(model, index) if isinstance(model, dict) else None
+            self.rules.append(settings.broken_rules if settings is not None else None)
+            if settings is not None:
+                used[settings] = None
+                self._merge_defaults(model, index, settings)
+            self.checked.append(self._check(model, index, settings))
+        if not used or "task_type" in defaults:
+            usual = self._kind_of({}, None)
+            used |= {} if usual is None else {usual: None}
+        found = [(("defaults", *loc), sentence) for loc, sentence in self._wrong_in_defaults([*used])]
+        self.problems = [*found, *self.problems]
+
+    def _kind_of(self, model: dict[str, Any], index: int | None) -> type[MemberConfig] | None:
+        """The keys of a model's kind, or of that which the defaults name."""
+        loc: Loc = ("defaults", "task_type") if index is None else ("models", index, "task_type")
+        if "task_type" not in model and "task_type" in self._defaults and index is not None:
+            self.origins[loc] = ("defaults", "task_type")
+        given = {key: one[key] for one in (self._defaults, model) for key in ("task_type",) if key in one}
+        named, wrong = validate(MemberConfig, {"name": "any", **given})
+        try:
+            if named is not None and named.task_type in self._kinds:
+                return self._kinds[named.task_type]
+            if named is not None:
+                wrong = [((), unknown("task_type", named.task_type, [*self._kinds]))]
+        except ConfigError as error:  # of an installed package
+            wrong = [((), sentence) for sentence in error.problems]
+        self.problems += [(loc, sentence) for _, sentence in wrong]
+        return None
+
+    def _merge_defaults(self, model: dict[str, Any], index: int, settings: type[MemberConfig]) -> None:
         skipped = {"name", *model}
-        for mine, other in (("prompt_template", "text_column"), ("text_column", "prompt_template")):
-            if model.get(mine) is not None:
-                skipped.add(other)
-        for key in defaults.keys() - skipped:
-            model[key] = deepcopy(defaults[key])
-            origins["models", index, key] = ("defaults", key)
-    return origins
+        for pair in settings.alternatives:
+            for mine, other in (pair, pair[::-1]):
+                if model.get(mine) is not None:
+                    skipped.add(other)
+        for key in (self._defaults.keys() & settings.model_fields.keys()) - skipped:
+            model[key] = deepcopy(self._defaults[key])
+            self.origins["models", index, key] = ("defaults", key)
 
+    def _check(self, model: object, index: int, settings: type[MemberConfig] | None) -> object:
+        if not isinstance(model, dict):
+            return model
+        if settings is not None:
+            checked, wrong = validate(settings, model)
+        else:  # what can be said of a model whose kind is not known
+            common = {key: model[key] for key in ("name", "weight") if key in model}
+            checked, wrong = validate(MemberConfig, common)
+        self.problems += [(("models", index, *loc), sentence) for loc, sentence in wrong]
+        # No name that a member can have: which are alike is told by the values in the YAML.
+        return checked or MemberConfig.model_construct(name=f"#{index}")
 
-def _wrong_in_defaults(defaults: dict[str, Any]) -> Iterator[Problem]:
-    if "name" in defaults:
-        yield ("name",), "belongs to each model; two models cannot share it"
-    member = {"model_name_or_path": "any", **defaults, "name": "any"}
-    _, wrong = validate(ModelConfig, member)
-    for loc, sentence in (*wrong, *broken_in_member(member, set())):
-        if loc not in {(), ("revision",)}:  # what is missing is for the models to bring
-            yield loc, sentence
+    def _wrong_in_defaults(self, used: Sequence[type[MemberConfig]]) -> Iterator[Problem]:
+        if "name" in self._defaults:
+            yield ("name",), "belongs to each model; two models cannot share it"
+        given = {key: value for key, value in self._defaults.items() if key != "name"}
+        for settings in used:
+            # The kind itself was looked at before: it need not be this one.
+            known = {
+                key: value
+                for key, value in given.items()
+                if key in settings.model_fields and key != "task_type"
+            }
+            _, wrong = validate(settings, known)
+            # What is missing is for the models to bring, and so is what a rule demands beside what they bring.
+            optional = {key: known[key] for key in known if not settings.model_fields[key].is_required()}
+            for loc, sentence in (*wrong, *settings.broken_rules(optional, ())):
+                if loc and loc[0] in known:
+                    yield loc, sentence
+        unknown_keys = [key for key in given if not any(key in one.model_fields for one in used)]
+        if not unknown_keys:
+            return
+        # Only now, because to know the keys of every kind means to import all that is installed.
+        every = dict.fromkeys([*used, *(self._kinds[name] for name in self._kinds)])
+        for key in unknown_keys:
+            if not any(key in one.model_fields for one in every):
+                yield (key,), unknown_key(key, [*every])

@@ -1,23 +1,24 @@
 """The keys of the YAML: which there are, what each may hold, and what it is when it is left out.
 
-Owns ``RunConfig`` and the models it holds.  Kinds of values are in ``values``, what ties keys together is in
-``rules``, and ``defaults:`` is not here: ``load`` merges it under the models before they are checked.
+Owns ``RunConfig`` and the models it holds, without the keys that kinds of members and merge methods bring.  What a
+value may be is in ``values``, what ties keys together in ``rules``, and ``defaults:`` is not here: ``load`` merges
+it under the models before they are checked.
 """
 
 # No "from __future__ import annotations": pydantic would evaluate every annotation from its text again.
 
+from collections.abc import Collection, Iterator, Mapping
 from hashlib import sha256
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, model_validator
 
-from ensemble.config.rules import broken, broken_in_member, checked
+from ensemble.config.document import Problem
+from ensemble.config.rules import broken, checked
 from ensemble.config.values import (
     Column,
-    Columns,
     Count,
     DeviceList,
-    Devices,
     Duration,
     File,
     HangTimeout,
@@ -25,17 +26,12 @@ from ensemble.config.values import (
     Labels,
     Launcher,
     LauncherSettings,
-    MaxMemory,
     Method,
     MustBe,
     Name,
-    ProblemType,
     Retries,
     Seed,
-    Settings,
-    Source,
-    SplitSize,
-    Text,
+    TaskType,
     Weight,
     at_least_one,
 )
@@ -60,58 +56,46 @@ class DataConfig(_Strict):
     label_column: Column | None = None  # the true labels, for metrics
 
 
-class ModelConfig(_Strict):
-    """One member of the ensemble.  Exactly one of ``prompt_template`` and ``text_column`` is given.
+class MemberConfig(_Strict):
+    """One member of the ensemble: the keys that all kinds have.  Each kind has a subclass with its own keys.
 
     Raises:
         ValidationError: a value is of the wrong type or out of range, or two keys do not go together.
     """
 
     name: Name = Field(examples=["gemma2"])  # becomes a file name, so unique whatever the case
-    model_name_or_path: Source = Field(examples=["models/gemma-2-9b"])  # a folder, or a name on the hub
-    revision: Text | None = None  # the hub's branch, tag or commit; a commit with trust_remote_code
-    adapter_name_or_path: Source | None = None  # a LoRA adapter of peft, a folder or a name on the hub
-    merge_adapter: bool = False  # into the weights; False: computed beside them, as in training
-    gguf_file: Text | None = None  # the file of model_name_or_path that holds the weights, dequantized
+    task_type: TaskType = "seq_cls"  # the kind: seq_cls, csv, or what an installed package brings
     weight: Weight = 1.0  # share in the merge, relative to the other members
-    prompt_template: Text | None = None  # Jinja, over the row's columns
-    text_column: Column | Columns | None = None  # fed as it stands; two columns are a pair of sentences
-    max_length: Count | None = None  # tokens; a longer row is cut; None: the checkpoint's own limit
-    truncation_side: Literal["left", "right"] | None = None  # None: the tokenizer's own
-    add_special_tokens: bool = True  # False where the template holds them already
-    task_type: Literal["seq_cls"] = "seq_cls"  # sequence classification
-    problem_type: ProblemType | None = None  # how logits become probabilities; None: the checkpoint's own
-    label_map: LabelMap = {}  # the checkpoint's label -> the config's
-    batch_size: Count | Literal["auto"] = "auto"  # rows in one forward pass
-    max_num_batched_tokens: Count | None = None  # tokens in one forward pass, padding included
-    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"  # of the weights
-    quantization_config: Settings | None = None  # such as {load_in_4bit: true}
-    attn_implementation: Text | None = None  # such as sdpa, eager or flash_attention_2
-    allow_tf32: bool = False  # float32 products in TF32, faster and good to three digits; from Ampere on
-    expandable_segments: bool = True  # of torch's allocator on GPUs: fits batches of changing size
-    max_split_size_mb: SplitSize | None = None  # of torch's allocator: the older remedy for fragments
-    num_gpus: Devices | None = None  # for each replica; 0: the CPU; None: one if there is any GPU
-    replicas: Count | Literal["auto"] = "auto"  # loaded copies that share the rows
-    device_map: Text | Settings | None = None  # of accelerate, such as auto or {model: 0, score: cpu}
-    max_memory: MaxMemory | None = None  # the weights' share of each GPU of the lease, and of cpu: offload
-    offload_folder: File | None = None  # where weights go that fit nowhere else
-    trust_remote_code: bool = False  # runs code from the hub, which therefore demands a revision
-    allow_pickle: bool = False  # weights in .bin files, of which torch reads tensors only
-    model_kwargs: Settings = {}  # for the model's from_pretrained
-    tokenizer_kwargs: Settings = {}  # for the tokenizer's from_pretrained
+
+    # Today's key -> what people type for it from habit, separated by spaces.
+    older_keys: ClassVar[Mapping[str, str]] = {}
+    # Keys of which a member has one or the other: its own takes the place of the other one under defaults.
+    alternatives: ClassVar[tuple[tuple[str, str], ...]] = ()
 
     @property
     def computed_as(self) -> str:
-        """A fingerprint of what decides how long a row takes; values may come from the environment, so no text."""
-        keys = (
-            *("model_name_or_path", "adapter_name_or_path", "gguf_file", "quantization_config", "dtype"),
-            *("attn_implementation", "max_length", "num_gpus", "prompt_template", "text_column"),
-        )
-        return sha256(repr([getattr(self, key) for key in keys]).encode()).hexdigest()[:16]
+        """A digest of what decides how long a row takes; values may come from the environment, so no text."""
+        values = [value for key, value in self if key not in ("name", "weight")]
+        return sha256(repr(values).encode()).hexdigest()[:16]
+
+    @classmethod
+    def broken_rules(cls, values: Mapping[str, Any], labels: Collection[str]) -> Iterator[Problem]:
+        """The rules that tie a kind's keys together and that these values break.
+
+        Asked of values as they stand in the YAML, too, so that broken rules are shown beside wrong types: values of
+        the wrong type are passed over.
+
+        Args:
+            labels: the config's; empty where they are not known.
+
+        Yields:
+            the place below the member, such as ``("label_map", "x")``, and a sentence without any value.
+        """
+        return iter(())
 
     @model_validator(mode="after")
-    def _check(self) -> "ModelConfig":
-        return checked(self, broken_in_member(dict(self), set()))
+    def _check(self) -> "MemberConfig":
+        return checked(self, self.broken_rules(dict(self), ()))
 
 
 class EnsembleConfig(_Strict):
@@ -129,7 +113,8 @@ class SubmissionConfig(_Strict):
 
 
 Ensemble = Annotated[SerializeAsAny[EnsembleConfig], MustBe("a mapping of keys to values")]
-Models = Annotated[tuple[ModelConfig, ...], BeforeValidator(at_least_one), MustBe("a list of models")]
+Member = Annotated[SerializeAsAny[MemberConfig], MustBe("a mapping of keys to values")]
+Models = Annotated[tuple[Member, ...], BeforeValidator(at_least_one), MustBe("a list of models")]
 
 
 class RunConfig(_Strict):
@@ -163,4 +148,5 @@ class RunConfig(_Strict):
 
     @model_validator(mode="after")
     def _check(self) -> "RunConfig":
-        return checked(self, broken(self.model_dump()))
+        rules = [member.broken_rules for member in self.models]
+        return checked(self, broken(self.model_dump(), rules))

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from ensemble.config.document import Loc, Problem
 from ensemble.config.rules import BROKEN_RULES
-from ensemble.config.schema import DataConfig, EnsembleConfig, ModelConfig, RunConfig, SubmissionConfig
+from ensemble.config.schema import DataConfig, EnsembleConfig, MemberConfig, RunConfig, SubmissionConfig
 from ensemble.config.values import MAX_NAME_CHARACTERS, MustBe
 
 M = TypeVar("M", bound=BaseModel)
@@ -36,23 +36,6 @@ OLDER_KEYS: dict[type[BaseModel], dict[str, str]] = {
         "id_column": "id id_col",
         "label_column": "label label_col target target_column",
     },
-    ModelConfig: {
-        "model_name_or_path": "model model_path model_name model_id path checkpoint pretrained",
-        "max_length": "max_len max_seq_len max_seq_length model_max_length",
-        "prompt_template": "template prompt",
-        "text_column": "text column input_column",
-        "dtype": "torch_dtype precision fp16 bf16",
-        "quantization_config: {load_in_4bit: true}": "load_in_4bit",
-        "quantization_config: {load_in_8bit: true}": "load_in_8bit",
-        "quantization_config": "quantization bnb_config",
-        "attn_implementation": "attention use_flash_attention_2",
-        "batch_size": "bs per_device_eval_batch_size",
-        "adapter_name_or_path": "adapter adapters adapter_path lora lora_path peft peft_model",
-        "num_gpus": "gpus n_gpus device devices",
-        "allow_tf32": "tf32",
-        "offload_folder": "offload offload_dir",
-        "label_map": "label_mapping id2label label2id",
-    },
     EnsembleConfig: {"weight (in each model)": "weight weights", "method": "type strategy"},
     SubmissionConfig: {"sample": "sample_path template", "path": "file output output_path"},
 }
@@ -70,7 +53,7 @@ def validate(model: type[M], values: dict[str, Any]) -> tuple[M | None, list[Pro
         if detail["type"] == BROKEN_RULES:
             problems += [((*loc, *inner), sentence) for inner, sentence in detail["ctx"]["problems"]]
         elif detail["type"] == "extra_forbidden":
-            problems.append((loc, _unknown_key(str(loc[-1]), owner)))
+            problems.append((loc, unknown_key(str(loc[-1]), [owner])))
         elif detail["type"] == "missing" and loc == detail["loc"]:  # else a list is too short
             example = owner.model_fields[str(loc[-1])].examples
             problems.append((loc, f"required, for example {loc[-1]}: {example[0] if example else '...'}"))
@@ -84,12 +67,18 @@ def validate(model: type[M], values: dict[str, Any]) -> tuple[M | None, list[Pro
     return None, problems
 
 
-def _unknown_key(key: str, model: type[BaseModel]) -> str:
-    older = next((OLDER_KEYS[one] for one in model.__mro__ if one in OLDER_KEYS), {})
-    today = next((new for new, old in older.items() if key in old.split()), None)
-    if today:
-        return f"unknown key; use {today}"
-    return unknown("key", key, [*model.model_fields, *(["defaults"] if model is RunConfig else [])])
+def unknown_key(key: str, models: Sequence[type[BaseModel]]) -> str:
+    """The sentence about a key that is none of these models' keys."""
+    known: dict[str, None] = {}
+    for model in models:
+        older = next((OLDER_KEYS[one] for one in model.__mro__ if one in OLDER_KEYS), {})
+        if issubclass(model, MemberConfig):
+            older = {**older, **model.older_keys}
+        for today, old in older.items():
+            if key in old.split():
+                return f"unknown key; use {today}"
+        known |= dict.fromkeys([*model.model_fields, *(["defaults"] if model is RunConfig else [])])
+    return unknown("key", key, [*known])
 
 
 def unknown(what: str, given: str, known: Sequence[str]) -> str:

@@ -143,6 +143,7 @@ Text = Annotated[str, _WORD, MustBe("text, and not empty")]
 Column = Annotated[str, _WORD, MustBe("the name of a column")]
 Columns = Annotated[tuple[Column, Column], BeforeValidator(_sequence), MustBe("a list of two columns")]
 Method = Annotated[str, _WORD, MustBe("the name of a merge method, such as mean")]
+TaskType = Annotated[str, _WORD, MustBe("the name of a kind of member, such as seq_cls")]
 Name = Annotated[str, AfterValidator(_member_name), MustBe(_NAME)]
 Source = Annotated[
     str,

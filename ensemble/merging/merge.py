@@ -81,7 +81,7 @@ class Merge:
         self._labels = prepared.config.labels
         self._merged = Merged()
         self._members: list[MergedMember] = []
-        has_truth = self._table.truth is not None and scores_make_sense(prepared.checkpoints)
+        has_truth = self._table.truth is not None and scores_make_sense(prepared.inspected)
         self._truth = self._table.truth if has_truth else None
 
     def write(self, inputs: Sequence[MergeInput]) -> Merged:
@@ -129,7 +129,7 @@ class Merge:
                 sources.append(reader)
             opened.callback(sources[-1].close)
         names = tuple(one.name for one in inputs)
-        activations = tuple(self._prepared.checkpoints[name].activation for name in names)
+        activations = tuple(self._prepared.inspected[name].activation for name in names)
 
         def open_members() -> list[MergedMember]:
             self._members = []

@@ -38,14 +38,21 @@ class RowCheck:
         activation: "softmax" for probabilities that sum to 1, "sigmoid" for any from 0 to 1, "none" for any number.
         ids: of the rows, [rows].
         may_lack_rows: a row of NaN is one that the member did not reach.
+        advice: what to do where something is wrong.
 
     Attributes:
         reached: rows that hold numbers, of those seen so far.
     """
 
     def __init__(
-        self, source: str, activation: Activation, ids: pa.ChunkedArray, may_lack_rows: bool
+        self,
+        source: str,
+        activation: Activation,
+        ids: pa.ChunkedArray,
+        may_lack_rows: bool,
+        advice: str = "remove the file and run the same command again, which computes it again",
     ) -> None:
+        self._advice = advice
         self._source = source
         self._activation = activation
         self._ids = ids
@@ -103,7 +110,7 @@ class RowCheck:
     def _raise(self, bad: _Bad, what: str) -> None:
         raise MergeError(
             f"{self._source}: {plural(bad.count, 'row')} with {what}, the first is id {self._ids[bad.first]}; "
-            "remove the file and run the same command again, which computes it again"
+            f"{self._advice}"
         )
 
 

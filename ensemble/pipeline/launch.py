@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from ensemble.common.files import FileState
 from ensemble.common.gpus import Device
 from ensemble.common.protocol import CommonSpec, Start, WorkerSpec
 from ensemble.common.shards import order_path
-from ensemble.members.seq_cls.spec import CHILD, worker_settings
+from ensemble.members.registry import member_kind
 from ensemble.pipeline.resume import MemberWork
 from ensemble.pipeline.run_dir import RunDir
-from ensemble.pipeline.validate import Prepared, text_columns
+from ensemble.pipeline.validate import Prepared
 from ensemble.planning.plan import MemberPlan
 from ensemble.scheduling.launchers.base import WorkerStart
-from ensemble.scheduling.launchers.environment import allocator_environment
 
 
 class WorkerStarts:
@@ -38,20 +36,19 @@ class WorkerStarts:
         self, member: MemberPlan, replica: int, devices: Sequence[Device], preload_bytes: int
     ) -> WorkerStart:
         """See ``RunHooks.worker_start``."""
-        model, work = member.model, self._works[member.name]
+        work = self._works[member.name]
         folder: Path | None = None
-        if model.offload_folder is not None:
+        if member.request.offload_folder is not None:
             # transformers names its files there after parameters, which are alike in every model.
-            folder = model.offload_folder / f"{member.name}-{replica}-{os.getpid()}"
+            folder = member.request.offload_folder / f"{member.name}-{replica}-{os.getpid()}"
             folder.mkdir(parents=True)
             self._offload_folders.append(folder)
-        allocator = allocator_environment(model.expandable_segments, model.max_split_size_mb)
         files = {path: seen.state for path, seen in work.files.items()}
         spec = worker_spec(self._prepared, self._rundir, member, work.parts_dir, folder, files)
         return WorkerStart(
             command=Start(spec, preload_bytes),
             devices=tuple(devices),
-            environment=allocator if devices else {},
+            environment=member_kind(member.model).environment() if devices else {},
             log=self._rundir.log(member.name, replica),
         )
 
@@ -70,20 +67,10 @@ def worker_spec(
     files: Mapping[str, FileState],
 ) -> WorkerSpec:
     """What a worker is told of its member; ``offload_folder`` is for it alone, ``files`` must stay as they are."""
-    model, placement = member.model, member.placement
-    checkpoint = prepared.checkpoints[member.name]
-    settings = worker_settings(
-        model,
-        checkpoint,
-        text_columns(model),
-        placement.dtype,
-        placement.attention,
-        placement.footprint,
-        offload_folder,
-    )
+    kind, inspected = member_kind(member.model), prepared.inspected[member.name]
     common = CommonSpec(
         labels=prepared.config.labels,
-        activation=checkpoint.activation,
+        activation=inspected.activation,
         gpus=member.gpus,
         cpu_threads=_cpu_threads(member),
         memory_limit_bytes=_memory_limit(prepared, member),
@@ -93,7 +80,8 @@ def worker_spec(
         parts_dir=str(parts_dir.resolve()),
         files=dict(files),
     )
-    return WorkerSpec(common, CHILD, asdict(settings))
+    settings = kind.worker_settings(inspected, member.placement, offload_folder)
+    return WorkerSpec(common, kind.child, dict(settings))
 
 
 def _cpu_threads(member: MemberPlan) -> int | None:

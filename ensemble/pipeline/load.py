@@ -8,19 +8,23 @@ from typing import TYPE_CHECKING
 
 from ensemble.common.import_guards import import_numpy
 from ensemble.config import EnsembleConfig, Extensions, LoadedConfig, load_config
+from ensemble.members.registry import KindSettings
 
 if TYPE_CHECKING:
     from ensemble.common.extensions import Registry
     from ensemble.merging.methods.base import MergeMethod
 
 
-def load(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
+def load(
+    path: Path, overrides: Sequence[str] = (), *, environ: Mapping[str, str] | None = None
+) -> LoadedConfig:
     """Read and check a config, see ``load_config``.
 
     Raises:
         ConfigError: with every problem there is.
     """
-    return load_config(path, overrides, Extensions(merge_methods=MethodSettings()))
+    extensions = Extensions(merge_methods=MethodSettings(), member_kinds=KindSettings())
+    return load_config(path, overrides, extensions, environ=environ)
 
 
 class MethodSettings(Mapping[str, type[EnsembleConfig]]):

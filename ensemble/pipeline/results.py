@@ -15,12 +15,15 @@ from ensemble.common.files import atomic_path
 from ensemble.common.shards import file_sha256, gather_parts
 from ensemble.common.text import plural
 from ensemble.data.csv_file import write_csv
+from ensemble.members.base import OutputColumns
+from ensemble.members.registry import member_kind
 from ensemble.merging.merge import Merge, MergeInput
 from ensemble.merging.metrics import Score
 from ensemble.pipeline.resume import MemberWork, demand_unchanged, seal
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import WorkerReport
-from ensemble.pipeline.validate import Prepared
+from ensemble.pipeline.validate import Prepared, given_predictions
+from ensemble.planning.plan import MemberPlan
 from ensemble.scheduling.state import MemberState
 
 
@@ -82,6 +85,25 @@ class Handover:
         work.is_sealed = True
         self.results.files[what] = path
 
+    def write_given(self, member: MemberPlan) -> None:
+        """Write and seal the predictions of a member that needs no worker.
+
+        Raises:
+            DataError: they cannot be had, or are no probabilities.
+            MergeError: a file that they are made of changed since the run began.
+            WriteError: the disk is full or the like.
+        """
+        prepared, name, work = self._prepared, member.name, self._works[member.name]
+        columns = OutputColumns(prepared.config.data.id_column, prepared.config.labels)
+        given = given_predictions(
+            member_kind(member.model), prepared.inspected[name], prepared.table, columns
+        )
+        demand_unchanged(prepared, member.model, work)
+        sha256 = self._write_probabilities(self._rundir.predictions(name), given.values)
+        seal(self._rundir, work, sha256, {}, [], 0.0)
+        work.is_done[:] = True
+        work.is_sealed = True
+
     def merge(self, members: Sequence[MemberState]) -> None:
         """Average the members' values, score them where the truth is known, write ensemble and submission.
 
@@ -124,7 +146,7 @@ class Handover:
 
     def _even(self, member: str) -> float:
         labels = len(self._prepared.config.labels)
-        return 0.5 if self._prepared.checkpoints[member].activation == "sigmoid" else 1 / labels
+        return 0.5 if self._prepared.inspected[member].activation == "sigmoid" else 1 / labels
 
     def _write_probabilities(self, path: Path, values: npt.NDArray[np.float64]) -> str:
         """Write a CSV of ids and labels; returns its SHA-256."""

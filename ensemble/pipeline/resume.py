@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from ensemble.common.digests import FileDigest, FileDigests
 from ensemble.common.errors import CheckpointError, ConfigError, MergeError
 from ensemble.common.files import changed_files, changed_text, read_json, write_text
 from ensemble.common.shards import (
@@ -31,14 +32,14 @@ from ensemble.common.shards import (
     rows_with_reasons,
 )
 from ensemble.common.text import plural
-from ensemble.config import ModelConfig
+from ensemble.config import MemberConfig
 from ensemble.data.row_digests import RowDigests
-from ensemble.members.huggingface.checkpoint.digests import FileDigest, FileDigests
-from ensemble.pipeline.fingerprint import Fingerprint, columns_read, file_digests, member_fingerprint
+from ensemble.members.registry import member_kind
+from ensemble.pipeline.fingerprint import Fingerprint, member_fingerprint
 from ensemble.pipeline.reuse import matches, sources, write_row_file, write_rows
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import WorkerReport, workers_from
-from ensemble.pipeline.validate import Prepared
+from ensemble.pipeline.validate import Prepared, columns_read
 
 
 @dataclass
@@ -54,7 +55,7 @@ class MemberWork:
         is_damaged: there are predictions of this very work, but they were changed or cut since.
         changed: what is no longer as it was when the predictions were made, in words; empty without any.
         is_older: there are predictions that an earlier version of this program made.
-        files: what its checkpoint's files held when the run began, by absolute path.
+        files: what the files that it is made of held when the run began, by absolute path.
         row_digests: of the table's rows, [rows, 2]; None where nothing is left to do, or nobody asked.
         taken: how many rows are of other work, and whose: places within the run directory.
     """
@@ -123,17 +124,18 @@ def find_works(prepared: Prepared, rundir: RunDir, say: Callable[[str], None]) -
         work = find_work(rundir, member.name, fingerprint, prepared.table.rows, keeps_bad_rows)
         work.files = own.seen
         works[member.name] = work
-        if not work.is_sealed:
+        if not work.is_sealed and member.needs_worker:
             work.row_digests = prepared.table.row_digests(columns_read(member.model))
+    computed = {member.name for member in prepared.plan.members if member.needs_worker}
     for work in works.values():  # before any of them is sealed, in the place of what another may need
-        if not work.is_done.all():
+        if work.row_digests is not None and not work.is_done.all():
             take_over(rundir, work, labels, keeps_bad_rows)
-        for text in _found(rundir, work):
+        for text in _found(rundir, work, "it runs again" if work.member in computed else "it is read again"):
             say(text)
     return works
 
 
-def _found(rundir: RunDir, work: MemberWork) -> Iterator[str]:
+def _found(rundir: RunDir, work: MemberWork, again: str) -> Iterator[str]:
     name, rows, done = work.member, len(work.is_done), int(work.is_done.sum())
     own = done - sum(work.taken.values())
     if work.is_sealed:
@@ -141,10 +143,10 @@ def _found(rundir: RunDir, work: MemberWork) -> Iterator[str]:
     elif work.is_damaged:
         yield f"{name}: {rundir.predictions(name)} has been changed; it is computed again"
     elif work.changed and not own:
-        again = "it runs again" if not done else "rows that are as they were are kept"
-        yield f"{name}: {', '.join(work.changed)} changed since its predictions were made; {again}"
+        then = "rows that are as they were are kept" if done else again
+        yield f"{name}: {', '.join(work.changed)} changed since its predictions were made; {then}"
     elif work.is_older and not done:
-        yield f"{name}: its predictions are of another version of this program; it runs again"
+        yield f"{name}: its predictions are of another version of this program; {again}"
     if own and not work.is_sealed:
         yield f"{name}: {own:,} of {plural(rows, 'row')} kept from an earlier run"
     for place, count in work.taken.items():
@@ -240,7 +242,7 @@ def _keep_bad_rows(work: MemberWork, noted: Mapping[int, str]) -> None:
     work.is_done[list(bad_rows)] = True
 
 
-def demand_unchanged(prepared: Prepared, model: ModelConfig, work: MemberWork) -> None:
+def demand_unchanged(prepared: Prepared, model: MemberConfig, work: MemberWork) -> None:
     """Find a member's files as they were when the run began, before its predictions are sealed.
 
     Its workers have looked at the files' states; here their content is looked at once more, and whether there
@@ -254,11 +256,11 @@ def demand_unchanged(prepared: Prepared, model: ModelConfig, work: MemberWork) -
     files = FileDigests(prepared.config.hash_weights)
     if not changed:
         try:
-            weights, tokenizer = file_digests(prepared, model, files)
+            content = member_kind(model).content(prepared.inspected[model.name], files)
         except CheckpointError:  # one of them is being replaced now
             changed |= set(changed_files({path: seen.state for path, seen in work.files.items()}))
-            weights = tokenizer = ""
-        if (weights, tokenizer) == (work.fingerprint.weights, work.fingerprint.tokenizer):
+            content = {}
+        if content == work.fingerprint.content:
             return
         if not changed:
             shutil.rmtree(work.parts_dir, ignore_errors=True)

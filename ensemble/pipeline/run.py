@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from ensemble.common.clock import Watch, boot_seconds
-from ensemble.common.errors import Interrupted, WriteError
+from ensemble.common.errors import DataError, Interrupted, MergeError, WriteError
 from ensemble.common.files import atomic_path, file_state, remove_temporary_files, sync_directory, write_text
 from ensemble.common.gpus import Device
 from ensemble.common.shards import order_path
@@ -116,6 +116,7 @@ class _Run:
         # What workers are given goes by this one, and what is told of them.
         self._watch = Watch(MAX_TURN_SECONDS)
         self._phases: list[Phase] = []
+        self._not_given: dict[str, Failure] = {}
         self._before_seconds = 0.0  # until workers could start
         self._reported_at = -math.inf
 
@@ -125,6 +126,7 @@ class _Run:
             if config.time_limit is not None and config.hash_weights and not rundir.ensemble.exists():
                 handover.merge([])  # to read all weights can take minutes
             self._works.update(find_works(self._prepared, rundir, self._display.say))
+            self._take_given()
             self._plan_what_is_left()
             self._report("running").write(rundir.run_json)
             if self._is_work_left:
@@ -180,6 +182,21 @@ class _Run:
         self._members = [
             MemberState.of(member, self._works[member.name].bad_rows, self._watch) for member in members
         ]
+        for state in self._members:
+            state.failure = self._not_given.get(state.plan.name)
+
+    def _take_given(self) -> None:
+        """Seal the predictions of members that need no worker: first, so that the first submission has them."""
+        for member in self._prepared.plan.members:
+            if member.needs_worker or self._works[member.name].is_sealed:
+                continue
+            self._signals.check()
+            self._rundir.forget_results()
+            try:
+                self._handover.write_given(member)
+            except (DataError, MergeError) as error:
+                log.error("%s failed: %s", member.name, error)
+                self._not_given[member.name] = Failure(member.name, "; ".join(error.problems))
 
     def _first_submission(self) -> float:
         """Under a time limit: a submission of what there is; returns the seconds to keep for the last one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,7 @@ from ensemble.common.files import unreadable, write_text
 from ensemble.common.gpus import Device
 from ensemble.common.protocol import Counters
 from ensemble.merging.metrics import Score
+from ensemble.planning.forecast import MAX_SPEED_SECONDS, Speed
 from ensemble.scheduling.device_pool import MemoryCurve, Release
 from ensemble.scheduling.state import Failure, FaultRecord, Gap, Phase
 
@@ -88,7 +90,8 @@ class MemberReport:
     """One member.
 
     ``workers`` of a member that an earlier run did are that run's.  ``chunks`` were left to do when this run began,
-    ``reused_rows`` were done by then.  ``bad_rows`` could not be computed: row of the table to reason.
+    ``reused_rows`` were done by then.  ``needs_worker`` is False
+    of predictions that were made elsewhere.  ``bad_rows`` could not be computed: row of the table to reason.
     """
 
     name: str
@@ -114,6 +117,7 @@ class MemberReport:
     bad_rows: dict[str, str]
     faults: tuple[FaultRecord, ...]
     failure: Failure | None
+    needs_worker: bool
     workers: tuple[WorkerReport, ...]
 
     @property
@@ -234,3 +238,26 @@ def _workers() -> TypeAdapter[tuple[WorkerReport, ...]]:
     from pydantic import TypeAdapter
 
     return TypeAdapter(tuple[WorkerReport, ...])
+
+
+def measured_speeds(
+    report: RunReport, gpu_names: Sequence[str], computed_as: Mapping[str, str]
+) -> dict[str, Speed]:
+    """Speeds by member name from the report of an earlier run.
+
+    Args:
+        gpu_names: the kinds of GPU there are now; a run on others tells nothing.
+        computed_as: of each member's settings, by its name; one that was computed otherwise is left out.
+    """
+    if {gpu.name for gpu in report.devices if gpu.is_gpu} != set(gpu_names):
+        return {}
+    found = {}
+    for member in report.members:
+        startup, per_work = member.speed.startup_seconds, member.speed.seconds_per_work
+        values = [value for value in (startup, per_work) if value is not None]
+        is_same = member.computed_as == computed_as.get(member.name)
+        if is_same and values and all(0 < value < MAX_SPEED_SECONDS for value in values):
+            found[member.name] = Speed(
+                startup or 0.0, per_work or 0.0, per_work is not None, startup is not None
+            )
+    return found

@@ -7,64 +7,60 @@ look shows all there is to fix.  Writes nothing.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ensemble.common.errors import ConfigError, DataError, DeviceError, EnsembleError
-from ensemble.common.files import FileState, file_state, folder_states, unreadable, unwritable_reason
+from ensemble.common.errors import ConfigError, DataError, DeviceError, EnsembleError, MergeError
+from ensemble.common.files import (
+    FileState,
+    file_state,
+    folder_states,
+    unreadable,
+    unwritable_reason,
+)
 from ensemble.common.gpus import Device, Inventory, inventory
 from ensemble.common.packages import unsupported
-from ensemble.config import LoadedConfig, ModelConfig, RunConfig
+from ensemble.common.text import plural
+from ensemble.config import LoadedConfig, MemberConfig, RunConfig
+from ensemble.data.json_cells import TemplateProblem
 from ensemble.data.submission import Sample, read_sample
 from ensemble.data.table import InputTable, TableNeeds, read_table
-from ensemble.members.huggingface.checkpoint.inspect import Checkpoint, inspect_checkpoint
-from ensemble.members.huggingface.checkpoint.quantization_keys import (
-    BITSANDBYTES,
-    carried_warning,
-    fp4_warning,
-    method_of,
-    quantization_problems,
-)
-from ensemble.members.huggingface.checkpoint.remote_code import Trust
+from ensemble.members.base import Given, Inspection, MemberKind, OutputColumns
+from ensemble.members.registry import member_kind
+from ensemble.merging.blocks import block_spans
 from ensemble.merging.methods import merge_method
 from ensemble.merging.methods.base import Members
+from ensemble.merging.row_checks import RowCheck
 from ensemble.pipeline.run_dir import RunDir, strangers
-from ensemble.planning.placement import chosen_devices
+from ensemble.pipeline.run_report import RunReport, measured_speeds
+from ensemble.planning.forecast import Speed
+from ensemble.planning.placement import MemberFacts, chosen_devices
 from ensemble.planning.plan import Plan
 from ensemble.planning.planner import Outlook, look_ahead
 from ensemble.scheduling.launchers.base import Launcher, make_launcher
 
 if TYPE_CHECKING:
     from ensemble.data.template import PromptTemplate
-from typing import TYPE_CHECKING
 
-from ensemble.data.json_cells import TemplateProblem
-
-if TYPE_CHECKING:
-    from ensemble.data.template import PromptTemplate
-
-_KEYS_OF_THEIR_OWN = (
-    *("dtype", "revision", "trust_remote_code", "quantization_config", "attn_implementation"),
-    *("device_map", "max_memory", "offload_folder", "gguf_file"),
-)
+_Lengths = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that has passed every check; ``checkpoints`` go by member name.
+    """A run that has passed every check; ``inspected`` goes by member name.
 
-    ``file_states`` are those of the checkpoints' files from before anything was read of them, by absolute path, and
-    ``table_state`` that of the table's.
+    ``file_states`` are those of the files that members are made of, from before anything was read of them, by
+    absolute path, and ``table_state`` that of the table's.
     """
 
     loaded: LoadedConfig
     table: InputTable
-    checkpoints: dict[str, Checkpoint]
+    inspected: dict[str, Inspection]
     outlook: Outlook
     launcher: Launcher
     inventory: Inventory
@@ -121,18 +117,24 @@ def prepare(loaded: LoadedConfig, must_fit: bool = True) -> Prepared:
     launcher: Launcher | None = None
     with problems.at("launcher"):
         launcher = make_launcher(config.launcher)
+    kinds = [member_kind(model) for model in config.models]
     templates = compile_templates(config, problems.found)
-    file_states = _file_states(config)
-    checkpoints = _checkpoints(config, problems)
+    file_states = _file_states(kinds)
+    columns = OutputColumns(config.data.id_column, config.labels)
+    inspected: dict[str, Inspection] = {}
+    for index, kind in enumerate(kinds):
+        name = kind.settings.name
+        with problems.at(f"models[{index}] ({name})"):
+            inspected[name] = kind.inspect(columns)
     with problems.at():
-        if found := [*unsupported((), needed_packages(config, checkpoints))]:
+        if found := [*unsupported((), needed_packages(config, inspected))]:
             raise ConfigError(found)
     with problems.at():
-        _check_places(loaded)
+        _check_places(loaded, kinds)
     table: InputTable | None = None
     table_state = file_state(config.data.path)
     with problems.at():
-        table = read_table(config.data.path, _needs(config, templates))
+        table = read_table(config.data.path, _needs(config, kinds, templates))
         if file_state(config.data.path) != table_state:  # it is read in several passes
             raise DataError(f"{config.data.path}: changed while it was read; start again when it is complete")
     sample: Sample | None = None
@@ -141,33 +143,45 @@ def prepare(loaded: LoadedConfig, must_fit: bool = True) -> Prepared:
     gpus: tuple[Device, ...] = ()
     machine = inventory() if launcher is None else launcher.inventory()
     with problems.at():
-        gpus = _devices(config, machine)
+        gpus = _devices(config, kinds, machine)
     if table is None:
         with problems.at():  # what can be said of devices without the table
-            _demand(look_ahead(config, checkpoints, {}, gpus).plan)
+            _demand(look_ahead(config, _facts(config, kinds, {}, {}, 1), gpus, {}).plan)
         problems.raise_any()
     assert table is not None
     previews = render_first_rows(config, table, templates, problems.found)
+    given_warnings = []
+    for index, kind in enumerate(kinds):
+        if not kind.needs_worker and (one := inspected.get(kind.settings.name)) is not None:
+            with problems.at(f"models[{index}] ({kind.settings.name})"):
+                ignored = given_predictions(kind, one, table, columns).ignored_ids
+                if ignored:
+                    count = plural(ignored, "row")
+                    given_warnings.append(
+                        f"{kind.settings.name}: {count} of {' and '.join(kind.sources())} left out, with ids that "
+                        "the table does not have"
+                    )
     with problems.at():
-        _check_members_fit(config, checkpoints)
-    with problems.at():
-        _check_quantization(config, checkpoints, bool(gpus))
+        _check_members_fit(config, kinds, inspected, bool(gpus))
     outlook: Outlook | None = None
     with problems.at():
-        outlook = look_ahead(config, checkpoints, _lengths(config, table, templates), gpus)
+        lengths = _lengths(kinds, table, templates)
+        facts = _facts(config, kinds, inspected, lengths, table.rows)
+        outlook = look_ahead(config, facts, gpus, _measured_speeds(config, gpus))
         if must_fit:
             _demand(outlook.plan)
     problems.raise_any()
     assert outlook is not None
     assert launcher is not None
     warnings = [*machine.warnings]
-    warnings += [warning for checkpoint in checkpoints.values() for warning in checkpoint.warnings]
-    warnings += _quantization_warnings(config, checkpoints)
-    warnings += _scoring_warnings(config, checkpoints)
+    warnings += [warning for one in inspected.values() for warning in one.warnings]
+    for index, kind in enumerate(kinds):
+        warnings += [f"models[{index}].{text}" for text in kind.warnings(inspected[kind.settings.name])]
+    warnings += [*given_warnings, *_scoring_warnings(config, inspected)]
     return Prepared(
         loaded,
         table,
-        checkpoints,
+        inspected,
         outlook,
         launcher,
         machine,
@@ -179,47 +193,71 @@ def prepare(loaded: LoadedConfig, must_fit: bool = True) -> Prepared:
     )
 
 
-def needed_packages(config: RunConfig, checkpoints: Mapping[str, Checkpoint]) -> dict[str, str]:
+def given_predictions(
+    kind: MemberKind[Any, Any], inspected: Inspection, table: InputTable, columns: OutputColumns
+) -> Given:
+    """The predictions of a member that needs no worker, once they are what predictions should be.
+
+    Raises:
+        DataError: they cannot be had, or are no probabilities.
+    """
+    given = kind.predictions(table.ids, columns)
+    check = RowCheck(" and ".join(kind.sources()), inspected.activation, table.ids, False, "correct the file")
+    for start, stop in block_spans(*given.values.shape):
+        check.look(start, given.values[start:stop])
+    try:
+        check.refuse()
+    except MergeError as error:
+        raise DataError(error.problems) from None
+    return given
+
+
+def needed_packages(config: RunConfig, inspected: Mapping[str, Inspection]) -> dict[str, str]:
     """Packages of extras that the config needs, and the first key that needs each.
 
     Args:
-        checkpoints: by member name, as far as they could be read.
+        inspected: by member name, as far as members could be inspected.
     """
     needed: dict[str, str] = {}
     for index, model in enumerate(config.models):
-        stored = checkpoints[model.name].quantization if model.name in checkpoints else None
-        if method_of(model.quantization_config) == BITSANDBYTES:
-            needed.setdefault(BITSANDBYTES, f"models[{index}].quantization_config")
-        elif method_of(stored) == BITSANDBYTES:
-            needed.setdefault(BITSANDBYTES, f"models[{index}], a quantized checkpoint,")
-        if model.adapter_name_or_path is not None:
-            needed.setdefault("peft", f"models[{index}].adapter_name_or_path")
-        if model.gguf_file is not None:
-            needed.setdefault("gguf", f"models[{index}].gguf_file")
+        for package, key in member_kind(model).packages(inspected.get(model.name)):
+            needed.setdefault(package, f"models[{index}]{key}")
     return needed
 
 
-def text_columns(model: ModelConfig) -> tuple[str, ...]:
-    """The one or two columns a member without a template reads."""
-    if model.text_column is None:
-        return ()
-    return (model.text_column,) if isinstance(model.text_column, str) else tuple(model.text_column)
+def may_use_gpus(config: RunConfig) -> list[bool]:
+    """For each member that needs a worker whether that may run on a GPU."""
+    kinds = map(member_kind, config.models)
+    return [kind.request().num_gpus != 0 for kind in kinds if kind.needs_worker]
 
 
-def scores_make_sense(checkpoints: dict[str, Checkpoint]) -> bool:
+def columns_read(model: MemberConfig) -> tuple[str, ...]:
+    """The table's columns that a member reads, as text or in its template."""
+    reads = member_kind(model).reads()
+    if reads.template is None:
+        return reads.columns
+    from ensemble.data.template import compile_template  # Jinja2 only where it is needed: start-up time
+
+    return compile_template(reads.template).columns
+
+
+def scores_make_sense(inspected: Mapping[str, Inspection]) -> bool:
     """Log loss and accuracy are defined where every member gives probabilities of exclusive labels."""
-    return all(checkpoint.activation == "softmax" for checkpoint in checkpoints.values())
+    return all(one.activation == "softmax" for one in inspected.values())
 
 
-def _check_members_fit(config: RunConfig, checkpoints: dict[str, Checkpoint]) -> None:
-    found = [
-        f"models[{index}].model_kwargs.{key}: use the model's own key {key} instead"
-        for index, model in enumerate(config.models)
-        for key in _KEYS_OF_THEIR_OWN
-        if key in model.model_kwargs
-    ]
-    raw = [name for name, checkpoint in checkpoints.items() if checkpoint.activation == "none"]
-    if raw and len(raw) < len(checkpoints):
+def _check_members_fit(
+    config: RunConfig,
+    kinds: list[MemberKind[Any, Any]],
+    inspected: Mapping[str, Inspection],
+    any_gpu: bool,
+) -> None:
+    found = []
+    for index, kind in enumerate(kinds):
+        wrong = kind.problems(inspected.get(kind.settings.name), any_gpu)
+        found += [f"models[{index}].{problem}" for problem in wrong]
+    raw = [name for name, one in inspected.items() if one.activation == "none"]
+    if raw and len(raw) < len(inspected):
         found.append(
             f"models: {', '.join(raw)} gives raw values (regression), the others probabilities; their mean means "
             "nothing: run them separately, or set problem_type"
@@ -231,74 +269,58 @@ def _check_members_fit(config: RunConfig, checkpoints: dict[str, Checkpoint]) ->
             "fill: uniform is for probabilities, and the models give raw values (regression); set prior (the mean "
             "of the rows that were computed) or sample"
         )
-    if len(checkpoints) == len(config.models):  # else a method could miss those that cannot be read
-        activations = tuple(checkpoint.activation for checkpoint in checkpoints.values())
-        found += merge_method(
-            config.ensemble, Members((*checkpoints,), activations, config.labels)
-        ).problems()
+    if len(inspected) == len(config.models):  # else a method could miss those that cannot be read
+        activations = tuple(one.activation for one in inspected.values())
+        found += merge_method(config.ensemble, Members((*inspected,), activations, config.labels)).problems()
     if found:
         raise ConfigError(found)
 
 
-def _check_quantization(config: RunConfig, checkpoints: dict[str, Checkpoint], any_gpu: bool) -> None:
-    found = []
-    for index, model in enumerate(config.models):
-        checkpoint = checkpoints.get(model.name)
-        stored = checkpoint.quantization if checkpoint is not None else None
-        on_gpu = any_gpu if model.num_gpus is None else model.num_gpus > 0
-        wrong = quantization_problems(model.quantization_config, stored, on_gpu, model.merge_adapter)
-        found += [f"models[{index}].{problem}" for problem in wrong]
-    if found:
-        raise ConfigError(found)
+def _measured_speeds(config: RunConfig, gpus: Sequence[Device]) -> dict[str, Speed]:
+    """By member name, of those that an earlier run into this directory has measured."""
+    with contextlib.suppress(DataError):  # there was none, or another version wrote its report
+        report = RunReport.read(RunDir(config.output_dir).run_json)
+        computed_as = {model.name: model.computed_as for model in config.models}
+        return measured_speeds(report, [gpu.name for gpu in gpus], computed_as)
+    return {}
 
 
-def _quantization_warnings(config: RunConfig, checkpoints: dict[str, Checkpoint]) -> Iterator[str]:
-    for index, model in enumerate(config.models):
-        stored = checkpoints[model.name].quantization
-        for warning in (fp4_warning, carried_warning):
-            if text := warning(model.quantization_config, stored):
-                yield f"models[{index}].{text}"
+def _file_states(kinds: list[MemberKind[Any, Any]]) -> dict[str, FileState]:
+    names = dict.fromkeys(name for kind in kinds for name in kind.sources())
+    states = {path: state for name in names for path, state in folder_states(name).items()}
+    for name in names:
+        path = Path(name).absolute()
+        if path.is_file() and (state := file_state(path)) is not None:
+            states[str(path)] = state
+    return states
 
 
-def _checkpoints(config: RunConfig, problems: _Problems) -> dict[str, Checkpoint]:
-    found = {}
-    for index, model in enumerate(config.models):
-        with problems.at(f"models[{index}] ({model.name})"):
-            found[model.name] = inspect_checkpoint(
-                model.model_name_or_path,
-                model.revision,
-                config.labels,
-                model.label_map,
-                model.problem_type,
-                model.adapter_name_or_path,
-                model.gguf_file,
-                Trust(
-                    model.allow_pickle,
-                    model.trust_remote_code,
-                    model.model_kwargs.get("code_revision"),
-                    model.tokenizer_kwargs.get("code_revision"),
-                ),
-                model.tokenizer_kwargs,
-            )
-    return found
-
-
-def _file_states(config: RunConfig) -> dict[str, FileState]:
-    names = [
-        name for model in config.models for name in (model.model_name_or_path, model.adapter_name_or_path)
-    ]
-    return {
-        path: state
-        for name in dict.fromkeys(names)
-        if name is not None
-        for path, state in folder_states(name).items()
-    }
-
-
-def _devices(config: RunConfig, machine: Inventory) -> tuple[Device, ...]:
-    if machine.mask_problem and any(model.num_gpus != 0 for model in config.models):
+def _devices(config: RunConfig, kinds: list[MemberKind[Any, Any]], machine: Inventory) -> tuple[Device, ...]:
+    if machine.mask_problem and any(may_use_gpus(config)):
         raise DeviceError(machine.mask_problem)
     return chosen_devices(machine.gpus, config.devices)
+
+
+def _facts(
+    config: RunConfig,
+    kinds: list[MemberKind[Any, Any]],
+    inspected: Mapping[str, Inspection],
+    lengths: Mapping[str, _Lengths],
+    rows: int,
+) -> dict[str, MemberFacts]:
+    """What the plan must know of each member, as far as it could be read.
+
+    Raises:
+        EnsembleError: a file of a member is broken.
+    """
+    facts = {}
+    for kind in kinds:
+        name, memory = kind.settings.name, None
+        if name in inspected and name in lengths:
+            memory = kind.memory(inspected[name], lengths[name], len(config.labels))
+        own = lengths.get(name, np.zeros(rows, dtype=np.int64))
+        facts[name] = MemberFacts(name, kind.request(), own, memory, kind.needs_worker)
+    return facts
 
 
 def _demand(plan: Plan) -> None:
@@ -306,8 +328,10 @@ def _demand(plan: Plan) -> None:
         raise DeviceError(plan.problems)
 
 
-def _needs(config: RunConfig, templates: dict[str, PromptTemplate]) -> TableNeeds:
-    direct = [column for model in config.models for column in text_columns(model)]
+def _needs(
+    config: RunConfig, kinds: list[MemberKind[Any, Any]], templates: dict[str, PromptTemplate]
+) -> TableNeeds:
+    direct = [column for kind in kinds for column in kind.reads().columns]
     templated = [column for template in templates.values() for column in template.columns]
     parsed = [column for template in templates.values() for column in template.json_columns]
     return TableNeeds(
@@ -335,11 +359,10 @@ def _sample(config: RunConfig, table: InputTable | None) -> Sample | None:
     return sample
 
 
-def _check_places(loaded: LoadedConfig) -> None:
+def _check_places(loaded: LoadedConfig, kinds: list[MemberKind[Any, Any]]) -> None:
     """Nothing that the run reads may be what it writes."""
     config = loaded.config
-    inputs = [loaded.path, config.data.path, *(Path(model.model_name_or_path) for model in config.models)]
-    inputs += [Path(model.adapter_name_or_path) for model in config.models if model.adapter_name_or_path]
+    inputs = [loaded.path, config.data.path, *(Path(name) for kind in kinds for name in kind.sources())]
     if config.submission is not None:
         inputs.append(config.submission.sample)
     target = config.submission.path if config.submission is not None else None
@@ -347,11 +370,10 @@ def _check_places(loaded: LoadedConfig) -> None:
     found = [*rundir.endangered(strangers(rundir), inputs, target)]
     if reason := unwritable_reason("output_dir", config.output_dir):
         found.append(reason)
-    for index, model in enumerate(config.models):
-        if model.offload_folder is not None:
-            key = f"models[{index}].offload_folder"
-            if reason := unwritable_reason(key, model.offload_folder):
-                found.append(reason)
+    for index, kind in enumerate(kinds):
+        folder = kind.request().offload_folder
+        if folder and (reason := unwritable_reason(f"models[{index}].offload_folder", folder)):
+            found.append(reason)
     if target is not None:
         if target.is_dir():
             found.append(f"submission.path: {target} is a directory; name a file in it")
@@ -363,31 +385,28 @@ def _check_places(loaded: LoadedConfig) -> None:
         raise ConfigError(found)
 
 
-def _columns_read(model: ModelConfig, templates: dict[str, PromptTemplate]) -> tuple[str, ...]:
-    return templates[model.name].columns if model.name in templates else text_columns(model)
-
-
 def _lengths(
-    config: RunConfig, table: InputTable, templates: dict[str, PromptTemplate]
-) -> dict[str, npt.NDArray[np.int64]]:
-    by_columns: dict[tuple[str, ...], npt.NDArray[np.int64]] = {}
+    kinds: list[MemberKind[Any, Any]], table: InputTable, templates: dict[str, PromptTemplate]
+) -> dict[str, _Lengths]:
+    by_columns: dict[tuple[str, ...], _Lengths] = {}
     lengths = {}
-    for model in config.models:
-        columns = _columns_read(model, templates)
+    for kind in kinds:
+        name = kind.settings.name
+        columns = templates[name].columns if name in templates else kind.reads().columns
         if columns not in by_columns:
             by_columns[columns] = table.text_lengths(columns)
-        lengths[model.name] = by_columns[columns]
+        lengths[name] = by_columns[columns]
     return lengths
 
 
-def _scoring_warnings(config: RunConfig, checkpoints: dict[str, Checkpoint]) -> list[str]:
-    kinds = {checkpoint.activation for checkpoint in checkpoints.values()}
+def _scoring_warnings(config: RunConfig, inspected: Mapping[str, Inspection]) -> list[str]:
+    activations = {one.activation for one in inspected.values()}
     found = []
-    if kinds >= {"softmax", "sigmoid"}:
+    if activations >= {"softmax", "sigmoid"}:
         found.append(
             "models: some give exclusive labels (softmax), some independent ones (sigmoid); their mean is neither"
         )
-    if config.data.label_column is not None and not scores_make_sense(checkpoints):
+    if config.data.label_column is not None and not scores_make_sense(inspected):
         found.append(
             "data.label_column: log loss and accuracy need exclusive labels from every member; none are shown"
         )
@@ -405,12 +424,12 @@ def compile_templates(config: RunConfig, problems: list[EnsembleError]) -> dict[
     """
     compiled = {}
     for index, model in enumerate(config.models):
-        if model.prompt_template is None:
+        if (template := member_kind(model).reads().template) is None:
             continue
         from ensemble.data.template import compile_template
 
         try:
-            compiled[model.name] = compile_template(model.prompt_template)
+            compiled[model.name] = compile_template(template)
         except TemplateProblem as error:
             problems.append(ConfigError(f"models[{index}].prompt_template: {error}"))
     return compiled

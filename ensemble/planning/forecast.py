@@ -8,12 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from ensemble.planning.chunks import BYTES_PER_TOKEN
-
-if TYPE_CHECKING:
-    from ensemble.pipeline.run_report import RunReport
 
 # A fresh Python with torch and transformers, then a CUDA context.
 _IMPORT_SECONDS = 10.0
@@ -23,7 +19,7 @@ _LOAD_BYTES_PER_SECOND = 150e6
 _FLOPS = {7: 20e12, 8: 100e12, 9: 300e12}
 _CPU_FLOPS = 1e11
 # More than any run, and than any table has bytes.
-_LONGEST_SECONDS = 1e15
+MAX_SPEED_SECONDS = 1e15
 
 
 @dataclass(frozen=True)
@@ -62,29 +58,6 @@ class Job:
     replicas: int
     first_replicas: int
     devices: tuple[str, ...]
-
-
-def measured_speeds(
-    report: RunReport, gpu_names: Sequence[str], computed_as: Mapping[str, str]
-) -> dict[str, Speed]:
-    """Speeds by member name from the report of an earlier run.
-
-    Args:
-        gpu_names: the kinds of GPU there are now; a run on others tells nothing.
-        computed_as: ``ModelConfig.computed_as`` by member name; a member that was computed otherwise is left out.
-    """
-    if {gpu.name for gpu in report.devices if gpu.is_gpu} != set(gpu_names):
-        return {}
-    found = {}
-    for member in report.members:
-        startup, per_work = member.speed.startup_seconds, member.speed.seconds_per_work
-        values = [value for value in (startup, per_work) if value is not None]
-        is_same = member.computed_as == computed_as.get(member.name)
-        if is_same and values and all(0 < value < _LONGEST_SECONDS for value in values):
-            found[member.name] = Speed(
-                startup or 0.0, per_work or 0.0, per_work is not None, startup is not None
-            )
-    return found
 
 
 def guessed_speed(parameters: int, weight_bytes: int, capability: tuple[int, int] | None) -> Speed:

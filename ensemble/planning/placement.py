@@ -5,41 +5,64 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+import numpy.typing as npt
+
 from ensemble.common.errors import DeviceError
 from ensemble.common.gpus import MIN_REPORTED_BYTES, Device
 from ensemble.common.text import gib, plural
-from ensemble.config import ModelConfig, RunConfig
-from ensemble.members.huggingface.attention import leaves_out_cap, no_cap_text
-from ensemble.members.huggingface.memory.replica import (
+from ensemble.config import RunConfig
+from ensemble.members.base import (
+    RESERVE_SHARE,
+    Assigned,
     Capability,
-    Fit,
     Footprint,
-    MemberFacts,
-    chosen_attention,
-    chosen_dtype,
-    fit,
-    footprint,
-    stored_dtype,
+    MemoryEstimate,
+    ResourceRequest,
 )
 
 
 @dataclass(frozen=True)
-class Placement:
+class MemberFacts:
+    """What the plan must know of a member.
+
+    ``lengths`` has the bytes of text per row, int64 [rows].  ``memory`` is None where nothing is known of it.
+    """
+
+    name: str
+    request: ResourceRequest
+    lengths: npt.NDArray[np.int64]
+    memory: MemoryEstimate | None = None
+    needs_worker: bool = True
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A footprint on a device of ``total_bytes`` of which ``room_bytes`` are free to plan with.
+
+    ``verdict``: ``fits``; ``tight``, where the weights fit but perhaps not the longest row beside them; ``short``,
+    where that is so only because others use the device; ``held``, where others leave no room for the weights;
+    ``never``.
+    """
+
+    verdict: str
+    token_budget: int
+    peak_bytes: int
+    room_bytes: int
+
+
+@dataclass(frozen=True)
+class Placement(Assigned):
     """Where a member may run.
 
     ``devices`` are UUIDs that it may run on now, in the inventory's order; ``held`` those that would hold it, or
     hold it better, if others did not use them.  ``fits`` says by UUID ("cpu" for the CPU) how, where its footprint
-    is known.  ``dtype`` is what dtype: auto means on these GPUs; "auto" where the checkpoint is not known.
-    ``attention`` is what its workers are told to take; None where only they can see the architecture.
+    is known.
     """
 
-    gpus: int
     devices: tuple[str, ...] = ()
     held: tuple[str, ...] = ()
-    footprint: Footprint | None = None
     fits: Mapping[str, Fit] = field(default_factory=dict)
-    dtype: str = "auto"
-    attention: str | None = None
     reason: str = ""
     problems: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -49,44 +72,47 @@ def place(
     config: RunConfig, index: int, facts: MemberFacts, devices: Sequence[Device], host: Device | None
 ) -> Placement:
     """Where a member runs; what speaks against it is in the placement's ``problems``."""
-    model = config.models[index]
-    is_capped = facts.architecture is not None and facts.architecture.soft_capping
-    if is_capped and leaves_out_cap(model.attn_implementation):
-        return Placement(
-            _asked_gpus(model, devices),
-            problems=(f"models[{index}].{no_cap_text(str(model.attn_implementation), model.name)}",),
-        )
+    if not facts.needs_worker:
+        return Placement(0)
+    memory = facts.memory
+    if memory is not None and (problem := memory.problem()):
+        asked = _asked_gpus(facts.request, devices)
+        return Placement(asked, problems=(f"models[{index}].{problem}",))
     placed = _placed(config, index, facts, devices, host)
     if placed.footprint is not None:
         return replace(placed, attention=placed.footprint.attention)
+    if memory is None:
+        return placed
     dtype = placed.dtype if placed.gpus else "float32"
-    attention = chosen_attention(model, facts, dtype, placed.gpus, _lowest_capability(devices))
+    attention = memory.attention(dtype, placed.gpus, _lowest_capability(devices))
     return replace(placed, attention=attention)
 
 
 def _placed(
     config: RunConfig, index: int, facts: MemberFacts, devices: Sequence[Device], host: Device | None
 ) -> Placement:
-    model = config.models[index]
-    asked = _asked_gpus(model, devices)
-    if problem := _impossible(index, model, asked, devices):
+    request, memory = facts.request, facts.memory
+    asked = _asked_gpus(request, devices)
+    if problem := _impossible(index, facts, asked, devices):
         return Placement(asked, problems=(problem,))
-    needed = footprint(model, facts, asked, _lowest_capability(devices) if asked else None)
-    if needed is not None and (problem := _allowed_too_little(index, model, needed)):
+    needed = None
+    if memory is not None:
+        needed = memory.footprint(asked, _lowest_capability(devices) if asked else None)
+    if needed is not None and (problem := _allowed_too_little(index, facts, needed)):
         return Placement(asked, footprint=needed, problems=(problem,))
     if not asked:
-        return _on_cpu(index, model, needed, host)
-    if needed is None or _decides_itself(model):
-        return _trusted(model, facts, asked, devices, needed)
-    can_spread = model.num_gpus is None and not any(device.is_slice for device in devices)
+        return _on_cpu(index, facts, needed, host)
+    if memory is None or needed is None or _decides_itself(request):
+        return _trusted(facts, asked, devices, needed)
+    can_spread = request.num_gpus is None and not any(device.is_slice for device in devices)
     counts = range(asked, (len(devices) if can_spread else asked) + 1)
     gpus = _gpus_needed(config, needed, devices, counts)
     if not gpus:
         return _nowhere(config, index, facts, devices, asked, needed)
     able = [device for device in devices if _empty_fit(config, needed, device, gpus).verdict != "never"]
     # A GPU that cannot hold the member has no say in its type.
-    needed = footprint(model, facts, gpus, _lowest_capability(able)) or needed
-    return _on_gpus(config, index, needed, devices, able, gpus, asked)
+    needed = memory.footprint(gpus, _lowest_capability(able)) or needed
+    return _on_gpus(config, index, facts, needed, devices, able, gpus, asked)
 
 
 def chosen_devices(visible: Sequence[Device], wanted: Sequence[int | str] | None) -> tuple[Device, ...]:
@@ -117,30 +143,30 @@ def chosen_devices(visible: Sequence[Device], wanted: Sequence[int | str] | None
     return tuple(chosen.values())
 
 
-def _asked_gpus(model: ModelConfig, devices: Sequence[Device]) -> int:
-    if model.num_gpus is not None:
-        return model.num_gpus
-    places = model.device_map.values() if isinstance(model.device_map, dict) else ()
-    numbers = [place for place in (*(model.max_memory or {}), *places) if isinstance(place, int)]
+def _asked_gpus(request: ResourceRequest, devices: Sequence[Device]) -> int:
+    if request.num_gpus is not None:
+        return request.num_gpus
+    places = (*(request.max_memory or {}), *(request.device_map or {}).values())
+    numbers = [place for place in places if isinstance(place, int)]
     return max(numbers) + 1 if numbers else min(1, len(devices))
 
 
-def _impossible(index: int, model: ModelConfig, asked: int, devices: Sequence[Device]) -> str:
-    count = len(devices)
-    key = "num_gpus" if model.num_gpus is not None else "max_memory" if model.max_memory else "device_map"
+def _impossible(index: int, facts: MemberFacts, asked: int, devices: Sequence[Device]) -> str:
+    count, name, request = len(devices), facts.name, facts.request
+    key = "num_gpus" if request.num_gpus is not None else "max_memory" if request.max_memory else "device_map"
     if asked > count:
         if not count:
             return (
-                f"models[{index}].{key}: {model.name} asks for {plural(asked, 'GPU')}, but there is no GPU that "
+                f"models[{index}].{key}: {name} asks for {plural(asked, 'GPU')}, but there is no GPU that "
                 "this run can use; set num_gpus: 0 for the CPU"
             )
         return (
-            f"models[{index}].{key}: {model.name} asks for {asked} GPUs, but {plural(count, 'GPU')} can be used "
+            f"models[{index}].{key}: {name} asks for {asked} GPUs, but {plural(count, 'GPU')} can be used "
             "here; lower it, make more visible (CUDA_VISIBLE_DEVICES), or set num_gpus: 0 for the CPU"
         )
     if asked > 1 and any(device.is_slice for device in devices):
         return (
-            f"models[{index}].{key}: {model.name} asks for {asked}, but CUDA gives a process one MIG slice "
+            f"models[{index}].{key}: {name} asks for {asked}, but CUDA gives a process one MIG slice "
             f"at most; set num_gpus: 1, or switch MIG off"
         )
     return ""
@@ -151,31 +177,31 @@ def _lowest_capability(devices: Sequence[Device]) -> Capability | None:
     return min((device.compute_capability for device in devices if device.compute_capability), default=None)
 
 
-def _decides_itself(model: ModelConfig) -> bool:
+def _decides_itself(request: ResourceRequest) -> bool:
     """Whether the user has taken placement into their own hands, or lets weights go to the CPU or to disk."""
-    by_hand = isinstance(model.device_map, dict)
-    return by_hand or model.max_memory is not None or model.offload_folder is not None
+    return any(one is not None for one in (request.device_map, request.max_memory, request.offload_folder))
 
 
-def _allowed_too_little(index: int, model: ModelConfig, needed: Footprint) -> str:
-    allowed = sum((model.max_memory or {}).values())
-    if model.max_memory is None or model.offload_folder is not None or allowed >= needed.weights.bytes:
+def _allowed_too_little(index: int, facts: MemberFacts, needed: Footprint) -> str:
+    sizes = facts.request.max_memory
+    allowed = sum((sizes or {}).values())
+    if sizes is None or facts.request.offload_folder is not None or allowed >= needed.weights.bytes:
         return ""
     return (
-        f"models[{index}].max_memory: {gib(allowed)} in all, and the weights of {model.name} take "
+        f"models[{index}].max_memory: {gib(allowed)} in all, and the weights of {facts.name} take "
         f"{gib(needed.weights.bytes)}; raise it, or set offload_folder for the rest"
     )
 
 
-def _on_cpu(index: int, model: ModelConfig, needed: Footprint | None, host: Device | None) -> Placement:
+def _on_cpu(index: int, facts: MemberFacts, needed: Footprint | None, host: Device | None) -> Placement:
     if needed is None or host is None:
         return Placement(0, footprint=needed)
-    found = fit(needed, host, 0, 1, _asked_tokens(model, needed), host.used_bytes)
+    found = fit(needed, host, 0, 1, _asked_tokens(facts.request, needed), host.used_bytes)
     problems: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    if found.verdict in ("never", "held") and not _decides_itself(model):
+    if found.verdict in ("never", "held") and not _decides_itself(facts.request):
         size = gib(needed.resident_bytes(0))
-        start = f"models[{index}] ({model.name}): on the CPU it takes about {size} of memory"
+        start = f"models[{index}] ({facts.name}): on the CPU it takes about {size} of memory"
         advice = "quantize it, or set max_memory and offload_folder"
         if found.verdict == "never":
             problems = (f"{start}, and this machine has {gib(host.total_bytes)}; {advice}",)
@@ -185,17 +211,13 @@ def _on_cpu(index: int, model: ModelConfig, needed: Footprint | None, host: Devi
     return Placement(0, footprint=needed, fits={"cpu": found}, problems=problems, warnings=warnings)
 
 
-def _trusted(
-    model: ModelConfig, facts: MemberFacts, gpus: int, devices: Sequence[Device], needed: Footprint | None
-) -> Placement:
+def _trusted(facts: MemberFacts, gpus: int, devices: Sequence[Device], needed: Footprint | None) -> Placement:
     """Anywhere: where nothing is known, or the user has decided; what others hold can still be waited for."""
     everywhere = tuple(device.uuid for device in devices)
     held = tuple(device.uuid for device in devices if device.used_bytes >= MIN_REPORTED_BYTES)
-    capability, stored = _lowest_capability(devices), stored_dtype(facts)
-    is_known = stored is not None or (capability is not None and capability < (8, 0))
-    dtype = chosen_dtype(model.dtype, stored, gpus, capability) if is_known else "auto"
+    dtype = facts.memory.dtype(gpus, _lowest_capability(devices)) if facts.memory is not None else "auto"
     reason = "" if needed is None else "its layers go where device_map, max_memory and offload_folder say"
-    return Placement(gpus, everywhere, held, needed, {}, dtype, reason=reason)
+    return Placement(gpus, dtype, footprint=needed, devices=everywhere, held=held, reason=reason)
 
 
 def _empty_fit(config: RunConfig, needed: Footprint, device: Device, gpus: int) -> Fit:
@@ -220,14 +242,14 @@ def _gpus_needed(
 def _on_gpus(
     config: RunConfig,
     index: int,
+    facts: MemberFacts,
     needed: Footprint,
     devices: Sequence[Device],
     able: Sequence[Device],
     gpus: int,
     asked: int,
 ) -> Placement:
-    model = config.models[index]
-    tokens = _asked_tokens(model, needed)
+    tokens = _asked_tokens(facts.request, needed)
     fits = {
         device.uuid: fit(needed, device, gpus, config.max_workers_per_gpu, tokens, device.used_bytes)
         for device in able
@@ -242,16 +264,16 @@ def _on_gpus(
     warnings = []
     if small := [device for device in devices if device.uuid not in (*usable, *held)]:
         names = ", ".join(f"{device.name} ({device.uuid})" for device in small)
-        warnings.append(f"{model.name} does not fit well on {names} and runs elsewhere")
+        warnings.append(f"{facts.name} does not fit well on {names} and runs elsewhere")
     if any(uuid in usable for uuid in by_verdict["tight"]):
-        warnings.append(_tight(index, model, needed, gpus, fits))
+        warnings.append(_tight(index, facts, needed, gpus, fits))
     return Placement(
         gpus,
-        tuple(device.uuid for device in able if device.uuid in usable),
-        tuple(device.uuid for device in able if device.uuid in held),
-        needed,
-        fits,
         needed.dtype,
+        footprint=needed,
+        devices=tuple(device.uuid for device in able if device.uuid in usable),
+        held=tuple(device.uuid for device in able if device.uuid in held),
+        fits=fits,
         reason=_why_spread(needed, able, gpus, asked),
         warnings=tuple(warnings),
     )
@@ -265,18 +287,18 @@ def _why_spread(needed: Footprint, devices: Sequence[Device], gpus: int, asked: 
     return f"{what} for one GPU, so a replica takes {gpus}"
 
 
-def _asked_tokens(model: ModelConfig, needed: Footprint) -> int | None:
+def _asked_tokens(request: ResourceRequest, needed: Footprint) -> int | None:
     """Padded tokens in the largest batch that the user asks for; None where it is left to the plan."""
-    if model.batch_size != "auto":
-        return model.batch_size * needed.width
-    return model.max_num_batched_tokens
+    if request.batch_size is not None:
+        return request.batch_size * needed.width
+    return request.max_num_batched_tokens
 
 
-def _tight(index: int, model: ModelConfig, needed: Footprint, gpus: int, fits: Mapping[str, Fit]) -> str:
+def _tight(index: int, facts: MemberFacts, needed: Footprint, gpus: int, fits: Mapping[str, Fit]) -> str:
     tight = min((one for one in fits.values() if one.verdict == "tight"), key=lambda one: one.room_bytes)
-    if (tokens := _asked_tokens(model, needed)) is not None:
+    if (tokens := _asked_tokens(facts.request, needed)) is not None:
         # Even so the run is not lost: batches that do not fit run again in halves.
-        key = "max_num_batched_tokens" if model.batch_size == "auto" else "batch_size"
+        key = "max_num_batched_tokens" if facts.request.batch_size is None else "batch_size"
         return (
             f"models[{index}].{key}: {tokens:,} tokens in rows of {needed.width:,} take about "
             f"{gib(tight.peak_bytes)}, but only {gib(tight.room_bytes)} may be used; lower or drop it"
@@ -286,7 +308,7 @@ def _tight(index: int, model: ModelConfig, needed: Footprint, gpus: int, fits: M
     shorter = next((length for length in lengths if needed.activation.bytes(length, length) <= room), 0)
     advice = f"max_length: {shorter} fits" if shorter else "quantize it, or give it more GPUs (num_gpus)"
     return (
-        f"models[{index}] ({model.name}): a row of {needed.width:,} tokens takes about "
+        f"models[{index}] ({facts.name}): a row of {needed.width:,} tokens takes about "
         f"{gib(needed.peak_bytes(gpus, needed.width))}, but only {gib(tight.room_bytes)} may be used; {advice}"
     )
 
@@ -306,45 +328,69 @@ def _nowhere(
     )
     fits = {device.uuid: fit(needed, device, gpus, sharing, None, device.used_bytes) for device in devices}
     sentence = (
-        f"models[{index}] ({config.models[index].name}): its weights take {gib(needed.weights.bytes)} in "
+        f"models[{index}] ({facts.name}): its weights take {gib(needed.weights.bytes)} in "
         f"{needed.quantization or needed.dtype}, and {gib(needed.context_bytes)} go to CUDA, but the largest GPU "
         f"has {gib(largest)}{share}; "
-        f"{'; '.join(what_helps(config, index, facts, devices)) or 'use a smaller model'}"
+        f"{'; '.join(what_helps(config, facts, devices)) or 'use a smaller model'}"
     )
     return Placement(gpus, footprint=needed, fits=fits, problems=(sentence,))
 
 
-_FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 _MOST_GPUS = 8
 
 
-def what_helps(config: RunConfig, index: int, facts: MemberFacts, devices: Sequence[Device]) -> Iterator[str]:
+def what_helps(config: RunConfig, facts: MemberFacts, devices: Sequence[Device]) -> Iterator[str]:
     """Phrases, each a key and what it would change; only what the rules of the config allow for this member."""
-    model = config.models[index]
     capability = devices[0].compute_capability
-    plain = footprint(model, facts, 1, capability)
-    if plain is None:
+    plain = facts.memory.footprint(1, capability) if facts.memory is not None else None
+    if facts.memory is None or plain is None:
         return
     sharing = config.max_workers_per_gpu
     largest = max(device.total_bytes for device in devices) // sharing
     if sharing > 1 and plain.resident_bytes(1) < largest * sharing:
         yield "max_workers_per_gpu: 1 gives it a whole GPU"
-    if not plain.quantization and not model.merge_adapter:
-        four = footprint(model, facts, 1, capability, quantization=_FOUR_BITS)
-        if four is not None and four.resident_bytes(1) < largest:
-            keys = ", ".join(f"{key}: {str(value).lower()}" for key, value in _FOUR_BITS.items())
-            yield f"quantization_config: {{{keys}}} makes its weights {gib(four.weights.bytes)}"
-    counts = range((model.num_gpus or 1) + 1, _MOST_GPUS + 1)
+    for keys, less in facts.memory.smaller(capability):
+        if less.resident_bytes(1) < largest:
+            yield f"{keys} makes its weights {gib(less.weights.bytes)}"
+    counts = range((facts.request.num_gpus or 1) + 1, _MOST_GPUS + 1)
     enough = next((count for count in counts if plain.resident_bytes(count) < largest), None)
     if enough is not None and not any(device.is_slice for device in devices):
         there = "" if enough <= len(devices) else f" (this run has {len(devices)})"
         yield f"num_gpus: {enough} of this size hold it{there}"
-    if _may_offload(model):
+    if facts.request.may_offload:
         yield "max_memory with a cpu entry, or offload_folder, keeps a part of it outside the GPU, slowly"
 
 
-def _may_offload(model: ModelConfig) -> bool:
-    # Quantized layers can wait on the CPU only as float32 ones, which a member of this size does not survive.
-    return (
-        model.adapter_name_or_path is None and model.quantization_config is None and model.gguf_file is None
-    )
+def fit(
+    needed: Footprint,
+    device: Device,
+    gpus: int,
+    workers_per_gpu: int,
+    asked_tokens: int | None,
+    held_bytes: int = 0,
+) -> Fit:
+    """How ``needed`` fits on ``device``.
+
+    Args:
+        workers_per_gpu: how many workers share the device.
+        asked_tokens: the user's own budget for a batch, padded tokens of the longest rows.
+        held_bytes: what others use of it.
+    """
+    total = device.total_bytes // workers_per_gpu
+    free = max(0, device.total_bytes - held_bytes) // workers_per_gpu
+    room = max(0, int(free - RESERVE_SHARE * total))
+    budget = needed.token_budget(gpus, room)
+    verdict = _verdict(needed, gpus, total, free, asked_tokens)
+    if verdict == "tight" and _verdict(needed, gpus, total, total, asked_tokens) == "fits":
+        verdict = "short"
+    tokens = asked_tokens or budget
+    return Fit(verdict, tokens, needed.peak_bytes(gpus, max(tokens, needed.width)), room)
+
+
+def _verdict(needed: Footprint, gpus: int, total: int, free: int, asked_tokens: int | None) -> str:
+    resident = needed.resident_bytes(gpus)
+    if resident > free:
+        return "never" if resident > total else "held"
+    if asked_tokens is not None:
+        return "tight" if needed.peak_bytes(gpus, asked_tokens) > free else "fits"
+    return "fits" if needed.token_budget(gpus, int(free - RESERVE_SHARE * total)) else "tight"

@@ -16,11 +16,11 @@ import numpy.typing as npt
 
 from ensemble.common.gpus import Device
 from ensemble.common.text import plural
-from ensemble.config import ModelConfig, RunConfig
-from ensemble.members.huggingface.memory.replica import MemberFacts
+from ensemble.config import MemberConfig, RunConfig
+from ensemble.members.base import ResourceRequest
 from ensemble.planning.chunks import Chunk, common_lengths, counted_lengths, cut_chunks, what_is_left, work_of
 from ensemble.planning.forecast import Job, Speed, guessed_speed, total_seconds
-from ensemble.planning.placement import Placement, place
+from ensemble.planning.placement import MemberFacts, Placement, place
 from ensemble.planning.time_limit import handout_order
 
 # Side by side is chosen where it promises to be this much faster: a replica on each GPU stays balanced where the
@@ -35,11 +35,13 @@ class MemberPlan:
 
     ``order`` holds row numbers, longest text first, int64 [rows]; chunks are slices of it.  ``work`` is the
     text of all rows in bytes, as far as max_length lets it through, with what each row costs beyond it.
-    ``first_replicas`` start before any later member; the others join where a GPU is left over.
+    ``first_replicas`` start before any later member; the others join where a GPU is left over.  A member that needs
+    no worker has neither replicas nor chunks.
     """
 
     index: int
-    model: ModelConfig
+    model: MemberConfig
+    request: ResourceRequest
     placement: Placement
     replicas: int
     first_replicas: int
@@ -55,6 +57,10 @@ class MemberPlan:
     @property
     def gpus(self) -> int:
         return self.placement.gpus
+
+    @property
+    def needs_worker(self) -> bool:
+        return self.replicas > 0
 
     @property
     def job(self) -> Job:
@@ -100,8 +106,9 @@ def make_plan(
         speeds: per member name, from an earlier run.
     """
     # Under a time limit members cover the same rows first; each by itself pads least in the order of its own texts.
-    lengths = {model.name: facts[model.name].lengths for model in config.models}
-    common = common_lengths(lengths) if config.time_limit is not None and _is_same_table(lengths) else None
+    lengths = {name: one.lengths for name, one in facts.items() if one.needs_worker}
+    is_timed = config.time_limit is not None
+    common = common_lengths(lengths) if is_timed and lengths and _is_same_table(lengths) else None
     members: list[MemberPlan] = []
     warnings: list[str] = []
     problems: list[str] = []
@@ -110,16 +117,22 @@ def make_plan(
         placement = place(config, index, known, devices, host)
         problems += placement.problems
         warnings += placement.warnings
+        if not known.needs_worker:
+            members.append(_without_worker(index, model, known, placement))
+            continue
         # Rows that max_length cuts cost no more than others of that length.  Order and cut still go by the whole
         # text: another cut would mean other batches, and so other last digits, for what little padding it saves.
-        counted = counted_lengths(known.lengths, known.max_length)
+        counted = known.lengths
+        if known.memory is not None:
+            counted = counted_lengths(known.lengths, known.memory.max_length)
         order, chunks = cut_chunks(counted, known.lengths if common is None else common)
-        replicas, warning = _replicas(index, model, placement, config.max_workers_per_gpu)
+        replicas, warning = _replicas(index, known, placement, config.max_workers_per_gpu)
         warnings += warning
         members.append(
             MemberPlan(
                 index=index,
                 model=model,
+                request=known.request,
                 placement=placement,
                 replicas=min(replicas, len(chunks)),
                 first_replicas=min(replicas, len(chunks)),
@@ -132,6 +145,22 @@ def make_plan(
     plan = Plan(tuple(members), tuple(warnings), tuple(problems))
     places = dict.fromkeys((device.uuid for device in devices), config.max_workers_per_gpu)
     return plan if problems else _shared(plan, places)
+
+
+def _without_worker(index: int, model: MemberConfig, known: MemberFacts, placement: Placement) -> MemberPlan:
+    rows = len(known.lengths)
+    return MemberPlan(
+        index=index,
+        model=model,
+        request=known.request,
+        placement=placement,
+        replicas=0,
+        first_replicas=0,
+        speed=Speed(0.0, 0.0, is_measured=True, is_startup_measured=True),
+        work=work_of(known.lengths),
+        chunks=(),
+        order=np.arange(rows),
+    )
 
 
 def without_done(member: MemberPlan, is_done: npt.NDArray[np.bool_], is_timed: bool) -> MemberPlan:
@@ -155,20 +184,21 @@ def _is_same_table(lengths: Mapping[str, npt.NDArray[np.int64]]) -> bool:
 
 def _shared(plan: Plan, places: Mapping[str, int]) -> Plan:
     """The plan with the better way of sharing the GPUs: a replica on each, or members at the same time."""
-    is_measured = all(member.speed.is_measured for member in plan.members)
-    is_known = all(member.speed.seconds_per_work > 0 for member in plan.members)
-    seconds = total_seconds([member.job for member in plan.members], places)
+    working = [member for member in plan.members if member.replicas]
+    is_measured = all(member.speed.is_measured for member in working)
+    is_known = all(member.speed.seconds_per_work > 0 for member in working)
+    seconds = total_seconds([member.job for member in working], places)
     open_choice = [
         member
-        for member in plan.members
-        if member.gpus and member.replicas > 1 and member.model.replicas == "auto"
+        for member in working
+        if member.gpus and member.replicas > 1 and member.request.replicas == "auto"
     ]
     why = ""
-    if open_choice and len(plan.members) > 1 and is_known:
+    if open_choice and len(working) > 1 and is_known:
         apart = tuple(
             replace(member, first_replicas=1) if member in open_choice else member for member in plan.members
         )
-        at_once = total_seconds([member.job for member in apart], places)
+        at_once = total_seconds([member.job for member in apart if member.replicas], places)
         by = "by the speeds of an earlier run" if is_measured else "by the sizes of the models"
         if at_once < _WORTH_CHANGING * seconds:
             gain = 1 - at_once / seconds
@@ -178,7 +208,7 @@ def _shared(plan: Plan, places: Mapping[str, int]) -> Plan:
             why = (
                 f"members run in turn, with replicas on all their GPUs: {by}, no later than at the same time"
             )
-    return replace(plan, why=why, seconds=seconds if is_measured else None)
+    return replace(plan, why=why, seconds=seconds if working and is_measured else None)
 
 
 def _guess(placement: Placement, devices: Sequence[Device]) -> Speed:
@@ -190,16 +220,16 @@ def _guess(placement: Placement, devices: Sequence[Device]) -> Speed:
 
 
 def _replicas(
-    index: int, model: ModelConfig, placement: Placement, workers_per_gpu: int
+    index: int, facts: MemberFacts, placement: Placement, workers_per_gpu: int
 ) -> tuple[int, Sequence[str]]:
-    gpus = placement.gpus
+    gpus, asked = placement.gpus, facts.request.replicas
     places = len(placement.devices) * workers_per_gpu
-    if model.replicas == "auto":
+    if asked == "auto":
         return (max(1, places // gpus) if gpus else 1), ()
-    room = max(1, places // gpus) if gpus else model.replicas
-    if model.replicas > room:
+    room = max(1, places // gpus) if gpus else asked
+    if asked > room:
         return room, (
-            f"models[{index}].replicas: {model.name} asks for {plural(model.replicas, 'replica')} of "
+            f"models[{index}].replicas: {facts.name} asks for {plural(asked, 'replica')} of "
             f"{plural(gpus, 'GPU')} each, but there is room for {room} at a time; running {room}",
         )
-    return model.replicas, ()
+    return asked, ()

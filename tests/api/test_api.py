@@ -190,7 +190,7 @@ def test_values_of_overrides_arrive_as_they_are(value: object, project: Project)
     from ensemble.cli.api import _load
 
     loaded = _load(project.folder / "config.yaml", {"models.gemma.model_kwargs": {"x": value}})
-    assert loaded.config.models[0].model_kwargs == {"x": value}
+    assert loaded.config.models[0].model_dump()["model_kwargs"] == {"x": value}
 
 
 def test_what_would_be_is_shown_as_the_commands_show_it(project: Project, monkeypatch: Any) -> None:

@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from ensemble.common.errors import ConfigError
-from ensemble.config import LoadedConfig, load_config
+from ensemble.config import LoadedConfig
+from ensemble.pipeline.load import load as load_config
 from tests.config.examples import Load, Problems
 
 

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ensemble.common.errors import ConfigError
-from ensemble.config import DataConfig, EnsembleConfig, RunConfig, SubmissionConfig, load_config
+from ensemble.config import DataConfig, EnsembleConfig, RunConfig, SubmissionConfig
+from ensemble.pipeline.load import load as load_config
 from tests.config.examples import SMALL, WHOLE, Load, Problems, small
 
 

@@ -10,7 +10,8 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from ensemble.config import ModelConfig, RunConfig
+from ensemble.config import RunConfig
+from ensemble.members.seq_cls.settings import SequenceClassifierSettings
 from tests.config.examples import SMALL, Load, Problems, small
 
 
@@ -64,14 +65,14 @@ def test_each_label_is_given_once(problems: Problems) -> None:
 
 
 def test_the_rules_hold_without_yaml() -> None:
-    model = ModelConfig(name="a", model_name_or_path="b", text_column="c", weight=0)
+    model = SequenceClassifierSettings(name="a", model_name_or_path="b", text_column="c", weight=0)
     values: dict[str, Any] = {"data": {"path": "x"}, "labels": ["a"], "output_dir": "y"}
     with pytest.raises(ValidationError, match="weights are all 0"):
         RunConfig(**values, models=(model,))
     with pytest.raises(ValidationError, match="is required"):
-        ModelConfig(name="a", model_name_or_path="b")
+        SequenceClassifierSettings(name="a", model_name_or_path="b")
     with pytest.raises(ValidationError, match="not both"):
-        ModelConfig(name="a", model_name_or_path="b", text_column="c", prompt_template="d")
+        SequenceClassifierSettings(name="a", model_name_or_path="b", text_column="c", prompt_template="d")
     with pytest.raises(ValidationError, match="must be one of the labels"):
         RunConfig(**values, models=(model.model_copy(update={"weight": 1.0, "label_map": {"x": "b"}}),))
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, get_args
 
 import pytest
 from pydantic import BaseModel
 
-from ensemble.config import DataConfig, EnsembleConfig, ModelConfig, RunConfig, SubmissionConfig
+from ensemble.config import DataConfig, EnsembleConfig, MemberConfig, RunConfig, SubmissionConfig
 from ensemble.config.sentences import OLDER_KEYS, expected, hints
 from ensemble.config.values import MustBe
+from ensemble.members.registry import KindSettings
 from tests.config.examples import SMALL, Problems, small
 
 
@@ -38,7 +40,7 @@ def test_an_empty_mapping_lists_what_is_required(problems: Problems) -> None:
         ("template", "use prompt_template"),
         ("Max_Length", "did you mean max_length?"),
         ("wheight", "did you mean weight?"),
-        ("zzz", "the keys here are name, model_name_or_path, revision"),
+        ("zzz", "the keys here are name, task_type, weight, model_name_or_path, revision"),
         ("a\nb", "the keys here are"),
         ("z" * 5000, "the keys here are"),
     ],
@@ -65,16 +67,19 @@ def test_unknown_keys_elsewhere(problems: Problems, content: dict[str, Any], wor
 
 def test_todays_keys_are_keys() -> None:
     """The table of older spellings names no key that is gone, and hides none that is there."""
-    for model, older in OLDER_KEYS.items():
+    kinds = {kind: kind.older_keys for kind in KindSettings().values()}
+    tables: list[tuple[type[BaseModel], Mapping[str, str]]] = [*OLDER_KEYS.items(), *kinds.items()]
+    for model, older in tables:
         for today, old in older.items():
-            keys = ModelConfig.model_fields if "in each model" in today else model.model_fields
+            keys = MemberConfig.model_fields if "in each model" in today else model.model_fields
             assert today.split(":")[0].split(" ")[0] in keys
             assert not set(old.split()) & set(model.model_fields)
 
 
 def test_every_type_has_its_words() -> None:
     """No key of any model lacks the words for "must be ..."."""
-    models: list[type[BaseModel]] = [RunConfig, DataConfig, ModelConfig, EnsembleConfig, SubmissionConfig]
+    models: list[type[BaseModel]] = [RunConfig, DataConfig, EnsembleConfig, SubmissionConfig]
+    models += KindSettings().values()
     for model in models:
         for key, hint in hints(model).items():
             if key in model.model_fields:

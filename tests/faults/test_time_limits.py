@@ -11,7 +11,8 @@ import pytest
 
 from ensemble.common.protocol import Closed, Command, Computed, Load, Predict, Progress, Ready, Started, Stop
 from ensemble.pipeline.reporting import speed_report
-from ensemble.planning.forecast import Speed, measured_speeds
+from ensemble.pipeline.run_report import measured_speeds
+from ensemble.planning.forecast import Speed
 from ensemble.planning.plan import make_plan, without_done
 from ensemble.planning.time_limit import reserve_seconds
 from ensemble.scheduling.deadline import Deadline, time_limit_text

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from ensemble.scheduling.launchers.environment import allocator_environment
+from ensemble.members.huggingface.allocator import allocator_environment
 
 OLD, NEW = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
 

@@ -7,9 +7,9 @@ import random
 import pytest
 
 from ensemble.common.gpus import Device
-from ensemble.pipeline.run_report import RunReport, SpeedReport
+from ensemble.pipeline.run_report import RunReport, SpeedReport, measured_speeds
 from ensemble.planning import forecast
-from ensemble.planning.forecast import Job, Speed, measured_speeds
+from ensemble.planning.forecast import Job, Speed
 from tests.report.reports import member, report
 
 

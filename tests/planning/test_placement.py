@@ -12,11 +12,17 @@ import pytest
 
 from bench.shapes import GEMMA_2_9B, LLAMA_3_8B, make_full_size
 from ensemble.common.gpus import Device
-from ensemble.config import ModelConfig
 from ensemble.members.huggingface.attention import is_soft_capped
 from ensemble.members.huggingface.checkpoint.inspect import inspect_checkpoint
-from ensemble.members.huggingface.memory.facts import member_facts
-from ensemble.members.huggingface.memory.replica import MemberFacts, chosen_attention, chosen_dtype
+from ensemble.members.huggingface.memory.facts import checkpoint_facts
+from ensemble.members.huggingface.memory.replica import (
+    CheckpointFacts,
+    CheckpointMemory,
+    chosen_attention,
+    chosen_dtype,
+)
+from ensemble.members.seq_cls.parent import SequenceClassification
+from ensemble.planning.placement import MemberFacts
 from ensemble.planning.plan import Plan, make_plan
 from tests.planning.test_plan import config
 
@@ -44,13 +50,17 @@ def plan(
     base = {"max_length": 2048}
     asked = config(*({**base, "model_name_or_path": "llama", **member} for member in members), **keys)
     lengths = np.full(rows, 6000, dtype=np.int64)
-    facts = {model.name: known(models, model, lengths) for model in asked.models}
-    return make_plan(asked, facts, devices)
+    return make_plan(asked, {model.name: planned(models, model, lengths) for model in asked.models}, devices)
 
 
-def known(models: Path, model: ModelConfig, lengths: npt.NDArray[np.int64]) -> MemberFacts:
+def planned(models: Path, model: Any, lengths: npt.NDArray[np.int64]) -> MemberFacts:
+    memory = CheckpointMemory(model, known(models, model, lengths))
+    return MemberFacts(model.name, SequenceClassification(model).request(), lengths, memory)
+
+
+def known(models: Path, model: Any, lengths: npt.NDArray[np.int64]) -> CheckpointFacts:
     checkpoint = inspect_checkpoint(str(models / model.model_name_or_path), None, LABELS, {}, None)
-    return member_facts(model, checkpoint, lengths, len(LABELS))
+    return checkpoint_facts(model, checkpoint, lengths, len(LABELS))
 
 
 def where(made: Plan) -> list[tuple[int, tuple[str, ...], int]]:
@@ -86,7 +96,7 @@ def test_what_cannot_fit_is_said_with_what_would_help(models: Path) -> None:
 
 def test_on_the_cpu_too_what_cannot_fit_is_an_error_and_what_may_not_a_warning(models: Path) -> None:
     (asked,) = config({"model_name_or_path": "llama", "num_gpus": 0}).models
-    facts = {"m0": known(models, asked, np.full(10, 6000, dtype=np.int64))}  # 28 GiB in float32
+    facts = {"m0": planned(models, asked, np.full(10, 6000, dtype=np.int64))}  # 28 GiB in float32
     for total, used, found in ((24, 1, "problem"), (40, 20, "warning"), (40, 1, "")):
         host = Device("cpu", "CPU", None, total * GIB, used * GIB)
         made = make_plan(config({"model_name_or_path": "llama", "num_gpus": 0}), facts, [], host)
@@ -226,7 +236,7 @@ def test_the_type_of_numbers_follows_the_device(
 
 def test_soft_capping_rules_out_fused_attention(models: Path) -> None:
     names = [{"model_name_or_path": name} for name in ("gemma", "llama")]
-    asked = config(*names, {**names[0], "attn_implementation": "flex_attention"}).models
+    asked: Any = config(*names, {**names[0], "attn_implementation": "flex_attention"}).models
     facts = [known(models, model, np.ones(1, dtype=np.int64)) for model in asked]
     taken = [chosen_attention(*both, "float16", 1, (7, 5)) for both in zip(asked, facts, strict=True)]
     assert taken == ["eager", "sdpa", "flex_attention"]
@@ -247,7 +257,7 @@ def test_soft_capping_rules_out_fused_attention(models: Path) -> None:
 def test_flash_attention_only_where_it_works_and_helps(
     models: Path, dtype: str, gpus: int, capability: tuple[int, int] | None, works: bool, expected: str
 ) -> None:
-    asked = config(*({"model_name_or_path": name} for name in ("gemma", "llama"))).models
+    asked: Any = config(*({"model_name_or_path": name} for name in ("gemma", "llama"))).models
     facts = [
         replace(known(models, model, np.ones(1, dtype=np.int64)), has_flash_attention=works)
         for model in asked

@@ -11,19 +11,25 @@ import pytest
 
 from ensemble.common.gpus import Device
 from ensemble.config import RunConfig
-from ensemble.members.huggingface.memory.facts import UNKNOWN
-from ensemble.members.huggingface.memory.replica import MemberFacts
+from ensemble.members.huggingface.memory.replica import CheckpointFacts, CheckpointMemory
+from ensemble.members.seq_cls.parent import SequenceClassification
+from ensemble.members.seq_cls.settings import SequenceClassifierSettings
 from ensemble.planning.chunks import CHUNK_MAX_ROWS, cut_chunks
+from ensemble.planning.placement import MemberFacts
 from ensemble.planning.plan import make_plan
 
 
+def asked(index: int, **keys: Any) -> SequenceClassifierSettings:
+    base = {"name": f"m{index}", "model_name_or_path": "m", "text_column": "text"}
+    return SequenceClassifierSettings.model_validate({**base, **keys}, strict=False)
+
+
 def config(*models: dict[str, Any], **keys: Any) -> RunConfig:
-    base = {"model_name_or_path": "m", "text_column": "text"}
     return RunConfig.model_validate(
         {
             "data": {"path": "t.csv"},
             "labels": ["a", "b"],
-            "models": [{"name": f"m{index}", **base, **model} for index, model in enumerate(models)],
+            "models": [asked(index, **model) for index, model in enumerate(models)],
             "output_dir": "out",
             **keys,
         },
@@ -35,13 +41,15 @@ def gpus(count: int, kind: str = "GPU") -> list[Device]:
     return [Device(f"{kind}-{index}", "T4", (7, 5), 16 << 30, 0) for index in range(count)]
 
 
-def facts(lengths: npt.NDArray[np.int64]) -> MemberFacts:
-    return replace(UNKNOWN, lengths=lengths)
+def facts(lengths: npt.NDArray[np.int64], **keys: Any) -> MemberFacts:
+    """Of a member with these keys, of whose memory nothing is known."""
+    settings = asked(0, **keys)
+    return MemberFacts(settings.name, SequenceClassification(settings).request(), lengths)
 
 
 def plan(devices: list[Device], *models: dict[str, Any], rows: int = 5000) -> list[tuple[int, int]]:
     lengths = np.full(rows, 200, dtype=np.int64)
-    known = {f"m{index}": facts(lengths) for index in range(len(models))}
+    known = {f"m{index}": facts(lengths, **keys) for index, keys in enumerate(models)}
     made = make_plan(config(*models), known, devices)
     return [(member.gpus, member.replicas) for member in made.members]
 
@@ -56,7 +64,7 @@ def test_replicas_and_gpus() -> None:
 
 def test_more_gpus_than_there_are() -> None:
     models: tuple[dict[str, Any], ...] = ({"num_gpus": 2}, {}, {"num_gpus": 4})
-    known = {f"m{index}": UNKNOWN for index in range(3)}
+    known = {f"m{index}": facts(np.ones(1, dtype=np.int64), **keys) for index, keys in enumerate(models)}
     problems = make_plan(config(*models), known, gpus(1)).problems
     assert [problem.split(":")[0] for problem in problems] == ["models[0].num_gpus", "models[2].num_gpus"]
     assert "1 GPU can be used" in problems[0]
@@ -65,7 +73,7 @@ def test_more_gpus_than_there_are() -> None:
 
 
 def test_replicas_beyond_the_room_are_said_and_capped() -> None:
-    made = make_plan(config({"replicas": 4}), {"m0": facts(np.full(5000, 50))}, gpus(2))
+    made = make_plan(config({"replicas": 4}), {"m0": facts(np.full(5000, 50), replicas=4)}, gpus(2))
     assert made.members[0].replicas == 2
     assert "models[0].replicas" in made.warnings[0]
 
@@ -101,7 +109,8 @@ def test_equal_lengths_keep_the_tables_order() -> None:
 
 def test_rows_that_max_length_cuts_cost_what_it_lets_through() -> None:
     lengths = np.array([900_000, 800_000, 700_000, 4_000, 4_000, 200, 200], dtype=np.int64)
-    known = replace(facts(lengths), max_length=1000)
+    of_checkpoint = CheckpointFacts(lengths, None, None, 0, 2, 1000, True, True, False)
+    known = replace(facts(lengths), memory=CheckpointMemory(asked(0), of_checkpoint))
     (member,) = make_plan(config({}), {"m0": known}, []).members
     plain_order, plain_chunks = cut_chunks(lengths)
     assert member.order.tolist() == plain_order.tolist()

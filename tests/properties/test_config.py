@@ -14,7 +14,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ensemble.common.errors import ConfigError
-from ensemble.config import DataConfig, EnsembleConfig, ModelConfig, RunConfig, SubmissionConfig, load_config
+from ensemble.config import DataConfig, EnsembleConfig, RunConfig, SubmissionConfig
+from ensemble.members.seq_cls.settings import SequenceClassifierSettings
+from ensemble.pipeline.load import load as load_config
 from tests.config.examples import WHOLE, small
 from tests.properties import configs
 from tests.properties.amount import tries
@@ -91,7 +93,7 @@ def test_a_damaged_text(file: Path, text: str) -> None:
 def test_the_good_config_is_good_and_has_every_key(file: Path) -> None:
     assert isinstance(outcome(file, json.dumps(configs.GOOD)), RunConfig)
     assert configs.GOOD.keys() == {"defaults", *RunConfig.model_fields}
-    assert configs.GOOD["models"][0].keys() == ModelConfig.model_fields.keys()
+    assert configs.GOOD["models"][0].keys() == SequenceClassifierSettings.model_fields.keys()
     for key, model in (("data", DataConfig), ("ensemble", EnsembleConfig), ("submission", SubmissionConfig)):
         assert configs.GOOD[key].keys() == model.model_fields.keys()
 
@@ -165,7 +167,7 @@ def test_variables_are_put_into_text_and_nothing_else_is(file: Path, pieces: lis
     content = json.dumps(small(model_kwargs={"a": [text]}), ensure_ascii=True)
     config = outcome(file, content, environ={"X": "x ${Y}"})
     assert isinstance(config, RunConfig)
-    assert config.models[0].model_kwargs == {"a": [expected]}
+    assert config.models[0].model_dump()["model_kwargs"] == {"a": [expected]}
 
 
 @tries(80)

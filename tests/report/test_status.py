@@ -23,9 +23,9 @@ from ensemble.scheduling.state import Failure, FaultRecord, Gap
 from tests.report import reports
 from tests.report.reports import member, report, worker
 
-DONE = Fingerprint("a" * 64, "b" * 64, "c" * 64, "d" * 64)
-HALF = Fingerprint("1" * 64, "b" * 64, "c" * 64, "d" * 64)
-LATER = Fingerprint("2" * 64, "b" * 64, "c" * 64, "d" * 64)
+DONE = Fingerprint("a" * 64, {"weights": "b" * 64, "tokenizer": "c" * 64}, "d" * 64)
+HALF = Fingerprint("1" * 64, {"weights": "b" * 64, "tokenizer": "c" * 64}, "d" * 64)
+LATER = Fingerprint("2" * 64, {"weights": "b" * 64, "tokenizer": "c" * 64}, "d" * 64)
 
 
 @pytest.fixture

@@ -47,15 +47,15 @@ def test_each_member_says_once_what_it_computes_with() -> None:
 @pytest.mark.parametrize(
     ("attention", "batch_size", "expected"),
     [
-        ("flash_attention_2", "auto", "float16, flash-attention-2, 16,384 tokens a batch"),
+        ("flash_attention_2", None, "float16, flash-attention-2, 16,384 tokens a batch"),
         ("", 8, "float16, 8 rows a batch"),
     ],
 )
-def test_what_it_computes_with(attention: str, batch_size: int | str, expected: str) -> None:
+def test_what_it_computes_with(attention: str, batch_size: int | None, expected: str) -> None:
     ready = replace(READY, attn_implementation=attention, notes=())
     state = loaded(ready)
-    model = state.plan.model.model_copy(update={"batch_size": batch_size})
-    state.plan = replace(state.plan, model=model)
+    request = replace(state.plan.request, batch_size=batch_size)
+    state.plan = replace(state.plan, request=request)
     file = io.StringIO()
     PlainDisplay(file).update([state])
     assert file.getvalue().splitlines()[0] == f"m0: {expected}"

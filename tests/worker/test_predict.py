@@ -14,7 +14,7 @@ import pytest
 from ensemble.common.protocol import CommonSpec, Event, Start, WorkerSpec
 from ensemble.data.published_table import PublishedTable
 from ensemble.members.huggingface.spec import ModelSettings, ModelSpec
-from ensemble.members.seq_cls.spec import CHILD
+from ensemble.members.seq_cls.parent import SequenceClassification
 from ensemble.worker.heartbeat import HeartbeatThread
 from ensemble.worker.session import Session
 from tests.checkpoints import make_checkpoint, make_texts, reference
@@ -77,7 +77,7 @@ def start(spec: ModelSpec) -> Start:
     """What the parent sends of it."""
     common = CommonSpec(**{field.name: getattr(spec, field.name) for field in fields(CommonSpec)})
     settings = {field.name: getattr(spec, field.name) for field in fields(ModelSettings)}
-    return Start(WorkerSpec(common, CHILD, settings))
+    return Start(WorkerSpec(common, SequenceClassification.child, settings))
 
 
 def predictor(spec: ModelSpec) -> SequenceClassifier:

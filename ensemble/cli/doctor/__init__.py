@@ -75,9 +75,7 @@ def _findings(path: Path | None, overrides: Sequence[str]) -> Iterator[Finding]:
     if prepared is not None:
         shown = prepared.inventory.warnings  # with the devices
         yield from (Finding("note", text) for text in prepared.warnings if text not in shown)
-    needed = (
-        {} if config is None else needed_packages(config, {} if prepared is None else prepared.checkpoints)
-    )
+    needed = {} if config is None else needed_packages(config, {} if prepared is None else prepared.inspected)
     key, place = ("working directory", Path()) if config is None else ("output_dir", config.output_dir)
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
         "the packages": lambda: _packages(needed),
@@ -107,8 +105,10 @@ def _packages(needed: dict[str, str]) -> Iterator[Finding]:
 
 
 def _devices(config: RunConfig | None, needed: dict[str, str]) -> Iterator[Finding]:
+    from ensemble.pipeline.validate import may_use_gpus
+
     machine, driver_cuda = inventory(), driver_cuda_version()
-    wants = [True] if config is None else [model.num_gpus != 0 for model in config.models]
+    wants = [True] if config is None else [*may_use_gpus(config)]
     yield from inventory_findings(machine, driver_cuda, any(wants))
     devices: list[Device] = list(machine.gpus) or [CPU]
     if config is not None:

@@ -33,7 +33,7 @@ def view(prepared: Prepared) -> Iterator[str | Table]:
         yield f"GPU {number}: {gpu.name} ({gpu.uuid}){capability}, {free} of {gib(gpu.total_bytes)} free"
     yield from prepared.warnings
     yield from held_texts(gpus)
-    if host is not None and any(not member.gpus for member in plan.members):
+    if host is not None and any(one.needs_worker and not one.gpus for one in plan.members):
         yield f"CPU: {gib(host.total_bytes - host.used_bytes)} of {gib(host.total_bytes)} memory free"
     yield Table(_HEADERS, [[one.name, *_memory_cells(one)] for one in plan.members], texts=["fit"])
     for member in plan.members:
@@ -45,12 +45,14 @@ def view(prepared: Prepared) -> Iterator[str | Table]:
     if plan.seconds is not None:
         report = shown_path(prepared.config.output_dir / "run.json")
         yield f"the whole run takes about {duration(plan.seconds)}, by the speeds in {report}"
-    else:
+    elif any(member.needs_worker for member in plan.members):
         yield "how long it takes is not known until a run, such as one with --limit 100, has measured the speed"
 
 
 def _memory_cells(member: MemberPlan) -> list[str]:
     placement, needed = member.placement, member.placement.footprint
+    if not member.needs_worker:
+        return ["", "none", *[""] * (len(_HEADERS) - 3)]
     if needed is None:
         return ["", "not known", *[""] * (len(_HEADERS) - 3)]
     # The fit on the device with the least room, of those it runs on.
@@ -75,6 +77,9 @@ def _member_facts(prepared: Prepared, member: MemberPlan) -> Iterator[str]:
     placement, needed = member.placement, member.placement.footprint
     if placement.problems:
         yield "cannot run here"
+        return
+    if not member.needs_worker:
+        yield f"{prepared.inspected[member.name].summary}, which need no worker"
         return
     yield _where(prepared, member)
     if placement.reason:

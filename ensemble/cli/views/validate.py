@@ -18,16 +18,13 @@ def view(prepared: Prepared) -> Iterator[str]:
     for gpu in prepared.inventory.gpus:
         yield f"{gpu.name} ({gpu.uuid}), {gib(gpu.used_bytes)} of {gib(gpu.total_bytes)} used"
     for member in prepared.plan.members:
-        checkpoint = prepared.checkpoints[member.name]
-        size = "" if checkpoint.weight_bytes is None else f", {gib(checkpoint.weight_bytes)}"
         where = "CPU"
         if member.gpus:
             where = f"{plural(member.replicas, 'replica')} on {plural(member.gpus, 'GPU')}"
             where += " each" if member.replicas > 1 else ""
-        yield (
-            f"{member.name}: {checkpoint.architecture or checkpoint.model_type}{size}, weight "
-            f"{member.model.weight:g}, {where}, {plural(len(member.chunks), 'chunk')}"
-        )
+        how = f"{where}, {plural(len(member.chunks), 'chunk')}" if member.needs_worker else "no worker"
+        summary = prepared.inspected[member.name].summary
+        yield f"{member.name}: {summary}, weight {member.model.weight:g}, {how}"
         if member.name in prepared.previews:
             prompt = prepared.previews[member.name].replace("\n", "\\n")
             cut = f"the first {_SHOWN_CHARACTERS} characters of " if len(prompt) > _SHOWN_CHARACTERS else ""

@@ -8,11 +8,6 @@ from typing import Any
 
 from ensemble.common.protocol import CommonSpec, with_tuples
 
-# Padded tokens a batch; more does not make a GPU faster, and a CPU is at its best with fewer.
-GPU_TOKEN_BUDGET = 16384
-CPU_TOKEN_BUDGET = 2048
-# Of a device, what is not planned with: fragments, estimates, and programs that come later.
-RESERVE_SHARE = 0.05
 # Tokens a row may have where neither config nor tokenizer says; those without a limit say something astronomic.
 DEFAULT_MAX_LENGTH = 1024
 NO_LENGTH_LIMIT = 1_000_000

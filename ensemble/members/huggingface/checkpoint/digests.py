@@ -5,18 +5,13 @@ It says whether files are still those of an earlier run.  It does not judge them
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ensemble.common.errors import CheckpointError
-from ensemble.common.files import FileState, file_state, unreadable
+from ensemble.common.digests import FileDigests, Samples, pieces
 from ensemble.members.huggingface.checkpoint.weight_files import (
     LENGTH_BYTES,
     header_entries,
@@ -28,8 +23,6 @@ _EDGE_BYTES = 1 << 20
 _BLOCK_BYTES = 4_096
 _BLOCKS = 64
 _MAX_TENSORS = 512
-_THREADS = 8
-_hash = partial(hashlib.blake2b, digest_size=32)
 # What decides, beside the weights, what model is made of them; an adapter_config.json makes transformers load an
 # adapter and its base.
 _DESCRIPTIONS = ("config.json", "adapter_config.json", "*.index.json")
@@ -42,84 +35,6 @@ TOKENIZER_FILES = (
     *("emoji.json", "normalizer.json", "word_*.json", "chat_template*", "*.jinja"),
     "additional_chat_templates/*.jinja",
 )
-
-
-@dataclass(frozen=True)
-class FileDigest:
-    """What a file held, as a digest, and the state in which it did."""
-
-    digest: str
-    state: FileState
-
-
-class FileDigests:
-    """Digests of files, each of them read once: members may share a base.
-
-    Args:
-        whole: read every byte of weights, too.
-        before: the states, by absolute path, in which files must still be that something was read of before.
-
-    Attributes:
-        seen: every file that was asked for, by absolute path.
-    """
-
-    def __init__(self, whole: bool, before: Mapping[str, FileState] | None = None) -> None:
-        self._whole = whole
-        self._before = before or {}
-        self._known: dict[tuple[str, bool], FileDigest] = {}
-        self.seen: dict[str, FileDigest] = {}
-
-    def for_another(self) -> FileDigests:
-        """The same knowledge, for somebody who has not asked for any file yet."""
-        other = FileDigests(self._whole, self._before)
-        other._known = self._known
-        return other
-
-    def together(self, folder: Path, weights: Iterable[Path], others: Iterable[Path]) -> str:
-        """One digest of many files, by their names within the folder; the others are read to the last byte.
-
-        Raises:
-            CheckpointError: one of them cannot be read.
-        """
-        is_whole = dict.fromkeys(others, True) | dict.fromkeys(weights, self._whole)
-        # hashlib lets other threads run while it hashes.
-        with ThreadPoolExecutor(_THREADS) as pool:
-            digests = pool.map(self.digest, is_whole, is_whole.values())
-            names = (os.path.relpath(path, folder) for path in is_whole)
-            return digest_of(sorted(zip(names, digests, strict=True)))
-
-    def digest(self, path: Path, whole: bool) -> str:
-        """A digest of all that a file holds, or of samples and, of safetensors, its header.
-
-        Samples are the first and the last MiB, 64 blocks of 4 KiB evenly between, and of safetensors 4 KiB in
-        the middle of each tensor (of 512 tensors where there are more).  A model that was trained again differs
-        there, under the same name, size and header, and so does one in which only some layers were trained.  An
-        edit of a few bytes between the samples is seen only where every byte is read.
-
-        Raises:
-            CheckpointError: it cannot be read.
-        """
-        key, name = (os.path.realpath(path), whole), str(path.absolute())
-        state = file_state(path)
-        if key not in self._known:
-            try:
-                if whole:
-                    with path.open("rb") as file:
-                        found = hashlib.file_digest(file, _hash).hexdigest()
-                else:
-                    with path.open("rb", buffering=_BLOCK_BYTES) as sampled:
-                        found = _hash(b"".join(_samples(sampled, path.suffix == ".safetensors"))).hexdigest()
-            except OSError as error:
-                raise CheckpointError(unreadable(path, error)) from error
-            if state is not None:
-                self._known[key] = FileDigest(found, state)
-        seen = self._known.get(key)
-        if seen is None or not state == file_state(path) == seen.state == self._before.get(name, state):
-            raise CheckpointError(
-                f"{path} changed while the run started; run the same command again when it is complete"
-            )
-        self.seen[name] = seen
-        return seen.digest
 
 
 def weights_digest(
@@ -145,7 +60,7 @@ def weights_digest(
             small += inside.glob(pattern)
     if gguf_file is not None:
         weights.append(folder / gguf_file)
-    return files.together(folder, filter(Path.is_file, weights), filter(Path.is_file, small))
+    return _together(folder, weights, small, files)
 
 
 def tokenizer_digest(folder: Path | None, tokenizer_kwargs: Mapping[str, Any], files: FileDigests) -> str:
@@ -166,7 +81,7 @@ def tokenizer_digest(folder: Path | None, tokenizer_kwargs: Mapping[str, Any], f
     texts = [value for value in tokenizer_kwargs.values() if isinstance(value, str)]
     # Not Path.is_file, which raises an error for a text that can be no name.
     named = [Path(text) for text in texts if os.path.isfile(text)]  # noqa: PTH113
-    return files.together(folder or Path(), (), filter(Path.is_file, (*found, *named)))
+    return _together(folder or Path(), (), (*found, *named), files)
 
 
 def hub_commit(name_or_path: str, folder: Path) -> str | None:
@@ -179,23 +94,26 @@ def hub_commit(name_or_path: str, folder: Path) -> str | None:
     return folder.name if is_cached else None
 
 
-def digest_of(value: object) -> str:
-    """A digest of a value as YAML can hold it, in any order of its keys."""
-    return _hash(json.dumps(_plain(value)).encode()).hexdigest()
-
-
-def _plain(value: object) -> object:
-    # YAML has keys that are numbers, and dates; JSON would refuse the one and cannot sort the other.
-    if isinstance(value, Mapping):
-        return {"keys": sorted([repr(key), _plain(item)] for key, item in value.items())}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value if isinstance(value, str | int | float | None) else [type(value).__name__, repr(value)]
-
-
 def _folders(folder: Path, kwargs: Mapping[str, Any]) -> list[Path]:
     subfolder = kwargs.get("subfolder")
     return [folder, folder / subfolder] if isinstance(subfolder, str) and subfolder else [folder]
+
+
+def weight_samples(path: Path) -> Samples:
+    """What is read of a weight file: its size, the header of safetensors, and samples of its content.
+
+    Samples are the first and the last MiB, 64 blocks of 4 KiB evenly between, and of safetensors 4 KiB in the
+    middle of each tensor (of 512 tensors where there are more).  A model that was trained again differs there,
+    under the same name, size and header, and so does one in which only some layers were trained.  An edit of a
+    few bytes between the samples is seen only where every byte is read.
+    """
+    return partial(_samples, is_safetensors=path.suffix == ".safetensors")
+
+
+def _together(folder: Path, weights: Iterable[Path], others: Iterable[Path], files: FileDigests) -> str:
+    """One digest of those of these files that are there; the others are read to the last byte."""
+    wanted: dict[Path, Samples | None] = dict.fromkeys(filter(Path.is_file, others))
+    return files.together(folder, wanted | {path: weight_samples(path) for path in weights if path.is_file()})
 
 
 def _samples(file: BinaryIO, is_safetensors: bool) -> Iterator[bytes]:
@@ -207,7 +125,7 @@ def _samples(file: BinaryIO, is_safetensors: bool) -> Iterator[bytes]:
     span = end - _EDGE_BYTES - _BLOCK_BYTES
     if span <= _BLOCKS * _BLOCK_BYTES:
         file.seek(0)
-        yield file.read()
+        yield from pieces(file)
         return
     offsets = {_EDGE_BYTES + span * number // (_BLOCKS - 1) for number in range(_BLOCKS)}
     offsets |= {offset for offset in _tensor_middles(header) if _EDGE_BYTES < offset < end}

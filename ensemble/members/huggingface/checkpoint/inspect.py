@@ -14,7 +14,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ensemble.common.errors import CheckpointError
-from ensemble.common.text import listed, nearest, plural
+from ensemble.common.text import gib, listed, nearest, plural
+from ensemble.members.base import Inspection
 from ensemble.members.huggingface.checkpoint.adapter_files import (
     Adapter,
     base_problems,
@@ -45,21 +46,17 @@ _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "spiece*", "merges.txt", 
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(Inspection):
     """A member's checkpoint as its ``config.json`` describes it.
 
-    ``label_order[j]`` is the model's output column of the config's label ``j``; ``weight_bytes`` is the size
-    of the weight files on disk, None where they are not here yet; ``folder`` is where its files lie;
-    ``quantization`` is what the weights were quantized with when they were saved.
+    ``weight_bytes`` is the size of the weight files on disk, None where they are not here yet; ``folder`` is where
+    its files lie; ``quantization`` is what the weights were quantized with when they were saved.
     """
 
     model_type: str
     architecture: str
-    activation: Activation
-    label_order: tuple[int, ...]
     weight_bytes: int | None
     folder: Path
-    warnings: tuple[str, ...] = ()
     adapter: Adapter | None = None
     quantization: Mapping[str, Any] | None = None
 
@@ -155,18 +152,22 @@ def inspect_checkpoint(
             names, where = [f"LABEL_{index}" for index in range(rows)], adapter.name
     quantization = config.get("quantization_config")
     files = weight_files(folder) if gguf_file is None else [folder / gguf_file]
+    weight_bytes = sum(file.stat().st_size for file in files if file.is_file()) or None
     kind = problem_type or config.get("problem_type")
     activation: Activation = "softmax"
     if kind == "multi_label_classification":
         activation = "sigmoid"
     elif kind == "regression" or len(names) == 1:
         activation = "none"
+    model_type = str(config.get("model_type", ""))
+    architecture = architecture or ("GGUF" if gguf_file is not None else "")
     return Checkpoint(
-        model_type=str(config.get("model_type", "")),
-        architecture=architecture or ("GGUF" if gguf_file is not None else ""),
+        summary=(architecture or model_type) + ("" if weight_bytes is None else f", {gib(weight_bytes)}"),
+        model_type=model_type,
+        architecture=architecture,
         activation=activation,
         label_order=match_labels(names, labels, label_map, where),
-        weight_bytes=sum(file.stat().st_size for file in files if file.is_file()) or None,
+        weight_bytes=weight_bytes,
         folder=folder,
         warnings=tuple(warnings),
         adapter=adapter,

@@ -10,17 +10,15 @@ from typing import Any
 
 import torch
 
+from ensemble.members.footprint import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET, RESERVE_SHARE
 from ensemble.members.huggingface.loading.checks import check_ids
 from ensemble.members.huggingface.loading.model import load_model
 from ensemble.members.huggingface.loading.precision import attention_errors, capability, set_tf32
 from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
 from ensemble.members.huggingface.scoring.batching import MemoryLimit
 from ensemble.members.huggingface.spec import (
-    CPU_TOKEN_BUDGET,
     DEFAULT_MAX_LENGTH,
-    GPU_TOKEN_BUDGET,
     NO_LENGTH_LIMIT,
-    RESERVE_SHARE,
     ModelSpec,
 )
 

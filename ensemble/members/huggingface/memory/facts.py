@@ -9,33 +9,20 @@ import numpy as np
 import numpy.typing as npt
 
 from ensemble.common.files import read_json
-from ensemble.config import ModelConfig
 from ensemble.members.huggingface.checkpoint.architecture import read_architecture
 from ensemble.members.huggingface.checkpoint.inspect import Checkpoint
 from ensemble.members.huggingface.checkpoint.tokenizer_files import own_max_length
 from ensemble.members.huggingface.checkpoint.transformers_source import modeling_source
 from ensemble.members.huggingface.checkpoint.weight_files import read_tensors, shards_of
-from ensemble.members.huggingface.memory.replica import MemberFacts
+from ensemble.members.huggingface.memory.replica import CheckpointFacts
+from ensemble.members.huggingface.settings import TextSettings
 from ensemble.members.huggingface.spec import DEFAULT_MAX_LENGTH
 
-# Of a member whose checkpoint or table could not be read.
-UNKNOWN = MemberFacts(
-    lengths=np.zeros(1, dtype=np.int64),
-    tensors=None,
-    architecture=None,
-    adapter_bytes=0,
-    num_labels=1,
-    max_length=DEFAULT_MAX_LENGTH,
-    supports_sdpa=True,
-    pools_last_token=True,
-    has_flash_attention=False,
-)
 
-
-def member_facts(
-    model: ModelConfig, checkpoint: Checkpoint, lengths: npt.NDArray[np.int64], num_labels: int
-) -> MemberFacts:
-    """Facts of one member.
+def checkpoint_facts(
+    model: TextSettings, checkpoint: Checkpoint, lengths: npt.NDArray[np.int64], num_labels: int
+) -> CheckpointFacts:
+    """Facts of one member's checkpoint.
 
     Args:
         lengths: bytes of text per row, [rows].
@@ -51,7 +38,7 @@ def member_facts(
         max_length = min(max_length, architecture.max_positions)
     adapter = model.adapter_name_or_path
     adapter_files = Path(adapter).glob("adapter_model.*") if adapter is not None else ()
-    return MemberFacts(
+    return CheckpointFacts(
         lengths=lengths,
         tensors=read_tensors(folder) if _is_whole(model, folder) else None,
         architecture=architecture,
@@ -82,7 +69,7 @@ def scores_every_position(model_type: str) -> bool:
     return "self.score(hidden_states)" in (modeling_source(model_type) or "")
 
 
-def _is_whole(model: ModelConfig, folder: Path) -> bool:
+def _is_whole(model: TextSettings, folder: Path) -> bool:
     """Whether the weights are safetensors and all here; in the hub's cache they may be so in part."""
     if model.gguf_file is not None:
         return False

@@ -6,11 +6,10 @@ modelling code (5.x) and are held to what a tracker of live tensors sees (tests/
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from ensemble.members.footprint import Activation, Stage
 from ensemble.members.huggingface.checkpoint.architecture import Architecture
 from ensemble.members.huggingface.checkpoint.quantization_keys import quantized_bits
 from ensemble.members.huggingface.memory.loaded_size import DTYPE_BYTES, Dtype
@@ -27,57 +26,8 @@ _LIKE_GPT2 = frozenset(("gpt2", "modernbert"))
 _FLOAT32_SOFTMAX = (_LIKE_LLAMA - {"falcon"}) | {"modernbert"}
 # Token ids and attention mask, int64, and what is made of them.
 _INPUT_BYTES = 24
-# Rows narrower than this count as if they were so wide in ``Activation.line``.
-_MIN_WIDTH = 16
 # torch's attention of CUDA sums values of more than this width up in float32 (its kernel_forward.h).
 _REGISTER_WIDTH = 128
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A moment of the forward pass: the bytes alive per padded token, per pair of tokens of a row, and per row."""
-
-    bytes_per_token: float
-    bytes_per_token_pair: float
-    bytes_per_row: float = 0.0
-
-
-@dataclass(frozen=True)
-class Activation:
-    """The peak of a forward pass beside the weights: the worst of its stages.
-
-    ``fixed_bytes`` does not depend on the batch.
-    """
-
-    stages: tuple[Stage, ...]
-    fixed_bytes: int
-
-    def bytes(self, padded_tokens: int, width: int) -> int:
-        """For a batch of rows ``width`` tokens wide that hold ``padded_tokens`` together."""
-        return self.fixed_bytes + math.ceil(padded_tokens * self._per_token(width))
-
-    def max_tokens(self, available_bytes: int, width: int) -> int:
-        """Padded tokens of a batch of rows ``width`` tokens wide that takes at most ``available_bytes``."""
-        return max(0, int((available_bytes - self.fixed_bytes) / self._per_token(width)))
-
-    def line(self, width: int) -> tuple[float, float]:
-        """Bytes per token and per token pair, without the fixed ones: one line instead of the stages.
-
-        Right for rows ``width`` tokens wide; never too low for narrower ones, since the worst of the stages
-        is convex in the width and the line its chord.
-        """
-        if width <= _MIN_WIDTH:
-            return self._per_token(width), 0.0
-        narrow, wide = self._per_token(_MIN_WIDTH), self._per_token(width)
-        slope = (wide - narrow) / (width - _MIN_WIDTH)
-        # Falls where a row's own bytes weigh more than its pairs: then the narrowest rows decide.
-        return (narrow - slope * _MIN_WIDTH, slope) if slope >= 0 else (narrow, 0.0)
-
-    def _per_token(self, width: int) -> float:
-        return max(
-            stage.bytes_per_token + stage.bytes_per_token_pair * width + stage.bytes_per_row / width
-            for stage in self.stages
-        )
 
 
 def cuda_context_bytes(capability: tuple[int, int] | None) -> int:

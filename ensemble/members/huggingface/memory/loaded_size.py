@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
+from ensemble.members.footprint import Weights
 from ensemble.members.huggingface.checkpoint.architecture import Architecture
 from ensemble.members.huggingface.checkpoint.quantization_keys import quantized_bits
 from ensemble.members.huggingface.checkpoint.weight_files import (
@@ -28,19 +28,6 @@ _BLOCK, _NESTED_BLOCK = 64, 256
 # The 16 values that 4 bits stand for, float32, with every layer.
 _TABLE_BYTES = 64
 _BLOCK_OF_LAYER = re.compile(r".*?\.\d+\.")
-
-
-@dataclass(frozen=True)
-class Weights:
-    """What a loaded model holds.
-
-    ``parameters`` counts packed weights as what they stand for.  ``largest_layer_bytes`` is the largest block
-    that stays on one device.
-    """
-
-    parameters: int
-    bytes: int
-    largest_layer_bytes: int
 
 
 def weights(

@@ -1,32 +1,31 @@
-"""PURE: the memory one replica of a member takes on a device, and whether that fits."""
+"""PURE: the memory one replica of a member takes on a device."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from ensemble.common.gpus import Device
-from ensemble.config import ModelConfig
-from ensemble.members.huggingface.attention import choose_attention
+from ensemble.members.footprint import Activation, Capability, Footprint, MemoryEstimate
+from ensemble.members.huggingface.attention import choose_attention, leaves_out_cap, no_cap_text
 from ensemble.members.huggingface.checkpoint.architecture import Architecture
 from ensemble.members.huggingface.checkpoint.weight_files import Tensor
-from ensemble.members.huggingface.memory.forward import Activation, activation, cuda_context_bytes
-from ensemble.members.huggingface.memory.loaded_size import Dtype, Weights, weights
-from ensemble.members.huggingface.spec import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET, RESERVE_SHARE
+from ensemble.members.huggingface.memory.forward import activation, cuda_context_bytes
+from ensemble.members.huggingface.memory.loaded_size import Dtype, weights
+from ensemble.members.huggingface.settings import HuggingFaceSettings
 
 # What a Python with torch, transformers and CUDA-less libraries holds on a CPU before any weights.
 PROCESS_BYTES = 450 << 20
-Capability = tuple[int, int]
+# What is proposed where the weights are too large for every GPU.
+_FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 
 
 @dataclass(frozen=True)
-class MemberFacts:
-    """What the plan must know of a member.
+class CheckpointFacts:
+    """What is known of a member's checkpoint and rows.
 
     ``lengths`` has the bytes of text per row, int64 [rows].  ``tensors`` and ``architecture`` are None where
     they cannot be known yet (on the hub, pickled); ``adapter_bytes`` is the size of its adapter's file.
@@ -46,60 +45,51 @@ class MemberFacts:
 
 
 @dataclass(frozen=True)
-class Footprint:
-    """A replica's memory; all of it is an estimate from the checkpoint's files.
+class CheckpointMemory(MemoryEstimate):
+    """What is known of a member's memory by the files of its checkpoint."""
 
-    ``width`` is the longest row to come, in tokens; ``context_bytes`` is what CUDA itself takes on each device,
-    or the process on a CPU.  ``mapped_bytes`` of a file count as a process's memory while weights of another type
-    are made of them; the system takes them back where memory is short.
-    """
+    settings: HuggingFaceSettings
+    facts: CheckpointFacts
 
-    weights: Weights
-    activation: Activation
-    context_bytes: int
-    mapped_bytes: int
-    dtype: Dtype
-    quantization: str
-    attention: str
-    width: int
+    @property
+    def max_length(self) -> int:  # type: ignore[override]
+        return self.facts.max_length
 
-    def resident_bytes(self, gpus: int) -> int:
-        """Per device, before the first batch, on ``gpus`` devices (0: the CPU)."""
-        share = self.weights.bytes if gpus < 2 else math.ceil(self.weights.bytes / gpus)
-        # Layers are not cut: one device can have most of a layer more than its share.
-        uneven = self.weights.largest_layer_bytes if gpus > 1 else 0
-        return min(self.weights.bytes, share + uneven) + self.context_bytes
+    def footprint(self, gpus: int, capability: Capability | None) -> Footprint | None:
+        return footprint(self.settings, self.facts, gpus, capability)
 
-    def peak_bytes(self, gpus: int, padded_tokens: int, width: int | None = None) -> int:
-        """Per device, with a batch of ``padded_tokens`` of rows as wide as the longest, or as ``width``."""
-        batch = self.activation.bytes(padded_tokens, width or self.width)
-        return self.resident_bytes(gpus) + max(batch, 0 if gpus else self.mapped_bytes)
+    def dtype(self, gpus: int, capability: Capability | None) -> str:
+        stored = stored_dtype(self.facts)
+        is_known = stored is not None or (capability is not None and capability < (8, 0))
+        return chosen_dtype(self.settings.dtype, stored, gpus, capability) if is_known else "auto"
 
-    def token_budget(self, gpus: int, room_bytes: int) -> int:
-        """Padded tokens of the longest rows that a batch may hold; 0 where not even one such row fits."""
-        tokens = self.activation.max_tokens(room_bytes - self.resident_bytes(gpus), self.width)
-        max_tokens = GPU_TOKEN_BUDGET if gpus else CPU_TOKEN_BUDGET
-        return max(self.width, min(max_tokens, tokens)) if tokens >= self.width else 0
+    def attention(self, dtype: str, gpus: int, capability: Capability | None) -> str | None:
+        return chosen_attention(self.settings, self.facts, dtype, gpus, capability)
 
+    def problem(self) -> str:
+        asked, architecture = self.settings.attn_implementation, self.facts.architecture
+        if architecture is None or not architecture.soft_capping or not leaves_out_cap(asked):
+            return ""
+        return no_cap_text(str(asked), self.settings.name)
 
-@dataclass(frozen=True)
-class Fit:
-    """A footprint on a device of ``total_bytes`` of which ``room_bytes`` are free to plan with.
+    def smaller(self, capability: Capability | None) -> Iterator[tuple[str, Footprint]]:
+        plain = self.footprint(1, capability)
+        if plain is None or plain.quantization or self.settings.merge_adapter:
+            return
+        four = footprint(self.settings, self.facts, 1, capability, quantization=_FOUR_BITS)
+        if four is not None:
+            keys = ", ".join(f"{key}: {str(value).lower()}" for key, value in _FOUR_BITS.items())
+            yield f"quantization_config: {{{keys}}}", four
 
-    ``verdict``: ``fits``; ``tight``, where the weights fit but perhaps not the longest row beside them; ``short``,
-    where that is so only because others use the device; ``held``, where others leave no room for the weights;
-    ``never``.
-    """
-
-    verdict: str
-    token_budget: int
-    peak_bytes: int
-    room_bytes: int
+    def with_flash_attention(self) -> MemoryEstimate | None:
+        if self.settings.attn_implementation is not None:
+            return None
+        return replace(self, facts=replace(self.facts, has_flash_attention=True))
 
 
 def footprint(
-    model: ModelConfig,
-    facts: MemberFacts,
+    model: HuggingFaceSettings,
+    facts: CheckpointFacts,
     gpus: int,
     capability: Capability | None,
     quantization: Mapping[str, Any] | None = None,
@@ -142,7 +132,7 @@ def footprint(
     )
 
 
-def stored_dtype(facts: MemberFacts) -> str | None:
+def stored_dtype(facts: CheckpointFacts) -> str | None:
     """The type that the checkpoint says it has, or else its first floating tensor's, as transformers has it."""
     if facts.architecture is not None and facts.architecture.dtype is not None:
         return facts.architecture.dtype
@@ -168,7 +158,7 @@ def chosen_dtype(
 
 
 def chosen_attention(
-    model: ModelConfig, facts: MemberFacts, dtype: str, gpus: int, capability: Capability | None
+    model: HuggingFaceSettings, facts: CheckpointFacts, dtype: str, gpus: int, capability: Capability | None
 ) -> str | None:
     """The attention that a member's workers are told to take; None where only they can see the architecture.
 
@@ -191,38 +181,3 @@ def quantization_name(settings: Mapping[str, Any] | None, architecture: Architec
     if settings.get("load_in_4bit"):
         return str(settings.get("bnb_4bit_quant_type", "fp4"))
     return "int8" if settings.get("load_in_8bit") else str(settings.get("quant_method", ""))
-
-
-def fit(
-    needed: Footprint,
-    device: Device,
-    gpus: int,
-    workers_per_gpu: int,
-    asked_tokens: int | None,
-    held_bytes: int = 0,
-) -> Fit:
-    """How ``needed`` fits on ``device``.
-
-    Args:
-        workers_per_gpu: how many workers share the device.
-        asked_tokens: the user's own budget for a batch, padded tokens of the longest rows.
-        held_bytes: what others use of it.
-    """
-    total = device.total_bytes // workers_per_gpu
-    free = max(0, device.total_bytes - held_bytes) // workers_per_gpu
-    room = max(0, int(free - RESERVE_SHARE * total))
-    budget = needed.token_budget(gpus, room)
-    verdict = _verdict(needed, gpus, total, free, asked_tokens)
-    if verdict == "tight" and _verdict(needed, gpus, total, total, asked_tokens) == "fits":
-        verdict = "short"
-    tokens = asked_tokens or budget
-    return Fit(verdict, tokens, needed.peak_bytes(gpus, max(tokens, needed.width)), room)
-
-
-def _verdict(needed: Footprint, gpus: int, total: int, free: int, asked_tokens: int | None) -> str:
-    resident = needed.resident_bytes(gpus)
-    if resident > free:
-        return "never" if resident > total else "held"
-    if asked_tokens is not None:
-        return "tight" if needed.peak_bytes(gpus, asked_tokens) > free else "fits"
-    return "fits" if needed.token_budget(gpus, int(free - RESERVE_SHARE * total)) else "tight"

@@ -1,0 +1,248 @@
+"""What a kind of member is, on the parent's side: ``MemberKind``, and the values that cross its border.
+
+docs/extending.md shows how to write one.  Nothing here imports torch; what a worker of a kind does is in the kind's
+``child.py``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
+
+from ensemble.config import MemberConfig
+from ensemble.members.footprint import (
+    RESERVE_SHARE,
+    Activation,
+    Capability,
+    Footprint,
+    MemoryEstimate,
+    Stage,
+    Weights,
+)
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import pyarrow as pa
+
+    from ensemble.common.digests import FileDigests
+    from ensemble.common.protocol import Activation as OutputActivation
+
+__all__ = [
+    "RESERVE_SHARE",
+    "Activation",
+    "Assigned",
+    "Capability",
+    "Footprint",
+    "Given",
+    "Inspection",
+    "MemberKind",
+    "MemoryEstimate",
+    "OutputColumns",
+    "Reads",
+    "ResourceRequest",
+    "Stage",
+    "Weights",
+]
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What is known of a member without computing anything.
+
+    ``activation`` says what its values are: "softmax" for probabilities that sum to 1, "sigmoid" for any from 0 to
+    1, "none" for any number.  ``label_order[j]`` is the member's own output column of the config's label ``j``.
+    ``summary`` is what ``validate`` shows of it, in a few words.
+    """
+
+    activation: OutputActivation
+    label_order: tuple[int, ...]
+    summary: str
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What a member reads: columns as they stand, or those in a Jinja template (``prompt_template``)."""
+
+    columns: tuple[str, ...] = ()
+    template: str | None = None
+
+
+@dataclass(frozen=True)
+class ResourceRequest:
+    """What a member asks of the machine, named as its keys in the YAML are.
+
+    Attributes:
+        num_gpus: for each replica; 0: the CPU; None: one if there is any, or as many as it needs.
+        replicas: loaded copies that share the rows.
+        batch_size: rows of one batch; None: left to the plan.
+        max_num_batched_tokens: padded tokens of one batch; None: left to the plan.
+        device_map: the number of a GPU within the lease, "cpu" or "disk" for each part; None: left to the plan.
+        max_memory: bytes by the number of a GPU within the lease, or "cpu"; None: left to the plan.
+        offload_folder: where weights go that fit nowhere else.
+        may_offload: whether weights that do not fit can wait outside of the GPU.
+    """
+
+    num_gpus: int | None = 0
+    replicas: int | Literal["auto"] = "auto"
+    batch_size: int | None = None
+    max_num_batched_tokens: int | None = None
+    device_map: Mapping[str, Any] | None = None
+    max_memory: Mapping[int | str, int] | None = None
+    offload_folder: Path | None = None
+    may_offload: bool = False
+
+
+@dataclass(frozen=True)
+class Assigned:
+    """What the plan has decided for all replicas of a member.
+
+    Attributes:
+        gpus: of each replica; 0: the CPU.
+        dtype: what dtype: auto means on these GPUs; "auto" where only a worker can tell.
+        attention: what its workers are told to take; None where only they can see the architecture.
+        footprint: a replica's memory, where it is known.
+    """
+
+    gpus: int
+    dtype: str = "auto"
+    attention: str | None = None
+    footprint: Footprint | None = None
+
+
+@dataclass(frozen=True)
+class OutputColumns:
+    """The columns of every member's predictions, by the config."""
+
+    id_column: str
+    labels: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Given:
+    """Predictions that need no worker.
+
+    Attributes:
+        values: float64 [rows, labels], in the order of the table and of the config's labels.
+        ignored_ids: how many ids there were that the table does not have.
+    """
+
+    values: npt.NDArray[np.float64]
+    ignored_ids: int
+
+
+S = TypeVar("S", bound=MemberConfig)
+I = TypeVar("I", bound=Inspection)  # noqa: E741
+
+
+class MemberKind(ABC, Generic[S, I]):
+    """A member of a run; each subclass is a kind of member, and its instances hold nothing but their settings.
+
+    ``settings`` is one of ``Settings``, whose ``task_type`` names the kind.  Either it needs workers, and ``child``
+    is the module that they run (see ``predictor.Child``), or it has its predictions already.  Problems are
+    sentences that begin with the key that they are about, such as "num_gpus: ..."; errors are ``EnsembleError`` of
+    exit code 2 with every problem found.
+    """
+
+    Settings: ClassVar[type[MemberConfig]]
+    needs_worker: ClassVar[bool] = True
+    child: ClassVar[str] = ""
+
+    def __init__(self, settings: S) -> None:
+        self.settings = settings
+
+    def request(self) -> ResourceRequest:
+        """What its workers ask of the machine."""
+        return ResourceRequest()
+
+    def reads(self) -> Reads:
+        """What it reads of the table."""
+        return Reads()
+
+    def sources(self) -> tuple[str, ...]:
+        """The files and folders that it is made of; a name on the hub among them does no harm.
+
+        A run watches them, and writes nothing there.
+        """
+        return ()
+
+    @abstractmethod
+    def inspect(self, columns: OutputColumns) -> I:
+        """Look at what it is made of, without computing anything.
+
+        Raises:
+            EnsembleError: what makes a run impossible.
+        """
+
+    def problems(self, inspected: I | None, any_gpu: bool) -> Iterator[str]:
+        """What is wrong with its settings beside what ``inspect`` found.
+
+        Args:
+            inspected: None where ``inspect`` failed.
+            any_gpu: whether the run has a GPU.
+        """
+        return iter(())
+
+    def warnings(self, inspected: I) -> Iterator[str]:
+        """What is to be said of its settings before a run, key first."""
+        return iter(())
+
+    def packages(self, inspected: I | None) -> Iterator[tuple[str, str]]:
+        """Packages that it needs and that are not installed with this one; each with ".key" that needs it."""
+        return iter(())
+
+    def memory(self, inspected: I, lengths: npt.NDArray[np.int64], labels: int) -> MemoryEstimate | None:
+        """What a replica takes; None: not known, and it may run anywhere.
+
+        Args:
+            lengths: bytes of all that it reads of each row, [rows].
+            labels: how many values it gives for a row.
+
+        Raises:
+            EnsembleError: a file is broken.
+        """
+        return None
+
+    @abstractmethod
+    def fingerprint(self, inspected: I, assigned: Assigned) -> Mapping[str, object]:
+        """All that its numbers depend on beside files and rows, as JSON or YAML can hold it.
+
+        Its work of an earlier run is reused where this, ``content`` and the rows are the same.
+        """
+
+    @abstractmethod
+    def content(self, inspected: I, files: FileDigests) -> Mapping[str, str]:
+        """What its files hold, as digests in hexadecimal by what they are, in a word: "weights", "tokenizer".
+
+        Raises:
+            EnsembleError: a file cannot be read, or is being written to.
+        """
+
+    def worker_settings(
+        self, inspected: I, assigned: Assigned, offload_folder: Path | None
+    ) -> Mapping[str, Any]:
+        """What a worker of it is told beside what all are told, as JSON can hold it; for kinds with workers.
+
+        Args:
+            offload_folder: for this worker alone, where the request names one.
+        """
+        raise NotImplementedError
+
+    def environment(self) -> Mapping[str, str]:
+        """What is set in the environment of its workers that have GPUs, before they start."""
+        return {}
+
+    def predictions(self, ids: pa.ChunkedArray, columns: OutputColumns) -> Given:
+        """All of its predictions, for kinds without workers; the caller looks whether they are probabilities.
+
+        Args:
+            ids: of the table's rows, text, unique.
+
+        Raises:
+            DataError: they cannot be had.
+        """
+        raise NotImplementedError

@@ -1,0 +1,1 @@
+"""The kind ``csv``: predictions that were made elsewhere."""

@@ -1,0 +1,226 @@
+"""The keys that kinds of Hugging Face checkpoints share, and the rules that tie them together."""
+
+# No "from __future__ import annotations": pydantic would evaluate every annotation from its text again.
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, ClassVar, Final, Literal
+
+from pydantic import Field
+
+from ensemble.config import MemberConfig
+from ensemble.config.document import Problem, place
+from ensemble.config.rules import label_items
+from ensemble.config.values import (
+    GPU_NUMBER,
+    Column,
+    Columns,
+    Count,
+    Devices,
+    File,
+    MaxMemory,
+    Settings,
+    Source,
+    SplitSize,
+    Text,
+    with_home,
+)
+
+_COMMIT: Final = r"[0-9a-fA-F]{40}"
+_PICKLES: Final = "drop this; the model's own key allow_pickle says whether pickles may be read"
+_KERNELS: Final = "runs compiled code from the hub; it needs trust_remote_code: true"
+_OWN: Final = "use the model's own key of this name instead"
+_UNTRUSTED_KWARGS: Final = {
+    "model_kwargs": {
+        "use_safetensors": _PICKLES,
+        "weights_only": _PICKLES,
+        "allow_all_kernels": _KERNELS,
+        "kernel_config": _KERNELS,
+    },
+    "tokenizer_kwargs": {"revision": _OWN, "trust_remote_code": _OWN},
+}
+
+
+class HuggingFaceSettings(MemberConfig):
+    """Which checkpoint, how it is loaded, and what it may take of the machine."""
+
+    model_name_or_path: Source = Field(examples=["models/gemma-2-9b"])  # a folder, or a name on the hub
+    revision: Text | None = None  # the hub's branch, tag or commit; a commit with trust_remote_code
+    adapter_name_or_path: Source | None = None  # a LoRA adapter of peft, a folder or a name on the hub
+    merge_adapter: bool = False  # into the weights; False: computed beside them, as in training
+    gguf_file: Text | None = None  # the file of model_name_or_path that holds the weights, dequantized
+    batch_size: Count | Literal["auto"] = "auto"  # rows in one forward pass
+    max_num_batched_tokens: Count | None = None  # tokens in one forward pass, padding included
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"  # of the weights
+    quantization_config: Settings | None = None  # such as {load_in_4bit: true}
+    attn_implementation: Text | None = None  # such as sdpa, eager or flash_attention_2
+    allow_tf32: bool = False  # float32 products in TF32, faster and good to three digits; from Ampere on
+    expandable_segments: bool = True  # of torch's allocator on GPUs: fits batches of changing size
+    max_split_size_mb: SplitSize | None = None  # of torch's allocator: the older remedy for fragments
+    num_gpus: Devices | None = None  # for each replica; 0: the CPU; None: one if there is any GPU
+    replicas: Count | Literal["auto"] = "auto"  # loaded copies that share the rows
+    device_map: Text | Settings | None = None  # of accelerate, such as auto or {model: 0, score: cpu}
+    max_memory: MaxMemory | None = None  # the weights' share of each GPU of the lease, and of cpu: offload
+    offload_folder: File | None = None  # where weights go that fit nowhere else
+    trust_remote_code: bool = False  # runs code from the hub, which therefore demands a revision
+    allow_pickle: bool = False  # weights in .bin files, of which torch reads tensors only
+    model_kwargs: Settings = Field(default_factory=dict)  # for the model's from_pretrained
+    tokenizer_kwargs: Settings = Field(default_factory=dict)  # for the tokenizer's from_pretrained
+
+    older_keys: ClassVar[Mapping[str, str]] = {
+        "model_name_or_path": "model model_path model_name model_id path checkpoint pretrained",
+        "dtype": "torch_dtype precision fp16 bf16",
+        "quantization_config: {load_in_4bit: true}": "load_in_4bit",
+        "quantization_config: {load_in_8bit: true}": "load_in_8bit",
+        "quantization_config": "quantization bnb_config",
+        "attn_implementation": "attention use_flash_attention_2",
+        "batch_size": "bs per_device_eval_batch_size",
+        "adapter_name_or_path": "adapter adapters adapter_path lora lora_path peft peft_model",
+        "num_gpus": "gpus n_gpus device devices",
+        "allow_tf32": "tf32",
+        "offload_folder": "offload offload_dir",
+    }
+
+    @property
+    def computed_as(self) -> str:
+        keys = (
+            *("model_name_or_path", "adapter_name_or_path", "gguf_file", "quantization_config", "dtype"),
+            *("attn_implementation", "max_length", "num_gpus", "prompt_template", "text_column"),
+        )
+        return sha256(repr([getattr(self, key, None) for key in keys]).encode()).hexdigest()[:16]
+
+    @classmethod
+    def broken_rules(cls, values: Mapping[str, Any], labels: Collection[str]) -> Iterator[Problem]:
+        yield from _broken_trust(values)
+        yield from _broken_placement(values)
+        yield from _broken_weights(values)
+
+
+class TextSettings(HuggingFaceSettings):
+    """What a member makes of a row's text; exactly one of ``prompt_template`` and ``text_column`` is given."""
+
+    prompt_template: Text | None = None  # Jinja, over the row's columns
+    text_column: Column | Columns | None = None  # fed as it stands; two columns are a pair of sentences
+    max_length: Count | None = None  # tokens; a longer row is cut; None: the checkpoint's own limit
+    truncation_side: Literal["left", "right"] | None = None  # None: the tokenizer's own
+    add_special_tokens: bool = True  # False where the template holds them already
+
+    older_keys: ClassVar[Mapping[str, str]] = {
+        **HuggingFaceSettings.older_keys,
+        "max_length": "max_len max_seq_len max_seq_length model_max_length",
+        "prompt_template": "template prompt",
+        "text_column": "text column input_column",
+    }
+    alternatives: ClassVar[tuple[tuple[str, str], ...]] = (("prompt_template", "text_column"),)
+
+    @property
+    def text_columns(self) -> tuple[str, ...]:
+        """The one or two columns that a member without a template reads."""
+        if self.text_column is None:
+            return ()
+        return (self.text_column,) if isinstance(self.text_column, str) else tuple(self.text_column)
+
+    @classmethod
+    def broken_rules(cls, values: Mapping[str, Any], labels: Collection[str]) -> Iterator[Problem]:
+        inputs = [key for key in ("prompt_template", "text_column") if values.get(key) is not None]
+        if not inputs:
+            yield (), "prompt_template or text_column is required, for example text_column: text"
+        elif len(inputs) == 2:
+            yield ("prompt_template",), "give either prompt_template or text_column, not both"
+        yield from super().broken_rules(values, labels)
+
+
+def broken_label_map(values: Mapping[str, Any], labels: Collection[str]) -> Iterator[Problem]:
+    """What is wrong with a ``label_map``, for kinds that have one; arguments as for ``broken_rules``."""
+    given: dict[str, str] = {}
+    for key, label in label_items(values.get("label_map")):
+        if labels and label not in labels:
+            yield ("label_map", key), "must be one of the labels"
+        elif given.setdefault(label, key) != key:
+            yield ("label_map", key), f"the same label as {place(('label_map', given[label]))} has"
+
+
+def _broken_trust(member: Mapping[str, Any]) -> Iterator[Problem]:
+    """Keys that let files of the checkpoint run code, or would do so past the keys that are there for it."""
+    revision, is_trusted = member.get("revision"), member.get("trust_remote_code") is True
+    commit = "a commit's whole hash (40 hexadecimal digits), since a branch or tag can be moved to other code"
+    if is_trusted and _is_remote(member):
+        if revision is None:
+            yield ("revision",), f"required with trust_remote_code: true; name {commit}"
+        elif isinstance(revision, str) and not re.fullmatch(_COMMIT, revision):
+            yield ("revision",), f"with trust_remote_code: true this is {commit}"
+    for key, instead in _UNTRUSTED_KWARGS.items():
+        given = member.get(key)
+        for name in given if isinstance(given, dict) else ():
+            if name in instead and not (is_trusted and instead[name] is _KERNELS):
+                yield (key, name), instead[name]
+
+
+def _broken_placement(member: Mapping[str, Any]) -> Iterator[Problem]:
+    gpus, sizes, layers = (member.get(key) for key in ("num_gpus", "max_memory", "device_map"))
+    if layers == {}:
+        yield ("device_map",), "must not be empty; name the place of each part, such as {model: 0, score: 0}"
+    if isinstance(gpus, int):
+        there = f"a lease of {gpus} has GPUs 0 to {gpus - 1}" if gpus else "num_gpus: 0 leaves only cpu"
+        sentence = f"there is no such GPU: {there}; GPUs count from 0 within it"
+        for key in sizes if isinstance(sizes, dict) else ():
+            if re.fullmatch(GPU_NUMBER, str(key)) and int(key) >= gpus:
+                yield ("max_memory", str(key)), sentence
+        for key, place in layers.items() if isinstance(layers, dict) else ():
+            if isinstance(place, int) and place >= gpus:
+                yield ("device_map", str(key)), sentence
+    settings = member.get("quantization_config")
+    if isinstance(settings, dict) and _asks_for_offload(member):
+        in_bits = next((key for key in ("load_in_8bit", "load_in_4bit") if settings.get(key)), None)
+        if in_bits and not settings.get("llm_int8_enable_fp32_cpu_offload"):
+            yield (
+                ("quantization_config",),
+                f"{in_bits} and offload go together only with llm_int8_enable_fp32_cpu_offload: true, which keeps "
+                "the offloaded layers in float32",
+            )
+
+
+def _broken_weights(member: Mapping[str, Any]) -> Iterator[Problem]:
+    """Keys that say which weights are loaded, and where they would shut each other out."""
+    adapter, gguf_file = member.get("adapter_name_or_path"), member.get("gguf_file")
+    if member.get("merge_adapter") is True:
+        if adapter is None:
+            yield ("merge_adapter",), "there is no adapter to merge; add adapter_name_or_path"
+        elif member.get("quantization_config") is not None:
+            yield (
+                ("merge_adapter",),
+                "quantized weights cannot take an adapter in without rounding it away; leave it unmerged, or drop "
+                "quantization_config",
+            )
+    if adapter is not None and _asks_for_offload(member):
+        yield (
+            ("adapter_name_or_path",),
+            "an adapter needs its base on the devices themselves, not offloaded; quantize it, give it more GPUs, "
+            "or merge the adapter into a checkpoint first",
+        )
+    if gguf_file is not None and member.get("quantization_config") is not None:
+        yield (
+            ("gguf_file",),
+            "its weights are quantized already and are read as they were; drop quantization_config",
+        )
+    if gguf_file is not None and member.get("offload_folder") is not None:
+        yield ("gguf_file",), "transformers cannot offload a GGUF file to disk; drop offload_folder"
+
+
+def _asks_for_offload(member: Mapping[str, Any]) -> bool:
+    sizes = member.get("max_memory")
+    to_cpu = isinstance(sizes, dict) and "cpu" in sizes and member.get("num_gpus") != 0
+    placed = member.get("device_map")
+    places = {str(device) for device in placed.values()} if isinstance(placed, dict) else set()
+    by_hand = "disk" in places or ("cpu" in places and len(places) > 1)
+    return to_cpu or by_hand or member.get("offload_folder") is not None
+
+
+def _is_remote(member: Mapping[str, Any]) -> bool:
+    source = member.get("model_name_or_path")
+    try:
+        return isinstance(source, str) and not Path(with_home(source)).is_dir()
+    except (OSError, ValueError):  # a name that no folder can have
+        return True

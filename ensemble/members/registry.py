@@ -1,0 +1,44 @@
+"""The kinds of members by their ``task_type``: a folder and a line each.
+
+Installed packages bring further ones by entry points of the group ``ensemble.member_kinds``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ensemble.common.extensions import Registry
+from ensemble.config import MemberConfig
+from ensemble.members.base import MemberKind
+
+KINDS: Registry[MemberKind[Any, Any]] = Registry(
+    group="ensemble.member_kinds",
+    what="task_type",
+    base=MemberKind,  # type: ignore[type-abstract]
+    package=__package__,
+    built_in={
+        "seq_cls": ".seq_cls.parent:SequenceClassification",
+        "csv": ".csv.parent:CsvPredictions",
+    },
+)
+
+
+def member_kind(settings: MemberConfig) -> MemberKind[Any, Any]:
+    """A member of the kind that its settings name."""
+    return KINDS.load(settings.task_type)(settings)
+
+
+class KindSettings(Mapping[str, type[MemberConfig]]):
+    """Each kind's keys, for the config; a kind is imported when it is looked up."""
+
+    def __getitem__(self, name: str) -> type[MemberConfig]:
+        if name not in KINDS.built_in and name not in KINDS.names():
+            raise KeyError(name)
+        return KINDS.load(name).Settings
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(KINDS.names())
+
+    def __len__(self) -> int:
+        return len(KINDS.names())

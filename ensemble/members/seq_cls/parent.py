@@ -1,0 +1,225 @@
+"""Sequence classifiers on the parent's side: what can be known of a checkpoint without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ensemble.common.digests import FileDigests, digest_of
+from ensemble.config import MemberConfig
+from ensemble.members.base import Assigned, MemberKind, MemoryEstimate, OutputColumns, Reads, ResourceRequest
+from ensemble.members.huggingface.allocator import allocator_environment
+from ensemble.members.huggingface.checkpoint.digests import hub_commit, tokenizer_digest, weights_digest
+from ensemble.members.huggingface.checkpoint.hub import find_file
+from ensemble.members.huggingface.checkpoint.inspect import Checkpoint, inspect_checkpoint
+from ensemble.members.huggingface.checkpoint.quantization_keys import (
+    BITSANDBYTES,
+    carried_warning,
+    fp4_warning,
+    method_of,
+    quantization_problems,
+    without_defaults,
+)
+from ensemble.members.huggingface.checkpoint.remote_code import Trust
+from ensemble.members.huggingface.checkpoint.tokenizer_files import own_max_length, own_truncation_side
+from ensemble.members.huggingface.spec import ModelSettings
+from ensemble.members.seq_cls.settings import SequenceClassifierSettings
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+_KEYS_OF_THEIR_OWN = (
+    *("dtype", "revision", "trust_remote_code", "quantization_config", "attn_implementation"),
+    *("device_map", "max_memory", "offload_folder", "gguf_file"),
+)
+# Keys that are taken into the fingerprint as they stand; the others by what they come to, so that to spell out what
+# would be so without them changes nothing.
+_AS_GIVEN = (
+    *("prompt_template", "add_special_tokens", "allow_tf32", "merge_adapter", "gguf_file"),
+    "trust_remote_code",
+)
+# Of model_kwargs and tokenizer_kwargs: how files are had, not what is made of them. A token may change every day.
+_HOW_TO_FETCH = (
+    *("token", "use_auth_token", "cache_dir", "force_download", "resume_download", "local_files_only"),
+    "proxies",
+)
+
+
+class SequenceClassification(MemberKind[SequenceClassifierSettings, Checkpoint]):
+    """A checkpoint with a classification head, loaded by transformers."""
+
+    Settings: ClassVar[type[MemberConfig]] = SequenceClassifierSettings
+    child: ClassVar[str] = "ensemble.members.seq_cls.child"
+
+    def request(self) -> ResourceRequest:
+        model = self.settings
+        # Quantized layers can wait on the CPU only as float32 ones, which a member too large for its GPU does not
+        # survive.
+        is_plain = model.quantization_config is None and model.gguf_file is None
+        return ResourceRequest(
+            num_gpus=model.num_gpus,
+            replicas=model.replicas,
+            batch_size=None if model.batch_size == "auto" else model.batch_size,
+            max_num_batched_tokens=model.max_num_batched_tokens,
+            device_map=model.device_map if isinstance(model.device_map, dict) else None,
+            max_memory=model.max_memory,
+            offload_folder=model.offload_folder,
+            may_offload=is_plain and model.adapter_name_or_path is None,
+        )
+
+    def reads(self) -> Reads:
+        return Reads(self.settings.text_columns, self.settings.prompt_template)
+
+    def sources(self) -> tuple[str, ...]:
+        names = (self.settings.model_name_or_path, self.settings.adapter_name_or_path)
+        return tuple(name for name in names if name is not None)
+
+    def inspect(self, columns: OutputColumns) -> Checkpoint:
+        model = self.settings
+        return inspect_checkpoint(
+            model.model_name_or_path,
+            model.revision,
+            columns.labels,
+            model.label_map,
+            model.problem_type,
+            model.adapter_name_or_path,
+            model.gguf_file,
+            Trust(
+                model.allow_pickle,
+                model.trust_remote_code,
+                model.model_kwargs.get("code_revision"),
+                model.tokenizer_kwargs.get("code_revision"),
+            ),
+            model.tokenizer_kwargs,
+        )
+
+    def problems(self, inspected: Checkpoint | None, any_gpu: bool) -> Iterator[str]:
+        model = self.settings
+        for key in _KEYS_OF_THEIR_OWN:
+            if key in model.model_kwargs:
+                yield f"model_kwargs.{key}: use the model's own key {key} instead"
+        stored = inspected.quantization if inspected is not None else None
+        on_gpu = any_gpu if model.num_gpus is None else model.num_gpus > 0
+        yield from quantization_problems(model.quantization_config, stored, on_gpu, model.merge_adapter)
+
+    def warnings(self, inspected: Checkpoint) -> Iterator[str]:
+        for warning in (fp4_warning, carried_warning):
+            if text := warning(self.settings.quantization_config, inspected.quantization):
+                yield text
+
+    def packages(self, inspected: Checkpoint | None) -> Iterator[tuple[str, str]]:
+        model = self.settings
+        if method_of(model.quantization_config) == BITSANDBYTES:
+            yield BITSANDBYTES, ".quantization_config"
+        elif inspected is not None and method_of(inspected.quantization) == BITSANDBYTES:
+            yield BITSANDBYTES, ", a quantized checkpoint,"
+        if model.adapter_name_or_path is not None:
+            yield "peft", ".adapter_name_or_path"
+        if model.gguf_file is not None:
+            yield "gguf", ".gguf_file"
+
+    def memory(
+        self, inspected: Checkpoint, lengths: npt.NDArray[np.int64], labels: int
+    ) -> MemoryEstimate | None:
+        # NumPy only where it is needed: a typo in a key shall be told at once.
+        from ensemble.members.huggingface.memory.facts import checkpoint_facts
+        from ensemble.members.huggingface.memory.replica import CheckpointMemory
+
+        return CheckpointMemory(self.settings, checkpoint_facts(self.settings, inspected, lengths, labels))
+
+    def fingerprint(self, inspected: Checkpoint, assigned: Assigned) -> Mapping[str, object]:
+        model = self.settings
+        is_unknown = not inspected.folder.is_dir()  # still on the hub, so that only its name tells
+        # What the worker makes of dtype: auto; "auto" is the checkpoint's own.
+        dtype: str = model.dtype
+        if dtype == "auto":
+            dtype = assigned.dtype if assigned.gpus else "float32"
+        # Settings and code of its own, a GGUF file's vocabulary, files that may still be on the hub: then it is not
+        # known here what holds where the config does not say.
+        is_plain = not (
+            _without_fetching(model.tokenizer_kwargs) or model.gguf_file or model.trust_remote_code
+        )
+        known = inspected.folder if is_plain and Path(model.model_name_or_path).is_dir() else None
+        return {
+            **{key: getattr(model, key) for key in _AS_GIVEN},
+            "text_columns": model.text_columns,
+            "max_length": model.max_length or (known and own_max_length(known)),
+            "truncation_side": model.truncation_side or (known and own_truncation_side(known)),
+            # None where only its workers see what suits the model.
+            "attn_implementation": model.attn_implementation or assigned.attention,
+            "quantization_config": without_defaults(model.quantization_config, dtype),
+            "label_order": inspected.label_order,
+            "activation": inspected.activation,
+            "dtype": dtype,
+            "model_kwargs": _without_fetching(model.model_kwargs),
+            "tokenizer_kwargs": _without_fetching(model.tokenizer_kwargs),
+            "source": [model.model_name_or_path, model.revision or "main"] if is_unknown else None,
+        }
+
+    def worker_settings(
+        self, inspected: Checkpoint, assigned: Assigned, offload_folder: Path | None
+    ) -> Mapping[str, Any]:
+        model, footprint = self.settings, assigned.footprint
+        per_token, per_pair = footprint.activation.line(footprint.width) if footprint else (None, None)
+        settings = ModelSettings(
+            model_name_or_path=model.model_name_or_path,
+            # What was checked is what is loaded: a branch of the hub may have moved since.
+            revision=hub_commit(model.model_name_or_path, inspected.folder) or model.revision,
+            trust_remote_code=model.trust_remote_code,
+            allow_pickle=model.allow_pickle,
+            adapter_name_or_path=model.adapter_name_or_path,
+            merge_adapter=model.merge_adapter,
+            gguf_file=model.gguf_file,
+            label_order=inspected.label_order,
+            prompt_template=model.prompt_template,
+            text_columns=model.text_columns,
+            max_length=model.max_length,
+            truncation_side=model.truncation_side,
+            add_special_tokens=model.add_special_tokens,
+            batch_size=None if model.batch_size == "auto" else model.batch_size,
+            token_budget=model.max_num_batched_tokens,
+            dtype=model.dtype,
+            gpu_dtype=assigned.dtype,
+            allow_tf32=model.allow_tf32,
+            expandable_segments=model.expandable_segments,
+            max_split_size_mb=model.max_split_size_mb,
+            quantization_config=model.quantization_config,
+            attn_implementation=assigned.attention,
+            is_attention_asked=model.attn_implementation is not None,
+            model_kwargs=model.model_kwargs,
+            tokenizer_kwargs=model.tokenizer_kwargs,
+            device_map=model.device_map,
+            max_memory=None
+            if model.max_memory is None
+            else {str(key): size for key, size in model.max_memory.items()},
+            offload_folder=None if offload_folder is None else str(offload_folder.resolve()),
+            bytes_per_token=per_token,
+            bytes_per_token_pair=per_pair,
+            fixed_bytes=footprint.activation.fixed_bytes if footprint else 0,
+            width=footprint.width if footprint else None,
+        )
+        return asdict(settings)
+
+    def environment(self) -> Mapping[str, str]:
+        return allocator_environment(self.settings.expandable_segments, self.settings.max_split_size_mb)
+
+    def content(self, inspected: Checkpoint, files: FileDigests) -> Mapping[str, str]:
+        """The digests of the weights, the adapter's among them, and of the tokenizer."""
+        model, folder = self.settings, inspected.folder
+        commit = hub_commit(model.model_name_or_path, folder)
+        weights = [
+            commit
+            or weights_digest(folder, model.model_kwargs, model.gguf_file, model.trust_remote_code, files)
+        ]
+        if (name := model.adapter_name_or_path) is not None:
+            place = find_file(name, "adapter_config.json").parent
+            weights.append(hub_commit(name, place) or weights_digest(place, {}, None, False, files))
+        tokenizer = tokenizer_digest(folder if commit is None else None, model.tokenizer_kwargs, files)
+        return {"weights": digest_of(weights), "tokenizer": digest_of([commit, tokenizer])}
+
+
+def _without_fetching(kwargs: Mapping[str, object]) -> dict[str, object]:
+    return {key: value for key, value in kwargs.items() if key not in _HOW_TO_FETCH}

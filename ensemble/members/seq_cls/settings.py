@@ -1,0 +1,34 @@
+"""The keys of a sequence classifier."""
+
+# No "from __future__ import annotations": pydantic would evaluate every annotation from its text again.
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from ensemble.config.document import Problem
+from ensemble.config.values import LabelMap, ProblemType
+from ensemble.members.huggingface.settings import TextSettings, broken_label_map
+
+
+class SequenceClassifierSettings(TextSettings):
+    """A checkpoint with a classification head.
+
+    Raises:
+        ValidationError: a value is of the wrong type or out of range, or two keys do not go together.
+    """
+
+    task_type: Literal["seq_cls"] = "seq_cls"
+    problem_type: ProblemType | None = None  # how logits become probabilities; None: the checkpoint's own
+    label_map: LabelMap = Field(default_factory=dict)  # the checkpoint's label -> the config's
+
+    older_keys: ClassVar[Mapping[str, str]] = {
+        **TextSettings.older_keys,
+        "label_map": "label_mapping id2label label2id",
+    }
+
+    @classmethod
+    def broken_rules(cls, values: Mapping[str, Any], labels: Collection[str]) -> Iterator[Problem]:
+        yield from super().broken_rules(values, labels)
+        yield from broken_label_map(values, labels)

@@ -1,0 +1,85 @@
+"""Each model has the keys of its kind; defaults serve all kinds at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.config.examples import Load, Problems, small
+
+MATE = {"name": "mate", "task_type": "csv", "path": "mate.csv"}
+
+
+def both(defaults: dict[str, Any], **mate: Any) -> dict[str, Any]:
+    content = small()
+    content["models"].append({**MATE, **mate})
+    return {**content, "defaults": defaults}
+
+
+def test_a_default_goes_to_the_kinds_that_have_the_key(load: Load) -> None:
+    defaults = {"max_length": 64, "weight": 0.5, "activation": "sigmoid", "prompt_template": "{{ x }}"}
+    model, mate = load(both(defaults)).config.models
+    assert (model.max_length, model.weight, model.text_column) == (64, 0.5, "text")
+    assert model.prompt_template is None, "its own text_column takes its place"
+    assert mate.model_dump() == {
+        **MATE,
+        "path": Path("mate.csv"),
+        "weight": 0.5,
+        "id_column": None,
+        "activation": "sigmoid",
+    }
+
+
+def test_a_default_can_name_the_kind(load: Load) -> None:
+    content = small(task_type="seq_cls")
+    content["models"] += [{"name": name, "path": f"{name}.csv"} for name in ("b", "c")]
+    _, b, c = load({**content, "defaults": {"task_type": "csv"}}).config.models
+    assert (b.task_type, c.path) == ("csv", Path("c.csv"))
+
+
+@pytest.mark.parametrize(
+    ("defaults", "expected"),
+    [
+        ({"max_lenght": 64}, "defaults.max_lenght (line 15): unknown key; did you mean max_length?"),
+        ({"activaton": "none"}, "defaults.activaton (line 15): unknown key; did you mean activation?"),
+        ({"torch_dtype": "x"}, "defaults.torch_dtype (line 15): unknown key; use dtype"),
+        ({"max_length": 0}, "defaults.max_length (line 15): must be a whole number of at least 1, not 0"),
+        (
+            {"activation": "relu"},
+            "defaults.activation (line 15): must be one of softmax, sigmoid, none, not 'relu'",
+        ),
+        (
+            {"task_type": "vote"},
+            "defaults.task_type (line 15): unknown task_type; the task_types here are seq_cls, csv",
+        ),
+    ],
+)
+def test_what_no_kind_knows_is_an_error(problems: Problems, defaults: dict[str, Any], expected: str) -> None:
+    assert problems(both(defaults)) == (expected,)
+
+
+def test_a_default_that_only_a_kind_without_members_knows_is_no_error(load: Load) -> None:
+    assert load({**small(), "defaults": {"activation": "none"}}).config.models[0].max_length is None
+
+
+def test_a_model_has_the_keys_of_its_kind_and_no_others(problems: Problems) -> None:
+    found = problems(both({}, max_length=3, file="x", path=None))
+    assert found == (
+        "models[1].path (line 12): must be the path of a file or folder, not empty",
+        "models[1].max_length (line 13): unknown key; the keys here are name, task_type, weight, path, id_column, "
+        "activation",
+        "models[1].file (line 14): unknown key; use path",
+    )
+    content = both({})
+    del content["models"][1]["path"]
+    assert problems(content) == ("models[1].path (line 10): required, for example path: mate.csv",)
+
+
+def test_what_is_wrong_with_models_together_is_said_beside_it(problems: Problems) -> None:
+    found = problems(both({}, name="A", weight="x"))
+    assert found == (
+        "models[1].name (line 10): the same as models[0].name; names must differ in more than their case",
+        "models[1].weight (line 13): must be a number of at least 0, not 'x'",
+    )

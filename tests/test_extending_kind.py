@@ -1,0 +1,98 @@
+"""The member kind of docs/extending-member-kind.md, as it stands there: installed, and run in real processes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.project import LABELS, ROOT, Project, python_path
+
+
+def blocks() -> dict[str, str]:
+    """What stands in the page's files, by their names."""
+    page = (ROOT / "docs/extending-member-kind.md").read_text(encoding="utf-8")
+    found = re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```$', page, re.DOTALL | re.MULTILINE)
+    assert len(found) == page.count("\n```") / 2, "a block without a title is not tested"
+    return dict(found)
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """A folder of installed packages, with the page's."""
+    folder = tmp_path / "site"
+    information = folder / "ensemble_bytes-1.0.dist-info"
+    information.mkdir(parents=True)
+    information.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: ensemble-bytes\nVersion: 1.0\n")
+    group, line = re.findall(
+        r'^\[project\.entry-points\."(.*)"\]\n(.*)$', blocks()["pyproject.toml"], re.MULTILINE
+    )[0]
+    information.joinpath("entry_points.txt").write_text(f"[{group}]\n{line}\n".replace('"', ""))
+    for name, content in blocks().items():
+        if name.endswith(".py"):
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(content)
+    return folder
+
+
+def test_a_run_with_a_kind_of_another_package(project: Project, site: Path) -> None:
+    weights = np.random.default_rng(0).normal(size=(256, len(LABELS))) * 5
+    np.save(project.folder / "small.npy", weights)
+    mate = [[one, "0.2", "0.3", "0.5"] for one in sorted(project.ids)]
+    project.write_csv("mate.csv", ["id", *LABELS], mate)
+    (project.folder / "config.yaml").write_text(blocks()["config.yaml"])
+    environment = {"PYTHONPATH": python_path(ROOT, site)}
+    validated = project.ensemble("validate", "config.yaml", environment=environment)
+    assert validated.returncode == 0, validated.stderr
+    assert "small: a classifier of bytes, weight 0.2, CPU, " in validated.stdout
+    done = project.ensemble("run", "config.yaml", environment=environment)
+    assert done.returncode == 0, done.stderr + done.stdout
+    counts = np.array(
+        [np.bincount(np.frombuffer(text.encode(), np.uint8), minlength=256) for text in project.texts]
+    )
+    scores = counts @ weights / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    expected = np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)
+    _, rows = project.read("runs/first/predictions/small.csv")
+    assert [row[0] for row in rows] == project.ids
+    np.testing.assert_allclose([[float(cell) for cell in row[1:]] for row in rows], expected, rtol=1e-9)
+    _, rows = project.read("runs/first/ensemble.csv")
+    merged = (0.2 * expected + np.array([0.2, 0.3, 0.5])) / 1.2
+    np.testing.assert_allclose([[float(cell) for cell in row[1:]] for row in rows], merged, rtol=1e-9)
+    report = project.run_json()
+    assert report["members"][0]["workers"][0]["dtype"] == "float64"
+    assert "torch" not in report["versions"]
+    again = project.ensemble("run", "config.yaml", environment=environment)
+    assert "small: done by an earlier run, reused" in again.stdout
+    np.save(project.folder / "small.npy", -weights)
+    again = project.ensemble("run", "config.yaml", environment=environment)
+    assert "small: weights changed since its predictions were made; it runs again" in again.stdout
+
+
+def test_its_keys_are_checked_with_the_others(project: Project, site: Path) -> None:
+    np.save(project.folder / "small.npy", np.zeros((256, 2)))
+    text = blocks()["config.yaml"].replace(
+        "{name: mate, task_type: csv, path: mate.csv}", "{name: b, task_type: byts}"
+    )
+    text = text.replace("replicas: 2", "replicsa: 2").replace("max_length: 512", "wieghts: x")
+    (project.folder / "config.yaml").write_text(text)
+    environment = {"PYTHONPATH": python_path(ROOT, site)}
+    done = project.ensemble("validate", "config.yaml", environment=environment)
+    assert done.returncode == 2
+    for words in (
+        "models[0].replicsa (line 4): unknown key; did you mean replicas?",
+        "models[1].task_type (line 5): unknown task_type; did you mean bytes?",
+        "defaults.wieghts (line 6): unknown key; did you mean weights?",
+    ):
+        assert words in done.stderr
+    (project.folder / "config.yaml").write_text(
+        blocks()["config.yaml"].replace("  - {name: mate, task_type: csv, path: mate.csv}\n", "")
+    )
+    done = project.ensemble("validate", "config.yaml", environment=environment)
+    assert "models[0] (small): weights: small.npy has the shape (256, 2), not (256, 3)" in done.stderr
+    without = project.ensemble("validate", "config.yaml")
+    assert (
+        "models[0].task_type (line 4): unknown task_type; the task_types here are seq_cls, csv"
+        in without.stderr
+    )
