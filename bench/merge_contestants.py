@@ -15,7 +15,7 @@ from pathlib import Path
 
 def _ours(folder: Path) -> Callable[[], object]:
     """From sealed predictions to files, as a run does it whose members are done."""
-    from ensemble.pipeline.loading import load as load_config
+    from ensemble.pipeline.load import load as load_config
     from ensemble.pipeline.results import Handover
     from ensemble.pipeline.resume import find_works
     from ensemble.pipeline.run_dir import RunDir

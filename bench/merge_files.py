@@ -17,7 +17,7 @@ from ensemble.common.digests import FileDigests
 from ensemble.common.shards import file_sha256
 from ensemble.data.csv_file import write_csv
 from ensemble.pipeline.fingerprint import member_fingerprint
-from ensemble.pipeline.loading import load as load_config
+from ensemble.pipeline.load import load as load_config
 from ensemble.pipeline.resume import find_work, seal
 from ensemble.pipeline.run_dir import RunDir, hold
 from ensemble.pipeline.validate import Prepared, prepare

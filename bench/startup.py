@@ -32,7 +32,7 @@ from bench.table import Spread
 from ensemble.common.protocol import Load, Ready, Start
 from ensemble.common.shards import order_path
 from ensemble.pipeline.launch import worker_spec
-from ensemble.pipeline.loading import load as load_config
+from ensemble.pipeline.load import load as load_config
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.validate import Prepared, prepare
 from ensemble.planning.plan import MemberPlan
@@ -169,12 +169,11 @@ def _worker(start: Start, environment: Mapping[str, str], log: Path) -> _Sample:
     try:
         worker.send(start)
         worker.send(Load())
-        is_open = True
         events: list[Any] = []
-        while is_open and not any(isinstance(event, Ready) for event in events):
+        while worker.is_open and not any(isinstance(event, Ready) for event in events):
             if not select.select([worker.events_fd], [], [], _GIVE_UP_SECONDS)[0]:
                 break
-            events, is_open = worker.receive()
+            events = worker.receive()
         seconds = time.monotonic() - began
     finally:
         worker.close()

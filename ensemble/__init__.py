@@ -1,3 +1,73 @@
-"""Ensembles of big Hugging Face models over one table, each model in a process of its own."""
+"""Ensembles of big Hugging Face models over one table, each model in a process of its own.
+
+    import ensemble
+
+    run = ensemble.run("config.yaml", {"limit": 100})
+    run.ensemble, run.predictions("gemma2")  # pandas frames
+    run.report, run.status
+
+Everything here is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ensemble.cli.api import Preview, Run, open_run, plan, run, validate
+    from ensemble.common.errors import (
+        CheckpointError,
+        ConfigError,
+        DataError,
+        DeviceError,
+        EnsembleError,
+        Interrupted,
+        MembersFailed,
+        MergeError,
+        OutputError,
+        OutputInUse,
+        TimeLimitReached,
+        WriteError,
+    )
+    from ensemble.pipeline.run_report import RunReport
+    from ensemble.pipeline.status import RunStatus
 
 __version__ = "0.1.0"
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "DeviceError",
+    "EnsembleError",
+    "Interrupted",
+    "MembersFailed",
+    "MergeError",
+    "OutputError",
+    "OutputInUse",
+    "Preview",
+    "Run",
+    "RunReport",
+    "RunStatus",
+    "TimeLimitReached",
+    "WriteError",
+    "open_run",
+    "plan",
+    "run",
+    "validate",
+]
+_PLACES = {
+    **dict.fromkeys(("Preview", "Run", "open_run", "plan", "run", "validate"), "ensemble.cli.api"),
+    "RunReport": "ensemble.pipeline.run_report",
+    "RunStatus": "ensemble.pipeline.status",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_PLACES.get(name, "ensemble.common.errors")), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ensemble.common.clock import Watch
 from ensemble.common.gpus import Device
 from ensemble.common.protocol import (
     ChunkDone,
     Closed,
     Command,
+    CommonSpec,
     Computed,
     Counters,
     Failed,
@@ -25,19 +26,36 @@ from ensemble.common.protocol import (
     Start,
     Started,
     Stop,
+    WorkerSpec,
 )
 from ensemble.planning.plan import MemberPlan, Plan, make_plan
-from ensemble.scheduling.deadline import TimeKeeper
-from ensemble.scheduling.device_pool import Leases
-from ensemble.scheduling.retry import Judge, Policy
-from ensemble.scheduling.running_worker import Worker
-from ensemble.scheduling.scheduler import Scheduler
+from ensemble.scheduling.deadline import Deadline
+from ensemble.scheduling.device_pool import DevicePool
+from ensemble.scheduling.launchers.base import Exit, Handle, Launcher, WorkerStart
+from ensemble.scheduling.retry import OnBadRow
+from ensemble.scheduling.scheduler import MAX_TURN_SECONDS, Rules, Scheduler
 from ensemble.scheduling.state import MemberState
 from tests.planning.test_plan import config, facts
 
 CHUNK_SECONDS = 0.03
 WRITE_SECONDS = 0.005
 SILENCE = object()
+# Nobody who pretends reads it.
+SPEC = WorkerSpec(
+    CommonSpec(
+        labels=(),
+        activation="softmax",
+        gpus=0,
+        cpu_threads=None,
+        memory_limit_bytes=None,
+        seed=0,
+        table_path="",
+        order_path="",
+        parts_dir="",
+    ),
+    kind="",
+    settings={},
+)
 
 
 Answer = Callable[[Predict], Any]
@@ -52,8 +70,8 @@ def computed(command: Predict, seconds: float = CHUNK_SECONDS) -> ChunkDone:
     )
 
 
-class PretendedWorker:
-    """On the other side of the scheduler's line: says what a worker says, when it would say it.
+class PretendedWorker(Handle):
+    """Says what a worker says, when it would say it.
 
     Args:
         answer: what it says to a chunk; None: it is killed, a number: it exits with that code.
@@ -65,27 +83,25 @@ class PretendedWorker:
         told: the same with its number, in a list that several may share.
     """
 
-    def __init__(self, pid: int, answer: Answer = computed, can_start: bool = True) -> None:
-        self.pid = pid
-        self.events_fd, self._write_end = os.pipe()
+    def __init__(self, process: str, answer: Answer = computed, can_start: bool = True) -> None:
+        self.process = process
         self._answer = answer
         self._can_start = can_start
         self.got: list[Command] = []
-        self.told: list[tuple[int, Command]] = []
+        self.told: list[tuple[str, Command]] = []
         self._due: list[tuple[float, Any]] = []
         self._is_over = False
         self._code = 0
         self.chunk_seconds, self.write_seconds = CHUNK_SECONDS, WRITE_SECONDS
-        self.was_aborted = self.was_closed = False
+        self.was_aborted = self.was_closed = self.is_out_of_memory = False
         self._say(0, Started({}, 0.02))
 
     def _say(self, seconds: float, *events: Any) -> None:
         self._due += [(time.monotonic() + seconds, event) for event in events]
-        os.write(self._write_end, b"x")  # wakes the selector, which then asks until all is said
 
     def send(self, command: Command) -> None:
         self.got.append(command)
-        self.told.append((self.pid, command))
+        self.told.append((self.process, command))
         if isinstance(command, Load) and self._can_start:
             self._say(0, Ready(0.02, "cpu", "float32", "sdpa", 1, 128, 2048))
         elif isinstance(command, Load):
@@ -105,15 +121,15 @@ class PretendedWorker:
             self._is_over = True
         assert not isinstance(command, Start)
 
-    def receive(self) -> tuple[list[Any], bool]:
+    def receive(self) -> list[Any]:
         now = time.monotonic()
         events = [event for due, event in self._due if due <= now]
         self._due = [(due, event) for due, event in self._due if due > now]
-        if not self._due:
-            os.set_blocking(self.events_fd, False)
-            with contextlib.suppress(BlockingIOError):
-                os.read(self.events_fd, 1 << 16)
-        return events, not self.has_exited()
+        self.is_open = not self.has_exited()
+        return events
+
+    def may_speak(self) -> bool:
+        return any(due <= time.monotonic() for due, _ in self._due) or (self.is_open and self.has_exited())
 
     def has_exited(self) -> bool:
         return self._is_over and not self._due
@@ -129,30 +145,97 @@ class PretendedWorker:
     def abort(self) -> None:
         self.was_aborted = self._is_over = True
 
-    def close(self) -> int:
+    def close(self) -> Exit:
         self.was_closed = True
-        os.close(self.events_fd)
-        os.close(self._write_end)
-        return self._code
+        text = "was killed by signal 9 (SIGKILL)" if self._code < 0 else f"ended with exit code {self._code}"
+        return Exit(self._code, text, self.is_out_of_memory)
 
 
 @dataclass(frozen=True)
 class Launched:
-    """A worker that the scheduler asked for: its member, the UUIDs it was to see, bytes to read ahead."""
+    """A worker that the scheduler asked for: its member, the UUIDs it was to see, bytes to preload."""
 
     member: str
     devices: tuple[str, ...]
-    read_ahead: int
+    preload: int
     worker: PretendedWorker
+
+
+class PretendedLauncher(Launcher):
+    """Starts pretended workers.
+
+    Args:
+        broken: UUIDs of devices on which none can load.
+    """
+
+    def __init__(
+        self,
+        answer: Answer = computed,
+        broken: Sequence[str] = (),
+        on_launch: Callable[[Launched], None] = lambda launched: None,
+    ) -> None:
+        super().__init__({})
+        self._answer, self._broken, self._on_launch = answer, broken, on_launch
+        self._count = 0
+
+    def start(self, start: WorkerStart) -> Handle:
+        uuids = tuple(device.uuid for device in start.devices)
+        self._count += 1
+        worker = PretendedWorker(str(self._count), self._answer, not set(uuids) & set(self._broken))
+        self._on_launch(Launched(start.log.name, uuids, start.command.preload_bytes, worker))
+        return worker
+
+    def wait(self, handles: Sequence[Handle], timeout_seconds: float) -> Collection[Handle]:
+        until = time.monotonic() + timeout_seconds
+        while True:
+            found = [one for one in handles if isinstance(one, PretendedWorker) and one.may_speak()]
+            if found or time.monotonic() >= until:
+                return found
+            time.sleep(0.001)
+
+
+class PretendedRun:
+    """What a scheduler wants of its run; a worker's log is named after its member."""
+
+    def __init__(self, on_finished: Callable[[MemberState], None] = lambda state: None) -> None:
+        self._on_finished = on_finished
+
+    def worker_start(
+        self, member: MemberPlan, replica: int, devices: Sequence[Device], preload_bytes: int
+    ) -> WorkerStart:
+        return WorkerStart(Start(SPEC, preload_bytes), tuple(devices), {}, Path(member.name))
+
+    def say(self, text: str) -> None: ...
+
+    def on_change(self, members: Sequence[MemberState]) -> None: ...
+
+    def on_bad_rows(self, state: MemberState) -> None: ...
+
+    def on_finished(self, state: MemberState) -> None:
+        self._on_finished(state)
+
+
+def make_scheduler(
+    members: list[MemberState],
+    devices: Sequence[Device],
+    launcher: Launcher,
+    rules: Rules,
+    deadline: Deadline | None = None,
+    on_finished: Callable[[MemberState], None] = lambda state: None,
+) -> Scheduler:
+    run, clock = PretendedRun(on_finished), Watch(MAX_TURN_SECONDS)
+    # Without a driver nobody tells the memory, so that every device is free again at once.
+    pool = DevicePool(devices, 1, 60.0, launcher, run.say, clock)
+    return Scheduler(members, pool, launcher, run, rules, clock, deadline)
 
 
 def schedule(
     plan: Plan,
     devices: Sequence[Device],
     answer: Answer = computed,
-    policy: Policy = "fail",
+    policy: OnBadRow = "fail",
     hang_timeout: float = 60.0,
-    time_keeper: TimeKeeper | None = None,
+    deadline: Deadline | None = None,
     broken: Sequence[str] = (),
     on_finished: Callable[[MemberState], None] = lambda state: None,
     may_stand_by: bool = True,
@@ -160,24 +243,10 @@ def schedule(
     on_begin: Callable[[Scheduler], None] = lambda scheduler: None,
 ) -> list[MemberState]:
     """Run a plan with pretended workers, of which those on ``broken`` devices cannot load."""
-    pids = iter(range(1, 1000))
-
-    def launch(
-        member: MemberPlan, replica: int, lease: Sequence[Device], read_ahead: int
-    ) -> tuple[Worker, str]:
-        can_start = not any(device.uuid in broken for device in lease)
-        worker = PretendedWorker(next(pids), answer, can_start)
-        on_launch(Launched(member.name, tuple(device.uuid for device in lease), read_ahead, worker))
-        return worker, "log"
-
-    # Without a driver nobody tells the memory, so that every device is free again at once.
-    leases = Leases(devices, 1, 60.0, say=lambda text: None)
-    judge = Judge(2, policy, lambda text: None, lambda state: None)
     members = [MemberState.of(member) for member in plan.members]
-    scheduler = Scheduler(
-        *(members, leases, launch, judge, lambda members: None, on_finished, hang_timeout, time_keeper),
-        may_stand_by,
-    )
+    launcher = PretendedLauncher(answer, broken, on_launch)
+    rules = Rules(2, policy, hang_timeout, may_stand_by)
+    scheduler = make_scheduler(members, devices, launcher, rules, deadline, on_finished)
     on_begin(scheduler)
     scheduler.run()
     return members

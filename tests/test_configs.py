@@ -164,7 +164,7 @@ def test_one_broken_json_cell_is_found_before_any_model_loads(kaggle: Project) -
 
 
 def test_the_readme_shows_a_config_that_is_valid(tmp_path: Path) -> None:
-    from ensemble.pipeline.loading import load as load_config
+    from ensemble.pipeline.load import load as load_config
 
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     examples = [block.split("```")[0] for block in readme.split("```yaml\n")[1:]]

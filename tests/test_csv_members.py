@@ -17,7 +17,7 @@ from ensemble.common.errors import DataError
 from ensemble.members.base import OutputColumns
 from ensemble.members.csv.parent import CsvPredictions
 from ensemble.members.csv.settings import CsvSettings
-from ensemble.pipeline.loading import load
+from ensemble.pipeline.load import load
 from ensemble.pipeline.run import run
 from tests.project import LABELS, ROOT, Project, python_path
 
@@ -326,7 +326,7 @@ def test_a_file_that_changes_during_the_run_fails_its_member(
     write_mate(project, shift=0.1)
     failed = run(load(Path("config.yaml")), Harm(harm))
     assert failed.status == "failed"
-    (failure,) = failed.failures
+    (failure,) = [one.failure for one in failed.members if one.failure is not None]
     assert failure.member == "mate"
     assert "mate.csv" in failure.message
     assert not (project.folder / "runs/first/ensemble.csv").exists(), "nothing old is taken for its result"
@@ -334,7 +334,7 @@ def test_a_file_that_changes_during_the_run_fails_its_member(
     write_mate(project, shift=0.3)
     merged = run(load(Path("config.yaml"), ["on_member_failure=continue"]), Harm(harm))
     assert merged.status == "complete"
-    assert [one.member for one in merged.left_out] == ["mate"]
+    assert merged.left_out == ("mate",)
     ours, theirs = (
         values_of(project, f"runs/first/{name}.csv") for name in ("ensemble", "predictions/other")
     )
@@ -349,6 +349,6 @@ def test_a_time_limit_that_is_over_leaves_what_was_given(
     project.write_config({**with_mate(project), "time_limit": "1h"})
     done = run(load(Path("config.yaml")), Harm(None), elapsed_seconds=3600)
     assert done.status == "time_limit"
-    assert done.results.merged_rows == {"llama": 0, "mate": 300}
-    assert done.results.filled_rows == 0
+    assert done.merged_rows == {"llama": 0, "mate": 300}
+    assert done.filled_rows == 0
     np.testing.assert_allclose(values_of(project, "runs/first/ensemble.csv"), values, rtol=1e-12)

@@ -60,14 +60,14 @@ import pynvml
 assert pynvml._nvmlLib_refcount == 0
 print(json.dumps(answer))
 """
-INVENTORY = "answer = asdict(devices.inventory())"
+INVENTORY = "answer = asdict(gpus.inventory())"
 
 
 def run(code: str, environ: Mapping[str, str], *arguments: str) -> Any:
     """``answer`` as ``code`` leaves it in a new process, through JSON."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("CUDA_", "NVIDIA_"))}
     program = (
-        f"import json, sys, time\nfrom dataclasses import asdict\nfrom ensemble import devices\n{code}\n"
+        f"import json, sys, time\nfrom dataclasses import asdict\nfrom ensemble.common import gpus\n{code}\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program + EPILOGUE, *arguments],
@@ -88,7 +88,7 @@ def look(sim: NvmlSim, *, old_driver: bool = False) -> Any:
 
 def look_with(sim: NvmlSim, *environs: Mapping[str, str], old_driver: bool = False) -> list[Any]:
     """One look per environment, all in one process for speed."""
-    code = "answer = [asdict(devices.inventory(environ)) for environ in json.loads(sys.argv[1])]"
+    code = "answer = [asdict(gpus.inventory(environ)) for environ in json.loads(sys.argv[1])]"
     found: list[Any] = run(code, sim.environment(old_driver), json.dumps(environs))
     return found
 
@@ -120,7 +120,7 @@ def test_a_driver_library_that_cannot_be_loaded_is_none(tmp_path: Path) -> None:
 
 
 def test_helpers_without_a_driver_tell_nothing() -> None:
-    code = 'answer = [devices.used_memory(["cpu", "GPU-none"]), devices.processes_on("GPU-none")]'
+    code = 'answer = [gpus.used_memory(["cpu", "GPU-none"]), gpus.processes_on("GPU-none")]'
     assert run(code, {}) == [{"cpu": None, "GPU-none": None}, []]
 
 
@@ -167,9 +167,7 @@ def test_what_is_said_of_a_gpu(nvml_sim: NvmlSim) -> None:
         [Gpu(PARENT, "Simulated H100 80GB", (0, 1, 0), (9, 0), Memory(80 * GIB, 5 * MIB), mig_mode=False)]
     )
     expected = Device(PARENT, "Simulated H100 80GB", (9, 0), 80 * GIB, 5 * MIB)
-    assert (
-        run(f"answer = devices.inventory().gpus == (devices.{expected!r},)", nvml_sim.environment()) is True
-    )
+    assert run(f"answer = gpus.inventory().gpus == (gpus.{expected!r},)", nvml_sim.environment()) is True
     assert expected.is_gpu
 
 
@@ -187,7 +185,7 @@ def test_bytes_from_an_older_pynvml_become_text(nvml_sim: NvmlSim) -> None:
 import pynvml
 for name in ("nvmlDeviceGetUUID", "nvmlDeviceGetName", "nvmlSystemGetDriverVersion"):
     setattr(pynvml, name, lambda *given, ask=getattr(pynvml, name): ask(*given).encode())
-answer = asdict(devices.inventory())
+answer = asdict(gpus.inventory())
 """
     assert run(code, nvml_sim.environment()) == look(nvml_sim)
 
@@ -353,7 +351,7 @@ def test_mig_mode_without_slices_is_left_out(nvml_sim: NvmlSim) -> None:
 
 def test_all_memory_is_read_by_one_version(nvml_sim: NvmlSim) -> None:
     nvml_sim.write([Gpu(PARENT, memory=Memory(16 * GIB, GIB, reserved=300 * MIB))])
-    code = f'answer = [devices.inventory().gpus[0].used_bytes, *devices.used_memory(["{PARENT}"]).values()]'
+    code = f'answer = [gpus.inventory().gpus[0].used_bytes, *gpus.used_memory(["{PARENT}"]).values()]'
     assert run(code, nvml_sim.environment()) == [GIB, GIB]
     # Version 1, all that an old driver has, counts what is reserved as used.
     assert run(code, nvml_sim.environment(old_driver=True)) == [GIB + 300 * MIB] * 2
@@ -363,7 +361,7 @@ def test_used_memory_of_slices_lost_and_unknown_devices(nvml_sim: NvmlSim) -> No
     lost = Gpu(gpu_uuid(1), pci=(0, 2, 0), fails=[Fail("*", GPU_IS_LOST)])
     nvml_sim.write([MIG_GPU, lost])
     asked = [SLICES[1].uuid, gpu_uuid(1), gpu_uuid(5), "cpu"]
-    found = run("answer = devices.used_memory(sys.argv[1:])", nvml_sim.environment(), *asked)
+    found = run("answer = gpus.used_memory(sys.argv[1:])", nvml_sim.environment(), *asked)
     assert found == {SLICES[1].uuid: 20 * MIB, gpu_uuid(1): None, gpu_uuid(5): None, "cpu": None}
 
 
@@ -371,7 +369,7 @@ def watch(sim: NvmlSim, questions: int, pause_seconds: float = 0.0) -> Any:
     code = f"""
 answer = []
 for _ in range({questions}):
-    answer += devices.used_memory(["{PARENT}"]).values()
+    answer += gpus.used_memory(["{PARENT}"]).values()
     time.sleep({pause_seconds})
 """
     return run(code, sim.environment())
@@ -430,7 +428,7 @@ def test_processes_are_named_as_far_as_can_be(nvml_sim: NvmlSim, old_driver: boo
     here, elsewhere, named = os.getpid(), 4_000_000_001, 4_000_000_002
     processes = {here: 3 * GIB, elsewhere: None, named: 5}
     nvml_sim.write([Gpu(PARENT, processes=processes)], process_names={named: "/opt/my python"})
-    answer = run(f'answer = devices.processes_on("{PARENT}")', nvml_sim.environment(old_driver))
+    answer = run(f'answer = gpus.processes_on("{PARENT}")', nvml_sim.environment(old_driver))
     comm = Path(f"/proc/{here}/comm")
     name = comm.read_text().strip() if comm.exists() else None
     if old_driver and not hasattr(pynvml, "nvmlDeviceGetComputeRunningProcesses_v2"):
@@ -446,7 +444,7 @@ def test_processes_of_idle_lost_and_unknown_devices(nvml_sim: NvmlSim) -> None:
     )
     nvml_sim.write([*gpus(1), lost, barred])
     asked = [gpu_uuid(index) for index in range(4)] + ["cpu"]
-    code = "answer = [devices.processes_on(uuid) for uuid in sys.argv[1:]]"
+    code = "answer = [gpus.processes_on(uuid) for uuid in sys.argv[1:]]"
     assert run(code, nvml_sim.environment(), *asked) == [[]] * 5
 
 
@@ -459,7 +457,7 @@ import pynvml
 def cut(pid):
     return b"caf\\xc3".decode()
 pynvml.nvmlSystemGetProcessName = cut
-answer = devices.processes_on("{PARENT}")
+answer = gpus.processes_on("{PARENT}")
 """
     assert run(code, nvml_sim.environment()) == [[4_000_000_001, None, 1]]
 

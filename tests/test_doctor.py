@@ -19,11 +19,16 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ensemble.cli.doctor.checks import examine
-from ensemble.cli.doctor.finding import Finding
+from ensemble.cli.doctor import Finding, examine
 from ensemble.cli.doctor.gpus import code_for, inventory_findings, trial_findings
-from ensemble.cli.doctor.packages import package_findings, python_findings
-from ensemble.cli.doctor.resources import cpu_finding, disk_findings, memory_findings, room_finding
+from ensemble.cli.doctor.machine import (
+    cpu_finding,
+    disk_findings,
+    memory_findings,
+    package_findings,
+    python_finding,
+    room_finding,
+)
 from ensemble.cli.layout import Page
 from ensemble.common.device_trials import CPU, Report, Trial, run_trials
 from ensemble.common.gpus import Device, Inventory
@@ -471,8 +476,8 @@ def test_extras_are_not_missed_here(needed: dict[str, str]) -> None:
 
 
 def test_an_old_python() -> None:
-    assert marks([*python_findings((3, 10), "3.10.1")]) == ["problem"]
-    assert marks([*python_findings((3, 11), "3.11.0")]) == ["ok"]
+    assert python_finding((3, 10), "3.10.1").mark == "problem"
+    assert python_finding((3, 11), "3.11.0").mark == "ok"
 
 
 # Memory, CPUs, disk

@@ -20,7 +20,7 @@ from ensemble.members.huggingface.checkpoint.quantization_keys import USUAL_SETT
 from ensemble.members.registry import member_kind
 from ensemble.members.seq_cls.settings import SequenceClassifierSettings
 from ensemble.pipeline.fingerprint import Fingerprint, member_fingerprint
-from ensemble.pipeline.loading import load as load_config
+from ensemble.pipeline.load import load as load_config
 from ensemble.pipeline.resume import demand_unchanged, find_works
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.validate import Prepared, prepare

@@ -5,8 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ensemble.common.cgroup import Groups, cpu_limit, find_groups, memory_left, memory_limit, oom_kills
-from ensemble.common.host import available_memory_bytes, meminfo_bytes, total_memory_bytes
+from ensemble.common.host import (
+    Groups,
+    available_memory_bytes,
+    find_groups,
+    meminfo_bytes,
+    total_memory_bytes,
+)
 
 GIB = 1 << 30
 NO_LIMIT = 9223372036854771712  # how version 1 says it
@@ -37,11 +42,11 @@ def test_version_2_counts_every_group_up_to_the_root(tmp_path: Path) -> None:
     )
     groups = find_groups("memory", "0::/slurm/job\n", v2(mount))
     assert groups == Groups(True, (inner, outer, mount))
-    assert memory_limit(groups) == 8 * GIB
-    assert memory_left(groups) == 4 * GIB, "the files' pages can be had back"
-    assert cpu_limit(groups) == 1.5
+    assert groups.memory_limit() == 8 * GIB
+    assert groups.memory_left() == 4 * GIB, "the files' pages can be had back"
+    assert groups.cpu_limit() == 1.5
     write(inner, memory__max=2 * GIB)
-    assert (memory_limit(groups), memory_left(groups)) == (2 * GIB, GIB)
+    assert (groups.memory_limit(), groups.memory_left()) == (2 * GIB, GIB)
 
 
 def test_version_1_and_both_at_once(tmp_path: Path) -> None:
@@ -61,8 +66,8 @@ def test_version_1_and_both_at_once(tmp_path: Path) -> None:
     groups = find_groups("memory", memberships, mounts)
     assert groups.folders[0] == own
     assert not groups.is_v2
-    assert (memory_limit(groups), memory_left(groups)) == (4 * GIB, 2 * GIB)
-    assert cpu_limit(find_groups("cpu", memberships, mounts)) == 0.5
+    assert (groups.memory_limit(), groups.memory_left()) == (4 * GIB, 2 * GIB)
+    assert find_groups("cpu", memberships, mounts).cpu_limit() == 0.5
 
 
 def test_a_container_that_sees_only_its_own_part(tmp_path: Path) -> None:
@@ -70,17 +75,17 @@ def test_a_container_that_sees_only_its_own_part(tmp_path: Path) -> None:
     for path, root in (("/docker/f00", "/docker/f00"), ("/docker/f00", "/kubepods/1"), ("/gone", "/")):
         groups = find_groups("memory", f"4:memory:{path}\n", v1(mount, "memory", root))
         assert groups.folders == (mount,)
-        assert (memory_limit(groups), memory_left(groups)) == (GIB, 0)
+        assert (groups.memory_limit(), groups.memory_left()) == (GIB, 0)
 
 
 def test_without_limits_or_groups(tmp_path: Path) -> None:
     mount = write(tmp_path / "group", memory__max="max", cpu__max="max 100000")
     groups = find_groups("memory", "0::/\n", v2(mount))
     assert groups.folders == (mount,)
-    assert (memory_limit(groups), memory_left(groups), cpu_limit(groups)) == (None, None, None)
+    assert (groups.memory_limit(), groups.memory_left(), groups.cpu_limit()) == (None, None, None)
     assert find_groups("memory", "", v2(mount)).folders == ()
     assert find_groups("memory", "0::/\n", "").folders == ()
-    assert memory_left(Groups(True, (tmp_path / "gone",))) is None
+    assert Groups(True, (tmp_path / "gone",)).memory_left() is None
 
 
 def test_meminfo() -> None:
@@ -101,11 +106,11 @@ def test_this_machine() -> None:
 def test_who_was_killed_for_want_of_memory_is_counted_in_its_own_group(tmp_path: Path) -> None:
     own = write(tmp_path / "own", memory__events="low 0\noom 3\noom_kill 2\noom_group_kill 9")
     above = write(tmp_path / "above", memory__events="oom_kill 70")
-    assert oom_kills(Groups(True, (own, above))) == 2, "others are in the groups above as well"
+    assert Groups(True, (own, above)).oom_kills() == 2, "others are in the groups above as well"
     write(own, **{"memory__events__local": "oom 1\noom_kill 1"})
-    assert oom_kills(Groups(True, (own, above))) == 1, "and in those below"
+    assert Groups(True, (own, above)).oom_kills() == 1, "and in those below"
     old = write(tmp_path / "old", memory__oom_control="oom_kill_disable 0\nunder_oom 0\noom_kill 4")
-    assert oom_kills(Groups(False, (old,))) == 4
+    assert Groups(False, (old,)).oom_kills() == 4
     older = write(tmp_path / "older", memory__oom_control="oom_kill_disable 0\nunder_oom 0")
-    assert oom_kills(Groups(False, (older, old))) is None
-    assert oom_kills(Groups(True, ())) is None
+    assert Groups(False, (older, old)).oom_kills() is None
+    assert Groups(True, ()).oom_kills() is None

@@ -22,7 +22,7 @@ from ensemble.common.protocol import (
     Stop,
 )
 from ensemble.planning.plan import Plan, make_plan, without_done
-from ensemble.scheduling.deadline import TimeKeeper
+from ensemble.scheduling.deadline import Deadline
 from ensemble.scheduling.state import MemberState
 from tests.planning.test_plan import config, facts, gpus
 from tests.pretended import (
@@ -78,7 +78,7 @@ def test_a_member_that_waits_keeps_only_the_devices_it_may_use() -> None:
 
 def test_unequal_devices_end_within_a_chunk_of_each_other() -> None:
     two = gpus(2)
-    told: list[tuple[int, Command]] = []
+    told: list[tuple[str, Command]] = []
 
     def on_launch(launched: Launched) -> None:
         launched.worker.told = told
@@ -176,7 +176,7 @@ def test_rows_that_a_worker_names_are_set_aside() -> None:
     assert dropped.failure.is_dropped
 
 
-def test_what_no_retry_mends_is_not_retried() -> None:
+def test_what_no_retry_fixes_is_not_retried() -> None:
     full = Failed("WriteError", "cannot write part (No space left on device)", "", 0)
     (state,) = schedule(one_member(), [], lambda command: replace(full, chunk=command.chunk))
     assert state.failure is not None
@@ -206,7 +206,7 @@ def test_another_replica_takes_the_chunk_of_one_that_died() -> None:
     assert sum(record.counters.chunks for record in state.workers) == len(state.plan.chunks)
 
 
-def timed_members(limit_chunks: int, chunks: Sequence[int]) -> tuple[list[MemberState], TimeKeeper]:
+def timed_members(limit_chunks: int, chunks: Sequence[int]) -> tuple[list[MemberState], Deadline]:
     """A run that has time for so many chunks in all, by a clock that goes on with the chunks alone."""
     given: list[int] = []
 
@@ -223,8 +223,8 @@ def timed_members(limit_chunks: int, chunks: Sequence[int]) -> tuple[list[Member
     made = make_plan(config(*({} for _ in chunks), time_limit=1.0), known, [])
     nothing = np.zeros(len(made.members[0].order), dtype=np.bool_)
     timed = replace(made, members=tuple(without_done(member, nothing, True) for member in made.members))
-    keeper = TimeKeeper(limit_chunks * CHUNK_SECONDS * 100, 1, clock)
-    return schedule(timed, [], answer, time_keeper=keeper), keeper
+    keeper = Deadline(limit_chunks * CHUNK_SECONDS * 100, 1, clock)
+    return schedule(timed, [], answer, deadline=keeper), keeper
 
 
 @pytest.mark.fault(26)
@@ -236,7 +236,7 @@ def test_under_a_time_limit_members_cover_the_same_rows_first() -> None:
     assert min(first.fraction, second.fraction) > 0.1
     assert abs(first.fraction - second.fraction) < 0.35
     done = [
-        {chunk.start for chunk in state.plan.chunks} - {chunk.start for chunk in state.waiting}
+        {chunk.start for chunk in state.plan.chunks} - {chunk.start for chunk in state.pending}
         for state in (first, second)
     ]
     assert 0 in done[0] & done[1], "the longest rows come first, because they show whether memory suffices"
@@ -265,7 +265,7 @@ def test_a_gpu_on_which_nothing_starts_does_not_fail_those_that_have_another() -
 def test_a_worker_that_is_told_to_stop_and_does_not_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ensemble.scheduling.scheduler, "END_SECONDS", 0.3)
+    monkeypatch.setattr(ensemble.scheduling.scheduler, "EXIT_SECONDS", 0.3)
     monkeypatch.setattr(PretendedWorker, "send", deaf_to_stop(PretendedWorker.send))
     (state,) = schedule(one_member(), [])
     assert state.finished
@@ -274,7 +274,7 @@ def test_a_worker_that_is_told_to_stop_and_does_not_is_not_waited_for(
 
 def test_a_last_part_may_take_longer_to_write_than_a_process_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a file server that stalls: hang_timeout is what counts."""
-    monkeypatch.setattr(ensemble.scheduling.scheduler, "END_SECONDS", 0.2)
+    monkeypatch.setattr(ensemble.scheduling.scheduler, "EXIT_SECONDS", 0.2)
 
     def on_launch(launched: Launched) -> None:
         launched.worker.write_seconds = 1.0

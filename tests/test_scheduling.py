@@ -91,7 +91,7 @@ def check_leases(report: dict[str, Any], seen: dict[int, str]) -> None:
     """What run.json says is what the processes had, and no device was held twice at a time."""
     workers = [worker for member in report["members"] for worker in member["workers"]]
     for worker in workers:
-        assert seen[worker["pid"]] == ",".join(worker["devices"])
+        assert seen[int(worker["process"])] == ",".join(worker["devices"])
     for one, other in combinations(workers, 2):
         if set(one["devices"]) & set(other["devices"]):
             first, second = sorted([one, other], key=lambda worker: worker["leased_after_seconds"])

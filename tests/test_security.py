@@ -27,7 +27,7 @@ from ensemble.data.template import compile_template
 from ensemble.members.huggingface.checkpoint.adapter_files import inspect_adapter
 from ensemble.members.huggingface.checkpoint.inspect import inspect_checkpoint
 from ensemble.members.huggingface.checkpoint.remote_code import Trust
-from ensemble.pipeline.loading import load as load_config
+from ensemble.pipeline.load import load as load_config
 from ensemble.pipeline.run_dir import RunDir, hold, holder
 from ensemble.pipeline.run_log import logging_to
 from ensemble.pipeline.validate import prepare

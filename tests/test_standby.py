@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -10,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-import ensemble.scheduling.scheduler
-import ensemble.scheduling.standby
 from ensemble.common.protocol import Predict, Prepare
 from ensemble.planning.plan import make_plan
-from ensemble.scheduling.scheduler import Finishing, Scheduler
+from ensemble.scheduling.deadline import Deadline
+from ensemble.scheduling.scheduler import Scheduler
+from ensemble.scheduling.standby import PROCESS_BYTES
 from ensemble.scheduling.state import Gap, Gaps, MemberState
 from tests.planning.test_plan import config, facts, gpus
-from tests.pretended import Launched, PretendedWorker, computed, plan_of, schedule, used
+from tests.pretended import Launched, PretendedLauncher, PretendedWorker, computed, plan_of, schedule, used
 
 
 class Watch:
@@ -45,7 +46,7 @@ def test_the_next_member_stands_by_and_loads_only_when_the_device_is_free() -> N
     assert [launched.member for launched in watch.launched] == ["m0", "m1", "m2"]
     assert watch.still_running == [[], ["m0"], ["m1"]], "each began while the one before it computed"
     assert [used(state) for state in states] == [[("GPU-0",)]] * 3
-    assert watch.launched[0].read_ahead == 0 < watch.launched[1].read_ahead
+    assert watch.launched[0].preload == 0 < watch.launched[1].preload
     for before, after in pairwise(states):
         (first,), (second,) = before.workers, after.workers
         assert first.life_seconds is not None
@@ -70,11 +71,7 @@ def test_nobody_stands_by_on_the_cpu_or_where_the_config_says_no() -> None:
 
 
 def test_nobody_stands_by_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        ensemble.scheduling.scheduler,
-        "available_memory_bytes",
-        lambda: ensemble.scheduling.standby.PROCESS_BYTES,
-    )
+    monkeypatch.setattr(PretendedLauncher, "available_memory", lambda launcher, devices: PROCESS_BYTES)
     one, watch = gpus(1), Watch()
     states = schedule(plan_of([4, 4], [1, 1], one), one, on_launch=watch)
     assert all(state.finished for state in states)
@@ -88,7 +85,7 @@ def test_each_replica_of_the_next_member_stands_by_for_a_device_of_its_own() -> 
     standing_by = watch.launched[2:]
     assert [one.member for one in standing_by] == ["m1", "m1"]
     assert {one.devices for one in standing_by} == {("GPU-0",), ("GPU-1",)}
-    assert {one.pid for one in second.workers} == {one.worker.pid for one in standing_by}
+    assert {one.process for one in second.workers} == {one.worker.process for one in standing_by}
     hints = [one.worker.got[0] for one in standing_by]
     assert hints[0] != hints[1], "not the same rows for both"
     assert len({record.replica for record in second.workers}) == 2
@@ -122,7 +119,7 @@ def test_one_that_fails_before_its_turn_is_replaced_and_costs_the_member_nothing
     assert not second.faults
     assert len(watch.of("m1")) == 2
     assert watch.still_running[2] == [], "after its own turn came; nobody stands by a second time"
-    assert [record.pid for record in second.workers] == [watch.of("m1")[1].pid]
+    assert [record.process for record in second.workers] == [watch.of("m1")[1].process]
 
 
 def test_one_that_says_that_it_cannot_go_on_is_not_taken() -> None:
@@ -137,19 +134,17 @@ def test_one_that_says_that_it_cannot_go_on_is_not_taken() -> None:
     assert first.finished
     assert second.finished
     assert not second.faults
-    assert [record.pid for record in second.workers] == [watch.of("m1")[1].pid]
+    assert [record.process for record in second.workers] == [watch.of("m1")[1].process]
 
 
-def test_where_the_host_runs_out_of_memory_nobody_stands_by_any_longer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    one, watch, kills = gpus(1), Watch(), [0]
-    monkeypatch.setattr(ensemble.scheduling.scheduler, "oom_kills", lambda: kills[0])
+def test_where_the_host_runs_out_of_memory_nobody_stands_by_any_longer() -> None:
+    one, watch = gpus(1), Watch()
 
     def answer(command: Predict) -> Any:
-        if kills[0] or len(watch.launched) < 2:
+        first = watch.launched[0].worker
+        if first.is_out_of_memory or len(watch.launched) < 2:
             return computed(command)
-        kills[0] = 1
+        first.is_out_of_memory = True
         return None
 
     first, second = schedule(plan_of([20, 4], [1, 1], one), one, answer, on_launch=watch)
@@ -227,7 +222,7 @@ def test_a_chunk_is_handed_out_while_the_one_before_it_is_written() -> None:
     assert written_then == [0, 0, 1, 2], "each before word came that the one before it was written"
 
 
-def test_what_a_run_has_no_time_for_is_left_to_the_next() -> None:
+def test_what_a_run_has_no_time_for_is_left_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go_on = threading.Event(), threading.Event()
     done: list[str] = []
 
@@ -236,38 +231,42 @@ def test_what_a_run_has_no_time_for_is_left_to_the_next() -> None:
         go_on.wait()
         done.append(state.plan.name)
 
-    first, second = (MemberState.of(member) for member in plan_of([1, 1], [1, 1], []).members)
-    finishing = Finishing(finish)
-    finishing.begin(first)
-    finishing.begin(second)
-    begun.wait()
-    threading.Timer(0.1, go_on.set).start()
-    finishing.close()
+    plan = plan_of([1, 1], [1, 1], [])
+    plan = replace(plan, members=tuple(replace(member, chunks=()) for member in plan.members))
+    shut_down = ThreadPoolExecutor.shutdown
+
+    def let_go(thread: ThreadPoolExecutor, wait: bool, cancel_futures: bool) -> None:
+        shut_down(thread, wait=False, cancel_futures=cancel_futures)
+        go_on.set()
+        shut_down(thread, wait=wait)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", let_go)
+    deadline = Deadline(0.5, 1, lambda: float(begun.is_set()))
+    states = schedule(plan, [], deadline=deadline, on_finished=finish)
     assert done == ["m0"], "the one that had begun, to its end"
-    assert list(finishing.failures()) == []
-    assert not finishing.is_busy
+    assert not any(state.failure for state in states)
 
 
 def test_gaps_are_between_members_on_the_same_device() -> None:
     gaps = Gaps()
-    gaps.begin(1, "a", ["G0"], 1.0)
-    gaps.begin(2, "a", ["G1"], 2.0)
-    gaps.begin(1, "a", ["G0"], 5.0)  # its second chunk
-    gaps.end(1, 10.0)
-    gaps.end(2, 11.0)
-    gaps.begin(3, "a", ["G0"], 12.0)  # a retry of the same member: no change of members
-    gaps.end(3, 13.0)
-    gaps.end(7, 14.0)  # one that never computed
-    gaps.begin(4, "b", ["G0", "G1"], 16.5)
+    gaps.begin("w1", "a", ["G0"], 1.0)
+    gaps.begin("w2", "a", ["G1"], 2.0)
+    gaps.begin("w1", "a", ["G0"], 5.0)  # its second chunk
+    gaps.end("w1", 10.0)
+    gaps.end("w2", 11.0)
+    gaps.begin("w3", "a", ["G0"], 12.0)  # a retry of the same member: no change of members
+    gaps.end("w3", 13.0)
+    gaps.end("w7", 14.0)  # one that never computed
+    gaps.begin("w4", "b", ["G0", "G1"], 16.5)
     assert gaps.found == [Gap("G0", "a", "b", 3.5), Gap("G1", "a", "b", 5.5)]
 
 
 def test_a_device_on_which_another_computes_has_no_gap() -> None:
     gaps = Gaps()
-    gaps.begin(1, "a", ["G0"], 1.0)
-    gaps.begin(2, "b", ["G0"], 2.0)
-    gaps.end(1, 3.0)
-    gaps.begin(3, "c", ["G0"], 4.0)
+    gaps.begin("w1", "a", ["G0"], 1.0)
+    gaps.begin("w2", "b", ["G0"], 2.0)
+    gaps.end("w1", 3.0)
+    gaps.begin("w3", "c", ["G0"], 4.0)
     assert not gaps.found
 
 

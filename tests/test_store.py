@@ -14,6 +14,7 @@ from ensemble.common.shards import file_sha256, part_name
 from ensemble.pipeline.fingerprint import Fingerprint
 from ensemble.pipeline.resume import MemberWork, find_work, seal, take_over, write_bad_rows
 from ensemble.pipeline.run_dir import RunDir
+from tests.report.reports import worker
 
 ROWS = 6
 NOW = Fingerprint("a" * 64, {"weights": "b" * 64, "tokenizer": "c" * 64}, "d" * 64)
@@ -48,7 +49,14 @@ def sealed(rundir: RunDir, bad_rows: dict[int, str] | None = None) -> None:
     lines = ["id,a,b", *(f'"{row}\n",0.{row + 1},1' for row in range(ROWS))]
     rundir.predictions("m").write_text("\n".join([*lines, ""]))
     digest = file_sha256(rundir.predictions("m"))
-    seal(rundir, find(rundir), digest, bad_rows or {}, [{"replica": 0}], 12.0)
+    seal(
+        rundir,
+        find(rundir),
+        digest,
+        bad_rows or {},
+        [worker(replica=3, devices=("GPU-1", "GPU-2"), rows=ROWS)],
+        12.0,
+    )
 
 
 @pytest.mark.fault(17)
@@ -85,7 +93,7 @@ def test_sealed_predictions_are_done(rundir: RunDir) -> None:
     work = find(rundir)
     assert work.is_sealed
     assert work.is_done.all()
-    assert (work.workers, work.worked) == ([{"replica": 0}], 12.0)
+    assert (work.workers, work.worked) == ((worker(replica=3, devices=("GPU-1", "GPU-2"), rows=ROWS),), 12.0)
     other = find(rundir, replace(NOW, content={**NOW.content, "weights": "e" * 64}, rows="f" * 64))
     assert not other.is_sealed
     assert other.changed == ("weights", "rows")

@@ -43,7 +43,11 @@ class Page:
                 width = os.get_terminal_size(stream.fileno()).columns or _TERMINAL_WIDTH
             except (OSError, ValueError):  # one without a descriptor, or without a size
                 width = _TERMINAL_WIDTH
-        return cls(width or None, _rule_for(stream))
+        try:
+            _RULES[0].encode(getattr(stream, "encoding", None) or "utf-8")
+        except (UnicodeEncodeError, LookupError):
+            return cls(width or None, _RULES[1])
+        return cls(width or None)
 
     def wrapped(self, text: str, first: str = "", later: str | None = None) -> list[str]:
         """A sentence in lines.
@@ -85,7 +89,8 @@ class Table:
     def lines(self, page: Page) -> list[str]:
         """The table as it is where it fits, else turned: a column for each row, as many abreast as fit."""
         width = page.width or FILE_WIDTH
-        kept = [place for place in range(len(self.headers)) if self._is_used(place)]
+        every = (*self.rows, *self.totals)
+        kept = [place for place in range(len(self.headers)) if not place or any(row[place] for row in every)]
         headers = [self.headers[place] for place in kept]
         rows = [[row[place] for place in kept] for row in self.rows]
         totals = [[row[place] for place in kept] for row in self.totals]
@@ -94,17 +99,6 @@ class Table:
         if max(map(_cells, upright)) <= width:
             return upright
         return list(_turned(headers, [*rows, *totals], width, page.rule))
-
-    def _is_used(self, place: int) -> bool:
-        return place == 0 or any(row[place] for row in (*self.rows, *self.totals))
-
-
-def _rule_for(stream: IO[str] | None) -> str:
-    try:
-        _RULES[0].encode(getattr(stream, "encoding", None) or "utf-8")
-    except (UnicodeEncodeError, LookupError):
-        return _RULES[1]
-    return _RULES[0]
 
 
 def _cells(text: str) -> int:
@@ -128,14 +122,11 @@ def _drawn(
     left: Sequence[int],
     rule: str,
 ) -> Iterator[str]:
-    tops, bottoms = [], []
+    tops, bottoms = [""] * len(headers), list(headers)
     for place, header in enumerate(headers):
         widest = max((_cells(row[place]) for row in (*rows, *totals)), default=0)
-        top, _, bottom = (
-            header.rpartition(" ") if _cells(header) > widest + _WORTH_A_LINE else ("", "", header)
-        )
-        tops.append(top)
-        bottoms.append(bottom)
+        if _cells(header) > widest + _WORTH_A_LINE:
+            tops[place], _, bottoms[place] = header.rpartition(" ")
     every = [tops, bottoms, *rows, *totals]
     widths = [max(_cells(row[place]) for row in every) for place in range(len(headers))]
 

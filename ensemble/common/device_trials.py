@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import Any
 
 from ensemble.common.clock import Watch
 from ensemble.common.gpus import Device, worker_environment
@@ -23,7 +23,7 @@ from ensemble.common.python_process import python_command, python_environment
 CPU = Device("cpu", "the CPU", None, 0, 0)
 # The first import of torch from a cold network disk takes a minute and more.
 TIMEOUT_SECONDS = 120.0
-_AT_ONCE = 4  # each takes a core and half a GiB while it imports
+_MAX_PROCESSES = 4  # each takes a core and half a GiB while it imports
 _ALLOCATE_BYTES = 256 << 20
 _GRACE_SECONDS = 5.0
 
@@ -76,16 +76,16 @@ def run_trials(
     Returns:
         A trial per device, in their order.
     """
-    allocate = _ALLOCATE_BYTES if host_bytes is None else min(_ALLOCATE_BYTES, host_bytes // 4)
+    host_share = _ALLOCATE_BYTES if host_bytes is None else min(_ALLOCATE_BYTES, host_bytes // 4)
     waiting, running = list(devices), list[_Process]()
     done: dict[str, Trial] = {}
     try:
         while waiting or running:
-            while waiting and len(running) < _AT_ONCE:
+            while waiting and len(running) < _MAX_PROCESSES:
                 device = waiting.pop(0)
                 names = imports if device is devices[0] else ()
-                bytes_there = _ALLOCATE_BYTES if device.is_gpu else allocate
-                running.append(_Process(device, names, bytes_there, timeout_seconds, flash_attention))
+                size = _ALLOCATE_BYTES if device.is_gpu else host_share
+                running.append(_Process(device, names, size, timeout_seconds, flash_attention))
             for process in list(running):
                 if process.has_exited() or process.is_late():
                     done[process.device.uuid] = process.end()
@@ -143,29 +143,26 @@ class _Process:
 
     def end(self) -> Trial:
         """End it, and judge how it ended."""
-        seconds = self._watch() - self._began
-        is_late = not self.has_exited()
+        seconds, is_late = self._watch() - self._began, not self.has_exited()
         if not self.kill():
             ending = f"test process {self._process.pid} hangs inside the driver and cannot be ended"
             return Trial(self.device, seconds, None, ending)
-        with self._output, self._errors:
-            report, last_words = _report(_text(self._output)), _text(self._errors).splitlines()
-        code = self._process.returncode
+        texts = []
+        for file in (self._output, self._errors):
+            with file:
+                file.seek(0)
+                texts.append(file.read().decode("utf-8", "replace").strip())
+        report, code = _report(texts[0]), self._process.returncode
         if is_late:
             ending = f"the test process gave no answer within {self._timeout_seconds:g} s and was ended"
             return Trial(self.device, seconds, None, ending)
         if report is not None:
             return Trial(self.device, seconds, report)
         if code < 0:
-            ending = f"the test process was ended by {_signal_name(-code)}"
-            return Trial(self.device, seconds, None, ending, -code)
-        said = f": {last_words[-1].strip()[:200]}" if last_words else ""
-        return Trial(self.device, seconds, None, f"the test process ended with exit code {code}{said}")
-
-
-def _text(file: IO[bytes]) -> str:
-    file.seek(0)
-    return file.read().decode("utf-8", "replace").strip()
+            name = {one.value: one.name for one in signal.Signals}.get(-code, f"signal {-code}")
+            return Trial(self.device, seconds, None, f"the test process was ended by {name}", -code)
+        last_line = f": {texts[1].splitlines()[-1].strip()[:200]}" if texts[1] else ""
+        return Trial(self.device, seconds, None, f"the test process ended with exit code {code}{last_line}")
 
 
 def _report(output: str) -> Report | None:
@@ -178,10 +175,3 @@ def _report(output: str) -> Report | None:
         return Report(**values)
     except (IndexError, ValueError, TypeError, AttributeError):
         return None
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -1,4 +1,4 @@
-"""Why a file or folder cannot be read, each reason with what helps against it."""
+"""Files and folders: reading JSON, writing whole files or none, noticing changes, and sentences for failures."""
 
 from __future__ import annotations
 
@@ -14,6 +14,17 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
 from ensemble.common.errors import WriteError
+from ensemble.common.text import listed
+
+TEMPORARY = ".tmp-"
+# Bytes, and the times at which content and entry last changed, in nanoseconds.  The last one no program can set:
+# it shows a file that was replaced and put back, or written to with its old time restored (POSIX, sys/stat.h).
+# Not the inode: file systems that live in user space may number a file anew while it is the same.
+FileState: TypeAlias = tuple[int, int, int]
+
+
+class FilesChanged(Exception):
+    """Files from which numbers were to be made are no longer those that the run has begun with."""
 
 
 def unreadable(path: Path | str, error: OSError, otherwise: str = "copy it again") -> str:
@@ -23,17 +34,21 @@ def unreadable(path: Path | str, error: OSError, otherwise: str = "copy it again
         error: what reading it raised.
         otherwise: what to do where neither rights nor links are to blame.
     """
-    place = Path(os.fsdecode(error.filename)) if error.filename else Path(path)
-    if isinstance(error, PermissionError):
-        # Asked of os.path, which answers also where the folder above may not be entered.
-        right = "r" if os.path.isfile(place) else "rx"  # noqa: PTH113
-        return (
-            f"{path} cannot be read ({error.strerror} for user {_user()}); allow it, for example with "
-            f"chmod a+{right} {_barrier(place)}, or run as its owner"
-        )
-    if link := dangling_link(place):
-        return link
-    return f"{path} cannot be read ({error.strerror or error}); {otherwise}"
+    file = Path(os.fsdecode(error.filename)) if error.filename else Path(path)
+    if not isinstance(error, PermissionError):
+        return dangling_link(file) or f"{path} cannot be read ({error.strerror or error}); {otherwise}"
+    # Asked of os.path, which answers also where the folder above may not be entered.
+    right = "r" if os.path.isfile(file) else "rx"  # noqa: PTH113
+    folders = reversed(file.absolute().parents)
+    closed = next((folder for folder in folders if not os.access(folder, os.X_OK)), file)
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # one that has no name here, as in many containers
+        user = str(os.getuid())
+    return (
+        f"{path} cannot be read ({error.strerror} for user {user}); allow it, for example with "
+        f"chmod a+{right} {closed}, or run as its owner"
+    )
 
 
 def dangling_link(path: Path) -> str | None:
@@ -48,24 +63,6 @@ def dangling_link(path: Path) -> str | None:
         f"{path} is a link to {target}, which is not there; copy the files and not the links (cp -rL; the hub's "
         "cache keeps the files themselves in its blobs folder)"
     )
-
-
-def _barrier(place: Path) -> Path:
-    """The outermost folder above a place that may not be entered; the place itself where all may be."""
-    for folder in reversed(place.absolute().parents):
-        if not os.access(folder, os.X_OK):
-            return folder
-    return place
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # one that has no name here, as in many containers
-        return str(os.getuid())
-
-
-_TEMPORARY = ".tmp-"
 
 
 def cannot_write(key: str, path: Path, error: OSError) -> str:
@@ -96,9 +93,9 @@ def atomic_path(path: Path) -> Iterator[Path]:
         WriteError: the disk is full, the directory is gone, or the like.
     """
     # Random, because two runs in two containers may have the same number and one submission.path.
-    temporary = path.with_name(f".{path.name}{_TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}")
+    temporary = path.with_name(f".{path.name}{TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}")
     try:
-        _claim(temporary)
+        create_empty(temporary)
         yield temporary
         with temporary.open("rb") as written:
             os.fsync(written.fileno())
@@ -119,11 +116,11 @@ def open_log(path: Path) -> BinaryIO:
     Raises:
         OSError: it cannot be written.
     """
-    _remove_link(path)
+    remove_link(path)
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666), "ab")
 
 
-def _claim(temporary: Path) -> None:
+def create_empty(temporary: Path) -> None:
     """Make an empty file under a name that could be guessed: no link that waits there is written through."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     try:
@@ -133,7 +130,7 @@ def _claim(temporary: Path) -> None:
         os.close(os.open(temporary, flags, 0o666))
 
 
-def _remove_link(path: Path) -> None:
+def remove_link(path: Path) -> None:
     """Remove a symbolic link, and a name of a file that has another name elsewhere."""
     with contextlib.suppress(FileNotFoundError):
         found = path.lstat()
@@ -155,33 +152,37 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-def remove_halves(target: Path) -> None:
+def remove_temporary_files(target: Path) -> None:
     """Remove what killed processes left of a file that they were writing; not what a living one writes."""
-    for leftover in target.parent.glob(f".{glob.escape(target.name)}{_TEMPORARY}*"):
-        pid = leftover.name.rpartition(_TEMPORARY)[2].partition("-")[0]
+    for leftover in target.parent.glob(f".{glob.escape(target.name)}{TEMPORARY}*"):
+        pid = leftover.name.rpartition(TEMPORARY)[2].partition("-")[0]
         if not Path(f"/proc/{pid}").exists():
             leftover.unlink(missing_ok=True)
+
+
+def load_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it holds no JSON.
+        TypeError: it holds another value than an object.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
+    if not isinstance(document, dict):
+        raise TypeError("not a JSON object")
+    return document
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty where there is none, or anything else."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return load_json(path)
+    except (OSError, ValueError, TypeError):
         return {}
-    return document if isinstance(document, dict) else {}
-
-
-# Bytes, and the times at which content and entry last changed, in nanoseconds.  The last one no program can set:
-# it shows a file that was replaced and put back, or written to with its old time restored (POSIX, sys/stat.h).
-# Not the inode: file systems that live in user space may number a file anew while it is the same.
-FileState: TypeAlias = tuple[int, int, int]
-
-_SHOWN = 3
-
-
-class FilesChanged(Exception):
-    """Files from which numbers were to be made are no longer those that the run has begun with."""
 
 
 def file_state(path: str | Path) -> FileState | None:
@@ -200,8 +201,7 @@ def folder_states(folder: str | Path) -> dict[str, FileState]:
     except OSError:
         return {}
     paths = [os.path.abspath(os.path.join(folder, name)) for name in names]  # noqa: PTH100, PTH118
-    states = ((path, file_state(path)) for path in paths if os.path.isfile(path))  # noqa: PTH113
-    return {path: state for path, state in states if state is not None}
+    return {p: state for p in paths if os.path.isfile(p) and (state := file_state(p))}  # noqa: PTH113
 
 
 def changed_files(before: Mapping[str, Sequence[int]]) -> list[str]:
@@ -221,10 +221,8 @@ def check_unchanged(before: Mapping[str, Sequence[int]]) -> None:
 
 def changed_text(paths: Iterable[str]) -> str:
     """The sentence for files that changed while a run was going on."""
-    names = sorted(paths)
-    more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
     return (
-        f"{', '.join(names[:_SHOWN])}{more} changed during the run (replaced, written to, touched, removed, or "
+        f"{listed(sorted(paths), 3, str)} changed during the run (replaced, written to, touched, removed, or "
         "given other rights or links); nothing is made of old and new files together: run the same command again "
         "when they are complete"
     )

@@ -1,7 +1,7 @@
 """GPUs: which there are, how much of their memory is used, and how a worker is pinned to some of them.
 
 Owns every call to NVML, NVIDIA's driver library that answers without starting CUDA; nothing else in the
-package imports ``pynvml``.  Does not decide who runs where (``plan``) or who holds what (``scheduler``).
+package imports ``pynvml``.  Does not decide who runs where (planning) or who has which device (scheduling).
 
 Devices are known by UUID, because NVML's numbers and CUDA's are not the same.  The rules for
 CUDA_VISIBLE_DEVICES are those of the CUDA C++ Programming Guide ("CUDA Environment Variables") and the
@@ -31,7 +31,7 @@ _PCI_ORDER = "PCI_BUS_ID"
 _LIST_ENDS = ("", "-1", "NoDevFiles")
 _T = TypeVar("_T")
 # Less than this of a GPU is a desktop's or the driver's own.
-WORTH_SAYING_BYTES = 512 << 20
+MIN_REPORTED_BYTES = 512 << 20
 
 
 @dataclass(frozen=True)
@@ -106,30 +106,26 @@ def inventory(environ: Mapping[str, str] | None = None) -> Inventory:
             with contextlib.suppress(nvml.NVMLError):
                 version = _text(nvml.nvmlSystemGetDriverVersion())
     except _NoDriverError as error:
-        return Inventory((), f"{error}{_other_makers()}: running on the CPU", None, ())
+        other = ""  # a GPU that is there but not NVIDIA's, so that nobody wonders
+        if sys.platform == "darwin":
+            other = ", and Apple's GPUs are not used"
+        elif Path("/dev/kfd").exists():  # of AMD's compute driver, as ROCm's installation guide names it
+            other = ", and AMD's GPUs are not used"
+        return Inventory((), f"{error}{other}: running on the CPU", None, ())
     devices = _visible(gpus, environ, warnings)
     if devices:
         return Inventory(devices, "", version, tuple(warnings))
-    reason = "no GPU can be used" if gpus else "the NVIDIA driver shows no GPU"
-    if any(gpu.devices for gpu in gpus):
-        reason = f"{_MASK}={environ.get(_MASK)} leaves no GPU"
-        first = environ.get(_MASK, "").split(",")[0].strip()
+    reason, problem = "no GPU can be used" if gpus else "the NVIDIA driver shows no GPU", ""
+    if there := ", ".join(device.uuid for gpu in gpus for device in gpu.devices):
+        mask = environ.get(_MASK, "")
+        reason, first = f"{_MASK}={mask} leaves no GPU", mask.split(",")[0].strip()
         if first not in _LIST_ENDS:  # a 9B model on the CPU by a slip of the pen would take weeks
-            there = ", ".join(device.uuid for gpu in gpus for device in gpu.devices)
+            warnings.clear()
             problem = (
-                f"{_MASK}={environ.get(_MASK)}: {first!r} names no GPU here, which hides all of them; there are "
-                f"{len(gpus)} ({there}); fix it, or set it to -1 to run on the CPU"
+                f"{_MASK}={mask}: {first!r} names no GPU here, which hides all of them; there are {len(gpus)} "
+                f"({there}); fix it, or set it to -1 to run on the CPU"
             )
-            return Inventory((), f"{reason}: running on the CPU", version, (), problem)
-    return Inventory((), f"{reason}: running on the CPU", version, tuple(warnings))
-
-
-def _other_makers() -> str:
-    """Names a GPU that is there but not NVIDIA's, so that nobody wonders."""
-    if sys.platform == "darwin":
-        return ", and Apple's GPUs are not used"
-    # The device of AMD's compute driver, as ROCm's installation guide names it.
-    return ", and AMD's GPUs are not used" if Path("/dev/kfd").exists() else ""
+    return Inventory((), f"{reason}: running on the CPU", version, tuple(warnings), problem)
 
 
 def used_memory(uuids: Iterable[str]) -> dict[str, int | None]:
@@ -296,27 +292,27 @@ def _visible(gpus: Sequence[_Gpu], environ: Mapping[str, str], warnings: list[st
     mask = environ.get(_MASK)
     if mask is None:
         return tuple(device for gpu in gpus for device in gpu.devices)
-    said = f"{_MASK}={mask}"
+    name = f"{_MASK}={mask}"
     entries = [entry.strip() for entry in mask.split(",")]
     models = {gpu.model for gpu in gpus if gpu.model}
     if any(map(str.isdigit, entries)) and environ.get(_ORDER) != _PCI_ORDER and len(models) > 1:
         warnings.append(
-            f"{said} counts in CUDA's order, fastest first, and the GPUs are not alike: read here in PCI bus "
+            f"{name} counts in CUDA's order, fastest first, and the GPUs are not alike: read here in PCI bus "
             f"order, as nvidia-smi lists them; set {_ORDER}={_PCI_ORDER} or name the GPUs by UUID"
         )
     chosen: dict[str, Device] = {}
-    for place, entry in enumerate(entries):
+    for position, entry in enumerate(entries, 1):
         found = None if entry in _LIST_ENDS else _named(entry, gpus)
         if found is None:
-            if entry not in _LIST_ENDS or any(entries[place + 1 :]):
-                warnings.append(f"{said}: {entry!r} names no single GPU here; it and all after it are hidden")
+            if entry not in _LIST_ENDS or any(entries[position:]):
+                warnings.append(f"{name}: {entry!r} names no single GPU here; it and all after it are hidden")
             break
         for device in found[:1]:
             if len(found) > 1:
                 hint = f"name the slices' UUIDs to use all {len(found)}"
-                warnings.append(f"{said}: {entry!r} is in MIG mode and stands for {device.uuid} only; {hint}")
+                warnings.append(f"{name}: {entry!r} is in MIG mode and stands for {device.uuid} only; {hint}")
             if device.uuid in chosen:
-                warnings.append(f"{said}: {entry!r} names {device.uuid} again, which CUDA refuses; kept once")
+                warnings.append(f"{name}: {entry!r} names {device.uuid} again, which CUDA refuses; kept once")
             chosen[device.uuid] = device
     return tuple(chosen.values())
 
@@ -325,8 +321,8 @@ def _named(entry: str, gpus: Sequence[_Gpu]) -> tuple[Device, ...] | None:
     """What an entry of the mask names: all slices for a GPU in MIG mode, () if lost, None if unknown."""
     names: dict[str, tuple[Device, ...]] = {}
     for index, gpu in enumerate(gpus):
-        names |= {device.uuid: (device,) for device in gpu.devices}
-        names |= {name: (device,) for name, device in gpu.slices.items()}
+        by_name = {device.uuid: device for device in gpu.devices} | gpu.slices
+        names |= {name: (device,) for name, device in by_name.items()}
         names |= {str(index): gpu.devices, gpu.uuid or str(index): gpu.devices}
     if entry in names:
         return names[entry]
@@ -340,10 +336,10 @@ def _named(entry: str, gpus: Sequence[_Gpu]) -> tuple[Device, ...] | None:
     return () if not fitting and any(gpu.uuid is None for gpu in gpus) else None
 
 
-def holders(uuid: str) -> str:
+def gpu_users(uuid: str) -> str:
     """Who holds a GPU's memory, as far as NVML shows."""
     found = [
         f"process {pid}{f' ({name})' if name else ''}{f' with {gib(size)}' if size else ''}"
         for pid, name, size in processes_on(uuid)
     ]
-    return ", ".join(found) if found else "no process"
+    return ", ".join(found) or "no process"

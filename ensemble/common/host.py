@@ -1,23 +1,28 @@
-"""How much memory this machine has for us, within the limits of the container or job that we are in."""
+"""How much memory and CPU this machine has for us, within the limits of the container or job that we are in.
+
+Such limits are set by Linux's control groups, versions 1 and 2.  Sources: the kernel's "Control Group v2" and
+"cgroup-v1/memory", proc(5) for /proc/self/mountinfo, /proc/meminfo and /proc/self/stat.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
-
-from ensemble.common import cgroup
-from ensemble.common.cgroup import memory_left, memory_limit, own_groups
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 
 
 def available_memory_bytes() -> int | None:
     """Bytes that can be used before the kernel swaps or kills; None where the system does not tell."""
-    return _smaller(meminfo_bytes(_meminfo(), "MemAvailable"), memory_left(own_groups("memory")))
+    sizes = meminfo_bytes(_text("/proc/meminfo"), "MemAvailable"), own_groups("memory").memory_left()
+    return min((size for size in sizes if size is not None), default=None)
 
 
 def total_memory_bytes() -> int | None:
     """Bytes there are, or that the container or job may use; None where the system does not tell."""
-    return _smaller(meminfo_bytes(_meminfo(), "MemTotal"), memory_limit(own_groups("memory")))
+    sizes = meminfo_bytes(_text("/proc/meminfo"), "MemTotal"), own_groups("memory").memory_limit()
+    return min((size for size in sizes if size is not None), default=None)
 
 
 def oom_kills() -> int:
@@ -26,42 +31,124 @@ def oom_kills() -> int:
     Where no group tells, of the whole machine.  A count that goes up between a worker's start and its end by
     SIGKILL tells why it was killed, probably.
     """
-    of_group = cgroup.oom_kills(own_groups("memory"))
-    if of_group is not None:
-        return of_group
-    found = re.search(r"^oom_kill (\d+)$", _text("/proc/vmstat"), re.MULTILINE)
-    return int(found[1]) if found else 0
+    of_group = own_groups("memory").oom_kills()
+    return of_group if of_group is not None else _statistic("/proc/vmstat", "oom_kill") or 0
 
 
 def meminfo_bytes(text: str, key: str) -> int | None:
-    """One size out of the text of /proc/meminfo, whose kB are 1,024 bytes (proc(5))."""
+    """One size out of the text of /proc/meminfo, whose kB are 1,024 bytes."""
     found = re.search(rf"^{key}:\s*(\d+) kB$", text, re.MULTILINE)
     return int(found[1]) * 1024 if found else None
-
-
-def _meminfo() -> str:
-    return _text("/proc/meminfo")
-
-
-def _text(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return ""
-
-
-def _smaller(one: int | None, other: int | None) -> int | None:
-    return min((size for size in (one, other) if size is not None), default=None)
 
 
 def process_age_seconds() -> float:
     """Seconds since this process was started, imports included; 0 where the system does not tell.
 
-    Source: proc(5), starttime in /proc/self/stat (clock ticks after boot) and /proc/uptime.
+    By starttime in /proc/self/stat (clock ticks after boot) and /proc/uptime.
     """
     try:
-        started = int(Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()[19])
-        uptime = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
-    except (OSError, ValueError, IndexError):
+        started = int(_text("/proc/self/stat").rpartition(")")[2].split()[19])
+        uptime = float(_text("/proc/uptime").split()[0])
+    except (ValueError, IndexError):
         return 0.0
     return max(0.0, uptime - started / os.sysconf("SC_CLK_TCK"))
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The control groups a process is in, its own first, then those above it as far as they can be seen."""
+
+    is_v2: bool
+    folders: tuple[Path, ...]
+
+    def memory_limit(self) -> int | None:
+        """The most bytes these groups may use, None without a limit; version 1 says a huge number then."""
+        name = "memory.max" if self.is_v2 else "memory.limit_in_bytes"
+        limits = [int(text) for folder in self.folders if (text := _text(folder / name)).isdecimal()]
+        return min(limits, default=None)
+
+    def memory_left(self) -> int | None:
+        """Bytes until the first of these groups is at its limit, None without a limit."""
+        names = ("max", "current", "") if self.is_v2 else ("limit_in_bytes", "usage_in_bytes", "total_")
+        left = []
+        for folder in self.folders:
+            limit, used = (_text(folder / f"memory.{name}") for name in names[:2])
+            if limit.isdecimal() and used.isdecimal():
+                # Files' pages are given up before anything is killed; the kernel's MemAvailable counts them too.
+                kinds = (f"{names[2]}{kind}_file" for kind in ("active", "inactive"))
+                files = sum(_statistic(folder / "memory.stat", kind) or 0 for kind in kinds)
+                left.append(max(0, int(limit) - max(0, int(used) - files)))
+        return min(left, default=None)
+
+    def oom_kills(self) -> int | None:
+        """How many processes of the innermost group the kernel has ended for want of memory; None: it is not told.
+
+        Whether it was the group's, that of one above it or the machine's that ran out: the kernel counts it
+        where the process was.
+        """
+        names = ("memory.events.local", "memory.events") if self.is_v2 else ("memory.oom_control",)
+        counts = (_statistic(folder / name, "oom_kill") for folder in self.folders[:1] for name in names)
+        return next((count for count in counts if count is not None), None)
+
+    def cpu_limit(self) -> float | None:
+        """How many CPUs' time these groups get, None without a limit."""
+        limits = []
+        for folder in self.folders:
+            if self.is_v2:
+                quota, _, period = _text(folder / "cpu.max").partition(" ")
+            else:
+                quota, period = _text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")
+            if quota.isdecimal() and period.isdecimal() and int(period):  # "max" and -1: no limit
+                limits.append(int(quota) / int(period))
+        return min(limits, default=None)
+
+
+def own_groups(controller: str) -> Groups:
+    """This process's groups for a controller such as "memory"; none where the system has no such thing."""
+    return find_groups(controller, _text("/proc/self/cgroup"), _text("/proc/self/mountinfo"))
+
+
+def find_groups(controller: str, memberships: str, mounts: str) -> Groups:
+    """The groups for a controller; version 1 where it has the controller, as on systems with both.
+
+    Args:
+        memberships: the text of /proc/<pid>/cgroup.
+        mounts: the text of /proc/<pid>/mountinfo.
+    """
+    paths: dict[str, str] = {}
+    for line in memberships.splitlines():
+        _, controllers, path = line.split(":", 2)
+        paths |= dict.fromkeys(controllers.split(","), path)
+    is_v2 = controller not in paths
+    group = PurePosixPath(paths.get("" if is_v2 else controller, ""))
+    for root, point, kind, options in _mounts(mounts):
+        if group.parts and (kind == "cgroup2" if is_v2 else kind == "cgroup" and controller in options):
+            # In a container the group's path can be the host's, of which it sees only what is below root.
+            inside = group.relative_to(root) if group.is_relative_to(root) else PurePosixPath()
+            folders = (point / part for part in (inside, *inside.parents))
+            return Groups(is_v2, tuple(folder for folder in folders if folder.is_dir()))
+    return Groups(is_v2, ())
+
+
+def _mounts(text: str) -> Iterator[tuple[str, Path, str, list[str]]]:
+    """Per mount: the part of the file system that is mounted, where, its kind, its own options."""
+    for line in text.splitlines():
+        before, _, after = line.partition(" - ")
+        # mountinfo writes spaces and the like as \040.
+        fields = [re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), one) for one in before.split()]
+        kind, _, *options = [*after.split(), "", ""]
+        if len(fields) >= 5:
+            yield fields[3], Path(fields[4]), kind, ",".join(options).split(",")
+
+
+def _text(file: Path | str) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _statistic(file: Path | str, name: str) -> int | None:
+    """A number in a file with one on each line, behind its name; None where it has none of this name."""
+    found = re.search(rf"^{name} (\d+)$", _text(file), re.MULTILINE)
+    return int(found[1]) if found else None

@@ -1,8 +1,7 @@
-"""Keeps pandas out of pyarrow, in the parent and in the workers.
+"""Faster imports in processes that are this program's own: the command line and the workers.
 
-Where pandas is installed (it is on Kaggle), pyarrow imports it the first time it turns a Python object into an
-Arrow value: 0.6 s and 60 MB for a library that nothing here uses.  pyarrow tries once per process; this makes
-that one try find nothing.
+Nothing of this is for the Python API: what these leave behind lasts as long as the process, and a notebook has
+other uses for pandas and for numpy's threads.
 """
 
 from __future__ import annotations
@@ -13,6 +12,8 @@ from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+
+_THREADS = "OPENBLAS_NUM_THREADS"
 
 
 class _NoPandas(MetaPathFinder):
@@ -25,7 +26,11 @@ class _NoPandas(MetaPathFinder):
 
 
 def keep_pandas_out() -> None:
-    """Call before any other use of pyarrow; does nothing where pandas is imported already."""
+    """Keep pandas out of pyarrow; call before any other use of pyarrow.
+
+    pyarrow imports pandas the first time it turns a Python object into an Arrow value: 0.6 s and 60 MB for a
+    library that no run uses.  It tries once per process; this makes that one try find nothing.
+    """
     import pyarrow as pa
 
     if "pandas" in sys.modules:
@@ -38,11 +43,11 @@ def keep_pandas_out() -> None:
         sys.meta_path.remove(finder)
 
 
-_THREADS = "OPENBLAS_NUM_THREADS"
-
-
 def import_numpy() -> None:
-    """Call before any other import of numpy; what the user set in the environment holds."""
+    """Import numpy without a thread per CPU for its matrices; call before any other import of it.
+
+    What the user set in the environment holds.
+    """
     if _THREADS in os.environ:
         return
     os.environ[_THREADS] = "1"  # read once, when the library is loaded

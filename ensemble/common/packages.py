@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -77,17 +78,17 @@ def unsupported(
 def own_requirements() -> tuple[Requirement, ...]:
     """What this package asks for; empty where neither a pyproject.toml nor an installation says so."""
     # A checkout on PYTHONPATH has no metadata, or that of another copy which is installed besides.
-    texts = _of_checkout(Path(__file__).resolve().parents[1] / "pyproject.toml")
+    texts = _of_checkout(Path(__file__).resolve().parents[2] / "pyproject.toml")
     if texts is None:
         try:
             texts = metadata.requires(DISTRIBUTION) or []
         except metadata.PackageNotFoundError:
             return ()
     found: dict[str, Requirement] = {}
-    for requirement in map(parse_requirement, texts):
+    for requirement in (*map(parse_requirement, texts), *map(Requirement, _BROUGHT)):
         if requirement is not None:
             found.setdefault(requirement.name, requirement)
-    return (*found.values(), *(Requirement(name) for name in _BROUGHT if name not in found))
+    return tuple(found.values())
 
 
 def parse_requirement(text: str) -> Requirement | None:
@@ -104,15 +105,11 @@ def parse_requirement(text: str) -> Requirement | None:
 
 def installed_versions(names: Collection[str]) -> dict[str, str]:
     """Version by name of those that are installed."""
-    versions = {}
+    versions: dict[str, str] = {}
     for name in names:
-        try:
-            version: str | None = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-        if version:  # None where an uninstallation went only half way
-            versions[name] = version
-    return versions
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return {name: version for name, version in versions.items() if version}  # None: half uninstalled
 
 
 def _of_checkout(pyproject: Path) -> list[str] | None:

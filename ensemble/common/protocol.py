@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -56,7 +55,8 @@ class Counters:
     forward_seconds: float = 0.0
 
     def __add__(self, other: Counters) -> Counters:
-        return Counters(*map(operator.add, vars(self).values(), vars(other).values()))
+        names = Counters.__dataclass_fields__  # a report's workers are counters with more fields
+        return Counters(*(getattr(self, name) + getattr(other, name) for name in names))
 
     def rounded(self, digits: int) -> dict[str, Any]:
         """As plain JSON values, seconds to so many digits."""

@@ -11,10 +11,8 @@ from pathlib import Path
 
 def python_command(module: str) -> list[str]:
     """What runs ``module.main()`` in a fresh exec of this very Python; the module's arguments go behind it."""
-    # Not "-m": before Python 3.11, which heeds PYTHONSAFEPATH, a `torch.py` or `datasets/` in the user's working
-    # directory would be taken for the library.
-    boot = f"import sys; sys.path[:] = [p for p in sys.path if p]; from {module} import main; main()"
-    return [sys.executable, "-c", boot]
+    # -P: a `torch.py` or `datasets/` in the user's working directory is not the library.
+    return [sys.executable, "-P", "-c", f"from {module} import main; main()"]
 
 
 def python_environment() -> dict[str, str]:

@@ -22,23 +22,17 @@ from urllib.parse import quote
 
 MASK: Final = "***"
 # Shorter values are words that stand everywhere, such as "true" or "/tmp".
-SHORTEST: Final = 8
+_MIN_CHARACTERS: Final = 8
 _VARIABLE = re.compile(
     r"TOKEN(_|$)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|API_?KEY|(ACCESS|PRIVATE)_?KEY|_(KEY|PAT|PWD)$|^AWS_",
     re.IGNORECASE,
 )
-_PLACE = re.compile(r"_(FILE|PATH|DIR)$", re.IGNORECASE)  # where a secret lies is none
+_LOCATION = re.compile(r"_(FILE|PATH|DIR)$", re.IGNORECASE)  # where a secret lies is none
 _KEY = re.compile(
     r"((use_)?(hf|auth|access|api|bearer)_)?token|.*(secret|passw|api_?key|credential).*", re.IGNORECASE
 )
 # Whatever their origin: tokens of the Hugging Face hub, and name:password@ in an address.
 _BY_LOOKS = r"\bhf_[A-Za-z0-9]{16,}\b|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
-
-
-def secrets_of(environ: Mapping[str, str]) -> frozenset[str]:
-    """The values of the variables whose names say that they are secret."""
-    named = (name for name in environ if _VARIABLE.search(name) and not _PLACE.search(name))
-    return frozenset(value for name in named if (value := environ[name].strip()))
 
 
 def secrets_in(settings: object) -> frozenset[str]:
@@ -64,8 +58,9 @@ class Redactor:
     """
 
     def __init__(self, environ: Mapping[str, str], settings: object = None) -> None:
-        known = secrets_of(environ) | secrets_in(settings)
-        forms = {form for secret in known for form in _forms(secret) if len(form) >= SHORTEST}
+        named = (name for name in environ if _VARIABLE.search(name) and not _LOCATION.search(name))
+        known = {environ[name].strip() for name in named} | secrets_in(settings)
+        forms = {form for secret in known for form in _forms(secret) if len(form) >= _MIN_CHARACTERS}
         # The longest first, since a secret may begin like another.
         listed = [re.escape(form) for form in sorted(forms, key=lambda form: (-len(form), form))]
         self._pattern = re.compile("|".join([*listed, _BY_LOOKS]))
@@ -79,10 +74,9 @@ class Redactor:
             return self(value)
         if isinstance(value, Mapping):
             return {key: self.document(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [self.document(item) for item in value]
-        if isinstance(value, tuple):
-            return tuple(self.document(item) for item in value)
+        if isinstance(value, list | tuple):
+            redacted = map(self.document, value)
+            return list(redacted) if isinstance(value, list) else tuple(redacted)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             parts = {part.name: getattr(value, part.name) for part in dataclasses.fields(value)}
             return dataclasses.replace(value, **self.document(parts))
@@ -112,9 +106,8 @@ def guard_output(redactor: Redactor) -> None:
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if isinstance(
-            stream, io.TextIOWrapper
-        ):  # otherwise it is a notebook's or a test's, with no bytes under it
+        # Otherwise it is a notebook's or a test's, with no bytes under it.
+        if isinstance(stream, io.TextIOWrapper):
             stream.flush()
             guarded = io.TextIOWrapper(
                 _Guard(stream, redactor),

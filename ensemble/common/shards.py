@@ -15,19 +15,11 @@ import pyarrow.csv as pa_csv
 
 from ensemble.common.files import read_json
 
-_HASH_BYTES = 1 << 20
-
 
 def parts_in(folder: Path, rows: int) -> Iterator[pa.Table]:
-    """The parts that hold what their names say, in the order of their names.
-
-    Args:
-        rows: of the table.
-    """
-    for path in sorted(folder.glob("*.csv")):
-        table = part_table(read_part(path), rows)
-        if table is not None:
-            yield table
+    """The parts that hold what their names say, in the order of their names; ``rows`` are the table's."""
+    tables = (part_table(read_part(path), rows) for path in sorted(folder.glob("*.csv")))
+    yield from (table for table in tables if table is not None)
 
 
 def part_table(content: bytes | None, rows: int) -> pa.Table | None:
@@ -67,11 +59,28 @@ def file_sha256(path: Path) -> str:
     Raises:
         OSError: it cannot be read.
     """
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(_HASH_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def gather_parts(parts: Iterable[pa.Table], rows: int, labels: int) -> npt.NDArray[np.float64]:
+    """Put every part of a member where it belongs.
+
+    Args:
+        parts: tables with a ``row`` column and one column per label, ``p0`` and so on.  A row may stand in several,
+            where runs cut their chunks differently.
+        rows: rows of the input table.
+        labels: how many columns of probabilities there are.
+
+    Returns:
+        float64 [rows, labels], in the table's order; NaN where no part has the row.
+    """
+    values = np.full((rows, labels), np.nan, order="F")  # columns are written, not rows
+    for part in parts:
+        numbers = part.column("row").to_numpy()
+        for label in range(labels):
+            values[numbers, label] = part.column(f"p{label}").to_numpy()
+    return values
 
 
 def order_path(parts_dir: Path) -> Path:
@@ -103,10 +112,6 @@ def read_part(path: Path) -> bytes | None:
     return content if path.name.endswith(f".{_digest(content)}.csv") else None
 
 
-def _folders_in(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
-
-
 def part_rows(parts_dir: Path) -> int:
     """How many rows the parts in a folder were made for, by their names alone."""
     done = [re.match(r"(\d+)-(\d+)\.", path.name) for path in parts_dir.glob("*.csv")]
@@ -115,23 +120,3 @@ def part_rows(parts_dir: Path) -> int:
 
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:32]
-
-
-def gather_parts(parts: Iterable[pa.Table], rows: int, labels: int) -> npt.NDArray[np.float64]:
-    """Put every part of a member where it belongs.
-
-    Args:
-        parts: tables with a ``row`` column and one column per label, ``p0`` and so on.  A row may stand in several,
-            where runs cut their chunks differently.
-        rows: rows of the input table.
-        labels: how many columns of probabilities there are.
-
-    Returns:
-        float64 [rows, labels], in the table's order; NaN where no part has the row.
-    """
-    values = np.full((rows, labels), np.nan, order="F")  # columns are written, not rows
-    for part in parts:
-        numbers = part.column("row").to_numpy()
-        for label in range(labels):
-            values[numbers, label] = part.column(f"p{label}").to_numpy()
-    return values

@@ -1,8 +1,14 @@
-"""Sizes, counts and times as people read them."""
+"""Sizes, counts, times and names as people read them."""
+
+from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from pathlib import Path
+
+_MAX_COMPARED = 1_000
+_MAX_NAME_CHARACTERS = 100
 
 
 def gib(size: float) -> str:
@@ -33,26 +39,36 @@ def shown_path(path: Path) -> str:
         return str(path)
 
 
-_COMPARED = 1_000
-
-
-_NAME_CHARACTERS = 100
-
-
-def did_you_mean(name: str, known: Sequence[str]) -> str:
-    """`` (did you mean 'x'?)`` with the name nearest to ``name``, or nothing."""
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that ``name`` is most likely a typing error of; None where none is near."""
     # difflib's time grows with the square of the length, and with the names.
-    near = [candidate for candidate in known[:_COMPARED] if len(candidate) <= _NAME_CHARACTERS]
-    by_folded = {candidate.strip().casefold(): candidate for candidate in reversed(near)}
-    asked = name.strip().casefold() if len(name) <= _NAME_CHARACTERS else ""
-    close = difflib.get_close_matches(asked, by_folded, n=1, cutoff=0.6)
-    return f" (did you mean {by_folded[close[0]]!r}?)" if close else ""
+    near = [one for one in islice(known, _MAX_COMPARED) if len(one) <= _MAX_NAME_CHARACTERS]
+    by_folded = {one.strip().casefold(): one for one in reversed(near)}
+    wanted = name.strip().casefold() if len(name) <= _MAX_NAME_CHARACTERS else ""
+    close = difflib.get_close_matches(wanted, by_folded, n=1, cutoff=0.6)
+    return by_folded[close[0]] if close else None
 
 
-def listed(names: Sequence[str], most: int = 20) -> str:
-    """Names for a message: quoted, separated by commas, cut after ``most``."""
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`` (did you mean 'x'?)`` with the name nearest to ``name``, or nothing."""
+    near = nearest(name, known)
+    return f" (did you mean {near!r}?)" if near is not None else ""
+
+
+def similar_file(path: Path) -> str:
+    """What to add of a file that is not there: one of a like name beside it, or that the folder is missing too."""
+    if not path.parent.is_dir():
+        return f"; there is no folder {path.parent} either"
+    try:
+        return did_you_mean(path.name, sorted(entry.name for entry in path.parent.iterdir()))
+    except OSError:
+        return ""
+
+
+def listed(names: Sequence[str], most: int = 20, show: Callable[[str], str] | None = None) -> str:
+    """Names for a message: separated by commas, cut after ``most``, each as ``show`` has it (``quoted``)."""
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
-    return ", ".join(map(quoted, names[:most])) + more
+    return ", ".join(map(show or quoted, names[:most])) + more
 
 
 def quoted(text: str, most: int = 60) -> str:
@@ -60,17 +76,8 @@ def quoted(text: str, most: int = 60) -> str:
     return repr(text) if len(text) <= most else f"{text[:most]!r}..."
 
 
-def told(error: Exception, most: int = 200) -> str:
+def error_text(error: Exception, most: int = 200) -> str:
     """What a library says of an error, on one line."""
     text = " ".join(str(error).split())
     text = text if text.isprintable() else repr(text)[1:-1]
     return text if len(text) <= most else f"{text[:most]}..."
-
-
-def _nearby(path: Path) -> str:
-    if not path.parent.is_dir():
-        return f"; there is no folder {path.parent} either"
-    try:
-        return did_you_mean(path.name, sorted(entry.name for entry in path.parent.iterdir()))
-    except OSError:
-        return ""

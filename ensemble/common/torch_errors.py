@@ -14,14 +14,9 @@ from ensemble.common.files import FilesChanged
 
 # CUDA's errors are sticky: after an illegal access or a failed assertion every later call fails too.  Since
 # torch 2.8 they have a type of their own; cuBLAS, cuDNN, Triton and older releases have their texts.
-_POISONS = (
-    "cuda error",
-    "cuda driver error",
-    "device-side assert",
-    "cudnn",
-    "cublas",
-    "cusolver",
-    "triton error",
+_STICKY = (
+    *("cuda error", "cuda driver error", "device-side assert"),
+    *("cudnn", "cublas", "cusolver", "triton error"),
 )
 _SUSPECT_TYPES = ("AcceleratorError", "OutOfMemoryError")
 # There is no kernel for this GPU, or for this type of numbers on this device; that is so for all rows and in every
@@ -39,22 +34,17 @@ _HOPELESS = (
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 # Allocations past torch's own allocator: cuBLAS' and cuDNN's workspaces, CUDA's modules, memory of the host.
 _OUT_OF_MEMORY = (
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "CUDA error: out of memory",
-    "DefaultCPUAllocator: can't allocate memory",
+    *("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),
+    *("CUDA error: out of memory", "DefaultCPUAllocator: can't allocate memory"),
 )
 
 
 class Verdict(Enum):
     """Whether to go on after an error."""
 
-    SOUND = "sound"
-    """This process can go on; what it was given may be to blame."""
-    SUSPECT = "suspect"
-    """This process must not go on; a fresh one may fare better."""
-    HOPELESS = "hopeless"
-    """Neither other rows nor a fresh process will fare better."""
+    SOUND = "sound"  # this process can go on; what it was given may be to blame
+    SUSPECT = "suspect"  # this process must not go on; a fresh one may fare better
+    HOPELESS = "hopeless"  # neither other rows nor a fresh process will fare better
 
 
 def judge(error: BaseException) -> Verdict:
@@ -91,7 +81,7 @@ def _judge_one(error: BaseException) -> Verdict:
     text = str(error).lower() if isinstance(error, RuntimeError) else ""
     if any(words in text for words in _HOPELESS):
         return Verdict.HOPELESS
-    if _is_of_torch(error, _SUSPECT_TYPES) or any(words in text for words in _POISONS):
+    if _is_of_torch(error, _SUSPECT_TYPES) or any(words in text for words in _STICKY):
         return Verdict.SUSPECT
     return Verdict.SOUND
 

@@ -18,11 +18,10 @@ from typing import Any
 from ensemble.common.errors import ConfigError
 from ensemble.common.redact import Redactor
 from ensemble.config.document import Document, Loc, Problem
-from ensemble.config.overrides import apply_overrides
+from ensemble.config.overrides import apply_overrides, expand
 from ensemble.config.rules import MemberRules, broken
 from ensemble.config.schema import EnsembleConfig, MemberConfig, RunConfig
 from ensemble.config.sentences import unknown, unknown_key, validate
-from ensemble.config.variables import expand
 from ensemble.config.yamlfile import parse, read_text
 
 
@@ -68,7 +67,7 @@ def load_config(
     Args:
         path: the YAML file.
         overrides: ``a.b=value``, the value in YAML, as in ``models.gemma2.weight=0.5``; the later one wins.
-        extensions: what there is beside the mean; see ``pipeline.loading``, which knows all that is installed.
+        extensions: what there is beside the mean; ``ensemble.pipeline.load`` knows all that is installed.
         environ: what ``${NAME}`` stands for; the process's environment if None.  ``${CONFIG_DIR}`` is always
             the absolute folder of the YAML file.
 

@@ -1,18 +1,21 @@
-"""``--set a.b=value``: a value put into a ``Document`` in place of what the YAML says.
+"""What goes into a ``Document`` in place of what the YAML says: ``--set a.b=value``, and ``${NAME}`` in texts.
 
-Owns what the path of an override may reach.  The value is read by ``yamlfile``, and whether the key exists or
-takes such a value is for ``schema`` to say.
+Owns what the path of an override may reach, how a variable is written, and what an error may say of either.  The
+value of an override is read by ``yamlfile``, and whether the key exists or takes such a value is for ``schema`` to
+say.  Where variables come from is ``load``'s to know, which hands them in.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ensemble.config.document import NOT_TEXT, SHOWN_CHARACTERS, Document, Loc, one_line, place, shown
+from ensemble.common.text import nearest
+from ensemble.config.document import INVALID, NOT_TEXT, Document, Loc, one_line, place, shown
 from ensemble.config.yamlfile import MAX_DEPTH, Unreadable, build_data
+
+_VARIABLE = r"\$\$\{|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)\}|\$\{"
 
 
 def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
@@ -78,7 +81,8 @@ def _longest(parts: Sequence[str], known: Mapping[str, Any]) -> int:
 
 
 def _position(items: list[Any], loc: Loc, parts: Sequence[str]) -> tuple[int, int]:
-    names = {item["name"]: i for i, item in enumerate(items) if isinstance(item, dict) and _has_name(item)}
+    dicts = [(index, item) for index, item in enumerate(items) if isinstance(item, dict)]
+    names = {item["name"]: index for index, item in dicts if isinstance(item.get("name"), str)}
     used = _longest(parts, names)
     key = ".".join(parts[:used])
     number = int(key) if re.fullmatch(r"[0-9]{1,6}", key) else None
@@ -87,13 +91,47 @@ def _position(items: list[Any], loc: Loc, parts: Sequence[str]) -> tuple[int, in
     if key in names:
         return names[key], used
     if number is None:
-        near = difflib.get_close_matches(key[:SHOWN_CHARACTERS], names, n=1)
-        advice = f"; did you mean {shown(near[0])}?" if near else ""
+        near = nearest(key, names)
+        advice = f"; did you mean {shown(near)}?" if near is not None else ""
         raise Unreadable(f"{place(loc)} has nothing named {shown(key)}{advice}")
     if number >= len(items):
         raise Unreadable(f"{place(loc)} has no position {number}; it holds {len(items)}, counted from 0")
     return number, used
 
 
-def _has_name(item: Mapping[str, Any]) -> bool:
-    return isinstance(item.get("name"), str)
+def expand(document: Document, variables: Mapping[str, str]) -> dict[str, Any]:
+    """The data with ``${NAME}`` replaced in every text value; ``$${`` stands for ``${``.
+
+    What a variable gives is text and stays text.  Keys are left as they are.  An unknown variable is noted as
+    a problem and leaves ``INVALID``.  No variable's value gets into a message: it may be a token.
+    """
+
+    def expanded(value: object, loc: Loc) -> object:
+        if isinstance(value, dict):
+            return {key: expanded(item, (*loc, key)) for key, item in value.items()}
+        if isinstance(value, list):
+            return [expanded(item, (*loc, index)) for index, item in enumerate(value)]
+        if not isinstance(value, str):
+            return value
+        try:
+            return re.sub(_VARIABLE, lambda match: _replacement(match, variables), value)
+        except LookupError as error:
+            document.refuse(loc, str(error.args[0]))
+            return INVALID
+
+    return {key: expanded(value, (key,)) for key, value in document.data.items()}
+
+
+def _replacement(match: re.Match[str], variables: Mapping[str, str]) -> str:
+    name = match["name"]
+    if match[0] == "$${":
+        return "${"
+    if name is None:
+        raise LookupError("${ is not followed by a variable's name and }; write $${ for a plain ${")
+    if name not in variables:
+        raise LookupError(
+            f"the environment variable {name} is not set; to keep {match[0]}, write ${match[0]}"
+        )
+    if re.search(NOT_TEXT, variables[name]):
+        raise LookupError(f"the value of the environment variable {name} is not UTF-8 text")
+    return variables[name]

@@ -24,6 +24,8 @@ from ensemble.config.values import (
     HangTimeout,
     LabelMap,
     Labels,
+    Launcher,
+    LauncherSettings,
     Method,
     MustBe,
     Name,
@@ -99,7 +101,7 @@ class MemberConfig(_Strict):
 class EnsembleConfig(_Strict):
     """How the members' probabilities become one; a merge method with keys of its own has a subclass of this."""
 
-    method: Method = "mean"  # the mean, by weight
+    method: Method = "mean"  # by weight: mean, geometric_mean, or what an installed package brings
 
 
 class SubmissionConfig(_Strict):
@@ -131,6 +133,7 @@ class RunConfig(_Strict):
     limit: Count | None = None  # only so many rows from the top of the table
     seed: Seed = 0  # for whatever is random
     devices: DeviceList | None = None  # the GPUs to use, of those visible; None: all of them
+    launcher: Launcher | LauncherSettings = "local"  # where workers run: a name, or {name: {settings}}
     max_workers_per_gpu: Count = 1  # workers that share a GPU
     wait_for_gpu: Duration = 0.0  # seconds to wait for memory that other programs hold
     retries: Retries = 2  # of a chunk whose worker died, each in a fresh one

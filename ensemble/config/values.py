@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from annotated_types import Ge, Le
+from annotated_types import Ge, Le, Len
 from pydantic import AfterValidator, AllowInfNan, BeforeValidator, PlainValidator, StringConstraints
 
 MAX_NAME_CHARACTERS: Final = 100
@@ -116,10 +116,9 @@ def _max_memory(value: object) -> dict[int | str, int]:
         raise ValueError
     sizes: dict[int | str, int] = {}
     for key, size in value.items():
-        number = int(key) if re.fullmatch(GPU_NUMBER, str(key)) else key
-        if number != "cpu" and (not isinstance(number, int) or isinstance(number, bool) or number < 0):
+        if key != "cpu" and not re.fullmatch(GPU_NUMBER, str(key)):
             raise ValueError
-        sizes[number] = as_bytes(size)
+        sizes[key if key == "cpu" else int(key)] = as_bytes(size)
     return sizes
 
 
@@ -180,4 +179,9 @@ DeviceList = Annotated[
     MustBe("a list of GPU numbers or UUIDs, such as [0, 1] or [GPU-5f3c...]"),
 ]
 Settings = Annotated[dict[str, Any], MustBe("a mapping of keys to values")]
+# Which launchers there are is known where they are.
+Launcher = Annotated[str, _WORD, MustBe("the name of a launcher")]
+LauncherSettings = Annotated[
+    dict[str, Settings], Len(1, 1), MustBe("a mapping of one such name to its settings")
+]
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]

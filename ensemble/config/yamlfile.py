@@ -60,9 +60,9 @@ def read_text(path: Path) -> str:
     except IsADirectoryError:
         raise ConfigError(f"{name}: a folder, not a YAML file") from None
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
         if isinstance(error, PermissionError):
             raise ConfigError(unreadable(name, error)) from None
+        reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{name}: cannot be read: {reason}") from None
     if len(content) > MAX_BYTES:
         raise ConfigError(f"{name}: larger than {MAX_BYTES >> 20} MiB; is this the config?")
@@ -135,15 +135,15 @@ class _Loader(yaml.SafeLoader):
     def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
         node = super().compose_scalar_node(anchor)
         # JSON is YAML too, and writes a character above U+FFFF as two halves.
-        node.value = re.sub("[\ud800-\udbff][\udc00-\udfff]", _whole_character, node.value)
+        node.value = re.sub(
+            "[\ud800-\udbff][\udc00-\udfff]",
+            lambda halves: halves[0].encode("utf-16-le", "surrogatepass").decode("utf-16-le"),
+            node.value,
+        )
         if found := re.search(NOT_TEXT, node.value):
             what = "a NUL character" if found[0] == "\0" else f"half of a character ({found[0]!a})"
             raise Unreadable(f"text cannot hold {what}", _mark(node))
         return node
-
-
-def _whole_character(halves: re.Match[str]) -> str:
-    return halves[0].encode("utf-16-le", "surrogatepass").decode("utf-16-le")
 
 
 def _compose(text: str) -> yaml.Node | None:
@@ -176,12 +176,6 @@ def build_data(text: str, document: Document, loc: Loc, *, with_lines: bool = Tr
     """
     node = _compose(text)
     return None if node is None else _Builder(document, with_lines).build(node, loc)
-
-
-def _is_key(node: yaml.ScalarNode) -> bool:
-    """Text, or a number as one counts GPUs and labels with, which is kept as it is written."""
-    is_count = node.tag == _TAG + "int" and re.fullmatch("0|[1-9][0-9]{0,8}", node.value) is not None
-    return node.tag == _TAG + "str" or is_count
 
 
 class _Builder:
@@ -224,17 +218,22 @@ class _Builder:
     def _mapping(self, node: yaml.MappingNode, loc: Loc) -> dict[str, Any]:
         values: dict[str, Any] = {}
         for key_node, value_node, merged in self._pairs(node, loc, len(loc)):
-            if not isinstance(key_node, yaml.ScalarNode) or not _is_key(key_node):
-                self._refuse_key(key_node, loc)
-                continue
-            key, inside = key_node.value, (*loc, key_node.value)
-            if key not in values:
+            key, line = key_node.value, _mark(key_node)[0]
+            # Text, or a number as one counts GPUs and labels with, which is kept as it is written.
+            is_count = key_node.tag == _TAG + "int" and re.fullmatch("0|[1-9][0-9]{0,8}", key) is not None
+            if not isinstance(key_node, yaml.ScalarNode):
+                sentence = f"a key (line {line}) must be text; a value that starts with {{ needs quotes"
+                self.document.refuse(loc, sentence)
+            elif key_node.tag != _TAG + "str" and not is_count:
+                sentence = f"the key {shown(key)} (line {line}) must be text; put it in quotes"
+                self.document.refuse(loc, sentence)
+            elif key not in values:
                 if self.with_lines:
-                    self.document.lines[inside] = _mark(key_node)[0]
-                values[key] = self.build(value_node, inside)
+                    self.document.lines[*loc, key] = line
+                values[key] = self.build(value_node, (*loc, key))
             elif not merged:
-                again = f"; again on line {_mark(key_node)[0]}" if self.with_lines else ""
-                self.document.report(inside, f"given twice{again}")
+                again = f"; again on line {line}" if self.with_lines else ""
+                self.document.report((*loc, key), f"given twice{again}")
         return values
 
     def _pairs(
@@ -256,14 +255,6 @@ class _Builder:
                 yield from self._pairs(base, loc, depth + 1, True)
             else:
                 self.document.report(loc, f"<< on line {_mark(base)[0]} needs a mapping, such as <<: *name")
-
-    def _refuse_key(self, node: yaml.Node, loc: Loc) -> None:
-        line = _mark(node)[0]
-        if isinstance(node, yaml.ScalarNode):
-            sentence = f"the key {shown(node.value)} (line {line}) must be text; put it in quotes"
-        else:
-            sentence = f"a key (line {line}) must be text; a value that starts with {{ needs quotes"
-        self.document.refuse(loc, sentence)
 
     def _scalar(self, node: yaml.ScalarNode, kind: str, loc: Loc) -> object:
         text: str = node.value

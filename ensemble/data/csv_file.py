@@ -2,15 +2,13 @@
 
 Reading: no type is guessed and no text means null, so ids such as ``001``, ``1e5``, ``nan`` or `` x`` stay
 byte for byte.  Writing: a cell is quoted only where it must be.
-
-Does not know what a table, a label or an id is.
 """
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -29,12 +27,12 @@ from ensemble.data.csv_problems import (
     open_quote_problem,
     quote_advice,
 )
-from ensemble.data.input_file import check_names, missing_column, open_input
+from ensemble.data.input_file import Contents, Wanted, check_names, joined_text, missing_column, open_input
 
 # pyarrow reads up to 32 blocks ahead.
 _FIRST_BLOCK_BYTES = 1 << 19
 # pyarrow keeps block sizes in a signed 32-bit integer.
-_LARGEST_BLOCK_BYTES = (1 << 31) - 1
+_MAX_BLOCK_BYTES = (1 << 31) - 1
 # Between the columns' many small buffers the allocator keeps what the parser has freed, at worst as much again
 # as the table; giving it back this often costs next to nothing.
 _SWEEP_BYTES = 1 << 23
@@ -76,6 +74,30 @@ def read_header(path: Path) -> tuple[str, ...]:
             raise DataError(f"{path}: the header is not UTF-8; {CONVERT_ADVICE}")
     check_names(path, header)
     return tuple(header)
+
+
+def read_csv(path: Path, wanted: Wanted) -> Contents:
+    """Reads the input table from a CSV file; its cells are text, and none of them is null.
+
+    Raises:
+        DataError: see :func:`open_input`, :func:`read_header` and :func:`scan_csv`.
+    """
+    names = read_header(path)
+    present = [name for name in wanted.names() if name in names]
+    # With none of the columns there, one is still read, for the number of rows.
+    text = scan_csv(path, names, present or names[:1], wanted.limit)
+
+    def column(name: str | None) -> pa.ChunkedArray | None:
+        return joined_text(text.table.column(name)) if name in present else None
+
+    return Contents(
+        rows=text.table.num_rows,
+        names=names,
+        ids=column(wanted.id_column),
+        labels=column(wanted.label_column),
+        columns=text.table.select([name for name in wanted.columns if name in present]),
+        problems=tuple(text.problems),
+    )
 
 
 @dataclass
@@ -133,9 +155,9 @@ def scan_csv(path: Path, header: Sequence[str], columns: Sequence[str], limit: i
             # A cell or a header longer than a block; rare enough to start again with bigger blocks.
             if not any(words in str(error) for words in _TOO_LONG):
                 raise DataError(ragged.problem(error)) from error
-            if block_bytes == _LARGEST_BLOCK_BYTES:
+            if block_bytes == _MAX_BLOCK_BYTES:
                 raise DataError(f"{path}: a cell is longer than 2 GB; {quote_advice(path)}") from error
-            block_bytes = min(block_bytes * 16, _LARGEST_BLOCK_BYTES)
+            block_bytes = min(block_bytes * 16, _MAX_BLOCK_BYTES)
 
 
 def _scan(
@@ -146,55 +168,48 @@ def _scan(
     block_bytes: int,
     ragged: RaggedRows,
 ) -> CsvText:
+    from pyarrow import csv as arrow_csv
+
     invalid = {name: InvalidCells() for name in columns}
     names, batches, unswept_bytes = list(columns), [], 0
     rows, is_whole = 0, False
     with open_input(path) as stream:
         ending = "\n" + delimiter_of(path).join(_END if name == names[0] else "" for name in header)
-        ended = _EndingStream(stream, ending.encode())
-        for batch in _binary_batches(ended, path, columns, block_bytes, ragged):
-            if batch.num_rows and batch.column(0)[-1].as_py() == _END.encode():
-                batch, is_whole = batch.slice(0, batch.num_rows - 1), True
-            kept = batch if limit is None else batch.slice(0, limit - rows)
-            arrays = [invalid[name].decode(kept.column(name), rows) for name in columns]
-            batches.append(pa.RecordBatch.from_arrays(arrays, names=names))
-            unswept_bytes += batches[-1].nbytes
-            if unswept_bytes > _SWEEP_BYTES:
-                unswept_bytes = 0
-                pa.default_memory_pool().release_unused()
-            rows += kept.num_rows
-            if kept.num_rows < batch.num_rows:  # a row after the last one: no quote is open there
-                is_whole = True
-                break
+        reader = arrow_csv.open_csv(
+            _EndingStream(stream, ending.encode()),
+            # Rows are numbered in the messages only when a single thread parses them.
+            read_options=arrow_csv.ReadOptions(block_size=block_bytes, use_threads=False),
+            parse_options=arrow_csv.ParseOptions(
+                delimiter=delimiter_of(path), newlines_in_values=True, invalid_row_handler=ragged
+            ),
+            # Binary: pyarrow would stop at the first cell that is not UTF-8.
+            convert_options=arrow_csv.ConvertOptions(
+                include_columns=names,
+                column_types=dict.fromkeys(names, pa.binary()),
+                strings_can_be_null=False,
+            ),
+        )
+        with reader:
+            for batch in reader:
+                if batch.num_rows and batch.column(0)[-1].as_py() == _END.encode():
+                    batch, is_whole = batch.slice(0, batch.num_rows - 1), True
+                kept = batch if limit is None else batch.slice(0, limit - rows)
+                arrays = [invalid[name].decode(kept.column(name), rows) for name in columns]
+                batches.append(pa.RecordBatch.from_arrays(arrays, names=names))
+                unswept_bytes += batches[-1].nbytes
+                if unswept_bytes > _SWEEP_BYTES:
+                    unswept_bytes = 0
+                    pa.default_memory_pool().release_unused()
+                rows += kept.num_rows
+                if kept.num_rows < batch.num_rows:  # a row after the last one: no quote is open there
+                    is_whole = True
+                    break
     if not is_whole:
         raise DataError(open_quote_problem(path))
     if ragged.count:
         raise DataError(ragged.problem())
     table = pa.Table.from_batches(batches, schema=pa.schema([(name, pa.string()) for name in names]))
     return CsvText(table, [cells.problem(path, name) for name, cells in invalid.items() if cells.count])
-
-
-def _binary_batches(
-    stream: _EndingStream, path: Path, columns: Sequence[str], block_bytes: int, ragged: RaggedRows
-) -> Iterator[pa.RecordBatch]:
-    """Record batches of ``pa.binary()`` columns: pyarrow would stop at the first cell that is not UTF-8."""
-    from pyarrow import csv as arrow_csv
-
-    reader = arrow_csv.open_csv(
-        stream,
-        # Rows are numbered in the messages only when a single thread parses them.
-        read_options=arrow_csv.ReadOptions(block_size=block_bytes, use_threads=False),
-        parse_options=arrow_csv.ParseOptions(
-            delimiter=delimiter_of(path), newlines_in_values=True, invalid_row_handler=ragged
-        ),
-        convert_options=arrow_csv.ConvertOptions(
-            include_columns=list(columns),
-            column_types=dict.fromkeys(columns, pa.binary()),
-            strings_can_be_null=False,
-        ),
-    )
-    with reader:
-        yield from reader
 
 
 class _EndingStream(io.RawIOBase):
@@ -259,7 +274,16 @@ def csv_cells(column: pa.Array) -> pa.Array:
     cells = pc.cast(column, pa.large_string())
     if cells.null_count:
         cells = pc.fill_null(cells, "")
-    return cells if _is_number(column.type) else _quoted(cells)
+    if pa.types.is_integer(column.type) or pa.types.is_floating(column.type):
+        return cells
+    text = _text_of(cells).to_pybytes()
+    if not any(mark in text for mark in _MAY_NEED_QUOTES):  # a search for bytes takes next to nothing
+        return cells
+    must = pc.match_substring_regex(cells, _MUST_QUOTE)
+    if not pc.any(must).as_py():
+        return cells
+    doubled = pc.replace_substring(cells, '"', '""')
+    return pc.if_else(must, pc.binary_join_element_wise(_large('"'), doubled, _large('"'), _large("")), cells)
 
 
 def csv_lines(cells: Sequence[pa.Array]) -> pa.Buffer:
@@ -276,22 +300,6 @@ def csv_lines(cells: Sequence[pa.Array]) -> pa.Buffer:
     # Joined as one list, with an empty line at its end, because joining row by row takes three times as long.
     lines = pa.concat_arrays([lines, pa.array([""], pa.large_string())])
     return _text_of(pc.binary_join(pa.LargeListArray.from_arrays([0, len(lines)], lines), _large("\n")))
-
-
-def _is_number(kind: pa.DataType) -> bool:
-    """Whether the text of every value is free of what must be quoted."""
-    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
-
-
-def _quoted(cells: pa.Array) -> pa.Array:
-    text = _text_of(cells).to_pybytes()
-    if not any(mark in text for mark in _MAY_NEED_QUOTES):  # a search for bytes takes next to nothing
-        return cells
-    must = pc.match_substring_regex(cells, _MUST_QUOTE)
-    if not pc.any(must).as_py():
-        return cells
-    doubled = pc.replace_substring(cells, '"', '""')
-    return pc.if_else(must, pc.binary_join_element_wise(_large('"'), doubled, _large('"'), _large("")), cells)
 
 
 def _large(text: str) -> pa.Scalar:

@@ -19,12 +19,12 @@ from typing import Any, Protocol
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ensemble.common.text import plural, quoted, told
+from ensemble.common.text import error_text, plural, quoted
 from ensemble.data.input_file import open_input
 
 CONVERT_ADVICE = "convert the file to UTF-8 first, for example with: iconv -f WINDOWS-1252 -t UTF-8"
 # Longer than any cell that pyarrow reads.
-_LONGEST_CELL = (1 << 31) - 1
+_MAX_CELL_BYTES = (1 << 31) - 1
 _SHOWN = 3
 # Half of a character: no text that was decoded holds it.
 OPEN = "\ud800"
@@ -46,7 +46,7 @@ def csv_records(lines: Iterable[str], delimiter: str) -> Iterator[list[str]]:
 def open_quote_problem(path: Path) -> str:
     """The sentence about a quote that never closes and has swallowed every row after it; names its row."""
     row = -1  # of the header, which comes first
-    old_limit = csv.field_size_limit(_LONGEST_CELL)
+    old_limit = csv.field_size_limit(_MAX_CELL_BYTES)
     try:
         with open_input(path) as stream:
             text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="replace", newline="")
@@ -115,7 +115,7 @@ class RaggedRows:
         if found is not None:
             self._note(int(found[1]) - 1, int(found[3]), int(found[2]), found[4])
         elif gave_up is not None:
-            return f"{self.path}: cannot be read as CSV ({told(gave_up)})"
+            return f"{self.path}: cannot be read as CSV ({error_text(gave_up)})"
         count, shown = plural(self.count, "broken row"), "; ".join(self.shown)
         between = "tabs" if delimiter_of(self.path) == "\t" else "commas"
         advice = (

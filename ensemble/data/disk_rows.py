@@ -27,7 +27,7 @@ class SpilledRows:
     """
 
     def __init__(self, values: npt.NDArray[np.float64], folder: Path, start: int = 0) -> None:
-        self._rows, self._labels = values.shape
+        self._rows = len(values)
         self._start = start
         try:
             self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
@@ -42,16 +42,18 @@ class SpilledRows:
     def close(self) -> None:
         self._file.close()
 
-    def read(self, rows: int) -> npt.NDArray[np.float64]:
-        """The next rows: float64 [rows, labels], column after column in memory.
+    def read(self, values: npt.NDArray[np.float64]) -> None:
+        """Read the next rows into float64 [rows, labels], each column in one piece.
 
         Raises:
             OSError: the file was cut short.
         """
-        values = np.empty((rows, self._labels), order="F")
-        for label in range(self._labels):
+        for label, column in enumerate(values.T):
             place = (label * self._rows + self._start) * _ITEM_BYTES
-            if os.preadv(self._file.fileno(), [values[:, label].data], place) != rows * _ITEM_BYTES:
+            if os.preadv(self._file.fileno(), [column.data], place) != column.nbytes:
                 raise OSError("a temporary file has been cut short")
-        self._start += rows
-        return values
+        self._start += len(values)
+
+    def rewind(self) -> None:
+        """Begin again with the first row."""
+        self._start = 0

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 
 from ensemble.common.errors import DataError
 from ensemble.common.files import dangling_link, unreadable
-from ensemble.common.text import _nearby, did_you_mean, listed, quoted, told
+from ensemble.common.text import did_you_mean, error_text, listed, quoted, similar_file
 
 # The worker knows this mark as well (worker/rows.py): the field's text is JSON for a value that is not text.
 JSON_MARK = {b"ensemble": b"json"}
@@ -81,7 +81,7 @@ def open_input(path: Path) -> Iterator[BinaryIO]:
     if path.is_dir():
         raise DataError(f"{path}: is a directory; name the file inside it")
     if not path.exists():
-        raise DataError(f"{path}: no such file{_nearby(path)}")
+        raise DataError(f"{path}: no such file{similar_file(path)}")
     if not path.is_file():
         raise DataError(
             f"{path}: is not a regular file, and it must be read more than once; save its content to a file first"
@@ -98,7 +98,7 @@ def open_input(path: Path) -> Iterator[BinaryIO]:
             yield stream
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(
-            f"{path}: not a whole gzip file ({told(error)}); copy or download it again"
+            f"{path}: not a whole gzip file ({error_text(error)}); copy or download it again"
         ) from error
     except OSError as error:
         raise DataError(unreadable(path, error)) from error

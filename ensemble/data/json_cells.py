@@ -12,7 +12,7 @@ from typing import NoReturn
 
 # Of lists and objects in JSON. Python's own limit depends on who asks, so that what the parent has read a worker
 # might refuse.
-MOST_JSON_LEVELS = 100
+MAX_JSON_LEVELS = 100
 _EXCERPT_CHARACTERS = 60
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -45,15 +45,15 @@ def parse_json_cell(text: object) -> object:
     try:
         value = _json_decoder().decode(text)
         # Searching the text is much cheaper than walking every value.
-        if text.count("[") + text.count("{") <= MOST_JSON_LEVELS or not is_too_deep(value):
+        if text.count("[") + text.count("{") <= MAX_JSON_LEVELS or not is_too_deep(value):
             return [] if value is None else without_nulls(value) if "null" in text else value
-        detail = f"nested more than {MOST_JSON_LEVELS} levels deep"
+        detail = f"nested more than {MAX_JSON_LEVELS} levels deep"
     except (ValueError, RecursionError) as error:
         detail = json_detail(error)
     raise TemplateProblem(f"not valid JSON ({detail}): {_excerpt(text)}")
 
 
-def is_too_deep(value: object, most: int = MOST_JSON_LEVELS) -> bool:
+def is_too_deep(value: object, most: int = MAX_JSON_LEVELS) -> bool:
     """Whether lists and objects stand in each other more than ``most`` levels deep."""
     level = [value]
     for _ in range(most + 1):
@@ -69,7 +69,7 @@ def json_detail(error: ValueError | RecursionError) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
     if isinstance(error, RecursionError):
-        return f"nested more than {MOST_JSON_LEVELS} levels deep"
+        return f"nested more than {MAX_JSON_LEVELS} levels deep"
     # From Python itself comes advice on how to allow for more.
     return "a number of too many digits" if "set_int_max_str_digits" in str(error) else str(error)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,12 +18,12 @@ import pyarrow as pa
 from ensemble.common.errors import DataError
 from ensemble.common.text import plural, quoted
 from ensemble.data.input_file import JSON_MARK, Contents, Wanted, joined_text, open_input
-from ensemble.data.json_cells import MOST_JSON_LEVELS, is_too_deep, json_detail, replace_lone_surrogates
+from ensemble.data.json_cells import MAX_JSON_LEVELS, is_too_deep, json_detail, replace_lone_surrogates
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _ROWS = 8_192
 _BYTES = 1 << 24
-_MOST_NAMES = 10_000
+_MAX_NAMES = 10_000
 _SHOWN = 3
 
 
@@ -31,36 +32,21 @@ class _Integer(int):
 
     text: str
 
-    def __new__(cls, text: str) -> _Integer:
-        number = super().__new__(cls, text)
-        number.text = text
-        return number
-
 
 class _Float(float):
     """The same for other numbers: ``1.50`` is not the id ``1.5``."""
 
     text: str
 
-    def __new__(cls, text: str) -> _Float:
-        number = super().__new__(cls, text)
-        number.text = text
-        return number
+
+def _number(kind: type[_Integer] | type[_Float], text: str) -> _Integer | _Float:
+    number = kind(text)
+    number.text = text
+    return number
 
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON; write null or a string")
-
-
-@dataclass
-class _BrokenLines:
-    count: int = 0
-    shown: list[str] = field(default_factory=list)
-
-    def add(self, line_number: int, detail: str) -> None:
-        self.count += 1
-        if self.count <= _SHOWN:
-            self.shown.append(f"line {line_number:,}: {detail}")
 
 
 @dataclass
@@ -110,6 +96,9 @@ class _TextCells:
         self.chunks.append(pa.array(self.values, pa.string()))
         self.values = []
 
+    def column(self) -> pa.ChunkedArray:
+        return joined_text(pa.chunked_array(self.chunks, pa.string()))
+
     def problems(self, path: Path) -> list[str]:
         if not self.refused:
             return []
@@ -147,7 +136,7 @@ def read_jsonl(path: Path, wanted: Wanted) -> Contents:
         growing.append(labels)
     for record, size in _records(path, wanted.limit):
         rows += 1
-        names.update(dict.fromkeys(record if len(names) < _MOST_NAMES else wanted_names & record.keys()))
+        names.update(dict.fromkeys(record if len(names) < _MAX_NAMES else wanted_names & record.keys()))
         ids.add(record.get(wanted.id_column), rows)
         if labels is not None:
             labels.add(record.get(labels.name), rows)
@@ -164,8 +153,8 @@ def read_jsonl(path: Path, wanted: Wanted) -> Contents:
     return Contents(
         rows=rows,
         names=tuple(names),
-        ids=_chunked(ids) if ids.name in names else None,
-        labels=_chunked(labels) if labels is not None and labels.name in names else None,
+        ids=ids.column() if ids.name in names else None,
+        labels=labels.column() if labels is not None and labels.name in names else None,
         columns=pa.Table.from_arrays(
             [pa.chunked_array(column.chunks, pa.string()) for column in present.values()],
             schema=pa.schema(
@@ -177,28 +166,26 @@ def read_jsonl(path: Path, wanted: Wanted) -> Contents:
     )
 
 
-def _chunked(cells: _TextCells) -> pa.ChunkedArray:
-    return joined_text(pa.chunked_array(cells.chunks, pa.string()))
-
-
 def _records(path: Path, limit: int | None) -> Iterator[tuple[dict[str, object], int]]:
     """Yields (record, bytes in its line) for every line that is not blank.
 
     Raises:
         DataError: once at the end, for every line that is not a JSON object in UTF-8.
     """
-    decoder = json.JSONDecoder(parse_int=_Integer, parse_float=_Float, parse_constant=_refuse_constant)
-    broken, found = _BrokenLines(), 0
+    decoder = json.JSONDecoder(
+        parse_int=partial(_number, _Integer),
+        parse_float=partial(_number, _Float),
+        parse_constant=_refuse_constant,
+    )
+    broken, found = 0, 0
+    shown: list[str] = []
+    is_json = path.name.lower().removesuffix(".gz").endswith(".json")
     with open_input(path) as stream:
         for number, line in enumerate(stream, 1):
             data = (line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line).strip()
             if not data:
                 continue
-            if (
-                number == 1
-                and data.startswith(b"[")
-                and path.name.lower().removesuffix(".gz").endswith(".json")
-            ):
+            if number == 1 and data.startswith(b"[") and is_json:
                 raise DataError(f"{path}: holds one JSON array; write one object per line (JSON lines)")
             found += 1
             try:
@@ -206,15 +193,17 @@ def _records(path: Path, limit: int | None) -> Iterator[tuple[dict[str, object],
                 if not isinstance(record, dict):
                     raise ValueError(f"an object was expected, not {data[:40].decode(errors='replace')!r}")
                 brackets = data.count(b"[") + data.count(b"{")  # counted, because most lines hold few
-                if brackets > MOST_JSON_LEVELS and is_too_deep([*record.values()], MOST_JSON_LEVELS + 1):
+                if brackets > MAX_JSON_LEVELS and is_too_deep([*record.values()], MAX_JSON_LEVELS + 1):
                     raise RecursionError
-            except UnicodeDecodeError as error:
-                broken.add(number, f"not UTF-8 at byte {error.start + 1:,}")
             except (ValueError, RecursionError) as error:
-                broken.add(number, json_detail(error))
+                broken += 1
+                detail = json_detail(error)
+                if isinstance(error, UnicodeDecodeError):
+                    detail = f"not UTF-8 at byte {error.start + 1:,}"
+                shown += [f"line {number:,}: {detail}"][: _SHOWN - len(shown)]
             else:
                 yield record, len(data)
             if found == limit:
                 break
-    if broken.count:
-        raise DataError(f"{path}: {plural(broken.count, 'broken line')}; {'; '.join(broken.shown)}")
+    if broken:
+        raise DataError(f"{path}: {plural(broken, 'broken line')}; {'; '.join(shown)}")

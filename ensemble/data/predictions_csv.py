@@ -23,7 +23,7 @@ from ensemble.data.disk_rows import SpilledRows
 # pyarrow reads up to 32 blocks of a file ahead; all files together have this much in a round.
 _ROUND_BYTES = 1 << 22
 _BLOCK_BYTES = 1 << 18
-_LARGEST_BLOCK_BYTES = (1 << 31) - 1
+_MAX_BLOCK_BYTES = (1 << 31) - 1
 
 
 class WantedRows:
@@ -76,31 +76,34 @@ class PredictionsReader:
         self._batch: pa.RecordBatch | None = None
         self._joined: SpilledRows | None = None
 
-    def read(self, rows: int) -> npt.NDArray[np.float64]:
-        """The values of the next rows, in the order of the wanted ids.
+    def read(self, values: npt.NDArray[np.float64]) -> None:
+        """Read the next rows, in the order of the wanted ids; the last of them end the look at the whole file.
 
-        With the last of them the whole file has been looked at.
-
-        Returns:
-            float64 [rows, labels], column after column in memory; whatever numbers stand there.
+        Args:
+            values: takes them, whatever numbers stand there; float64 [rows, labels], each column in one piece.
 
         Raises:
             MergeError: missing, repeated or additional ids, other columns, cells that are not numbers.
         """
         try:
-            values = None
-            if self._joined is None and not self._wanted.has_lines:
-                values = self._read_in_order(rows)
-            if values is None:
-                if self._joined is None:
-                    self.close()
-                    with self._wanted.joining:
-                        self._joined = SpilledRows(self._read_and_join(), self._folder, self._start)
-                values = self._joined.read(rows)
+            if self._joined is None and (self._wanted.has_lines or not self._read_in_order(values)):
+                self.close()
+                with self._wanted.joining:
+                    self._joined = SpilledRows(self._read_and_join(), self._folder, self._start)
+            if self._joined is not None:
+                self._joined.read(values)
         except (pa.ArrowInvalid, OSError) as error:
             raise MergeError(f"{self._path}: cannot be read ({error})") from error
-        self._start += rows
-        return values
+        self._start += len(values)
+
+    def rewind(self) -> None:
+        """Begin again with the first row."""
+        self._start = 0
+        if self._joined is not None:
+            self._joined.rewind()
+        else:
+            self.close()
+            self._batches = None
 
     def close(self) -> None:
         """Let go of the file, and of what was kept of it."""
@@ -108,10 +111,9 @@ class PredictionsReader:
         for opened in filter(None, (self._batches, self._joined)):
             opened.close()
 
-    def _read_in_order(self, rows: int) -> npt.NDArray[np.float64] | None:
-        """None where the file is not what this tool writes; then a join says what it is."""
-        values = np.empty((rows, len(self._labels)), order="F")
-        filled = 0
+    def _read_in_order(self, values: npt.NDArray[np.float64]) -> bool:
+        """False where the file is not what this tool writes; then a join says what it is."""
+        rows, filled = len(values), 0
         try:
             if self._batches is None:
                 # An empty cell is no number here, and nothing is looked up for each cell.
@@ -119,20 +121,20 @@ class PredictionsReader:
             while filled < rows:
                 batch = self._next_batch()
                 if batch is None:
-                    return None
+                    return False
                 count = min(len(batch), rows - filled)
                 taken, self._batch = batch.slice(0, count), batch.slice(count)
                 ids = pa.chunked_array([taken.column(self._id_column)])
                 if not ids.equals(self._wanted.ids.slice(self._start + filled, count)):
-                    return None
+                    return False
                 for index, label in enumerate(self._labels):
                     values[filled : filled + count, index] = taken.column(label).to_numpy()
                 filled += count
             if self._start + rows == len(self._wanted.ids) and self._next_batch() is not None:
-                return None
+                return False
         except pa.ArrowInvalid:
-            return None
-        return values
+            return False
+        return True
 
     def _next_batch(self) -> pa.RecordBatch | None:
         """The rows that are left of a batch, or a new one; None at the end of the file."""
@@ -149,7 +151,7 @@ class PredictionsReader:
         # second half of a \r\n that two blocks share, within quotes too.
         block_bytes = _BLOCK_BYTES
         if self._wanted.has_lines or self._wanted.longest_bytes >= _BLOCK_BYTES // 4:
-            block_bytes = min(max(self._path.stat().st_size + 1, _BLOCK_BYTES), _LARGEST_BLOCK_BYTES)
+            block_bytes = min(max(self._path.stat().st_size + 1, _BLOCK_BYTES), _MAX_BLOCK_BYTES)
         with self._open(pa.large_string(), True, block_bytes) as reader:
             table = reader.read_all()
         order = _order(self._path, table.column(self._id_column), self._wanted.ids.cast(pa.large_string()))

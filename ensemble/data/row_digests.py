@@ -60,7 +60,15 @@ def _digests(batch: pa.RecordBatch, mark: bytes) -> RowDigests:
     """Of a few rows.  ``mark`` sets apart rows of other columns."""
     pieces: list[pa.Array] = []
     for column in batch.columns:
-        cells = _as_bytes(column)
+        if not (is_text(column.type) or is_binary(column.type)):
+            try:
+                column = pc.cast(column, pa.large_string())
+            except pa.ArrowException:  # nested, or a type that has no text of its own
+                texts = [
+                    None if cell is None else json.dumps(cell, default=str) for cell in column.to_pylist()
+                ]
+                column = pa.array(texts, pa.large_string())
+        cells = pc.cast(column, pa.large_binary())
         # A length in front of each cell: no two rows have the same bytes then.  A null has none.
         lengths = pc.cast(pc.cast(pc.binary_length(cells), pa.large_string()), pa.large_binary())
         pieces += [pc.fill_null(lengths, b"-"), pc.fill_null(cells, b"")]
@@ -73,14 +81,3 @@ def _digests(batch: pa.RecordBatch, mark: bytes) -> RowDigests:
         for start, stop in pairwise(ends)
     ]
     return np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)
-
-
-def _as_bytes(column: pa.Array) -> pa.Array:
-    kind = column.type
-    if not (is_text(kind) or is_binary(kind)):
-        try:
-            column = pc.cast(column, pa.large_string())
-        except pa.ArrowException:  # nested, or a type that has no text of its own
-            texts = [None if cell is None else json.dumps(cell, default=str) for cell in column.to_pylist()]
-            column = pa.array(texts, pa.large_string())
-    return pc.cast(column, pa.large_binary())

@@ -1,7 +1,6 @@
 """The submission: a sample file says which columns and rows it has, and in which order.
 
-Owns reading the sample, comparing it with the input table before anything runs, its own values, which may stand
-in for rows that were not computed, and writing the final file.  Does not know where the probabilities come from.
+Does not know where the probabilities come from.
 """
 
 from __future__ import annotations
@@ -25,8 +24,25 @@ _SHOWN_COLUMNS = 20
 _WRITE_ROWS = 65_536
 # Ids in one hash table; the number of tables is limited, because each is asked for all ids.
 _LOOKED_UP_ROWS = 1 << 18
-_MOST_LOOK_UPS = 8
+_MAX_LOOK_UPS = 8
 _NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
+
+
+def read_sample(path: Path, id_column: str, labels: Sequence[str], columns_map: Mapping[str, str]) -> Sample:
+    """Reads a sample submission (CSV or TSV); its example values are for :meth:`Sample.values`.
+
+    Args:
+        labels: the labels that are predicted.
+        columns_map: sample column to label, for columns that are not named like a label.
+
+    Raises:
+        DataError: the file cannot be read, or has no column ``id_column``.
+    """
+    columns = read_header(path)
+    if id_column not in columns:
+        raise DataError(missing_column(path, "id column", id_column, columns))
+    ids = read_text_csv(path, [id_column]).column(0)
+    return Sample(path, id_column, columns, ids, tuple(labels), dict(columns_map))
 
 
 @dataclass(frozen=True)
@@ -37,248 +53,183 @@ class Sample:
         id_column: which of its columns holds the ids.
         columns: every column, in file order.
         ids: shape (rows,), strings, in file order.
+        labels: those that are predicted.
+        columns_map: column to label, where the two differ.
     """
 
+    path: Path
     id_column: str
     columns: tuple[str, ...]
     ids: pa.ChunkedArray
+    labels: tuple[str, ...]
+    columns_map: Mapping[str, str]
 
+    def problems(self, ids: pa.ChunkedArray, limited: bool) -> tuple[str, ...]:
+        """What keeps a submission from being written, found before anything runs.
 
-def read_sample(path: Path, id_column: str) -> Sample:
-    """Reads a sample submission (CSV or TSV); its example values are for :func:`sample_values`.
-
-    Raises:
-        DataError: the file cannot be read, or has no column ``id_column``.
-    """
-    columns = read_header(path)
-    if id_column not in columns:
-        raise DataError(missing_column(path, "id column", id_column, columns))
-    return Sample(id_column, columns, read_text_csv(path, [id_column]).column(0))
-
-
-def check_sample(
-    sample: Sample,
-    path: Path,
-    ids: pa.ChunkedArray,
-    id_column: str,
-    labels: Sequence[str],
-    columns_map: Mapping[str, str],
-    limited: bool,
-) -> tuple[str, ...]:
-    """Compares the sample with the table before anything runs.
-
-    Args:
-        sample: the sample submission.
-        path: its file, for the messages.
-        ids: shape (rows,), the table's ids, unique.
-        id_column: the name of the id column in the sample.
-        labels: the labels that are predicted.
-        columns_map: sample column to label, for columns that are not named like a label.
-        limited: the table is only the first rows of the real one, so it may lack ids of the sample.
-
-    Returns:
-        the problems found; empty if a submission can be written.
-    """
-    problems = []
-    if id_column not in sample.columns:
-        problems.append(missing_column(path, "id column", id_column, sample.columns))
-    others = [name for name in sample.columns if name != id_column]
-    if not others:
-        problems.append(
-            f"{path}: has no column besides {quoted(id_column)}; a column per label to submit is needed"
-        )
-    strangers = [name for name in others if columns_map.get(name, name) not in labels]
-    for name in strangers[:_SHOWN_COLUMNS]:
-        label = columns_map.get(name, name)
-        hint = did_you_mean(label, labels)
-        mapped = (
-            f"column {quoted(name)} is mapped to {quoted(label)}, which"
-            if name in columns_map
-            else f"column {quoted(name)}"
-        )
-        problems.append(f"{path}: {mapped} is not a label{hint}; map it to one of {listed(labels)}")
-    if len(strangers) > _SHOWN_COLUMNS:
-        count = plural(len(strangers) - _SHOWN_COLUMNS, "more column")
-        problems.append(f"{path}: {count} that are not labels; is this the sample submission?")
-    problems += [
-        f"{path}: has no column {quoted(name)}{did_you_mean(name, others)}, though it is mapped to a label"
-        for name in columns_map
-        if name not in others
-    ]
-    given = [columns_map.get(name, name) for name in others]
-    problems += [
-        f"{path}: label {quoted(label)} would stand in {given.count(label)} columns; fix submission.columns"
-        for label in dict.fromkeys(given)
-        if label in labels and given.count(label) > 1
-    ]
-    if not is_in_order(sample, ids):  # else they are the table's, which are unique: no need to look them up
-        problems += _id_problems(sample.ids, path, ids, limited)
-    return tuple(problems)
-
-
-def _id_problems(sample_ids: pa.ChunkedArray, path: Path, ids: pa.ChunkedArray, limited: bool) -> list[str]:
-    problems: list[str] = []
-    theirs, ours = _alike(sample_ids, ids)
-    if _holds_each_once(theirs, ours):  # looked up once instead of three times
-        return problems
-    if pc.count_distinct(theirs, mode="all").as_py() < len(theirs):
-        counted = pc.value_counts(theirs)
-        twice = counted.field("values").filter(pc.greater(counted.field("counts"), 1))
-        problems.append(f"{path}: {plural(len(twice), 'id')} more than once: {_first(twice)}")
-    unknown = theirs.filter(pc.invert(pc.is_in(theirs, value_set=ours)))
-    if len(unknown) and not limited:
-        problems.append(f"{path}: {plural(len(unknown), 'id')} not in the input table: {_first(unknown)}")
-    missing = ours.filter(pc.invert(pc.is_in(ours, value_set=theirs)))
-    if len(missing):
-        problems.append(_lacks(path, missing))
-    return problems
-
-
-def write_submission(
-    sample: Sample,
-    predictions_ids: pa.ChunkedArray,
-    probabilities: npt.NDArray[np.float64],
-    labels: Sequence[str],
-    columns_map: Mapping[str, str],
-    path: Path,
-    limited: bool,
-) -> None:
-    """Writes exactly the sample's columns, in the sample's order of columns and rows.
-
-    Args:
-        sample: the sample submission, checked by :func:`check_sample`.
-        predictions_ids: shape (rows,), strings, unique, in any order.
-        probabilities: shape (rows, labels).
-        labels: what the columns of ``probabilities`` stand for.
-        columns_map: sample column to label, for columns that are not named like a label.
-        path: written in place; making that atomic is the caller's business.
-        limited: leave out the sample's rows that have no prediction; otherwise they are an error.
-
-    Raises:
-        MergeError: a row of the sample has no prediction, or a prediction no row.
-        ValueError: the shapes do not agree.
-        OSError: the file cannot be written.
-    """
-    if probabilities.shape != (len(predictions_ids), len(labels)):
-        shape = (len(predictions_ids), len(labels))
-        raise ValueError(f"probabilities of shape {probabilities.shape}, expected {shape}")
-    theirs, ours = _alike(sample.ids, predictions_ids)
-    places = _places(theirs, ours)
-    has_place = places >= 0
-    if not has_place.all() and not limited:
-        lacking = theirs.filter(pa.array(~has_place))
-        raise MergeError(f"no prediction for {plural(len(lacking), 'id')} of the sample: {_first(lacking)}")
-    if has_place.sum() != len(ours):
-        spare = ours.filter(pc.invert(pc.is_in(ours, value_set=theirs)))
-        raise MergeError(f"{plural(len(spare), 'predicted id')} not in the sample: {_first(spare)}")
-    submitted = theirs if has_place.all() else theirs.filter(pa.array(has_place))
-    rows = places[has_place]
-    indices = submitted_columns(sample, labels, columns_map)
-    with path.open("wb") as stream:
-        stream.write(header_line(sample.columns))
-        for start in range(0, len(rows), _WRITE_ROWS):  # so that no other copy of the table is made
-            taken = rows[start : start + _WRITE_ROWS]
-            ids = pa.concat_arrays(submitted.slice(start, len(taken)).chunks)
-            columns = (ids if index is None else pa.array(probabilities[taken, index]) for index in indices)
-            stream.write(csv_lines([csv_cells(column) for column in columns]))
-
-
-def is_in_order(sample: Sample, ids: pa.ChunkedArray) -> bool:
-    """Whether the sample has the rows of ``ids``, shape (rows,), in the same order."""
-    theirs, ours = _alike(sample.ids, ids)
-    return bool(theirs.equals(ours))
-
-
-def submitted_columns(
-    sample: Sample, labels: Sequence[str], columns_map: Mapping[str, str]
-) -> tuple[int | None, ...]:
-    """What stands in each of the sample's columns: the index of a label, or None for the ids."""
-    return tuple(
-        None if name == sample.id_column else labels.index(columns_map.get(name, name))
-        for name in sample.columns
-    )
-
-
-def check_sample_values(
-    sample: Sample, path: Path, labels: Sequence[str], columns_map: Mapping[str, str]
-) -> tuple[str, ...]:
-    """Whether the sample's own values can stand in for predictions; reads them.
-
-    Args: as for :func:`sample_values`.
-
-    Returns:
-        the problems found: a column with cells that are no finite number; empty if there are none.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
-    return _read_values(sample, path, labels, columns_map)[2]
-
-
-def sample_values(
-    sample: Sample,
-    path: Path,
-    ids: pa.ChunkedArray,
-    labels: Sequence[str],
-    columns_map: Mapping[str, str],
-) -> npt.NDArray[np.float64]:
-    """The values that stand in the sample, read from its file.
-
-    A label without a column gets what the others leave of 1, in equal parts with the other labels that have none,
-    and never less than 0: with a single column for one of two classes, the other class has the rest.  None of
-    it is in the submission, which has no such column either.
-
-    Args:
-        sample: the sample submission, checked by :func:`check_sample`.
-        path: its file.
-        ids: shape (rows,), strings, unique; the rows wanted, which may be some of the sample's only.
-        labels: what the columns of the result stand for.
-        columns_map: sample column to label, for columns that are not named like a label.
-
-    Returns:
-        float64 [rows, labels], in the order of ``ids``.
-
-    Raises:
-        DataError: the file cannot be read, a cell is no finite number, or an id is not there (any more).
-    """
-    found_ids, by_label, problems = _read_values(sample, path, labels, columns_map)
-    if problems:
-        raise DataError(problems)
-    theirs, ours = _alike(found_ids, ids)
-    places = pc.index_in(ours, value_set=theirs)
-    if places.null_count:
-        raise DataError(_lacks(path, ours.filter(pc.is_null(places))))
-    rows = places.to_numpy()
-    values = np.zeros((len(rows), len(labels)), order="F")
-    for index, label in enumerate(labels):
-        if label in by_label:
-            values[:, index] = by_label[label][rows]
-    rest = [index for index, label in enumerate(labels) if label not in by_label]
-    if rest:
-        values[:, rest] = (np.maximum(1.0 - values.sum(axis=1), 0.0) / len(rest))[:, None]
-    return values
-
-
-def _read_values(
-    sample: Sample, path: Path, labels: Sequence[str], columns_map: Mapping[str, str]
-) -> tuple[pa.ChunkedArray, dict[str, npt.NDArray[np.float64]], tuple[str, ...]]:
-    """Ids, numbers by label, and the problems of cells that are none; all in file order."""
-    names = {name: columns_map.get(name, name) for name in sample.columns if name != sample.id_column}
-    wanted = {name: label for name, label in names.items() if label in labels}
-    # The ids once more: their order is the file's as it is now.
-    table = read_text_csv(path, [sample.id_column, *wanted])
-    by_label, problems = {}, []
-    for name, label in wanted.items():
-        numbers = _numbers(table.column(name))
-        by_label[label] = numbers
-        bad = np.flatnonzero(~np.isfinite(numbers))
-        if len(bad):
-            cell = table.column(name)[int(bad[0])].as_py()
+        Args:
+            ids: shape (rows,), the table's ids, unique.
+            limited: the table is only the first rows of the real one, so it may lack ids of the sample.
+        """
+        problems = []
+        others = [name for name in self.columns if name != self.id_column]
+        if not others:
             problems.append(
-                f"{path}: column {quoted(name)}: {plural(len(bad), 'cell')} without a finite number, the first in "
-                f"row {bad[0] + 1:,}: {quoted(cell)}; fix the file, or choose fill: uniform or prior"
+                f"has no column besides {quoted(self.id_column)}; a column per label to submit is needed"
             )
-    return table.column(0), by_label, tuple(problems)
+        strangers = [name for name in others if self._label(name) not in self.labels]
+        for name in strangers[:_SHOWN_COLUMNS]:
+            label = self._label(name)
+            mapped = f" is mapped to {quoted(label)}, which" if name in self.columns_map else ""
+            hint = f"{did_you_mean(label, self.labels)}; map it to one of {listed(self.labels)}"
+            problems.append(f"column {quoted(name)}{mapped} is not a label{hint}")
+        if len(strangers) > _SHOWN_COLUMNS:
+            count = plural(len(strangers) - _SHOWN_COLUMNS, "more column")
+            problems.append(f"{count} that are not labels; is this the sample submission?")
+        problems += [
+            f"has no column {quoted(name)}{did_you_mean(name, others)}, though it is mapped to a label"
+            for name in self.columns_map
+            if name not in others
+        ]
+        given = [self._label(name) for name in others]
+        problems += [
+            f"label {quoted(label)} would stand in {given.count(label)} columns; fix submission.columns"
+            for label in dict.fromkeys(given)
+            if label in self.labels and given.count(label) > 1
+        ]
+        theirs, ours = _alike(self.ids, ids)
+        # Looked up once instead of three times where all is well; and not at all where the order is the table's.
+        if not theirs.equals(ours) and not _holds_each_once(theirs, ours):
+            if pc.count_distinct(theirs, mode="all").as_py() < len(theirs):
+                counted = pc.value_counts(theirs)
+                twice = counted.field("values").filter(pc.greater(counted.field("counts"), 1))
+                problems.append(f"{plural(len(twice), 'id')} more than once: {_first(twice)}")
+            unknown = theirs.filter(pc.invert(pc.is_in(theirs, value_set=ours)))
+            if len(unknown) and not limited:
+                problems.append(f"{plural(len(unknown), 'id')} not in the input table: {_first(unknown)}")
+            missing = ours.filter(pc.invert(pc.is_in(ours, value_set=theirs)))
+            if len(missing):
+                problems.append(_lacks(missing))
+        return tuple(f"{self.path}: {problem}" for problem in problems)
+
+    def value_problems(self) -> tuple[str, ...]:
+        """What keeps the sample's own values from standing in for predictions: cells that are no finite number.
+
+        Raises:
+            DataError: the file cannot be read.
+        """
+        return self._read_values()[2]
+
+    def values(self, ids: pa.ChunkedArray) -> npt.NDArray[np.float64]:
+        """The values that stand in the sample, read from its file.
+
+        A label without a column gets what the others leave of 1, in equal parts with the other labels that have
+        none, and never less than 0: with a single column for one of two classes, the other class has the rest.
+        None of it is in the submission, which has no such column either.
+
+        Args:
+            ids: shape (rows,), strings, unique; the rows wanted, which may be some of the sample's only.
+
+        Returns:
+            float64 [rows, labels], in the order of ``ids``.
+
+        Raises:
+            DataError: the file cannot be read, a cell is no finite number, or an id is not there (any more).
+        """
+        found_ids, by_label, problems = self._read_values()
+        if problems:
+            raise DataError(problems)
+        theirs, ours = _alike(found_ids, ids)
+        places = pc.index_in(ours, value_set=theirs)
+        if places.null_count:
+            raise DataError(f"{self.path}: {_lacks(ours.filter(pc.is_null(places)))}")
+        rows = places.to_numpy()
+        values = np.zeros((len(rows), len(self.labels)), order="F")
+        for index, label in enumerate(self.labels):
+            if label in by_label:
+                values[:, index] = by_label[label][rows]
+        rest = [index for index, label in enumerate(self.labels) if label not in by_label]
+        if rest:
+            values[:, rest] = (np.maximum(1.0 - values.sum(axis=1), 0.0) / len(rest))[:, None]
+        return values
+
+    def is_in_order(self, ids: pa.ChunkedArray) -> bool:
+        """Whether it has the rows of ``ids``, shape (rows,), in the same order."""
+        theirs, ours = _alike(self.ids, ids)
+        return bool(theirs.equals(ours))
+
+    @property
+    def label_numbers(self) -> tuple[int | None, ...]:
+        """What stands in each of its columns: the index of a label, or None for the ids."""
+        return tuple(
+            None if name == self.id_column else self.labels.index(self._label(name)) for name in self.columns
+        )
+
+    def write(
+        self,
+        path: Path,
+        predicted_ids: pa.ChunkedArray,
+        probabilities: npt.NDArray[np.float64],
+        limited: bool,
+    ) -> None:
+        """Writes exactly the sample's columns, in the sample's order of columns and rows; it has no problems.
+
+        Args:
+            path: written in place; making that atomic is the caller's business.
+            predicted_ids: shape (rows,), strings, unique, in any order.
+            probabilities: shape (rows, labels).
+            limited: leave out the sample's rows that have no prediction; otherwise they are an error.
+
+        Raises:
+            MergeError: a row of the sample has no prediction, or a prediction no row.
+            ValueError: the shapes do not agree.
+            OSError: the file cannot be written.
+        """
+        if probabilities.shape != (len(predicted_ids), len(self.labels)):
+            shape = (len(predicted_ids), len(self.labels))
+            raise ValueError(f"probabilities of shape {probabilities.shape}, expected {shape}")
+        theirs, ours = _alike(self.ids, predicted_ids)
+        places = _places(theirs, ours)
+        has_place = places >= 0
+        if not has_place.all() and not limited:
+            lacking = theirs.filter(pa.array(~has_place))
+            raise MergeError(
+                f"no prediction for {plural(len(lacking), 'id')} of the sample: {_first(lacking)}"
+            )
+        if has_place.sum() != len(ours):
+            spare = ours.filter(pc.invert(pc.is_in(ours, value_set=theirs)))
+            raise MergeError(f"{plural(len(spare), 'predicted id')} not in the sample: {_first(spare)}")
+        submitted = theirs if has_place.all() else theirs.filter(pa.array(has_place))
+        rows = places[has_place]
+        with path.open("wb") as stream:
+            stream.write(header_line(self.columns))
+            for start in range(0, len(rows), _WRITE_ROWS):  # so that no other copy of the table is made
+                taken = rows[start : start + _WRITE_ROWS]
+                ids = pa.concat_arrays(submitted.slice(start, len(taken)).chunks)
+                columns = (
+                    ids if n is None else pa.array(probabilities[taken, n]) for n in self.label_numbers
+                )
+                stream.write(csv_lines([csv_cells(column) for column in columns]))
+
+    def _label(self, column: str) -> str:
+        return self.columns_map.get(column, column)
+
+    def _read_values(self) -> tuple[pa.ChunkedArray, dict[str, npt.NDArray[np.float64]], tuple[str, ...]]:
+        """Ids, numbers by label, and the problems of cells that are none; all in file order."""
+        names = [name for name in self.columns if name != self.id_column and self._label(name) in self.labels]
+        # The ids once more: their order is the file's as it is now.
+        table = read_text_csv(self.path, [self.id_column, *names])
+        by_label, problems = {}, []
+        for name in names:
+            by_label[self._label(name)] = numbers = _numbers(table.column(name))
+            bad = np.flatnonzero(~np.isfinite(numbers))
+            if len(bad):
+                cell = table.column(name)[int(bad[0])].as_py()
+                problems.append(
+                    f"{self.path}: column {quoted(name)}: {plural(len(bad), 'cell')} without a finite number, the "
+                    f"first in row {bad[0] + 1:,}: {quoted(cell)}; fix the file, or choose fill: uniform or prior"
+                )
+        return table.column(0), by_label, tuple(problems)
 
 
 def _numbers(cells: pa.ChunkedArray) -> npt.NDArray[np.float64]:
@@ -315,7 +266,7 @@ def _places(theirs: pa.ChunkedArray, ours: pa.ChunkedArray) -> npt.NDArray[np.in
     Looked up in parts of ours, because the hash table of two million ids alone takes 130 MB.
     """
     places = np.full(len(theirs), -1, dtype=np.int64)
-    step = max(_LOOKED_UP_ROWS, -(-len(ours) // _MOST_LOOK_UPS))
+    step = max(_LOOKED_UP_ROWS, -(-len(ours) // _MAX_LOOK_UPS))
     for start in range(0, len(ours), step):
         found = pc.fill_null(pc.index_in(theirs, value_set=ours.slice(start, step)), -1).to_numpy()
         is_there = found >= 0
@@ -323,8 +274,8 @@ def _places(theirs: pa.ChunkedArray, ours: pa.ChunkedArray) -> npt.NDArray[np.in
     return places
 
 
-def _lacks(path: Path, ids: pa.ChunkedArray) -> str:
-    return f"{path}: lacks {plural(len(ids), 'id')} of the input table: {_first(ids)}"
+def _lacks(ids: pa.ChunkedArray) -> str:
+    return f"lacks {plural(len(ids), 'id')} of the input table: {_first(ids)}"
 
 
 def _first(ids: pa.Array | pa.ChunkedArray) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,21 +76,38 @@ class InputTable:
         self.truth = truth
         self.null_texts = null_texts
         self._columns = columns
+        self._text_lengths: dict[str, npt.NDArray[np.int64]] = {}
         self._digests: dict[str, str] = {}
         self._row_digests: dict[tuple[str, ...], RowDigests] = {}
+
+    @property
+    def remarks(self) -> list[str]:
+        """What the user should know of its texts, a sentence each."""
+        return [
+            f"{plural(count, 'empty text')} in {column!r}, read as an empty string"
+            for column, count in self.null_texts.items()
+            if count
+        ]
 
     def text_lengths(self, columns: Sequence[str]) -> npt.NDArray[np.int64]:
         """UTF-8 bytes per row, summed over ``columns``: shape (rows,), a cheap stand-in for tokens.
 
-        Nested values count by their JSON text, numbers by their decimal form, nulls as 0.
+        Nested values count by their JSON text, numbers by their decimal form, nulls as 0.  Each column is measured
+        once, before ``forget_columns``; the result is not to be changed.
         """
-        total = np.zeros(self.rows, dtype=np.int64)
         for name in columns:
-            start = 0
-            for chunk in self._columns.column(name).chunks:
-                total[start : start + len(chunk)] += cell_lengths(chunk)
-                start += len(chunk)
-        return total
+            if name not in self._text_lengths:
+                chunks = self._columns.column(name).chunks
+                self._text_lengths[name] = np.concatenate([cell_lengths(chunk) for chunk in chunks])
+        lengths = [self._text_lengths[name] for name in columns]
+        if len(lengths) == 1:
+            return lengths[0]
+        return sum(lengths, start=np.zeros(self.rows, dtype=np.int64))
+
+    @property
+    def text_bytes(self) -> npt.NDArray[np.int64]:
+        """UTF-8 bytes per row of all that some member reads: shape (rows,)."""
+        return self.text_lengths(self._columns.column_names)
 
     def digest(self, columns: Sequence[str]) -> str:
         """What the ids and these columns hold, in order; each column is read once, before ``forget_columns``."""
@@ -146,17 +162,11 @@ def read_table(path: Path, needs: TableNeeds) -> InputTable:
         DataError: with every problem found.  A broken structure (see ``readers.read_contents``) is reported
             alone, because nothing after it can be counted on.
     """
-    with _system_allocator():
-        return _read_checked(path, needs)
-
-
-@contextmanager
-def _system_allocator() -> Iterator[None]:
-    """pyarrow's own allocator holds on to about 100 MB more than malloc for a table of a million rows."""
     before = pa.default_memory_pool()
+    # pyarrow's own holds on to about 100 MB more than malloc for a table of a million rows.
     pa.set_memory_pool(pa.system_memory_pool())
     try:
-        yield
+        return _read_checked(path, needs)
     finally:
         pa.set_memory_pool(before)
 
@@ -199,11 +209,11 @@ def _missing_columns(path: Path, needs: TableNeeds, contents: Contents) -> Itera
 
 
 def _id_problems(path: Path, column: str, ids: pa.ChunkedArray) -> Iterator[str]:
-    blank = _first(pc.fill_null(pc.equal(ids, ""), True))
-    if blank.count:
-        rows = ", ".join(f"{row + 1:,}" for row in blank.rows)
-        count = plural(blank.count, "row")
-        yield f"{path}: id column {quoted(column)}: {count} without an id, first: row {rows}; give every row an id"
+    where = f"{path}: id column {quoted(column)}"
+    blank, rows = _first(pc.fill_null(pc.equal(ids, ""), True))
+    if blank:
+        shown_rows = ", ".join(f"{row + 1:,}" for row in rows)
+        yield f"{where}: {plural(blank, 'row')} without an id, first: row {shown_rows}; give every row an id"
     if pc.count_distinct(ids, mode="all").as_py() == len(ids):
         return
     counted = pc.value_counts(ids)
@@ -214,40 +224,30 @@ def _id_problems(path: Path, column: str, ids: pa.ChunkedArray) -> Iterator[str]
         return
     shown = []
     for name in names[:_SHOWN].to_pylist():
-        places = _first(pc.equal(ids, name))
-        rows = ", ".join(f"{row + 1:,}" for row in places.rows)
-        shown.append(f"{quoted(name)} in row {rows}" + (", ..." if places.count > _SHOWN else ""))
-    count = plural(len(names), "id")
-    yield f"{path}: id column {quoted(column)}: {count} more than once: {'; '.join(shown)}; ids must be unique"
+        count, rows = _first(pc.equal(ids, name))
+        shown_rows = ", ".join(f"{row + 1:,}" for row in rows)
+        shown.append(f"{quoted(name)} in row {shown_rows}" + (", ..." if count > _SHOWN else ""))
+    yield f"{where}: {plural(len(names), 'id')} more than once: {'; '.join(shown)}; ids must be unique"
 
 
-@dataclass(frozen=True)
-class _Places:
-    """How many rows, and the indices of the first few."""
-
-    count: int
-    rows: list[int]
-
-
-def _first(mask: pa.ChunkedArray) -> _Places:
-    """Where ``mask`` (shape (rows,), booleans, null counting as false) is true."""
+def _first(mask: pa.ChunkedArray) -> tuple[int, list[int]]:
+    """How often ``mask`` (shape (rows,), booleans, null counting as false) is true, and the first few indices."""
     count = pc.sum(mask).as_py() or 0
-    rows = pc.indices_nonzero(pc.fill_null(mask, False))[:_SHOWN].to_pylist() if count else []
-    return _Places(count, rows)
+    return count, pc.indices_nonzero(pc.fill_null(mask, False))[:_SHOWN].to_pylist() if count else []
 
 
 def _label_problems(
     path: Path, needs: TableNeeds, contents: Contents, truth: pa.ChunkedArray
 ) -> Iterator[str]:
-    unknown = _first(pc.is_null(truth))
-    if not unknown.count or contents.labels is None:
+    unknown, rows = _first(pc.is_null(truth))
+    if not unknown or contents.labels is None:
         return
     shown = []
-    for row in unknown.rows:
+    for row in rows:
         label = contents.labels[row].as_py()
         value = f"{quoted(label)}{did_you_mean(label, needs.labels)}" if label else "has no label"
         shown.append(f"{_row(row, contents.ids)}: {value}")
-    count = plural(unknown.count, "row")
+    count = plural(unknown, "row")
     where = f"{path}: label column {quoted(str(needs.label_column))}: {count} without a known label"
     yield f"{where}; {'; '.join(shown)}; the labels are {listed(needs.labels)}"
 
@@ -264,10 +264,10 @@ def _type_problems(path: Path, needs: TableNeeds, contents: Contents) -> Iterato
         elif is_binary(field.type):
             yield f"{path}: column {quoted(name)} holds bytes, not text; write the file with it cast to string"
         elif is_json_field(field):
-            nested = _first(pc.match_substring_regex(column, r"^[\[{]"))
-            if nested.count:
-                count, row = plural(nested.count, "row"), _row(nested.rows[0], contents.ids)
-                yield f"{path}: column {quoted(name)} holds lists or objects in {count}, first {row}; {advice}"
+            nested, rows = _first(pc.match_substring_regex(column, r"^[\[{]"))
+            if nested:
+                place = f"{plural(nested, 'row')}, first {_row(rows[0], contents.ids)}"
+                yield f"{path}: column {quoted(name)} holds lists or objects in {place}; {advice}"
 
 
 def _cell_facts(path: Path, needs: TableNeeds, contents: Contents) -> tuple[dict[str, int], list[str]]:
@@ -277,41 +277,28 @@ def _cell_facts(path: Path, needs: TableNeeds, contents: Contents) -> tuple[dict
     for field in contents.columns.schema:
         column = contents.columns.column(field.name)
         if field.name not in needs.json_columns:
-            null_texts[field.name] = _empty_cells(column, field)
+            null_texts[field.name] = int(column.null_count)
+            if is_text(column.type):
+                # JSON text spells the empty text with its quotes.
+                blank = '""' if is_json_field(field) else ""
+                null_texts[field.name] += pc.sum(pc.equal(column, blank)).as_py() or 0
             continue
-        empty, broken = 0, _BrokenCells()
+        empty, broken, shown = 0, 0, ""
         for row, cell in enumerate(python_cells(column, is_json_field(field))):
             try:
                 value = parse_json_cell(cell)
             except TemplateProblem as problem:
-                broken.add(row, str(problem))
+                broken += 1
+                if broken <= _SHOWN:
+                    shown += f"; {_row(row, contents.ids)}: {problem}"
                 continue
             empty += value in ([], "", {}) or _mentions_null(cell)
         null_texts[field.name] = empty
-        if broken.count:
-            rows = "; ".join(f"{_row(row, contents.ids)}: {problem}" for row, problem in broken.shown)
-            count = plural(broken.count, "row")
-            problems.append(f"{path}: column {quoted(field.name)}: broken JSON in {count}; {rows}")
+        if broken:
+            problems.append(
+                f"{path}: column {quoted(field.name)}: broken JSON in {plural(broken, 'row')}{shown}"
+            )
     return null_texts, problems
-
-
-class _BrokenCells:
-    def __init__(self) -> None:
-        self.count = 0
-        self.shown: list[tuple[int, str]] = []
-
-    def add(self, row: int, problem: str) -> None:
-        self.count += 1
-        if self.count <= _SHOWN:
-            self.shown.append((row, problem))
-
-
-def _empty_cells(column: pa.ChunkedArray, field: pa.Field) -> int:
-    empty = column.null_count
-    if is_text(column.type):
-        # JSON text spells the empty text with its quotes.
-        empty += pc.sum(pc.equal(column, '""' if is_json_field(field) else "")).as_py() or 0
-    return int(empty)
 
 
 def _mentions_null(cell: object) -> bool:

@@ -18,7 +18,7 @@ RESERVE_SHARE = 0.05
 # A GPU's compute capability, such as (8, 0).
 Capability = tuple[int, int]
 # Rows narrower than this count as if they were so wide in ``Activation.line``.
-_NARROWEST = 16
+_MIN_WIDTH = 16
 
 
 @dataclass(frozen=True)
@@ -57,32 +57,28 @@ class Activation:
         """For a batch of rows ``width`` tokens wide that hold ``padded_tokens`` together."""
         return self.fixed_bytes + math.ceil(padded_tokens * self._per_token(width))
 
+    def max_tokens(self, available_bytes: int, width: int) -> int:
+        """Padded tokens of a batch of rows ``width`` tokens wide that takes at most ``available_bytes``."""
+        return max(0, int((available_bytes - self.fixed_bytes) / self._per_token(width)))
+
     def line(self, width: int) -> tuple[float, float]:
         """Bytes per token and per token pair, without the fixed ones: one line instead of the stages.
 
         Right for rows ``width`` tokens wide; never too low for narrower ones, since the worst of the stages
         is convex in the width and the line its chord.
         """
-        if width <= _NARROWEST:
+        if width <= _MIN_WIDTH:
             return self._per_token(width), 0.0
-        narrow, wide = self._per_token(_NARROWEST), self._per_token(width)
-        slope = (wide - narrow) / (width - _NARROWEST)
+        narrow, wide = self._per_token(_MIN_WIDTH), self._per_token(width)
+        slope = (wide - narrow) / (width - _MIN_WIDTH)
         # Falls where a row's own bytes weigh more than its pairs: then the narrowest rows decide.
-        return (narrow - slope * _NARROWEST, slope) if slope >= 0 else (narrow, 0.0)
+        return (narrow - slope * _MIN_WIDTH, slope) if slope >= 0 else (narrow, 0.0)
 
     def _per_token(self, width: int) -> float:
         return max(
             stage.bytes_per_token + stage.bytes_per_token_pair * width + stage.bytes_per_row / width
             for stage in self.stages
         )
-
-
-def fits_tokens(activation: Activation, available_bytes: int, width: int) -> int:
-    """The padded tokens of a batch of rows ``width`` tokens wide that takes no more than ``available_bytes``.
-
-    The fixed bytes are taken off here.
-    """
-    return max(0, int((available_bytes - activation.fixed_bytes) / activation._per_token(width)))
 
 
 @dataclass(frozen=True)
@@ -117,9 +113,9 @@ class Footprint:
 
     def token_budget(self, gpus: int, room_bytes: int) -> int:
         """Padded tokens of the longest rows that a batch may hold; 0 where not even one such row fits."""
-        tokens = fits_tokens(self.activation, room_bytes - self.resident_bytes(gpus), self.width)
-        most = GPU_TOKEN_BUDGET if gpus else CPU_TOKEN_BUDGET
-        return max(self.width, min(most, tokens)) if tokens >= self.width else 0
+        tokens = self.activation.max_tokens(room_bytes - self.resident_bytes(gpus), self.width)
+        max_tokens = GPU_TOKEN_BUDGET if gpus else CPU_TOKEN_BUDGET
+        return max(self.width, min(max_tokens, tokens)) if tokens >= self.width else 0
 
 
 class MemoryEstimate(ABC):

@@ -1,42 +1,45 @@
-"""Members' rows -> their weighted mean, block by block: what is in memory does not grow with the table.
+"""Members' rows -> blocks -> merged values, block by block: what is in memory does not grow with the table.
 
-Reading is done by the threads of a pool, one block ahead of the mean; pyarrow and NumPy let go of the interpreter
+Reading is done by the threads of a pool, one block ahead of the merge; pyarrow and NumPy let go of the interpreter
 for all that takes time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
-from ensemble.merging.methods.weighted_mean import weighted_mean
+from ensemble.merging.methods.base import Block, MergeMethod
 from ensemble.merging.metrics import Scoring
 from ensemble.merging.row_checks import RowCheck
 
 # Of a block: enough that a thread is not busy with Python, few enough for a core's cache.
-_MOST_ROWS = 32_768
-_LEAST_ROWS = 256
+_MAX_ROWS = 32_768
+_MIN_ROWS = 256
 _CELLS = 131_072
 
 
 class RowSource(Protocol):
     """Gives a member's rows in the table's order."""
 
-    def read(self, rows: int) -> npt.NDArray[np.float64]:
-        """The next rows: float64 [rows, labels]; the caller may change them."""
+    def read(self, values: npt.NDArray[np.float64]) -> None:
+        """Read the next rows into float64 [rows, labels], each column in one piece."""
+
+    def rewind(self) -> None:
+        """Begin again with the first row."""
 
     def close(self) -> None: ...
 
 
 @dataclass
 class MergedMember:
-    """A member on its way into the mean; ``scoring`` where the truth is known, for members that have all rows."""
+    """A member on its way into the merge; ``scoring`` where the truth is known, for members that have all rows."""
 
     name: str
     weight: float
@@ -44,52 +47,83 @@ class MergedMember:
     check: RowCheck
     scoring: Scoring | None
 
-    def read(self, start: int, stop: int) -> npt.NDArray[np.float64]:
-        values = self.source.read(stop - start)
-        self.check.look(start, values)
-        if self.scoring is not None and self.check.reached == stop and not self.check.has_found_any:
+    def read(self, start: int, values: npt.NDArray[np.float64], is_present: npt.NDArray[np.bool_]) -> None:
+        self.source.read(values)
+        is_present[:] = self.check.look(start, values)
+        has_all = self.check.reached == start + len(values) and not self.check.has_found_any
+        if self.scoring is not None and has_all:
             self.scoring.add(start, values)
-        return values
 
 
 def block_spans(rows: int, labels: int) -> list[tuple[int, int]]:
     """Where the blocks of a table start and stop."""
-    step = max(_LEAST_ROWS, min(_MOST_ROWS, _CELLS // labels))
+    step = max(_MIN_ROWS, min(_MAX_ROWS, _CELLS // labels))
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
-def mean_blocks(
-    members: Sequence[MergedMember], rows: int, labels: int, pool: ThreadPoolExecutor
+def merge_blocks(
+    method: MergeMethod,
+    open_members: Callable[[], Sequence[MergedMember]],
+    ids: pa.ChunkedArray,
+    text_bytes: npt.NDArray[np.int64],
+    pool: ThreadPoolExecutor,
 ) -> Iterator[tuple[int, npt.NDArray[np.float64]]]:
-    """The weighted mean of the members, from the first row to the last.
-
-    A row of NaN is one that no member with a weight above 0 reached.  Once something is wrong with a member's rows
-    no more blocks are made, but all rows are still looked at, so that the error can say how many.
+    """The merged values from the first row to the last; a row of NaN is one that no member with a weight reached.
 
     Args:
-        members: some with a weight above 0; or none at all, and every row is NaN.
+        open_members: gives the members at their first rows, some with a weight; called once for each pass.
+        ids: of the table's rows, [rows]; and ``text_bytes``, [rows].
         pool: its threads read.
 
     Yields:
-        the block's first row, and float64 [rows of the block, labels], column after column in memory.
+        the block's first row, and float64 [rows of the block, labels].
 
     Raises:
         MergeError: a member's file does not fit the table, or its rows are no probabilities; in the members' order.
     """
-    spans = block_spans(rows, labels)
-    if not members:
-        for start, stop in spans:
-            yield start, np.full((stop - start, labels), np.nan, order="F")
-        return
-    weights = [member.weight for member in members]
-    pending = [pool.submit(member.read, *spans[0]) for member in members]
-    for (start, _), following in zip_longest(spans, spans[1:]):
-        blocks = []
-        for number, member in enumerate(members):
-            blocks.append(pending[number].result())
+    labels = len(method.members.labels)
+    if method.needs_first_pass:
+        for block in _read_blocks(open_members(), ids, text_bytes, labels, pool):
+            method.look(block)
+    members = open_members()
+    weights = np.array([member.weight for member in members])
+    for block in _read_blocks(members, ids, text_bytes, labels, pool):
+        yield block.start, method.merge(block, weights)
+
+
+def _read_blocks(
+    members: Sequence[MergedMember],
+    ids: pa.ChunkedArray,
+    text_bytes: npt.NDArray[np.int64],
+    labels: int,
+    pool: ThreadPoolExecutor,
+) -> Iterator[Block]:
+    """Once something is wrong with a member's rows there are no more blocks, but all rows are still looked at, so
+    that the error can say how many."""
+
+    def empty(start: int, stop: int) -> Block:
+        # Each member's columns in one piece.
+        probabilities = np.empty((len(members), labels, stop - start)).swapaxes(1, 2)
+        is_present = np.empty((len(members), stop - start), dtype=np.bool_)
+        rows = ids.slice(start, stop - start)
+        return Block(start, rows, probabilities, is_present, text_bytes[start:stop])
+
+    def read(number: int, block: Block) -> Future[None]:
+        member = members[number]
+        return pool.submit(member.read, block.start, block.probabilities[number], block.is_present[number])
+
+    spans = block_spans(len(ids), labels)
+    block = empty(*spans[0])
+    pending = [read(number, block) for number in range(len(members))]
+    for span in [*spans[1:], None]:
+        following = None if span is None else empty(*span)
+        for number, reading in enumerate(pending):
+            reading.result()
             if following is not None:
-                pending[number] = pool.submit(member.read, *following)
+                pending[number] = read(number, following)
         if not any(member.check.has_found_any for member in members):
-            yield start, weighted_mean(weights, blocks)
+            yield block
+        if following is not None:
+            block = following
     for member in members:
         member.check.refuse()

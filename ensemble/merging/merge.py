@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -25,9 +25,9 @@ from ensemble.common.text import plural
 from ensemble.data.csv_file import csv_cells, csv_lines, header_line
 from ensemble.data.disk_rows import SpilledRows
 from ensemble.data.predictions_csv import PredictionsReader, WantedRows
-from ensemble.data.submission import is_in_order, sample_values, submitted_columns, write_submission
-from ensemble.merging.blocks import MergedMember, block_spans, mean_blocks
-from ensemble.merging.fill import fill_rows
+from ensemble.merging.blocks import MergedMember, RowSource, block_spans, merge_blocks
+from ensemble.merging.methods import merge_method
+from ensemble.merging.methods.base import Members
 from ensemble.merging.metrics import Score, Scoring
 from ensemble.merging.row_checks import RowCheck
 from ensemble.pipeline.run_dir import RunDir
@@ -35,7 +35,7 @@ from ensemble.pipeline.validate import Prepared, scores_make_sense
 
 _Values = npt.NDArray[np.float64]
 # More than the members: their text is made meanwhile.
-_MOST_THREADS = 16
+_MAX_THREADS = 16
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Merge:
         self._even = even
         self._labels = prepared.config.labels
         self._merged = Merged()
-        self._sample_values: _Values | None = None
+        self._members: list[MergedMember] = []
         has_truth = self._table.truth is not None and scores_make_sense(prepared.inspected)
         self._truth = self._table.truth if has_truth else None
 
@@ -96,42 +96,52 @@ class Merge:
         """
         if not any(one.weight for one in inputs):
             inputs = ()
-        threads = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
+        threads = min(len(os.sched_getaffinity(0)), _MAX_THREADS)
         with (
             _frugal_allocator(),
             contextlib.ExitStack() as opened,  # closed when the pool's threads are done with them
             ThreadPoolExecutor(threads, "merge") as pool,
         ):
-            members = self._members(inputs, opened)
-            blocks = mean_blocks(members, self._table.rows, len(self._labels), pool)
+            blocks = self._merged_blocks(inputs, opened, pool)
             if self._config.time_limit is not None:
                 blocks = self._filled(blocks, any(one.predictions is None for one in inputs) or not inputs)
-            self._write_blocks(blocks, pool, threads, members)
+            scoring = Scoring(self._truth) if self._truth is not None and inputs else None
+            self._write_blocks(blocks, pool, threads, scoring)
         return self._merged
 
-    def _members(self, inputs: Sequence[MergeInput], opened: contextlib.ExitStack) -> list[MergedMember]:
-        ids, wanted = self._table.ids, WantedRows(self._table.ids) if inputs else None
+    def _merged_blocks(
+        self, inputs: Sequence[MergeInput], opened: contextlib.ExitStack, pool: ThreadPoolExecutor
+    ) -> Iterator[tuple[int, _Values]]:
+        table = self._table
+        if not inputs:
+            for start, stop in block_spans(table.rows, len(self._labels)):
+                yield start, np.full((stop - start, len(self._labels)), np.nan, order="F")
+            return
+        wanted, folder = WantedRows(table.ids), self._rundir.work_dir
         sealed = sum(one.predictions is not None for one in inputs)
-        members = []
+        sources: list[RowSource] = []
         for one in inputs:
-            source: PredictionsReader | SpilledRows
-            if one.predictions is None or wanted is None:
-                source = SpilledRows(one.gathered(), self._rundir.work_dir)
+            if one.predictions is None:
+                sources.append(SpilledRows(one.gathered(), folder))
             else:
-                source = PredictionsReader(
-                    one.predictions,
-                    self._config.data.id_column,
-                    self._labels,
-                    wanted,
-                    self._rundir.work_dir,
-                    sealed,
-                )
-            opened.callback(source.close)
-            activation = self._prepared.inspected[one.name].activation
-            check = RowCheck(str(one.place), activation, ids, may_lack_rows=one.predictions is None)
-            scoring = Scoring(self._truth) if self._truth is not None else None
-            members.append(MergedMember(one.name, one.weight, source, check, scoring))
-        return members
+                id_column = self._config.data.id_column
+                reader = PredictionsReader(one.predictions, id_column, self._labels, wanted, folder, sealed)
+                sources.append(reader)
+            opened.callback(sources[-1].close)
+        names = tuple(one.name for one in inputs)
+        activations = tuple(self._prepared.inspected[name].activation for name in names)
+
+        def open_members() -> list[MergedMember]:
+            self._members = []
+            for one, source, activation in zip(inputs, sources, activations, strict=True):
+                source.rewind()
+                check = RowCheck(str(one.place), activation, table.ids, may_lack_rows=one.predictions is None)
+                scoring = Scoring(self._truth) if self._truth is not None else None
+                self._members.append(MergedMember(one.name, one.weight, source, check, scoring))
+            return self._members
+
+        method = merge_method(self._config.ensemble, Members(names, activations, self._labels))
+        yield from merge_blocks(method, open_members, table.ids, table.text_bytes, pool)
 
     def _filled(
         self, blocks: Iterator[tuple[int, _Values]], may_lack_rows: bool
@@ -146,71 +156,74 @@ class Merge:
             for start, stop in block_spans(*whole.shape):
                 yield start, whole[start:stop]
             return
+        given, sample = None, self._prepared.sample
         for start, values in blocks:
             if np.isnan(values[:, 0]).any():
-                given = self._given_values()
-                given = None if given is None else given[start : start + len(values)]
-                self._merged.filled_rows += fill_rows(values, rule, given, self._even)
+                if given is None and rule == "sample" and sample is not None:
+                    given = sample.values(self._table.ids)
+                own = None if given is None else given[start : start + len(values)]
+                self._merged.filled_rows += fill_rows(values, rule, own, self._even)
             yield start, values
-
-    def _given_values(self) -> _Values | None:
-        config, sample = self._config, self._prepared.sample
-        if config.fill == "sample" and sample is not None and config.submission is not None:
-            if self._sample_values is None:
-                self._sample_values = sample_values(
-                    sample, config.submission.sample, self._table.ids, self._labels, config.submission.columns
-                )
-            return self._sample_values
-        return None
 
     def _write_blocks(
         self,
         blocks: Iterator[tuple[int, _Values]],
         pool: ThreadPoolExecutor,
         threads: int,
-        members: Sequence[MergedMember],
+        scoring: Scoring | None,
     ) -> None:
         """Write the files whose rows stand in the table's order, then the submission where its rows do not."""
-        scoring = Scoring(self._truth) if self._truth is not None and members else None
-        targets = [_Target(self._rundir.ensemble, self._header, (None, *range(len(self._labels))))]
-        whole = self._add_submission(targets)
-        waiting: deque[Future[list[pa.Buffer]]] = deque()
+        rundir, sample, table, merged = self._rundir, self._prepared.sample, self._table, self._merged
+        header = (self._config.data.id_column, *self._labels)
+        targets = [_Target(rundir.ensemble, header, (None, *range(len(self._labels))))]
+        whole: _Values | None = None
+        if sample is not None and sample.is_in_order(table.ids):
+            targets.append(_Target(rundir.submission, sample.columns, sample.label_numbers))
+        elif sample is not None:
+            whole = np.empty((table.rows, len(self._labels)), order="F")
+        texts: deque[Future[list[pa.Buffer]]] = deque()
         missing = 0
         with contextlib.ExitStack() as files:
-            # From the last to the first, because the first then gets its name first.
-            streams = [target.opened(files) for target in reversed(targets)][::-1]
+            streams: list[BinaryIO] = []
+            for target in reversed(
+                targets
+            ):  # from the last to the first, because the first then gets its name first
+                # Under another name, which becomes its own where nothing goes wrong before the end of the "with".
+                temporary = files.enter_context(atomic_path(target.path))
+                streams.insert(0, files.enter_context(temporary.open("wb")))
+                streams[0].write(header_line(target.header))
+
+            def put(lines: list[pa.Buffer]) -> None:
+                for stream, text in zip(streams, lines, strict=True):
+                    stream.write(text)
+
             for start, values in blocks:
                 missing += int(np.isnan(values[:, 0]).sum())
                 if whole is not None:
                     whole[start : start + len(values)] = values
                 if scoring is not None:
                     scoring.add(start, values)
-                waiting.append(pool.submit(self._text, start, values, targets))
-                if len(waiting) > threads:
-                    _put(waiting.popleft(), streams)
-            while waiting:
-                _put(waiting.popleft(), streams)
+                texts.append(pool.submit(self._text, start, values, targets))
+                if len(texts) > threads:
+                    put(texts.popleft().result())
+            for text in texts:
+                put(text.result())
             if missing:
                 raise MergeError(
                     f"no member has probabilities for {plural(missing, 'row')}; run the same command again"
                 )
-        self._note_results(members, scoring)
+        merged.files["ensemble"] = rundir.ensemble
+        for member in self._members:
+            merged.rows[member.name] = member.check.reached
+            if member.scoring is not None and member.check.reached == table.rows:
+                merged.scores[member.name] = member.scoring.score()
+        if scoring is not None:
+            score = scoring.score()
+            # What fills rows that no member reached says nothing of the members.
+            merged.scores[ENSEMBLE_ROW] = (
+                replace(score, no_better_than_prior=False) if merged.filled_rows else score
+            )
         self._submit(whole)
-
-    @property
-    def _header(self) -> tuple[str, ...]:
-        return (self._config.data.id_column, *self._labels)
-
-    def _add_submission(self, targets: list[_Target]) -> _Values | None:
-        """The submission as one more target; or room for all rows, where it wants them in another order."""
-        config, sample = self._config, self._prepared.sample
-        if config.submission is None or sample is None:
-            return None
-        if not is_in_order(sample, self._table.ids):
-            return np.empty((self._table.rows, len(self._labels)), order="F")
-        columns = submitted_columns(sample, self._labels, config.submission.columns)
-        targets.append(_Target(self._rundir.submission, sample.columns, columns))
-        return None
 
     def _text(self, start: int, values: _Values, targets: Sequence[_Target]) -> list[pa.Buffer]:
         """The lines of a block for each target; numbers become text once for all."""
@@ -221,20 +234,6 @@ class Merge:
             for target in targets
         ]
 
-    def _note_results(self, members: Sequence[MergedMember], scoring: Scoring | None) -> None:
-        merged = self._merged
-        merged.files["ensemble"] = self._rundir.ensemble
-        for member in members:
-            merged.rows[member.name] = member.check.reached
-            if member.scoring is not None and member.check.reached == self._table.rows:
-                merged.scores[member.name] = member.scoring.score()
-        if scoring is not None:
-            score = scoring.score()
-            # What fills rows that no member reached says nothing of the members.
-            merged.scores[ENSEMBLE_ROW] = (
-                replace(score, no_better_than_prior=False) if merged.filled_rows else score
-            )
-
     def _submit(self, whole: _Values | None) -> None:
         config, sample = self._config, self._prepared.sample
         if config.submission is None or sample is None:
@@ -242,15 +241,7 @@ class Merge:
         written = self._rundir.submission
         if whole is not None:
             with atomic_path(written) as temporary:
-                write_submission(
-                    sample,
-                    self._table.ids,
-                    whole,
-                    self._labels,
-                    config.submission.columns,
-                    temporary,
-                    config.limit is not None,
-                )
+                sample.write(temporary, self._table.ids, whole, config.limit is not None)
         # A trial on the first rows must not take the place of a real submission.
         if config.submission.path is not None and config.limit is None:
             config.submission.path.parent.mkdir(parents=True, exist_ok=True)
@@ -268,13 +259,6 @@ class _Target:
     header: Sequence[str]
     columns: Sequence[int | None]
 
-    def opened(self, files: contextlib.ExitStack) -> BinaryIO:
-        """Open it under another name, which becomes its own when ``files`` ends without an error."""
-        temporary = files.enter_context(atomic_path(self.path))
-        stream = files.enter_context(temporary.open("wb"))
-        stream.write(header_line(self.header))
-        return stream
-
 
 @contextlib.contextmanager
 def _frugal_allocator() -> Iterator[None]:
@@ -288,9 +272,38 @@ def _frugal_allocator() -> Iterator[None]:
         pa.set_memory_pool(before)
 
 
-def _put(texts: Future[list[pa.Buffer]], streams: Sequence[BinaryIO]) -> None:
-    for text, stream in zip(texts.result(), streams, strict=True):
-        stream.write(text)
+def fill_rows(
+    values: _Values,
+    rule: Literal["uniform", "prior", "sample"],
+    sample_values: _Values | None,
+    even: float | None = None,
+) -> int:
+    """Fill the rows that hold NaN, in place; the others stay as they are, bit for bit.
+
+    Args:
+        values: float64 [rows, labels].
+        rule: ``uniform``: 1 over the number of labels; ``prior``: the mean of the other rows, uniform where there
+            are none; ``sample``: the row of ``sample_values``.
+        sample_values: float64 [rows, labels], all finite; only ``sample`` needs them.
+        even: the value of ``uniform`` where labels do not exclude each other; None: 1 over their number.
+
+    Returns:
+        how many rows were filled.
+
+    Raises:
+        ValueError: ``sample`` without values of the right shape.
+    """
+    empty = np.isnan(values).any(axis=1)
+    if rule == "sample":
+        if sample_values is None or sample_values.shape != values.shape:
+            raise ValueError("fill: sample needs the sample's values, one for each of the values to fill")
+        values[empty] = sample_values[empty]
+    elif rule == "prior" and not empty.all():
+        # Column by column, where the rows need not be copied.
+        values[empty] = [column.mean(where=~empty) for column in values.T]
+    else:
+        values[empty] = 1.0 / values.shape[1] if even is None else even
+    return int(empty.sum())
 
 
 ENSEMBLE_ROW = "ensemble"

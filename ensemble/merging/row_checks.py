@@ -64,11 +64,11 @@ class RowCheck:
     def has_found_any(self) -> bool:
         return bool(self._not_finite.count or self._outside.count or self._other_sums.count)
 
-    def look(self, start: int, values: npt.NDArray[np.float64]) -> None:
-        """Look at the rows from ``start`` on, float64 [rows, labels]."""
+    def look(self, start: int, values: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
+        """Look at the rows from ``start`` on, float64 [rows, labels]; returns which of them are there, [rows]."""
         if self._is_all_good(values):
             self.reached += len(values)
-            return
+            return np.ones(len(values), dtype=np.bool_)
         columns = list(values.T)
         odd = np.logical_or.reduce([~np.isfinite(column) for column in columns])
         missing = np.logical_and.reduce([np.isnan(column) for column in columns])
@@ -79,6 +79,8 @@ class RowCheck:
         if self._activation == "softmax":
             with np.errstate(invalid="ignore"):  # infinite values
                 self._other_sums.note(start, np.abs(_sums(values) - 1) > _SUM_TOLERANCE)
+        is_present: npt.NDArray[np.bool_] = ~missing
+        return is_present
 
     def refuse(self) -> None:
         """Say what was found.

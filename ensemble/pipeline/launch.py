@@ -1,4 +1,4 @@
-"""A member of the plan and a lease -> a running worker that has its orders."""
+"""A member of the plan and its devices -> what a launcher starts a worker with."""
 
 from __future__ import annotations
 
@@ -8,21 +8,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ensemble.common.files import FileState
-from ensemble.common.gpus import Device, worker_environment
+from ensemble.common.gpus import Device
 from ensemble.common.protocol import CommonSpec, Start, WorkerSpec
 from ensemble.common.shards import order_path
-from ensemble.common.text import shown_path
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.resume import MemberWork
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.validate import Prepared
 from ensemble.planning.plan import MemberPlan
-from ensemble.scheduling.launchers.local import LocalWorker
-from ensemble.scheduling.running_worker import Worker
+from ensemble.scheduling.launchers.base import WorkerStart
 
 
-class Launcher:
-    """Starts the workers of a run.
+class WorkerStarts:
+    """What the workers of a run are started with.
 
     Args:
         works: by member name.
@@ -32,40 +30,32 @@ class Launcher:
         self._prepared = prepared
         self._rundir = rundir
         self._works = works
-        self._offloaded: list[Path] = []
+        self._offload_folders: list[Path] = []
 
-    def launch(
-        self, member: MemberPlan, replica: int, lease: Sequence[Device], read_ahead_bytes: int = 0
-    ) -> tuple[Worker, str]:
-        """Start a worker that sees these devices; returns it and its log's path, as it is shown.
-
-        Args:
-            read_ahead_bytes: of its weights, what it reads from the disk before it may load them.
-
-        Raises:
-            OSError: no process could be started.
-        """
-        log_path = self._rundir.log(member.name, replica)
+    def __call__(
+        self, member: MemberPlan, replica: int, devices: Sequence[Device], preload_bytes: int
+    ) -> WorkerStart:
+        """See ``RunHooks.worker_start``."""
+        work = self._works[member.name]
         folder: Path | None = None
         if member.request.offload_folder is not None:
             # transformers names its files there after parameters, which are alike in every model.
             folder = member.request.offload_folder / f"{member.name}-{replica}-{os.getpid()}"
             folder.mkdir(parents=True)
-            self._offloaded.append(folder)
-        environment = worker_environment(lease)
-        if lease:
-            environment |= member_kind(member.model).environment()
-        work = self._works[member.name]
+            self._offload_folders.append(folder)
+        environment = dict(member_kind(member.model).environment())
         files = {path: seen.state for path, seen in work.files.items()}
         spec = worker_spec(self._prepared, self._rundir, member, work.parts_dir, folder, files)
-        start = Start(spec, read_ahead_bytes)
-        worker = LocalWorker(environment, log_path)  # last: from here on the caller must know of it
-        worker.send(start)
-        return worker, shown_path(log_path)
+        return WorkerStart(
+            command=Start(spec, preload_bytes),
+            devices=tuple(devices),
+            environment=environment if devices else {},
+            log=self._rundir.log(member.name, replica),
+        )
 
     def remove_offloaded(self) -> None:
         """Remove the weights that workers left on the disk."""
-        for folder in self._offloaded:
+        for folder in self._offload_folders:
             shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +21,7 @@ from ensemble.merging.merge import Merge, MergeInput
 from ensemble.merging.metrics import Score
 from ensemble.pipeline.resume import MemberWork, demand_unchanged, seal
 from ensemble.pipeline.run_dir import RunDir
+from ensemble.pipeline.run_report import WorkerReport
 from ensemble.pipeline.validate import Prepared, given_predictions
 from ensemble.planning.plan import MemberPlan
 from ensemble.scheduling.state import MemberState
@@ -53,7 +53,7 @@ class Handover:
         self._works = works
         self.results = Results()
 
-    def write_predictions(self, state: MemberState, workers: Sequence[Mapping[str, Any]]) -> None:
+    def write_predictions(self, state: MemberState, workers: Sequence[WorkerReport]) -> None:
         """Gather a finished member's parts into its CSV, and seal it.
 
         Rows that could not be computed get equal probabilities.
@@ -151,7 +151,7 @@ class Handover:
     def _write_probabilities(self, path: Path, values: npt.NDArray[np.float64]) -> str:
         """Write a CSV of ids and labels; returns its SHA-256."""
         config = self._prepared.config
-        columns = [pa.array(values[:, label]) for label in range(values.shape[1])]
+        columns = [pa.array(column) for column in values.T]
         with atomic_path(path) as temporary:
             write_csv(
                 temporary, [config.data.id_column, *config.labels], [self._prepared.table.ids, *columns]

@@ -11,15 +11,14 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ensemble.common.digests import FileDigests, Seen
+from ensemble.common.digests import FileDigest, FileDigests
 from ensemble.common.errors import CheckpointError, ConfigError, MergeError
 from ensemble.common.files import changed_files, changed_text, read_json, write_text
 from ensemble.common.shards import (
@@ -39,6 +38,7 @@ from ensemble.members.registry import member_kind
 from ensemble.pipeline.fingerprint import Fingerprint, member_fingerprint
 from ensemble.pipeline.reuse import matches, sources, write_row_file, write_rows
 from ensemble.pipeline.run_dir import RunDir
+from ensemble.pipeline.run_report import WorkerReport, workers_from
 from ensemble.pipeline.validate import Prepared, columns_read
 
 
@@ -50,7 +50,7 @@ class MemberWork:
         is_done: bool [rows], the rows whose probabilities stand in parts or in the sealed predictions.
         bad_rows: table row to reason, of rows that an earlier run could not compute.
         is_sealed: the predictions CSV is complete and is what this run would write.
-        workers: what the workers of the run that sealed the predictions did, as run.json has it.
+        workers: what the workers of the run that sealed the predictions did.
         worked: what they did of the member's work, in bytes of text.
         is_damaged: there are predictions of this very work, but they were changed or cut since.
         changed: what is no longer as it was when the predictions were made, in words; empty without any.
@@ -66,12 +66,12 @@ class MemberWork:
     is_done: npt.NDArray[np.bool_]
     bad_rows: dict[int, str] = field(default_factory=dict)
     is_sealed: bool = False
-    workers: list[dict[str, Any]] = field(default_factory=list)
+    workers: tuple[WorkerReport, ...] = ()
     worked: float = 0.0
     is_damaged: bool = False
     changed: tuple[str, ...] = ()
     is_older: bool = False
-    files: dict[str, Seen] = field(default_factory=dict)
+    files: dict[str, FileDigest] = field(default_factory=dict)
     row_digests: RowDigests | None = None
     taken: dict[str, int] = field(default_factory=dict)
 
@@ -176,8 +176,8 @@ def find_work(
         if is_as_sealed and (keeps_bad_rows or not bad_rows):
             work.is_done[:] = True
             work.is_sealed, work.bad_rows = True, bad_rows
-            workers, worked = sealed.get("workers"), sealed.get("work")
-            work.workers = workers if isinstance(workers, list) else []
+            worked = sealed.get("work")
+            work.workers = workers_from(sealed.get("workers"))
             work.worked = worked if isinstance(worked, float) and math.isfinite(worked) else 0.0
             return work
         work.is_damaged = not work.changed and not is_as_sealed
@@ -284,14 +284,14 @@ def seal(
     work: MemberWork,
     sha256: str,
     bad_rows: Mapping[int, str],
-    workers: Sequence[Mapping[str, Any]],
+    workers: Sequence[WorkerReport],
     worked: float,
 ) -> None:
     """Say beside a member's predictions what they were made of.
 
     Args:
         sha256: of the predictions CSV.
-        workers: what they did, as run.json has it.
+        workers: what they did.
         worked: how much that was, in bytes of text.
 
     Raises:
@@ -302,7 +302,7 @@ def seal(
         "sha256": sha256,
         "rows": len(work.is_done),
         "bad_rows": dict(sorted(bad_rows.items())),
-        "workers": list(workers),
+        "workers": [asdict(worker) for worker in workers],
         "work": worked,
     }
     if work.row_digests is not None:

@@ -66,7 +66,7 @@ class Source:
             return None
         if made_of != self.rows_file.fingerprint or not is_whole:
             return None
-        table = _read_predictions(self.predictions)
+        table = read_predictions(self.predictions)
         if table.num_rows != count or table.num_columns != labels:
             return None
         values = np.stack([column.to_numpy() for column in table.columns], axis=1)
@@ -123,12 +123,18 @@ def write_rows(parts_dir: Path, rows: npt.NDArray[np.int64], values: npt.NDArray
             temporary.write_bytes(sink.getvalue())
 
 
-def _read_predictions(path: Path) -> pa.Table:
-    """The columns of a predictions CSV without the ids."""
+def read_predictions(path: Path, with_ids: bool = False) -> pa.Table:
+    """A CSV of predictions as this program writes it: a column of numbers per label, before them the ids as text.
+
+    Raises:
+        OSError: it cannot be read.
+        pa.ArrowInvalid: it is something else.
+    """
     with path.open("rb") as file:
         names = pa_csv.open_csv(file, parse_options=_ANY_TEXT).schema.names
     types = {name: pa.float64() if number else pa.string() for number, name in enumerate(names)}
-    options = pa_csv.ConvertOptions(column_types=types, include_columns=names[1:])
+    wanted = names if with_ids else names[1:]
+    options = pa_csv.ConvertOptions(column_types=types, include_columns=wanted)
     return pa_csv.read_csv(path, parse_options=_ANY_TEXT, convert_options=options)
 
 

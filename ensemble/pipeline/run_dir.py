@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import IO
 
 from ensemble.common.errors import OutputError, OutputInUse
-from ensemble.common.files import _TEMPORARY, _claim, _remove_link, cannot_write
-from ensemble.common.shards import _folders_in, read_part
+from ensemble.common.files import TEMPORARY, cannot_write, create_empty, remove_link
+from ensemble.common.shards import read_part
 from ensemble.pipeline.run_log import FIRST_LINE
 
 _LOCK_ATTEMPTS = 5
@@ -113,9 +113,9 @@ class RunDir:
         """
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            probe = self.root / f".probe{_TEMPORARY}{os.getpid()}"
+            probe = self.root / f".probe{TEMPORARY}{os.getpid()}"
             try:
-                _claim(probe)
+                create_empty(probe)
                 probe.write_bytes(b"x")
             finally:
                 probe.unlink(missing_ok=True)
@@ -129,9 +129,10 @@ class RunDir:
                 folder.unlink()
             folder.mkdir(exist_ok=True)
         for path in (*self.work_dir.iterdir(), *self.logs_dir.iterdir()):
-            _remove_link(path)
-        for folder in (self.root, self.predictions_dir, self.work_dir, *_folders_in(self.work_dir)):
-            for leftover in folder.glob(f".*{_TEMPORARY}*"):
+            remove_link(path)
+        parts = [path for path in self.work_dir.iterdir() if path.is_dir() and not path.is_symlink()]
+        for folder in (self.root, self.predictions_dir, self.work_dir, *parts):
+            for leftover in folder.glob(f".*{TEMPORARY}*"):
                 leftover.unlink(missing_ok=True)
 
     def forget_results(self) -> None:

@@ -29,17 +29,19 @@ class _Log(logging.StreamHandler[TextIO]):
 
 @contextlib.contextmanager
 def logging_to(path: Path, redactor: Redactor) -> Iterator[None]:
-    """Write the package's log to a file, without secrets."""
+    """Write the package's log to a file, without secrets, and nowhere else."""
     handler = _Log(io.TextIOWrapper(open_log(path), encoding="utf-8", errors="backslashreplace"))
     handler.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(message)s", redactor))
     log.addHandler(handler)
-    level = log.level
+    level, propagate = log.level, log.propagate
     log.setLevel(logging.INFO)
+    log.propagate = False  # or it would stand in the notebook of whoever has set up logging
     try:
         log.info("ensemble %s runs as process %d on %s", __version__, os.getpid(), socket.gethostname())
         yield
     finally:
         log.setLevel(level)
+        log.propagate = propagate
         log.removeHandler(handler)
         with contextlib.suppress(OSError):
             handler.stream.close()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterator
 from types import FrameType
 
 from ensemble.common.errors import Interrupted
@@ -17,14 +18,11 @@ _HEEDED = (*_MAY_BE_IGNORED, signal.SIGTERM)
 
 
 class Signals:
-    """What came while a run goes on; made by :func:`heed_signals`.
+    """What came while a run goes on; ``ignored`` are not heeded, because this process was started so."""
 
-    Args:
-        ignored: those that are not heeded, because this process was started so.
-    """
-
-    def __init__(self, ignored: Sequence[signal.Signals] = ()) -> None:
-        self.ignored = tuple(ignored)
+    def __init__(self, ignored: list[signal.Signals], owns_process: bool) -> None:
+        self.ignored = ignored
+        self._owns_process = owns_process
         self._came: int | None = None
         self._is_postponed = False
 
@@ -32,7 +30,7 @@ class Signals:
         """The handler of the signals: raises, or keeps the signal for ``check`` while it is postponed."""
         if self._came is not None:
             # A terminal that goes away sends SIGHUP twice, by the kernel and by the shell: nobody is impatient.
-            if number == signal.SIGHUP:
+            if number == signal.SIGHUP or not self._owns_process:
                 return
             os._exit(128 + number)  # workers go with this process: the kernel kills them
         self._came = number
@@ -49,26 +47,30 @@ class Signals:
             self._is_postponed = False
 
     def check(self) -> None:
-        """Raise for a signal that came while it was postponed.
-
-        Raises:
-            Interrupted: one came.
-        """
+        """Raise ``Interrupted`` for a signal that came while it was postponed."""
         if self._came is not None:
             raise Interrupted(self._came)
 
 
 @contextlib.contextmanager
-def heed_signals() -> Iterator[Signals]:
-    """Handle the signals within, but for those that this process was started to ignore."""
-    before = {number: signal.getsignal(number) for number in _HEEDED}
-    ignored = [number for number in _MAY_BE_IGNORED if before[number] is signal.SIG_IGN]
-    signals = Signals(ignored)
-    heeded = [number for number in _HEEDED if number not in ignored]
-    for number in heeded:
-        signal.signal(number, signals.handle)
+def heed_signals(owns_process: bool = True) -> Iterator[Signals]:
+    """Handle the signals within, but for those that this process was started to ignore.
+
+    In a thread none is handled: Python hands signals to the main thread alone.
+
+    Args:
+        owns_process: False in somebody else's program, such as a notebook: then a second signal does not end it.
+    """
+    handlers = {number: signal.getsignal(number) for number in _HEEDED}
+    ignored = [number for number in _MAY_BE_IGNORED if handlers[number] is signal.SIG_IGN]
+    signals = Signals(ignored, owns_process)
+    # None is a handler that was not set by Python, which could not be put back.
+    heeded = [number for number in _HEEDED if number not in ignored and handlers[number] is not None]
+    if threading.current_thread() is not threading.main_thread():
+        heeded = []
+    before = [signal.signal(number, signals.handle) for number in heeded]
     try:
         yield signals
     finally:
-        for number in heeded:
-            signal.signal(number, before[number])
+        for number, handler in zip(heeded, before, strict=True):
+            signal.signal(number, handler)

@@ -20,26 +20,29 @@ from ensemble.common.files import (
     FileState,
     file_state,
     folder_states,
-    read_json,
     unreadable,
     unwritable_reason,
 )
 from ensemble.common.gpus import Device, Inventory, inventory
-from ensemble.common.import_guards import keep_pandas_out
 from ensemble.common.packages import unsupported
 from ensemble.common.text import plural
 from ensemble.config import LoadedConfig, MemberConfig, RunConfig
 from ensemble.data.json_cells import TemplateProblem
-from ensemble.data.submission import Sample, check_sample, check_sample_values, read_sample
+from ensemble.data.submission import Sample, read_sample
 from ensemble.data.table import InputTable, TableNeeds, read_table
 from ensemble.members.base import Given, Inspection, MemberKind, OutputColumns
 from ensemble.members.registry import member_kind
 from ensemble.merging.blocks import block_spans
+from ensemble.merging.methods import merge_method
+from ensemble.merging.methods.base import Members
 from ensemble.merging.row_checks import RowCheck
 from ensemble.pipeline.run_dir import RunDir, strangers
+from ensemble.pipeline.run_report import RunReport, measured_speeds
+from ensemble.planning.forecast import Speed
 from ensemble.planning.placement import MemberFacts, chosen_devices
 from ensemble.planning.plan import Plan
 from ensemble.planning.planner import Outlook, look_ahead
+from ensemble.scheduling.launchers.base import Launcher, make_launcher
 
 if TYPE_CHECKING:
     from ensemble.data.template import PromptTemplate
@@ -59,6 +62,7 @@ class Prepared:
     table: InputTable
     inspected: dict[str, Inspection]
     outlook: Outlook
+    launcher: Launcher
     inventory: Inventory
     sample: Sample | None
     warnings: tuple[str, ...]
@@ -108,9 +112,11 @@ def prepare(loaded: LoadedConfig, must_fit: bool = True) -> Prepared:
     Raises:
         EnsembleError: of exit code 2, with every problem found.
     """
-    keep_pandas_out()
     config = loaded.config
     problems = _Problems()
+    launcher: Launcher | None = None
+    with problems.at("launcher"):
+        launcher = make_launcher(config.launcher)
     kinds = [member_kind(model) for model in config.models]
     templates = compile_templates(config, problems.found)
     file_states = _file_states(kinds)
@@ -135,7 +141,7 @@ def prepare(loaded: LoadedConfig, must_fit: bool = True) -> Prepared:
     with problems.at("submission"):
         sample = _sample(config, table)
     gpus: tuple[Device, ...] = ()
-    machine = inventory()
+    machine = inventory() if launcher is None else launcher.inventory()
     with problems.at():
         gpus = _devices(config, kinds, machine)
     if table is None:
@@ -161,11 +167,12 @@ def prepare(loaded: LoadedConfig, must_fit: bool = True) -> Prepared:
     with problems.at():
         lengths = _lengths(kinds, table, templates)
         facts = _facts(config, kinds, inspected, lengths, table.rows)
-        outlook = look_ahead(config, facts, gpus, read_json(RunDir(config.output_dir).run_json))
+        outlook = look_ahead(config, facts, gpus, _measured_speeds(config, gpus))
         if must_fit:
             _demand(outlook.plan)
     problems.raise_any()
     assert outlook is not None
+    assert launcher is not None
     warnings = [*machine.warnings]
     warnings += [warning for one in inspected.values() for warning in one.warnings]
     for index, kind in enumerate(kinds):
@@ -176,6 +183,7 @@ def prepare(loaded: LoadedConfig, must_fit: bool = True) -> Prepared:
         table,
         inspected,
         outlook,
+        launcher,
         machine,
         sample,
         tuple(warnings),
@@ -261,6 +269,9 @@ def _check_members_fit(
             "fill: uniform is for probabilities, and the models give raw values (regression); set prior (the mean "
             "of the rows that were computed) or sample"
         )
+    if len(inspected) == len(config.models):  # else a method could miss those that cannot be read
+        activations = tuple(one.activation for one in inspected.values())
+        found += merge_method(config.ensemble, Members((*inspected,), activations, config.labels)).problems()
     if found:
         raise ConfigError(found)
 
@@ -279,6 +290,15 @@ def _devices(config: RunConfig, kinds: list[MemberKind[Any, Any]], machine: Inve
     if machine.mask_problem and any(may_use_gpus(config)):
         raise DeviceError(machine.mask_problem)
     return chosen_devices(machine.gpus, config.devices)
+
+
+def _measured_speeds(config: RunConfig, gpus: tuple[Device, ...]) -> dict[str, Speed]:
+    """What an earlier run has measured here."""
+    computed_as = {model.name: model.computed_as for model in config.models}
+    with contextlib.suppress(DataError):  # there is none, or another version wrote it
+        report = RunReport.read(RunDir(config.output_dir).run_json)
+        return measured_speeds(report, [gpu.name for gpu in gpus], computed_as)
+    return {}
 
 
 def _facts(
@@ -326,23 +346,14 @@ def _needs(
 
 
 def _sample(config: RunConfig, table: InputTable | None) -> Sample | None:
-    if config.submission is None:
+    asked = config.submission
+    if asked is None:
         return None
-    sample = read_sample(config.submission.sample, config.data.id_column)
+    sample = read_sample(asked.sample, config.data.id_column, config.labels, asked.columns)
     if table is not None:
-        found = check_sample(
-            sample,
-            config.submission.sample,
-            table.ids,
-            config.data.id_column,
-            config.labels,
-            config.submission.columns,
-            config.limit is not None,
-        )
+        found = sample.problems(table.ids, config.limit is not None)
         if not found and config.fill == "sample" and config.time_limit is not None:
-            found = check_sample_values(
-                sample, config.submission.sample, config.labels, config.submission.columns
-            )
+            found = sample.value_problems()
         if found:
             raise DataError(found)
     return sample

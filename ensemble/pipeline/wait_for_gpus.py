@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from ensemble.common.errors import DeviceError
-from ensemble.common.gpus import WORTH_SAYING_BYTES, Device, holders, used_memory
+from ensemble.common.gpus import MIN_REPORTED_BYTES, Device, gpu_users
 from ensemble.common.text import gib
 from ensemble.planning.plan import MemberPlan
 from ensemble.planning.planner import Outlook
+from ensemble.scheduling.launchers.base import Launcher
 
 _LOOK_SECONDS = 1.0
 _SAY_SECONDS = 30.0
@@ -20,14 +21,16 @@ _SAY_SECONDS = 30.0
 def held_texts(devices: Sequence[Device]) -> Iterator[str]:
     """A sentence for each GPU of which others hold a good part."""
     for device in devices:
-        if device.used_bytes >= WORTH_SAYING_BYTES:
+        if device.used_bytes >= MIN_REPORTED_BYTES:
             yield (
                 f"{device.name} ({device.uuid}): {gib(device.used_bytes)} of {gib(device.total_bytes)} held by "
-                f"others; NVML shows {holders(device.uuid)} there"
+                f"others; NVML shows {gpu_users(device.uuid)} there"
             )
 
 
-def wait_for_room(outlook: Outlook, say: Callable[[str], None], at_most_seconds: float = math.inf) -> Outlook:
+def wait_for_room(
+    outlook: Outlook, launcher: Launcher, say: Callable[[str], None], at_most_seconds: float = math.inf
+) -> Outlook:
     """The outlook once every member finds the room it needs, or as it is when the time is over.
 
     Args:
@@ -40,16 +43,21 @@ def wait_for_room(outlook: Outlook, say: Callable[[str], None], at_most_seconds:
     wait_seconds = max(0.0, min(outlook.config.wait_for_gpu, at_most_seconds))
     began = time.monotonic()
     said_at = float("-inf")
-    while (lacking := _lacking(outlook)) and time.monotonic() - began < wait_seconds:
+    while time.monotonic() - began < wait_seconds:
+        lacking = {uuid for member in outlook.plan.members for uuid in member.placement.held}
+        if not lacking:
+            break
         if time.monotonic() - said_at >= _SAY_SECONDS:
             said_at = time.monotonic()
             left = wait_seconds - (said_at - began)
             for text in held_texts([device for device in outlook.gpus if device.uuid in lacking]):
                 say(f"{text}; waiting up to {left:,.0f} s more for it")
         time.sleep(min(_LOOK_SECONDS, wait_seconds))
-        used = used_memory([device.uuid for device in outlook.gpus])
+        used = launcher.used_memory([device.uuid for device in outlook.gpus])
         # A GPU that does not answer has not come free.
-        gpus = [replace(one, used_bytes=_or(used[one.uuid], one.used_bytes)) for one in outlook.gpus]
+        gpus = [
+            one if (size := used[one.uuid]) is None else replace(one, used_bytes=size) for one in outlook.gpus
+        ]
         if gpus != list(outlook.gpus):
             outlook = outlook.again(gpus)
     members = outlook.plan.members
@@ -62,20 +70,12 @@ def wait_for_room(outlook: Outlook, say: Callable[[str], None], at_most_seconds:
     return outlook
 
 
-def _or(size: int | None, otherwise: int) -> int:
-    return otherwise if size is None else size
-
-
-def _lacking(outlook: Outlook) -> set[str]:
-    return {uuid for member in outlook.plan.members for uuid in member.placement.held}
-
-
 def _no_room(member: MemberPlan, devices: Sequence[Device], wait_seconds: float) -> str:
     placement = member.placement
     assert placement.footprint is not None
     states = "; ".join(
         f"{device.name} ({device.uuid}) has {gib(device.total_bytes - device.used_bytes)} free, NVML shows "
-        f"{holders(device.uuid)} there"
+        f"{gpu_users(device.uuid)} there"
         for device in devices
         if device.uuid in placement.held
     )

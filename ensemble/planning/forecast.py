@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from ensemble.planning.chunks import BYTES_PER_TOKEN
 
@@ -19,8 +18,6 @@ _LOAD_BYTES_PER_SECOND = 150e6
 # Useful products a second, a third of what the data sheets promise for half precision: T4, A100, H100; CPUs.
 _FLOPS = {7: 20e12, 8: 100e12, 9: 300e12}
 _CPU_FLOPS = 1e11
-# More than any run, and than any table has bytes.
-_LONGEST_SECONDS = 1e15
 
 
 @dataclass(frozen=True)
@@ -59,33 +56,6 @@ class Job:
     replicas: int
     first_replicas: int
     devices: tuple[str, ...]
-
-
-def measured_speeds(
-    document: Mapping[str, Any], gpu_names: Sequence[str], computed_as: Mapping[str, str]
-) -> dict[str, Speed]:
-    """Speeds by member name from a run.json.
-
-    Args:
-        document: what an earlier run left; anything that is not one gives no speeds.
-        gpu_names: the kinds of GPU there are now; a run on others tells nothing.
-        computed_as: ``ModelConfig.computed_as`` by member name; a member that was computed otherwise is left out.
-    """
-    found = {}
-    try:
-        if {gpu["name"] for gpu in document["devices"] if gpu["uuid"] != "cpu"} != set(gpu_names):
-            return {}
-        for member in document["members"]:
-            speed, is_same = member["speed"], member["computed_as"] == computed_as.get(member["name"])
-            startup, per_work = speed["startup_seconds"], speed["seconds_per_work"]
-            values = [value for value in (startup, per_work) if value is not None]
-            if is_same and values and all(0 < value < _LONGEST_SECONDS for value in values):
-                found[member["name"]] = Speed(
-                    float(startup or 0), float(per_work or 0), per_work is not None, startup is not None
-                )
-    except (KeyError, TypeError, ValueError, AttributeError):  # of another version, or by another hand
-        return {}
-    return found
 
 
 def guessed_speed(parameters: int, weight_bytes: int, capability: tuple[int, int] | None) -> Speed:

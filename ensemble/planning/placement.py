@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ensemble.common.errors import DeviceError
-from ensemble.common.gpus import WORTH_SAYING_BYTES, Device
+from ensemble.common.gpus import MIN_REPORTED_BYTES, Device
 from ensemble.common.text import gib, plural
 from ensemble.config import RunConfig
 from ensemble.members.base import (
@@ -214,7 +214,7 @@ def _on_cpu(index: int, facts: MemberFacts, needed: Footprint | None, host: Devi
 def _trusted(facts: MemberFacts, gpus: int, devices: Sequence[Device], needed: Footprint | None) -> Placement:
     """Anywhere: where nothing is known, or the user has decided; what others hold can still be waited for."""
     everywhere = tuple(device.uuid for device in devices)
-    held = tuple(device.uuid for device in devices if device.used_bytes >= WORTH_SAYING_BYTES)
+    held = tuple(device.uuid for device in devices if device.used_bytes >= MIN_REPORTED_BYTES)
     dtype = facts.memory.dtype(gpus, _lowest_capability(devices)) if facts.memory is not None else "auto"
     reason = "" if needed is None else "its layers go where device_map, max_memory and offload_folder say"
     return Placement(gpus, dtype, footprint=needed, devices=everywhere, held=held, reason=reason)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ensemble.common.device_trials import run_trials
 from ensemble.common.gpus import Device
 from ensemble.common.host import available_memory_bytes, total_memory_bytes
 from ensemble.config import RunConfig
-from ensemble.planning.forecast import Speed, measured_speeds
+from ensemble.planning.forecast import Speed
 from ensemble.planning.placement import MemberFacts, place
 from ensemble.planning.plan import Plan, make_plan
 
@@ -24,7 +23,7 @@ class Outlook:
     facts: Mapping[str, MemberFacts]
     gpus: tuple[Device, ...]
     host: Device | None
-    speeds: dict[str, Speed]
+    speeds: Mapping[str, Speed]
     plan: Plan
 
     def again(self, gpus: Sequence[Device]) -> Outlook:
@@ -37,24 +36,19 @@ def look_ahead(
     config: RunConfig,
     facts: Mapping[str, MemberFacts],
     gpus: Sequence[Device],
-    earlier: Mapping[str, Any],
+    speeds: Mapping[str, Speed],
 ) -> Outlook:
     """Plan a run.
 
     Args:
         facts: by member name.
-        earlier: the run.json of an earlier run, for its speeds; anything that is not one gives none.
+        speeds: by member name, as far as an earlier run has measured them.
 
     Raises:
         DeviceError: members that cannot run on these devices.
     """
     facts = _with_flash_attention(config, facts, gpus)
     host = _host()
-    speeds = measured_speeds(
-        earlier,
-        [gpu.name for gpu in gpus],
-        {model.name: model.computed_as for model in config.models},
-    )
     plan = make_plan(config, facts, gpus, host, speeds)
     return Outlook(config, facts, tuple(gpus), host, speeds, plan)
 

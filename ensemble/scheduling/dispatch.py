@@ -1,138 +1,115 @@
-"""Whose worker starts next, and on which devices it may."""
+"""Whose worker starts next, and on which devices; which chunk a worker gets next."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
+from ensemble.common.gpus import Device
 from ensemble.common.protocol import Prepare
 from ensemble.planning.chunks import Chunk
 from ensemble.planning.forecast import worth_joining
-from ensemble.scheduling.deadline import TimeKeeper
-from ensemble.scheduling.device_pool import Leases
-from ensemble.scheduling.running_worker import Slot
+from ensemble.scheduling.deadline import Deadline
+from ensemble.scheduling.device_pool import DevicePool
+from ensemble.scheduling.running_worker import RunningWorker
+from ensemble.scheduling.standby import Standbys
 from ensemble.scheduling.state import MemberState
 
 
-@dataclass(frozen=True)
-class Turn:
-    """A worker of this member may start now, on its ``gpus`` of the ``allowed`` devices (UUIDs), or on the CPU.
+class Dispatcher:
+    """Gives devices to members, and chunks to workers: in order, longest rows first, to whoever comes free.
 
-    ``is_last_resort``: also on those whose memory never came free.
-    """
-
-    state: MemberState
-    allowed: tuple[str, ...]
-    is_last_resort: bool
-
-
-class Turns:
-    """The members' turns.
+    So replicas end within a chunk of each other.
 
     Args:
         members: in the order in which they start.
-        time_keeper: says whether starting pays under a time limit; None: there is none.
+        workers: those that run, as the scheduler goes on changing them.
+        standbys: the devices for which a member's workers stand by are the first choice.
+        deadline: says what still fits under a time limit; None: there is none.
     """
 
     def __init__(
-        self, members: Sequence[MemberState], leases: Leases, time_keeper: TimeKeeper | None
+        self,
+        members: Sequence[MemberState],
+        workers: Sequence[RunningWorker],
+        pool: DevicePool,
+        standbys: Standbys,
+        deadline: Deadline | None,
     ) -> None:
         self._members = members
-        self._leases = leases
-        self._time_keeper = time_keeper
+        self._workers = workers
+        self._pool = pool
+        self._standbys = standbys
+        self._deadline = deadline
 
-    def next(self, slots: Sequence[Slot]) -> Turn | None:
-        """Who starts next, given the workers that run; None: nobody now.
+    def next_lease(self) -> tuple[MemberState, tuple[Device, ...]] | None:
+        """Lease devices (none: the CPU) to the member whose worker starts next; None: nobody's does now.
 
         A member that has no worker yet keeps the devices it may use from later ones.  GPUs that nobody waits for
         go to members that have long to run.
         """
         for state, reserved in self._candidates():
-            turn = self._turn(state, reserved, slots)
-            if turn is not None:
-                return turn
+            plan = state.plan
+            if not plan.gpus:
+                # The CPU is one device: it takes the replicas of one member at a time.
+                if all(worker.state is state for worker in self._workers if not worker.devices):
+                    return state, ()
+                continue
+            own = set(plan.placement.devices)
+            in_use = {device.uuid for worker in self._workers for device in worker.devices}
+            # With no other device of its own in use or coming back, one that never came free is better than none.
+            is_last_resort = not own & in_use and not self._pool.is_releasing(own)
+            preferred = self._standbys.devices_for(state)
+            if devices := self._pool.acquire(plan.gpus, own - reserved, is_last_resort, preferred):
+                return state, devices
         return None
 
-    def is_anybody_waiting(self) -> bool:
+    def is_waiting_for_devices(self) -> bool:
         """Whether a member would start if a device came back."""
-        return self._leases.is_releasing() and any(map(self._may_start, self._members))
+        return self._pool.is_releasing() and any(map(self._may_start, self._members))
 
     def _candidates(self) -> Iterator[tuple[MemberState, set[str]]]:
         reserved: set[str] = set()
         for state in self._members:
             if not self._may_start(state):
                 continue
-            if state.running < min(state.plan.first_replicas, state.most_replicas):
+            if state.running < min(state.plan.first_replicas, state.max_replicas):
                 yield state, reserved
             if not state.running:
                 reserved |= set(state.plan.placement.devices)
         for state in sorted(self._members, key=lambda state: -state.seconds_left):
-            can_grow = 0 < state.running < min(state.plan.replicas, state.most_replicas)
-            if can_grow and self._may_start(state) and _is_worth_joining(state):
+            can_grow = 0 < state.running < min(state.plan.replicas, state.max_replicas)
+            is_worth_it = state.startup_seconds > 0 and worth_joining(
+                state.seconds_left, state.startup_seconds
+            )
+            if can_grow and is_worth_it and self._may_start(state):
                 yield state, reserved
 
     def _may_start(self, state: MemberState) -> bool:
-        if not state.waiting or self._time_keeper is None:
-            return bool(state.waiting)
-        return self._time_keeper.may_start(state, self._members)
+        if not state.pending or self._deadline is None:
+            return bool(state.pending)
+        return self._deadline.may_start(state, self._members)
 
-    def _turn(self, state: MemberState, reserved: Collection[str], slots: Sequence[Slot]) -> Turn | None:
-        if not state.plan.gpus:
-            # The CPU is one device: it takes the replicas of one member at a time.
-            is_free = all(slot.state is state for slot in slots if not slot.lease)
-            return Turn(state, (), False) if is_free else None
-        own = set(state.plan.placement.devices)
-        in_use = {device.uuid for slot in slots for device in slot.lease}
-        # With no other device of its own in use or coming back, one that never came free is better than none.
-        is_last_resort = not own & in_use and not self._leases.is_releasing(own)
-        allowed = tuple(uuid for uuid in state.plan.placement.devices if uuid not in reserved)
-        can_take = self._leases.can_take(state.plan.gpus, allowed, is_last_resort)
-        return Turn(state, allowed, is_last_resort) if can_take else None
-
-
-def _is_worth_joining(state: MemberState) -> bool:
-    startup = state.startup_seconds
-    return startup > 0 and worth_joining(state.seconds_left, startup)
-
-
-class HandOut:
-    """Chunks in order, longest rows first, to whoever comes free; so replicas end within a chunk of each other.
-
-    Args:
-        slots: the workers that run, as the scheduler goes on changing them.
-        time_keeper: says what still fits under a time limit; None: there is none.
-    """
-
-    def __init__(
-        self, members: Sequence[MemberState], slots: Sequence[Slot], time_keeper: TimeKeeper | None
-    ) -> None:
-        self._members = members
-        self._slots = slots
-        self._time_keeper = time_keeper
-
-    def take_chunk(self, slot: Slot) -> Chunk | None:
-        """The next chunk for this worker, no longer among those that wait; None: it is to stop."""
-        state = slot.state
-        if not state.waiting or state.failure is not None or slot.fault is not None:
+    def next_chunk(self, worker: RunningWorker) -> Chunk | None:
+        """Take the next chunk for this worker; None: it is to stop."""
+        state = worker.state
+        if not state.pending or state.failure is not None or worker.fault is not None:
             return None
-        if self._time_keeper is not None:
-            return self._time_keeper.take_chunk(state, self._members, self._told_others(slot))
-        chunk = self._likely_next(slot)
-        state.waiting.remove(chunk)
-        return chunk
+        if self._deadline is None:
+            return state.take(self._likely_next(worker))
+        found = self._deadline.next_chunk(state, self._members, self._hinted_to_others(worker))
+        return None if found is None else state.take(*found)
 
-    def give_hint(self, slot: Slot) -> None:
+    def send_hint(self, worker: RunningWorker) -> None:
         """Let it make the token ids of its next rows while it computes or loads."""
-        slot.hint = None
-        if slot.state.waiting:
-            slot.hint = self._likely_next(slot)
-            slot.worker.send(Prepare(slot.hint.start, slot.hint.stop))
+        worker.hint = self._likely_next(worker) if worker.state.pending else None
+        if worker.hint is not None:
+            worker.handle.send(Prepare(worker.hint.start, worker.hint.stop))
 
-    def _likely_next(self, slot: Slot) -> Chunk:
+    def _likely_next(self, worker: RunningWorker) -> Chunk:
         """The first that no other worker was told of."""
-        waiting, told = slot.state.waiting, self._told_others(slot)
-        return next((chunk for chunk in waiting if chunk not in told), waiting[0])
+        pending, hinted = worker.state.pending, self._hinted_to_others(worker)
+        return next((chunk for chunk in pending if chunk not in hinted), pending[0])
 
-    def _told_others(self, slot: Slot) -> list[Chunk]:
-        others = (other for other in self._slots if other.state is slot.state and other is not slot)
+    def _hinted_to_others(self, worker: RunningWorker) -> list[Chunk]:
+        others = (one for one in self._workers if one.state is worker.state and one is not worker)
         return [other.hint for other in others if other.hint is not None]

@@ -1,56 +1,61 @@
-"""Leases devices to workers, hands out chunks, and gathers what came of them.
+"""Starts workers on leased devices, dispatches chunks, and gathers what came of them.
 
-One thread, one loop: it waits for events on the workers' pipes, so that processes are started from the main
-thread and nothing needs a lock.  A worker's failure is data here; it never ends the loop.
+One thread, one loop: it waits for what workers say, so that processes are started from the main thread and nothing
+needs a lock.  A worker's failure is data here; it never ends the loop.
 """
 
 from __future__ import annotations
 
 import logging
-import selectors
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any
+from dataclasses import dataclass
 
-from ensemble.common.clock import Watch
 from ensemble.common.errors import MergeError
 from ensemble.common.gpus import Device
-from ensemble.common.host import available_memory_bytes, oom_kills
 from ensemble.common.protocol import (
     ChunkDone,
     ChunkFailed,
-    Closed,
     Computed,
-    Failed,
+    Event,
     Load,
     Predict,
     Progress,
     ProtocolError,
     Ready,
-    Started,
     Stop,
 )
-from ensemble.planning.chunks import Chunk
-from ensemble.planning.plan import MemberPlan
-from ensemble.scheduling.deadline import TimeKeeper
-from ensemble.scheduling.device_pool import Leases
-from ensemble.scheduling.dispatch import HandOut, Turn, Turns
-from ensemble.scheduling.retry import Judge
-from ensemble.scheduling.running_worker import Slot, Worker
+from ensemble.scheduling.deadline import Deadline
+from ensemble.scheduling.device_pool import DevicePool
+from ensemble.scheduling.dispatch import Dispatcher
+from ensemble.scheduling.launchers.base import Launcher
+from ensemble.scheduling.retry import OnBadRow, RetryRules
+from ensemble.scheduling.running_worker import RunningWorker
 from ensemble.scheduling.standby import Standbys
-from ensemble.scheduling.state import Fault, Gaps, MemberState
+from ensemble.scheduling.state import Fault, Gaps, MemberState, RunHooks
 
 TICK_SECONDS = 0.25
-# A worker that was told to end, or has closed its line, may take this long: freeing a GPU takes a while.
-END_SECONDS = 30.0
+# The run's clock counts no more than this of one turn: nobody hangs, and nobody is late, while this process is
+# stopped.
+MAX_TURN_SECONDS = 2 * TICK_SECONDS
+# A worker that was told to stop, or has closed its channel, may take this long: freeing a GPU takes a while.
+EXIT_SECONDS = 30.0
 # One that is asked to drop its work holds nothing that needs longer.
-GRACE_SECONDS = 5.0
+TERMINATE_SECONDS = 5.0
 # What one that hangs gets to write its stacks to its log.
 ABORT_SECONDS = 2.0
 log = logging.getLogger(__name__)
 
-Launch = Callable[[MemberPlan, int, Sequence[Device], int], tuple[Worker, str]]
+
+@dataclass(frozen=True)
+class Rules:
+    """What a config says of faults, and of workers that stand by; the keys are those of the YAML."""
+
+    retries: int
+    on_bad_row: OnBadRow
+    hang_timeout: float
+    standby: bool = True
 
 
 class Scheduler:
@@ -58,47 +63,38 @@ class Scheduler:
 
     Args:
         members: in their order, with the chunks that are left to do.
-        leases: the devices that may be leased.
-        launch: starts a worker for (member, replica number, devices, bytes of weights to read ahead); returns it
-            and its log's path.
-        judge: says what becomes of the work of workers that failed.
-        on_change: called with the members' states a few times a second; what it raises ends the run.
-        on_finished: called once for each member, when its last chunk is done, from another thread.
-        hang_timeout_seconds: without progress for so long a worker counts as hung.
-        time_keeper: says who goes on under a time limit; None: there is none.
-        may_stand_by: whether the next members' workers may start while others compute.
+        run: hears how it goes.
+        clock: the run's, which ``members`` and ``pool`` go by as well: a ``Watch`` with ``MAX_TURN_SECONDS``.
+        deadline: when to stop under a time limit; None: there is none.
     """
 
     def __init__(
         self,
         members: list[MemberState],
-        leases: Leases,
-        launch: Launch,
-        judge: Judge,
-        on_change: Callable[[list[MemberState]], None],
-        on_finished: Callable[[MemberState], None],
-        hang_timeout_seconds: float,
-        time_keeper: TimeKeeper | None = None,
-        may_stand_by: bool = True,
+        pool: DevicePool,
+        launcher: Launcher,
+        run: RunHooks,
+        rules: Rules,
+        clock: Callable[[], float],
+        deadline: Deadline | None = None,
     ) -> None:
         self.members = members
         self.gaps = Gaps()
-        self._leases = leases
-        self._launch = launch
-        self._judge = judge
-        self._on_change = on_change
-        self._finishing = Finishing(on_finished)
-        self._hang_timeout_seconds = hang_timeout_seconds
-        self._turns = Turns(members, leases, time_keeper)
-        self._time_keeper = time_keeper
-        self._slots: list[Slot] = []
-        self._hand_outs = HandOut(members, self._slots, time_keeper)
-        self._selector = selectors.DefaultSelector()
-        self._began = time.monotonic()
-        self._standbys = Standbys(launch, available_memory_bytes, lambda: time.monotonic() - self._began)
-        self._may_stand_by = may_stand_by
-        # What workers are given goes by this one: nobody hangs, and nobody is late, while this process is stopped.
-        self._watch = Watch(2 * TICK_SECONDS)
+        self._pool = pool
+        self._launcher = launcher
+        self._run = run
+        self._rules = rules
+        self._clock = clock
+        self._deadline = deadline
+        self._began = clock()
+        self._workers: list[RunningWorker] = []
+        self._retry = RetryRules(rules.retries, rules.on_bad_row, run, self._elapsed)
+        self._standbys = Standbys(launcher, run, self._elapsed)
+        self._may_stand_by = rules.standby
+        self._dispatcher = Dispatcher(members, self._workers, pool, self._standbys, deadline)
+        # Members' last steps, one after the other.
+        self._finisher = ThreadPoolExecutor(1, thread_name_prefix="finishing")
+        self._finishing: dict[Future[None], MemberState] = {}
 
     def run(self) -> None:
         """Run every member to its end, good or bad, or to the end of the time.
@@ -107,282 +103,198 @@ class Scheduler:
         """
         try:
             for state in self.members:
-                self._finish_if_done(state)
-            self._start_what_fits()
-            while (
-                self._slots or self._finishing.is_busy or self._turns.is_anybody_waiting()
-            ) and not self._is_over():
-                self._hear()
-                for slot in list(self._slots):
-                    self._look_at(slot)
-                self._leases.poll()
-                self._start_what_fits()
+                self._settle(state)
+            self._start_workers()
+            while not (self._is_over() or self._is_done()):
+                if not self._workers and self._finishing:
+                    wait(self._finishing, TICK_SECONDS, return_when=FIRST_COMPLETED)
+                else:
+                    handles = [worker.handle for worker in self._workers]
+                    heard = self._launcher.wait(handles, TICK_SECONDS)
+                    for worker in [one for one in self._workers if one.handle in heard]:
+                        self._receive(worker)
+                for worker in list(self._workers):
+                    self._check(worker)
+                self._pool.poll()
+                self._start_workers()
                 if self._may_stand_by:
-                    self._standbys.look(self.members, self._slots)
-                self._hear_of_finished()
-                self._on_change(self.members)
+                    self._standbys.update(self.members, self._workers)
+                self._check_finishing()
+                self._run.on_change(self.members)
         finally:
             self._end_all()
-        self._hear_of_finished()
+        self._check_finishing()
 
-    def _hear(self) -> None:
-        """Wait until somebody has something to say, but no longer than a moment."""
-        if not self._slots and self._finishing.is_busy:
-            self._finishing.wait(TICK_SECONDS)
-            return
-        for key, _ in self._selector.select(TICK_SECONDS):
-            self._read(key.data)
-
-    def _end_all(self) -> None:
-        for slot in self._slots:
-            slot.worker.terminate()
-            if slot.chunk is not None and self._time_keeper is not None and self._time_keeper.is_over:
-                slot.state.cut_short(slot.chunk, slot.seconds_left - self._time_keeper.seconds_left)
-        give_up = self._watch() + GRACE_SECONDS
-        while self._watch() < give_up and not all(slot.worker.has_exited() for slot in self._slots):
-            time.sleep(0.01)
-        for slot in self._slots:
-            slot.record.exit_code = slot.worker.close()
-            slot.state.current.clear()  # what it had in hand is not done
-        self._standbys.end_all()
-        self._finishing.close()
-        self._selector.close()
-
-    def _look_at(self, slot: Slot) -> None:
-        """End what has exited or had its time; notice what hangs."""
-        now = self._watch()
-        if slot.worker.has_exited() or now > (slot.end_by or float("inf")):
-            self._read(slot)
-            self._end(slot)
-        elif slot.end_by is None and slot.hang_text(now, self._hang_timeout_seconds):
-            self._read(slot)  # what it said while this process was busy, as with a large table, counts
-            now = self._watch()
-            text = slot.hang_text(now, self._hang_timeout_seconds)
-            if text and slot.end_by is None:
-                slot.fault = Fault("hang", text)
-                slot.worker.abort()
-                slot.end_by = now + ABORT_SECONDS
-
-    def _start_what_fits(self) -> None:
-        while (turn := self._turns.next(self._slots)) is not None:
-            self._start(turn)
+    def _elapsed(self) -> float:
+        return self._clock() - self._began
 
     def _is_over(self) -> bool:
-        return self._time_keeper is not None and self._time_keeper.is_over
+        return self._deadline is not None and self._deadline.is_over
 
-    def _start(self, turn: Turn) -> None:
-        state = turn.state
-        lease = self._leases.take(
-            state.plan.gpus, turn.allowed, turn.is_last_resort, self._standbys.devices_for(state)
-        )
+    def _is_done(self) -> bool:
+        return not (self._workers or self._finishing or self._dispatcher.is_waiting_for_devices())
+
+    def _start_workers(self) -> None:
+        while (found := self._dispatcher.next_lease()) is not None:
+            self._start(*found)
+
+    def _start(self, state: MemberState, devices: tuple[Device, ...]) -> None:
         try:
-            process = self._standbys.process_for(state, lease)
+            worker = self._standbys.worker_for(state, devices)
         except OSError as error:
-            self._leases.give_back(lease)
-            self._judge.give_up(state, f"could not start a worker: {error}")
-            self._end_failed(state)
+            self._pool.release(devices)
+            self._retry.fail(state, f"could not start a worker: {error}")
+            self._settle(state)
             return
-        record, worker = process.record(time.monotonic() - self._began), process.worker
-        state.workers.append(record)
-        state.running += 1
-        slot = Slot(state, worker, record, lease, self._watch(), oom_kills())
-        self._slots.append(slot)
-        self._selector.register(worker.events_fd, selectors.EVENT_READ, slot)
-        log.info("%s-%d has %s as process %d", record.member, record.replica, record.devices, record.pid)
-        if process.started is not None:
-            self._handle(slot, process.started)
-        self._hand_outs.give_hint(slot)
-        worker.send(Load())
+        worker.leased_at = worker.heard_at = worker.stepped_at = self._clock()
+        worker.record.leased_after_seconds = round(self._elapsed(), 3)
+        state.worker_began(worker.record)
+        self._workers.append(worker)
+        log.info("%s has %s as process %s", worker.name, worker.record.devices, worker.record.process)
+        self._dispatcher.send_hint(worker)
+        worker.handle.send(Load())
 
-    def _read(self, slot: Slot) -> None:
-        if not slot.is_line_open:
+    def _receive(self, worker: RunningWorker) -> None:
+        if not worker.handle.is_open:
             return
         try:
-            events, slot.is_line_open = slot.worker.receive()
-            for event in events:
-                slot.heard(event, self._watch())
-                self._handle(slot, event)
+            for event in worker.handle.receive():
+                worker.note(event, self._clock())
+                self._handle(worker, event)
         except ProtocolError as error:
-            slot.fault = slot.fault or Fault("lasting", f"ProtocolError: {error}")
-            self._ask_to_end(slot)
-        if not slot.is_line_open:
-            self._selector.unregister(slot.worker.events_fd)
-            slot.end_by = self._watch() + END_SECONDS
+            worker.fault = worker.fault or Fault("lasting", f"ProtocolError: {error}")
+            self._terminate(worker)
+        if not worker.handle.is_open:
+            worker.exit_by = self._clock() + EXIT_SECONDS
 
-    def _handle(self, slot: Slot, event: Any) -> None:
-        record = slot.record
-        if isinstance(event, Started):
-            record.start_seconds, record.versions = event.start_seconds, event.versions
-        elif isinstance(event, Ready):
-            record.ready, record.load_seconds = event, event.load_seconds
-            log.info("%s-%d ready: %s", record.member, record.replica, event)
-            self._judge.started(slot.state)
-            self._hand_out(slot)
+    def _handle(self, worker: RunningWorker, event: Event) -> None:
+        state, record = worker.state, worker.record
+        if isinstance(event, Progress | Computed | ChunkFailed) and (
+            worker.chunk is None or worker.chunk.index != event.chunk
+        ):
+            raise ProtocolError(f"it spoke of chunk {event.chunk}, which it was not given")
+        if isinstance(event, Ready):
+            log.info("%s ready: %s", worker.name, event)
+            self._retry.worker_ready(state)
+            self._dispatch(worker)
         elif isinstance(event, Progress):
-            self._check_chunk(slot, event.chunk)
-            slot.state.current[event.chunk] = event
+            state.advance(event)
         elif isinstance(event, Computed):
-            self._check_chunk(slot, event.chunk)
-            assert slot.chunk is not None
-            slot.writing[event.chunk], slot.chunk = slot.chunk, None
+            assert worker.chunk is not None
+            worker.writing[event.chunk], worker.chunk = worker.chunk, None
             # Under a time limit what fits is told by the time of the first chunk, which ChunkDone brings.
-            if self._time_keeper is None or slot.state.seconds_per_cost is not None:
-                self._hand_out(slot)
+            if self._deadline is None or state.seconds_per_cost is not None:
+                self._dispatch(worker)
         elif isinstance(event, ChunkDone):
-            self._chunk_done(slot, event)
-            if slot.chunk is None and not slot.told_to_stop:
-                self._hand_out(slot)
-            slot.expect_end(self._watch() + END_SECONDS)
+            if event.chunk not in worker.writing:
+                raise ProtocolError(f"it wrote chunk {event.chunk}, which it had not computed")
+            chunk = worker.writing[event.chunk]
+            record.counters += event.counters
+            state.complete(chunk, event)
+            worker.drop(chunk)
+            log.info("%s chunk %d done: %s", worker.name, event.chunk, event)
+            if event.bad_rows:
+                reasons = dict(zip(event.bad_rows, event.bad_row_reasons, strict=True))
+                self._retry.bad_rows(state, record.replica, reasons)
+            self._settle(state)
+            if worker.chunk is None and not worker.is_stopping:
+                self._dispatch(worker)
+            worker.expect_exit(self._clock() + EXIT_SECONDS)
         elif isinstance(event, ChunkFailed):
-            self._check_chunk(slot, event.chunk)
+            assert worker.chunk is not None
+            chunk = worker.chunk
+            worker.drop(chunk)
             fault = Fault("error", f"{event.error_type}: {event.message}", event.traceback)
-            assert slot.chunk is not None
-            self._judge_chunk(slot, slot.chunk, fault)
-            self._hand_out(slot)
-        elif isinstance(event, Failed):
-            slot.failed = event
-        elif isinstance(event, Closed):
-            record.closed = event
+            self._retry.chunk_failed(state, record.replica, chunk, fault)
+            self._settle(state)
+            self._dispatch(worker)
 
-    def _check_chunk(self, slot: Slot, index: int) -> None:
-        if slot.chunk is None or slot.chunk.index != index:
-            raise ProtocolError(f"it spoke of chunk {index}, which it was not given")
-
-    def _chunk_done(self, slot: Slot, event: ChunkDone) -> None:
-        chunk = slot.writing.get(event.chunk)
+    def _dispatch(self, worker: RunningWorker) -> None:
+        """Give the worker its next chunk, or tell it to stop."""
+        chunk, now = self._dispatcher.next_chunk(worker), self._clock()
         if chunk is None:
-            raise ProtocolError(f"it wrote chunk {event.chunk}, which it had not computed")
-        record, state = slot.record, slot.state
-        record.counters += event.counters
-        state.done_cost += chunk.cost
-        per_cost = event.counters.predict_seconds / chunk.cost if chunk.cost else 0.0
-        state.slowest_seconds_per_cost = max(state.slowest_seconds_per_cost, per_cost)
-        slot.drop(chunk)
-        log.info("%s-%d chunk %d done: %s", record.member, record.replica, event.chunk, event)
-        if event.bad_rows:
-            reasons = dict(zip(event.bad_rows, event.bad_row_reasons, strict=True))
-            self._judge.bad_rows(state, record.replica, reasons)
-            self._end_failed(state)
-        self._finish_if_done(state)
-
-    def _judge_chunk(self, slot: Slot, chunk: Chunk, fault: Fault) -> None:
-        """What a worker had in hand was not done."""
-        slot.drop(chunk)
-        self._judge.chunk_failed(slot.state, slot.record.replica, chunk, fault)
-        self._end_failed(slot.state)
-        self._finish_if_done(slot.state)
-
-    def _finish_if_done(self, state: MemberState) -> None:
-        if state.finished and state.finished_at is None:
-            state.finished_at = time.monotonic()
-            self._judge.finished(state)
-            if state.failure is None:
-                self._finishing.begin(state)
-
-    def _hear_of_finished(self) -> None:
-        for state, error in self._finishing.failures():  # its parts were harmed meanwhile: the others go on
-            self._judge.give_up(state, str(error))
-
-    def _hand_out(self, slot: Slot) -> None:
-        chunk = self._hand_outs.take_chunk(slot)
-        if chunk is None:
-            self.gaps.end(slot.record.pid, time.monotonic())
-            slot.told_to_stop = True
-            slot.expect_end(self._watch() + END_SECONDS)
-            slot.worker.send(Stop())
+            self.gaps.end(worker.name, now)
+            worker.is_stopping = True
+            worker.expect_exit(now + EXIT_SECONDS)
+            worker.handle.send(Stop())
             return
-        slot.chunk = slot.state.in_hand[chunk.index] = chunk
-        slot.stepped_at, now = self._watch(), time.monotonic()
-        slot.seconds_left = self._time_keeper.seconds_left if self._time_keeper is not None else 0.0
-        slot.state.go_on(now)
-        slot.worker.send(Predict(chunk.index, chunk.start, chunk.stop))
-        self._hand_outs.give_hint(slot)
-        self.gaps.begin(slot.record.pid, slot.state.plan.name, slot.record.devices, now)
+        worker.chunk, worker.stepped_at = chunk, now
+        worker.seconds_left = self._deadline.seconds_left if self._deadline is not None else 0.0
+        worker.handle.send(Predict(chunk.index, chunk.start, chunk.stop))
+        self._dispatcher.send_hint(worker)
+        self.gaps.begin(worker.name, worker.state.plan.name, worker.record.devices, now)
 
-    def _end(self, slot: Slot) -> None:
-        """The process has ended, or had its time: reap it, give its devices back, judge how it ended."""
-        self._slots.remove(slot)
-        if slot.is_line_open:
-            self._selector.unregister(slot.worker.events_fd)
-        code = slot.worker.close()
-        record, state = slot.record, slot.state
-        record.exit_code = code
-        record.life_seconds = round(time.monotonic() - self._began - record.leased_after_seconds, 3)
-        self.gaps.end(record.pid, time.monotonic())
-        state.running -= 1
-        if not state.running and state.predicting_since is not None and state.finished_at is None:
-            state.paused_at = time.monotonic()
-        self._leases.give_back(slot.lease, is_suspect=not slot.is_ready and state.failure is None)
-        log.info("%s-%d ended with exit code %d", record.member, record.replica, code)
+    def _check(self, worker: RunningWorker) -> None:
+        """End what has exited or had its time; notice what hangs."""
+        now = self._clock()
+        if worker.handle.has_exited() or now > (worker.exit_by or float("inf")):
+            self._receive(worker)
+            self._end(worker)
+        elif worker.exit_by is None and worker.hang_text(now, self._rules.hang_timeout):
+            self._receive(worker)  # what it said while this process was busy, as with a large table, counts
+            now = self._clock()
+            text = worker.hang_text(now, self._rules.hang_timeout)
+            if text and worker.exit_by is None:
+                worker.fault = Fault("hang", text)
+                worker.handle.abort()
+                worker.exit_by = now + ABORT_SECONDS
+
+    def _end(self, worker: RunningWorker) -> None:
+        """The worker has ended, or had its time: give its devices back, and see to what it leaves undone."""
+        self._workers.remove(worker)
+        ended, record, state = worker.handle.close(), worker.record, worker.state
+        life_seconds = round(self._elapsed() - record.leased_after_seconds, 3)
+        state.worker_ended(record, ended.code, life_seconds)
+        self.gaps.end(worker.name, self._clock())
+        self._pool.release(worker.devices, is_suspect=not worker.is_ready and state.failure is None)
+        log.info("%s ended with exit code %d", worker.name, ended.code)
         if state.failure is not None:  # it was told to end
-            for chunk in slot.held:
-                slot.drop(chunk)
-            return
-        fault = slot.verdict(code, oom_kills())
-        if fault is None:
-            return
-        if fault.kind == "memory":
-            state.most_replicas = max(1, state.running)
-            self._may_stand_by = False  # those that did may be what there was no room for
-            self._standbys.end_all()
-        others_compute = any(other.state is state and other.is_ready for other in self._slots)
-        self._judge.worker_ended(slot, fault, others_compute)
-        self._end_failed(state)
-        self._finish_if_done(state)
+            for chunk in worker.chunks:
+                worker.drop(chunk)
+        elif (fault := worker.fault_of(ended)) is not None:
+            if fault.kind == "memory":
+                state.limit_replicas()
+                self._may_stand_by = False  # those that did may be what there was no room for
+                self._standbys.end_all()
+            others_compute = any(other.state is state and other.is_ready for other in self._workers)
+            self._retry.worker_failed(worker, fault, others_compute)
+            self._settle(state)
 
-    def _end_failed(self, state: MemberState) -> None:
-        """A member that has failed needs none of its workers."""
-        if state.failure is None:
-            return
-        state.waiting.clear()
-        for slot in self._slots:
-            if slot.state is state and slot.end_by is None:
-                self._ask_to_end(slot)
+    def _settle(self, state: MemberState) -> None:
+        """A member that has failed needs none of its workers; one that has all its chunks is to be finished."""
+        if state.failure is not None:
+            for worker in self._workers:
+                if worker.state is state and worker.exit_by is None:
+                    self._terminate(worker)
+        elif state.finished and state.finished_at is None:
+            state.finish()
+            self._retry.member_finished(state)
+            if state.failure is None:
+                self._finishing[self._finisher.submit(self._run.on_finished, state)] = state
 
-    def _ask_to_end(self, slot: Slot) -> None:
-        slot.worker.terminate()
-        slot.end_by = self._watch() + GRACE_SECONDS
+    def _terminate(self, worker: RunningWorker) -> None:
+        worker.handle.terminate()
+        worker.exit_by = self._clock() + TERMINATE_SECONDS
 
-
-class Finishing:
-    """Members' last steps, one after the other.
-
-    Args:
-        finish: called in another thread, once for each member.
-    """
-
-    def __init__(self, finish: Callable[[MemberState], None]) -> None:
-        self._finish = finish
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="finishing")
-        self._begun: list[tuple[MemberState, Future[None]]] = []
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether there is something whose end has not been heard of."""
-        return bool(self._begun)
-
-    def begin(self, state: MemberState) -> None:
-        self._begun.append((state, self._thread.submit(self._finish, state)))
-
-    def failures(self) -> Iterator[tuple[MemberState, MergeError]]:
-        """Members that came to an end meanwhile, badly: their parts were harmed.
-
-        Raises:
-            Exception: whatever else the last step of a member raised.
-        """
-        for state, future in [one for one in self._begun if one[1].done()]:
-            self._begun.remove((state, future))
-            if future.cancelled():  # the run is over; its parts stay for the next one
-                continue
+    def _check_finishing(self) -> None:
+        for future in [one for one in self._finishing if one.done()]:
+            state = self._finishing.pop(future)
             try:
-                future.result()
-            except MergeError as error:
-                yield state, error
+                if not future.cancelled():  # else the run is over; its parts stay for the next one
+                    future.result()
+            except MergeError as error:  # its parts were harmed meanwhile: the others continue
+                self._retry.fail(state, str(error))
 
-    def wait(self, seconds: float) -> None:
-        """Until one has come to its end, or no longer than that."""
-        wait([future for _, future in self._begun], seconds, return_when=FIRST_COMPLETED)
-
-    def close(self) -> None:
-        """Let the one that has begun come to its end; the others can be done by the next run."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+    def _end_all(self) -> None:
+        for worker in self._workers:
+            worker.handle.terminate()
+            if worker.chunk is not None and self._is_over() and self._deadline is not None:
+                worker.state.cut_short(worker.chunk, worker.seconds_left - self._deadline.seconds_left)
+        give_up = self._clock() + TERMINATE_SECONDS
+        while self._clock() < give_up and not all(worker.handle.has_exited() for worker in self._workers):
+            time.sleep(0.01)
+        for worker in self._workers:
+            worker.state.worker_abandoned(worker.record, worker.handle.close().code)
+        self._standbys.end_all()
+        # The one that has begun comes to its end; the others can be done by the next run.
+        self._finisher.shutdown(wait=True, cancel_futures=True)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import Any, Literal, Protocol, TypeAlias
 
-from ensemble.common.protocol import Closed, Counters, Progress, Ready
-from ensemble.planning.chunks import Chunk
+from ensemble.common.gpus import Device
+from ensemble.common.protocol import ChunkDone, Closed, Counters, Progress, Ready, Started
+from ensemble.planning.chunks import Chunk, cut_at
 from ensemble.planning.forecast import Speed
 from ensemble.planning.plan import MemberPlan
+from ensemble.scheduling.launchers.base import WorkerStart
 
-if TYPE_CHECKING:
-    pass
-from typing import Literal, TypeAlias
+Phase: TypeAlias = Literal["waiting", "starting", "loading", "predicting", "paused", "done", "failed"]
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ class WorkerRecord:
     """What one worker did, for run.json; times in seconds, memory in bytes.
 
     ``started_after_seconds`` is when its process began, ``leased_after_seconds`` when it got its devices: later
-    where it stood by before.  ``life_seconds`` count from the lease.
+    where it stood by before.  ``life_seconds`` count from the lease.  ``process`` is the launcher's name for it.
     """
 
     member: str
     replica: int
     devices: tuple[str, ...]
-    pid: int
+    process: str
     log_path: str
     started_after_seconds: float
     leased_after_seconds: float
@@ -71,28 +71,38 @@ class WorkerRecord:
     closed: Closed | None = None
     versions: dict[str, str] = field(default_factory=dict)
 
+    def note(self, event: Any) -> None:
+        """Keep what a worker says of itself."""
+        if isinstance(event, Started):
+            self.start_seconds, self.versions = event.start_seconds, event.versions
+        elif isinstance(event, Ready):
+            self.ready, self.load_seconds = event, event.load_seconds
+        elif isinstance(event, Closed):
+            self.closed = event
+
 
 @dataclass
 class MemberState:
-    """A member while the run goes on.
+    """A member while the run goes on.  Nothing outside of this class writes its fields.
 
-    ``in_hand`` holds the chunks that workers have, and ``current`` how far they are with them, by chunk number.
-    ``numbers`` are indices for new chunks, ``replicas`` for new workers.  ``reused_rows`` and ``reused_cost`` were
-    done by earlier runs.  Of chunks that the end of the time cut short, ``cut_short_cost`` was computed in
-    ``cut_short_seconds``; where not one batch was, all of it takes ``least_seconds_per_cost`` at the least.
-    ``bad_rows`` could not be computed: table row to reason.  ``most_replicas`` goes down
-    when the host runs out of memory.
+    ``pending`` are chunks that nobody computes, ``in_hand`` those that workers have, by chunk number, and
+    ``progress`` how far they are with them.  ``chunk_numbers`` are indices for new chunks, ``replica_numbers`` for
+    new workers.  ``reused_rows`` and ``reused_cost`` were done by earlier runs.  Of chunks that the end of the time
+    cut short, ``cut_short_cost`` was computed in ``cut_short_seconds``; where not one batch was, all of it takes
+    ``min_seconds_per_cost``.  ``bad_rows`` could not be computed: table row to reason.  ``max_replicas`` goes down
+    when the host runs out of memory.  Times are readings of ``clock``, in seconds.
     """
 
     plan: MemberPlan
-    waiting: deque[Chunk]
-    most_replicas: int
-    numbers: Iterator[int]
-    replicas: Iterator[int] = field(default_factory=count)
+    pending: deque[Chunk]
+    max_replicas: int
+    chunk_numbers: Iterator[int]
+    clock: Callable[[], float] = time.monotonic
+    replica_numbers: Iterator[int] = field(default_factory=count)
     reused_rows: int = 0
     reused_cost: float = 0.0
     in_hand: dict[int, Chunk] = field(default_factory=dict)
-    current: dict[int, Progress] = field(default_factory=dict)
+    progress: dict[int, Progress] = field(default_factory=dict)
     bad_rows: dict[int, str] = field(default_factory=dict)
     faults: list[FaultRecord] = field(default_factory=list)
     workers: list[WorkerRecord] = field(default_factory=list)
@@ -100,20 +110,20 @@ class MemberState:
     slowest_seconds_per_cost: float = 0.0
     cut_short_seconds: float = 0.0
     cut_short_cost: float = 0.0
-    least_seconds_per_cost: float = 0.0
-    running: int = 0
+    min_seconds_per_cost: float = 0.0
     failure: Failure | None = None
-    predicting_since: float | None = None  # monotonic clock, seconds
+    predicting_since: float | None = None
     paused_at: float | None = None  # since when no worker of it runs, though there is work
     finished_at: float | None = None
 
-    @property
-    def finished(self) -> bool:
-        return self.failure is None and not self.waiting and not self.in_hand
-
     @classmethod
-    def of(cls, plan: MemberPlan) -> MemberState:
-        """A member whose plan holds the chunks that are left to do."""
+    def of(
+        cls,
+        plan: MemberPlan,
+        bad_rows: Mapping[int, str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> MemberState:
+        """A member whose plan holds the chunks that are left to do; ``bad_rows`` are known from an earlier run."""
         left = sum(chunk.stop - chunk.start for chunk in plan.chunks)
         cost = sum(chunk.cost for chunk in plan.chunks)
         return cls(
@@ -121,9 +131,99 @@ class MemberState:
             deque(plan.chunks),
             min(plan.replicas, max(1, len(plan.chunks))),
             count(1 + max((chunk.index for chunk in plan.chunks), default=0)),
+            clock,
             reused_rows=len(plan.order) - left,
             reused_cost=max(0.0, 1.0 - cost) if plan.chunks else 1.0,
+            bad_rows=dict(bad_rows or {}),
         )
+
+    # What happens to a member.
+
+    def take(self, chunk: Chunk, start: int | None = None) -> Chunk:
+        """A worker gets a pending chunk, or its rows from ``start`` on; time without workers is no computing."""
+        place = self.pending.index(chunk)
+        del self.pending[place]
+        if start is not None and start > chunk.start:
+            rest, chunk = cut_at(chunk, start, self.chunk_numbers)
+            self.pending.insert(place, rest)
+        self.in_hand[chunk.index] = chunk
+        now = self.clock()
+        if self.predicting_since is None:
+            self.predicting_since = now
+        elif self.paused_at is not None:
+            self.predicting_since += now - self.paused_at
+        self.paused_at = None
+        return chunk
+
+    def advance(self, progress: Progress) -> None:
+        self.progress[progress.chunk] = progress
+
+    def drop(self, chunk: Chunk) -> None:
+        """No worker has this chunk any more."""
+        self.progress.pop(chunk.index, None)
+        self.in_hand.pop(chunk.index, None)
+
+    def put_back(self, *chunks: Chunk) -> None:
+        """These are the next ones."""
+        self.pending.extendleft(reversed(chunks))
+
+    def complete(self, chunk: Chunk, done: ChunkDone) -> None:
+        self.done_cost += chunk.cost
+        per_cost = done.counters.predict_seconds / chunk.cost if chunk.cost else 0.0
+        self.slowest_seconds_per_cost = max(self.slowest_seconds_per_cost, per_cost)
+
+    def set_aside(self, reasons: Mapping[int, str], chunk: Chunk | None = None) -> None:
+        """Rows of the table cannot be computed; ``chunk`` is the one that nobody computes for that."""
+        self.bad_rows.update(reasons)
+        self.done_cost += 0.0 if chunk is None else chunk.cost
+
+    def cut_short(self, chunk: Chunk, seconds: float) -> None:
+        """The time was over ``seconds`` after this chunk was handed out: what that tells the next run."""
+        progress = self.progress.get(chunk.index)
+        if progress is not None and progress.rows:
+            self.cut_short_seconds += seconds
+            self.cut_short_cost += chunk.cost * progress.rows / (chunk.stop - chunk.start)
+        elif chunk.cost:
+            # As if half of it had been done: the next run then takes less, and less again until something fits.
+            self.min_seconds_per_cost = max(self.min_seconds_per_cost, 2 * seconds / chunk.cost)
+
+    def worker_began(self, record: WorkerRecord) -> None:
+        self.workers.append(record)
+
+    def worker_abandoned(self, record: WorkerRecord, code: int) -> None:
+        """The run is over: what the worker had in hand is not done."""
+        record.exit_code = code
+        self.progress.clear()
+
+    def worker_ended(self, record: WorkerRecord, code: int, life_seconds: float) -> None:
+        record.exit_code, record.life_seconds = code, life_seconds
+        if not self.running and self.predicting_since is not None and self.finished_at is None:
+            self.paused_at = self.clock()
+
+    def limit_replicas(self) -> None:
+        """From now on no more of them than run now."""
+        self.max_replicas = max(1, self.running)
+
+    def note_fault(self, record: FaultRecord) -> None:
+        self.faults.append(record)
+
+    def finish(self) -> None:
+        self.finished_at = self.clock()
+
+    def fail(self, failure: Failure) -> None:
+        self.failure = failure
+        self.pending.clear()
+
+    # What follows from that.
+
+    @property
+    def finished(self) -> bool:
+        return self.failure is None and not self.pending and not self.in_hand
+
+    @property
+    def running(self) -> int:
+        """How many workers it has."""
+        return sum(record.exit_code is None for record in self.workers)
 
     @property
     def counters(self) -> Counters:
@@ -132,7 +232,7 @@ class MemberState:
 
     @property
     def rows_done(self) -> int:
-        in_hand = sum(progress.rows for progress in self.current.values())
+        in_hand = sum(progress.rows for progress in self.progress.values())
         return self.reused_rows + self.counters.rows + in_hand
 
     @property
@@ -143,7 +243,7 @@ class MemberState:
 
     @property
     def tokens_done(self) -> int:
-        return self.counters.tokens + sum(progress.tokens for progress in self.current.values())
+        return self.counters.tokens + sum(progress.tokens for progress in self.progress.values())
 
     @property
     def fraction(self) -> float:
@@ -154,7 +254,7 @@ class MemberState:
     def computed_cost(self) -> float:
         """Share of the member's work that this run has done."""
         done = self.done_cost
-        for index, progress in self.current.items():
+        for index, progress in self.progress.items():
             chunk = self.in_hand[index]
             done += chunk.cost * progress.rows / (chunk.stop - chunk.start)
         return done
@@ -164,16 +264,6 @@ class MemberState:
         """What all of its work would take one replica, by the chunks that are done; None before the first."""
         seconds = self.counters.predict_seconds
         return seconds / self.done_cost if seconds and self.done_cost else None
-
-    def cut_short(self, chunk: Chunk, seconds: float) -> None:
-        """The time was over ``seconds`` after this chunk was handed out: what that tells the next run."""
-        progress = self.current.get(chunk.index)
-        if progress is not None and progress.rows:
-            self.cut_short_seconds += seconds
-            self.cut_short_cost += chunk.cost * progress.rows / (chunk.stop - chunk.start)
-        elif chunk.cost:
-            # As if half of it had been done: the next run then takes less, and less again until something fits.
-            self.least_seconds_per_cost = max(self.least_seconds_per_cost, 2 * seconds / chunk.cost)
 
     @property
     def speed(self) -> Speed:
@@ -188,30 +278,22 @@ class MemberState:
             startup = self.startup_seconds or startup
             cost = self.done_cost + self.cut_short_cost
             seconds = self.counters.predict_seconds + self.cut_short_seconds
-            least = self.least_seconds_per_cost / self.plan.work
-            per_work = max(seconds / cost / self.plan.work if seconds and cost else per_work, least)
+            minimum = self.min_seconds_per_cost / self.plan.work
+            per_work = max(seconds / cost / self.plan.work if seconds and cost else per_work, minimum)
         return Speed(startup, per_work, is_measured=per_work > 0, is_startup_measured=startup > 0)
+
+    @property
+    def predicting_seconds(self) -> float:
+        """For how long it has been computing, at least a moment."""
+        ends = (self.finished_at, self.paused_at)
+        until = next((end for end in ends if end is not None), self.clock())
+        return max(until - (until if self.predicting_since is None else self.predicting_since), 1e-9)
 
     @property
     def seconds_left(self) -> float:
         """Until the member's end at the speed so far; 0 while there is none."""
         computed = self.computed_cost
-        if not computed:
-            return 0.0
-        return self.predicting_seconds(time.monotonic()) * (1 - self.fraction) / computed
-
-    def predicting_seconds(self, now: float) -> float:
-        """For how long it has been computing, at least a moment; ``now`` is a reading of the monotonic clock."""
-        until = next(time for time in (self.finished_at, self.paused_at, now) if time is not None)
-        return max(until - (until if self.predicting_since is None else self.predicting_since), 1e-9)
-
-    def go_on(self, now: float) -> None:
-        """A worker of it computes: time in which none did does not count as computing."""
-        if self.predicting_since is None:
-            self.predicting_since = now
-        elif self.paused_at is not None:
-            self.predicting_since += now - self.paused_at
-        self.paused_at = None
+        return self.predicting_seconds * (1 - self.fraction) / computed if computed else 0.0
 
     @property
     def startup_seconds(self) -> float:
@@ -225,20 +307,37 @@ class MemberState:
             default=0.0,
         )
 
+    @property
+    def phase(self) -> Phase:
+        """Where it stands."""
+        if self.failure is not None:
+            return "failed"
+        if self.finished:
+            return "done"
+        if self.paused_at is not None:
+            return "starting" if self.running else "paused"
+        if self.predicting_since is not None:
+            return "predicting"
+        if not self.workers:
+            return "waiting"
+        return "starting" if all(record.start_seconds is None for record in self.workers) else "loading"
 
-def phase_of(state: MemberState) -> str:
-    """waiting, starting, loading, predicting, paused, done or failed."""
-    if state.failure is not None:
-        return "failed"
-    if state.finished:
-        return "done"
-    if state.paused_at is not None:
-        return "starting" if state.running else "paused"
-    if state.predicting_since is not None:
-        return "predicting"
-    if not state.workers:
-        return "waiting"
-    return "starting" if all(record.start_seconds is None for record in state.workers) else "loading"
+
+class RunHooks(Protocol):
+    """What the scheduler wants of the run that it works for."""
+
+    def worker_start(
+        self, member: MemberPlan, replica: int, devices: Sequence[Device], preload_bytes: int
+    ) -> WorkerStart:
+        """What a worker is started with; raises OSError where there is no place for it."""
+
+    def say(self, text: str) -> None: ...
+    def on_change(self, members: Sequence[MemberState]) -> None:
+        """Called a few times a second; what it raises ends the run."""
+
+    def on_bad_rows(self, state: MemberState) -> None: ...
+    def on_finished(self, state: MemberState) -> None:
+        """A member's last chunk is done.  In another thread; a MergeError fails the member, others end the run."""
 
 
 Kind: TypeAlias = Literal["error", "death", "hang", "memory", "lasting"]
@@ -249,7 +348,7 @@ class Fault:
     """Why a worker did not deliver.
 
     ``error``: an exception that left the process sound.  ``death``: the process ended.  ``hang``: it was ended.
-    ``memory``: the kernel ended it because the host ran out of memory.  ``lasting``: what no further attempt mends.
+    ``memory``: the kernel ended it because the host ran out of memory.  ``lasting``: what no further attempt fixes.
     """
 
     kind: Kind
@@ -272,11 +371,11 @@ class Gaps:
 
     def __init__(self) -> None:
         self.found: list[Gap] = []
-        self._workers: dict[int, tuple[str, Sequence[str]]] = {}
+        self._workers: dict[str, tuple[str, Sequence[str]]] = {}
         self._idle_since: dict[str, tuple[str, float]] = {}
 
-    def begin(self, worker: int, member: str, devices: Sequence[str], now: float) -> None:
-        """A worker, known by its number, begins a chunk on its devices; only its first one counts."""
+    def begin(self, worker: str, member: str, devices: Sequence[str], now: float) -> None:
+        """A worker begins a chunk on its devices; only its first one counts."""
         if worker in self._workers:
             return
         self._workers[worker] = (member, devices)
@@ -285,7 +384,7 @@ class Gaps:
             if after != member:
                 self.found.append(Gap(device, after, member, round(now - since, 3)))
 
-    def end(self, worker: int, now: float) -> None:
+    def end(self, worker: str, now: float) -> None:
         """A worker has computed its last chunk, if it ever had one."""
         member, devices = self._workers.pop(worker, ("", ()))
         busy = {device for _, others in self._workers.values() for device in others}

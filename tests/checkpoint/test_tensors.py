@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ensemble.common.errors import CheckpointError
-from ensemble.members.huggingface.checkpoint.safetensors_headers import Tensor, read_tensors
+from ensemble.members.huggingface.checkpoint.weight_files import Tensor, read_tensors
 from tests.checkpoints import make_checkpoint
 
 

@@ -10,7 +10,7 @@ import yaml
 
 from ensemble.common.errors import ConfigError
 from ensemble.config import LoadedConfig
-from ensemble.pipeline.loading import load as load_config
+from ensemble.pipeline.load import load as load_config
 from tests.config.examples import Load, Problems
 
 

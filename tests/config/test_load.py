@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from ensemble.common.errors import ConfigError
 from ensemble.config import DataConfig, EnsembleConfig, RunConfig, SubmissionConfig
-from ensemble.pipeline.loading import load as load_config
+from ensemble.pipeline.load import load as load_config
 from tests.config.examples import SMALL, WHOLE, Load, Problems, small
 
 

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ensemble.common.errors import ConfigError
-from ensemble.config.overrides import apply_overrides
-from ensemble.config.variables import expand
+from ensemble.config.overrides import apply_overrides, expand
 from tests.config.examples import BASE, overridden, read
 
 

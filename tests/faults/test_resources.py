@@ -50,7 +50,7 @@ def test_the_kernel_kills_a_worker_for_its_memory(
     )
     assert faults_of(chunky) == [("memory", [4, 8], "again")]
     workers = workers_of(chunky)
-    (killed,) = (worker for worker in workers if worker["pid"] in injected.pids())
+    (killed,) = (worker for worker in workers if int(worker["process"]) in injected.pids())
     assert killed["exit_code"] == -signal.SIGKILL
     others = [worker for worker in workers if worker is not killed]
     assert sum(worker["rows"] for worker in (killed, *others)) == ROWS

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ensemble.common.gpus import Device
 from ensemble.common.protocol import Closed, Command, Computed, Load, Predict, Progress, Ready, Started, Stop
-from ensemble.pipeline.run_report import speed_document
-from ensemble.planning.forecast import Speed, measured_speeds
-from ensemble.planning.plan import MemberPlan, make_plan, without_done
+from ensemble.pipeline.reporting import speed_report
+from ensemble.pipeline.run_report import measured_speeds
+from ensemble.planning.forecast import Speed
+from ensemble.planning.plan import make_plan, without_done
 from ensemble.planning.time_limit import reserve_seconds
-from ensemble.scheduling.deadline import TimeKeeper, reckoning
-from ensemble.scheduling.device_pool import Leases
-from ensemble.scheduling.retry import Judge
-from ensemble.scheduling.running_worker import Worker
-from ensemble.scheduling.scheduler import Scheduler
+from ensemble.scheduling.deadline import Deadline, time_limit_text
+from ensemble.scheduling.launchers.base import Exit, Handle, Launcher, WorkerStart
+from ensemble.scheduling.scheduler import Rules
 from ensemble.scheduling.state import MemberState
 from tests.faults.chunky import chunky_config
 from tests.planning.test_plan import config, facts
-from tests.pretended import computed
+from tests.pretended import computed, make_scheduler
 from tests.project import Project
+from tests.report.reports import member, report
 
 # Until workers can start, and what the first submission takes.
 BEFORE_SECONDS, FIRST_SECONDS = 1.0, 0.05
@@ -43,17 +40,14 @@ class Time:
         return self.now
 
 
-class SimulatedWorker:
+class SimulatedWorker(Handle):
     """A worker on one device that takes exactly so long; what is not done in time is not done."""
 
-    def __init__(self, pid: int, time: Time, startup_seconds: float, row_seconds: float) -> None:
-        self.pid = pid
-        self.events_fd, self._write_end = os.pipe()
-        os.set_blocking(self.events_fd, False)
+    def __init__(self, process: str, time: Time, startup_seconds: float, row_seconds: float) -> None:
+        self.process = process
         self._time, self._startup_seconds, self._row_seconds = time, startup_seconds, row_seconds
         self._said: list[tuple[float, list[Any]]] = [(0.0, [Started({}, startup_seconds / 2)])]
         self._is_over = False
-        os.write(self._write_end, b"x")
 
     def send(self, command: Command) -> None:
         if isinstance(command, Load):
@@ -72,15 +66,13 @@ class SimulatedWorker:
     def _say(self, seconds: float, events: list[Any], instead: list[Any]) -> None:
         left = self._time.over_at - self._time.now
         self._said.append((seconds, events) if seconds <= left else (left, instead))
-        os.write(self._write_end, b"x")
 
-    def receive(self) -> tuple[list[Any], bool]:
-        with contextlib.suppress(BlockingIOError):
-            os.read(self.events_fd, 1 << 16)
+    def receive(self) -> list[Any]:
         said, self._said = self._said, []
         for seconds, _ in said:
             self._time.now += seconds
-        return [event for _, events in said for event in events], not self.has_exited()
+        self.is_open = not self.has_exited()
+        return [event for _, events in said for event in events]
 
     def has_exited(self) -> bool:
         return self._is_over and not self._said
@@ -91,10 +83,23 @@ class SimulatedWorker:
     def abort(self) -> None:
         self._is_over = True
 
-    def close(self) -> int:
-        os.close(self.events_fd)
-        os.close(self._write_end)
-        return 0
+    def close(self) -> Exit:
+        return Exit(0, "ended with exit code 0")
+
+
+class SimulatedLauncher(Launcher):
+    """Its workers take as long as those of their member, which is the name of their log."""
+
+    def __init__(self, time: Time, startup_seconds: Sequence[float], row_seconds: Sequence[float]) -> None:
+        super().__init__({})
+        self._time, self._startup_seconds, self._row_seconds = time, startup_seconds, row_seconds
+
+    def start(self, start: WorkerStart) -> Handle:
+        index = int(start.log.name.removeprefix("m"))
+        return SimulatedWorker("1", self._time, self._startup_seconds[index], self._row_seconds[index])
+
+    def wait(self, handles: Sequence[Handle], timeout_seconds: float) -> Collection[Handle]:
+        return handles
 
 
 class Repeated:
@@ -129,37 +134,22 @@ class Repeated:
             MemberState.of(without_done(one, self._is_done[one.name], is_timed=True)) for one in made.members
         ]
         over_at = self.limit - self.kept
-        time, pids = Time(over_at), itertools.count(1)
-
-        def launch(
-            member: MemberPlan, replica: int, lease: Sequence[Device], read_ahead: int
-        ) -> tuple[Worker, str]:
-            taken = self._startup_seconds[member.index], self._row_seconds[member.index]
-            return SimulatedWorker(next(pids), time, *taken), "log"
-
-        judge = Judge(2, "fail", lambda text: None, lambda state: None)
-        leases = Leases([], 1, 60.0, say=lambda text: None)
-        keeper = TimeKeeper(over_at, 1, time)
-        Scheduler(members, leases, launch, judge, lambda states: None, lambda state: None, 60.0, keeper).run()
+        time = Time(over_at)
+        launcher = SimulatedLauncher(time, self._startup_seconds, self._row_seconds)
+        make_scheduler(members, [], launcher, Rules(2, "fail", 60.0), Deadline(over_at, 1, time)).run()
         assert time.now <= max(over_at, BEFORE_SECONDS), "the limit is held"
         for state in members:
             done = self._is_done[state.plan.name]
             done[:] = True
-            for chunk in (*state.waiting, *state.in_hand.values()):
+            for chunk in (*state.pending, *state.in_hand.values()):
                 done[state.plan.order[chunk.start : chunk.stop]] = False
+        computed_as = {state.plan.name: state.plan.model.computed_as for state in members}
         found = [
-            {
-                "name": state.plan.name,
-                "computed_as": state.plan.model.computed_as,
-                "speed": speed_document(state),
-            }
-            for state in members
+            member(name, computed_as=computed_as[name], speed=speed_report(state))
+            for name, state in zip(computed_as, members, strict=True)
         ]
-        document = {"devices": [{"uuid": "cpu", "name": "a CPU"}], "members": found}
-        self._speeds = measured_speeds(
-            document, [], {state.plan.name: state.plan.model.computed_as for state in members}
-        )
-        self.reckoning = reckoning(members, self.limit, BEFORE_SECONDS, self.kept)
+        self._speeds = measured_speeds(report(*found), [], computed_as)
+        self.reckoning = time_limit_text(members, self.limit, BEFORE_SECONDS, self.kept)
         return members
 
 

@@ -67,7 +67,7 @@ def test_workers_that_end_without_a_word(
     code, printed = run(chunky, injected)
     assert code == 0, printed
     assert results(chunky) == undisturbed
-    pids = [worker["pid"] for worker in workers_of(chunky)]
+    pids = [int(worker["process"]) for worker in workers_of(chunky)]
     assert [injected.pids(number) for number in range(3)] == [[pid] for pid in pids[:3]]
     for pid, ending in zip(pids, ENDINGS, strict=False):
         assert f"(process {pid}) {ending} with 4 rows in hand; they are tried again" in printed
@@ -113,7 +113,7 @@ def test_errors_in_a_worker(chunky: Project, tmp_path: Path, undisturbed: dict[s
     chunky.write_config(chunky_config(chunky, on_bad_row="uniform"))
     code, printed = run(chunky, injected)
     assert code == 0, printed
-    first, second = (worker["pid"] for worker in workers_of(chunky))
+    first, second = (int(worker["process"]) for worker in workers_of(chunky))
     assert set(injected.pids(0)) == {first}, "another process would not help"
     assert (len(injected.pids(0)), injected.pids(3)) == (3, [first])
     assert faults_of(chunky) == [
@@ -133,7 +133,7 @@ def test_errors_in_a_worker(chunky: Project, tmp_path: Path, undisturbed: dict[s
     assert "NaN" in reasons["9"]
     for row in (3, 8, 10):
         assert f"row {row}" in printed
-    assert second in {worker["pid"] for worker in workers_of(chunky) if worker["exit_code"] == 0}
+    assert second in {int(worker["process"]) for worker in workers_of(chunky) if worker["exit_code"] == 0}
     _check_the_other_rows(chunky, undisturbed, {2, 7, 9})
 
 

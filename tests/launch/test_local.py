@@ -16,6 +16,7 @@ from ensemble.common.protocol import Failed, Stop
 from ensemble.scheduling.launchers.local import LocalWorker
 from tests.waiting import PATIENCE_SECONDS
 from tests.worker.test_predict import start, worker_spec
+from tests.worker.test_session import publish
 
 
 @pytest.fixture
@@ -32,9 +33,8 @@ def wait_until_closed(worker: LocalWorker, seconds: float = PATIENCE_SECONDS) ->
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         select.select([worker.events_fd], [], [], 0.2)
-        arrived, is_open = worker.receive()
-        events += arrived
-        if not is_open:
+        events += worker.receive()
+        if not worker.is_open:
             return events
     raise AssertionError("the worker's line stayed open")
 
@@ -50,40 +50,40 @@ def test_it_has_a_session_of_its_own(worker: LocalWorker) -> None:
 
 
 def test_what_goes_wrong_comes_back_as_an_event(worker: LocalWorker, tmp_path: Path) -> None:
-    worker.send(start(worker_spec(tmp_path / "nowhere")))
+    worker.send(start(worker_spec(tmp_path / "nowhere", **publish(tmp_path, {"text": ["a"]}))))
     events = wait_until_closed(worker)
     failed = events[-1]
     assert isinstance(failed, Failed)
     assert "nowhere" in failed.message
     assert "Traceback" in failed.traceback
     assert "Traceback" in worker.log.read_text()
-    assert worker.close() == 1
+    assert worker.close().code == 1
 
 
 def test_stop_before_anything_else_is_no_start(worker: LocalWorker) -> None:
     worker.send(Stop())
     assert isinstance(wait_until_closed(worker)[-1], Failed)
-    assert worker.close() == 1
+    assert worker.close().code == 1
 
 
 def test_it_ends_when_its_standard_input_does(worker: LocalWorker) -> None:
     assert worker._process.stdin is not None
     worker._process.stdin.close()
     wait_until_closed(worker)
-    assert worker.close() == 1
+    assert worker.close().code == 1
 
 
 def test_a_killed_process_tells_its_signal_and_is_reaped(worker: LocalWorker) -> None:
     os.kill(worker.pid, signal.SIGKILL)
     while not worker.has_exited():
         time.sleep(0.01)
-    assert worker.close() == -signal.SIGKILL
+    assert worker.close().code == -signal.SIGKILL
     assert not Path(f"/proc/{worker.pid}").exists()
     worker.send(Stop())  # a process that is gone is no reason to fail
-    assert worker.close() == -signal.SIGKILL
+    assert worker.close().code == -signal.SIGKILL
 
 
 def test_a_stopped_process_is_ended_too(worker: LocalWorker) -> None:
     os.kill(worker.pid, signal.SIGSTOP)
-    assert worker.close() in (-signal.SIGKILL, -signal.SIGTERM)
+    assert worker.close().code in (-signal.SIGKILL, -signal.SIGTERM)
     assert not Path(f"/proc/{worker.pid}").exists()

@@ -20,12 +20,12 @@ def read_checked(
     wanted = WantedRows(pa.chunked_array([pa.array(ids[:2], pa.string()), pa.array(ids[2:], pa.string())]))
     reader = PredictionsReader(path, id_column, labels, wanted, path.parent)
     check = RowCheck(str(path), "none", wanted.ids, may_lack_rows=False)
-    blocks = []
+    values = np.empty((len(ids), len(labels)), order="F")
     try:
         for start in range(0, len(ids), rows_at_once):
-            blocks.append(reader.read(min(rows_at_once, len(ids) - start)))
-            check.look(start, blocks[-1])
+            reader.read(values[start : start + rows_at_once])
+            check.look(start, values[start : start + rows_at_once])
     finally:
         reader.close()
     check.refuse()
-    return np.concatenate(blocks)
+    return values

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ensemble.merging.fill import fill_rows
+from ensemble.merging.merge import fill_rows
 from tests.properties.amount import tries
 
 NAN = float("nan")

@@ -1,4 +1,4 @@
-"""Gathering, aligning, combining and scoring, against hand computation, pandas and torch."""
+"""Gathering, aligning and scoring, against hand computation, pandas and torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 
 from ensemble.common.errors import MergeError
 from ensemble.common.shards import gather_parts
-from ensemble.merging.methods.weighted_mean import weighted_mean
 from ensemble.merging.metrics import Scoring
 from tests.merge.reading import read_checked
 
@@ -75,25 +74,6 @@ def test_columns_and_values_that_do_not_fit(tmp_path: Path) -> None:
     path.write_text("id,a,b,c\n1,0.5,x,0.5\n")
     with pytest.raises(MergeError, match="cannot be read"):
         read(path, ["1"])
-
-
-def copies(*arrays: np.ndarray) -> list[np.ndarray]:
-    return [array.copy() for array in arrays]
-
-
-def test_the_weighted_mean_is_the_hand_computed_one() -> None:
-    first, second, third = (probabilities(50, seed) for seed in range(3))
-    merged = weighted_mean([0.55, 0.45, 0], copies(first, second, third))
-    np.testing.assert_allclose(merged, (0.55 * first + 0.45 * second) / 1.0, rtol=1e-15)
-    merged = weighted_mean([2, 1, 3], copies(first, second, third))
-    np.testing.assert_allclose(
-        merged, np.average([first, second, third], axis=0, weights=[2, 1, 3]), rtol=1e-14
-    )
-    np.testing.assert_array_equal(weighted_mean([0, 7], copies(first, second)), second)
-    with pytest.raises(MergeError, match="nothing to merge"):
-        weighted_mean([0.0], copies(first))
-    with pytest.raises(MergeError, match="shape"):
-        weighted_mean([1.0, 1.0], copies(first, second[:3]))
 
 
 def test_parts_are_gathered_into_the_tables_order() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ensemble.cli.summary import no_better_text
 from ensemble.merging.metrics import Score, Scoring
+from tests.report.reports import report, shown
 
 
 def scored(values: np.ndarray, truth: np.ndarray) -> Score:
@@ -65,8 +65,10 @@ def test_a_tiny_table_does_not_cry_wolf() -> None:
 
 def test_what_is_said_of_them() -> None:
     good, bad = Score(0.4, 0.9, 500, 1.0, 0.02, False), Score(1.2345, 0.3, 500, 1.0986, 0.0512, True)
-    assert no_better_text({"a": good}) == ""
-    text = no_better_text({"a": good, "b": bad})
+    assert "! " not in "".join(shown("summary", report(scores={"a": good})))
+    (text,) = (
+        line for line in shown("summary", report(scores={"a": good, "b": bad})) if line.startswith("!")
+    )
     assert text.startswith("! no better than always predicting how often each label occurs (log loss 1.0986")
     assert "500 rows" in text
     assert "b 1.2345 (+/- 0.0512)" in text

@@ -14,11 +14,14 @@ import pyarrow as pa
 import pytest
 
 from ensemble.common.errors import MergeError
+from ensemble.common.protocol import Activation
+from ensemble.config import EnsembleConfig
 from ensemble.data.csv_file import write_csv
 from ensemble.data.disk_rows import SpilledRows
 from ensemble.data.predictions_csv import PredictionsReader, WantedRows
-from ensemble.merging.blocks import MergedMember, RowSource, block_spans, mean_blocks
-from ensemble.merging.methods.weighted_mean import weighted_mean
+from ensemble.merging.blocks import MergedMember, RowSource, block_spans, merge_blocks
+from ensemble.merging.methods import merge_method
+from ensemble.merging.methods.base import Block, Members, MergeMethod
 from ensemble.merging.metrics import Scoring
 from ensemble.merging.row_checks import RowCheck
 
@@ -26,6 +29,7 @@ LABELS = ["a", "b", "c"]
 ROWS = 70_000  # three blocks, the last of which is short
 WEIGHTS = [0.5, 2.0, 1.25]
 NAN = float("nan")
+TEXT_BYTES = np.arange(ROWS, dtype=np.int64)
 Values = npt.NDArray[np.float64]
 
 
@@ -46,23 +50,38 @@ def write(path: Path, ids: Sequence[str], values: Values, order: Sequence[int] |
     return path
 
 
-def merge(sources: Sequence[RowSource | Path], ids: Sequence[str], folder: Path) -> tuple[Values, list[int]]:
+def members_of(count: int) -> Members:
+    activations: list[Activation] = ["softmax"] * count
+    return Members(tuple(f"m{number}" for number in range(count)), tuple(activations), tuple(LABELS))
+
+
+def merge(
+    sources: Sequence[RowSource | Path], ids: Sequence[str], folder: Path, method: MergeMethod | None = None
+) -> tuple[Values, list[int]]:
     """The merged rows, and how many rows each member gave."""
     table_ids = pa.chunked_array([pa.array(ids[:50_000]), pa.array(ids[50_000:])])
-    wanted, members = WantedRows(table_ids), []
+    wanted = WantedRows(table_ids)
+    members: list[MergedMember] = []
     with ThreadPoolExecutor(2) as pool, ExitStack() as opened:
-        for number, source in enumerate(sources):
-            is_file = isinstance(source, Path)
-            rows: RowSource = (
-                PredictionsReader(source, "id", LABELS, wanted, folder)
-                if isinstance(source, Path)
-                else source
-            )
-            opened.callback(rows.close)
-            check = RowCheck(f"member {number}", "softmax", table_ids, may_lack_rows=not is_file)
-            members.append(MergedMember(f"m{number}", WEIGHTS[number], rows, check, None))
+        readers = [
+            PredictionsReader(source, "id", LABELS, wanted, folder) if isinstance(source, Path) else source
+            for source in sources
+        ]
+        for reader in readers:
+            opened.callback(reader.close)
+
+        def open_members() -> list[MergedMember]:
+            members.clear()
+            for number, reader in enumerate(readers):
+                reader.rewind()
+                is_file = isinstance(sources[number], Path)
+                check = RowCheck(f"member {number}", "softmax", table_ids, may_lack_rows=not is_file)
+                members.append(MergedMember(f"m{number}", WEIGHTS[number], reader, check, None))
+            return members
+
+        method = method or merge_method(EnsembleConfig(), members_of(len(sources)))
         whole = np.full((ROWS, len(LABELS)), NAN)
-        for start, values in mean_blocks(members, ROWS, len(LABELS), pool):
+        for start, values in merge_blocks(method, open_members, table_ids, TEXT_BYTES, pool):
             whole[start : start + len(values)] = values
     return whole, [member.check.reached for member in members]
 
@@ -84,8 +103,10 @@ def test_files_are_merged_as_pandas_does_it(ids: list[str], tmp_path: Path) -> N
     expected = [sum(share * total[f"{label}{n}"] for n, share in enumerate(shares)) for label in LABELS]
     np.testing.assert_allclose(merged, np.column_stack(expected), rtol=1e-14)
     assert reached == [ROWS] * 3
-    whole = weighted_mean(WEIGHTS, [values_of(number) for number in range(3)])
-    assert np.ascontiguousarray(merged).tobytes() == np.ascontiguousarray(whole).tobytes()
+    whole = np.zeros((ROWS, len(LABELS)))
+    for number, share in enumerate(shares):
+        whole += values_of(number) * share
+    assert merged.tobytes() == whole.tobytes()
 
 
 def test_rows_that_members_did_not_reach(ids: list[str], tmp_path: Path) -> None:
@@ -103,11 +124,54 @@ def test_rows_that_members_did_not_reach(ids: list[str], tmp_path: Path) -> None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.csv"], "what was spilled has no name"
 
 
-def test_no_member_gives_no_rows() -> None:
-    with ThreadPoolExecutor(1) as pool:
-        blocks = list(mean_blocks([], ROWS, 3, pool))
-    assert sum(len(values) for _, values in blocks) == ROWS
-    assert all(np.isnan(values).all() for _, values in blocks)
+class RankMean(MergeMethod):
+    """The mean of each value's place among its member's values of that label, which only the whole table tells."""
+
+    needs_first_pass = True
+
+    def __init__(self, settings: EnsembleConfig, members: Members) -> None:
+        super().__init__(settings, members)
+        self.seen: list[Values] = []
+        self.ids: list[str] = []
+
+    def look(self, block: Block) -> None:
+        assert block.start == len(self.ids)
+        assert not self.ids or block.start > 0
+        self.ids += block.ids.to_pylist()
+        self.seen.append(block.probabilities.copy())
+        np.testing.assert_array_equal(block.text_bytes, TEXT_BYTES[block.start : len(self.ids)])
+
+    def merge(self, block: Block, weights: Values) -> Values:
+        order = np.sort(np.concatenate(self.seen, axis=1), axis=1)
+        ranks = np.empty_like(block.probabilities)
+        for member, label in np.ndindex(len(weights), len(LABELS)):
+            ranks[member, :, label] = order[member, :, label].searchsorted(
+                block.probabilities[member, :, label]
+            )
+        return np.asarray(np.average(ranks, axis=0, weights=weights))
+
+
+def test_a_method_that_needs_the_whole_table_reads_it_twice(ids: list[str], tmp_path: Path) -> None:
+    shuffled = np.random.default_rng(9).permutation(ROWS)
+    sources: list[RowSource | Path] = [
+        write(tmp_path / "in order.csv", ids, values_of(0)),
+        write(tmp_path / "in another.csv", ids, values_of(1), shuffled.tolist()),
+        SpilledRows(values_of(2), tmp_path),
+    ]
+    method = RankMean(EnsembleConfig(), members_of(3))
+    merged, reached = merge(sources, ids, tmp_path, method)
+    ranks = [pd.DataFrame(values_of(number)).rank().to_numpy() - 1 for number in range(3)]
+    np.testing.assert_allclose(merged, np.average(ranks, axis=0, weights=WEIGHTS), rtol=1e-12)
+    assert method.ids == ids
+    assert reached == [ROWS] * 3
+
+
+def test_what_does_not_fit_is_found_in_the_first_pass(ids: list[str], tmp_path: Path) -> None:
+    outside = values_of(1)
+    outside[[5, 69_999], 0] += 2
+    sources: list[RowSource | Path] = [write(tmp_path / "1.csv", ids, outside)]
+    with pytest.raises(MergeError, match="member 0: 2 rows with values below 0 or above 1"):
+        merge(sources, ids, tmp_path, RankMean(EnsembleConfig(), members_of(1)))
 
 
 def broken_files(ids: list[str], folder: Path) -> Iterator[tuple[Path, str]]:
@@ -151,8 +215,9 @@ def test_scores_of_members_that_have_every_row(tmp_path: Path) -> None:
     ids = pa.chunked_array([pa.array([str(row) for row in range(ROWS)])])
     source, scoring = SpilledRows(values, tmp_path), Scoring(truth)
     member = MergedMember("m", 1.0, source, RowCheck("m", "softmax", ids, True), scoring)
+    method = merge_method(EnsembleConfig(), members_of(1))
     with ThreadPoolExecutor(2) as pool:
-        for _ in mean_blocks([member], ROWS, 3, pool):
+        for _ in merge_blocks(method, lambda: [member], ids, TEXT_BYTES, pool):
             pass
     source.close()
     score = scoring.score()

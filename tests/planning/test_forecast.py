@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 
+from ensemble.common.gpus import Device
+from ensemble.pipeline.run_report import RunReport, SpeedReport, measured_speeds
 from ensemble.planning import forecast
-from ensemble.planning.forecast import Job, Speed, measured_speeds
+from ensemble.planning.forecast import Job, Speed
+from tests.report.reports import member, report
 
 
 def job(
@@ -54,36 +56,31 @@ def test_members_on_the_cpu_and_over_several_gpus() -> None:
     assert total_seconds([job(1, 1, 1, gpus=3)], 2) == 0, "what fits nowhere takes no time, and never hangs"
 
 
-def report(**changes: Any) -> dict[str, Any]:
-    speed = {"startup_seconds": 10.0, "seconds_per_work": 0.5, **changes}
-    member = {"name": "a", "computed_as": "same", "speed": speed}
-    nothing = {"startup_seconds": None, "seconds_per_work": None}
-    return {
-        "devices": [{"uuid": "GPU-1", "name": "T4"}],
-        "members": [member, {**member, "name": "b", "speed": nothing}],
-    }
+def of_two(startup: float | None = 10.0, per_work: float | None = 0.5) -> RunReport:
+    measured = member("a", speed=SpeedReport(startup, per_work))
+    return report(
+        measured, member("b", speed=SpeedReport(None, None)), devices=(Device("GPU-1", "T4", (7, 5), 16, 1),)
+    )
 
 
 def test_speeds_come_from_members_that_were_computed_alike() -> None:
     same = {"a": "same", "b": "same"}
-    assert measured_speeds(report(), ["T4", "T4"], same) == {"a": Speed(10.0, 0.5, True, True)}
-    assert measured_speeds(report(), ["H100"], same) == {}
-    assert measured_speeds(report(), ["T4"], {"a": "another model"}) == {}
+    assert measured_speeds(of_two(), ["T4", "T4"], same) == {"a": Speed(10.0, 0.5, True, True)}
+    assert measured_speeds(of_two(), ["H100"], same) == {}
+    assert measured_speeds(of_two(), ["T4"], {"a": "another model"}) == {}
 
 
 def test_what_an_earlier_run_did_not_get_to_measure_is_guessed() -> None:
     guess = Speed(130.0, 0.01, is_measured=False)
-    (found,) = measured_speeds(report(seconds_per_work=None), ["T4"], {"a": "same"}).values()
+    (found,) = measured_speeds(of_two(per_work=None), ["T4"], {"a": "same"}).values()
     assert found.or_guess(guess) == Speed(10.0, 0.01, is_measured=False, is_startup_measured=True)
-    (found,) = measured_speeds(report(startup_seconds=None), ["T4"], {"a": "same"}).values()
+    (found,) = measured_speeds(of_two(startup=None), ["T4"], {"a": "same"}).values()
     assert found.or_guess(guess) == Speed(130.0, 0.5, is_measured=True, is_startup_measured=False)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -3, 0, 10**400, "soon", [1]])
-def test_an_odd_report_gives_no_speeds(value: Any) -> None:
-    assert measured_speeds(report(seconds_per_work=value), ["T4"], {"a": "same"}) == {}
-    assert measured_speeds({"devices": value}, [], {}) == {}
-    assert measured_speeds({}, [], {}) == {}
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -3, 0, 1e300])
+def test_an_odd_report_gives_no_speeds(value: float) -> None:
+    assert measured_speeds(of_two(per_work=value), ["T4"], {"a": "same"}) == {}
 
 
 def test_members_that_fit_only_one_gpu_take_turns_on_it_and_keep_nobody_else_waiting() -> None:

@@ -11,11 +11,12 @@ import pytest
 import torch
 import transformers
 
-from ensemble.members.footprint import Activation, Stage, fits_tokens
+from ensemble.members.footprint import Activation, Stage
 from ensemble.members.huggingface.checkpoint.architecture import Architecture, read_architecture
-from ensemble.members.huggingface.checkpoint.safetensors_headers import Tensor, read_tensors
+from ensemble.members.huggingface.checkpoint.weight_files import Tensor, read_tensors
 from ensemble.members.huggingface.loading.quantization import quantization_config
-from ensemble.members.huggingface.memory.forward import Dtype, activation, weights
+from ensemble.members.huggingface.memory.forward import activation
+from ensemble.members.huggingface.memory.loaded_size import Dtype, weights
 from ensemble.members.huggingface.scoring.classifier import Classifier
 from tests.checkpoints import make_checkpoint
 from tests.planning.tracking.measure import fake_classifier, peak_bytes
@@ -266,9 +267,9 @@ def test_logits_over_a_vocabulary_count_for_every_token() -> None:
 def test_a_batch_that_fits_fits_and_one_token_more_does_not() -> None:
     needed = Activation((Stage(1000.0, 2.0), Stage(400.0, 10.0, 3000.0)), 5_000)
     for width in (8, 75, 900):
-        tokens = fits_tokens(needed, 10_000_000, width)
+        tokens = needed.max_tokens(10_000_000, width)
         assert needed.bytes(tokens, width) <= 10_000_000 < needed.bytes(tokens + 1, width)
-    assert fits_tokens(needed, 4_000, 10) == 0
+    assert needed.max_tokens(4_000, 10) == 0
 
 
 @pytest.mark.parametrize("row_bytes", [0.0, 1e6])
@@ -314,4 +315,4 @@ def test_a_sparse_nested_config_has_its_familys_numbers() -> None:
         expected.num_key_value_heads,
         expected.head_dim,
     )
-    assert (found.vocabulary, found.dtype, found.masks) == (expected.vocab_size, "bfloat16", 2)
+    assert (found.dtype, found.masks) == ("bfloat16", 2)

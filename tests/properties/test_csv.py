@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ensemble.data.csv_file import read_text_csv
-from ensemble.data.submission import check_sample, read_sample
+from ensemble.data.submission import read_sample
 from ensemble.data.table import InputTable, read_table
 from tests.properties import cells
 from tests.properties.amount import tries
@@ -142,12 +142,12 @@ def test_cells_that_stand_across_two_blocks(
 @tries(100)
 @given(content=cells.csv_like, labels=st.lists(cells.names, min_size=1, max_size=3, unique=True))
 def test_any_bytes_as_a_sample(folder: Path, content: bytes, labels: list[str]) -> None:
-    sample = outcome(folder / "sample.csv", b"id," + content, lambda path: read_sample(path, "id"))
+    sample = outcome(
+        folder / "sample.csv", b"id," + content, lambda path: read_sample(path, "id", labels, {})
+    )
     if not isinstance(sample, tuple):
         ids = pa.chunked_array([pa.array(["1", "a"])])
-        assert_sentences(
-            check_sample(sample, folder / "sample.csv", ids, "id", labels, {}, False), folder / "sample.csv"
-        )
+        assert_sentences(sample.problems(ids, False), folder / "sample.csv")
 
 
 @pytest.mark.parametrize("ids", [["001"], ["001", "001"]])

@@ -12,13 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ensemble.data.csv_file import write_csv
-from ensemble.data.submission import (
-    check_sample,
-    check_sample_values,
-    read_sample,
-    sample_values,
-    write_submission,
-)
+from ensemble.data.submission import read_sample
 from tests.merge.reading import read_checked
 from tests.properties import cells
 from tests.properties.amount import tries
@@ -113,12 +107,12 @@ def test_a_submission_is_the_sample_with_other_numbers(
             )
         )
     )
-    sample = read_sample(path, id_column)
+    sample = read_sample(path, id_column, labels, {})
     table_ids = pa.chunked_array([pa.array(ids)])
-    assert check_sample(sample, path, table_ids, id_column, labels, {}, limited=True) == ()
-    assert bool(check_sample(sample, path, table_ids, id_column, labels, {}, limited=False)) == bool(extra)
+    assert sample.problems(table_ids, limited=True) == ()
+    assert bool(sample.problems(table_ids, limited=False)) == bool(extra)
     values = np.random.default_rng(0).random((len(ids), len(labels)))
-    write_submission(sample, table_ids, values, labels, {}, target, limited=True)
+    sample.write(target, table_ids, values, limited=True)
     found_header, *found = by_csv_module(target)
     assert found_header == sample_header
     assert [row[sample_header.index(id_column)] for row in found] == [
@@ -134,12 +128,12 @@ def test_a_submission_is_the_sample_with_other_numbers(
 def test_what_is_a_number_in_a_sample(folder: Path, drawn: list[str]) -> None:
     path = folder / "values.csv"
     write_csv(path, ["id", "a"], [pa.array([f"{index}" for index in range(len(drawn))]), pa.array(drawn)])
-    sample = read_sample(path, "id")
+    sample = read_sample(path, "id", ["a"], {})
     expected = [number(cell) for cell in drawn]
-    problems = check_sample_values(sample, path, ["a"], {})
+    problems = sample.value_problems()
     if all(value is not None for value in expected):
         assert problems == ()
-        assert sample_values(sample, path, sample.ids, ["a"], {}).tolist() == [[value] for value in expected]
+        assert sample.values(sample.ids).tolist() == [[value] for value in expected]
     else:
         assert f"{expected.count(None)} cell" in problems[0]
         assert f"in row {expected.index(None) + 1}: " in problems[0]

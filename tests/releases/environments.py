@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ensemble.common.packages import own_requirements
 
 # What the tests need, besides the package and its extras.
-TOOLS = ("hypothesis", "pandas", "pytest", "pytest-timeout", "pytest-xdist")
+TOOLS = ("hypothesis", "pytest", "pytest-timeout", "pytest-xdist")
 EXTRAS = ("bitsandbytes", "gguf", "peft")
 
 

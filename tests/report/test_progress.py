@@ -27,15 +27,16 @@ def test_plain_lines_come_with_each_phase_and_every_few_seconds() -> None:
     file = io.StringIO()
     display = PlainDisplay(file, clock=lambda: clock[0])
     state = member()
+    state.clock = lambda: clock[0]
     display.update([state])
     assert file.getvalue() == "", "a member that waits is not worth a line"
-    state.workers.append(WorkerRecord("m0", 0, ("cpu",), 7, "log", 0.0, 0.0))
+    state.workers.append(WorkerRecord("m0", 0, ("cpu",), "7", "log", 0.0, 0.0))
     for clock[0] in (101.0, 103.0, 107.0):
         display.update([state])
     assert file.getvalue().splitlines() == ["m0: starting Python"] * 2
     state.predicting_since = 108.0
-    state.in_hand[7] = state.waiting.popleft()
-    state.current[7] = Progress(chunk=0, rows=125, tokens=5000, padded_tokens=5100)
+    state.in_hand[7] = state.pending.popleft()
+    state.progress[7] = Progress(chunk=0, rows=125, tokens=5000, padded_tokens=5100)
     for clock[0] in (108.0, 110.0, 113.5, 114.0, 118.6):
         display.update([state])
     lines = file.getvalue().splitlines()[2:]
@@ -47,12 +48,13 @@ def test_plain_lines_come_with_each_phase_and_every_few_seconds() -> None:
 
 def test_time_left_follows_the_work_and_not_the_rows() -> None:
     state = member()
+    state.clock = lambda: 10.0
     state.predicting_since = 0.0
-    state.in_hand[7] = state.waiting.popleft()
-    state.current[7] = Progress(chunk=0, rows=state.plan.chunks[0].stop, tokens=1, padded_tokens=1)
+    state.in_hand[7] = state.pending.popleft()
+    state.progress[7] = Progress(chunk=0, rows=state.plan.chunks[0].stop, tokens=1, padded_tokens=1)
     share = state.plan.chunks[0].cost
     assert state.fraction == pytest.approx(share)
-    assert f"{duration(10 * (1 - share) / share)} left" in describe(state, 10.0)
+    assert f"{duration(10 * (1 - share) / share)} left" in describe(state)
 
 
 class Terminal(io.StringIO):
@@ -62,7 +64,7 @@ class Terminal(io.StringIO):
 
 def test_the_display_suits_where_the_output_goes() -> None:
     def chosen(file: io.StringIO, quiet: bool = False, variable: str = "TERM") -> Display:
-        return choose_display(file, quiet, Console, {variable: "1"})
+        return choose_display(file, quiet, {variable: "1"})
 
     assert isinstance(chosen(Terminal(), quiet=True), QuietDisplay)
     assert isinstance(chosen(Terminal()), BarDisplay)
@@ -73,8 +75,7 @@ def test_the_display_suits_where_the_output_goes() -> None:
 
 def test_bars_are_drawn_from_the_first_update_on() -> None:
     file = Terminal()
-    display = BarDisplay(file, lambda: Console(file=file, width=100))
-    display.start()
+    display = BarDisplay(file, Console(file=file, width=100))
     display.say("two models")
     assert file.getvalue() == "two models\n"
     display.update([member()])
@@ -82,7 +83,7 @@ def test_bars_are_drawn_from_the_first_update_on() -> None:
     display.stop()
     assert "m0" in file.getvalue()
     assert "a note" in file.getvalue()
-    BarDisplay(file, lambda: Console(file=file)).stop()  # nothing was drawn, so nothing is to be ended
+    BarDisplay(file).stop()  # nothing was drawn, so nothing is to be ended
 
 
 @pytest.mark.parametrize(

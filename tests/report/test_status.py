@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ensemble.cli.layout import Page
-from ensemble.cli.status import status_report
+from ensemble import __version__
 from ensemble.common.errors import DataError
+from ensemble.common.gpus import Device
 from ensemble.common.shards import part_name
+from ensemble.merging.metrics import Score
 from ensemble.pipeline.fingerprint import Fingerprint
 from ensemble.pipeline.resume import find_work, seal
-from ensemble.pipeline.run_dir import RunDir, hold
+from ensemble.pipeline.run_dir import RunDir, hold, is_made_by_runs
+from ensemble.pipeline.run_report import MemoryForecast, ProgressReport, RunReport
+from ensemble.pipeline.status import RunStatus
+from ensemble.scheduling.device_pool import MemoryCurve, Release
+from ensemble.scheduling.state import Failure, FaultRecord, Gap
+from tests.report import reports
+from tests.report.reports import member, report, worker
 
 DONE = Fingerprint("a" * 64, {"weights": "b" * 64, "tokenizer": "c" * 64}, "d" * 64)
 HALF = Fingerprint("1" * 64, {"weights": "b" * 64, "tokenizer": "c" * 64}, "d" * 64)
@@ -38,22 +45,16 @@ def rundir(tmp_path: Path) -> RunDir:
 
 
 def write_run_json(rundir: RunDir, status: str, **half: Any) -> None:
-    members: list[dict[str, Any]] = [
-        {"name": name, "fingerprint": made_of.digest, "phase": phase, "failure": None, "bad_rows": {}}
-        for name, made_of, phase in (
-            ("done", DONE, "done"),
-            ("half", HALF, "predicting"),
-            ("later", LATER, "waiting"),
-        )
-    ]
-    members[1].update(half)
-    rundir.run_json.write_text(json.dumps({"status": status, "rows": 1000, "members": members}))
+    report(
+        member("done", fingerprint=DONE.digest),
+        member("half", **{"fingerprint": HALF.digest, "phase": "predicting", **half}),
+        member("later", fingerprint=LATER.digest, phase="waiting"),
+        status=status,
+    ).write(rundir.run_json)
 
 
 def shown(rundir: RunDir) -> str:
-    report = status_report(rundir.root)
-    assert report.table is not None
-    return " ".join(" ".join([*report.table.lines(Page(200)), *report.lines]).split())
+    return " ".join(" ".join(reports.shown("status", RunStatus.of(rundir.root), 200)).split())
 
 
 def test_a_run_that_goes_on(rundir: RunDir) -> None:
@@ -63,18 +64,19 @@ def test_a_run_that_goes_on(rundir: RunDir) -> None:
     assert "done done 1,000 1,000 100%" in text
     assert "half predicting 250 1,000 25%" in text
     assert "later waiting 0 1,000 0%" in text
-    assert "a run: running (process" in text
+    assert "a run: running for " in text
+    assert "(process " in text
 
 
 def test_a_run_that_was_killed(rundir: RunDir) -> None:
     write_run_json(rundir, "running")
     text = shown(rundir)
     assert "half unfinished 250 1,000 25%" in text
-    assert "was killed, after an unknown time or more; the same command resumes where it stopped" in text
+    assert "was killed, after 1:00 min or more; the same command resumes where it stopped" in text
 
 
 def test_a_run_with_a_failed_member(rundir: RunDir) -> None:
-    failure = {"message": "out of luck", "log_path": "logs/half-0.log"}
+    failure = Failure("half", "out of luck", log_path="logs/half-0.log")
     write_run_json(rundir, "failed", failure=failure, bad_rows={"16": "too long", "17": "too long"})
     text = shown(rundir)
     assert "half failed 250" in text
@@ -91,7 +93,48 @@ def test_predictions_of_other_work_are_not_done(rundir: RunDir) -> None:
 
 def test_a_folder_that_is_no_runs(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"there is no run\.json that can be read"):
-        status_report(tmp_path)
-    (tmp_path / "run.json").write_text("[")
-    with pytest.raises(DataError, match=r"there is no run\.json that can be read"):
-        status_report(tmp_path)
+        RunStatus.of(tmp_path)
+
+
+def test_a_report_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    full = report(
+        member(
+            workers=(worker(rows=5, notes=("a", "b"), devices=("GPU-1", "GPU-2")), worker(exit_code=None)),
+            faults=(FaultRecord("m", 0, "death", "it died", "", (0, 5), "tried again", 1.5),),
+            failure=Failure("m", "out of luck", is_dropped=True),
+            forecast=MemoryForecast(1, 2, 3, 4, 5, 6),
+            progress=ProgressReport(5, 0.5, 10, 1.5, 2.0),
+        ),
+        devices=(Device("GPU-1", "T4", (7, 5), 16, 1),),
+        idle_gaps=(Gap("GPU-1", "a", "b", 1.5),),
+        releases=(Release("GPU-1", 1.0, None, True),),
+        device_memory={"GPU-1": MemoryCurve(None, [(0.5, 7)])},
+        scores={"m": Score(0.4, 0.9, 500, 1.0, 0.02, False)},
+    )
+    full.write(tmp_path / "run.json")
+    assert RunReport.read(tmp_path / "run.json") == full
+    assert is_made_by_runs(RunDir(tmp_path)), "it is the proof that a run has made the directory"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda text: text[:-9], "is damaged"),
+        (lambda text: "[1]", "no report that can be read (the file: "),
+        (lambda text: "[" * 99_999, "is damaged"),
+        (lambda text: text.replace('"running"', '"asleep"'), "(status: input should be 'running', "),
+        (
+            lambda text: text.replace('"0.1.0"', '"0.0.9"').replace('"members"', '"models"'),
+            f"it was written by ensemble 0.0.9, and this is {__version__}; members: field required",
+        ),
+    ],
+)
+def test_a_report_that_cannot_be_read(rundir: RunDir, change: Callable[[str], str], words: str) -> None:
+    write_run_json(rundir, "running")
+    rundir.run_json.write_text(change(rundir.run_json.read_text()))
+    with pytest.raises(DataError) as caught:
+        RunStatus.of(rundir.root)
+    assert words in str(caught.value)
+    assert "run the config again" in str(caught.value)
+    with hold(rundir):
+        assert "is about to start a run here" in shown(rundir)

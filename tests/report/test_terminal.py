@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from ensemble.cli.progress import BarDisplay, PlainDisplay
-from ensemble.cli.summary import float32_text, gaps_text, repeated_text
-from ensemble.common.protocol import Counters, Ready
+from ensemble.cli.views.summary import view
+from ensemble.common.protocol import Ready
+from ensemble.pipeline.run_report import MemberReport
 from ensemble.scheduling.state import Gap, MemberState, WorkerRecord
-from tests.report.test_progress import member
+from tests.report import test_progress
+from tests.report.reports import member, report, worker
 
 READY = Ready(1.0, "Tesla T4", "float16", "eager", 9_000_000_000, 1024, 16384, ("a note",))
 
 
 def loaded(*ready: Ready) -> MemberState:
-    state = member()
+    state = test_progress.member()
     for replica, event in enumerate(ready):
-        state.workers.append(WorkerRecord("m0", replica, ("cpu",), 7 + replica, "log", 0.0, 0.0, ready=event))
+        state.workers.append(
+            WorkerRecord("m0", replica, ("cpu",), str(7 + replica), "log", 0.0, 0.0, ready=event)
+        )
     return state
 
 
@@ -28,8 +33,8 @@ def test_each_member_says_once_what_it_computes_with() -> None:
     state = loaded(READY, replace(READY, token_budget=9000))
     bars = Console(file=io.StringIO(), force_terminal=True, width=100)
     plain = io.StringIO()
-    for display in (PlainDisplay(plain), BarDisplay(bars.file, lambda: bars)):
-        display.update([member()])
+    for display in (PlainDisplay(plain), BarDisplay(bars.file, bars)):
+        display.update([test_progress.member()])
         for _ in range(3):
             display.update([state])
     assert isinstance(bars.file, io.StringIO)
@@ -56,30 +61,33 @@ def test_what_it_computes_with(attention: str, batch_size: int | None, expected:
     assert file.getvalue().splitlines()[0] == f"m0: {expected}"
 
 
+def sentences(*members: MemberReport, **changes: Any) -> list[str]:
+    """What the summary says below its table."""
+    return [part for part in view(report(*members, **changes)) if isinstance(part, str) and part]
+
+
 def test_time_between_members() -> None:
     gaps = [Gap("GPU-0", "a", "b", 3.21), *(Gap("GPU-0", "b", f"c{index}", 0.5) for index in range(5))]
-    assert gaps_text([]) == ""
-    assert gaps_text(gaps[:2]) == "idle between members: 3.2 s (a to b), 0.5 s (b to c0)"
-    assert gaps_text(gaps).endswith("0.5 s (b to c2), 2 more in run.json")
+    assert sentences(member()) == []
+    told = sentences(member(), idle_gaps=gaps[:2])
+    assert told == ["idle between members: 3.2 s (a to b), 0.5 s (b to c0)"]
+    assert sentences(member(), idle_gaps=gaps)[0].endswith("0.5 s (b to c2), 2 more in run.json")
 
 
 def test_rows_that_were_computed_once_for_several() -> None:
-    state = loaded(READY, READY)
-    assert repeated_text(state) == ""
-    for record in state.workers:
-        record.counters = Counters(rows=5000, repeated_rows=600)
-    assert repeated_text(state) == (
-        "m0: 1,200 of 10,000 rows repeat another row's text and were not computed again"
-    )
+    one = worker(rows=5000, repeated_rows=600)
+    told = "m: 1,200 of 10,000 rows repeat another row's text and were not computed again"
+    assert sentences(member(workers=(one, one))) == [told]
+    assert sentences(member(workers=(one, one), chunks=0)) == [], "they are of an earlier run"
 
 
 def test_rows_that_overflowed() -> None:
-    state = loaded(READY, READY)
-    assert float32_text(state) == ""
-    state.workers[0].counters = Counters(recomputed_rows=1)
-    assert float32_text(state) == "m0: 1 row overflowed float16 and was computed again in float32"
-    state.workers[1].counters = Counters(recomputed_rows=1999)
-    assert float32_text(state) == "m0: 2,000 rows overflowed float16 and were computed again in float32"
-    quantized = loaded(replace(READY, dtype="float32"))
-    quantized.workers[0].counters = Counters(recomputed_rows=3)
-    assert "3 rows overflowed half precision and were" in float32_text(quantized)
+    one, many = worker(dtype="float16", recomputed_rows=1), worker(dtype="float16", recomputed_rows=1999)
+    assert sentences(member(workers=(one,))) == [
+        "m: 1 row overflowed float16 and was computed again in float32"
+    ]
+    assert sentences(member(workers=(one, many))) == [
+        "m: 2,000 rows overflowed float16 and were computed again in float32"
+    ]
+    (told,) = sentences(member(workers=(worker(dtype="float32", recomputed_rows=3),)))
+    assert "3 rows overflowed half precision and were" in told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,24 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ensemble.common.errors import DataError, MergeError
-from ensemble.data.submission import (
-    Sample,
-    check_sample,
-    check_sample_values,
-    read_sample,
-    sample_values,
-    write_submission,
-)
+from ensemble.data.submission import Sample, read_sample
 from tests.properties.amount import tries
 
 LABELS = ("a", "b")
-NOT_MAPPED: dict[str, str] = {}
 
 
-def sample_of(tmp_path: Path, text: str, id_column: str = "id") -> tuple[Sample, Path]:
+def sample_of(tmp_path: Path, text: str, labels: Sequence[str] = LABELS, **columns_map: str) -> Sample:
     path = tmp_path / "sample submission.csv"
     path.write_text(text, newline="")
-    return read_sample(path, id_column), path
+    return read_sample(path, "id", labels, columns_map)
 
 
 def ids(*names: str) -> pa.ChunkedArray:
@@ -39,8 +32,8 @@ def ids(*names: str) -> pa.ChunkedArray:
 
 
 def test_reads_ids_as_text_in_file_order(tmp_path: Path) -> None:
-    sample, _ = sample_of(tmp_path, 'a,id,b\n0.5,010,0.5\n0.5," x",0.5\n,nan,\n')
-    assert sample == Sample("id", ("a", "id", "b"), sample.ids)
+    sample = sample_of(tmp_path, 'a,id,b\n0.5,010,0.5\n0.5," x",0.5\n,nan,\n')
+    assert sample.columns == ("a", "id", "b")
     assert sample.ids.to_pylist() == ["010", " x", "nan"]
 
 
@@ -52,18 +45,18 @@ def test_a_sample_without_its_id_column(tmp_path: Path) -> None:
 
 
 def test_a_sample_that_fits(tmp_path: Path) -> None:
-    sample, path = sample_of(tmp_path, "id,winner_a,b\n2,0,0\n1,0,0\n")
-    assert check_sample(sample, path, ids("1", "2"), "id", LABELS, {"winner_a": "a"}, False) == ()
+    sample = sample_of(tmp_path, "id,winner_a,b\n2,0,0\n1,0,0\n", winner_a="a")
+    assert sample.problems(ids("1", "2"), False) == ()
     large = ids("1", "2").cast(pa.large_string())
-    assert check_sample(sample, path, large, "id", LABELS, {"winner_a": "a"}, False) == ()
+    assert sample.problems(large, False) == ()
 
 
 def test_every_problem_at_once(tmp_path: Path) -> None:
-    sample, path = sample_of(tmp_path, "id,A,x,b\n1,,,\n1,,,\n" + "".join(f"s{i},,,\n" for i in range(9)))
-    columns_map = {"x": "c", "winner": "b"}
-    found = check_sample(sample, path, ids("1", "t1", "t2"), "id", LABELS, columns_map, False)
-    assert all(sentence.startswith(f"{path}: ") for sentence in found)
-    assert [sentence.removeprefix(f"{path}: ") for sentence in found] == [
+    text = "id,A,x,b\n1,,,\n1,,,\n" + "".join(f"s{i},,,\n" for i in range(9))
+    sample = sample_of(tmp_path, text, x="c", winner="b")
+    found = sample.problems(ids("1", "t1", "t2"), False)
+    assert all(sentence.startswith(f"{sample.path}: ") for sentence in found)
+    assert [sentence.removeprefix(f"{sample.path}: ") for sentence in found] == [
         "column 'A' is not a label (did you mean 'a'?); map it to one of 'a', 'b'",
         "column 'x' is mapped to 'c', which is not a label; map it to one of 'a', 'b'",
         "has no column 'winner', though it is mapped to a label",
@@ -74,17 +67,14 @@ def test_every_problem_at_once(tmp_path: Path) -> None:
 
 
 def test_a_sample_of_ids_alone(tmp_path: Path) -> None:
-    sample, path = sample_of(tmp_path, "id\n1\n")
-    (found,) = check_sample(sample, path, ids("1"), "id", LABELS, NOT_MAPPED, False)
+    (found,) = sample_of(tmp_path, "id\n1\n").problems(ids("1"), False)
     assert "has no column besides 'id'" in found
-    (found, _) = check_sample(sample, path, ids("1"), "nr", LABELS, NOT_MAPPED, False)
-    assert "no id column 'nr'" in found
 
 
 def test_a_trial_on_the_first_rows_may_lack_ids_and_not_have_others(tmp_path: Path) -> None:
-    sample, path = sample_of(tmp_path, "id,a\n1,0\n2,0\n3,0\n")
-    assert check_sample(sample, path, ids("3", "1"), "id", LABELS, NOT_MAPPED, True) == ()
-    (found,) = check_sample(sample, path, ids("3", "9"), "id", LABELS, NOT_MAPPED, True)
+    sample = sample_of(tmp_path, "id,a\n1,0\n2,0\n3,0\n")
+    assert sample.problems(ids("3", "1"), True) == ()
+    (found,) = sample.problems(ids("3", "9"), True)
     assert "lacks 1 id of the input table: '9'" in found
 
 
@@ -95,11 +85,11 @@ def test_writes_the_columns_and_rows_of_the_sample(tmp_path: Path) -> None:
         writer = csv.writer(stream, lineterminator="\r\n")
         writer.writerow(["winner, a", "id", "b"])
         writer.writerows([["0", name, "0"] for name in names])
-    sample = read_sample(tmp_path / "sample.csv", "id")
+    sample = read_sample(tmp_path / "sample.csv", "id", LABELS, {"winner, a": "a"})
     order = np.random.default_rng(0).permutation(len(names))
     probabilities = np.random.default_rng(1).dirichlet(np.ones(2), len(names))
     predicted = ids(*(names[i] for i in order))
-    write_submission(sample, predicted, probabilities[order], LABELS, {"winner, a": "a"}, target, False)
+    sample.write(target, predicted, probabilities[order], False)
     frame = pd.read_csv(target, dtype=str, keep_default_na=False)
     assert frame.columns.tolist() == ["winner, a", "id", "b"]
     assert frame["id"].tolist() == names
@@ -107,37 +97,37 @@ def test_writes_the_columns_and_rows_of_the_sample(tmp_path: Path) -> None:
 
 
 def test_one_column_of_two_labels(tmp_path: Path) -> None:
-    sample, _ = sample_of(tmp_path, "id,target\nx,0\ny,0\n")
+    sample = sample_of(tmp_path, "id,target\nx,0\ny,0\n", target="b")
     values = np.array([[0.75, 0.25], [0.5, 0.5]])
-    write_submission(sample, ids("y", "x"), values, LABELS, {"target": "b"}, tmp_path / "out.csv", False)
+    sample.write(tmp_path / "out.csv", ids("y", "x"), values, False)
     assert (tmp_path / "out.csv").read_text() == "id,target\nx,0.5\ny,0.25\n"
 
 
 def test_a_trial_writes_the_rows_it_has(tmp_path: Path) -> None:
-    sample, _ = sample_of(tmp_path, "id,a\n1,0\n2,0\n3,0\n")
+    sample = sample_of(tmp_path, "id,a\n1,0\n2,0\n3,0\n")
     values = np.array([[0.25, 0.75], [1.0, 0.0]])
     predicted = ids("3", "1").cast(pa.large_string())
-    write_submission(sample, predicted, values, LABELS, NOT_MAPPED, tmp_path / "out.csv", True)
+    sample.write(tmp_path / "out.csv", predicted, values, True)
     assert (tmp_path / "out.csv").read_text() == "id,a\n1,1\n3,0.25\n"
 
 
 def test_predictions_that_do_not_fit_write_nothing(tmp_path: Path) -> None:
-    sample, _ = sample_of(tmp_path, "id,a\n1,0\n2,0\n")
+    sample = sample_of(tmp_path, "id,a\n1,0\n2,0\n")
     target = tmp_path / "out.csv"
     one, two = np.ones((1, 2)), np.ones((2, 2))
     with pytest.raises(MergeError, match="no prediction for 1 id of the sample: '2'"):
-        write_submission(sample, ids("1"), one, LABELS, NOT_MAPPED, target, False)
+        sample.write(target, ids("1"), one, False)
     with pytest.raises(MergeError, match="1 predicted id not in the sample: '9'"):
-        write_submission(sample, ids("1", "9"), two, LABELS, NOT_MAPPED, target, True)
+        sample.write(target, ids("1", "9"), two, True)
     with pytest.raises(ValueError, match="shape"):
-        write_submission(sample, ids("1", "2"), one, LABELS, NOT_MAPPED, target, False)
+        sample.write(target, ids("1", "2"), one, False)
     assert not target.exists()
 
 
 def values_of(tmp_path: Path, text: str, wanted: pa.ChunkedArray, **columns_map: str) -> list[list[float]]:
-    sample, path = sample_of(tmp_path, text)
-    assert check_sample_values(sample, path, LABELS, columns_map) == ()
-    values = sample_values(sample, path, wanted, LABELS, columns_map)
+    sample = sample_of(tmp_path, text, **columns_map)
+    assert sample.value_problems() == ()
+    values = sample.values(wanted)
     assert values.dtype == np.float64
     return [[float(value) for value in row] for row in values]
 
@@ -154,24 +144,24 @@ def test_labels_without_a_column_share_what_the_others_leave(tmp_path: Path) -> 
         [0.75, 0.25],
         [0.0, 7.0],
     ]
-    sample, path = sample_of(tmp_path, "id,b\nx,0.5\n")
-    values = sample_values(sample, path, ids("x"), ("a", "b", "c"), NOT_MAPPED)
-    assert values.tolist() == [[0.25, 0.5, 0.25]]
+    sample = sample_of(tmp_path, "id,b\nx,0.5\n", ("a", "b", "c"))
+    assert sample.values(ids("x")).tolist() == [[0.25, 0.5, 0.25]]
 
 
 def test_cells_of_the_sample_that_are_no_numbers(tmp_path: Path) -> None:
     text = "id,a,b\n1,0.5,0.5\n2,half,nan\n3,,inf\n4,1_0,1e999\n5,0x1,٣\n"
-    sample, path = sample_of(tmp_path, text)
+    sample = sample_of(tmp_path, text)
+    path = sample.path
     advice = "fix the file, or choose fill: uniform or prior"
     expected = (
         f"{path}: column 'a': 4 cells without a finite number, the first in row 2: 'half'; {advice}",
         f"{path}: column 'b': 4 cells without a finite number, the first in row 2: 'nan'; {advice}",
     )
-    assert check_sample_values(sample, path, LABELS, NOT_MAPPED) == expected
+    assert sample.value_problems() == expected
     with pytest.raises(DataError) as caught:
-        sample_values(sample, path, ids("1"), LABELS, NOT_MAPPED)
+        sample.values(ids("1"))
     assert caught.value.problems == expected
-    assert check_sample_values(sample, path, ("c",), NOT_MAPPED) == (), "only columns of labels count"
+    assert sample_of(tmp_path, text, ("c",)).value_problems() == (), "only columns of labels count"
 
 
 @tries(25)
@@ -180,21 +170,21 @@ def test_every_number_is_read_as_python_reads_it(numbers: list[float]) -> None:
     with TemporaryDirectory() as folder:
         for odd in ("", "x\n"):
             rows = "".join(f"{row},{number!r}\n" for row, number in enumerate(numbers))
-            sample, path = sample_of(Path(folder), f"id,a\n{rows}{'odd,' if odd else ''}{odd}")
-            problems = check_sample_values(sample, path, ("a",), NOT_MAPPED)
+            sample = sample_of(Path(folder), f"id,a\n{rows}{'odd,' if odd else ''}{odd}", ("a",))
+            problems = sample.value_problems()
             assert len(problems) == bool(odd)
             assert all(
                 f"1 cell without a finite number, the first in row {len(numbers) + 1}" in one
                 for one in problems
             )
-        sample, path = sample_of(Path(folder), f"id,a\n{rows}")
+        sample = sample_of(Path(folder), f"id,a\n{rows}", ("a",))
         wanted = ids(*map(str, range(len(numbers))))
-        assert sample_values(sample, path, wanted, ("a",), NOT_MAPPED)[:, 0].tolist() == numbers
+        assert sample.values(wanted)[:, 0].tolist() == numbers
 
 
 def test_a_sample_that_lost_an_id_since_it_was_checked(tmp_path: Path) -> None:
-    sample, path = sample_of(tmp_path, "id,a,b\n1,0,1\n2,1,0\n")
-    path.write_text("id,a,b\n2,1,0\n3,1,0\n")
+    sample = sample_of(tmp_path, "id,a,b\n1,0,1\n2,1,0\n")
+    sample.path.write_text("id,a,b\n2,1,0\n3,1,0\n")
     with pytest.raises(DataError, match="lacks 1 id of the input table: '1'"):
-        sample_values(sample, path, ids("2", "1"), LABELS, NOT_MAPPED)
-    assert sample_values(sample, path, ids("2"), LABELS, NOT_MAPPED).tolist() == [[1.0, 0.0]]
+        sample.values(ids("2", "1"))
+    assert sample.values(ids("2")).tolist() == [[1.0, 0.0]]

@@ -62,9 +62,8 @@ def answers(folder: Path, commands: Sequence[Command]) -> tuple[int, list[Event]
     events: list[Any] = []
 
     def is_over() -> bool:
-        more, is_open = worker.receive()
-        events.extend(event for event in more if not isinstance(event, Heartbeat))
-        return not is_open
+        events.extend(event for event in worker.receive() if not isinstance(event, Heartbeat))
+        return not worker.is_open
 
     try:
         for command in commands:
@@ -72,7 +71,7 @@ def answers(folder: Path, commands: Sequence[Command]) -> tuple[int, list[Event]
         wait_until(is_over, "the worker's end")
         wait_until(worker.has_exited, "the worker's end")
     finally:
-        code = worker.close()
+        code = worker.close().code
     return code, events
 
 

@@ -87,9 +87,9 @@ def _run(argument: str) -> dict[str, Any]:
 BROKEN = """
 import sys
 from ensemble.members.huggingface.loading import lazy_imports as lean
-def broken(import_utils):
+def broken():
     raise AttributeError("this release has it elsewhere")
-lean._look_once = broken
+lean._read_models_once = broken
 lean.import_torch_and_transformers()
 import torch
 from transformers import AutoModelForSequenceClassification
@@ -119,17 +119,67 @@ def test_something_is_left_out(told: list[dict[str, Any]]) -> None:
 def test_what_is_said_of_plain_values_is_what_torch_says() -> None:
     from torch.fx.experimental import symbolic_shapes
 
-    module: Any = object()  # of which nothing is asked
-    for name in lean._PLAIN:
-        count = 2 if name.startswith("sym_") else 1
-        values: list[Any] = [True, False]
-        if name == "is_nested_int":
-            values = [0, 1, 7]
-        elif name == "sym_eq":
-            values = [(), (1,), [1], (2,), (1, 2), [1, 2], (2, 1)]
-        for arguments in product(values, repeat=count):
-            expected = getattr(symbolic_shapes, name)(*arguments)
-            assert lean._SYMBOLS[name](module, name)(*arguments) is expected
+    of_booleans = {name: 2 if name.startswith("sym_") else 1 for name in lean.OF_SIZES if name != "sym_eq"}
+    shapes: list[Any] = [(), (1,), [1], (2,), (1, 2), [1, 2], (2, 1)]
+    cases: dict[str, list[tuple[Any, ...]]] = {
+        **{name: list(product([True, False], repeat=count)) for name, count in of_booleans.items()},
+        **{name: [(0,), (1,), (7,)] for name in ("is_nested_int", "has_free_unbacked_symbols")},
+        "sym_eq": list(product(shapes, repeat=2)),
+    }
+    tried = 0
+    for name, answer in lean.OF_SIZES.items():
+        if answer is not None and hasattr(symbolic_shapes, name):
+            for arguments in cases[name]:
+                assert answer(*arguments) is getattr(symbolic_shapes, name)(*arguments), (name, arguments)
+                tried += 1
+    assert tried > 40
+
+
+MAKING_WAY = """
+import sys, types
+from ensemble.worker.lazy_imports import StandIn, import_torch_and_transformers
+import_torch_and_transformers()
+import torch
+names = ("torch._dynamo", "sympy", "torch.fx.experimental.symbolic_shapes")
+held = [sys.modules[name] for name in names]
+assert all(type(module) is StandIn for module in held)
+for module in held:  # as inspect and warnings do
+    assert not hasattr(module, "__wrapped__")
+NEXT
+real = sys.modules["torch._dynamo"]
+assert type(real) is types.ModuleType and torch._dynamo is real
+assert held[0].disable is real.disable and held[0].config is real.config is sys.modules["torch._dynamo.config"]
+import sympy
+assert held[1].Basic is sympy.Basic is not None and isinstance(sympy.Integer(3), held[1].Basic)
+assert held[2].ShapeEnv is sys.modules["torch.fx.experimental.symbolic_shapes"].ShapeEnv
+assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)).item() == 2
+try:
+    held[0].no_such_name
+except AttributeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        "import torch._dynamo.config",
+        "import torch._dynamo.eval_frame",
+        "from torch._dynamo.utils import counters",
+        "import torch._inductor.compile_fx",
+        "torch._dynamo.config.recompile_limit",
+        "from torch._dynamo import is_compiling",
+    ],
+)
+def test_a_stand_in_makes_way_for_the_real_module(asked: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", MAKING_WAY.replace("NEXT", asked)],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 0, done.stderr
+    assert "has no attribute 'no_such_name'" in done.stdout
 
 
 def test_the_numbers_are_the_same(told: list[dict[str, Any]]) -> None:

@@ -23,9 +23,9 @@ def next_event(worker: LocalWorker, kind: type[Any]) -> Any:
     found: list[Any] = []
 
     def has_come() -> bool:
-        events, is_open = worker.receive()
+        events = worker.receive()
         found.extend(event for event in events if isinstance(event, kind))
-        assert found or is_open, (events, worker.log.read_text())
+        assert found or worker.is_open, (events, worker.log.read_text())
         return bool(found)
 
     wait_until(has_come, f"a {kind.__name__}")

@@ -40,7 +40,7 @@ def end_in_mid_chunk(checkpoint: Path, folder: Path, number: signal.Signals) -> 
             worker.terminate()
         wait_for_end(worker)
     finally:
-        code = worker.close()
+        code = worker.close().code
     assert list((folder / "parts").iterdir()) == []
     return code, (folder / "log").read_text()
 

@@ -7,9 +7,9 @@ import signal
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from ensemble.cli.doctor.finding import Finding, Mark
+from ensemble.cli.doctor.machine import Finding, Mark
 from ensemble.common.device_trials import Report, Trial
-from ensemble.common.gpus import WORTH_SAYING_BYTES, Inventory, holders, processes_on
+from ensemble.common.gpus import MIN_REPORTED_BYTES, Inventory, gpu_users, processes_on
 from ensemble.common.text import gib
 
 Version = tuple[int, int]
@@ -53,9 +53,9 @@ def inventory_findings(
         capability = f", capability {_dotted(gpu.compute_capability)}" if gpu.compute_capability else ""
         used = f"{gib(gpu.used_bytes)} of {gib(gpu.total_bytes)} used"
         text = f"{gpu.name} ({gpu.uuid}){capability}, {used}"
-        if gpu.used_bytes >= WORTH_SAYING_BYTES or processes_on(gpu.uuid):
+        if gpu.used_bytes >= MIN_REPORTED_BYTES or processes_on(gpu.uuid):
             advice = "end what holds the memory if the models need it, or set wait_for_gpu"
-            yield Finding("note", f"{text}; NVML shows {holders(gpu.uuid)} there", advice)
+            yield Finding("note", f"{text}; NVML shows {gpu_users(gpu.uuid)} there", advice)
         else:
             yield Finding("ok", text)
 
@@ -99,9 +99,8 @@ def _judge(trial: Trial, driver_cuda: Version | None) -> Iterator[Finding]:
     if report is None:
         advice = _ENDINGS.get(trial.signal_number or 0)
         tried = "GPU (nvidia-smi)" if trial.device.is_gpu else "installation of torch"
-        yield Finding(
-            "problem", trial.ending, advice or f"try again; if it happens again, look at the {tried}"
-        )
+        again = f"try again; if it happens again, look at the {tried}"
+        yield Finding("problem", trial.ending, advice or again)
         return
     if "import torch" in report.errors:
         text = f"torch cannot be imported ({report.errors['import torch']})"
@@ -119,11 +118,9 @@ def _judge(trial: Trial, driver_cuda: Version | None) -> Iterator[Finding]:
     for tried, error in report.errors.items():
         if tried.startswith("import "):
             module = tried.removeprefix("import ")
-            what = (
-                "a worker's imports fail"
-                if module.startswith("ensemble.")
-                else f"{module} cannot be imported"
-            )
+            what = f"{module} cannot be imported"
+            if module.startswith("ensemble."):
+                what = "a worker's imports fail"
             yield Finding("problem", f"{what} ({error})", "install what it names, or reinstall it")
 
 

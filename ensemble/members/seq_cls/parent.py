@@ -20,7 +20,7 @@ from ensemble.members.huggingface.checkpoint.quantization_keys import (
     fp4_warning,
     method_of,
     quantization_problems,
-    spelt_in_short,
+    without_defaults,
 )
 from ensemble.members.huggingface.checkpoint.remote_code import Trust
 from ensemble.members.huggingface.checkpoint.tokenizer_files import own_max_length, own_truncation_side
@@ -150,7 +150,7 @@ class SequenceClassification(MemberKind[SequenceClassifierSettings, Checkpoint])
             "truncation_side": model.truncation_side or (known and own_truncation_side(known)),
             # None where only its workers see what suits the model.
             "attn_implementation": model.attn_implementation or assigned.attention,
-            "quantization_config": spelt_in_short(model.quantization_config, dtype),
+            "quantization_config": without_defaults(model.quantization_config, dtype),
             "label_order": inspected.label_order,
             "activation": inspected.activation,
             "dtype": dtype,

@@ -1,28 +1,45 @@
-"""Worker processes on this machine: a fresh exec of the same Python, a session and process group of its own.
-
-Owns starting, talking to and ending one process.  Does not know what the messages mean.
-"""
+"""Workers as processes of this machine: a fresh exec of the same Python, a session and process group of its own."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import selectors
 import signal
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from ensemble.common.files import open_log
-from ensemble.common.protocol import Command, decode, encode
+from ensemble.common.gpus import worker_environment
+from ensemble.common.host import oom_kills
+from ensemble.common.protocol import Command, Event, decode, encode
 from ensemble.common.python_process import python_command, python_environment
+from ensemble.scheduling.launchers.base import Exit, Handle, Launcher, WorkerStart
 
 _READ_BYTES = 1 << 16
 _REAP_SECONDS = 10.0
 
 
-class LocalWorker:
-    """One worker process and the two ends of its line.
+class LocalLauncher(Launcher):
+    """Starts them; has no settings."""
+
+    def start(self, start: WorkerStart) -> LocalWorker:
+        worker = LocalWorker({**worker_environment(start.devices), **start.environment}, start.log)
+        worker.send(start.command)
+        return worker
+
+    def wait(self, handles: Sequence[Handle], timeout_seconds: float) -> Collection[Handle]:
+        with selectors.DefaultSelector() as selector:
+            for handle in handles:
+                if handle.is_open:
+                    assert isinstance(handle, LocalWorker)
+                    selector.register(handle.events_fd, selectors.EVENT_READ, handle)
+            return [key.data for key, _ in selector.select(timeout_seconds)]
+
+
+class LocalWorker(Handle):
+    """One worker process and the two ends of its channel.
 
     Args:
         environment: added to this process's environment, such as CUDA_VISIBLE_DEVICES.
@@ -32,7 +49,9 @@ class LocalWorker:
     def __init__(self, environment: Mapping[str, str], log: Path) -> None:
         self.log = log
         self._buffer = b""
-        read_end, write_end = os.pipe()
+        # A count that goes up until the process is killed tells why, probably.
+        self._oom_kills = oom_kills()
+        self.events_fd, write_end = os.pipe()
         try:
             with open_log(log) as output:
                 # A list of arguments, no shell and no fork of this process's state.  The new session keeps the
@@ -51,40 +70,34 @@ class LocalWorker:
                     start_new_session=True,
                 )
         except BaseException:
-            os.close(read_end)
+            os.close(self.events_fd)
             raise
         finally:
             os.close(write_end)
-        os.set_blocking(read_end, False)
-        self.events_fd = read_end
+        os.set_blocking(self.events_fd, False)
+        self.process = str(self._process.pid)
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     def send(self, command: Command) -> None:
-        """Send one command; a process that is gone shows by its exit code, not here."""
         assert self._process.stdin is not None
-        if self._process.stdin.closed:
-            return
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(encode(command).encode())
-            self._process.stdin.flush()
+        if not self._process.stdin.closed:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.write(encode(command).encode())
+                self._process.stdin.flush()
 
-    def receive(self) -> tuple[list[Any], bool]:
-        """The events that have arrived, and whether the line is still open."""
-        is_open = True
-        while True:
+    def receive(self) -> list[Event]:
+        while self.is_open:
             try:
                 data = os.read(self.events_fd, _READ_BYTES)
             except BlockingIOError:
                 break
-            if not data:
-                is_open = False
-                break
+            self.is_open = bool(data)
             self._buffer += data
         *lines, self._buffer = self._buffer.split(b"\n")
-        return [decode(line.decode("utf-8", "replace")) for line in lines], is_open
+        return [decode(line.decode("utf-8", "replace")) for line in lines]
 
     def has_exited(self) -> bool:
         """Whether the process has ended; it stays a zombie until ``close``, so that its group keeps its number."""
@@ -94,19 +107,12 @@ class LocalWorker:
         return os.waitid(os.P_PID, self._process.pid, options) is not None
 
     def terminate(self) -> None:
-        """Ask the process and all it started to end."""
         self._signal_group(signal.SIGTERM)
 
     def abort(self) -> None:
-        """End a process that hangs: SIGABRT, upon which it writes its threads' stacks to its log."""
         self._signal_group(signal.SIGABRT)
 
-    def close(self) -> int:
-        """End at once whatever still runs of the process and its group, reap it, close the line.
-
-        Returns:
-            The exit code; negative for the signal that ended it.
-        """
+    def close(self) -> Exit:
         # Before the reaping, while the group's number cannot belong to anybody else.
         self._signal_group(signal.SIGKILL)
         try:
@@ -119,8 +125,16 @@ class LocalWorker:
                 self._process.stdin.close()
         if self.events_fd >= 0:
             os.close(self.events_fd)
-            self.events_fd = -1
-        return code
+            self.events_fd, self.is_open = -1, False
+        if code == -signal.SIGKILL and oom_kills() > self._oom_kills:
+            text = (
+                "was killed, probably by the kernel because the host ran out of memory (RAM, not the GPU's)"
+            )
+            return Exit(code, text, is_out_of_memory=True)
+        if code >= 0:
+            return Exit(code, f"ended with exit code {code}")
+        names = {number.value: number.name for number in signal.Signals}
+        return Exit(code, f"was killed by signal {-code} ({names.get(-code, 'unknown')})")
 
     def _signal_group(self, number: signal.Signals) -> None:
         if self._process.returncode is None:

@@ -3,41 +3,28 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ensemble.common.errors import CheckpointError
-from ensemble.common.files import unreadable
-from ensemble.members.huggingface.checkpoint.hub import find_file, how_to_install
-from ensemble.members.huggingface.checkpoint.safetensors_headers import Tensor, read_file
-from ensemble.members.huggingface.checkpoint.weight_files import pickle_refused
+from ensemble.members.huggingface.checkpoint.hub import find_file, how_to_install, read_config
+from ensemble.members.huggingface.checkpoint.weight_files import Tensor, pickle_refused, read_file
 
 WEIGHTS = "adapter_model.safetensors"
 _PICKLE = "adapter_model.bin"
 # Kinds that live in peft's own forward pass or choose among several adapters (peft.utils.PeftType); the others
 # change the base's layers in place, which is what the worker runs.
 _OUTSIDE_THE_LAYERS = (
-    "PROMPT_TUNING",
-    "MULTITASK_PROMPT_TUNING",
-    "P_TUNING",
-    "PREFIX_TUNING",
-    "ADAPTION_PROMPT",
-    "CPT",
-    "CARTRIDGE",
-    "XLORA",
-)
-_PREFIX = "base_model.model."
+    "PROMPT_TUNING MULTITASK_PROMPT_TUNING P_TUNING PREFIX_TUNING ADAPTION_PROMPT CPT CARTRIDGE XLORA"
+).split()
 _LORA = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(\.\w+)?\.weight")
 _HEAD = re.compile(r"(.+\.)?(score|classifier|classification_head|logits_proj)(\.\w+)*\.(weight|bias)")
 # The last layer of a head; what stands before it has as many rows as the model is wide.
 _LAST = re.compile(
     r"(.+\.)?(score|logits_proj|classifier(\.out_proj)?|classification_head\.out_proj)\.weight"
 )
-_FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
@@ -71,17 +58,29 @@ def inspect_adapter(name_or_path: str, allow_pickle: bool = False) -> Adapter:
         CheckpointError: a file is missing or broken, the kind cannot be run, or peft is not installed.
     """
     path = find_file(name_or_path, "adapter_config.json")
-    config = _read_config(path)
-    problems = [*_kind_problems(config, name_or_path)]
+    config = read_config(path, str(path))
+    problems = []
+    kind = config.get("peft_type")
+    only_lora = "only plain LoRA can be run"
+    if not isinstance(kind, str):
+        sentence = ": its adapter_config.json names no peft_type; name the folder that peft wrote"
+    elif kind.upper() in _OUTSIDE_THE_LAYERS:
+        sentence = (
+            f" is a {kind} adapter, which changes no layer of its base; use LoRA or one of its variants"
+        )
+    elif config.get("alora_invocation_tokens"):
+        sentence = f" is an activated LoRA, which waits for tokens to begin with; {only_lora}"
+    else:  # peft imports whatever module megatron_core names
+        sentence = f" was made for Megatron's layers; {only_lora}" if config.get("megatron_config") else ""
+    if sentence:
+        problems.append(f"{name_or_path}{sentence}")
     if importlib.util.find_spec("peft") is None:
         problems.append(f"adapters need peft, which is not installed: {how_to_install('peft')}")
     shapes: dict[str, tuple[int, ...]] = {}
     if Path(name_or_path).is_dir():
         try:
-            shapes = {
-                tensor.name.removeprefix(_PREFIX): tensor.shape
-                for tensor in _weights(path.parent, allow_pickle)
-            }
+            tensors = _weights(path.parent, allow_pickle)
+            shapes = {tensor.name.removeprefix("base_model.model."): tensor.shape for tensor in tensors}
         except CheckpointError as error:
             problems += error.problems
     if problems:
@@ -100,49 +99,23 @@ def base_problems(adapter: Adapter, base: str, tensors: Sequence[Tensor]) -> Ite
         base: the base's name, for the sentence.
         tensors: those of the base.
     """
+    sides = _sides(adapter)
+    trained_on = f"it was trained on {adapter.base or 'a model it does not name'}"
     shapes = _by_ending(tensors)
     found = False
-    for module, sides in _sides(adapter).items():
+    for module, own in sides.items():
         known = _lookup(module, shapes)
         found = found or bool(known)
-        comparable = [shape for shape in known if len(shape) == 2]
-        packed = len(comparable) < len(known)
-        if comparable and not packed and not any(_fits(sides, shape) for shape in comparable):
+        # A packed layer's shape is empty, and nothing can be said.
+        if known and all(len(shape) == 2 and not _fits(own, shape) for shape in known):
             yield (
-                f"adapter {adapter.name} is not for {base}: its {module} is made for {_said(sides)}, "
-                f"the base has {_by(comparable[0])}; {_trained_on(adapter)}"
+                f"adapter {adapter.name} is not for {base}: its {module} is made for {_dimensions(own)}, "
+                f"the base has {known[0][0]} x {known[0][1]}; {trained_on}"
             )
             return
-    has_floats = any(tensor.dtype in _FLOATS and tensor.name.endswith(".weight") for tensor in tensors)
-    if _sides(adapter) and not found and has_floats:
-        yield (
-            f"adapter {adapter.name} is not for {base}: the base has no {next(iter(_sides(adapter)))}; "
-            f"{_trained_on(adapter)}"
-        )
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(unreadable(path, error)) from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON ({error}); copy it again") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path} is not a JSON object")
-    return config
-
-
-def _kind_problems(config: Mapping[str, Any], name: str) -> Iterator[str]:
-    kind = config.get("peft_type")
-    if not isinstance(kind, str):
-        yield f"{name}: its adapter_config.json names no peft_type; name the folder that peft wrote"
-    elif kind.upper() in _OUTSIDE_THE_LAYERS:
-        yield f"{name} is a {kind} adapter, which changes no layer of its base; use LoRA or one of its variants"
-    elif config.get("alora_invocation_tokens"):
-        yield f"{name} is an activated LoRA, which waits for tokens to begin with; only plain LoRA can be run"
-    elif config.get("megatron_config"):  # peft imports whatever module megatron_core names
-        yield f"{name} was made for Megatron's layers; only plain LoRA can be run"
+    has_floats = any(tensor.is_float and tensor.name.endswith(".weight") for tensor in tensors)
+    if sides and not found and has_floats:
+        yield f"adapter {adapter.name} is not for {base}: the base has no {next(iter(sides))}; {trained_on}"
 
 
 def _weights(folder: Path, allow_pickle: bool) -> tuple[Tensor, ...]:
@@ -179,24 +152,22 @@ def _sides(adapter: Adapter) -> dict[str, dict[str, tuple[int, ...]]]:
 
 def _by_ending(tensors: Sequence[Tensor]) -> dict[str, list[tuple[int, ...]]]:
     """Shapes of the layers by every ending of their names; of a packed one an empty shape."""
-    endings: dict[str, list[tuple[int, ...]]] = {}
+    shapes: dict[str, list[tuple[int, ...]]] = {}
     for tensor in tensors:
-        if tensor.name.endswith(".weight"):
-            parts = tensor.name.split(".")[:-1]
-            for start in range(len(parts)):
-                shape = tensor.shape if tensor.dtype in _FLOATS else ()
-                endings.setdefault(".".join(parts[start:]), []).append(shape)
-    return endings
+        module, _, last = tensor.name.rpartition(".")
+        while module and last == "weight":
+            shapes.setdefault(module, []).append(tensor.shape if tensor.is_float else ())
+            module = module.partition(".")[2]
+    return shapes
 
 
 def _lookup(module: str, shapes: Mapping[str, list[tuple[int, ...]]]) -> list[tuple[int, ...]]:
     # A checkpoint may have been saved with or without the names that the classifier puts in front of its body's.
-    parts = module.split(".")
-    for start in range(len(parts)):
-        if known := shapes.get(".".join(parts[start:])):
+    first = ""
+    while module and not first.isdecimal():  # without its layer's number a name would mean every layer
+        if known := shapes.get(module):
             return known
-        if parts[start].isdecimal():  # without its layer's number a name would mean every layer
-            break
+        first, _, module = module.partition(".")
     return []
 
 
@@ -209,20 +180,10 @@ def _fits(sides: Mapping[str, tuple[int, ...]], shape: tuple[int, ...]) -> bool:
     )
 
 
-def _said(sides: Mapping[str, tuple[int, ...]]) -> str:
+def _dimensions(sides: Mapping[str, tuple[int, ...]]) -> str:
     if "whole" in sides:
-        return _by(sides["whole"])
-    outputs = str(sides["B"][0]) if "B" in sides else "?"
-    inputs = str(sides["A"][1]) if "A" in sides else "?"
-    return f"{outputs} x {inputs}"
-
-
-def _by(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape))
-
-
-def _trained_on(adapter: Adapter) -> str:
-    return f"it was trained on {adapter.base or 'a model it does not name'}"
+        return " x ".join(map(str, sides["whole"]))
+    return f"{sides['B'][0] if 'B' in sides else '?'} x {sides['A'][1] if 'A' in sides else '?'}"
 
 
 def other_base(adapter: Adapter, base: str) -> str:
@@ -233,10 +194,7 @@ def other_base(adapter: Adapter, base: str) -> str:
     """
     if not adapter.base:
         return ""
+    folder = Path(base)
+    parts = folder.resolve().parts if folder.is_dir() else (folder.name,)
     name = Path(adapter.base).name.lower()
-    parts = (
-        [part.lower() for part in Path(base).resolve().parts]
-        if Path(base).is_dir()
-        else [Path(base).name.lower()]
-    )
-    return "" if any(name in part for part in parts) else adapter.base
+    return "" if any(name in part.lower() for part in parts) else adapter.base

@@ -10,29 +10,19 @@ from ensemble.members.huggingface.attention import is_soft_capped
 from ensemble.members.huggingface.checkpoint.quantization_keys import method_of, quantized_bits
 
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers")
+LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 _HEAD_DIM = ("head_dim", "d_kv", "attention_head_size")
-_INTERMEDIATE = (
-    "intermediate_size",
-    "n_inner",
-    "ffn_dim",
-    "hidden_dim",
-    "d_ff",
-    "encoder_ffn_dim",
-    "ffn_hidden_size",
+_INTERMEDIATE = tuple(
+    "intermediate_size n_inner ffn_dim hidden_dim d_ff encoder_ffn_dim ffn_hidden_size".split()
 )
 _POSITIONS = ("max_position_embeddings", "n_positions")
 
 # What transformers takes where a config.json leaves a number out (configuration_*.py of each family).
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma": {"head_dim": 256, "num_key_value_heads": 16},
-    "gemma2": {
-        "head_dim": 256,
-        "num_key_value_heads": 4,
-        "sliding_window": 4096,
-    },
+    "gemma2": {"head_dim": 256, "num_key_value_heads": 4, "sliding_window": 4096},
     "gemma3_text": {
         "head_dim": 256,
         "num_attention_heads": 8,
@@ -91,7 +81,6 @@ class Architecture:
     heads: int
     kv_heads: int
     head_dim: int
-    vocabulary: int
     max_positions: int | None
     soft_capping: bool
     dtype: str | None
@@ -105,26 +94,29 @@ class Architecture:
     position_buckets: int = 0
 
 
-def read_architecture(config: Mapping[str, Any]) -> Architecture | None:
-    """The numbers of a ``config.json``; None where it does not have them.
-
-    A model for text and images (Gemma-3) has them under ``text_config``.
-    """
+def text_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A ``config.json`` as the part of the model sees it that reads text: ``text_config`` goes before the rest."""
     nested = config.get("text_config")
-    text = {**config, **nested} if isinstance(nested, Mapping) else dict(config)
+    return {**config, **nested} if isinstance(nested, Mapping) else dict(config)
+
+
+def read_architecture(config: Mapping[str, Any]) -> Architecture | None:
+    """The numbers of a ``config.json``; None where it does not have them."""
+    text = text_settings(config)
     model_type = str(text.get("model_type") or "")
     text = {
         **_DEFAULTS.get(model_type, {}),
         **{key: value for key, value in text.items() if value is not None},
     }
-    hidden, layers = _number(text, _HIDDEN), _number(text, _LAYERS)
-    heads, vocabulary = _number(text, _HEADS), _number(text, ("vocab_size",))
-    if not (hidden and layers and vocabulary):
+    hidden, layers = _number(text, _HIDDEN), _number(text, LAYER_KEYS)
+    if not (hidden and layers and _number(text, ("vocab_size",))):
         return None
-    heads = heads or 1  # FNet mixes tokens without attention
+    heads = _number(text, _HEADS) or 1  # FNet mixes tokens without attention
     quantization = config.get("quantization_config")
     stored = quantization if isinstance(quantization, Mapping) and quantization else None
     gated = model_type not in _PLAIN_MLP or "gated" in str(text.get("feed_forward_proj", ""))
+    terms = text.get("pos_att_type") or ()
+    terms = terms.split("|") if isinstance(terms, str) else terms
     dtype = str(text.get("dtype") or text.get("torch_dtype") or "").removeprefix("torch.")
     return Architecture(
         model_type=model_type,
@@ -134,27 +126,28 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture | None:
         heads=heads,
         kv_heads=1 if text.get("multi_query") else _number(text, _KV_HEADS) or heads,
         head_dim=_number(text, _HEAD_DIM) or max(1, hidden // heads),
-        vocabulary=vocabulary,
         max_positions=_max_positions(model_type, text),
         soft_capping=is_soft_capped(config),
         dtype=dtype or None,
         quant_method=method_of(stored),
         quant_bits=quantized_bits(stored),
         quantization=stored,
-        masks=2 if _has_window(text) and model_type not in _ONE_MASK else 1,
+        # Some layers look back at so many tokens only.  Qwen2 stores a window that it does not use.
+        masks=2
+        if text.get("use_sliding_window") is not False
+        and _number(text, ("sliding_window", "local_attention"))
+        and model_type not in _ONE_MASK
+        else 1,
         fused_gate=model_type in _FUSED_GATE,
         inner_copies=_inner_copies(model_type, text, gated),
-        relative_terms=_relative_terms(text),
+        relative_terms=len({"c2p", "p2c"} & {str(term).strip().lower() for term in terms}),
         position_buckets=_number(text, ("position_buckets", "max_relative_positions", *_POSITIONS)),
     )
 
 
 def _number(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
-    for name in names:
-        value = config.get(name)
-        if isinstance(value, int) and value > 0:
-            return value
-    return 0
+    values = (config.get(name) for name in names)
+    return next((value for value in values if isinstance(value, int) and value > 0), 0)
 
 
 def _max_positions(model_type: str, config: Mapping[str, Any]) -> int | None:
@@ -169,13 +162,6 @@ def _max_positions(model_type: str, config: Mapping[str, Any]) -> int | None:
     return positions
 
 
-def _has_window(config: Mapping[str, Any]) -> bool:
-    """Whether some layers look back at so many tokens only."""
-    if config.get("use_sliding_window") is False:  # Qwen2 stores a window that it does not use
-        return False
-    return _number(config, ("sliding_window", "local_attention")) > 0
-
-
 def _inner_copies(model_type: str, config: Mapping[str, Any], gated: bool) -> int:
     if model_type in _FUSED_GATE:
         return 4
@@ -187,9 +173,3 @@ def _inner_copies(model_type: str, config: Mapping[str, Any], gated: bool) -> in
         return 4
     # The activated gate, the input and their product; without a gate what goes into the function and comes out.
     return 3 if gated else 2
-
-
-def _relative_terms(config: Mapping[str, Any]) -> int:
-    stored = config.get("pos_att_type") or ()
-    terms = stored.split("|") if isinstance(stored, str) else stored
-    return len({"c2p", "p2c"} & {str(term).strip().lower() for term in terms})

@@ -6,22 +6,22 @@ tensors that are stored as floating-point numbers.  The worker compares the rest
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
-from pathlib import Path
 from typing import Any, Final
 
 from ensemble.members.huggingface.checkpoint.adapter_files import head_rows
-from ensemble.members.huggingface.checkpoint.architecture import LOOKED_AT, read_architecture
-from ensemble.members.huggingface.checkpoint.quantization_keys import transformers_source
-from ensemble.members.huggingface.checkpoint.safetensors_headers import Tensor
+from ensemble.members.huggingface.checkpoint.architecture import (
+    LAYER_KEYS,
+    LOOKED_AT,
+    read_architecture,
+    text_settings,
+)
+from ensemble.members.huggingface.checkpoint.transformers_source import source_files, table
+from ensemble.members.huggingface.checkpoint.weight_files import Tensor
 
-_FLOATS: Final = ("F64", "F32", "F16", "BF16")
 _LAYER: Final = re.compile(r"(.*?\b(?:layers?|h))\.(\d+)\.")
-_LAYER_KEYS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 # A dimension is a product of numbers of config.json, each by the names that families give it.
 _KEYS: Final[Mapping[str, tuple[str, ...]]] = {
     "hidden": ("hidden_size", "n_embd", "dim"),
@@ -66,15 +66,16 @@ def weights_against_config(
         tensors: of its safetensors files.
         labels: that the config.json has; None where an adapter may bring another head.
     """
-    nested = config.get("text_config")
-    text = {**config, **nested} if isinstance(nested, Mapping) else dict(config)
+    text = text_settings(config)
     architecture = read_architecture(config)
     if architecture is None or architecture.model_type not in LOOKED_AT:
         return
-    if isinstance(nested, Mapping):  # beside it stands a tower for images, with numbers of its own
+    if isinstance(
+        config.get("text_config"), Mapping
+    ):  # beside it stands a tower for images, with numbers of its own
         tensors = [tensor for tensor in tensors if "language_model" in tensor.name]
     yield from _layer_problems(name, text, tensors)
-    rows = head_rows({tensor.name: tensor.shape for tensor in tensors if tensor.dtype in _FLOATS})
+    rows = head_rows({tensor.name: tensor.shape for tensor in tensors if tensor.is_float})
     if labels is not None and rows is not None and rows != labels:
         yield (
             f"{name}: its config.json does not fit its weights: it has {labels} labels (id2label, num_labels), and "
@@ -82,7 +83,7 @@ def weights_against_config(
         )
     seen: set[str] = set()
     for tensor in tensors:
-        if tensor.dtype not in _FLOATS or len(tensor.shape) != 2:
+        if not tensor.is_float or len(tensor.shape) != 2:
             continue
         for pattern, *axes in _SHAPES:
             if re.search(rf"(^|\.|\b)({pattern})$", tensor.name) is None:
@@ -100,7 +101,7 @@ def weights_against_config(
 
 
 def _layer_problems(name: str, text: Mapping[str, Any], tensors: Sequence[Tensor]) -> Iterator[str]:
-    key = next((key for key in _LAYER_KEYS if isinstance(text.get(key), int)), None)
+    key = next((key for key in LAYER_KEYS if isinstance(text.get(key), int)), None)
     stacks: dict[str, int] = {}
     for tensor in tensors:
         if found := _LAYER.match(tensor.name):
@@ -118,36 +119,32 @@ def _layer_problems(name: str, text: Mapping[str, Any], tensors: Sequence[Tensor
 
 def _size(meant: str | None, text: Mapping[str, Any]) -> tuple[int | None, str]:
     """What a dimension should be by the numbers that stand in the file, and how to say it; None: not known."""
-    total, said = 1, []
+    total, sizes = 1, []
     for part in (meant or "").split("*") if meant else ():
         key = next((key for key in _KEYS[part] if text.get(key) is not None), None)
         if key is None or not isinstance(text[key], int) or isinstance(text[key], bool):
             return None, ""
         total *= text[key]
-        said.append(f"{key} is {text[key]:,}")
-    return (total, " and ".join(said)) if said else (None, "")
+        sizes.append(f"{key} is {text[key]:,}")
+    return (total, " and ".join(sizes)) if sizes else (None, "")
 
 
 def rope_problems(name: str, config: Mapping[str, Any]) -> Iterator[str]:
     """Kinds of rotary positions that the installed transformers does not know, one sentence each."""
-    for text in (config, config.get("text_config")):
-        if not isinstance(text, Mapping):
-            continue
-        for key in ("rope_parameters", "rope_scaling"):
-            stored = text.get(key)
-            if not isinstance(stored, Mapping):
+    texts = [text for text in (config, config.get("text_config")) if isinstance(text, Mapping)]
+    for key, stored in (
+        (key, text.get(key)) for text in texts for key in ("rope_parameters", "rope_scaling")
+    ):
+        for part in (stored, *stored.values()) if isinstance(stored, Mapping) else ():
+            kind = part.get("rope_type", part.get("type")) if isinstance(part, Mapping) else None
+            if not isinstance(kind, str) or kind in _ROPE_EVERYWHERE:
                 continue
-            places = (stored, *(one for one in stored.values() if isinstance(one, Mapping)))
-            for place in places:
-                kind = place.get("rope_type", place.get("type"))
-                if not isinstance(kind, str) or kind in _ROPE_EVERYWHERE:
-                    continue
-                if (known := _rope_types()) and kind not in known:
-                    yield (
-                        f"{name}: {key} in its config.json asks for the rope_type {kind!r}, which transformers "
-                        f"{metadata.version('transformers')} does not know; install a newer release"
-                    )
-                    return
+            if (known := table("modeling_rope_utils.py", "ROPE_INIT_FUNCTIONS")) and kind not in known:
+                yield (
+                    f"{name}: {key} in its config.json asks for the rope_type {kind!r}, which transformers "
+                    f"{metadata.version('transformers')} does not know; install a newer release"
+                )
+                return
 
 
 def release_warning(name: str, config: Mapping[str, Any]) -> str | None:
@@ -159,45 +156,19 @@ def release_warning(name: str, config: Mapping[str, Any]) -> str | None:
         return None
     if not isinstance(written, str) or _release(written) <= _release(installed):
         return None
-    unknown = sorted(_unknown_keys(config))
-    said = f", which knows nothing of its {', '.join(unknown)}" if unknown else ""
+    # Keys that stand nowhere in the source of the family and of what all configs share.
+    family = str(config.get("model_type", "")).replace("-", "_")
+    shared = source_files("configuration_utils.py", "modeling_rope_utils.py")
+    own = source_files(f"models/{family}/*.py")  # or the family's code is elsewhere, or not there
+    text = "".join(file.read_text(encoding="utf-8") for file in (*shared, *own)) if own else ""
+    words = set(re.findall(r"\w+", text))
+    unknown = sorted(key for key in config if words and not key.startswith("_") and key not in words)
+    hint = f", which knows nothing of its {', '.join(unknown)}" if unknown else ""
     return (
-        f"{name} was saved by transformers {written}, and {installed} is installed{said}; what is unknown there is "
+        f"{name} was saved by transformers {written}, and {installed} is installed{hint}; what is unknown there is "
         f"left out silently, and probabilities can differ: install transformers {written}"
     )
 
 
-def _unknown_keys(config: Mapping[str, Any]) -> set[str]:
-    """Keys that stand nowhere in the source of the family and of what all configs share."""
-    found = importlib.util.find_spec("transformers")
-    text = ""
-    for place in found.submodule_search_locations or () if found is not None else ():
-        family = str(config.get("model_type", "")).replace("-", "_")
-        files = [
-            *Path(place).glob("configuration_utils.py"),
-            *Path(place).glob("modeling_rope_utils.py"),
-            *Path(place).glob(f"models/{family}/*.py"),
-        ]
-        if len(files) < 3:  # the family's code is elsewhere, or not there
-            return set()
-        text += "\n".join(file.read_text(encoding="utf-8") for file in files)
-    words = set(re.findall(r"\w+", text))
-    return {key for key in config if not key.startswith("_") and key not in words} if text else set()
-
-
 def _release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version.partition("dev")[0])[:3])
-
-
-def _rope_types() -> set[str]:
-    for statement in transformers_source("modeling_rope_utils.py"):
-        target = statement.targets[0] if isinstance(statement, ast.Assign) else None
-        target = statement.target if isinstance(statement, ast.AnnAssign) else target
-        value = statement.value if isinstance(statement, ast.Assign | ast.AnnAssign) else None
-        if (
-            isinstance(target, ast.Name)
-            and target.id == "ROPE_INIT_FUNCTIONS"
-            and isinstance(value, ast.Dict)
-        ):
-            return {str(key.value) for key in value.keys if isinstance(key, ast.Constant)}
-    return set()

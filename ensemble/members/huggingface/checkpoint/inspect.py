@@ -6,9 +6,7 @@ worker's business.
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ensemble.common.errors import CheckpointError
-from ensemble.common.files import unreadable
-from ensemble.common.text import gib, plural
+from ensemble.common.text import gib, listed, nearest, plural
 from ensemble.members.base import Inspection
 from ensemble.members.huggingface.checkpoint.adapter_files import (
     Adapter,
@@ -31,18 +28,21 @@ from ensemble.members.huggingface.checkpoint.config_check import (
     rope_problems,
     weights_against_config,
 )
-from ensemble.members.huggingface.checkpoint.hub import find_file, how_to_install
+from ensemble.members.huggingface.checkpoint.hub import find_file, how_to_install, read_config
 from ensemble.members.huggingface.checkpoint.remote_code import NO_TRUST, Trust, code_problems
-from ensemble.members.huggingface.checkpoint.safetensors_headers import Tensor, read_tensors
 from ensemble.members.huggingface.checkpoint.tokenizer_files import small_file_problems, vocabulary_problems
-from ensemble.members.huggingface.checkpoint.weight_files import pickle_refused, weight_files, weight_problems
+from ensemble.members.huggingface.checkpoint.weight_files import (
+    Tensor,
+    pickle_refused,
+    read_tensors,
+    weight_files,
+    weight_problems,
+)
 
 if TYPE_CHECKING:
     from ensemble.common.protocol import Activation
 
-# The files of tokenizers.
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "spiece*", "merges.txt", "*.tiktoken")
-_GGUF_MAGIC = b"GGUF"
 
 
 @dataclass(frozen=True)
@@ -88,14 +88,17 @@ def inspect_checkpoint(
         CheckpointError: no ``config.json``, files that are missing or broken or would run code, an adapter for
             another base, or labels that do not match; every problem is listed.
     """
+    path = Path(name_or_path) / "config.json"
     if gguf_file is None:
         path = find_file(name_or_path, "config.json", revision)
-        config, folder = _read_config(path, name_or_path), path.parent
-    else:
-        config, folder = _gguf_config(name_or_path), Path(name_or_path)
-    base_names = _label_names(config, name_or_path)
+    # transformers makes up for one that is missing beside a GGUF file.
+    is_there = gguf_file is None or path.is_file()
+    config = read_config(path, f"{name_or_path}: its config.json") if is_there else {}
+    folder = path.parent
+    names, where = _label_names(config, name_or_path), name_or_path
     problems = [*code_problems(name_or_path, folder, config, trust)]
-    if Path(name_or_path).is_dir():
+    is_local = Path(name_or_path).is_dir()
+    if is_local:
         problems += _file_problems(folder, config, gguf_file, trust)
         if gguf_file is None and not problems:
             problems += vocabulary_problems(folder, config, tokenizer_kwargs, trust.remote_code)
@@ -109,29 +112,64 @@ def inspect_checkpoint(
     own_head = adapter is None or adapter.brings_head is False
     tensors: Sequence[Tensor] = ()
     # In the hub's cache the weights may be there in part.
-    if not problems and gguf_file is None and Path(name_or_path).is_dir():
+    if not problems and gguf_file is None and is_local:
         tensors = read_tensors(folder) or ()
-        own_labels = len(base_names) if own_head else None
+        own_labels = len(names) if own_head else None
         problems += weights_against_config(name_or_path, config, tensors, own_labels)
         problems += base_problems(adapter, name_or_path, tensors) if adapter is not None else ()
     if problems:
         raise CheckpointError(problems)
-    if own_head:
-        _demand_head(config, name_or_path, adapter, gguf_file, tensors)
-    names, where = _names_with_adapter(base_names, name_or_path, adapter, len(labels))
+    stored = config.get("architectures")
+    architecture = str(stored[0]) if isinstance(stored, list) and stored and stored[0] else ""
+    is_language_model = "ForCausalLM" in architecture or "ForMaskedLM" in architecture
+    if own_head and gguf_file is not None:
+        raise CheckpointError(
+            f"{gguf_file}: a GGUF file holds no classification head; name an adapter that brings one "
+            "(adapter_name_or_path)"
+        )
+    if own_head and is_language_model and tensors and not any(is_head(tensor.name) for tensor in tensors):
+        neither = f"nor has its adapter {adapter.name}" if adapter is not None else "and it has no adapter"
+        raise CheckpointError(
+            f"{name_or_path} ({architecture}) has no classification head, {neither}; name a checkpoint that was "
+            "trained for sequence classification, or its adapter (adapter_name_or_path)"
+        )
+    warnings = [newer] if (newer := release_warning(name_or_path, config)) else []
+    if adapter is not None and (trained_on := other_base(adapter, name_or_path)):
+        warnings.append(
+            f"adapter {adapter.name} says that it was trained on {trained_on}, and runs on {name_or_path} here; if "
+            "that is another model of the same shape, its probabilities mean nothing"
+        )
+    if own_head and is_language_model:
+        warnings.append(
+            f"{name_or_path} was saved as {architecture}, which has no classification head; "
+            "it will be refused unless its weights hold one"
+        )
+    if adapter is not None and not own_head:
+        # It stores no names, but its head decides how many there are; the base's stand where it has as many.
+        # Of an adapter that is still on the hub, the head cannot be seen: the worker will compare.
+        rows = len(labels) if adapter.head_rows is None else adapter.head_rows
+        if rows != len(names):
+            names, where = [f"LABEL_{index}" for index in range(rows)], adapter.name
     quantization = config.get("quantization_config")
+    files = weight_files(folder) if gguf_file is None else [folder / gguf_file]
+    kind = problem_type or config.get("problem_type")
+    activation: Activation = "softmax"
+    if kind == "multi_label_classification":
+        activation = "sigmoid"
+    elif kind == "regression" or len(names) == 1:
+        activation = "none"
     model_type = str(config.get("model_type", ""))
-    architecture = _architecture(config) or ("GGUF" if gguf_file is not None else "")
-    weight_bytes = _weight_bytes(folder, gguf_file)
+    shown = architecture or ("GGUF" if gguf_file is not None else "")
+    weight_bytes = sum(file.stat().st_size for file in files if file.is_file()) or None
     return Checkpoint(
-        summary=(architecture or model_type) + ("" if weight_bytes is None else f", {gib(weight_bytes)}"),
+        summary=(shown or model_type) + ("" if weight_bytes is None else f", {gib(weight_bytes)}"),
         model_type=model_type,
-        architecture=architecture,
-        activation=_activation(problem_type or config.get("problem_type"), len(names)),
+        architecture=shown,
+        activation=activation,
         label_order=match_labels(names, labels, label_map, where),
         weight_bytes=weight_bytes,
         folder=folder,
-        warnings=tuple(_warnings(config, name_or_path, adapter)),
+        warnings=tuple(warnings),
         adapter=adapter,
         quantization=quantization if isinstance(quantization, dict) and gguf_file is None else None,
     )
@@ -183,7 +221,16 @@ def _file_problems(
     folder: Path, config: Mapping[str, Any], gguf_file: str | None, trust: Trust
 ) -> Iterator[str]:
     if gguf_file is not None:
-        yield from _gguf_problems(folder, gguf_file)
+        path = folder / gguf_file
+        if not path.is_file():
+            near = nearest(gguf_file, (entry.name for entry in folder.glob("*.gguf")))
+            yield f"gguf_file: {folder} has no file {gguf_file}" + (f"; did you mean {near}?" if near else "")
+        else:
+            with path.open("rb") as opened:
+                if opened.read(4) != b"GGUF":
+                    yield f"gguf_file: {path} is not a GGUF file; copy it again"
+        if importlib.util.find_spec("gguf") is None:
+            yield f"gguf_file needs the package gguf, which is not installed: {how_to_install('gguf')}"
         return
     yield from weight_problems(folder, trust.allow_pickle)
     yield from small_file_problems(folder, _TOKENIZER_FILES)
@@ -194,95 +241,6 @@ def _file_problems(
         pickles.append(folder / "adapter_model.bin")
     if not trust.allow_pickle:
         yield from (pickle_refused(path) for path in dict.fromkeys(pickles) if path.is_file())
-
-
-def _gguf_config(name_or_path: str) -> dict[str, Any]:
-    """The ``config.json`` beside a GGUF file; transformers makes up for one that is missing."""
-    path = Path(name_or_path) / "config.json"
-    return _read_config(path, name_or_path) if path.is_file() else {}
-
-
-def _gguf_problems(folder: Path, file: str) -> Iterator[str]:
-    path = folder / file
-    if not path.is_file():
-        near = difflib.get_close_matches(file, [entry.name for entry in folder.glob("*.gguf")], n=1)
-        yield f"gguf_file: {folder} has no file {file}" + (f"; did you mean {near[0]}?" if near else "")
-    else:
-        with path.open("rb") as opened:
-            if opened.read(len(_GGUF_MAGIC)) != _GGUF_MAGIC:
-                yield f"gguf_file: {path} is not a GGUF file; copy it again"
-    if importlib.util.find_spec("gguf") is None:
-        yield f"gguf_file needs the package gguf, which is not installed: {how_to_install('gguf')}"
-
-
-def _weight_bytes(folder: Path, gguf_file: str | None) -> int | None:
-    files = weight_files(folder) if gguf_file is None else [folder / gguf_file]
-    return sum(file.stat().st_size for file in files if file.is_file()) or None
-
-
-def _architecture(config: Mapping[str, Any]) -> str:
-    stored = config.get("architectures")
-    return str(stored[0]) if isinstance(stored, list) and stored and stored[0] else ""
-
-
-def _activation(kind: object, columns: int) -> Activation:
-    if kind == "multi_label_classification":
-        return "sigmoid"
-    return "none" if kind == "regression" or columns == 1 else "softmax"
-
-
-def _demand_head(
-    config: Mapping[str, Any],
-    where: str,
-    adapter: Adapter | None,
-    gguf_file: str | None,
-    tensors: Sequence[Tensor],
-) -> None:
-    """Refuse a language model whose weights are here and hold no head, before its labels are compared."""
-    if gguf_file is not None:
-        raise CheckpointError(
-            f"{gguf_file}: a GGUF file holds no classification head; name an adapter that brings one "
-            "(adapter_name_or_path)"
-        )
-    architecture = _architecture(config)
-    if not ("ForCausalLM" in architecture or "ForMaskedLM" in architecture):
-        return
-    if tensors and not any(is_head(tensor.name) for tensor in tensors):
-        neither = f"nor has its adapter {adapter.name}" if adapter is not None else "and it has no adapter"
-        raise CheckpointError(
-            f"{where} ({architecture}) has no classification head, {neither}; name a checkpoint that was trained "
-            "for sequence classification, or its adapter (adapter_name_or_path)"
-        )
-
-
-def _warnings(config: Mapping[str, Any], where: str, adapter: Adapter | None) -> Iterator[str]:
-    architecture = _architecture(config)
-    if newer := release_warning(where, config):
-        yield newer
-    if adapter is not None and (trained_on := other_base(adapter, where)):
-        yield (
-            f"adapter {adapter.name} says that it was trained on {trained_on}, and runs on {where} here; if "
-            "that is another model of the same shape, its probabilities mean nothing"
-        )
-    if ("ForCausalLM" in architecture or "ForMaskedLM" in architecture) and (
-        adapter is None or adapter.brings_head is False
-    ):
-        yield (
-            f"{where} was saved as {architecture}, which has no classification head; "
-            "it will be refused unless its weights hold one"
-        )
-
-
-def _read_config(path: Path, where: str) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(unreadable(path, error)) from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where}: its config.json is not JSON ({error}); copy it again") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{where}: its config.json is not a JSON object")
-    return config
 
 
 def _label_names(config: Mapping[str, Any], where: str) -> list[str]:
@@ -301,27 +259,10 @@ def _label_names(config: Mapping[str, Any], where: str) -> list[str]:
     return [f"LABEL_{index}" for index in range(count)]
 
 
-def _names_with_adapter(
-    names: list[str], base: str, adapter: Adapter | None, wanted: int
-) -> tuple[list[str], str]:
-    """The names of the model's output columns, and whose they are.
-
-    An adapter stores no names.  Its head decides how many there are; the base's names stand where it has as many.
-    """
-    if adapter is None or adapter.brings_head is False:
-        return names, base
-    # Of an adapter that is still on the hub, the head cannot be seen: the worker will compare.
-    rows = wanted if adapter.head_rows is None else adapter.head_rows
-    return (
-        (names, base) if len(names) == rows else ([f"LABEL_{index}" for index in range(rows)], adapter.name)
-    )
-
-
 def _few(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:4])
-    return f"{shown}, ..." if len(names) > 4 else shown
+    return listed(names, 4, str)
 
 
 def _did_you_mean(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else f" ({_few(known)})"
+    near = nearest(name, known)
+    return f"; did you mean {near!r}?" if near is not None else f" ({_few(known)})"

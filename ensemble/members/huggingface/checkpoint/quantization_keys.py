@@ -6,16 +6,15 @@ The keys are read from the source of the installed transformers, so that they ar
 from __future__ import annotations
 
 import ast
-import difflib
-import importlib.util
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
+from ensemble.common.packages import installed_versions
+from ensemble.common.text import nearest
 from ensemble.members.huggingface.checkpoint.hub import how_to_install
+from ensemble.members.huggingface.checkpoint.transformers_source import statements, table
 
 BITSANDBYTES = "bitsandbytes"
 # For each method distributions of which one must be installed, the one to recommend first
@@ -72,27 +71,25 @@ def method_of(settings: Mapping[str, Any] | None) -> str | None:
     return str(settings.get("quant_method") or BITSANDBYTES)
 
 
-def spelt_in_short(settings: Mapping[str, Any] | None, dtype: str) -> Mapping[str, Any] | None:
+def without_defaults(settings: Mapping[str, Any] | None, dtype: str) -> Mapping[str, Any] | None:
     """bitsandbytes' settings without those that say what would be so without them; other methods' as they are.
 
     Args:
         dtype: of what is not quantized, in which 4-bit layers compute where the settings do not say otherwise
-            (worker/quantization.py); "auto": not known.
+            (loading/quantization.py); "auto": not known.
     """
     if settings is None or method_of(settings) != BITSANDBYTES:
         return settings
     usual = {**USUAL_SETTINGS, "bnb_4bit_compute_dtype": dtype}
+
+    def is_usual(key: str, value: object) -> bool:
+        # torch's types go by their bare names, and no modules are none.
+        plain = value.removeprefix("torch.") if isinstance(value, str) else None if value == [] else value
+        return key in usual and plain == usual[key]
+
     return {
-        key: value
-        for key, value in settings.items()
-        if not key.startswith("_") and not (key in usual and _is_usual(value, usual[key]))
+        key: value for key, value in settings.items() if not key.startswith("_") and not is_usual(key, value)
     }
-
-
-def _is_usual(value: object, usual: object) -> bool:
-    """Whether a setting is the usual one: torch's types go by their bare names, and no modules are none."""
-    plain = value.removeprefix("torch.") if isinstance(value, str) else None if value == [] else value
-    return plain == usual
 
 
 def quantized_bits(settings: Mapping[str, Any] | None) -> int:
@@ -151,7 +148,7 @@ def quantization_problems(
             f"another method, such as {BITSANDBYTES}"
         )
     packages = _PACKAGES.get(method, ())
-    if packages and not any(map(_is_installed, packages)):
+    if packages and not installed_versions(packages):
         key = "quantization_config" if given is not None else "model_name_or_path"
         how = how_to_install(packages[0])
         yield f"{key}: {method} needs the package {packages[0]}, which is not installed: {how}"
@@ -184,34 +181,27 @@ def fp4_warning(settings: Mapping[str, Any] | None, stored: Mapping[str, Any] | 
     )
 
 
-def _is_installed(distribution: str) -> bool:
-    try:
-        metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-def _nearest(word: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {near[0]}?" if near else f"; known: {', '.join(known)}"
-
-
 def _setting_problems(settings: Mapping[str, Any]) -> Iterator[str]:
     method = method_of(settings)
     assert method is not None
-    classes = _config_classes()
+    classes = table("quantizers/auto.py", "AUTO_QUANTIZATION_CONFIG_MAPPING")
     if classes and method not in (BITSANDBYTES, *classes):
-        yield f"quantization_config.quant_method: {method!r} is unknown{_nearest(method, [*classes])}"
+        yield f"quantization_config.quant_method: {method!r} is unknown{_known_words(method, [*classes])}"
         return
-    known = _parameters(classes.get(method, "BitsAndBytesConfig"))
+    settings_class = classes.get(method)
+    known = _parameters(settings_class.id if isinstance(settings_class, ast.Name) else "BitsAndBytesConfig")
     if known and method not in _OPEN_ENDED:
         for key in settings:
             # Keys with a line in front are what transformers itself writes into a config.json.
             if key not in known and key != "quant_method" and not key.startswith("_"):
-                yield f"quantization_config.{key}: there is no such key{_nearest(key, sorted(known))}"
+                yield f"quantization_config.{key}: there is no such key{_known_words(key, sorted(known))}"
     if method == BITSANDBYTES:
-        yield from _wrong_values(settings)
+        # Values that bitsandbytes would refuse only when the weights are there, if at all.
+        for key, value in settings.items():
+            if key in _BOOLEANS and not isinstance(value, bool):
+                yield f"quantization_config.{key}: must be true or false"
+            elif key in _WORDS and str(value).removeprefix("torch.") not in _WORDS[key]:
+                yield f"quantization_config.{key}: must be one of {', '.join(_WORDS[key])}"
         widths = [key for key in ("load_in_4bit", "load_in_8bit") if settings.get(key)]
         if len(widths) == 2:
             yield "quantization_config: load_in_4bit and load_in_8bit exclude each other; keep one"
@@ -219,36 +209,16 @@ def _setting_problems(settings: Mapping[str, Any]) -> Iterator[str]:
             yield "quantization_config: it quantizes nothing; add load_in_4bit: true or load_in_8bit: true"
 
 
-def _wrong_values(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Values of bitsandbytes' keys that it would refuse only when the weights are there, if at all."""
-    for key, value in settings.items():
-        if key in _BOOLEANS and not isinstance(value, bool):
-            yield f"quantization_config.{key}: must be true or false"
-        elif key in _WORDS and str(value).removeprefix("torch.") not in _WORDS[key]:
-            yield f"quantization_config.{key}: must be one of {', '.join(_WORDS[key])}"
-
-
-@cache
-def _config_classes() -> dict[str, str]:
-    """The class of settings for each method, by transformers' table; empty where its source is not as expected."""
-    for node in transformers_source("quantizers/auto.py"):
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
-            target = node.targets[0]
-            if isinstance(target, ast.Name) and target.id == "AUTO_QUANTIZATION_CONFIG_MAPPING":
-                pairs = zip(node.value.keys, node.value.values, strict=True)
-                return {
-                    str(key.value): value.id
-                    for key, value in pairs
-                    if isinstance(key, ast.Constant) and isinstance(value, ast.Name)
-                }
-    return {}
+def _known_words(word: str, known: list[str]) -> str:
+    near = nearest(word, known)
+    return f"; did you mean {near}?" if near is not None else f"; known: {', '.join(known)}"
 
 
 @cache
 def _parameters(name: str) -> frozenset[str]:
     """The parameters of a class of settings, its parents' among them; empty where they cannot be read."""
     found: set[str] = set()
-    for node in transformers_source("utils/quantization_config.py"):
+    for node in statements("utils/quantization_config.py"):
         if isinstance(node, ast.ClassDef) and node.name == name:
             for base in node.bases:
                 if isinstance(base, ast.Name):
@@ -257,15 +227,3 @@ def _parameters(name: str) -> frozenset[str]:
                 if isinstance(item, ast.FunctionDef) and item.name == "__init__":
                     found |= {argument.arg for argument in (*item.args.args, *item.args.kwonlyargs)}
     return frozenset(found - {"self"})
-
-
-@cache
-def transformers_source(file: str) -> tuple[ast.stmt, ...]:
-    """The statements of a file of the installed transformers; none where there is no such file."""
-    spec = importlib.util.find_spec("transformers")
-    for place in (spec.submodule_search_locations or ()) if spec is not None else ():
-        try:
-            return tuple(ast.parse((Path(place) / file).read_text(encoding="utf-8")).body)
-        except (OSError, SyntaxError):
-            continue
-    return ()

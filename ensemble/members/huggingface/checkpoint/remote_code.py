@@ -7,7 +7,6 @@ where it has them; otherwise it runs those files, or refuses to (dynamic_module_
 from __future__ import annotations
 
 import ast
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,21 +14,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from ensemble.members.huggingface.checkpoint.quantization_keys import transformers_source
+from ensemble.common.files import read_json
+from ensemble.members.huggingface.checkpoint.transformers_source import CLASSIFIERS, CONFIGS, statements
 
 _COMMIT: Final = r"[0-9a-fA-F]{40}"
 _CLASSIFIER: Final = "AutoModelForSequenceClassification"
-_CONFIGS = ("models/auto/auto_mappings.py", "models/auto/configuration_auto.py"), "CONFIG_MAPPING_NAMES"
-_CLASSIFIERS = ("models/auto/modeling_auto.py",), "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"
+_CONFIGS = CONFIGS, "CONFIG_MAPPING_NAMES"
+_CLASSIFIERS = ("models/auto/modeling_auto.py",), CLASSIFIERS
 # It has several tables and exceptions; what is named in none of them is unknown.
 _TOKENIZERS = ("models/auto/tokenization_auto.py",), ""
 _ANY_TOKENIZER = ("PreTrainedTokenizer", "PythonBackend", "TokenizersBackend")
 # What a member uses, and the key of the config whose code_revision is for it.
-_KINDS = {
-    "AutoConfig": "model_kwargs",
-    _CLASSIFIER: "model_kwargs",
-    "AutoTokenizer": "tokenizer_kwargs",
-}
+_KINDS = {"AutoConfig": "model_kwargs", _CLASSIFIER: "model_kwargs", "AutoTokenizer": "tokenizer_kwargs"}
 
 
 @dataclass(frozen=True)
@@ -57,42 +53,42 @@ def code_problems(name: str, folder: Path, config: Mapping[str, Any], trust: Tru
         folder: where its files lie.
         config: its ``config.json``.
     """
-    tokenizer_config = _read(folder / "tokenizer_config.json")
+    tokenizer_config = read_json(folder / "tokenizer_config.json")
     classes = _classes(config) | _classes(tokenizer_config)
     codes = {kind: code for kind, code in classes.items() if kind in _KINDS}
     if trust.remote_code:
-        loose = {
-            _KINDS[kind]: code for kind, code in codes.items() if not _is_pinned(code, name, kind, trust)
-        }
-        for key, code in loose.items():
+        revisions = {"model_kwargs": trust.code_revision, "tokenizer_kwargs": trust.tokenizer_code_revision}
+        unpinned = {}
+        for kind, code in codes.items():
+            # transformers takes "org/name--module.Class" from that repository, and by the checkpoint's revision
+            # only where that is where the checkpoint itself comes from.
+            repository, separator, _ = code.partition("--")
+            revision = revisions[_KINDS[kind]]
+            is_pinned = isinstance(revision, str) and re.fullmatch(_COMMIT, revision)
+            if separator and repository != name and not is_pinned:
+                unpinned[_KINDS[kind]] = code
+        for key, code in unpinned.items():
             yield (
                 f"{name} takes its code from another repository ({code}), where it can change from one day to the "
                 f"next; name the commit to use, as in {key}: {{code_revision: 40 hexadecimal digits}}"
             )
         return
     model_type = str(config.get("model_type", ""))
+    tokenizer = str(tokenizer_config.get("tokenizer_class") or "").removesuffix("Fast")
+    needed = None
     if "AutoConfig" in codes and not _is_known(model_type, _CONFIGS):
-        yield _refused(name, codes["AutoConfig"], "model")
+        needed = "AutoConfig", "model"
     elif _CLASSIFIER in codes and not _is_known(model_type, _CLASSIFIERS):
-        yield _refused(name, codes[_CLASSIFIER], "model")
-    elif "AutoTokenizer" in codes and not _is_own_tokenizer(model_type, tokenizer_config):
-        yield _refused(name, codes["AutoTokenizer"], "tokenizer")
-
-
-def _refused(name: str, code: str, kind: str) -> str:
-    return (
-        f"{name} needs Python code of its own ({code}), because transformers has no such "
-        f"{kind}; it runs only if you allow it: read it, then set trust_remote_code: true"
-    )
-
-
-def _is_pinned(code: str, name: str, kind: str, trust: Trust) -> bool:
-    # transformers takes "org/name--module.Class" from that repository, and by the checkpoint's revision only
-    # where that is where the checkpoint itself comes from.
-    repository, separator, _ = code.partition("--")
-    revision = trust.code_revision if _KINDS[kind] == "model_kwargs" else trust.tokenizer_code_revision
-    is_commit = isinstance(revision, str) and re.fullmatch(_COMMIT, revision) is not None
-    return not separator or repository == name or is_commit
+        needed = _CLASSIFIER, "model"
+    elif "AutoTokenizer" in codes and not any(
+        one in _ANY_TOKENIZER or _is_known(one, _TOKENIZERS) for one in (model_type, tokenizer) if one
+    ):
+        needed = "AutoTokenizer", "tokenizer"
+    if needed is not None:
+        yield (
+            f"{name} needs Python code of its own ({codes[needed[0]]}), because transformers has no such "
+            f"{needed[1]}; it runs only if you allow it: read it, then set trust_remote_code: true"
+        )
 
 
 def _classes(config: Mapping[str, Any]) -> dict[str, str]:
@@ -109,11 +105,6 @@ def _classes(config: Mapping[str, Any]) -> dict[str, str]:
     return classes
 
 
-def _is_own_tokenizer(model_type: str, config: Mapping[str, Any]) -> bool:
-    named = str(config.get("tokenizer_class") or "").removesuffix("Fast")
-    return any(name in _ANY_TOKENIZER or _is_known(name, _TOKENIZERS) for name in (model_type, named) if name)
-
-
 def _is_known(name: str, table: tuple[tuple[str, ...], str]) -> bool:
     known = _names(*table)
     return not known or name in known
@@ -124,28 +115,20 @@ def _names(files: tuple[str, ...], table: str) -> frozenset[str]:
     """What stands in one of transformers' tables, or in the whole files; empty where they are not as expected."""
     found: set[str] = set()
     for file in files:
-        for statement in transformers_source(file):
+        for statement in statements(file):
             target = statement.targets[0] if isinstance(statement, ast.Assign) else statement
-            if not table or any(isinstance(node, ast.Name) and node.id == table for node in _heads(target)):
+            if not table or any(isinstance(node, ast.Name) and node.id == table for node in _targets(target)):
                 texts = (node.value for node in ast.walk(statement) if isinstance(node, ast.Constant))
                 found |= {text for text in texts if isinstance(text, str)}
     return frozenset(found | {name.removesuffix("Fast") for name in found})
 
 
-def _heads(node: ast.AST) -> Iterator[ast.AST]:
+def _targets(node: ast.AST) -> Iterator[ast.AST]:
     """The name that a statement assigns to or, as in ``TABLE.update(...)``, calls a method of."""
     yield node
     if isinstance(node, ast.Expr | ast.Attribute):
-        yield from _heads(node.value)
+        yield from _targets(node.value)
     elif isinstance(node, ast.Call):
-        yield from _heads(node.func)
+        yield from _targets(node.func)
     elif isinstance(node, ast.AnnAssign):
-        yield from _heads(node.target)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        yield from _targets(node.target)

@@ -7,7 +7,6 @@ needs is read from the source of the installed release.
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
 import os
 import re
@@ -17,7 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ensemble.common.files import unreadable
+from ensemble.common.files import load_json, read_json, unreadable
+from ensemble.members.huggingface.checkpoint.transformers_source import source_files
 from ensemble.members.huggingface.spec import DEFAULT_MAX_LENGTH, NO_LENGTH_LIMIT
 
 # All of a tokenizer in one file; every class of transformers 5 that is built on tokenizers reads it.
@@ -30,6 +30,11 @@ _VOCABULARIES = ("vocab*", "*.model", "*.txt", "*.codes", "*.spm")
 # They are not made for one kind of vocabulary: all they have is tokenizer.json.
 _ANY_VOCABULARY = ("TokenizersBackend", "PreTrainedTokenizerFast", "PreTrainedTokenizer", "PythonBackend")
 _KIND = re.compile(rb'"model":\s*\{\s*(?:"[a-z_]+":\s*[^{\[,]*,\s*)*?"type":\s*"(\w+)"')
+# Parsing takes 30 ms for a MB, and big vocabularies have 30 of them: of a larger file only its two ends are looked
+# at, which shows one that was cut short; any other damage stops the worker.
+_MAX_PARSED_BYTES = 2 << 20
+_END_BYTES = 64
+_HEAD_BYTES = 4_096  # of tokenizer.json, which can have many megabytes
 
 
 @dataclass(frozen=True)
@@ -59,22 +64,27 @@ def vocabulary_problems(
     settings: dict[str, Any] = {}
     if (path := folder / "tokenizer_config.json").is_file():
         try:
-            settings = _object(path)
-        except ValueError as error:
+            settings = load_json(path)
+        except (ValueError, TypeError) as error:
             yield f"{path} cannot be read ({error}); copy it again"
             return
     if any(isinstance(value, str) and os.path.isfile(value) for value in tokenizer_kwargs.values()):  # noqa: PTH113
         return
     if runs_code and "auto_map" in settings:
         return
-    whole = [folder / _WHOLE, *_versions(folder, settings)]
-    if there := [path for path in whole if path.is_file()]:
-        yield from _whole_problems(there[0], settings, config)
+    # tokenizer.4.0.0.json and the like, of which transformers takes the newest that it may.
+    versions = settings.get("fast_tokenizer_files")
+    names = [_WHOLE, *(versions if isinstance(versions, list) else ())]
+    whole = [folder / name for name in names if isinstance(name, str) and (folder / name).is_file()]
+    if whole:
+        yield from _whole_problems(whole[0], settings, config)
         return
     if any((folder / name).is_file() for name in _INSTEAD) or next(folder.glob("*.tiktoken"), None):
         return
-    names = [name for name in _class_names(settings, config) if name]
-    needs = [_needed(name) for name in names]
+    # Classes of which transformers may take one, the likeliest first.
+    named = (settings.get("tokenizer_class") or config.get("tokenizer_class"), _registered(config))
+    classes = [name.removesuffix("Fast") for name in named if isinstance(name, str) and name]
+    needs = [_needed(name) for name in classes]
     for files in needs:
         if files and all((folder / file).is_file() for file in files):
             for file in files:
@@ -87,7 +97,7 @@ def vocabulary_problems(
     if not wanted and any(next(folder.glob(pattern), None) for pattern in _VOCABULARIES):
         return  # of a class that this release does not have: the worker will see
     missing = [file for file in wanted if not (folder / file).is_file()]
-    made_by = f" of {names[0]}" if names and wanted else ""
+    made_by = f" of {classes[0]}" if classes and wanted else ""
     or_these = f", nor {' and '.join(missing)}" if missing else ""
     has = "but a tokenizer_config.json, which holds no vocabulary; " if settings else ""
     yield (
@@ -96,24 +106,16 @@ def vocabulary_problems(
     )
 
 
-def _object(path: Path) -> dict[str, Any]:
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(found, dict):
-        raise ValueError("not a JSON object")
-    return found
-
-
-def _versions(folder: Path, settings: Mapping[str, Any]) -> Iterator[Path]:
-    # tokenizer.4.0.0.json and the like, of which transformers takes the newest that it may.
-    stored = settings.get("fast_tokenizer_files")
-    for name in stored if isinstance(stored, list) else ():
-        if isinstance(name, str):
-            yield folder / name
-
-
 def _whole_problems(path: Path, settings: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[str]:
     name = str(settings.get("tokenizer_class") or "").removesuffix("Fast")
-    made = None if name in ("", *_ANY_VOCABULARY) or not _heeds_the_named_class(config) else _class_of(name)
+    if name in ("", *_ANY_VOCABULARY):
+        return
+    # For some kinds of model transformers does not go by a tokenizer_config.json's class.
+    exempt = _table("MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS").partition("}")[0]
+    is_exempt = f'"{config.get("model_type", "")}"' in exempt
+    if is_exempt or _registered(config) in (*_ANY_VOCABULARY, "MistralCommonBackend"):
+        return
+    made = _class_of(name)
     found = _KIND.search(path.read_bytes()) if made is not None and made.kind else None
     if made is not None and found and (kind := found[1].decode("ascii", "replace")) != made.kind:
         yield (
@@ -123,24 +125,14 @@ def _whole_problems(path: Path, settings: Mapping[str, Any], config: Mapping[str
         )
 
 
-def _class_names(settings: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-    """Classes of which transformers may take one, the likeliest first."""
-    named = [settings.get("tokenizer_class") or config.get("tokenizer_class"), _registered(config)]
-    return [name.removesuffix("Fast") for name in named if isinstance(name, str)]
-
-
-def _heeds_the_named_class(config: Mapping[str, Any]) -> bool:
-    """Whether transformers goes by a tokenizer_config.json's class for this kind of model; it does not for some."""
-    text = _texts().get("tokenization_auto.py", "")
-    exempt = text.partition("\nMODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS")[2].partition("}")[0]
-    model_type, registered = str(config.get("model_type", "")), _registered(config)
-    return f'"{model_type}"' not in exempt and registered not in (*_ANY_VOCABULARY, "MistralCommonBackend")
+def _table(name: str) -> str:
+    """The source of tokenization_auto.py from a table on."""
+    return _texts().get("tokenization_auto.py", "").partition(f"\n{name}")[2]
 
 
 def _registered(config: Mapping[str, Any]) -> str | None:
-    text = _texts().get("tokenization_auto.py", "").partition("\nTOKENIZER_MAPPING_NAMES")[2]
     model_type = re.escape(str(config.get("model_type", "")))
-    found = re.search(rf'\("{model_type}",\s*\(?\s*"(\w+)"', text)
+    found = re.search(rf'\("{model_type}",\s*\(?\s*"(\w+)"', _table("TOKENIZER_MAPPING_NAMES"))
     return found[1] if found else None
 
 
@@ -163,17 +155,16 @@ def _class_of(name: str, depth: int = 0) -> _Class | None:
         base = found[1] or found[2]
         imported = re.search(rf"import (\w+) as {base}\b", text)
         base = (imported[1] if imported else base).removesuffix("Fast")
-        inherited = _class_of(base, depth + 1) if depth < 4 and base not in _ANY_VOCABULARY else None
+        above = _class_of(base, depth + 1) if depth < 4 and base not in _ANY_VOCABULARY else None
         body = text[found.end() :].partition("\nclass ")[0]
         kind = re.search(r"^    model = (?:models\.)?(\w+)$", body, re.MULTILINE)
         stored = re.search(r"^VOCAB_FILES_NAMES[^=]*= *(\{.*?\})", text, re.MULTILINE | re.DOTALL)
         files = ast.literal_eval(stored[1]) if stored and "vocab_files_names" in body else None
+        reads_whole = base in ("TokenizersBackend", "PreTrainedTokenizer") and "TokenizersBackend" in text
+        if above is None:
+            return _Class(files or {}, kind[1] if kind else "", reads_whole)
         return _Class(
-            files if files is not None else inherited.files if inherited else {},
-            kind[1] if kind else inherited.kind if inherited else "",
-            base in ("TokenizersBackend", "PreTrainedTokenizer") and "TokenizersBackend" in text
-            if inherited is None
-            else inherited.reads_whole,
+            above.files if files is None else files, kind[1] if kind else above.kind, above.reads_whole
         )
     return None
 
@@ -181,18 +172,8 @@ def _class_of(name: str, depth: int = 0) -> _Class | None:
 @cache
 def _texts() -> dict[str, str]:
     """The files of the installed transformers that define tokenizers, by name."""
-    found = importlib.util.find_spec("transformers")
-    return {
-        file.name: file.read_text(encoding="utf-8")
-        for place in (found.submodule_search_locations or () if found is not None else ())
-        for file in sorted(Path(place).glob("models/**/tokenization_*.py"))
-    }
-
-
-# Parsing takes 30 ms for a MB, and big vocabularies have 30 of them: of a larger file only its two ends are looked
-# at, which shows one that was cut short; any other damage stops the worker.
-_PARSED_BYTES = 2 << 20
-_END_BYTES = 64
+    files = source_files("models/**/tokenization_*.py")
+    return {file.name: file.read_text(encoding="utf-8") for file in files}
 
 
 def small_file_problems(folder: Path, patterns: Sequence[str]) -> Iterator[str]:
@@ -203,7 +184,7 @@ def small_file_problems(folder: Path, patterns: Sequence[str]) -> Iterator[str]:
     """
     for path in sorted({path for pattern in patterns for path in folder.glob(pattern)}):
         try:
-            reason = "" if path.is_dir() else _problem(path)
+            reason = "" if path.is_dir() else _damage(path)
         except OSError as error:
             yield unreadable(path, error)
         else:
@@ -211,11 +192,12 @@ def small_file_problems(folder: Path, patterns: Sequence[str]) -> Iterator[str]:
                 yield f"{path} {reason}; copy it again"
 
 
-def _problem(path: Path) -> str:
+def _damage(path: Path) -> str:
     size = path.stat().st_size
     with path.open("rb") as file:
-        content = file.read(_PARSED_BYTES if size <= _PARSED_BYTES else _END_BYTES)
-        if size > len(content):
+        content = file.read(_MAX_PARSED_BYTES if size <= _MAX_PARSED_BYTES else _END_BYTES)
+        is_whole = size <= len(content)
+        if not is_whole:
             file.seek(-_END_BYTES, 2)
             content += file.read()
     if content.startswith(b"version https://git-lfs"):
@@ -224,9 +206,9 @@ def _problem(path: Path) -> str:
         return ""
     if not content.strip():
         return "is empty"
-    if size > len(content):
-        ends = content.strip()
-        return "" if ends[:1] + ends[-1:] == b"{}" else "is not JSON, or was cut short"
+    if not is_whole:
+        is_closed = content.lstrip().startswith(b"{") and content.rstrip().endswith(b"}")
+        return "" if is_closed else "is not JSON, or was cut short"
     try:
         json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -234,16 +216,12 @@ def _problem(path: Path) -> str:
     return ""
 
 
-# Its beginning: all of it can be many megabytes.
-_HEAD_BYTES = 4_096
-
-
 def own_max_length(folder: Path) -> int | None:
-    """Tokens that a row may have where the config names no ``max_length`` (worker/load.py, max_length).
+    """Tokens that a row may have where the config names no ``max_length`` (loading/load.py, max_length).
 
     None: the files do not tell, as where the limit stands in a tokenizer's class.
     """
-    own = _tokenizer_config(folder).get("model_max_length")
+    own = read_json(folder / "tokenizer_config.json").get("model_max_length")
     if isinstance(own, bool) or not isinstance(own, int | float):
         return None
     return min(DEFAULT_MAX_LENGTH, int(own)) if own < NO_LENGTH_LIMIT else DEFAULT_MAX_LENGTH
@@ -255,7 +233,7 @@ def own_truncation_side(folder: Path) -> str | None:
     tokenizer_config.json goes first, then tokenizer.json, and else it is the right one (transformers,
     tokenization_utils_tokenizers.py and tokenization_utils_base.py).
     """
-    config = _tokenizer_config(folder)
+    config = read_json(folder / "tokenizer_config.json")
     if "truncation_side" in config:
         return str(config["truncation_side"])
     try:
@@ -264,11 +242,3 @@ def own_truncation_side(folder: Path) -> str | None:
     except OSError:
         return None
     return "right" if config and re.search(rb'^[^{}\[\]]*\{[^{}\[\]]*"truncation":\s*null', head) else None
-
-
-def _tokenizer_config(folder: Path) -> dict[str, Any]:
-    try:
-        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return config if isinstance(config, dict) else {}

@@ -1,19 +1,166 @@
-"""Weight files as far as they can be judged without loading them: all there, none cut short, none a pickle."""
+"""Weight files as far as they can be known without loading them: all there, whole, and what they hold.
+
+Of safetensors files that is their header.  Format: 8 bytes with the header's length, the header as JSON, the data
+(safetensors' README, "Format").
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import zipfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from ensemble.common.errors import CheckpointError
-from ensemble.common.files import unreadable
-from ensemble.members.huggingface.checkpoint.safetensors_headers import read_file
+from ensemble.common.files import load_json, unreadable
 
+LENGTH_BYTES = 8
 # What a Trainer leaves beside the weights.
 _TRAINERS = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state(_\d+)?)\.(bin|pt|pth)")
+_MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+# Bits per element; safetensors' Dtype.
+_BITS = {
+    **dict.fromkeys(("F4",), 4),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
+    **dict.fromkeys(("I32", "U32", "F32"), 32),
+    **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
+}
+# Heads of other tasks, buffers that old releases stored, settings as text: nothing that is loaded onto a device.
+_DROPPED = re.compile(
+    r"(^|\.)(lm_head|cls\.(predictions|seq_relationship)|(lm|mask|generator|discriminator)_predictions"
+    r"|vocab_(transform|layer_norm|projector)|embed_out|qa_outputs)\."
+    r"|^decoder\.(weight|bias)$|\.quant_state\.|rotary_emb\.inv_freq$|position_ids$|\.attn\.(bias|masked_bias)$"
+)
+# What stands beside packed weights: bitsandbytes, GPTQ and AWQ, compressed-tensors.
+_BESIDE_PACKED = re.compile(
+    r"\.(absmax|quant_map|nested_absmax|nested_quant_map|SCB|qzeros|scales|g_idx"
+    r"|weight_(format|scale|scale_inv|zero_point|shape|g_idx)|input_scale)$"
+)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One stored tensor; ``dtype`` is safetensors' name for its type, such as BF16."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def is_float(self) -> bool:
+        return self.dtype in ("F64", "F32", "F16", "BF16")
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def stored_bytes(self) -> int:
+        return -(-self.elements * _BITS[self.dtype] // 8)
+
+
+def read_tensors(folder: Path) -> tuple[Tensor, ...] | None:
+    """The tensors of the files that transformers would load from a folder.
+
+    Returns:
+        In the files' order; None where there are no safetensors (pickles, or nothing downloaded yet).
+
+    Raises:
+        CheckpointError: a file is cut short, is missing though the index names it, or is no safetensors file.
+    """
+    # transformers looks for the single file first, then for the index. Other files, such as Mistral's
+    # consolidated.safetensors, hold the same weights once more.
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        files = [single]
+    elif index.is_file():
+        files = [folder / name for name in shards_of(index)]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    return tuple(tensor for file in files for tensor in read_file(file)) if files else None
+
+
+def shards_of(index: Path) -> list[str]:
+    """The names of the weight files that an index lists, sorted.
+
+    Raises:
+        CheckpointError: it is no such index.
+    """
+    try:
+        return sorted({str(name) for name in load_json(index)["weight_map"].values()})
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        raise CheckpointError(f"{index} is not an index of weight files; copy it again") from None
+
+
+def read_header(file: BinaryIO, size: int) -> bytes:
+    """The header of a safetensors file of so many bytes, from its beginning on; empty where it has none."""
+    length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+    return file.read(length) if 0 < length <= min(_MAX_HEADER_BYTES, size - LENGTH_BYTES) else b""
+
+
+def header_entries(header: bytes) -> dict[str, Any]:
+    """A header's entries by the names of their tensors.
+
+    Raises:
+        ValueError, AttributeError: it is broken.
+    """
+    return {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
+
+
+def read_file(path: Path) -> tuple[Tensor, ...]:
+    """The tensors of one safetensors file.
+
+    Raises:
+        CheckpointError: it cannot be read, is cut short, is no safetensors file, or has a type unknown here.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            header = read_header(file, size)
+            file.seek(0)
+            is_pointer = file.read(LENGTH_BYTES) == b"version "
+    except OSError as error:
+        raise CheckpointError(unreadable(path, error)) from error
+    if is_pointer:
+        raise CheckpointError(f"{path} is only a git-lfs pointer to the weights; copy it again")
+    if not header:
+        raise CheckpointError(
+            f"{path} is cut short or not a safetensors file ({size:,} bytes); copy it again"
+        )
+    try:
+        entries = header_entries(header)
+        tensors = tuple(
+            Tensor(name, str(entry["dtype"]), tuple(map(int, entry["shape"])))
+            for name, entry in entries.items()
+        )
+        data_bytes = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        expected = LENGTH_BYTES + len(header) + data_bytes
+    except (ValueError, KeyError, IndexError, AttributeError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path} has a broken header; copy it again") from error
+    if unknown := next((tensor for tensor in tensors if tensor.dtype not in _BITS), None):
+        raise CheckpointError(
+            f"{path}: tensor {unknown.name} has the type {unknown.dtype}, which is unknown here; use a newer "
+            "release"
+        )
+    if size != expected:
+        raise CheckpointError(f"{path} has {size:,} bytes and should have {expected:,}; copy it again")
+    return tensors
+
+
+def is_left_out(name: str) -> bool:
+    """Whether a tensor of this name is of no use to a classifier: another task's head, a buffer, a setting."""
+    return _DROPPED.search(name) is not None
+
+
+def stands_beside_packed(name: str) -> bool:
+    """Whether a tensor of this name belongs to weights that are stored quantized."""
+    return _BESIDE_PACKED.search(name) is not None
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
@@ -32,11 +179,14 @@ def weight_problems(folder: Path, allow_pickle: bool = False) -> Iterator[str]:
         allow_pickle: they may be pickles, of which the worker reads no more than tensors.
     """
     files = weight_files(folder)
-    others = [path for path in folder.glob("*.p*t*") if re.fullmatch(r".*\.(pt|pth)", path.name)]
-    others = sorted(path for path in others if not _TRAINERS.fullmatch(path.name))
-    if not files and others:
+    pickles = sorted(
+        path
+        for path in folder.glob("*.pt*")
+        if re.fullmatch(r"\.pth?", path.suffix) and not _TRAINERS.fullmatch(path.name)
+    )
+    if not files and pickles:
         yield (
-            f"{others[0]} is a pickle of a kind that transformers does not read; load it where you trust it, and "
+            f"{pickles[0]} is a pickle of a kind that transformers does not read; load it where you trust it, and "
             "save it with save_pretrained, which writes safetensors"
         )
     elif not files:
@@ -49,10 +199,16 @@ def weight_problems(folder: Path, allow_pickle: bool = False) -> Iterator[str]:
         try:
             if path.suffix == ".safetensors":
                 read_file(path)
-            elif allow_pickle and _is_cut_short(path):
-                yield f"{path} is cut short; copy it again"
+            elif allow_pickle:
+                # torch writes archives whose table of contents stands at the end; before 1.6 it wrote bare pickles.
+                with path.open("rb") as file:
+                    starts_as_archive = file.read(2) == b"PK"
+                if starts_as_archive and not zipfile.is_zipfile(path):
+                    yield f"{path} is cut short; copy it again"
         except CheckpointError as error:
             yield from error.problems
+        except OSError as error:
+            yield unreadable(path, error)
 
 
 def pickle_refused(path: Path) -> str:
@@ -65,25 +221,17 @@ def pickle_refused(path: Path) -> str:
 
 def _index_problems(index: Path, files: tuple[Path, ...], allow_pickle: bool) -> Iterator[str]:
     try:
-        shards = {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        yield f"{index} is not an index of weight files; copy it again"
+        shards = shards_of(index)
+    except CheckpointError as error:
+        yield from error.problems
         return
-    pickles = sorted(name for name in shards if not name.endswith(".safetensors"))
+    pickles = [name for name in shards if not name.endswith(".safetensors")]
     # transformers goes by each file's ending, whatever the index is called.
     if pickles and not allow_pickle and index.name.endswith(".safetensors.index.json"):
         yield pickle_refused(index.parent / pickles[0])
-    missing = sorted(name for name in shards if not (index.parent / name).is_file())
+    missing = [name for name in shards if not (index.parent / name).is_file()]
     if missing and any(path.suffix == Path(missing[0]).suffix for path in files):
-        what = missing[0] if len(missing) == 1 else f"{len(missing)} files, {missing[0]} the first of them"
-        yield f"{index} names {what}, which {'is' if len(missing) == 1 else 'are'} not there; copy what is missing"
-
-
-def _is_cut_short(path: Path) -> bool:
-    # torch writes archives whose table of contents stands at the end; before 1.6 it wrote bare pickles.
-    try:
-        with path.open("rb") as file:
-            starts_as_archive = file.read(2) == b"PK"
-    except OSError as error:
-        raise CheckpointError(unreadable(path, error)) from error
-    return starts_as_archive and not zipfile.is_zipfile(path)
+        what = f"{missing[0]}, which is"
+        if len(missing) > 1:
+            what = f"{len(missing)} files, {missing[0]} the first of them, which are"
+        yield f"{index} names {what} not there; copy what is missing"

@@ -15,7 +15,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
-from ensemble.members.huggingface.checkpoint.safetensors_headers import is_left_out, stands_beside_packed
+from ensemble.members.huggingface.checkpoint.weight_files import is_left_out, stands_beside_packed
 from ensemble.members.huggingface.loading.adapter import some
 from ensemble.members.huggingface.spec import ModelSpec
 

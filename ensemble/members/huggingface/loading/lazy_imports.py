@@ -1,15 +1,12 @@
-"""Imports torch and transformers without what scoring texts never needs: half of a worker's start-up.
+"""Lazy imports: torch and transformers without what scoring texts never needs, for half the CPU time of a start.
 
 What is left out:
 
 * garbage collections while a million objects are made, all of which stay;
-* ``torch.distributed.tensor`` and its kin.  transformers asks ``torch.distributed.is_available()`` first, because
-  some builds of torch lack them, and a worker is never one of several ranks;
-* ``torch._dynamo``, the compiler: transformers decorates functions with it.  ``torch.compile`` still works, and
-  imports it then;
-* ``scipy.optimize``, where scipy is installed: the losses of object detection take one function of it;
-* sympy.  While a model has no memory yet (on the meta device), torch asks of each size whether it is a symbol;
-* reading all of transformers' models twice, each time line by line, for the names that they export.
+* the compiler ``torch._dynamo``, sympy and ``scipy.optimize``, which transformers and torch import for a decorator,
+  a check or one function.  Each has a stand-in that makes way for the real module once more is asked of it;
+* ``torch.distributed.tensor`` and its kin: a worker is never one of several ranks;
+* reading all of transformers' models twice for the names that they export.
 """
 
 from __future__ import annotations
@@ -21,54 +18,38 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ensemble.members.huggingface.loading.lazy_modules import (
-    after_import,
-    call_later,
-    class_later,
-    forget,
-    forget_all,
-    mark_later,
-    plain_later,
-    wait,
-    wrap_later,
-)
+# In torch's package of the compiler, but not a part of it; transformers' masking_utils imports it.
+_APART = "torch._dynamo._trace_wrapped_higher_order_op"
 
-_DYNAMO = "torch._dynamo"
-_DECORATORS = {"disable": wrap_later, "allow_in_graph": mark_later, "assume_constant_result": mark_later}
-# transformers' masking_utils imports it by itself; in torch it stands apart from the compiler.
-_TRANSFORM = f"{_DYNAMO}._trace_wrapped_higher_order_op"
-
-# What these say of plain values, beside symbols (torch/fx/experimental/symbolic_shapes.py).
-_PLAIN: dict[str, tuple[Callable[[Any], bool], Callable[..., Any]]] = {
+# What torch.fx.experimental.symbolic_shapes says of sizes that are plain numbers, while a model has no memory yet
+# (on the meta device); None: asked of symbols only, and imported beside the others.
+OF_SIZES: dict[str, Callable[..., Any] | None] = {
     **dict.fromkeys(
         (
-            *("expect_true", "guard_bool", "guard_or_false", "guard_or_true"),
-            *("guard_size_oblivious", "statically_known_true"),
+            *("expect_true", "definitely_true", "statically_known_true", "guard_bool", "guard_or_false"),
+            *("guard_or_true", "guard_size_oblivious"),
         ),
-        (lambda value: type(value) is bool, lambda value: value),
+        lambda value: value,
     ),
-    "sym_and": (lambda value: type(value) is bool, lambda *values: all(values)),
-    "sym_or": (lambda value: type(value) is bool, lambda *values: any(values)),
-    "sym_eq": (lambda value: _is_shape(value), lambda one, other: tuple(one) == tuple(other)),
-    "is_nested_int": (lambda value: type(value) is int, lambda value: False),
-}
-_SYMBOLS = {
-    **{name: plain_later(is_plain, answer) for name, (is_plain, answer) in _PLAIN.items()},
-    # Imported beside those, and asked of symbols only.
-    **dict.fromkeys(("guarding_hint_or_throw", "has_guarding_hint"), call_later),
+    "sym_and": lambda *values: all(values),
+    "sym_or": lambda *values: any(values),
+    "sym_eq": lambda one, other: tuple(one) == tuple(other),
+    **dict.fromkeys(("has_free_unbacked_symbols", "is_nested_int"), lambda value: False),
+    **dict.fromkeys(("guarding_hint_or_throw", "has_guarding_hint", "size_hint")),
 }
 
 
 def import_torch_and_transformers() -> None:
-    """Import both, lean; what another release of theirs has elsewhere is imported in the ordinary way.
+    """Import both and all that a member needs, lazily; plainly where that fails or ENSEMBLE_PLAIN_IMPORTS is set.
 
-    Where that fails, or ``ENSEMBLE_PLAIN_IMPORTS`` is set, both are imported as anybody would.  Does nothing to
-    them where transformers is imported already.
+    Does nothing to them where transformers is imported already.
 
     Raises:
         ImportError: one of them is missing or broken.
@@ -76,33 +57,19 @@ def import_torch_and_transformers() -> None:
     import torch
 
     if "transformers" not in sys.modules and not os.environ.get("ENSEMBLE_PLAIN_IMPORTS"):
-        really_available = getattr(torch.distributed, "is_available", None)
         try:
-            _leave_out(torch)
-            # transformers imports a name when somebody asks for it: these bring in what a worker needs.
-            _import_all()
+            with _no_distributed(torch.distributed):
+                _leave_out()
+                _read_models_once()
+                _import_all()
         except Exception as error:
             logging.getLogger(__name__).warning("importing everything after all: %r", error)
-            if really_available is not None:
-                torch.distributed.is_available = really_available
-            forget_all()
+            for module in list(sys.modules.values()):
+                if isinstance(module, StandIn):
+                    module.make_way()
             for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
                 del sys.modules[name]
     _import_all()
-
-
-def _import_all() -> None:
-    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer  # noqa: F401
-    from transformers.modeling_layers import GenericForSequenceClassification  # noqa: F401
-
-
-def _leave_out(torch: Any) -> None:
-    _hide_distributed(torch.distributed)
-    _let_compiler_wait()
-    wait("scipy.optimize", {"linear_sum_assignment": call_later})
-    wait("sympy", {"Basic": class_later("torch._prims_common")})
-    wait("torch.fx.experimental.symbolic_shapes", _SYMBOLS)
-    after_import("transformers.utils.import_utils", _look_once)
 
 
 @contextlib.contextmanager
@@ -118,62 +85,123 @@ def no_collections() -> Iterator[None]:
             gc.enable()
 
 
-def _hide_distributed(distributed: Any) -> None:
-    """Let transformers, and nobody else, believe that this torch was built without ``torch.distributed``."""
-    really = getattr(distributed, "is_available", None)
-    if really is None:
-        return
+class StandIn(ModuleType):
+    """Has a few names of a module that is imported once any other is asked for, or a submodule.
 
-    @functools.wraps(really)
-    def is_available() -> bool:
-        asking = sys._getframe(1).f_globals.get("__name__") or ""
-        return not asking.startswith("transformers.") and really()
+    What its names stand for must be right as long as the module is not there: before sympy is imported nothing is
+    an instance of its ``Basic``, and torch's checks of sizes meet no symbols.
 
-    distributed.is_available = is_available
-
-
-def _let_compiler_wait() -> None:
-    if not wait(_DYNAMO, _DECORATORS, alone=[_TRANSFORM]):
-        return
-    try:
-        importlib.import_module(_TRANSFORM)
-    except ImportError:  # in this release it does not stand apart, or is not there
-        forget(_DYNAMO)
-
-
-def _is_shape(value: object) -> bool:
-    return isinstance(value, (tuple, list)) and all(type(size) is int for size in value)
-
-
-def _look_once(import_utils: ModuleType) -> None:
-    """Let transformers read its models once, and of each file what follows the last ``__all__`` of a line's start.
-
-    ``fetch__all__`` looks for the last line that starts so, hence finds the same there.
+    Args:
+        names: their values; None: a function that is the module's own once it is called.
     """
-    find = getattr(import_utils, "fetch__all__", None)
-    scan = getattr(import_utils, "create_import_structure_from_path", None)
-    if find is None or scan is None:
-        return
-    known: dict[str, dict[Any, Any]] = {}
 
-    @functools.wraps(find)
-    def find_at_the_end(text: str) -> Any:
-        return find(text[text.rfind("\n__all__") + 1 :])
+    def __init__(self, name: str, spec: ModuleSpec, names: Mapping[str, Any]) -> None:
+        super().__init__(name)
+        vars(self).update(__spec__=spec, __path__=spec.submodule_search_locations, _names=tuple(names))
+        for known, value in names.items():
+            setattr(self, known, self._later(known) if value is None else value)
 
-    @functools.wraps(scan)
-    def scan_once(path: Any) -> dict[Any, Any]:
-        # A file stands for its folder.
-        folder = str(Path(path).parent if Path(path).is_file() else path)
-        if folder not in known:
-            known[folder] = scan(folder)
-        return _copied(known[folder])
+    def __getattr__(self, name: str) -> Any:
+        # Whoever goes through all of sys.modules asks for such names (inspect, warnings), and wants nothing.
+        if name.startswith("__"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        return getattr(self.make_way(), name)
 
-    import_utils.fetch__all__ = find_at_the_end  # type: ignore[attr-defined]
-    import_utils.create_import_structure_from_path = scan_once  # type: ignore[attr-defined]
+    def _later(self, name: str) -> Callable[..., Any]:
+        return lambda *values, **named: getattr(self.make_way(), name)(*values, **named)
+
+    def make_way(self) -> ModuleType:
+        """The real module, imported as ever."""
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+            for name in self._names:  # whoever holds the stand-in gets the real ones, too
+                delattr(self, name)
+        return importlib.import_module(self.__name__)
 
 
-def _copied(structure: dict[Any, Any]) -> dict[Any, Any]:
-    """Folders, modules and their sets of names anew: whoever asked may change them."""
-    return {
-        key: _copied(value) if isinstance(value, dict) else set(value) for key, value in structure.items()
-    }
+class _Submodules(MetaPathFinder):
+    """Lets a stand-in make way before the first of its package's submodules is imported."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        package = sys.modules.get(fullname.rpartition(".")[0])
+        if not isinstance(package, StandIn) or fullname == _APART:
+            return None
+        package.make_way()
+        # Most likely the package has imported it, and the import that asked must not make a second one.
+        made = sys.modules.pop(fullname, None)
+        return (
+            None if made is None else ModuleSpec(fullname, _Made(made), is_package=hasattr(made, "__path__"))
+        )
+
+
+class _Made(Loader):
+    def __init__(self, module: ModuleType) -> None:
+        self.create_module = lambda spec: module  # type: ignore[method-assign]
+
+    def exec_module(self, module: ModuleType) -> None:
+        """There is nothing left to do."""
+
+
+def _leave_out() -> None:
+    decorators = dict.fromkeys(("disable", "allow_in_graph", "assume_constant_result"), _undecorated)
+    _stand_in("torch._dynamo", decorators)
+    _stand_in("sympy", {"Basic": type("Basic", (), {})})
+    _stand_in("torch.fx.experimental.symbolic_shapes", OF_SIZES)
+    _stand_in("scipy.optimize", {"linear_sum_assignment": None})  # for the losses of object detection
+    sys.meta_path.insert(0, _Submodules())
+
+
+def _stand_in(name: str, names: Mapping[str, Any]) -> None:
+    package, _, _ = name.rpartition(".")
+    with contextlib.suppress(ImportError):  # SciPy need not be there
+        path = importlib.import_module(package).__path__ if package else None
+        spec = PathFinder.find_spec(name, path)
+        if name not in sys.modules and spec is not None:
+            sys.modules[name] = StandIn(name, spec, names)
+
+
+def _undecorated(function: Any = None, *_: object, **__: object) -> Any:
+    return _undecorated if function is None else function
+
+
+@contextlib.contextmanager
+def _no_distributed(distributed: Any) -> Iterator[None]:
+    """Lets transformers believe, while it is imported, that this torch was built without ``torch.distributed``."""
+    really = getattr(distributed, "is_available", None)
+    distributed.is_available = lambda: False
+    try:
+        yield
+    finally:
+        if really is not None:
+            distributed.is_available = really
+
+
+def _import_all() -> None:
+    # transformers imports a name when somebody asks for it: these bring in what a worker needs.
+    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer  # noqa: F401
+    from transformers.modeling_layers import GenericForSequenceClassification  # noqa: F401
+
+
+def _read_models_once() -> None:
+    """Give transformers' package of models the names that transformers itself has read from its files just now."""
+    import transformers
+    from transformers.utils import import_utils
+
+    define = import_utils.define_import_structure
+    models = Path(transformers.__file__).parent / "models"
+
+    @functools.wraps(define)
+    def define_once(path: Any, prefix: str | None = None) -> Any:
+        if prefix is None and Path(path) == models / "__init__.py":
+            known = define(models, prefix="models")  # as transformers asks: it keeps the answer
+            return {
+                needs: {
+                    name[7:]: exported for name, exported in modules.items() if name.startswith("models.")
+                }
+                for needs, modules in known.items()
+            }
+        return define(path, prefix)
+
+    import_utils.define_import_structure = define_once

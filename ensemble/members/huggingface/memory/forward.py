@@ -1,7 +1,7 @@
-"""PURE: how many bytes a member's weights take, and what a forward pass takes beside them.
+"""PURE: how many bytes a forward pass takes beside the weights.
 
-Arithmetic over what ``tensors`` and ``architecture`` have read; nothing is loaded.  The forms come from reading
-transformers' modelling code (5.x) and are held to what a tracker of live tensors sees (tests/test_memory.py).
+Arithmetic over the numbers of a ``config.json``; nothing is loaded.  The forms come from reading transformers'
+modelling code (5.x) and are held to what a tracker of live tensors sees (tests/planning/test_memory.py).
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ from typing import Any
 
 from ensemble.members.footprint import Activation, Stage
 from ensemble.members.huggingface.checkpoint.architecture import Architecture
-from ensemble.members.huggingface.checkpoint.loaded_size import DTYPE_BYTES, Dtype, weights
 from ensemble.members.huggingface.checkpoint.quantization_keys import quantized_bits
-
-__all__ = ["Dtype", "activation", "cuda_context_bytes", "weights"]
+from ensemble.members.huggingface.memory.loaded_size import DTYPE_BYTES, Dtype
 
 # Post-norm encoders: BERT and what was made from its code.
 _LIKE_BERT = frozenset("bert camembert data2vec-text distilbert electra ernie roberta xlm-roberta".split())
@@ -67,13 +65,28 @@ def activation(
         capability: of the GPU; None counts as 8.0 or above.
     """
     a, size = architecture, DTYPE_BYTES[dtype]
-    stages = [*_attention_stages(a, size, attention, on_gpu, padded, capability)]
-    stages.append(_mlp_stage(a, size, attention, padded, quantization))
+    mask = _mask(a, size, attention, padded)
+    bits, computed = quantized_bits(quantization), _compute_bytes(size, quantization)
+    mlp = size * (_hidden_copies(a) * a.hidden + a.inner_copies * a.intermediate)
+    if bits == 8:
+        # The product of int8 is int32, then half precision; the input is quantized first.
+        mlp += (4 + 2 - size) * a.intermediate + a.hidden
+    elif bits == 4 and computed != size:
+        # Input and output once more in the type that bitsandbytes computes in.
+        mlp += computed * (a.hidden + a.intermediate)
+    # The layer's forward still names the attention weights that eager attention gave it.
+    scores = a.heads * size if attention == "eager" and not a.relative_terms else 0
+    stages = _attention_stages(a, size, attention, mask, on_gpu, padded, capability)
+    stages.append(Stage(mlp + _INPUT_BYTES, mask + scores))
     if not pools_last_token:
         # Hidden states before and after the last norm; the logits, and those in float32.
         head = 2 * a.hidden * size + num_labels * (size + 4)
-        stages.append(Stage(head + _INPUT_BYTES, _mask(a, size, attention, padded)))
-    fixed = _dequantized_bytes(a, size, quantization)
+        stages.append(Stage(head + _INPUT_BYTES, mask))
+    fixed = 0
+    if bits == 4 or (a.quant_method == "bitsandbytes" and a.quant_bits == 4):
+        # The largest linear layer's weight, which bitsandbytes makes anew from 4 bits for every product.
+        largest = a.hidden * max(a.intermediate * (2 if a.fused_gate else 1), a.heads * a.head_dim)
+        fixed = largest * _compute_bytes(size, quantization or a.quantization)
     if a.relative_terms:
         # The table of relative positions: normed, and projected to keys and queries, in two layouts each.
         fixed += 5 * 2 * a.position_buckets * a.hidden * size
@@ -97,10 +110,6 @@ def _hidden_copies(a: Architecture) -> int:
     )  # of an unknown family the worst that is known, and one more
 
 
-def _is_known(a: Architecture) -> bool:
-    return a.relative_terms > 0 or a.model_type in _LIKE_BERT | _LIKE_LLAMA | _LIKE_GPT2
-
-
 def _mask(a: Architecture, size: int, attention: str, padded: bool) -> float:
     """Bytes per token pair of the masks that live throughout: floats for eager attention, booleans for sdpa."""
     if a.relative_terms:
@@ -111,35 +120,24 @@ def _mask(a: Architecture, size: int, attention: str, padded: bool) -> float:
     return float(a.masks) if attention == "flex_attention" or (attention == "sdpa" and padded) else 0.0
 
 
-def _mlp_stage(
-    a: Architecture, size: int, attention: str, padded: bool, quantization: Mapping[str, Any] | None
-) -> Stage:
-    per_token = size * (_hidden_copies(a) * a.hidden + a.inner_copies * a.intermediate)
-    if quantized_bits(quantization) == 8:
-        # The product of int8 is int32, then half precision; the input is quantized first.
-        per_token += (4 + 2 - size) * a.intermediate + a.hidden
-    elif quantized_bits(quantization) == 4 and (computed := _compute_bytes(size, quantization)) != size:
-        # Input and output once more in the type that bitsandbytes computes in.
-        per_token += computed * (a.hidden + a.intermediate)
-    pair = _mask(a, size, attention, padded)
-    if attention == "eager" and not a.relative_terms:
-        pair += a.heads * size  # the layer's forward still names the attention weights it was given
-    return Stage(per_token + _INPUT_BYTES, pair)
-
-
 def _attention_stages(
-    a: Architecture, size: int, attention: str, on_gpu: bool, padded: bool, capability: tuple[int, int] | None
+    a: Architecture,
+    size: int,
+    attention: str,
+    mask: float,
+    on_gpu: bool,
+    padded: bool,
+    capability: tuple[int, int] | None,
 ) -> list[Stage]:
     queries, keys = a.heads * a.head_dim, a.kv_heads * a.head_dim
-    held: float = size * (_hidden_copies(a) - 1) * a.hidden + _INPUT_BYTES
-    if not _is_known(a):
-        held += 2 * 2 * 4 * queries  # some turn queries and keys in float32
-    mask = _mask(a, size, attention, padded)
+    live: float = size * (_hidden_copies(a) - 1) * a.hidden + _INPUT_BYTES
     if a.relative_terms:
-        return _disentangled(a, size, held + size * 3 * queries, mask)
+        return _disentangled(a, size, live + size * 3 * queries, mask)
+    if a.model_type not in _LIKE_BERT | _LIKE_LLAMA | _LIKE_GPT2:
+        live += 2 * 2 * 4 * queries  # some turn queries and keys in float32
     # Rotary embedding: beside queries, keys and values three more tensors like the queries.
-    rotary = Stage(held + size * (4 * queries + 2 * keys), mask)
-    given = held + size * (queries + 2 * keys)
+    rotary = Stage(live + size * (4 * queries + 2 * keys), mask)
+    given = live + size * (queries + 2 * keys)
     repeated = 2 * size * queries if a.kv_heads < a.heads else 0
     if attention == "eager":
         return [rotary, Stage(given + repeated, mask + a.heads * _score_bytes(a, size, on_gpu))]
@@ -173,7 +171,7 @@ def _score_bytes(a: Architecture, size: int, on_gpu: bool) -> float:
     return size + 4.0 + (size if on_gpu else 4.0)
 
 
-def _disentangled(a: Architecture, size: int, held: float, mask: float) -> list[Stage]:
+def _disentangled(a: Architecture, size: int, live: float, mask: float) -> list[Stage]:
     """DeBERTa's attention: scores between contents, from contents to positions, from positions to contents.
 
     Each of the latter two is a product with the table of positions, [heads, width, 2 * buckets], out of which
@@ -184,8 +182,8 @@ def _disentangled(a: Architecture, size: int, held: float, mask: float) -> list[
     table = 0 if a.model_type == "deberta" else 2 * 2 * a.position_buckets * a.hidden * size
     product = 2 * a.position_buckets * scores
     return [
-        Stage(held + product, mask + 2 * a.relative_terms * scores, table),
-        Stage(held, mask + (1 + 2 * a.relative_terms) * scores, table),
+        Stage(live + product, mask + 2 * a.relative_terms * scores, table),
+        Stage(live, mask + (1 + 2 * a.relative_terms) * scores, table),
     ]
 
 
@@ -193,11 +191,3 @@ def _compute_bytes(size: int, quantization: Mapping[str, Any] | None) -> int:
     # transformers' BitsAndBytesConfig computes in float32 unless it is told otherwise.
     name = str((quantization or {}).get("bnb_4bit_compute_dtype") or "float32").removeprefix("torch.")
     return {"float16": 2, "bfloat16": 2, "float32": 4}.get(name, size)
-
-
-def _dequantized_bytes(a: Architecture, size: int, quantization: Mapping[str, Any] | None) -> int:
-    """The largest linear layer's weight, which bitsandbytes makes anew from 4 bits for every product."""
-    if quantized_bits(quantization) != 4 and not (a.quant_method == "bitsandbytes" and a.quant_bits == 4):
-        return 0
-    largest = a.hidden * max(a.intermediate * (2 if a.fused_gate else 1), a.heads * a.head_dim)
-    return largest * _compute_bytes(size, quantization or a.quantization)

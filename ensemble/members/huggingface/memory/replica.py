@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from ensemble.members.footprint import Activation, Capability, Footprint, MemoryEstimate, Weights
+from ensemble.members.footprint import Activation, Capability, Footprint, MemoryEstimate
 from ensemble.members.huggingface.attention import choose_attention, leaves_out_cap, no_cap_text
 from ensemble.members.huggingface.checkpoint.architecture import Architecture
-from ensemble.members.huggingface.checkpoint.safetensors_headers import Tensor
-from ensemble.members.huggingface.memory.forward import Dtype, activation, cuda_context_bytes, weights
+from ensemble.members.huggingface.checkpoint.weight_files import Tensor
+from ensemble.members.huggingface.memory.forward import activation, cuda_context_bytes
+from ensemble.members.huggingface.memory.loaded_size import Dtype, weights
 from ensemble.members.huggingface.settings import HuggingFaceSettings
 
 # What a Python with torch, transformers and CUDA-less libraries holds on a CPU before any weights.
@@ -100,7 +101,7 @@ def footprint(
     """
     if facts.tensors is None or facts.architecture is None:
         return None
-    architecture = facts.architecture
+    architecture, tensors = facts.architecture, facts.tensors
     dtype = chosen_dtype(model.dtype, stored_dtype(facts), gpus, capability)
     settings = quantization or model.quantization_config
     if settings is not None and settings.get("load_in_4bit"):
@@ -108,49 +109,27 @@ def footprint(
     attention = chosen_attention(model, facts, dtype, gpus, capability)
     assert attention is not None  # as the architecture is known
     # Rows of one length need no mask; what transformers then takes for shared keys can need more.
+    form = (architecture, dtype, attention, facts.num_labels, settings, gpus > 0)
     padded, even = (
-        activation(
-            architecture,
-            dtype,
-            attention,
-            facts.num_labels,
-            settings,
-            on_gpu=gpus > 0,
-            padded=is_padded,
-            pools_last_token=facts.pools_last_token,
-            capability=capability,
-        )
-        for is_padded in (True, False)
+        activation(*form, is_padded, facts.pools_last_token, capability) for is_padded in (True, False)
     )
-    longest = int(facts.lengths.max(initial=1))
-    base = weights(
-        facts.tensors,
-        architecture,
-        dtype,
-        settings,
-        facts.num_labels,
-        is_adapter_base=bool(facts.adapter_bytes),
-    )
-    if facts.adapter_bytes:
-        grown = base.bytes + facts.adapter_bytes
-        base = Weights(base.parameters, grown, base.largest_layer_bytes)
+    has_adapter = facts.adapter_bytes > 0
+    base = weights(tensors, architecture, dtype, settings, facts.num_labels, is_adapter_base=has_adapter)
+    base = replace(base, bytes=base.bytes + facts.adapter_bytes)
+    stored_bytes = sum(tensor.stored_bytes for tensor in tensors)
+    # What of the file is not itself the loaded weights, which stay mapped where the type is the stored one.
+    is_mapped = abs(stored_bytes - base.bytes) < 0.02 * stored_bytes
     return Footprint(
         weights=base,
         activation=Activation((*padded.stages, *even.stages), max(padded.fixed_bytes, even.fixed_bytes)),
         context_bytes=cuda_context_bytes(capability) if gpus else PROCESS_BYTES,
-        mapped_bytes=_mapped_bytes(facts.tensors, base.bytes),
+        mapped_bytes=0 if is_mapped else stored_bytes,
         dtype=dtype,
         quantization=quantization_name(settings, architecture),
         attention=attention,
         # A token is a byte at the least; templates and special tokens add some.
-        width=min(facts.max_length, longest + 64),
+        width=min(facts.max_length, int(facts.lengths.max(initial=1)) + 64),
     )
-
-
-def _mapped_bytes(tensors: Sequence[Tensor], loaded_bytes: int) -> int:
-    """What of the file is not itself the loaded weights, which stay mapped where the type is the stored one."""
-    stored = sum(tensor.stored_bytes for tensor in tensors)
-    return 0 if abs(stored - loaded_bytes) < 0.02 * stored else stored
 
 
 def stored_dtype(facts: CheckpointFacts) -> str | None:

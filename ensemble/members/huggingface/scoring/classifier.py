@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import nullcontext
 from enum import Enum
 from typing import Any
 
@@ -16,7 +15,7 @@ from ensemble.common.protocol import Activation
 from ensemble.members.huggingface.loading.device_map import input_device, last_device
 from ensemble.members.huggingface.scoring.device_queue import Batch, on_device, padded, unused_token
 from ensemble.members.huggingface.scoring.encode import Encoded
-from ensemble.members.huggingface.scoring.last_token_layer import narrow
+from ensemble.members.huggingface.scoring.last_token_layer import last_token_only, last_token_parts
 
 
 class Shortcut(Enum):
@@ -49,14 +48,14 @@ class Classifier:
         self._pad_token_id = pad_token_id
         is_generic = _has_forward_of_generic(model)
         self._searches_pad_token = not is_generic and _searches_pad_token(model)
-        self._narrow = narrow(model)
+        self._last_token_parts = last_token_parts(model)
         # On the right, whatever side the tokenizer names: positions start at 0 there, encoders pool their first
         # token, and causal attention does not see it. Only XLNet pools whatever stands last.
         self._pad_left = model.config.model_type == "xlnet"
         can_be = {
             Shortcut.LAST_TOKEN: self._searches_pad_token and _has_body_and_score(model),
             Shortcut.NO_MASK: not self._pad_left and _is_causal(model),
-            Shortcut.NARROW: self._narrow is not None,
+            Shortcut.NARROW: bool(self._last_token_parts),
         }
         self.possible = frozenset(shortcut for shortcut, it_can in can_be.items() if it_can)
         self.taken = {Shortcut.LAST_TOKEN} if is_generic else set()
@@ -97,8 +96,7 @@ class Classifier:
         backbone = getattr(model, model.base_model_prefix)
         if self._searches_pad_token:  # nobody looks for it here, and some bodies warn of it
             model.config.pad_token_id = model.config.get_text_config().pad_token_id = None
-        narrows = self._narrow is not None and Shortcut.NARROW in self.taken
-        with self._narrow.at(batch.last) if self._narrow and narrows else nullcontext():
+        with last_token_only(self._last_token_parts if Shortcut.NARROW in self.taken else [], batch.last):
             hidden = backbone(**batch.inputs, use_cache=False).last_hidden_state
         last = batch.last.to(hidden.device)
         pooled = hidden[torch.arange(len(last), device=hidden.device), last]

@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from ensemble.data.json_cells import TemplateProblem, replace_lone_surrogates
 from ensemble.data.template import compile_template
-from ensemble.members.huggingface.scoring.shared_prefix import SharedPrefix
 from ensemble.members.huggingface.spec import ModelSpec
 
 # Rows that the tokenizer gets at a time: enough for all of its threads, a moment's work for the slowest.
@@ -50,7 +49,6 @@ class Prompt:
         self._tokenizer = tokenizer
         self._max_length = max_length
         self._add_special_tokens = spec.add_special_tokens
-        self._prefix = SharedPrefix(tokenizer, self._call, max_length, spec.add_special_tokens)
         # What an empty row consists of where the tokenizer adds nothing of its own: a model needs one token.
         ids = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, 0)
         self._lone_token = next(token for token in ids if token is not None)
@@ -112,7 +110,7 @@ class Prompt:
         if len(self._columns) == 2:
             inputs, truncated = self._call([text[0] for text in texts], [text[1] for text in texts])
         else:
-            inputs, truncated = self._prefix.tokenize([str(text) for text in texts])
+            inputs, truncated = self._call([str(text) for text in texts])
         self._fill_empty(inputs)
         lengths = np.fromiter((len(ids) for ids in inputs["input_ids"]), dtype=np.int64, count=len(texts))
         return inputs, lengths, truncated

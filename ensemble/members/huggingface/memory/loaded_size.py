@@ -10,7 +10,7 @@ from typing import Any, Literal
 from ensemble.members.footprint import Weights
 from ensemble.members.huggingface.checkpoint.architecture import Architecture
 from ensemble.members.huggingface.checkpoint.quantization_keys import quantized_bits
-from ensemble.members.huggingface.checkpoint.safetensors_headers import (
+from ensemble.members.huggingface.checkpoint.weight_files import (
     Tensor,
     is_left_out,
     stands_beside_packed,
@@ -19,7 +19,6 @@ from ensemble.members.huggingface.checkpoint.safetensors_headers import (
 Dtype = Literal["float32", "float16", "bfloat16"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
-_FLOATS = ("F64", "F32", "F16", "BF16")
 _HEAD = re.compile(r"(^|\.)(score|classifier|classification_head)\.")
 _EMBEDDING = re.compile(r"embed|(^|\.)(wte|wpe|shared|relative_attention_bias)\.")
 # Heads stay as they are: the worker names these to bitsandbytes.
@@ -53,13 +52,18 @@ def weights(
     packed = {tensor.name.removesuffix(".absmax") for tensor in tensors if tensor.name.endswith(".absmax")}
     parameters = total = 0
     blocks: dict[str, int] = {}
-    kept = [tensor for tensor in tensors if not _is_dropped(tensor, tensors)]
+    # Encoder and decoder of one kind share their embeddings, which some checkpoints hold three times.
+    is_shared = any(tensor.name.endswith("shared.weight") for tensor in tensors)
+    kept = [
+        tensor
+        for tensor in tensors
+        if not is_left_out(tensor.name)
+        and not (is_shared and tensor.name.endswith("coder.embed_tokens.weight"))
+    ]
     if is_adapter_base or not any(_HEAD.search(tensor.name) for tensor in kept):
         kept.append(Tensor("score.weight", "F32", (num_labels, architecture.hidden)))
     for tensor in kept:
-        stored = tensor.dtype not in _FLOATS or bool(
-            architecture.quant_method and stands_beside_packed(tensor.name)
-        )
+        stored = not tensor.is_float or bool(architecture.quant_method and stands_beside_packed(tensor.name))
         loaded = tensor.stored_bytes if stored else tensor.elements * size
         if not stored and bits and _is_linear(tensor, architecture, quantization):
             loaded = _quantized_bytes(tensor, bits, quantization)
@@ -69,15 +73,6 @@ def weights(
         total += loaded
         parameters += _parameters(tensor, architecture, packed)
     return Weights(parameters, total, max(blocks.values()))
-
-
-def _is_dropped(tensor: Tensor, tensors: Sequence[Tensor]) -> bool:
-    if is_left_out(tensor.name):
-        return True
-    # Encoder and decoder of one kind share their embeddings, which some checkpoints hold three times.
-    return tensor.name.endswith("coder.embed_tokens.weight") and any(
-        other.name.endswith("shared.weight") for other in tensors
-    )
 
 
 def _is_linear(tensor: Tensor, architecture: Architecture, quantization: Mapping[str, Any] | None) -> bool:

@@ -6,12 +6,11 @@ from collections.abc import Iterator
 
 from ensemble.cli.layout import Table
 from ensemble.common.text import duration, gib, plural, shown_path
-from ensemble.members.base import Footprint
 from ensemble.pipeline.validate import Prepared
 from ensemble.pipeline.wait_for_gpus import held_texts
-from ensemble.planning.placement import Fit
 from ensemble.planning.plan import MemberPlan
 
+_HEADERS = "member,parameters,weights,batch tokens,activations,attention,overhead,peak,usable,fit".split(",")
 _VERDICTS = {
     "fits": "",
     "tight": "tight",
@@ -21,40 +20,25 @@ _VERDICTS = {
 }
 
 
-def opening_lines(prepared: Prepared) -> Iterator[str]:
-    """The table and the devices."""
+def view(prepared: Prepared) -> Iterator[str | Table]:
+    """The table and the devices; what one replica of each member takes, with a full batch of the longest rows, of
+    each of its devices; where it runs and why, its chunks and its time; then the whole run."""
+    plan, gpus, host = prepared.plan, prepared.outlook.gpus, prepared.outlook.host
     yield f"{shown_path(prepared.config.data.path)}: {plural(prepared.table.rows, 'row')}"
-    if prepared.inventory.note:
-        yield prepared.inventory.note
-    for number, gpu in enumerate(prepared.outlook.gpus):
-        capability = (
-            ""
-            if gpu.compute_capability is None
-            else ", compute capability {}.{}".format(*gpu.compute_capability)
-        )
+    yield prepared.inventory.note
+    for number, gpu in enumerate(gpus):
+        of = gpu.compute_capability
+        capability = "" if of is None else f", compute capability {of[0]}.{of[1]}"
         free = gib(gpu.total_bytes - gpu.used_bytes)
         yield f"GPU {number}: {gpu.name} ({gpu.uuid}){capability}, {free} of {gib(gpu.total_bytes)} free"
     yield from prepared.warnings
-    yield from held_texts(prepared.outlook.gpus)
-    host = prepared.outlook.host
-    if host is not None and any(one.needs_worker and not one.gpus for one in prepared.plan.members):
+    yield from held_texts(gpus)
+    if host is not None and any(one.needs_worker and not one.gpus for one in plan.members):
         yield f"CPU: {gib(host.total_bytes - host.used_bytes)} of {gib(host.total_bytes)} memory free"
-
-
-def memory_table(prepared: Prepared) -> Table:
-    """A row per member: what one replica takes of each of its devices, with a full batch of the longest rows."""
-    headers = "member,parameters,weights,batch tokens,activations,attention,overhead,peak,usable,fit"
-    rows = [(member.name, *_memory_cells(member)) for member in prepared.plan.members]
-    return Table(headers.split(","), rows, texts=["fit"])
-
-
-def placement_lines(prepared: Prepared) -> Iterator[str]:
-    """Where each member runs and why, its chunks and its time; then the whole run."""
-    plan = prepared.plan
+    yield Table(_HEADERS, [[one.name, *_memory_cells(one)] for one in plan.members], texts=["fit"])
     for member in plan.members:
         yield f"{member.name}: {'; '.join(_member_facts(prepared, member))}"
-    if plan.why:
-        yield plan.why
+    yield plan.why
     yield from plan.warnings
     if plan.problems:
         return
@@ -66,13 +50,15 @@ def placement_lines(prepared: Prepared) -> Iterator[str]:
 
 
 def _memory_cells(member: MemberPlan) -> list[str]:
-    needed, found = member.placement.footprint, _tightest(member)
+    placement, needed = member.placement, member.placement.footprint
     if not member.needs_worker:
-        return ["", "none", "", "", "", "", "", "", ""]
+        return ["", "none", *[""] * (len(_HEADERS) - 3)]
     if needed is None:
-        return ["", "not known", "", "", "", "", "", "", ""]
-    tokens = found.token_budget if found is not None else 0
-    tokens = max(tokens, needed.width)
+        return ["", "not known", *[""] * (len(_HEADERS) - 3)]
+    # The fit on the device with the least room, of those it runs on.
+    usable = [placement.fits[uuid] for uuid in placement.devices if uuid in placement.fits]
+    found = min(usable or placement.fits.values(), key=lambda one: one.room_bytes, default=None)
+    tokens = max(found.token_budget if found is not None else 0, needed.width)
     per_token, per_pair = needed.activation.line(needed.width)
     return [
         _count(needed.weights.parameters),
@@ -87,13 +73,6 @@ def _memory_cells(member: MemberPlan) -> list[str]:
     ]
 
 
-def _tightest(member: MemberPlan) -> Fit | None:
-    """The fit on the device with the least room, of those it runs on."""
-    placement = member.placement
-    usable = [placement.fits[uuid] for uuid in placement.devices if uuid in placement.fits]
-    return min(usable or placement.fits.values(), key=lambda one: one.room_bytes, default=None)
-
-
 def _member_facts(prepared: Prepared, member: MemberPlan) -> Iterator[str]:
     placement, needed = member.placement, member.placement.footprint
     if placement.problems:
@@ -106,7 +85,8 @@ def _member_facts(prepared: Prepared, member: MemberPlan) -> Iterator[str]:
     if placement.reason:
         yield placement.reason
     if needed is not None:
-        yield _numbers(needed)
+        stored = f"{needed.quantization} weights, {needed.dtype}" if needed.quantization else needed.dtype
+        yield f"{stored}, {needed.attention} attention"
         labels = len(prepared.config.labels)
         yield f"rows of up to {plural(needed.width, 'token')}, {plural(labels, 'label')} each"
     yield plural(len(member.chunks), "chunk")
@@ -116,8 +96,9 @@ def _member_facts(prepared: Prepared, member: MemberPlan) -> Iterator[str]:
 
 
 def _where(prepared: Prepared, member: MemberPlan) -> str:
+    replicas = plural(member.replicas, "replica")
     if not member.gpus:
-        return "on the CPU" if member.replicas == 1 else f"{plural(member.replicas, 'replica')} on the CPU"
+        return "on the CPU" if member.replicas == 1 else f"{replicas} on the CPU"
     numbers = {gpu.uuid: str(number) for number, gpu in enumerate(prepared.outlook.gpus)}
     there = [numbers[uuid] for uuid in member.placement.devices]
     where = f"GPU {there[0]}" if len(there) == 1 else f"GPUs {', '.join(there)}"
@@ -126,14 +107,8 @@ def _where(prepared: Prepared, member: MemberPlan) -> str:
     if member.gpus == member.replicas == 1 and len(there) > 1:
         return f"1 replica on GPU {' or '.join(there)}"
     spread = f" over {member.gpus} GPUs each" if member.gpus > 1 else ""
-    replicas = plural(member.replicas, "replica")
     later = "" if member.first_replicas == member.replicas else ", all but the first when GPUs are left over"
     return f"{replicas}{spread} on {where}{later}" if there else "no GPU has room now"
-
-
-def _numbers(needed: Footprint) -> str:
-    stored = f"{needed.quantization} weights, {needed.dtype}" if needed.quantization else needed.dtype
-    return f"{stored}, {needed.attention} attention"
 
 
 def _count(parameters: int) -> str:

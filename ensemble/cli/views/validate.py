@@ -10,16 +10,11 @@ from ensemble.pipeline.validate import Prepared
 _SHOWN_CHARACTERS = 160
 
 
-def validation_lines(prepared: Prepared) -> Iterator[str]:
+def view(prepared: Prepared) -> Iterator[str]:
     """The table, the devices, and per member its checkpoint, its weight and its first row's text."""
     config, table = prepared.config, prepared.table
     yield f"{shown_path(config.data.path)}: {plural(table.rows, 'row')}, ids in {config.data.id_column!r}"
-    for column, count in table.null_texts.items():
-        if count:
-            yield f"{plural(count, 'empty text')} in {column!r}, read as an empty string"
-    for text in (prepared.inventory.note, *prepared.warnings):
-        if text:
-            yield text
+    yield from (*table.remarks, prepared.inventory.note, *prepared.warnings)
     for gpu in prepared.inventory.gpus:
         yield f"{gpu.name} ({gpu.uuid}), {gib(gpu.used_bytes)} of {gib(gpu.total_bytes)} used"
     for member in prepared.plan.members:
@@ -31,13 +26,7 @@ def validation_lines(prepared: Prepared) -> Iterator[str]:
         summary = prepared.inspected[member.name].summary
         yield f"{member.name}: {summary}, weight {member.model.weight:g}, {how}"
         if member.name in prepared.previews:
-            yield _prompt_line(member.name, prepared.previews[member.name])
+            prompt = prepared.previews[member.name].replace("\n", "\\n")
+            cut = f"the first {_SHOWN_CHARACTERS} characters of " if len(prompt) > _SHOWN_CHARACTERS else ""
+            yield f"{member.name}: {cut}its first prompt: {prompt[:_SHOWN_CHARACTERS]}"
     yield f"All checks passed. A run would write its results to {shown_path(config.output_dir)}"
-
-
-def _prompt_line(name: str, prompt: str) -> str:
-    line = prompt.replace("\n", "\\n")
-    which = "its first prompt"
-    if len(line) > _SHOWN_CHARACTERS:
-        which = f"the first {_SHOWN_CHARACTERS} characters of {which}"
-    return f"{name}: {which}: {line[:_SHOWN_CHARACTERS]}"

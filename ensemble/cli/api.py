@@ -1,0 +1,279 @@
+"""The Python API: what the commands do, as functions for notebooks and scripts.
+
+They run in somebody else's process and leave nothing changed there: no module is kept out or loaded in a special
+way, no stream is replaced, and handlers of signals and loggers are put back.  Like the command line they tell no
+secrets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, TypeAlias, cast
+
+from ensemble.cli.layout import Page
+from ensemble.cli.views import lines
+from ensemble.common.errors import ConfigError, DataError, EnsembleError, Interrupted, OutputInUse
+from ensemble.common.packages import unsupported
+from ensemble.common.redact import Redactor
+from ensemble.common.text import did_you_mean, quoted
+from ensemble.config import LoadedConfig, RunConfig
+from ensemble.pipeline.load import load
+from ensemble.pipeline.run_dir import RunDir, holder
+from ensemble.pipeline.run_report import RunReport
+from ensemble.pipeline.status import RunStatus
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from ensemble.pipeline.validate import Prepared
+    from ensemble.planning.plan import Plan
+
+# {"models.gemma2.weight": 0.5} or ["models.gemma2.weight=0.5"], as --set takes them.
+Overrides: TypeAlias = Mapping[str, object] | Sequence[str]
+# One at a time: they share the log, the display, the signals and, above all, the GPUs.
+_running = threading.Lock()
+
+
+def run(
+    config: str | os.PathLike[str],
+    overrides: Overrides | None = None,
+    *,
+    fresh: bool = False,
+    quiet: bool = False,
+) -> Run:
+    """Run a config as ``ensemble run`` does; what an earlier run in its ``output_dir`` has done is kept.
+
+    Ctrl-C, or a notebook's interrupt, ends the run in order and then raises ``KeyboardInterrupt``.  In a thread
+    other than the main one no signal is heeded.
+
+    Args:
+        overrides: ``{"models.gemma2.weight": 0.5}``, or texts as ``--set`` takes them.
+        fresh: start over, whatever an earlier run did.
+        quiet: print nothing.
+
+    Raises:
+        EnsembleError: as the command fails.  After ``TimeLimitReached`` ensemble and submission are complete, and
+            ``open_run`` opens them.
+    """
+    from ensemble.cli.progress import choose_display
+    from ensemble.cli.views.summary import raise_unless_complete
+    from ensemble.pipeline.run import run as run_config
+
+    loaded = _load(config, overrides)
+    if not _running.acquire(blocking=False):
+        raise OutputInUse("a run goes on in this process; wait for it, or start this one in another process")
+    stream = _Redacted(sys.stdout, loaded.redactor)
+    try:
+        with _told(loaded.redactor):
+            report = run_config(loaded, choose_display(stream.as_file(), quiet), fresh, owns_process=False)
+            if not quiet:
+                for line in lines("summary", report, Page.of(stream.as_file())):
+                    print(line, file=stream.as_file(), flush=True)
+            raise_unless_complete(report)
+    finally:
+        _running.release()
+    return Run(loaded.config.output_dir)
+
+
+def validate(config: str | os.PathLike[str], overrides: Overrides | None = None) -> Preview:
+    """Check a config as ``ensemble validate`` does, without loading a model.
+
+    Raises:
+        EnsembleError: with every problem found.
+    """
+    return _preview("validate", config, overrides)
+
+
+def plan(config: str | os.PathLike[str], overrides: Overrides | None = None) -> Preview:
+    """What a config would take, as ``ensemble plan`` shows it; what fits nowhere is in its ``problems``.
+
+    Raises:
+        EnsembleError: with every other problem found.
+    """
+    return _preview("plan", config, overrides)
+
+
+def open_run(path: str | os.PathLike[str]) -> Run:
+    """Open the ``output_dir`` of a run, whether it goes on or has ended.
+
+    Raises:
+        DataError: no run has ever been there.
+    """
+    rundir = RunDir(Path(path))
+    if not rundir.run_json.exists() and holder(rundir) is None:
+        raise DataError(f"{path}: there is no run.json; name the output_dir of a run")
+    return Run(path)
+
+
+class Run:
+    """A run's directory, read anew at each look.  Printed, it is what ``ensemble status`` shows."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).absolute()
+        self._rundir = RunDir(self.path)
+
+    @property
+    def report(self) -> RunReport:
+        """What run.json says.
+
+        Raises:
+            DataError: it is not there yet, is damaged, or was written by another version.
+        """
+        return RunReport.read(self._rundir.run_json)
+
+    @property
+    def status(self) -> RunStatus:
+        """How far it is, or how it ended.
+
+        Raises:
+            DataError: as for ``report``.
+        """
+        return RunStatus.of(self.path)
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The names of those whose predictions are complete."""
+        return tuple(
+            path.name.removesuffix(".csv") for path in sorted(self._rundir.predictions_dir.glob("*.csv"))
+        )
+
+    def predictions(self, member: str) -> pd.DataFrame:
+        """A member's probabilities: a column per label, rows in the table's order, ids as text in the index.
+
+        Raises:
+            DataError: they are not complete, or there is no such member.
+        """
+        if member not in self.members:
+            raise DataError(
+                f"{self.path}: no predictions of {quoted(member)}"
+                f"{did_you_mean(member, self.members)}; complete are: {', '.join(self.members) or 'none'}"
+            )
+        return _frame(self._rundir.predictions(member))
+
+    @property
+    def ensemble(self) -> pd.DataFrame:
+        """The merged probabilities, as ``predictions`` has a member's.
+
+        Raises:
+            DataError: nothing has been merged.
+        """
+        if not self._rundir.ensemble.exists():
+            raise DataError(f"{self.path}: there is no ensemble.csv; its run has merged nothing yet")
+        return _frame(self._rundir.ensemble)
+
+    def __repr__(self) -> str:
+        return "\n".join(lines("status", self.status, Page()))
+
+
+class Preview:
+    """A run that has been checked and planned and not started.  Printed, it is what the command shows.
+
+    Attributes:
+        config: with all defaults.
+        plan: where each member would run, and how long all would take.
+        problems: why members fit nowhere, a sentence each; empty where all fit.
+    """
+
+    def __init__(self, view: str, prepared: Prepared) -> None:
+        self._view = view
+        self._prepared = prepared
+        self.config: RunConfig = prepared.config
+        self.plan: Plan = prepared.plan
+        self.problems: tuple[str, ...] = tuple(prepared.plan.problems)
+
+    def __repr__(self) -> str:
+        redactor = self._prepared.loaded.redactor
+        return redactor("\n".join(lines(self._view, self._prepared, Page())))
+
+
+def _preview(view: str, config: str | os.PathLike[str], overrides: Overrides | None) -> Preview:
+    from ensemble.pipeline.validate import prepare
+
+    loaded = _load(config, overrides)
+    with _told(loaded.redactor):
+        return Preview(view, prepare(loaded, must_fit=view == "validate"))
+
+
+def _load(config: str | os.PathLike[str], overrides: Overrides | None) -> LoadedConfig:
+    if found := [*unsupported()]:
+        raise ConfigError(found)
+    with _told(Redactor(os.environ)):
+        return load(Path(config), _texts(overrides or ()))
+
+
+def _texts(overrides: Overrides) -> Sequence[str]:
+    if isinstance(overrides, str):
+        raise ConfigError('overrides: give a mapping or a list, such as {"limit": 100} or ["limit=100"]')
+    if not isinstance(overrides, Mapping):
+        return overrides
+    texts = []
+    for key, value in overrides.items():
+        try:
+            texts.append(
+                f"{key}={json.dumps(value, ensure_ascii=False, default=os.fspath)}"
+            )  # which is YAML, too
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"overrides: {key} holds {quoted(repr(value))}; give numbers, texts, lists and mappings"
+            ) from None
+    return texts
+
+
+@contextlib.contextmanager
+def _told(redactor: Redactor) -> Iterator[None]:
+    """Errors without secrets, and a signal's own effect once all is in order."""
+    try:
+        yield
+    except EnsembleError as error:
+        error.problems = tuple(map(redactor, error.problems))
+        error.args = ("\n".join(error.problems),)
+        raise
+    except Interrupted as stopped:
+        # The caller's own handler is back: Python's raises KeyboardInterrupt for SIGINT.
+        signal.raise_signal(stopped.exit_code - 128)
+        raise
+
+
+class _Redacted:
+    """A stream of which the caller keeps the ownership: without secrets, and it never fails."""
+
+    def __init__(self, stream: IO[str], redactor: Redactor) -> None:
+        self._stream = stream
+        self._redactor = redactor
+
+    def as_file(self) -> IO[str]:
+        return cast(IO[str], self)
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.write(self._redactor(text))
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _frame(path: Path) -> pd.DataFrame:
+    import pandas as pd
+    import pyarrow as pa
+
+    from ensemble.pipeline.reuse import read_predictions
+
+    try:
+        table = read_predictions(path, with_ids=True)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DataError(f"{path}: cannot be read ({error}); run the config again") from error
+    ids, *labels = table.column_names
+    index = pd.Index(table.column(ids).to_pylist(), name=ids)
+    return pd.DataFrame({name: table.column(name).to_numpy() for name in labels}, index=index)

@@ -1,0 +1,41 @@
+"""What people are shown of a run: each view is one file here, and one line in ``VIEWS``.
+
+A view is a function of what it shows that gives sentences and tables; where they go, and how wide that is, is not
+its business.  It is imported when it is shown: --help and a typo in a key shall answer at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any, Final, Protocol, TypeAlias
+
+from ensemble.cli.layout import Page, Table
+
+# A sentence, or a table; an empty sentence is left out.
+Part: TypeAlias = str | Table
+
+
+class View(Protocol):
+    """Shows a ``Prepared`` run, a ``RunReport``, a ``RunStatus``: whatever its function asks for."""
+
+    def __call__(self, subject: Any, /) -> Iterator[Part]: ...
+
+
+# By name: the module here whose function ``view`` it is.
+VIEWS: Final = {
+    "validate": "ensemble.cli.views.validate",
+    "plan": "ensemble.cli.views.plan",
+    "summary": "ensemble.cli.views.summary",
+    "status": "ensemble.cli.views.status",
+}
+
+
+def lines(name: str, subject: object, page: Page) -> Iterator[str]:
+    """A view as lines that fit on a page."""
+    view: View = import_module(VIEWS[name]).view
+    for part in view(subject):
+        if isinstance(part, Table):
+            yield from part.lines(page)
+        elif part:
+            yield from page.wrapped(part, later="  ")

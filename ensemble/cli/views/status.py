@@ -1,0 +1,56 @@
+"""What ``status`` shows of a run directory, whether its run goes on, has ended or was killed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ensemble.cli.layout import Table
+from ensemble.cli.views.summary import failure_text
+from ensemble.common.errors import RESUMES
+from ensemble.common.text import duration, plural
+from ensemble.pipeline.status import RunStatus
+
+_HEADERS = ("member", "state", "rows done", "of", "share", "tokens/s", "time", "left")
+_ENDINGS = {
+    "complete": "complete, after {time}",
+    "time_limit": f"stopped at its time limit with a complete submission, after {{time}}; {RESUMES}",
+    "failed": f"failed, after {{time}}; {RESUMES}",
+    "interrupted": f"interrupted, after {{time}}; {RESUMES}",
+    "running": f"was killed, after {{time}} or more; {RESUMES}",
+}
+
+
+def view(status: RunStatus) -> Iterator[str | Table]:
+    """A table of the members, where there is one yet, and how the run stands or ended."""
+    report = status.report
+    if report is None:
+        yield f"{status.folder}: {status.holder} is about to start a run here"
+        return
+    rows = report.rows
+    cells = [
+        (
+            one.name,
+            one.state,
+            f"{one.rows_done:,}",
+            f"{rows:,}",
+            f"{one.rows_done / rows:.0%}" if rows else "",
+            "" if one.tokens_per_second is None else f"{one.tokens_per_second:,.0f}",
+            "" if one.seconds is None else duration(one.seconds),
+            "" if one.seconds_left is None else duration(one.seconds_left),
+        )
+        for one in status.members
+    ]
+    yield Table(_HEADERS, cells, texts=["state"])
+    time, left = duration(status.seconds), status.seconds_left
+    if status.holder is not None:
+        ahead = "" if left is None else f", about {duration(left)} left"
+        yield f"{status.folder}: running for {time}{ahead} ({status.holder})"
+        return
+    yield f"{status.folder}: {_ENDINGS[report.status].format(time=time)}"
+    for member in report.members:
+        if member.failure is not None:
+            yield failure_text(member.failure)
+        for row, reason in list(member.bad_rows.items())[:1]:
+            count = len(member.bad_rows)
+            first = "," if count == 1 else ", the first is"
+            yield f"{member.name}: {plural(count, 'bad row')}{first} row {int(row) + 1:,}: {reason}"

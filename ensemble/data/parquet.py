@@ -1,0 +1,178 @@
+"""Parquet: each value kept as what it is, each column under the type that it has in the file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ensemble.common.errors import DataError
+from ensemble.common.text import error_text, quoted
+from ensemble.data.cells import is_binary
+from ensemble.data.input_file import (
+    Contents,
+    Wanted,
+    check_names,
+    is_text,
+    joined_text,
+    open_input,
+    shown_type,
+)
+
+_ROWS = 8_192
+
+
+def read_parquet(path: Path, wanted: Wanted) -> Contents:
+    """Reads a Parquet file, no further than the wanted rows.
+
+    Raises:
+        DataError: see ``inputfile.open_input`` and :func:`arrow_contents`; also what is no Parquet.
+    """
+    from pyarrow import parquet
+
+    with open_input(path):  # missing, empty and the like, in the same words as for the other formats
+        pass
+    try:
+        with parquet.ParquetFile(path) as file:
+
+            def batches(columns: list[str]) -> Iterable[pa.RecordBatch]:
+                for group in range(
+                    file.num_row_groups
+                ):  # one by one: dictionaries in structs do not go together
+                    yield from file.iter_batches(batch_size=_ROWS, row_groups=[group], columns=columns)
+
+            return arrow_contents(path, wanted, file.schema_arrow, file.metadata.num_rows, batches)
+    # UnicodeDecodeError: damaged names, which pyarrow hands over unchecked
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"{path}: cannot be read as Parquet ({error_text(error)}); write the file again"
+        ) from error
+
+
+def arrow_contents(
+    path: Path,
+    wanted: Wanted,
+    schema: pa.Schema,
+    num_rows: int,
+    batches: Callable[[list[str]], Iterable[pa.RecordBatch]],
+) -> Contents:
+    """What a file of typed columns holds, whatever its format.
+
+    Args:
+        schema: of the file; ``num_rows`` are all of its rows.
+        batches: gives some of its columns, a few thousand rows at a time.
+
+    Raises:
+        DataError: two columns with one name, text that is not UTF-8, values that no template could use.
+    """
+    names = tuple(schema.names)
+    check_names(path, names)
+    present = [name for name in wanted.names() if name in names]
+    columns = [name for name in wanted.columns if name in names]
+    plain = pa.schema([pa.field(name, _plain_type(schema.field(name).type)) for name in present])
+    rows, kept = 0, []
+    for batch in batches(present):
+        limit = batch.num_rows if wanted.limit is None else wanted.limit - rows
+        kept.append(_checked(path, batch.select(present).slice(0, limit), plain, columns, rows))
+        rows += kept[-1].num_rows
+        if rows == wanted.limit:
+            break
+    if not present:
+        rows = min(num_rows, wanted.limit or num_rows)
+    table = pa.Table.from_batches(kept, schema=plain)
+    ids = labels = None
+    problems: list[str] = []
+    if wanted.id_column in names:
+        ids = table.column(wanted.id_column)
+        if pa.types.is_integer(ids.type):
+            ids = pc.cast(ids, pa.string())
+        elif not is_text(ids.type):
+            where = f"{path}: id column {quoted(wanted.id_column)} is of type {shown_type(ids.type)}"
+            advice = "write the file again with that column cast to int64 or string"
+            problems.append(f"{where}, which cannot be an id; {advice}")
+            ids = None
+    if wanted.label_column is not None and wanted.label_column in names:
+        found = table.column(wanted.label_column)
+        try:
+            labels = pc.cast(found, pa.string())
+        except pa.ArrowException:
+            where = f"{path}: label column {quoted(wanted.label_column)} is of type {shown_type(found.type)}"
+            problems.append(f"{where}; write it as text or numbers")
+    return Contents(
+        rows=rows,
+        names=names,
+        ids=None if ids is None else joined_text(ids),
+        labels=None if labels is None else joined_text(labels),
+        columns=table.select(columns),
+        problems=tuple(problems),
+    )
+
+
+def _checked(
+    path: Path, batch: pa.RecordBatch, schema: pa.Schema, columns: list[str], first_row: int
+) -> pa.RecordBatch:
+    """A batch without dictionaries (each has one of its own), string views and pandas' metadata.
+
+    A broken cell or value would end a worker hours later: a file promises UTF-8 and nobody has looked, and Arrow
+    knows times that Python does not, such as nanoseconds.
+
+    Args:
+        schema: what the batch is to have.
+        columns: those whose values templates will see.
+    """
+    place, arrays = f"near row {first_row + 1:,}", []
+    for field, column in zip(schema, batch.columns, strict=True):
+        where = f"{path}: column {quoted(field.name)}"
+        try:
+            column.validate(full=True)
+        except pa.ArrowInvalid as error:
+            raise DataError(
+                f"{where} is broken {place} ({error_text(error)}); write the file again"
+            ) from error
+        arrays.append(column if column.type == field.type else pc.cast(column, field.type))
+        if field.name in columns and len(column) and not _is_plain(field.type):
+            try:
+                # Where pandas is imported, pyarrow gives its values, which know nanoseconds; a worker has none.
+                if column.type == pa.duration("ns"):
+                    column.cast(pa.duration("us"))
+                elif pa.types.is_timestamp(column.type) and column.type.unit == "ns":
+                    column.cast(pa.timestamp("us", column.type.tz))
+                arrays[-1].take(pa.array([0])).to_pylist()
+                arrays[-1].to_pylist()
+            except (ArithmeticError, LookupError, TypeError, ValueError, pa.ArrowException) as error:
+                reason = (
+                    error_text(error).partition(". ")[0].rstrip(".")
+                )  # what follows is advice for programmers
+                what = f"holds {shown_type(field.type)} values that cannot be used, {place}"
+                raise DataError(f"{where} {what} ({reason}); write it as text") from error
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _is_plain(kind: pa.DataType) -> bool:
+    """Whether every value of the type is one of Python's, and a worker can pick rows of it."""
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return _is_plain(kind.value_type)
+    if pa.types.is_struct(kind):
+        inner = [kind.field(index) for index in range(kind.num_fields)]
+        return len({field.name for field in inner}) == len(inner) and all(
+            _is_plain(field.type) for field in inner
+        )
+    checks = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_null, is_binary)
+    return is_text(kind) or any(check(kind) for check in checks)
+
+
+def _plain_type(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_dictionary(kind):
+        return _plain_type(kind.value_type)
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_plain_type(kind.value_type)))
+    if pa.types.is_large_list(kind):
+        return pa.large_list(kind.value_field.with_type(_plain_type(kind.value_type)))
+    if pa.types.is_struct(kind):
+        inner = [kind.field(index) for index in range(kind.num_fields)]
+        return pa.struct([field.with_type(_plain_type(field.type)) for field in inner])
+    if pa.types.is_binary_view(kind):
+        return pa.large_binary()
+    return pa.large_string() if pa.types.is_string_view(kind) else kind

@@ -1,0 +1,87 @@
+"""What a merge method is: all members' probabilities of a block of rows in, one row of values for each out.
+
+docs/extending.md shows how to write one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from ensemble.common.protocol import Activation
+from ensemble.config import EnsembleConfig
+
+Values = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Members:
+    """Who is merged, in the order of the blocks; ``labels`` are the config's.
+
+    A member's activation is "softmax" for probabilities that sum to 1, "sigmoid" for any from 0 to 1, "none" for
+    any number.
+    """
+
+    names: tuple[str, ...]
+    activations: tuple[Activation, ...]
+    labels: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows of the table that follow each other.  A method reads a block and changes nothing in it.
+
+    Attributes:
+        start: the number of its first row in the table, from 0.
+        ids: strings, [rows].
+        probabilities: float64 [members, rows, labels]; NaN in the rows that a member lacks.  The values of one
+            member and label lie in one piece.
+        is_present: bool [members, rows]; False where a member did not reach the row.
+        text_bytes: int64 [rows], UTF-8 bytes of all that some member reads of the row: a stand-in for tokens.
+    """
+
+    start: int
+    ids: pa.ChunkedArray
+    probabilities: Values
+    is_present: npt.NDArray[np.bool_]
+    text_bytes: npt.NDArray[np.int64]
+
+
+class MergeMethod(ABC):
+    """One merge of one run: made once, given the table's blocks from the first to the last.
+
+    Attributes:
+        Settings: the keys below ``ensemble`` in the config, ``method`` among them; ``settings`` is one of these.
+        needs_first_pass: ``look`` is to see every block before ``merge`` sees the first; all files are read twice.
+    """
+
+    Settings: ClassVar[type[EnsembleConfig]] = EnsembleConfig
+    needs_first_pass: ClassVar[bool] = False
+
+    def __init__(self, settings: EnsembleConfig, members: Members) -> None:
+        self.settings = settings
+        self.members = members
+
+    def problems(self) -> Iterator[str]:
+        """What does not go together, found before anything runs; each sentence names its key."""
+        return iter(())
+
+    def look(self, block: Block) -> None:  # noqa: B027 - most methods need no first pass
+        """Take from a block what ``merge`` needs to know of the whole table, such as ranks."""
+
+    @abstractmethod
+    def merge(self, block: Block, weights: Values) -> Values:
+        """The merged values of a block's rows.
+
+        Args:
+            weights: float64 [members], each at least 0 and some of them more; not scaled to sum to 1.
+
+        Returns:
+            float64 [rows, labels]; NaN in rows that no member with a weight above 0 has.
+        """

@@ -1,0 +1,222 @@
+"""From a run as it stands to its report."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ensemble import __version__
+from ensemble.common.gpus import Device
+from ensemble.pipeline.results import Results
+from ensemble.pipeline.resume import MemberWork
+from ensemble.pipeline.run_report import (
+    MemberReport,
+    MemoryForecast,
+    ProgressReport,
+    RunReport,
+    SpeedReport,
+    Status,
+    WorkerReport,
+)
+from ensemble.pipeline.validate import Prepared
+from ensemble.planning.forecast import total_seconds
+from ensemble.planning.time_limit import calibrated
+from ensemble.scheduling.device_pool import DevicePool
+from ensemble.scheduling.state import Failure, Gap, MemberState, WorkerRecord
+
+
+def report_of(
+    *,
+    status: Status,
+    prepared: Prepared,
+    members: Sequence[MemberState],
+    works: Mapping[str, MemberWork],
+    pool: DevicePool | None,
+    gaps: Sequence[Gap],
+    results: Results,
+    left_out: Sequence[Failure],
+    seconds: float,
+    reckoning: str,
+) -> RunReport:
+    """The report of a run as it stands; no text in it is a secret.
+
+    Args:
+        works: by member name, as far as it is known yet.
+        pool: None before there is one.
+        seconds: since the run began.
+        left_out: members that the others were merged without.
+    """
+    loaded, gpus = prepared.loaded, prepared.outlook.gpus
+    # The parent never imports torch; the workers say what they ran with.
+    versions = next((one.versions for state in members for one in state.workers if one.versions), {})
+    report = RunReport(
+        status=status,
+        pid=os.getpid(),
+        versions={
+            "ensemble": __version__,
+            "python": platform.python_version(),
+            **{name: version for name, version in versions.items() if version},
+        },
+        written_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        seconds_left=_seconds_left(prepared, members) if status == "running" else None,
+        platform=platform.platform(),
+        devices=gpus or (Device("cpu", _cpu_name(), None, 0, 0),),
+        driver_version=prepared.inventory.driver_version,
+        rows=prepared.table.rows,
+        null_texts=dict(prepared.table.null_texts),
+        timing={"total_seconds": round(seconds, 3)},
+        idle_gaps=tuple(gaps),
+        releases=tuple(pool.releases) if pool else (),
+        device_memory=dict(pool.curves) if pool else {},
+        members=tuple(_member(state, works.get(state.plan.name)) for state in members),
+        left_out=tuple(failure.member for failure in left_out),
+        merged_rows=dict(results.merged_rows),
+        filled_rows=results.filled_rows,
+        scores=dict(results.scores),
+        on_bad_row=prepared.config.on_bad_row,
+        reckoning=reckoning,
+        ensemble=prepared.config.ensemble.model_dump(mode="json"),
+        warnings=tuple(prepared.warnings),
+        # A copy: members are finished in another thread meanwhile.
+        files={name: str(path) for name, path in dict(results.files).items()},
+        config=loaded.text,
+        overrides=tuple(loaded.overrides),
+    )
+    redacted: RunReport = loaded.redactor.document(report)
+    return redacted
+
+
+def worker_reports(state: MemberState) -> tuple[WorkerReport, ...]:
+    """What a member's workers did."""
+    return tuple(map(_worker, state.workers))
+
+
+def speed_report(state: MemberState) -> SpeedReport:
+    """What was measured of a member by now, for the next plan; see ``forecast.measured_speeds``."""
+    speed = state.speed
+    return SpeedReport(speed.startup_seconds or None, speed.seconds_per_work or None)
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _member(state: MemberState, work: MemberWork | None) -> MemberReport:
+    plan, counters = state.plan, state.counters
+    # Of a member that an earlier run did, what that run's workers did.
+    is_reused = work is not None and work.is_sealed and not state.workers
+    return MemberReport(
+        name=plan.name,
+        phase=state.phase,
+        status="failed" if state.failure else "complete" if state.finished else "unfinished",
+        weight=plan.model.weight,
+        gpus_per_replica=plan.gpus,
+        replicas=plan.replicas,
+        first_replicas=plan.first_replicas,
+        fingerprint=work.fingerprint.digest if work is not None else None,
+        reused_rows=state.reused_rows,
+        taken_over=dict(work.taken) if work is not None else {},
+        work=work.worked if work is not None and is_reused else plan.work * state.computed_cost,
+        computed_as=plan.model.computed_as,
+        speed=speed_report(state),
+        forecast=_forecast(state),
+        progress=ProgressReport(
+            rows_done=state.rows_done,
+            share=round(state.fraction, 4),
+            tokens=state.tokens_done,
+            seconds=None if state.predicting_since is None else round(state.predicting_seconds, 3),
+            seconds_left=round(state.seconds_left, 3) if state.computed_cost else None,
+        ),
+        chunks=len(plan.chunks),
+        rows=counters.rows,
+        tokens=counters.tokens,
+        padded_tokens=counters.padded_tokens,
+        real_token_share=_share(counters.tokens, counters.padded_tokens),
+        bad_rows={str(row): reason for row, reason in sorted(state.bad_rows.items())},
+        faults=tuple(state.faults),
+        failure=state.failure,
+        workers=work.workers if work is not None and is_reused else worker_reports(state),
+    )
+
+
+def _seconds_left(prepared: Prepared, members: Sequence[MemberState]) -> float | None:
+    """Until the last member ends, by the speeds so far; None before there is one."""
+    measured = {}
+    for state in members:
+        whole = state.seconds_per_cost  # what all of its work would take one replica
+        if whole is None and state.computed_cost:
+            whole = state.predicting_seconds * max(1, state.running) / state.computed_cost
+        if whole:
+            measured[state.plan.name] = whole
+    if not measured and not all(state.plan.speed.is_measured for state in members):
+        return None
+    guessed = {one.plan.name: one.plan.job.compute_seconds for one in members}
+    seconds = calibrated(guessed, measured)
+    jobs = []
+    for state in members:
+        if state.finished or state.failure is not None:
+            continue
+        whole = seconds[state.plan.name]
+        if whole is None:
+            return None
+        startup = 0.0 if state.running else state.plan.job.startup_seconds
+        left = whole * (1.0 - state.fraction)
+        jobs.append(replace(state.plan.job, startup_seconds=startup, compute_seconds=left))
+    places = {gpu.uuid: prepared.config.max_workers_per_gpu for gpu in prepared.outlook.gpus}
+    return round(total_seconds(jobs, places), 3)
+
+
+def _forecast(state: MemberState) -> MemoryForecast | None:
+    needed = state.plan.placement.footprint
+    if needed is None:
+        return None
+    budgets = [record.ready.token_budget for record in state.workers if record.ready is not None]
+    tokens = max(filter(None, budgets), default=needed.width)
+    return MemoryForecast(
+        parameters=needed.weights.parameters,
+        weight_bytes=needed.weights.bytes,
+        context_bytes=needed.context_bytes,
+        peak_bytes=needed.peak_bytes(state.plan.gpus, tokens),
+        token_budget=tokens,
+        width=needed.width,
+    )
+
+
+def _worker(record: WorkerRecord) -> WorkerReport:
+    ready, closed = record.ready, record.closed
+    return WorkerReport(
+        replica=record.replica,
+        devices=tuple(record.devices),
+        process=record.process,
+        exit_code=record.exit_code,
+        started_after_seconds=record.started_after_seconds,
+        leased_after_seconds=record.leased_after_seconds,
+        start_seconds=record.start_seconds,
+        load_seconds=record.load_seconds,
+        life_seconds=record.life_seconds,
+        forward_share=_share(record.counters.forward_seconds, record.life_seconds),
+        peak_memory_bytes=closed.peak_memory_bytes if closed else None,
+        peak_gpu_memory_bytes=closed.peak_gpu_memory_bytes if closed else None,
+        device_name=ready.device if ready else None,
+        dtype=ready.dtype if ready else None,
+        attn_implementation=ready.attn_implementation if ready else None,
+        parameters=ready.parameters if ready else None,
+        max_length=ready.max_length if ready else None,
+        token_budget=ready.token_budget if ready else None,
+        notes=ready.notes if ready else (),
+        log=record.log_path,
+        **record.counters.rounded(3),
+    )
+
+
+def _share(part: float, whole: float | None) -> float | None:
+    return round(part / whole, 4) if whole else None

@@ -1,0 +1,95 @@
+"""How far a run is, by what stands in its directory: whether it goes on, has ended or was killed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ensemble.common.errors import DataError
+from ensemble.common.files import read_json
+from ensemble.common.shards import part_rows
+from ensemble.pipeline.fingerprint import Fingerprint
+from ensemble.pipeline.run_dir import RunDir, holder
+from ensemble.pipeline.run_report import MemberReport, RunReport
+
+
+@dataclass(frozen=True)
+class MemberStatus:
+    """``state`` is "done", "failed", "unfinished" or, while the run goes on, the member's phase.
+
+    ``seconds`` are of computing, None where it has not begun; ``seconds_left`` is None where it is not known.
+    """
+
+    name: str
+    state: str
+    rows_done: int
+    tokens_per_second: float | None
+    seconds: float | None
+    seconds_left: float | None
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """A run as it stands; ``report`` is None where it is about to start.
+
+    ``holder`` is the process that runs it, None where it does not run: then a report that says "running" is of a
+    run that was killed.  ``seconds`` is how long it took, or has taken by now.
+    """
+
+    folder: Path
+    holder: str | None
+    report: RunReport | None = None
+    seconds: float = 0.0
+    seconds_left: float | None = None
+    members: tuple[MemberStatus, ...] = ()
+
+    @classmethod
+    def of(cls, folder: Path, now: datetime | None = None) -> RunStatus:
+        """Look at a run directory without touching it.
+
+        Raises:
+            DataError: no run has ever been there, or its report may not or cannot be read.
+        """
+        rundir = RunDir(folder)
+        by = holder(rundir)
+        try:
+            report = RunReport.read(rundir.run_json)
+        except DataError as error:
+            if by is None or isinstance(error.__cause__, OSError):
+                raise
+            return cls(folder, by)
+        # What a running one wrote some seconds ago; its clock and this one's are taken to agree.
+        written_at = datetime.fromisoformat(report.written_at)
+        age = max(0.0, ((now or datetime.now(UTC)) - written_at).total_seconds()) if by else 0.0
+        left = report.seconds_left
+        return cls(
+            folder,
+            by,
+            report,
+            report.timing["total_seconds"] + age,
+            None if left is None else max(0.0, left - age),
+            tuple(_member(rundir, report.rows, member, age, by is not None) for member in report.members),
+        )
+
+
+def _member(rundir: RunDir, rows: int, member: MemberReport, age: float, is_running: bool) -> MemberStatus:
+    name, fingerprint, progress = member.name, str(member.fingerprint), member.progress
+    made_of = Fingerprint.from_dict(read_json(rundir.seal(name)).get("fingerprint"))
+    if made_of is not None and made_of.digest == fingerprint and rundir.predictions(name).is_file():
+        state, done = "done", rows
+    else:
+        state = "failed" if member.failure else member.phase if is_running else "unfinished"
+        done = min(part_rows(rundir.parts_dir(name, fingerprint)), rows)
+    if is_running:  # a chunk in hand counts as far as it has come
+        done = min(max(done, progress.rows_done), rows)
+    seconds, left = progress.seconds, progress.seconds_left
+    is_computing = is_running and state == "predicting"
+    return MemberStatus(
+        name,
+        state,
+        done,
+        progress.tokens / seconds if seconds else None,
+        seconds + (age if is_computing else 0.0) if seconds else None,
+        max(0.0, left - age) if is_computing and left is not None else None,
+    )

@@ -1,0 +1,288 @@
+"""``import ensemble``: what the commands do, as functions, in processes of which nothing may be left changed."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ensemble
+from tests.faults.chunky import chunky_config, ids_of, write_chunky_table
+from tests.faults.inject import Fault, Injected
+from tests.project import LABELS, ROOT, Project, python_path
+from tests.waiting import PATIENCE_SECONDS, wait_until
+
+# What a process is like that must find all as it was; run before and after.
+STATE = """
+import logging, os, signal, sys, threading, gc
+def state():
+    return {
+        "streams": [id(sys.stdout), id(sys.stderr), id(sys.stdin)],
+        "environment": dict(os.environ), "folder": os.getcwd(), "path": list(sys.path),
+        "handlers": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)],
+        "mask": signal.pthread_sigmask(signal.SIG_BLOCK, []), "gc": gc.get_threshold(),
+        "finders": list(sys.meta_path), "threads": [one.name for one in threading.enumerate()],
+        "loggers": [(log.level, log.propagate, list(log.handlers))
+                    for log in (logging.getLogger(), logging.getLogger("ensemble"))],
+    }
+"""
+
+
+def python(project: Project, code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", STATE + textwrap.dedent(code)],
+        cwd=project.folder,
+        env={**os.environ, "PYTHONPATH": python_path(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+    )
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory, tiny_models: Path) -> Project:
+    """Sixty rows, whose first id looks like a number; no run yet."""
+    made = Project(tmp_path_factory.mktemp("a notebook's folder"), tiny_models)
+    made.write_table(60)
+    made.write_config(made.config())
+    return made
+
+
+def test_it_imports_nothing_until_it_is_used(tmp_path: Path) -> None:
+    code = (
+        "import sys; before = set(sys.modules); import ensemble; "
+        "print({name.split('.')[0] for name in sys.modules.keys() - before} - sys.stdlib_module_names, "
+        "[name for name in sys.modules if name.startswith('ensemble.')])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(ROOT)},
+        check=True,
+    )
+    assert done.stdout.strip() == "{'ensemble'} []"
+
+
+def test_its_names() -> None:
+    for name in ensemble.__all__:
+        assert getattr(ensemble, name).__name__ == name
+        assert name in dir(ensemble)
+    errors = [getattr(ensemble, name) for name in ensemble.__all__ if name.endswith("Error")]
+    assert all(issubclass(error, ensemble.EnsembleError) for error in errors)
+    with pytest.raises(AttributeError, match="no attribute 'nope'"):
+        _ = ensemble.nope
+
+
+def test_a_run_twice_in_one_process_leaves_all_as_it_was(project: Project) -> None:
+    done = python(
+        project,
+        """
+        import json, ensemble
+        logging.basicConfig(level=logging.WARNING)
+        before = state()
+        first = ensemble.run("config.yaml", {"output_dir": "runs/api", "models.gemma.weight": 0.5})
+        assert state() == before
+        again = ensemble.run("config.yaml", ["output_dir=runs/api", "models.gemma.weight=0.5"], quiet=True)
+        assert state() == before
+        import numpy as np, pandas as pd, pyarrow as pa  # which still know of one another
+        assert pa.array(pd.Series([1.0, np.nan]), from_pandas=True).null_count == 1
+        assert pa.table({"a": [1]}).to_pandas().a.tolist() == [1]
+        frames = [first.predictions("gemma"), again.ensemble]
+        assert all(frame.index.name == "id" and list(frame) == ["winner_a", "winner_b", "tie"] for frame in frames)
+        print(json.dumps({"ids": frames[1].index.tolist(), "values": frames[1].to_numpy().tolist()}))
+        report = again.report
+        assert report.status == again.status.report.status == "complete"
+        assert [member.chunks for member in report.members] == [0, 0], "all was done by the first"
+        assert report.members[0].weight == 0.5
+        print(again)
+        """,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    header, rows = project.read("runs/api/ensemble.csv")
+    assert header == ["id", *LABELS]
+    (data,) = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert data["ids"] == [row[0] for row in rows] == project.ids
+    assert data["values"] == [[float(cell) for cell in row[1:]] for row in rows], "to the last bit"
+    assert "gemma: predicting 60 rows" in done.stdout
+    assert "log loss" in done.stdout, "the summary"
+    assert f"{project.folder}/runs/api: complete, after " in done.stdout
+    assert done.stderr == "", "what is logged is in run.log, not where the caller logs"
+
+
+def test_it_computes_what_the_command_computes(project: Project) -> None:
+    assert (
+        project.ensemble("run", "config.yaml", "--quiet", "--set", "output_dir=runs/command").returncode == 0
+    )
+    code = "import pandas, pyarrow, ensemble; ensemble.run('config.yaml', {'output_dir': 'runs/same'}, quiet=True)"
+    done = python(project, code)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    one, other = (project.folder / "runs" / name / "ensemble.csv" for name in ("command", "same"))
+    assert one.read_bytes() == other.read_bytes()
+
+
+def test_in_a_thread_and_one_run_at_a_time(project: Project) -> None:
+    done = python(
+        project,
+        """
+        import threading, ensemble
+        before, refused, found = state(), [], []
+        def go():
+            found.append(ensemble.run("config.yaml", {"output_dir": "runs/thread"}))
+        thread = threading.Thread(target=go)
+        thread.start()
+        while not os.path.exists("runs/thread/run.json"):
+            assert thread.is_alive()
+        try:
+            ensemble.run("config.yaml", {"output_dir": "runs/other"})
+        except ensemble.OutputInUse as error:
+            print(error)
+        thread.join()
+        assert state() == before
+        print(len(found[0].ensemble), os.path.exists("runs/other"))
+        """,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "a run goes on in this process" in done.stdout
+    assert done.stdout.splitlines()[-1] == "60 False"
+
+
+def test_what_is_wrong_is_raised_with_every_problem(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(project.folder)
+    secret = "sk-0123456789abcdef"
+    monkeypatch.setenv("MY_API_KEY", secret)
+    before = ensemble_state()
+    with pytest.raises(ensemble.ConfigError) as caught:
+        ensemble.run("config.yaml", {"models.gemma.max_lenght": 5, "limit": -1, "fill": secret})
+    assert len(caught.value.problems) == 3
+    assert "did you mean max_length?" in str(caught.value)
+    assert secret not in str(caught.value)
+    with pytest.raises(ensemble.DataError, match=r"nope\.csv"):
+        ensemble.validate("config.yaml", {"data.path": Path("nope.csv")})
+    with pytest.raises(ensemble.ConfigError, match=r"limit holds .*; give numbers"):
+        ensemble.plan("config.yaml", {"limit": object()})
+    with pytest.raises(ensemble.ConfigError, match="give a mapping or a list"):
+        ensemble.plan("config.yaml", "limit=1")
+    assert ensemble_state() == before
+
+
+def ensemble_state() -> Any:
+    found: dict[str, Any] = {}
+    exec(STATE, found)
+    return found["state"]()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [1e-05, "1e-05", 2**70, 0.1, "\x07\U0001f600", "null", "two\nlines", "ä: #", [1, "a"], {"a": None}, True],
+)
+def test_values_of_overrides_arrive_as_they_are(value: object, project: Project) -> None:
+    from ensemble.cli.api import _load
+
+    loaded = _load(project.folder / "config.yaml", {"models.gemma.model_kwargs": {"x": value}})
+    assert loaded.config.models[0].model_dump()["model_kwargs"] == {"x": value}
+
+
+def test_what_would_be_is_shown_as_the_commands_show_it(project: Project, monkeypatch: Any) -> None:
+    monkeypatch.chdir(project.folder)
+    checked, planned = ensemble.validate("config.yaml"), ensemble.plan("config.yaml", {"limit": 10})
+    command = project.ensemble("validate", "config.yaml", environment={"COLUMNS": ""})
+    assert repr(checked).split() == command.stdout.split()
+    assert checked.config.output_dir == Path("runs/first")
+    assert [len(member.order) for member in planned.plan.members] == [10, 10]
+    assert planned.problems == ()
+    assert "activations" in repr(planned)
+    assert not (project.folder / "runs/first").exists()
+
+
+def test_what_does_not_fit_is_planned_and_not_validated(project: Project, monkeypatch: Any) -> None:
+    monkeypatch.chdir(project.folder)
+    with pytest.raises(ensemble.DeviceError, match="there is no GPU"):
+        ensemble.validate("config.yaml", {"models.gemma.num_gpus": 1})
+
+
+def test_a_folder_without_what_is_asked_for(project: Project, tmp_path: Path) -> None:
+    with pytest.raises(ensemble.DataError, match=r"there is no run\.json"):
+        ensemble.open_run(tmp_path)
+    (tmp_path / "run.json").write_text("{")
+    (tmp_path / "predictions").mkdir()
+    (tmp_path / "predictions/gemma.v2.csv").write_text('"id","a"\n"01",0.5\n')
+    opened = ensemble.open_run(str(tmp_path))
+    with pytest.raises(ensemble.DataError, match="is damaged"):
+        _ = opened.report
+    with pytest.raises(ensemble.DataError, match=r"no ensemble\.csv"):
+        _ = opened.ensemble
+    with pytest.raises(ensemble.DataError, match=r"did you mean 'gemma\.v2'.*complete are: gemma\.v2"):
+        opened.predictions("gemma2")
+    assert opened.predictions("gemma.v2").index.tolist() == ["01"]
+    (tmp_path / "predictions/gemma.v2.csv").write_text('"id","a"\n"01",half\n')
+    with pytest.raises(ensemble.DataError, match="cannot be read"):
+        opened.predictions("gemma.v2")
+
+
+@pytest.mark.parametrize(
+    "text", ["007", "1e5", "nan", "", " x ", 'a "b", c', "two\nlines", "two\rlines", "NULL"]
+)
+def test_ids_keep_their_exact_text(text: str, tmp_path: Path) -> None:
+    with (tmp_path / "ensemble.csv").open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file, quoting=csv.QUOTE_ALL).writerows(
+            [["my id", "a"], [text, "0.1"], ["z", "0.30000000000000004"]]
+        )
+    (tmp_path / "run.json").write_text("{}")
+    frame = ensemble.open_run(tmp_path).ensemble
+    assert frame.index.tolist() == [text, "z"]
+    assert (frame.index.name, frame["a"].tolist()) == ("my id", [0.1, 0.1 + 0.2])
+
+
+@pytest.mark.parametrize(
+    ("number", "handler", "told", "code"),
+    [
+        (signal.SIGINT, "", "KeyboardInterrupt", 0),
+        (signal.SIGTERM, "", "", -signal.SIGTERM),
+        (signal.SIGTERM, "signal.signal(signal.SIGTERM, lambda *_: print('mine'))", "mine\nInterrupted", 0),
+    ],
+)
+def test_a_signal_ends_the_run_in_order_and_is_then_the_callers(
+    number: signal.Signals, handler: str, told: str, code: int, project: Project, tmp_path: Path
+) -> None:
+    chunky = Project(tmp_path / "chunky", project.models)
+    chunky.folder.mkdir()
+    write_chunky_table(chunky)
+    chunky.write_config(chunky_config(chunky))
+    injected = Injected(tmp_path, Fault("sleep", ids_of(chunky, 9), times=1))
+    program = f"""
+import ensemble
+{handler}
+before = state()
+try:
+    ensemble.run("config.yaml", quiet=True)
+except BaseException as error:
+    print(type(error).__name__)
+assert state() == before
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", STATE + program],
+        cwd=chunky.folder,
+        env={**os.environ, **injected.environment},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        wait_until(lambda: bool(injected.pids()), "the third chunk")
+        process.send_signal(number)
+        process.send_signal(number)  # an impatient second one does not kill a notebook
+        out, _ = process.communicate(timeout=PATIENCE_SECONDS)
+    finally:
+        process.kill()
+    assert (out.strip(), process.returncode) == (told, code)
+    assert chunky.run_json()["status"] == "interrupted"

@@ -1,0 +1,133 @@
+"""The examples of docs/extending.md, as they stand there: built, installed and run."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import statistics
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+import yaml
+from pyarrow import feather
+
+from bench.merge_files import label_names, make_files, member_names
+from tests.packages import pip_install
+from tests.project import ROOT, Project, python_path
+
+ROWS, LABELS, MEMBERS = 700, label_names(3), member_names(4)
+
+
+def blocks() -> dict[str, str]:
+    """What stands in the page's files, by their names."""
+    page = (ROOT / "docs/extending.md").read_text(encoding="utf-8")
+    found = re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```$', page, re.DOTALL | re.MULTILINE)
+    assert len(found) == page.count("\n```") / 2, "a block without a title is not tested"
+    return dict(found)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder into which pip has installed the page's package."""
+    source, site = tmp_path_factory.mktemp("ensemble robust"), tmp_path_factory.mktemp("site")
+    for name, content in blocks().items():
+        if name == "pyproject.toml" or name.startswith("ensemble_robust/"):
+            (source / name).parent.mkdir(exist_ok=True)
+            (source / name).write_text(content)
+    pip_install(source, site)
+    return site
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """A table and four members' predictions, as a run leaves them."""
+    folder = tmp_path_factory.mktemp("made")
+    make_files(folder, ROWS, len(MEMBERS), len(LABELS))
+    return Project(folder, folder)
+
+
+def read(path: Path) -> np.ndarray:
+    return np.asarray(pd.read_csv(path, dtype={"id": str}).set_index("id"))
+
+
+def merged(made: Project, site: Path, ensemble: dict[str, object]) -> np.ndarray:
+    """Run the command; weights are equal, so that what is expected can be said in few words."""
+    weights = [f"--set=models.{name}.weight=2" for name in MEMBERS]
+    environment = {"PYTHONPATH": python_path(ROOT, site)}
+    done = made.ensemble(
+        "run", "ours.yaml", f"--set=ensemble={json.dumps(ensemble)}", *weights, environment=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"merge method: {ensemble['method']}" in done.stdout
+    assert done.stdout.count("done by an earlier run, reused") == len(MEMBERS)
+    assert made.run_json("ours")["ensemble"].items() >= ensemble.items()
+    return read(made.folder / "ours/ensemble.csv")
+
+
+def test_the_median(made: Project, site: Path) -> None:
+    ensemble = yaml.safe_load(blocks()["config.yaml"])["ensemble"]
+    assert ensemble == {"method": "median", "scale": False}
+    values = np.array([read(made.folder / f"ours/predictions/{name}.csv") for name in MEMBERS])
+    cells = values.reshape(len(MEMBERS), -1).T.tolist()
+    expected = np.array([statistics.median_low(cell) for cell in cells]).reshape(ROWS, len(LABELS))
+    np.testing.assert_array_equal(merged(made, site, ensemble), expected)
+    scaled = merged(made, site, {"method": "median"})
+    np.testing.assert_allclose(scaled, expected / expected.sum(axis=1, keepdims=True), rtol=1e-14)
+    done = made.ensemble(
+        *("validate", "ours.yaml", "--set=ensemble={method: median, scael: 1}"),
+        environment={"PYTHONPATH": python_path(ROOT, site)},
+    )
+    assert "unknown key; did you mean scale?" in done.stderr
+
+
+def test_the_mean_of_ranks(made: Project, site: Path) -> None:
+    values = [pd.read_csv(made.folder / f"ours/predictions/{name}.csv")[LABELS] for name in MEMBERS]
+    expected = sum((frame.rank(method="min") - 1) / (ROWS - 1) for frame in values) / len(MEMBERS)
+    np.testing.assert_allclose(merged(made, site, {"method": "rank_mean"}), expected, rtol=1e-12)
+
+
+def test_without_the_package_the_method_is_unknown(made: Project) -> None:
+    done = made.ensemble("validate", "ours.yaml", "--set", "ensemble.method=median")
+    assert done.returncode == 2
+    assert "--set ensemble.method=median: unknown method; " in done.stderr
+
+
+def test_the_format(made: Project, tmp_path: Path) -> None:
+    copy = tmp_path / "ensemble"
+    shutil.copytree(ROOT / "ensemble", copy, ignore=shutil.ignore_patterns("__pycache__"))
+    (reader_path,) = [name for name in blocks() if name.endswith("/feather.py")]
+    (tmp_path / reader_path).write_text(blocks()[reader_path])
+    formats = (tmp_path / reader_path).with_name("formats.py")
+    (change,) = [text for name, text in blocks().items() if name.endswith("/formats.py")]
+    imported, known, line = change.splitlines()
+    content = formats.read_text()
+    assert content.count(f"\n{known[1:]}\n") == 1
+    content = content.replace("\nfrom ensemble.", f"\n{imported[1:]}\nfrom ensemble.", 1)
+    formats.write_text(content.replace(known[1:], f"{known[1:]}\n{line[1:]}"))
+
+    table = pa.Table.from_pandas(pd.read_csv(made.folder / "table.csv", dtype=str))
+    feather.write_feather(table, made.folder / "table.feather")
+    with_it = {"PYTHONPATH": str(tmp_path)}
+    results = []
+    for path in ("table.csv", "table.feather"):  # predictions are of the same rows, and are reused
+        options = ["--set", f"data.path={path}"]
+        done = made.ensemble("run", "ours_in_full.yaml", *options, environment=with_it)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("done by an earlier run, reused") == len(MEMBERS)
+        results.append((made.folder / "ours_in_full/ensemble.csv").read_bytes())
+    assert results[0] == results[1]
+
+    (made.folder / "table.arrow").write_bytes(b"no Arrow file")
+    done = made.ensemble("validate", "ours.yaml", "--set", "data.path=table.arrow", environment=with_it)
+    assert "table.arrow: cannot be read as Feather (" in done.stderr
+    done = made.ensemble("validate", "ours.yaml", "--set", "data.path=table.xlsx", environment=with_it)
+    assert (
+        "cannot read files of type .xlsx; use .feather, .arrow, .csv, .tsv (each also with .gz)"
+        in done.stderr
+    )
+    done = made.ensemble("validate", "ours.yaml", "--set", "data.path=table.feather")
+    assert "cannot read files of type .feather; use .csv, .tsv (each also with .gz)" in done.stderr
