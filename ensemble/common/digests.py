@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
@@ -15,8 +16,9 @@ from ensemble.common.errors import CheckpointError
 from ensemble.common.files import FileState, file_state, unreadable
 
 _BUFFER_BYTES = 4_096
-_READ_BYTES = 1 << 20
 _THREADS = 8
+_hash = partial(hashlib.blake2b, digest_size=32)
+# The pieces of a large file that tell it from another.
 Samples: TypeAlias = Callable[[BinaryIO], Iterator[bytes]]
 
 
@@ -51,76 +53,54 @@ class FileDigests:
         other._known = self._known
         return other
 
-    def every_byte(self, path: Path) -> str:
+    def together(self, folder: Path, files: Mapping[Path, Samples | None]) -> str:
+        """One digest of many files, by their names within the folder; arguments as for ``digest``.
+
+        Raises:
+            CheckpointError: one of them cannot be read.
+        """
+        # hashlib lets other threads run while it hashes.
+        with ThreadPoolExecutor(_THREADS) as pool:
+            digests = pool.map(self.digest, files, files.values())
+            names = (os.path.relpath(path, folder) for path in files)
+            return digest_of(sorted(zip(names, digests, strict=True)))
+
+    def digest(self, path: Path, samples: Samples | None = None) -> str:
         """A digest of all that a file holds.
+
+        Args:
+            samples: of a large file, which is enough unless the run asks for every byte.
 
         Raises:
             CheckpointError: it cannot be read, or changed since the run started.
         """
-        return self._digest(path, None)
-
-    def sampled(self, path: Path, samples: Samples) -> str:
-        """A digest of a part of a large file; of every byte where the run asks for that.
-
-        Args:
-            samples: gives the pieces that tell one file from another.
-
-        Raises:
-            CheckpointError: as above.
-        """
-        return self._digest(path, None if self._whole else samples)
-
-    def together(self, folder: Path, files: Mapping[Path, Samples | None]) -> str:
-        """One digest of many files, by their names within the folder.
-
-        Args:
-            files: with the samples of those that need not be read to the last byte.
-
-        Raises:
-            CheckpointError: as above, of one of them.
-        """
-        # hashlib lets other threads run while it hashes.
-        with ThreadPoolExecutor(_THREADS) as pool:
-            digests = pool.map(
-                lambda path: (
-                    self.every_byte(path) if (one := files[path]) is None else self.sampled(path, one)
-                ),
-                files,
-            )
-            named = zip((os.path.relpath(path, folder) for path in files), digests, strict=True)
-            return digest_of(sorted(named))
-
-    def _digest(self, path: Path, samples: Samples | None) -> str:
-        key, place = (os.path.realpath(path), samples is None), str(path.absolute())
+        samples = None if self._whole else samples
+        key, name = (os.path.realpath(path), samples is None), str(path.absolute())
         state = file_state(path)
         if key not in self._known:
-            found = hashlib.blake2b(digest_size=32)
             try:
-                with path.open("rb", buffering=_BUFFER_BYTES if samples is not None else 0) as file:
-                    for piece in pieces(file) if samples is None else samples(file):
-                        found.update(piece)
+                if samples is None:
+                    with path.open("rb") as file:
+                        found = hashlib.file_digest(file, _hash).hexdigest()
+                else:
+                    with path.open("rb", buffering=_BUFFER_BYTES) as sampled:
+                        found = _hash(b"".join(samples(sampled))).hexdigest()
             except OSError as error:
                 raise CheckpointError(unreadable(path, error)) from error
             if state is not None:
-                self._known[key] = FileDigest(found.hexdigest(), state)
+                self._known[key] = FileDigest(found, state)
         seen = self._known.get(key)
-        if seen is None or not state == file_state(path) == seen.state == self._before.get(place, state):
+        if seen is None or not state == file_state(path) == seen.state == self._before.get(name, state):
             raise CheckpointError(
                 f"{path} changed while the run started; run the same command again when it is complete"
             )
-        self.seen[place] = seen
+        self.seen[name] = seen
         return seen.digest
-
-
-def pieces(file: BinaryIO) -> Iterator[bytes]:
-    """All that a file holds from where it is, bit by bit."""
-    while piece := file.read(_READ_BYTES):
-        yield piece
 
 
 def digest_of(value: object) -> str:
     """A digest of a value as YAML can hold it, in any order of its keys."""
-    return hashlib.blake2b(json.dumps(_plain(value)).encode(), digest_size=32).hexdigest()
+    return _hash(json.dumps(_plain(value)).encode()).hexdigest()
 
 
 def _plain(value: object) -> object:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ensemble.common.digests import FileDigests, digest_of
 from ensemble.members.registry import member_kind
@@ -29,7 +29,7 @@ class Fingerprint:
     """
 
     settings: str
-    content: Mapping[str, str]
+    content: Mapping[str, str] = field(hash=False)
     rows: str
 
     @property

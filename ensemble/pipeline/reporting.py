@@ -144,7 +144,6 @@ def _member(state: MemberState, work: MemberWork | None) -> MemberReport:
         bad_rows={str(row): reason for row, reason in sorted(state.bad_rows.items())},
         faults=tuple(state.faults),
         failure=state.failure,
-        needs_worker=plan.needs_worker,
         workers=work.workers if work is not None and is_reused else worker_reports(state),
     )
 

@@ -106,6 +106,7 @@ class _Run:
         self._began = began
         self._clock = clock
         self._works: dict[str, MemberWork] = {}
+        self._not_given: dict[str, Failure] = {}
         self._handover = Handover(prepared, rundir, self._works)
         self._status: Status = "failed"
         self._members: list[MemberState] = []
@@ -116,7 +117,6 @@ class _Run:
         # What workers are given goes by this one, and what is told of them.
         self._watch = Watch(MAX_TURN_SECONDS)
         self._phases: list[Phase] = []
-        self._not_given: dict[str, Failure] = {}
         self._before_seconds = 0.0  # until workers could start
         self._reported_at = -math.inf
 
@@ -182,6 +182,7 @@ class _Run:
         self._members = [
             MemberState.of(member, self._works[member.name].bad_rows, self._watch) for member in members
         ]
+
         for state in self._members:
             state.failure = self._not_given.get(state.plan.name)
 

@@ -15,7 +15,7 @@ from ensemble.common.files import unreadable, write_text
 from ensemble.common.gpus import Device
 from ensemble.common.protocol import Counters
 from ensemble.merging.metrics import Score
-from ensemble.planning.forecast import MAX_SPEED_SECONDS, Speed
+from ensemble.planning.forecast import Speed
 from ensemble.scheduling.device_pool import MemoryCurve, Release
 from ensemble.scheduling.state import Failure, FaultRecord, Gap, Phase
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # How a run stands, or how it ended; ``time_limit`` is merged too, but not of all rows.
 Status = Literal["running", "complete", "time_limit", "failed", "interrupted"]
+# More than any run, and than any table has bytes.
+_LONGEST_SECONDS: Final = 1e15
 # Those of runs that have handed over an ensemble.
 MERGED: Final = ("complete", "time_limit")
 
@@ -90,8 +92,7 @@ class MemberReport:
     """One member.
 
     ``workers`` of a member that an earlier run did are that run's.  ``chunks`` were left to do when this run began,
-    ``reused_rows`` were done by then.  ``needs_worker`` is False
-    of predictions that were made elsewhere.  ``bad_rows`` could not be computed: row of the table to reason.
+    ``reused_rows`` were done by then.  ``bad_rows`` could not be computed: row of the table to reason.
     """
 
     name: str
@@ -117,7 +118,6 @@ class MemberReport:
     bad_rows: dict[str, str]
     faults: tuple[FaultRecord, ...]
     failure: Failure | None
-    needs_worker: bool
     workers: tuple[WorkerReport, ...]
 
     @property
@@ -247,7 +247,7 @@ def measured_speeds(
 
     Args:
         gpu_names: the kinds of GPU there are now; a run on others tells nothing.
-        computed_as: of each member's settings, by its name; one that was computed otherwise is left out.
+        computed_as: ``MemberConfig.computed_as`` by member name; a member that was computed otherwise is left out.
     """
     if {gpu.name for gpu in report.devices if gpu.is_gpu} != set(gpu_names):
         return {}
@@ -256,7 +256,7 @@ def measured_speeds(
         startup, per_work = member.speed.startup_seconds, member.speed.seconds_per_work
         values = [value for value in (startup, per_work) if value is not None]
         is_same = member.computed_as == computed_as.get(member.name)
-        if is_same and values and all(0 < value < MAX_SPEED_SECONDS for value in values):
+        if is_same and values and all(0 < value < _LONGEST_SECONDS for value in values):
             found[member.name] = Speed(
                 startup or 0.0, per_work or 0.0, per_work is not None, startup is not None
             )

@@ -7,7 +7,7 @@ look shows all there is to fix.  Writes nothing.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -276,15 +276,6 @@ def _check_members_fit(
         raise ConfigError(found)
 
 
-def _measured_speeds(config: RunConfig, gpus: Sequence[Device]) -> dict[str, Speed]:
-    """By member name, of those that an earlier run into this directory has measured."""
-    with contextlib.suppress(DataError):  # there was none, or another version wrote its report
-        report = RunReport.read(RunDir(config.output_dir).run_json)
-        computed_as = {model.name: model.computed_as for model in config.models}
-        return measured_speeds(report, [gpu.name for gpu in gpus], computed_as)
-    return {}
-
-
 def _file_states(kinds: list[MemberKind[Any, Any]]) -> dict[str, FileState]:
     names = dict.fromkeys(name for kind in kinds for name in kind.sources())
     states = {path: state for name in names for path, state in folder_states(name).items()}
@@ -299,6 +290,15 @@ def _devices(config: RunConfig, kinds: list[MemberKind[Any, Any]], machine: Inve
     if machine.mask_problem and any(may_use_gpus(config)):
         raise DeviceError(machine.mask_problem)
     return chosen_devices(machine.gpus, config.devices)
+
+
+def _measured_speeds(config: RunConfig, gpus: tuple[Device, ...]) -> dict[str, Speed]:
+    """What an earlier run has measured here."""
+    computed_as = {model.name: model.computed_as for model in config.models}
+    with contextlib.suppress(DataError):  # there is none, or another version wrote it
+        report = RunReport.read(RunDir(config.output_dir).run_json)
+        return measured_speeds(report, [gpu.name for gpu in gpus], computed_as)
+    return {}
 
 
 def _facts(

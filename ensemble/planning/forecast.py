@@ -18,8 +18,6 @@ _LOAD_BYTES_PER_SECOND = 150e6
 # Useful products a second, a third of what the data sheets promise for half precision: T4, A100, H100; CPUs.
 _FLOPS = {7: 20e12, 8: 100e12, 9: 300e12}
 _CPU_FLOPS = 1e11
-# More than any run, and than any table has bytes.
-MAX_SPEED_SECONDS = 1e15
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ class Outlook:
     facts: Mapping[str, MemberFacts]
     gpus: tuple[Device, ...]
     host: Device | None
-    speeds: dict[str, Speed]
+    speeds: Mapping[str, Speed]
     plan: Plan
 
     def again(self, gpus: Sequence[Device]) -> Outlook:
@@ -36,13 +36,13 @@ def look_ahead(
     config: RunConfig,
     facts: Mapping[str, MemberFacts],
     gpus: Sequence[Device],
-    speeds: dict[str, Speed],
+    speeds: Mapping[str, Speed],
 ) -> Outlook:
     """Plan a run.
 
     Args:
         facts: by member name.
-        speeds: by member name, of those that an earlier run has measured.
+        speeds: by member name, as far as an earlier run has measured them.
 
     Raises:
         DeviceError: members that cannot run on these devices.

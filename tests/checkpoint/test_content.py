@@ -44,7 +44,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def digest(path: Path, whole: bool = False) -> str:
-    return FileDigests(whole).sampled(path, weight_samples(path))
+    return FileDigests(whole).digest(path, weight_samples(path))
 
 
 def spans(path: Path) -> dict[str, tuple[int, int]]:
@@ -162,14 +162,14 @@ def test_a_file_is_read_once_and_one_that_is_missing_is_named(tmp_path: Path) ->
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"a")
     files = FileDigests(whole=False)
-    before = files.sampled(path, weight_samples(path))
-    assert files.for_another().sampled(path, weight_samples(path)) == before
+    before = files.digest(path, weight_samples(path))
+    assert files.for_another().digest(path, weight_samples(path)) == before
     path.write_bytes(b"b")
     with pytest.raises(CheckpointError, match=r"model\.safetensors changed while the run started"):
-        files.sampled(path, weight_samples(path))
+        files.digest(path, weight_samples(path))
     assert digest(path) != before
     with pytest.raises(CheckpointError, match=r"none\.safetensors cannot be read"):
-        files.sampled(tmp_path / "none.safetensors", weight_samples(path))
+        files.digest(tmp_path / "none.safetensors", weight_samples(path))
 
 
 def test_every_file_that_a_tokenizer_of_transformers_reads_counts(tmp_path: Path) -> None:

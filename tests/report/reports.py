@@ -33,7 +33,7 @@ def member(name: str = "m", **changes: Any) -> MemberReport:
             "rows": 1000,
         },
         **{"progress": ProgressReport(), "tokens": 10, "padded_tokens": 12, "real_token_share": 0.8},
-        **{"bad_rows": {}, "faults": (), "failure": None, "needs_worker": True, "workers": ()},
+        **{"bad_rows": {}, "faults": (), "failure": None, "workers": ()},
     }
     return MemberReport(name=name, **{**usual, **changes})
 

@@ -105,10 +105,10 @@ def _packages(needed: dict[str, str]) -> Iterator[Finding]:
 
 
 def _devices(config: RunConfig | None, needed: dict[str, str]) -> Iterator[Finding]:
+    machine, driver_cuda = inventory(), driver_cuda_version()
     from ensemble.pipeline.validate import may_use_gpus
 
-    machine, driver_cuda = inventory(), driver_cuda_version()
-    wants = [True] if config is None else [*may_use_gpus(config)]
+    wants = [True] if config is None else may_use_gpus(config)
     yield from inventory_findings(machine, driver_cuda, any(wants))
     devices: list[Device] = list(machine.gpus) or [CPU]
     if config is not None:

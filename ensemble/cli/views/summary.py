@@ -85,7 +85,8 @@ def _cells(report: RunReport, member: MemberReport) -> list[str]:
             "",
         ]
     if not workers:
-        return [member.name, f"{report.rows:,}", "reused" if member.needs_worker else "given", "", "", ""]
+        how = "reused" if member.replicas else "given"  # to no worker at all
+        return [member.name, f"{report.rows:,}", how, "", "", ""]
     seconds, counters = member.progress.seconds or 0.0, member.counters
     gpu = [one.peak_gpu_memory_bytes for one in workers if one.peak_gpu_memory_bytes is not None]
     peaks = gpu or [one.peak_memory_bytes for one in workers if one.peak_memory_bytes is not None]

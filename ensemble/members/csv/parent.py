@@ -83,7 +83,7 @@ class CsvPredictions(MemberKind[CsvSettings, CsvInspection]):
         return {"id_column": inspected.id_column, "activation": inspected.activation}
 
     def content(self, inspected: CsvInspection, files: FileDigests) -> Mapping[str, str]:
-        return {"file": files.every_byte(self.settings.path)}
+        return {"file": files.digest(self.settings.path)}
 
     def predictions(self, ids: pa.ChunkedArray, columns: OutputColumns) -> Given:
         path, id_column = self.settings.path, self.settings.id_column or columns.id_column

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ensemble.common.digests import FileDigests, Samples, pieces
+from ensemble.common.digests import FileDigests, Samples
 from ensemble.members.huggingface.checkpoint.weight_files import (
     LENGTH_BYTES,
     header_entries,
@@ -125,7 +125,7 @@ def _samples(file: BinaryIO, is_safetensors: bool) -> Iterator[bytes]:
     span = end - _EDGE_BYTES - _BLOCK_BYTES
     if span <= _BLOCKS * _BLOCK_BYTES:
         file.seek(0)
-        yield from pieces(file)
+        yield file.read()
         return
     offsets = {_EDGE_BYTES + span * number // (_BLOCKS - 1) for number in range(_BLOCKS)}
     offsets |= {offset for offset in _tensor_middles(header) if _EDGE_BYTES < offset < end}

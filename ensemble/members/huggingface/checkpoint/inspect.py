@@ -152,7 +152,6 @@ def inspect_checkpoint(
             names, where = [f"LABEL_{index}" for index in range(rows)], adapter.name
     quantization = config.get("quantization_config")
     files = weight_files(folder) if gguf_file is None else [folder / gguf_file]
-    weight_bytes = sum(file.stat().st_size for file in files if file.is_file()) or None
     kind = problem_type or config.get("problem_type")
     activation: Activation = "softmax"
     if kind == "multi_label_classification":
@@ -160,11 +159,12 @@ def inspect_checkpoint(
     elif kind == "regression" or len(names) == 1:
         activation = "none"
     model_type = str(config.get("model_type", ""))
-    architecture = architecture or ("GGUF" if gguf_file is not None else "")
+    shown = architecture or ("GGUF" if gguf_file is not None else "")
+    weight_bytes = sum(file.stat().st_size for file in files if file.is_file()) or None
     return Checkpoint(
-        summary=(architecture or model_type) + ("" if weight_bytes is None else f", {gib(weight_bytes)}"),
+        summary=(shown or model_type) + ("" if weight_bytes is None else f", {gib(weight_bytes)}"),
         model_type=model_type,
-        architecture=architecture,
+        architecture=shown,
         activation=activation,
         label_order=match_labels(names, labels, label_map, where),
         weight_bytes=weight_bytes,
