@@ -18,6 +18,20 @@ CELLS = (
     "run = ensemble.run('config.yaml')",
     "print(run.ensemble.shape, run.predictions('gemma').index[0])\nrun",
     "try:\n    ensemble.run('config.yaml', {'fill': 1})\nexcept ensemble.ConfigError as error:\n    print(error)",
+    """
+import os, time
+def interrupt():
+    while not os.path.exists("runs/second/run.json"):
+        time.sleep(0.02)
+    os.kill(os.getpid(), signal.SIGINT)  # what the button sends
+button = threading.Thread(target=interrupt)
+button.start()
+try:
+    ensemble.run("config.yaml", {"output_dir": "runs/second"}, quiet=True)
+except KeyboardInterrupt:
+    print(ensemble.open_run("runs/second").report.status)
+button.join()
+""",
     "print(before == (signal.getsignal(signal.SIGINT), threading.active_count()))",
 )
 
@@ -48,5 +62,6 @@ def test_cells_of_a_notebook(project: Project, tmp_path: Path, monkeypatch: pyte
     assert shown[2].startswith(f"(300, 3) {project.ids[0]}\n")
     assert "complete, after " in shown[2]
     assert "fill" in shown[3]
-    assert shown[4] == "True\n"
+    assert shown[4] == "interrupted\n"
+    assert shown[5] == "True\n"
     assert "JPY_PARENT_PID" not in os.environ

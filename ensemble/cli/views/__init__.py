@@ -23,7 +23,7 @@ class View(Protocol):
 
 
 # By name: the module here whose function ``view`` it is.
-VIEWS: Final = {
+VIEWS: Final[dict[str, str]] = {
     "validate": "ensemble.cli.views.validate",
     "plan": "ensemble.cli.views.plan",
     "summary": "ensemble.cli.views.summary",
