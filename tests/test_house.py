@@ -122,6 +122,31 @@ def test_a_worker_imports_nothing_heavy_before_it_knows_its_kind() -> None:
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
+def test_where_workers_run_is_known_to_launchers_alone() -> None:
+    """The scheduler knows handles: no pipes, processes, signals or files."""
+    for path in (PACKAGE / "scheduling").glob("*.py"):
+        names = set(imports(path))
+        assert names.isdisjoint({"os", "pathlib", "select", "selectors", "signal", "socket", "subprocess"}), (
+            path
+        )
+        launchers = {name for name in names if name.startswith("ensemble.scheduling.launchers")}
+        assert launchers <= {"ensemble.scheduling.launchers.base"}, path
+
+
+def test_nobody_but_its_class_writes_the_state_of_a_member() -> None:
+    owner = PACKAGE / "scheduling" / "state.py"
+    tree = ast.parse(owner.read_text(encoding="utf-8"))
+    (state,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "MemberState"]
+    fields = {ast.unparse(node.target) for node in state.body if isinstance(node, ast.AnnAssign)}
+    assert {"pending", "failure", "max_replicas"} <= fields
+    for path, _ in modules():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            for target in targets:
+                if isinstance(target, ast.Attribute) and ast.unparse(target.value).endswith("state"):
+                    assert target.attr not in fields, f"{path}: {ast.unparse(node)}"
+
+
 def test_only_one_module_uses_nvml() -> None:
     users = [str(path.relative_to(PACKAGE)) for path, _ in modules() if "pynvml" in imports(path)]
     assert users == ["common/gpus.py"]

@@ -37,8 +37,8 @@ from ensemble.scheduling.state import Fault, Gaps, MemberState, RunHooks
 
 TICK_SECONDS = 0.25
 # The run's clock counts no more than this of one turn: nobody hangs, and nobody is late, while this process is
-# stopped.
-MAX_TURN_SECONDS = 2 * TICK_SECONDS
+# stopped.  Turns are longer than a tick where the disk is slow that takes run.json.
+MAX_TURN_SECONDS = 4 * TICK_SECONDS
 # A worker that was told to stop, or has closed its channel, may take this long: freeing a GPU takes a while.
 EXIT_SECONDS = 30.0
 # One that is asked to drop its work holds nothing that needs longer.

@@ -1,0 +1,58 @@
+"""The launcher of the page on extending, as it stands there: built, installed, and used in a run."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+
+from tests.faults.chunky import chunky_config, ids_of, results
+from tests.faults.inject import Fault, Injected
+from tests.packages import pip_install
+from tests.project import ROOT, Project, python_path
+from tests.waiting import PATIENCE_SECONDS
+
+PAGE = ROOT / "docs/extending-launcher.md"
+
+
+def test_workers_that_let_everything_else_go_first(
+    chunky: Project, tmp_path: Path, undisturbed: dict[str, bytes]
+) -> None:
+    blocks = dict(
+        re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```$', PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    )
+    source, site = tmp_path / "source", tmp_path / "site"
+    (source / "ensemble_polite").mkdir(parents=True)
+    (source / "pyproject.toml").write_text(blocks["ensemble_polite/pyproject.toml"])
+    (source / "ensemble_polite/launcher.py").write_text(blocks["ensemble_polite/launcher.py"])
+    pip_install(source, site)
+
+    chunky.write_config(chunky_config(chunky, **yaml.safe_load(blocks["polite.yaml"])))
+    injected = Injected(tmp_path, Fault("wait", ids_of(chunky, 6), times=1))
+    folders = map(Path, injected.environment["PYTHONPATH"].split(os.pathsep))
+    environment = {**injected.environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(*folders, site)}
+    with subprocess.Popen(
+        [sys.executable, "-m", "ensemble", "run", "config.yaml"],
+        cwd=chunky.folder,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        injected.wait_for()
+        (worker,) = injected.pids()
+        niceness = os.getpriority(os.PRIO_PROCESS, worker)
+        assert os.getpriority(os.PRIO_PROCESS, process.pid) < niceness == 15
+        injected.let_go()
+        printed, _ = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 0, printed
+    assert results(chunky) == undisturbed
+
+    wrong = "launcher={polite: {nice: 20}}"
+    done = chunky.ensemble("validate", "config.yaml", "--set", wrong, environment=environment)
+    assert done.returncode == 2
+    assert "launcher: polite.nice: must be a whole number from 1 to 19" in done.stderr
