@@ -20,14 +20,14 @@ import pytest
 
 from ensemble.errors import CheckpointError
 from tests.checkpoints import make_adapter, make_base, make_checkpoint, make_texts
-from tests.properties.amount import ASKED_FOR
+from tests.sampling import EXAMPLES
 from tests.worker.test_predict import LABELS, worker_spec
 from tests.worker.test_serve import publish
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "checks.md"
 # Without ENSEMBLE_TEST_EXAMPLES: one damage of so many, always the same ones, and those that people really had.
-ONE_OF = 1 if ASKED_FOR else 8
+ONE_OF = 1 if EXAMPLES else 8
 USUAL = (
     "tokenizer.json gone",
     "tokenizer_config.json gone",

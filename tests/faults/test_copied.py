@@ -20,6 +20,8 @@ from tests.faults.inject import Fault, Injected
 from tests.faults.steps import Judge, Step, Verdict
 from tests.project import Project
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 FIRST, OTHER = "runs/first", "runs/other place"
 
 

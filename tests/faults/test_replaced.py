@@ -20,6 +20,8 @@ from tests.faults.inject import Fault, Injected
 from tests.faults.steps import Step, Verdict
 from tests.project import LABELS, Project
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 WEIGHTS, TOKENIZER = "model.safetensors", "tokenizer.json"
 CHANGED = "changed during the run"
 A, B = "predictions/a.csv", "predictions/b.csv"

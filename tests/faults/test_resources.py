@@ -24,7 +24,10 @@ from tests.nvml.sim import GIB, GPU_IS_LOST, Fail, Gpu, NvmlSim, gpu_uuid
 from tests.project import Project
 from tests.waiting import PATIENCE_SECONDS
 
+pytestmark = pytest.mark.usefixtures("warm")
 
+
+@pytest.mark.fresh
 @pytest.mark.fault(8)
 def test_the_kernel_kills_a_worker_for_its_memory(
     chunky: Project, tmp_path: Path, undisturbed: dict[str, bytes]

@@ -18,8 +18,10 @@ import pytest
 
 from tests.faults.chunky import chunky_config, ids_of, results
 from tests.faults.inject import Fault, Injected
-from tests.project import LABELS, ROOT, Project
+from tests.project import LABELS, ROOT, Project, python_path
 from tests.waiting import PATIENCE_SECONDS
+
+pytestmark = pytest.mark.usefixtures("warm")
 
 # What a terminal starts, with the actions for signals that such a process has, whatever this one was started with.
 _STARTED = """
@@ -73,7 +75,7 @@ def environment(injected: Injected | None = None) -> dict[str, str]:
     notebook = ("JPY_PARENT_PID", "KAGGLE_KERNEL_RUN_TYPE", "COLAB_RELEASE_TAG")
     return {
         **{name: value for name, value in os.environ.items() if name not in notebook},
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": python_path(ROOT),
         "OMP_NUM_THREADS": "1",
         "TERM": "xterm",
         **({} if injected is None else injected.environment),
@@ -188,6 +190,7 @@ def test_the_tmux_session_is_killed(
         check_complete(chunky, int(told.read_text()), undisturbed)
 
 
+@pytest.mark.fresh
 @pytest.mark.fault(33)
 def test_ignored_signals_stay_ignored_and_sigterm_ends_the_run(chunky: Project, tmp_path: Path) -> None:
     """As in the background of a script, where SIGINT is ignored, and under nohup."""

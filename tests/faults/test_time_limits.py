@@ -28,6 +28,8 @@ from tests.planning.test_plan import config, facts
 from tests.pretended import computed
 from tests.project import Project
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 # Until workers can start, and what the first submission takes.
 BEFORE_SECONDS, FIRST_SECONDS = 1.0, 0.05
 

@@ -13,6 +13,8 @@ from tests.faults.chunky import chunky_config, ids_of, results
 from tests.faults.inject import Fault, Injected
 from tests.project import Project
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 ENDINGS = (
     "was killed by signal 9 (SIGKILL)",
     "was killed by signal 11 (SIGSEGV)",

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ensemble.errors import MergeError
 from ensemble.merge.combine import weighted_mean
-from tests.properties.amount import tries
+from tests.sampling import tries
 
 NAN = float("nan")
 WEIGHT = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(1e-6, 1e6))

@@ -17,7 +17,7 @@ from ensemble.config import DataConfig, EnsembleConfig, ModelConfig, RunConfig, 
 from ensemble.errors import ConfigError
 from tests.config.examples import WHOLE, small
 from tests.properties import configs
-from tests.properties.amount import tries
+from tests.sampling import tries
 
 # The keys of a model, all of them listed, take 700 characters; everything else is shorter.
 LONGEST_SENTENCE = 1_200

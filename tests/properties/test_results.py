@@ -21,7 +21,7 @@ from ensemble.tables.submission import (
 )
 from tests.merge.reading import read_checked
 from tests.properties import cells
-from tests.properties.amount import tries
+from tests.sampling import tries
 
 numbers = st.floats(0, 1) | st.floats(allow_nan=False, allow_infinity=False)
 columns = st.lists(cells.names, min_size=2, max_size=4, unique=True)

@@ -12,7 +12,7 @@ import termios
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.project import ROOT
+from tests.project import ROOT, python_path
 from tests.waiting import PATIENCE_SECONDS
 
 
@@ -27,7 +27,7 @@ def in_terminal(
         process = subprocess.Popen(
             [sys.executable, "-m", "ensemble", *arguments],
             cwd=folder,
-            env={**inherited, "PYTHONPATH": str(ROOT), **(environment or {})},
+            env={**inherited, "PYTHONPATH": python_path(ROOT), **(environment or {})},
             stdin=subprocess.DEVNULL,
             stdout=theirs,
             stderr=theirs,

@@ -24,8 +24,7 @@ COMMANDS = {
     "status": ("status", "runs/first"),
 }
 WIDE = 1000
-# The first of them waits for five workers.
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.usefixtures("warm")
 # Not what is free or used of the memory, which changes while one looks.
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?%?(?![\d.,]*[\s\xa0](?:GiB|MiB))")
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")

@@ -22,7 +22,7 @@ from ensemble.tables.submission import (
     sample_values,
     write_submission,
 )
-from tests.properties.amount import tries
+from tests.sampling import tries
 
 LABELS = ("a", "b")
 NOT_MAPPED: dict[str, str] = {}
