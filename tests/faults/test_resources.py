@@ -27,6 +27,7 @@ from tests.waiting import PATIENCE_SECONDS
 pytestmark = pytest.mark.usefixtures("warm")
 
 
+@pytest.mark.long
 @pytest.mark.fresh
 @pytest.mark.fault(8)
 def test_the_kernel_kills_a_worker_for_its_memory(
@@ -144,8 +145,8 @@ def test_a_gpu_is_lost_in_mid_run(
 def test_the_time_is_over_before_all_is_done(
     chunky: Project, forked: ForkedRuns, tmp_path: Path, undisturbed: dict[str, bytes]
 ) -> None:
-    """Each row takes more than a second, and there are seconds for some of them."""
-    slow = Injected(tmp_path, Fault("sleep", seconds=1.2))
+    """The worker does not come to the end of the third chunk."""
+    slow = Injected(tmp_path, Fault("wait", ids_of(chunky, 9), times=1))
     options = ["--set", "models.llama.batch_size=1", "--set", "time_limit=20s", "--set", "fill=sample"]
     assert forked.run(chunky.folder, *options, faults=slow) == 4, forked.printed
     assert "a first submission is written" in forked.printed

@@ -19,6 +19,7 @@ import pytest
 from tests.faults.chunky import chunky_config, ids_of, results
 from tests.faults.inject import Fault, Injected
 from tests.project import LABELS, ROOT, Project, python_path
+from tests.sampling import one_in
 from tests.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.usefixtures("warm")
@@ -251,8 +252,22 @@ def test_a_run_whose_output_goes_nowhere(
     assert (folder / "ensemble.csv").stat().st_size == len(undisturbed["ensemble.csv"])
 
 
+# With exit codes.
+_COMMANDS = {
+    "status läufe/…/erster": 0,
+    "run config.yaml": 0,
+    "plan config.yaml": 0,
+    "validate config.yaml": 0,
+    "validate broken.yaml": 2,
+    "--help": 0,
+    "nonsense": 2,
+    "doctor": 0,
+}
+
+
 @pytest.mark.fault(32)
-def test_every_command_prints_into_whatever_there_is(chunky: Project) -> None:
+@pytest.mark.parametrize("arguments", one_in(4, _COMMANDS))
+def test_every_command_prints_into_whatever_there_is(arguments: str, chunky: Project) -> None:
     """Tables, lines and sentences, with names in them that no ASCII has."""
     config = chunky_config(chunky, output_dir="läufe/…/erster", labels=LABELS)
     chunky.write_config(config)
@@ -260,23 +275,15 @@ def test_every_command_prints_into_whatever_there_is(chunky: Project) -> None:
         {**config, "output_dir": "runs/second", "labels": ["größer", "kleiner"]}, "broken.yaml"
     )
     ensemble = [sys.executable, "-m", "ensemble"]
-    expected = {
-        (*ensemble, "run", "config.yaml"): 0,
-        (*ensemble, "plan", "config.yaml"): 0,
-        (*ensemble, "status", "läufe/…/erster"): 0,
-        (*ensemble, "validate", "config.yaml"): 0,
-        (*ensemble, "validate", "broken.yaml"): 2,
-        (*ensemble, "--help"): 0,
-        (*ensemble, "nonsense"): 2,
-        (*ensemble, "doctor"): 0,
-    }
-    for command, wanted in expected.items():
-        # Where the whole locale is ASCII, Python finds no file with such a name.
-        able = command[-1] in ("broken.yaml", "--help", "nonsense", "doctor")
-        for variables in (_ASCII, _ASCII_LOCALE) if able else (_ASCII,):
-            code, printed = in_shell(chunky, list(command), "", **variables)
-            assert code == wanted, (command, printed)
-            assert printed.strip(), command
-            assert "Traceback" not in printed, printed
-        for streams in _STREAMS.values() if "doctor" not in command else [_STREAMS["a full disk"]]:
-            assert in_shell(chunky, list(command), streams) == (wanted, ""), (command, streams)
+    if arguments.startswith("status"):
+        assert in_shell(chunky, [*ensemble, "run", "config.yaml", "-q"], "") == (0, "")
+    command, wanted = [*ensemble, *arguments.split()], _COMMANDS[arguments]
+    # Where the whole locale is ASCII, Python finds no file with such a name.
+    able = command[-1] in ("broken.yaml", "--help", "nonsense", "doctor")
+    for variables in (_ASCII, _ASCII_LOCALE) if able else (_ASCII,):
+        code, printed = in_shell(chunky, command, "", **variables)
+        assert code == wanted, printed
+        assert printed.strip()
+        assert "Traceback" not in printed, printed
+    for streams in _STREAMS.values() if "doctor" not in command else [_STREAMS["a full disk"]]:
+        assert in_shell(chunky, command, streams) == (wanted, ""), streams

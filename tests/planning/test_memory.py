@@ -18,6 +18,7 @@ from ensemble.worker.predict import Classifier
 from ensemble.worker.quantization import quantization_config
 from tests.checkpoints import make_checkpoint
 from tests.planning.tracking.measure import fake_classifier, peak_bytes
+from tests.sampling import one_in
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "float32"}
 DOUBLE = {**NF4, "bnb_4bit_use_double_quant": True}
@@ -82,19 +83,22 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize(
     ("family", "attention"),
-    [
-        ("gemma2", "eager"),
-        ("llama", "sdpa"),
-        ("llama", "eager"),
-        ("qwen3", "sdpa"),
-        ("phi3", "sdpa"),
-        ("gemma3", "sdpa"),
-        ("gpt2", "sdpa"),
-        ("bert", "sdpa"),
-        ("bert", "eager"),
-        ("modernbert", "sdpa"),
-        ("deberta-v2", "eager"),
-    ],
+    one_in(
+        3,
+        [
+            ("gemma2", "eager"),
+            ("llama", "sdpa"),
+            ("llama", "eager"),
+            ("qwen3", "sdpa"),
+            ("phi3", "sdpa"),
+            ("gemma3", "sdpa"),
+            ("gpt2", "sdpa"),
+            ("bert", "sdpa"),
+            ("bert", "eager"),
+            ("modernbert", "sdpa"),
+            ("deberta-v2", "eager"),
+        ],
+    ),
 )
 def test_the_activation_of_real_widths_on_a_gpu(family: str, attention: str) -> None:
     config = FAMILIES[family]()

@@ -76,6 +76,7 @@ def test_every_number_is_there_at_every_width(command: str, width: int, crowded:
     assert steady <= set(_NUMBER.findall(in_file.stdout))
 
 
+@pytest.mark.long
 def test_doctor_breaks_its_lines_where_the_terminal_ends(crowded: Project) -> None:
     printed = in_terminal(crowded.folder, 60, "doctor", "config.yaml", environment={"HF_HUB_OFFLINE": "1"})
     check(printed, 60)
