@@ -721,7 +721,6 @@ class LeakyConfig(LlamaConfig):
 """
 
 
-@pytest.mark.usefixtures("warm")
 def test_a_run_keeps_its_secrets_and_follows_no_link(project: Project, precious: Path, llama: Path) -> None:
     """One run whose second member does all it can to tell what it knows, in a directory full of links."""
     with_code(llama, "leaky", AutoConfig="configuration_leaky.LeakyConfig")

@@ -118,7 +118,7 @@ def test_a_gpu_is_lost_in_mid_run(
     nvml_sim.write([first, second])
     injected = Injected(
         tmp_path,
-        Fault("sleep", ids_of(chunky, 9), times=1, seconds=2),
+        Fault("wait", ids_of(chunky, 9), times=1),
         Fault("raise", ids_of(chunky, 9), times=1, text=POISON),
     )
     chunky.write_config(chunky_config(chunky, devices=[first.uuid, second.uuid]))
@@ -133,6 +133,7 @@ def test_a_gpu_is_lost_in_mid_run(
         while not injected.pids() and process.poll() is None:
             time.sleep(0.02)
         nvml_sim.write([Gpu(first.uuid, pci=first.pci, fails=[Fail("*", GPU_IS_LOST)]), second])
+        injected.let_go()
         printed, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0, printed
     assert f"({first.uuid}) no longer answers" in printed

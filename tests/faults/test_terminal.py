@@ -146,11 +146,13 @@ def check_complete(project: Project, code: int, undisturbed: dict[str, bytes]) -
 def test_the_terminal_is_closed_while_bars_are_drawn(
     chunky: Project, tmp_path: Path, undisturbed: dict[str, bytes], hangup: str
 ) -> None:
-    injected = Injected(tmp_path, Fault("sleep", ids_of(chunky, 9), times=1, seconds=3))
+    injected = Injected(tmp_path, Fault("wait", ids_of(chunky, 9), times=1))
     terminal = Terminal(started(hangup, _RUN), chunky.folder, environment(injected))
     wait_until(injected.pids, terminal.read)
     assert b"\x1b[" in terminal.printed, "bars"
     terminal.close()
+    if hangup == "ignored":
+        injected.let_go()
     code = terminal.process.wait(100)
     if hangup == "heeded":
         check_interrupted(chunky, code)
@@ -178,12 +180,14 @@ def tmux(command: list[str], folder: Path, variables: dict[str, str]) -> Iterato
 def test_the_tmux_session_is_killed(
     chunky: Project, tmp_path: Path, undisturbed: dict[str, bytes], hangup: str, end: str
 ) -> None:
-    injected = Injected(tmp_path, Fault("sleep", ids_of(chunky, 9), times=1, seconds=3))
+    injected = Injected(tmp_path, Fault("wait", ids_of(chunky, 9), times=1))
     told = tmp_path / "code"
     command = [sys.executable, "-c", _RECORDER, str(told), *started(hangup, _RUN)]
     with tmux(command, chunky.folder, environment(injected)) as server:
         wait_until(injected.pids)
         subprocess.run([*server, end], check=True, timeout=PATIENCE_SECONDS)
+        if hangup == "ignored":
+            injected.let_go()
         wait_until(lambda: told.exists() and told.read_text())
     if hangup == "heeded":
         check_interrupted(chunky, int(told.read_text()))

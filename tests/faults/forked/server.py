@@ -197,11 +197,11 @@ def _run(asked: dict[str, Any], descriptors: dict[int, int]) -> NoReturn:
 
     end = os._exit
 
-    def tell_and_end(code: int) -> NoReturn:
+    def tell_and_end(status: int) -> NoReturn:
         if "torch" not in sys.modules:
             for name in sys.modules.keys() - asked["known"]:
                 os.write(asked["learnt"], f"{name}\n".encode())
-        end(code)
+        end(status)
 
     os._exit = tell_and_end
     _become(run, asked, {**descriptors, asked["learnt"]: asked["learnt"]})
