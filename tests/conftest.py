@@ -99,12 +99,15 @@ def warm(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def as_cold_as_asked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No fork server for tests marked ``fresh``; and after the others nothing that it forked is left."""
-    if request.node.get_closest_marker("fresh"):
+    """No fork server for tests that have not asked for one; and after the others nothing that it forked is left."""
+    if request.node.get_closest_marker("fresh") or "warm" not in request.fixturenames:
         monkeypatch.delenv("TEST_FORK_SERVER", raising=False)
     yield
     if address := os.environ.get("TEST_FORK_SERVER"):
-        client.wait_until_idle(address, GRACE_SECONDS)
+        try:
+            client.wait_until_idle(address, GRACE_SECONDS)
+        except TimeoutError:
+            pytest.fail("a process that was forked for this test still runs", pytrace=False)
 
 
 @pytest.fixture(scope="session")

@@ -27,6 +27,7 @@ from tests.faults.chunky import chunky_config
 from tests.planning.test_plan import config, facts
 from tests.pretended import computed
 from tests.project import Project
+from tests.sampling import one_in
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -184,7 +185,7 @@ TIMES = [
 
 @pytest.mark.fault(34)
 @pytest.mark.parametrize("members", [1, 2])
-@pytest.mark.parametrize(("limit", "startup", "row"), TIMES)
+@pytest.mark.parametrize(("limit", "startup", "row"), one_in(3, TIMES))
 def test_each_repetition_gets_further(limit: float, startup: float, row: float, members: int) -> None:
     runs = Repeated(limit, 200, [startup] * members, [row] * members)
     learned = 0

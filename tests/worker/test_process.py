@@ -15,6 +15,8 @@ from tests.worker.test_predict import LABELS, worker_spec
 from tests.worker.test_pulse import wait_for_end
 from tests.worker.test_serve import publish
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 ROWS = 10_000  # as one chunk: many seconds
 
 
