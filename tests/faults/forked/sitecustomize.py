@@ -42,8 +42,8 @@ def _stand_in(address: str) -> None:
     os._exit(code)
 
 
-_WORKER = "ensemble.worker.__main__"
-if os.environ.get("TEST_FORK_SERVER") and _WORKER in " ".join(sys.orig_argv[1:3]):
+_IS_WORKER = any(word.startswith("--events-fd=") for word in sys.orig_argv)
+if os.environ.get("TEST_FORK_SERVER") and _IS_WORKER:
     _stand_in(os.environ["TEST_FORK_SERVER"])
 elif "TEST_FAULTS" in os.environ:
     import tests.faults.faulty  # noqa: F401
