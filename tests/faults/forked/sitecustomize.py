@@ -30,8 +30,8 @@ def _stand_in(address: str) -> None:
         for number in (signal.SIGTERM, signal.SIGABRT, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda number, frame: line.send(struct.pack("=i", number)) and None)
         line.send(struct.pack("=i", 0))
-        for descriptor in (0, events):
-            os.close(descriptor)
+        # Not the events' pipe, whose end says that this process has ended.
+        os.close(0)
         said = line.recv(4)
     code = struct.unpack("=i", said)[0] if said else 70
     if code < 0:
