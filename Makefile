@@ -9,13 +9,17 @@ COMPILE := $(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null 2>&1 || t
 CONFIG ?= configs/demo.yaml
 MINUTES ?= 10
 
-.PHONY: help run test test-gpu test-releases overlays bench bench-quick bench-gpu soak lint types unit format demo clean
+.PHONY: help run test test-all test-gpu test-releases overlays bench bench-quick bench-gpu soak lint types unit rest format \
+	demo clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make run     set up an environment and run the demo ensemble ($(CONFIG))"
-	@echo "make test    set up an environment and run every check that CI runs"
-	@echo "make lint | types | unit | overlays    one of those checks; overlays tries other releases of transformers"
+	@echo "make test    set up an environment and run the checks to run after every change (5 minutes)"
+	@echo "make lint | types | unit    one of those checks"
+	@echo "make test-all  what make test leaves out (25 minutes): every step of the sweeps of which it takes a sample, fresh"
+	@echo "             processes where it forks them, other releases of transformers; CI runs both"
+	@echo "make rest | overlays    one of those checks; overlays are the other releases"
 	@echo "make test-releases  try the oldest and the newest supported releases, into docs/releases.md (gigabytes, an hour)"
 	@echo "make test-gpu  the checks that need a GPU; PYTHON= names the Python whose torch can use it"
 	@echo "make bench   measure against other ways to do the same, into docs/benchmarks.md (45 minutes)"
@@ -28,7 +32,9 @@ help:
 run: $(VENV)/.runtime
 	$(BIN)/python -m ensemble run $(CONFIG)
 
-test: lint types unit overlays
+test: lint types unit
+
+test-all: rest overlays
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -37,9 +43,15 @@ lint: $(VENV)/.dev
 types: $(VENV)/.dev
 	$(BIN)/mypy
 
-# Two test processes: most tests wait for a worker that imports torch. Each keeps to one thread.
+# Two test processes, each of which keeps to one thread.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
 unit: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	$(PYTEST)
+
+# No test has the same part of its work in both; see tests/sampling.py.
+rest: $(VENV)/.dev
+	$(PYTEST) --part=rest
 
 # The oldest supported transformers and one from the middle, over the torch of $(VENV).
 overlays: $(VENV)/.dev

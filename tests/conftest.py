@@ -2,19 +2,49 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import hypothesis
 import pytest
 
-from tests.leftovers import nothing_is_left, temporary_directory
+from tests import sampling
+from tests.faults.forked import client
+from tests.leftovers import GRACE_SECONDS, nothing_is_left, temporary_directory
 from tests.nvml import sim
 from tests.project import Project, make_models
 
 __all__ = ["nothing_is_left", "temporary_directory"]  # around every test, without being asked for
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--part",
+        choices=get_args(sampling.Part),
+        default=sampling.part,
+        help="usual: with a sample of what is long, and with forked workers; rest: what that leaves out; or all",
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if sampling.part == "all":
+        return
+
+    def is_wanted(item: pytest.Item) -> bool:
+        if sampling.part == "usual":
+            return item.get_closest_marker("long") is None
+        marks = {mark.name for mark in item.iter_markers()}
+        is_warm = "warm" in getattr(item, "fixturenames", ()) and "fresh" not in marks
+        return is_warm or not marks.isdisjoint({"long", "sampled"})
+
+    if left_out := [item for item in items if not is_wanted(item)]:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if is_wanted(item)]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -23,6 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
     A shell that runs the tests in the background, and nohup, ignore signals for them and for all that they start.
     A handler ends with the exec: so a signal still does nothing here, and its default in what a test starts.
     """
+    sampling.part = config.getoption("--part")
     # Hypothesis would fail an example that takes longer than 200 ms, as one does on a busy machine.
     hypothesis.settings.register_profile("patient", deadline=None)
     hypothesis.settings.load_profile("patient")
@@ -40,6 +71,43 @@ def nobody_says_how_wide_the_reader_is() -> Iterator[None]:
         for name in ("COLUMNS", "LINES"):
             patch.delenv(name, raising=False)
         yield
+
+
+@pytest.fixture(scope="session")
+def fork_server(tiny_models: Path) -> Iterator[str]:
+    """The address of a fork server."""
+    with client.fork_server(tiny_models) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def warm(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Workers, and commands by ``Project.ensemble``, are forked by processes that have imported everything.
+
+    For ``pytestmark = pytest.mark.usefixtures("warm")``.  A test of such a module that is marked ``fresh`` has
+    fresh processes always; the others have them where not the usual part of the tests runs.
+    """
+    if sampling.part != "usual":
+        yield
+        return
+    address = request.getfixturevalue("fork_server")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(client.SITE), prepend=os.pathsep)
+        patch.setenv("TEST_FORK_SERVER", address)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def as_cold_as_asked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No fork server for tests that have not asked for one; and after the others nothing that it forked is left."""
+    if request.node.get_closest_marker("fresh") or "warm" not in request.fixturenames:
+        monkeypatch.delenv("TEST_FORK_SERVER", raising=False)
+    yield
+    if address := os.environ.get("TEST_FORK_SERVER"):
+        try:
+            client.wait_until_idle(address, GRACE_SECONDS)
+        except TimeoutError:
+            pytest.fail("a process that was forked for this test still runs", pytrace=False)
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import yaml
 
 from tests.checkpoints import make_checkpoint, make_texts
+from tests.faults.forked import client
 
 LABELS = ["winner_a", "winner_b", "tie"]
 GEMMA_LABELS = ["tie", "winner_a", "winner_b"]  # not the config's order
@@ -69,15 +71,27 @@ class Project:
     def ensemble(
         self, *arguments: str, environment: Mapping[str, str] | None = None, timeout: float = 500
     ) -> subprocess.CompletedProcess[str]:
-        """``python -m ensemble ARGUMENTS`` in this folder."""
-        return subprocess.run(
-            [sys.executable, "-m", "ensemble", *arguments],
-            cwd=self.folder,
-            env={**os.environ, "PYTHONPATH": python_path(ROOT), **(environment or {})},
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
+        """``python -m ensemble ARGUMENTS`` in this folder; from a fork server in tests that use ``warm``."""
+        command = [sys.executable, "-m", "ensemble", *arguments]
+        variables = {**os.environ, "PYTHONPATH": python_path(ROOT), **(environment or {})}
+        if not client.can_be_forked(variables):
+            return subprocess.run(
+                command, cwd=self.folder, env=variables, capture_output=True, text=True, timeout=timeout
+            )
+        with (
+            tempfile.TemporaryFile() as output,
+            tempfile.TemporaryFile() as errors,
+            client.Command(
+                arguments, self.folder, variables, (None, output.fileno(), errors.fileno())
+            ) as forked,
+        ):
+            forked.go()
+            code = forked.wait(timeout)
+            printed = []
+            for file in (output, errors):
+                file.seek(0)
+                printed.append(file.read().decode().replace("\r\n", "\n"))
+        return subprocess.CompletedProcess(command, code, *printed)
 
     def read(self, name: str) -> tuple[list[str], list[list[str]]]:
         """Header and rows of a CSV."""

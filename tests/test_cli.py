@@ -13,6 +13,8 @@ import pytest
 from tests.checkpoints import reference
 from tests.project import LABELS, Project
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 Change = Callable[[Project, dict[str, Any]], None]
 
 

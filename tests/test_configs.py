@@ -16,6 +16,8 @@ from tests.checkpoints import make_checkpoint, make_texts, reference
 from tests.nvml.sim import GIB, Gpu, Memory, NvmlSim, gpu_uuid
 from tests.project import ROOT, Project
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 LMSYS_LABELS = ["winner_model_a", "winner_model_b", "winner_tie"]
 
 

@@ -25,8 +25,10 @@ from tests.checkpoints import (
     reference,
 )
 from tests.faults.machine import small_disk
-from tests.project import GEMMA_LABELS, LABELS, ROOT, Project
+from tests.project import GEMMA_LABELS, LABELS, ROOT, Project, python_path
 from tests.waiting import PATIENCE_SECONDS, wait_until
+
+pytestmark = pytest.mark.usefixtures("warm")
 
 
 def as_floats(rows: list[list[str]]) -> np.ndarray:
@@ -45,6 +47,7 @@ def only_llama(project: Project) -> None:
     project.write_config(project.config(models=project.config()["models"][1:]))
 
 
+@pytest.mark.fresh
 def test_a_run_from_yaml_to_submission(project: Project) -> None:
     project.write_config(project.config())
     done = project.ensemble("run", "config.yaml")
@@ -198,7 +201,7 @@ def test_a_reader_that_goes_away_ends_nothing(project: Project) -> None:
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", command],
         cwd=project.folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": python_path(ROOT)},
         capture_output=True,
         text=True,
     )
@@ -207,12 +210,13 @@ def test_a_reader_that_goes_away_ends_nothing(project: Project) -> None:
     assert len(project.read("runs/first/ensemble.csv")[1]) == 9
 
 
+@pytest.mark.fresh
 def test_nohup_is_heeded(project: Project) -> None:
     only_llama(project)
     process = subprocess.Popen(
         ["nohup", sys.executable, "-m", "ensemble", "run", "config.yaml", "--limit", "9"],
         cwd=project.folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": python_path(ROOT)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -327,7 +331,7 @@ def _start(project: Project, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "ensemble", "run", "config.yaml", *arguments],
         cwd=project.folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": python_path(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -353,6 +357,7 @@ def _gone(pid: int) -> bool:
     return state == "Z"
 
 
+@pytest.mark.fresh
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.fault(13)
 def test_a_signal_ends_the_run_and_its_workers(project: Project, number: int, code: int) -> None:
@@ -367,6 +372,7 @@ def test_a_signal_ends_the_run_and_its_workers(project: Project, number: int, co
     assert _gone(worker)
 
 
+@pytest.mark.fresh
 @pytest.mark.fault(12, 21)
 def test_no_worker_outlives_a_killed_parent(project: Project) -> None:
     only_llama(project)
@@ -382,6 +388,7 @@ def test_no_worker_outlives_a_killed_parent(project: Project) -> None:
     assert project.ensemble("run", "config.yaml", "--quiet").returncode == 0
 
 
+@pytest.mark.fresh
 @pytest.mark.fault(1)
 def test_a_worker_that_was_killed_while_it_started_is_replaced(project: Project) -> None:
     only_llama(project)
@@ -412,7 +419,7 @@ def _run_on_a_terminal(project: Project, **environment: str) -> str:
     process = subprocess.Popen(
         [sys.executable, "-m", "ensemble", "run", "config.yaml", "--fresh"],
         cwd=project.folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "120", **environment},
+        env={**os.environ, "PYTHONPATH": python_path(ROOT), "TERM": "xterm", "COLUMNS": "120", **environment},
         stdin=theirs, stdout=theirs, stderr=theirs,
     )  # fmt: skip
     os.close(theirs)

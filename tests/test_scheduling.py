@@ -17,8 +17,10 @@ from typing import Any
 import pytest
 
 from tests.nvml.sim import GIB, GPU_IS_LOST, Fail, Gpu, Memory, NvmlSim, gpu_uuid
-from tests.project import ROOT, Project
+from tests.project import ROOT, Project, python_path
 from tests.waiting import PATIENCE_SECONDS, wait_until
+
+pytestmark = pytest.mark.usefixtures("warm")
 
 A, B = "GPU-aaaaaaaa-0000-0000-0000-000000000000", "GPU-bbbbbbbb-0000-0000-0000-000000000000"
 
@@ -37,7 +39,7 @@ def watch_run(
     process = subprocess.Popen(
         [sys.executable, "-m", "ensemble", "run", "config.yaml", *options],
         cwd=project.folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        env={**os.environ, "PYTHONPATH": python_path(ROOT), **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -290,7 +292,7 @@ def start(project: Project, machine: NvmlSim, *options: str) -> subprocess.Popen
     return subprocess.Popen(
         [sys.executable, "-m", "ensemble", "run", "config.yaml", "--limit", "20", *options],
         cwd=project.folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **machine.environment()},
+        env={**os.environ, "PYTHONPATH": python_path(ROOT), **machine.environment()},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -82,6 +82,7 @@ def test_it_refuses_kindly_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> 
     assert "Nothing was measured: no GPU that this torch" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_rehearsal_goes_through_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--rehearse"]) == 0
     said = capsys.readouterr().out

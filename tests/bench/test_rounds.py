@@ -38,6 +38,7 @@ def test_what_a_failing_command_printed_is_told(tmp_path: Path) -> None:
         measure([command], tmp_path, ENVIRONMENT, tmp_path / "log")
 
 
+@pytest.mark.long
 def test_a_round_runs_everybody_and_compares(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "checkpoints" / "m", "gemma2", LABELS)
     work = Work("repeated", "repeated", ("m",), 30, 1, ("notebook_loop",))

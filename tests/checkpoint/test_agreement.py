@@ -159,6 +159,7 @@ def test_validate_finds_a_missing_vocabulary_and_missing_layers_without_torch(
     assert said.strip() == "False"
 
 
+@pytest.mark.usefixtures("warm")
 @pytest.mark.fault(36)
 def test_a_run_marks_members_that_know_nothing_of_the_labels(project: Project) -> None:
     project.write_config(project.config())  # random weights, random labels

@@ -19,15 +19,16 @@ import numpy as np
 import pytest
 
 from ensemble.common.errors import CheckpointError
+from tests import sampling
 from tests.checkpoints import make_adapter, make_base, make_checkpoint, make_texts
-from tests.properties.amount import ASKED_FOR
+from tests.sampling import EXAMPLES, SAMPLED
 from tests.worker.test_predict import LABELS, predictor, worker_spec
 from tests.worker.test_session import publish
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "checks.md"
 # Without ENSEMBLE_TEST_EXAMPLES: one damage of so many, always the same ones, and those that people really had.
-ONE_OF = 1 if ASKED_FOR else 8
+ONE_OF = 1 if EXAMPLES else 8 * (SAMPLED if sampling.part == "usual" else 1)
 USUAL = (
     "tokenizer.json gone",
     "tokenizer_config.json gone",
@@ -287,6 +288,7 @@ def quiet() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.sampled
 @pytest.mark.fault(28)
 @pytest.mark.fault(29)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -297,6 +299,7 @@ def test_damaged_checkpoints_are_refused_or_give_the_same_numbers(architecture: 
     assert not wrong, f"{len(wrong)} of {len(found)}:\n" + "\n".join(wrong)
 
 
+@pytest.mark.sampled
 @pytest.mark.fault(28)
 @pytest.mark.fault(29)
 def test_damaged_adapters_are_refused_or_give_the_same_numbers(tmp_path: Path) -> None:

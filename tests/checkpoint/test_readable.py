@@ -19,6 +19,8 @@ from ensemble.members.huggingface.checkpoint.tokenizer_files import small_file_p
 from tests.project import ROOT, Project
 from tests.waiting import PATIENCE_SECONDS
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 _DROP_A_RIGHT = 24  # PR_CAPBSET_DROP (linux/prctl.h)
 _ABOVE_RIGHTS = (1, 2)  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH (linux/capability.h)
 

@@ -17,7 +17,7 @@ from tests.project import Project
 def forked(tmp_path_factory: pytest.TempPathFactory, tiny_models: Path) -> Iterator[ForkedRuns]:
     """Runs from a fork server; their steps can be judged."""
     skip_unless_watchable()
-    with forked_runs(tmp_path_factory.mktemp("forked") / "printed", tiny_models / "llama") as runs:
+    with forked_runs(tmp_path_factory.mktemp("forked") / "printed", tiny_models) as runs:
         yield runs
 
 

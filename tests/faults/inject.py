@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from tests.faults.forked import client
 from tests.project import ROOT
 
 Deed = Literal[
@@ -67,9 +68,11 @@ class Injected:
             for fault, journal in zip(faults, self._journals, strict=True)
         ]
         self.environment = {
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)]),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(client.SITE)]),
             "TEST_FAULTS": json.dumps(fields),
         }
+        if any(fault.at == "import" for fault in faults):  # long over where workers are forked
+            self.environment["TEST_FORK_SERVER"] = ""
 
     def pids(self, number: int = 0) -> list[int]:
         """The processes that a fault happened in, in order; one that happened twice in a process is there twice."""

@@ -22,6 +22,7 @@ from tests.waiting import PATIENCE_SECONDS
 WALL_CLOCKS = ("time.time", "time.time_ns", "time.localtime", "time.gmtime")
 
 
+@pytest.mark.long
 @pytest.mark.fault(40)
 def test_parent_and_worker_are_stopped_for_longer_than_a_worker_may_hang(
     chunky: Project, tmp_path: Path, undisturbed: dict[str, bytes]
@@ -29,7 +30,7 @@ def test_parent_and_worker_are_stopped_for_longer_than_a_worker_may_hang(
     """As in a notebook's machine that is frozen, or a laptop that sleeps; here by SIGSTOP, in mid-chunk."""
     injected = Injected(tmp_path, Fault("sleep", ids_of(chunky, 9), times=1, seconds=2))
     process = subprocess.Popen(
-        [sys.executable, "-m", "ensemble", "run", "config.yaml", "--set", "hang_timeout=8s"],
+        [sys.executable, "-m", "ensemble", "run", "config.yaml", "--set", "hang_timeout=20s"],
         cwd=chunky.folder,
         env={**os.environ, **injected.environment, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -43,7 +44,7 @@ def test_parent_and_worker_are_stopped_for_longer_than_a_worker_may_hang(
         everybody = [process.pid, *injected.pids()]
         for pid in everybody:
             os.kill(pid, signal.SIGSTOP)
-        time.sleep(10)
+        time.sleep(24)
         for pid in everybody:
             os.kill(pid, signal.SIGCONT)
         printed, _ = process.communicate(timeout=PATIENCE_SECONDS)

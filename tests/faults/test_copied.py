@@ -18,6 +18,9 @@ from tests.faults.forked.runs import ForkedRuns
 from tests.faults.inject import Fault, Injected
 from tests.faults.steps import Judge, Step, Verdict
 from tests.project import Project
+from tests.sampling import one_in
+
+pytestmark = pytest.mark.usefixtures("warm")
 
 FIRST, OTHER = "runs/first", "runs/other place"
 
@@ -87,7 +90,7 @@ def reused(project: Project, folder: str) -> tuple[int, int]:
 
 @pytest.mark.fault(35)
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("copy", COPIES)
+@pytest.mark.parametrize("copy", one_in(2, COPIES))
 def test_an_unfinished_run_goes_on_in_its_copy(
     copy: Copy, chunky: Project, forked: ForkedRuns, undisturbed: dict[str, bytes]
 ) -> None:
@@ -100,7 +103,7 @@ def test_an_unfinished_run_goes_on_in_its_copy(
 
 @pytest.mark.fault(19, 35)
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("copy", COPIES)
+@pytest.mark.parametrize("copy", one_in(2, COPIES))
 def test_nothing_is_computed_in_the_copy_of_a_complete_run(
     copy: Copy, chunky: Project, forked: ForkedRuns, undisturbed: dict[str, bytes]
 ) -> None:
@@ -135,18 +138,21 @@ def cut(pattern: str) -> Copy:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("copy", "kept"),
-    [
-        (without("run.json"), 12),
-        (cut("run.json"), 12),
-        (without("run.json", "logs"), 12),
-        (without("run.json", "logs", "work/*/rows.bin", "config.yaml"), 12),
-        (cut("work/*/rows.bin"), 12),
-        (without("work/*/order.npy", "work/table.arrow"), 12),
-        (cut("work/table.arrow"), 12),
-        (cut("work/*/*.csv"), 8),
-        (without("work/*/000000004-*.csv"), 8),
-        (without("work"), 0),
-    ],
+    one_in(
+        2,
+        [
+            (without("run.json"), 12),
+            (cut("run.json"), 12),
+            (without("run.json", "logs"), 12),
+            (without("run.json", "logs", "work/*/rows.bin", "config.yaml"), 12),
+            (cut("work/*/rows.bin"), 12),
+            (without("work/*/order.npy", "work/table.arrow"), 12),
+            (cut("work/table.arrow"), 12),
+            (cut("work/*/*.csv"), 8),
+            (without("work/*/000000004-*.csv"), 8),
+            (without("work"), 0),
+        ],
+    ),
 )
 def test_half_a_copy_of_an_unfinished_run(
     copy: Copy, kept: int, chunky: Project, forked: ForkedRuns, undisturbed: dict[str, bytes]
@@ -162,14 +168,17 @@ def test_half_a_copy_of_an_unfinished_run(
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("copy", "kept"),
-    [
-        (without("run.json", "logs", "ensemble.csv", "submission.csv", "config.yaml"), ROWS),
-        (without("predictions/*.rows"), ROWS),
-        (cut("predictions/*.rows"), ROWS),
-        (cut("predictions/*.csv"), 0),
-        (cut("predictions/*.json"), 0),
-        (without("predictions"), 0),
-    ],
+    one_in(
+        2,
+        [
+            (without("run.json", "logs", "ensemble.csv", "submission.csv", "config.yaml"), ROWS),
+            (without("predictions/*.rows"), ROWS),
+            (cut("predictions/*.rows"), ROWS),
+            (cut("predictions/*.csv"), 0),
+            (cut("predictions/*.json"), 0),
+            (without("predictions"), 0),
+        ],
+    ),
 )
 def test_half_a_copy_of_a_complete_run(
     copy: Copy, kept: int, chunky: Project, forked: ForkedRuns, undisturbed: dict[str, bytes]

@@ -18,6 +18,8 @@ from tests.faults.test_workers import is_gone
 from tests.project import Project
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 
 def start(project: Project, injected: Injected) -> subprocess.Popen[str]:
     return subprocess.Popen(
@@ -56,6 +58,7 @@ def test_a_signal_in_mid_chunk_keeps_what_is_done(
     assert (member["reused_rows"], member["rows"]) == (8, 8)
 
 
+@pytest.mark.fresh
 @pytest.mark.fault(13)
 def test_a_second_signal_ends_it_at_once(chunky: Project, tmp_path: Path) -> None:
     """The worker is frozen, so that the run waits for it; nothing is left to be written down."""
@@ -71,6 +74,7 @@ def test_a_second_signal_ends_it_at_once(chunky: Project, tmp_path: Path) -> Non
     wait_until_gone(injected.pids()[0])
 
 
+@pytest.mark.fresh
 @pytest.mark.fault(12)
 def test_a_worker_that_cannot_notice_dies_with_its_parent(chunky: Project, tmp_path: Path) -> None:
     """Native code holds the interpreter: no thread of the worker can see that its standard input has ended."""

@@ -123,8 +123,8 @@ def test_a_fault_happens_as_asked(case: str, ended: dict[str, tuple[Any, Any, li
 
 def test_a_count_holds_for_all_processes(tmp_path: Path) -> None:
     code = (
-        "import json, os, sitecustomize\nfault, = json.loads(os.environ['TEST_FAULTS'])\n"
-        "print(sitecustomize._is_due(fault))"
+        "import json, os\nfrom tests.faults import faulty\nfault, = json.loads(os.environ['TEST_FAULTS'])\n"
+        "print(faulty._is_due(fault))"
     )
     injected = Injected(tmp_path, Fault("kill", times=2))
     environment = {**os.environ, **injected.environment}

@@ -13,6 +13,8 @@ from tests.faults.inject import Fault, Injected
 from tests.faults.test_workers import run
 from tests.project import LABELS, ROOT, Project, python_path
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 NEEDS_WIDTH = "on CPUs with AVX512_BF16 bitsandbytes takes 4-bit layers only with inputs in blocks of 64"
 # Layers that bitsandbytes refuses there; elsewhere, where the repacking is only pretended, no kernel is reached.
@@ -42,6 +44,7 @@ def why_it_failed(project: Project, printed: str) -> str:
     return sentence
 
 
+@pytest.mark.long
 @pytest.mark.fault(37)
 def test_a_layer_that_is_too_narrow_for_four_bits(project: Project, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")

@@ -26,7 +26,7 @@ def test_a_small_disk_is_full_and_goes_away(tmp_path: Path) -> None:
 
 
 def test_the_kernel_kills_what_uses_too_much_memory() -> None:
-    code = "import sys; from tests.faults.sitecustomize import eat; eat(int(sys.argv[1]))"
+    code = "import sys; from tests.faults.faulty import eat; eat(int(sys.argv[1]))"
     with memory_group(64 * MIB) as group:
         endings = [
             subprocess.run(

@@ -19,6 +19,9 @@ from tests.faults.forked.runs import ForkedRuns
 from tests.faults.inject import Fault, Injected
 from tests.faults.steps import Step, Verdict
 from tests.project import LABELS, Project
+from tests.sampling import one_in
+
+pytestmark = pytest.mark.usefixtures("warm")
 
 WEIGHTS, TOKENIZER = "model.safetensors", "tokenizer.json"
 CHANGED = "changed during the run"
@@ -139,16 +142,19 @@ def check_next_run(two: Two, forked: ForkedRuns, kept: int) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("change", "name"),
-    [
-        (by_rename, WEIGHTS),
-        (in_place, WEIGHTS),
-        (renamed_and_back, WEIGHTS),
-        (written_and_back, WEIGHTS),
-        (by_rename, TOKENIZER),
-        (renamed_and_back, TOKENIZER),
-        (by_rename, "config.json"),
-        (put_there, "added_tokens.json"),
-    ],
+    one_in(
+        2,
+        [
+            (by_rename, WEIGHTS),
+            (in_place, WEIGHTS),
+            (renamed_and_back, WEIGHTS),
+            (written_and_back, WEIGHTS),
+            (by_rename, TOKENIZER),
+            (renamed_and_back, TOKENIZER),
+            (by_rename, "config.json"),
+            (put_there, "added_tokens.json"),
+        ],
+    ),
 )
 def test_a_file_replaced_while_chunks_are_computed(
     change: Change, name: str, two: Two, forked: ForkedRuns, tmp_path: Path
@@ -205,10 +211,13 @@ def test_weights_replaced_between_the_last_chunk_and_the_seal(two: Two, forked: 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("change", "name"),
-    [
-        *((by_rename, WEIGHTS), (in_place, WEIGHTS), (renamed_and_back, WEIGHTS), (removed, WEIGHTS)),
-        *((by_rename, TOKENIZER), (written_and_back, TOKENIZER)),
-    ],
+    one_in(
+        2,
+        [
+            *((by_rename, WEIGHTS), (in_place, WEIGHTS), (renamed_and_back, WEIGHTS), (removed, WEIGHTS)),
+            *((by_rename, TOKENIZER), (written_and_back, TOKENIZER)),
+        ],
+    ),
 )
 def test_a_file_replaced_while_its_member_waits_its_turn(
     change: Change, name: str, two: Two, forked: ForkedRuns, tmp_path: Path

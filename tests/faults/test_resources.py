@@ -24,7 +24,11 @@ from tests.nvml.sim import GIB, GPU_IS_LOST, Fail, Gpu, NvmlSim, gpu_uuid
 from tests.project import Project
 from tests.waiting import PATIENCE_SECONDS
 
+pytestmark = pytest.mark.usefixtures("warm")
 
+
+@pytest.mark.long
+@pytest.mark.fresh
 @pytest.mark.fault(8)
 def test_the_kernel_kills_a_worker_for_its_memory(
     chunky: Project, tmp_path: Path, undisturbed: dict[str, bytes]
@@ -114,7 +118,7 @@ def test_a_gpu_is_lost_in_mid_run(
     nvml_sim.write([first, second])
     injected = Injected(
         tmp_path,
-        Fault("sleep", ids_of(chunky, 9), times=1, seconds=2),
+        Fault("wait", ids_of(chunky, 9), times=1),
         Fault("raise", ids_of(chunky, 9), times=1, text=POISON),
     )
     chunky.write_config(chunky_config(chunky, devices=[first.uuid, second.uuid]))
@@ -129,6 +133,7 @@ def test_a_gpu_is_lost_in_mid_run(
         while not injected.pids() and process.poll() is None:
             time.sleep(0.02)
         nvml_sim.write([Gpu(first.uuid, pci=first.pci, fails=[Fail("*", GPU_IS_LOST)]), second])
+        injected.let_go()
         printed, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0, printed
     assert f"({first.uuid}) no longer answers" in printed
@@ -141,8 +146,8 @@ def test_a_gpu_is_lost_in_mid_run(
 def test_the_time_is_over_before_all_is_done(
     chunky: Project, forked: ForkedRuns, tmp_path: Path, undisturbed: dict[str, bytes]
 ) -> None:
-    """Each row takes more than a second, and there are seconds for some of them."""
-    slow = Injected(tmp_path, Fault("sleep", seconds=1.2))
+    """The worker does not come to the end of the third chunk."""
+    slow = Injected(tmp_path, Fault("wait", ids_of(chunky, 9), times=1))
     options = ["--set", "models.llama.batch_size=1", "--set", "time_limit=20s", "--set", "fill=sample"]
     assert forked.run(chunky.folder, *options, faults=slow) == 4, forked.printed
     assert "a first submission is written" in forked.printed

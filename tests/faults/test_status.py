@@ -5,11 +5,15 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.faults.chunky import ids_of
 from tests.faults.inject import Fault, Injected
 from tests.faults.test_endings import start, wait_for
 from tests.project import Project
 from tests.waiting import PATIENCE_SECONDS
+
+pytestmark = pytest.mark.usefixtures("warm")
 
 
 def test_a_real_run_is_seen_from_another_terminal(chunky: Project, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from tests.faults.inject import Fault, Injected
 from tests.faults.steps import Step, Verdict
 from tests.faults.test_copied import kill_at_part
 from tests.project import Project
+from tests.sampling import shares
 
 TRIAL = 6
 
@@ -251,8 +252,9 @@ def test_other_settings_or_weights_take_nothing_over(chunky: Project, forked: Fo
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("share", shares(5))
 def test_a_trial_killed_at_each_name_it_gives_is_of_use_or_of_none(
-    project: Project, forked: ForkedRuns, tmp_path: Path
+    share: int, project: Project, forked: ForkedRuns, tmp_path: Path
 ) -> None:
     """And so is the full run after it, killed while it takes the trial's rows over."""
     write_chunky_table(project, 8)
@@ -260,7 +262,7 @@ def test_a_trial_killed_at_each_name_it_gives_is_of_use_or_of_none(
     expected = fresh_results(project, forked)
     assert forked.run(project.folder, "--limit", "6") == 0, forked.printed
     shutil.copytree(project.folder / "runs", tmp_path / "runs")
-    for number in range(100):
+    for number in range(share, 100, 5):
         shutil.rmtree(project.folder / "runs")
         shutil.copytree(tmp_path / "runs", project.folder / "runs")
         seen = 0

@@ -18,8 +18,11 @@ import pytest
 
 from tests.faults.chunky import chunky_config, ids_of, results
 from tests.faults.inject import Fault, Injected
-from tests.project import LABELS, ROOT, Project
+from tests.project import LABELS, ROOT, Project, python_path
+from tests.sampling import one_in
 from tests.waiting import PATIENCE_SECONDS
+
+pytestmark = pytest.mark.usefixtures("warm")
 
 # What a terminal starts, with the actions for signals that such a process has, whatever this one was started with.
 _STARTED = """
@@ -73,7 +76,7 @@ def environment(injected: Injected | None = None) -> dict[str, str]:
     notebook = ("JPY_PARENT_PID", "KAGGLE_KERNEL_RUN_TYPE", "COLAB_RELEASE_TAG")
     return {
         **{name: value for name, value in os.environ.items() if name not in notebook},
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": python_path(ROOT),
         "OMP_NUM_THREADS": "1",
         "TERM": "xterm",
         **({} if injected is None else injected.environment),
@@ -143,11 +146,13 @@ def check_complete(project: Project, code: int, undisturbed: dict[str, bytes]) -
 def test_the_terminal_is_closed_while_bars_are_drawn(
     chunky: Project, tmp_path: Path, undisturbed: dict[str, bytes], hangup: str
 ) -> None:
-    injected = Injected(tmp_path, Fault("sleep", ids_of(chunky, 9), times=1, seconds=3))
+    injected = Injected(tmp_path, Fault("wait", ids_of(chunky, 9), times=1))
     terminal = Terminal(started(hangup, _RUN), chunky.folder, environment(injected))
     wait_until(injected.pids, terminal.read)
     assert b"\x1b[" in terminal.printed, "bars"
     terminal.close()
+    if hangup == "ignored":
+        injected.let_go()
     code = terminal.process.wait(100)
     if hangup == "heeded":
         check_interrupted(chunky, code)
@@ -175,12 +180,14 @@ def tmux(command: list[str], folder: Path, variables: dict[str, str]) -> Iterato
 def test_the_tmux_session_is_killed(
     chunky: Project, tmp_path: Path, undisturbed: dict[str, bytes], hangup: str, end: str
 ) -> None:
-    injected = Injected(tmp_path, Fault("sleep", ids_of(chunky, 9), times=1, seconds=3))
+    injected = Injected(tmp_path, Fault("wait", ids_of(chunky, 9), times=1))
     told = tmp_path / "code"
     command = [sys.executable, "-c", _RECORDER, str(told), *started(hangup, _RUN)]
     with tmux(command, chunky.folder, environment(injected)) as server:
         wait_until(injected.pids)
         subprocess.run([*server, end], check=True, timeout=PATIENCE_SECONDS)
+        if hangup == "ignored":
+            injected.let_go()
         wait_until(lambda: told.exists() and told.read_text())
     if hangup == "heeded":
         check_interrupted(chunky, int(told.read_text()))
@@ -188,6 +195,7 @@ def test_the_tmux_session_is_killed(
         check_complete(chunky, int(told.read_text()), undisturbed)
 
 
+@pytest.mark.fresh
 @pytest.mark.fault(33)
 def test_ignored_signals_stay_ignored_and_sigterm_ends_the_run(chunky: Project, tmp_path: Path) -> None:
     """As in the background of a script, where SIGINT is ignored, and under nohup."""
@@ -248,8 +256,22 @@ def test_a_run_whose_output_goes_nowhere(
     assert (folder / "ensemble.csv").stat().st_size == len(undisturbed["ensemble.csv"])
 
 
+# With exit codes.
+_COMMANDS = {
+    "status läufe/…/erster": 0,
+    "run config.yaml": 0,
+    "plan config.yaml": 0,
+    "validate config.yaml": 0,
+    "validate broken.yaml": 2,
+    "--help": 0,
+    "nonsense": 2,
+    "doctor": 0,
+}
+
+
 @pytest.mark.fault(32)
-def test_every_command_prints_into_whatever_there_is(chunky: Project) -> None:
+@pytest.mark.parametrize("arguments", one_in(4, _COMMANDS))
+def test_every_command_prints_into_whatever_there_is(arguments: str, chunky: Project) -> None:
     """Tables, lines and sentences, with names in them that no ASCII has."""
     config = chunky_config(chunky, output_dir="läufe/…/erster", labels=LABELS)
     chunky.write_config(config)
@@ -257,23 +279,15 @@ def test_every_command_prints_into_whatever_there_is(chunky: Project) -> None:
         {**config, "output_dir": "runs/second", "labels": ["größer", "kleiner"]}, "broken.yaml"
     )
     ensemble = [sys.executable, "-m", "ensemble"]
-    expected = {
-        (*ensemble, "run", "config.yaml"): 0,
-        (*ensemble, "plan", "config.yaml"): 0,
-        (*ensemble, "status", "läufe/…/erster"): 0,
-        (*ensemble, "validate", "config.yaml"): 0,
-        (*ensemble, "validate", "broken.yaml"): 2,
-        (*ensemble, "--help"): 0,
-        (*ensemble, "nonsense"): 2,
-        (*ensemble, "doctor"): 0,
-    }
-    for command, wanted in expected.items():
-        # Where the whole locale is ASCII, Python finds no file with such a name.
-        able = command[-1] in ("broken.yaml", "--help", "nonsense", "doctor")
-        for variables in (_ASCII, _ASCII_LOCALE) if able else (_ASCII,):
-            code, printed = in_shell(chunky, list(command), "", **variables)
-            assert code == wanted, (command, printed)
-            assert printed.strip(), command
-            assert "Traceback" not in printed, printed
-        for streams in _STREAMS.values() if "doctor" not in command else [_STREAMS["a full disk"]]:
-            assert in_shell(chunky, list(command), streams) == (wanted, ""), (command, streams)
+    if arguments.startswith("status"):
+        assert in_shell(chunky, [*ensemble, "run", "config.yaml", "-q"], "") == (0, "")
+    command, wanted = [*ensemble, *arguments.split()], _COMMANDS[arguments]
+    # Where the whole locale is ASCII, Python finds no file with such a name.
+    able = command[-1] in ("broken.yaml", "--help", "nonsense", "doctor")
+    for variables in (_ASCII, _ASCII_LOCALE) if able else (_ASCII,):
+        code, printed = in_shell(chunky, command, "", **variables)
+        assert code == wanted, printed
+        assert printed.strip()
+        assert "Traceback" not in printed, printed
+    for streams in _STREAMS.values() if "doctor" not in command else [_STREAMS["a full disk"]]:
+        assert in_shell(chunky, command, streams) == (wanted, ""), streams

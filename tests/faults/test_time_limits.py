@@ -24,6 +24,9 @@ from tests.planning.test_plan import config, facts
 from tests.pretended import computed, make_scheduler
 from tests.project import Project
 from tests.report.reports import member, report
+from tests.sampling import one_in
+
+pytestmark = pytest.mark.usefixtures("warm")
 
 # Until workers can start, and what the first submission takes.
 BEFORE_SECONDS, FIRST_SECONDS = 1.0, 0.05
@@ -172,7 +175,7 @@ TIMES = [
 
 @pytest.mark.fault(34)
 @pytest.mark.parametrize("members", [1, 2])
-@pytest.mark.parametrize(("limit", "startup", "row"), TIMES)
+@pytest.mark.parametrize(("limit", "startup", "row"), one_in(3, TIMES))
 def test_each_repetition_gets_further(limit: float, startup: float, row: float, members: int) -> None:
     runs = Repeated(limit, 200, [startup] * members, [row] * members)
     learned = 0

@@ -13,6 +13,8 @@ from tests.faults.chunky import chunky_config, ids_of, results
 from tests.faults.inject import Fault, Injected
 from tests.project import Project
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 ENDINGS = (
     "was killed by signal 9 (SIGKILL)",
     "was killed by signal 11 (SIGSEGV)",
@@ -87,11 +89,11 @@ def test_workers_that_hang(chunky: Project, tmp_path: Path, undisturbed: dict[st
         Fault("sleep", ids_of(chunky, 3), times=1),
         Fault("freeze", ids_of(chunky, 14), times=1),
     )
-    code, printed = run(chunky, injected, "--set", "hang_timeout=5s")
+    code, printed = run(chunky, injected, "--set", "hang_timeout=8s")
     assert code == 0, printed
     assert results(chunky) == undisturbed
-    assert "finished no batch for 5 s (hang_timeout); its log shows where" in printed
-    assert "has not responded for 5 s" in printed
+    assert "finished no batch for 8 s (hang_timeout); its log shows where" in printed
+    assert "has not responded for 8 s" in printed
     assert faults_of(chunky) == [("hang", [start, start + 4], "again") for start in (0, 12)]
     assert [worker["exit_code"] for worker in workers_of(chunky)] == [-signal.SIGABRT, -signal.SIGKILL, 0]
     assert "Fatal Python error: Aborted" in log_of(chunky, 0)

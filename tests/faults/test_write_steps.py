@@ -17,11 +17,12 @@ from tests.faults.chunky import RESULTS, ROWS_PER_CHUNK, chunky_config, results,
 from tests.faults.forked.runs import ForkedRuns
 from tests.faults.steps import Judge, Step, Verdict
 from tests.project import Project
+from tests.sampling import shares
 
 ROWS = 2 * ROWS_PER_CHUNK
 FINAL = {**{name: f"runs/first/{name}" for name in RESULTS}, "out/submission.csv": "out/submission.csv"}
-# So that two test processes can share the work.
-SHARES = 2
+# Of a sweep, one share is usual.
+SHARES = 9
 
 
 @pytest.fixture
@@ -96,7 +97,7 @@ def half_files(project: Project) -> list[Path]:
 
 @pytest.mark.fault(12, 16, 21)
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("share", range(SHARES))
+@pytest.mark.parametrize("share", shares(SHARES))
 def test_killed_at_every_write(share: int, small: Project, forked: ForkedRuns) -> None:
     """All processes of the run are gone at once, before the step takes effect; nothing is repaired by hand."""
     assert forked.run(small.folder) == 0, forked.printed
@@ -115,12 +116,13 @@ def test_killed_at_every_write(share: int, small: Project, forked: ForkedRuns) -
         check_finished(small, expected)
         (member,) = small.run_json()["members"]
         assert member["reused_rows"] == kept, f"{last}: no finished chunk is repeated"
-    assert count - 5 < number < count + 5
+    assert count - 5 < number < count + 5 + SHARES
 
 
 @pytest.mark.fault(1)
 @pytest.mark.timeout(300)
-def test_a_worker_killed_at_each_write_of_a_part(small: Project, forked: ForkedRuns) -> None:
+@pytest.mark.parametrize("share", shares(2))
+def test_a_worker_killed_at_each_write_of_a_part(share: int, small: Project, forked: ForkedRuns) -> None:
     """The part may be half written, or whole and not told of: a fresh worker does the chunk, and that is all."""
     assert forked.run(small.folder) == 0, forked.printed
     expected = results(small)
@@ -129,7 +131,7 @@ def test_a_worker_killed_at_each_write_of_a_part(small: Project, forked: ForkedR
     (worker,) = {step.pid for step in forked.steps} - {parent}
     count = sum(step.pid == worker and is_about_parts(step) for step in forked.steps) // 2
     assert count > 2
-    for number in range(count + 1):  # the last one is the first of the other part
+    for number in range(share, count + 1, 2):  # the last one is the first of the other part
         start_over(small)
         assert forked.run(small.folder, judge=kill_a_worker_at(number)) == 0, forked.printed
         check_finished(small, expected)
@@ -163,7 +165,10 @@ def kill_a_worker_at(number: int) -> Judge:
 
 @pytest.mark.fault(16, 18)
 @pytest.mark.timeout(600)
-def test_killed_while_it_replaces_older_results(small: Project, forked: ForkedRuns, tmp_path: Path) -> None:
+@pytest.mark.parametrize("share", shares(4))
+def test_killed_while_it_replaces_older_results(
+    share: int, small: Project, forked: ForkedRuns, tmp_path: Path
+) -> None:
     """At each step that gives or takes a name; the files are those of the one config or of the other."""
     assert forked.run(small.folder) == 0, forked.printed
     old = results(small)
@@ -175,7 +180,7 @@ def test_killed_while_it_replaces_older_results(small: Project, forked: ForkedRu
         return inside and step.call.startswith(("rename", "unlink"))
 
     new: dict[str, bytes] = {}
-    for number in range(-1, 100):
+    for number in [-1, *range(share, 100, 4)]:
         judge = kill_at(number, names) if new else None
         for name in ("runs", "out"):
             shutil.rmtree(small.folder / name)
@@ -197,13 +202,14 @@ def test_killed_while_it_replaces_older_results(small: Project, forked: ForkedRu
 
 @pytest.mark.fault(14)
 @pytest.mark.timeout(600)
-def test_a_full_disk_at_the_end_of_every_file(small: Project, forked: ForkedRuns) -> None:
+@pytest.mark.parametrize("share", shares(5))
+def test_a_full_disk_at_the_end_of_every_file(share: int, small: Project, forked: ForkedRuns) -> None:
     """From the last write of a file on, nothing more fits; then there is room again."""
     assert forked.run(small.folder) == 0, forked.printed
     expected = results(small)
     last_writes = {name_of(step): number for number, step in enumerate(takers(forked.steps))}
     assert len(last_writes) > 12, last_writes
-    for name, number in last_writes.items():
+    for name, number in list(last_writes.items())[share::5]:
         start_over(small)
         assert forked.run(small.folder, judge=full_from(number)) in (1, 2), name
         assert "No space left on device" in forked.printed, f"{name}: {forked.printed}"

@@ -49,6 +49,7 @@ def test_it_has_a_session_of_its_own(worker: LocalWorker) -> None:
     assert os.getpgid(worker.pid) == worker.pid
 
 
+@pytest.mark.usefixtures("warm")
 def test_what_goes_wrong_comes_back_as_an_event(worker: LocalWorker, tmp_path: Path) -> None:
     worker.send(start(worker_spec(tmp_path / "nowhere", **publish(tmp_path, {"text": ["a"]}))))
     events = wait_until_closed(worker)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ensemble.merging.merge import fill_rows
-from tests.properties.amount import tries
+from tests.sampling import tries
 
 NAN = float("nan")
 

@@ -19,7 +19,7 @@ from ensemble.config import EnsembleConfig
 from ensemble.merging.methods import merge_method
 from ensemble.merging.methods.base import Block, Members
 from tests.project import LABELS, Project
-from tests.properties.amount import tries
+from tests.sampling import tries
 
 NAN = float("nan")
 TINY = Decimal(float(np.finfo(np.float64).tiny))

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ensemble.merging.methods.weighted_mean import weighted_mean
-from tests.properties.amount import tries
+from tests.sampling import tries
 
 NAN = float("nan")
 WEIGHT = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(1e-6, 1e6))

@@ -27,7 +27,7 @@ from ensemble.planning.time_limit import (
     reachable_fraction,
     reserve_seconds,
 )
-from tests.properties.amount import tries
+from tests.sampling import tries
 
 SHARE = st.builds(
     Share,

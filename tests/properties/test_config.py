@@ -19,7 +19,7 @@ from ensemble.members.seq_cls.settings import SequenceClassifierSettings
 from ensemble.pipeline.load import load as load_config
 from tests.config.examples import WHOLE, small
 from tests.properties import configs
-from tests.properties.amount import tries
+from tests.sampling import tries
 
 # The keys of a model, all of them listed, take 700 characters; everything else is shorter.
 LONGEST_SENTENCE = 1_200

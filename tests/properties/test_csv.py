@@ -15,8 +15,8 @@ from ensemble.data.csv_file import read_text_csv
 from ensemble.data.submission import read_sample
 from ensemble.data.table import InputTable, read_table
 from tests.properties import cells
-from tests.properties.amount import tries
 from tests.properties.reading import assert_sentences, given_to_workers, needs, outcome
+from tests.sampling import tries
 
 
 def by_csv_module(content: bytes, limit: int | None = None) -> tuple[list[str], cells.Records] | None:

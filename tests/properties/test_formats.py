@@ -16,8 +16,8 @@ from pyarrow import parquet
 
 from ensemble.data.table import InputTable, read_table
 from tests.properties import cells
-from tests.properties.amount import tries
 from tests.properties.reading import from_json, given_to_workers, needs, outcome
+from tests.sampling import tries
 
 
 def by_json(content: bytes) -> list[dict[str, Any]] | None:

@@ -15,7 +15,7 @@ from ensemble.data.csv_file import write_csv
 from ensemble.data.submission import read_sample
 from tests.merge.reading import read_checked
 from tests.properties import cells
-from tests.properties.amount import tries
+from tests.sampling import tries
 
 numbers = st.floats(0, 1) | st.floats(allow_nan=False, allow_infinity=False)
 columns = st.lists(cells.names, min_size=2, max_size=4, unique=True)

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from ensemble.data.table import InputTable, read_table
 from ensemble.data.template import compile_template
 from tests.properties import cells
-from tests.properties.amount import tries
 from tests.properties.reading import as_parquet, files, from_json, given_to_workers, needs, outcome
+from tests.sampling import tries
 
 
 @tries(120)

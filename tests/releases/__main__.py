@@ -90,7 +90,7 @@ def attempt(environment: Environment, tests: Sequence[str]) -> Outcome:
         return Outcome(environment, verdict, found, time.monotonic() - began)
     # Warnings of other releases are not this project's.
     pytest = ("-m", "pytest", "-n", "2", "--dist", "worksteal", "-W", "default", "-p", "no:cacheprovider")
-    options = ("--show-capture=no", "--tb=short", "-o", "addopts=--import-mode=importlib")
+    options = ("--part=all", "--show-capture=no", "--tb=short", "-o", "addopts=--import-mode=importlib")
     done = _run(python, *pytest, *options, *tests)
     summary = re.findall(r"=+ (.*(?:passed|failed|error).*?) in [\d.]+s", done.stdout)
     verdict = summary[-1] if summary else f"exit {done.returncode}"

@@ -15,6 +15,7 @@ ROWS = 60
 DEMO = ROOT / "demo"
 
 
+@pytest.mark.long
 @pytest.mark.fault(30)
 @pytest.mark.filterwarnings("default")  # other releases deprecate other things
 def test_the_demo_has_the_numbers_of_plain_transformers(project: Project) -> None:

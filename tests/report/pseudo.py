@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import pty
@@ -9,10 +10,11 @@ import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tests.project import ROOT
+from tests.faults.forked import client
+from tests.project import ROOT, python_path
 from tests.waiting import PATIENCE_SECONDS
 
 
@@ -20,31 +22,46 @@ def in_terminal(
     folder: Path, width: int, *arguments: str, environment: Mapping[str, str] | None = None
 ) -> str:
     """What ``python -m ensemble ARGUMENTS`` writes to a terminal of ``width`` columns, both streams together."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
+    variables = {**inherited, "PYTHONPATH": python_path(ROOT), **(environment or {})}
     ours, theirs = pty.openpty()
-    try:
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
-        inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
-        process = subprocess.Popen(
-            [sys.executable, "-m", "ensemble", *arguments],
-            cwd=folder,
-            env={**inherited, "PYTHONPATH": str(ROOT), **(environment or {})},
-            stdin=subprocess.DEVNULL,
-            stdout=theirs,
-            stderr=theirs,
-        )
-    finally:
-        os.close(theirs)
     written = bytearray()
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, ours)
+        try:
+            fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
+            process = stack.enter_context(_started(folder, arguments, variables, theirs))
+        finally:
+            os.close(theirs)
         while data := _read(ours):
             written += data
-        process.wait(timeout=PATIENCE_SECONDS)
-    finally:
-        os.close(ours)
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+        process.wait(PATIENCE_SECONDS)
     return written.decode().replace("\r\n", "\n")
+
+
+@contextlib.contextmanager
+def _started(
+    folder: Path, arguments: Sequence[str], variables: Mapping[str, str], terminal: int
+) -> Iterator[client.Command | subprocess.Popen[bytes]]:
+    """The command, from a fork server if there is one; it ends with the block."""
+    if client.can_be_forked(variables):
+        with client.Command(arguments, folder, variables, (None, terminal, terminal)) as forked:
+            forked.go()
+            yield forked
+        return
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ensemble", *arguments],
+        cwd=folder,
+        env=dict(variables),
+        stdin=subprocess.DEVNULL,
+        stdout=terminal,
+        stderr=terminal,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def _read(descriptor: int) -> bytes:

@@ -24,8 +24,7 @@ COMMANDS = {
     "status": ("status", "runs/first"),
 }
 WIDE = 1000
-# The first of them waits for five workers.
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.usefixtures("warm")
 # Not what is free or used of the memory, which changes while one looks.
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?%?(?![\d.,]*[\s\xa0](?:GiB|MiB))")
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -77,6 +76,7 @@ def test_every_number_is_there_at_every_width(command: str, width: int, crowded:
     assert steady <= set(_NUMBER.findall(in_file.stdout))
 
 
+@pytest.mark.long
 def test_doctor_breaks_its_lines_where_the_terminal_ends(crowded: Project) -> None:
     printed = in_terminal(crowded.folder, 60, "doctor", "config.yaml", environment={"HF_HUB_OFFLINE": "1"})
     check(printed, 60)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ensemble.common.errors import DataError, MergeError
 from ensemble.data.submission import Sample, read_sample
-from tests.properties.amount import tries
+from tests.sampling import tries
 
 LABELS = ("a", "b")
 

@@ -99,6 +99,7 @@ print(model(input_ids=torch.ones((1, 3), dtype=torch.int64)).logits.shape[0])
 """
 
 
+@pytest.mark.long
 def test_where_it_does_not_work_everything_is_imported_after_all(tmp_path: Path) -> None:
     """As with a release of transformers in which things stand elsewhere."""
     folder = make_checkpoint(tmp_path / "m", "llama", ["a", "b"])
@@ -107,6 +108,7 @@ def test_where_it_does_not_work_everything_is_imported_after_all(tmp_path: Path)
     assert "importing everything after all: AttributeError('this release" in done.stderr
 
 
+@pytest.mark.long
 def test_something_is_left_out(told: list[dict[str, Any]]) -> None:
     plain, lean = told
     assert {"torch._dynamo", "torch.distributed.tensor"} <= set(plain["there"]), (
@@ -182,12 +184,14 @@ def test_a_stand_in_makes_way_for_the_real_module(asked: str) -> None:
     assert "has no attribute 'no_such_name'" in done.stdout
 
 
+@pytest.mark.long
 def test_the_numbers_are_the_same(told: list[dict[str, Any]]) -> None:
     plain, lean = told
     assert len(plain["logits"]) == 2 * len(ARCHITECTURES)
     assert lean["logits"] == plain["logits"]
 
 
+@pytest.mark.long
 def test_transformers_exports_the_same_names(told: list[dict[str, Any]]) -> None:
     plain, lean = told
     assert len(plain["exported"]) > 500
@@ -195,6 +199,7 @@ def test_transformers_exports_the_same_names(told: list[dict[str, Any]]) -> None
     assert lean["names"] == plain["names"]
 
 
+@pytest.mark.long
 def test_compiling_works_afterwards(told: list[dict[str, Any]]) -> None:
     plain, lean = told
     assert lean["has_dynamo"]
@@ -202,6 +207,7 @@ def test_compiling_works_afterwards(told: list[dict[str, Any]]) -> None:
     assert lean["graphs"] == plain["graphs"]
 
 
+@pytest.mark.long
 def test_nobody_but_transformers_misses_torch_distributed(told: list[dict[str, Any]]) -> None:
     plain, lean = told
     assert lean["distributed"] == plain["distributed"]

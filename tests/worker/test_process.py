@@ -15,6 +15,8 @@ from tests.worker.test_memory import next_event
 from tests.worker.test_predict import LABELS, start, worker_spec
 from tests.worker.test_session import publish
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 ROWS = 10_000  # as one chunk: many seconds
 
 

@@ -1,15 +1,13 @@
-"""Runs of a project from the fork server, each under watch: a second each, where fresh processes take ten."""
+"""Runs of a project from a fork server of their own, each under watch: every step of theirs can be judged."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.faults.forked import client
 from tests.faults.inject import Injected
 from tests.faults.steps import Judge, Step, Verdict, Watched
 from tests.project import ROOT
@@ -18,8 +16,9 @@ from tests.project import ROOT
 class ForkedRuns:
     """Runs one after the other; made by ``forked_runs``."""
 
-    def __init__(self, watched: Watched, output: Path) -> None:
+    def __init__(self, watched: Watched, address: str, output: Path) -> None:
         self._watched = watched
+        self._address = address
         self._output = output
         self._judge: Judge = _go
 
@@ -33,18 +32,23 @@ class ForkedRuns:
             judge: asked about every step.
             faults: those that happen in the workers; none at the import of transformers, which is long over.
         """
-        environment = {} if faults is None else {"TEST_FAULTS": faults.environment["TEST_FAULTS"]}
-        asked = {
-            "arguments": ["run", "config.yaml", *options],
-            "folder": str(folder),
-            "output": str(self._output),
-            "environment": environment,
-        }
+        variables = {**os.environ, **client.server_variables(self._address)}
+        if faults is not None:
+            variables["TEST_FAULTS"] = faults.environment["TEST_FAULTS"]
         self._watched.forget()
         self._watched.folder = folder.resolve()
         self._judge = judge or _go
-        self._watched.first = self._ask(json.dumps(asked))["pid"]
-        return self._ask("start")["code"]
+        with (
+            self._output.open("w") as output,
+            client.Command(
+                ["run", "config.yaml", *options], folder, variables, (None, output.fileno(), output.fileno())
+            ) as command,
+        ):
+            self._watched.first = command.pid
+            command.go()
+            code = command.wait()
+        client.wait_until_idle(self._address)
+        return code
 
     def judge(self, step: Step) -> Verdict:
         """What becomes of a step of the run that goes on."""
@@ -60,38 +64,28 @@ class ForkedRuns:
         """What the latest run said, as one line: where it breaks lines depends on their words."""
         return " ".join(self._output.read_text(encoding="utf-8").split())
 
-    def _ask(self, line: str) -> dict[str, int]:
-        process = self._watched.process
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(f"{line}\n")
-        process.stdin.flush()
-        answer: dict[str, int] = json.loads(process.stdout.readline())
-        return answer
-
 
 @contextlib.contextmanager
-def forked_runs(output: Path, model: Path) -> Iterator[ForkedRuns]:
+def forked_runs(output: Path, models: Path) -> Iterator[ForkedRuns]:
     """A fork server.
 
     Args:
         output: a file for what the latest run prints.
-        model: loaded once before, so that all modules which models like it need are there.
+        models: a folder of tiny ones, as ``make_models`` makes them.
     """
     made: list[ForkedRuns] = []
+    address = client.new_address()
     with Watched(
-        [sys.executable, "-m", "tests.faults.forked.server", str(model)],
+        client.server_command(address, models),
         ROOT,
         lambda step: made[0].judge(step),
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
+        **client.server_options(),
     ) as watched:
-        made.append(ForkedRuns(watched, output))
+        assert watched.process.stdout is not None
+        watched.process.stdout.readline()
+        made.append(ForkedRuns(watched, address, output))
         yield made[0]
-        watched.process.communicate("")
+        watched.process.communicate()
 
 
 def _go(step: Step) -> Verdict:

@@ -1,171 +1,226 @@
-"""Two processes that have imported everything, and fork for each run and each worker: no start takes seconds then.
+"""Two processes that have imported everything, and fork for each command and each worker: no start takes seconds.
 
-    python -m tests.faults.forked.server MODEL
+    python -m tests.faults.forked.server ADDRESS MODELS
 
-reads one line of JSON per run on standard input (arguments, folder, the file for what it prints), answers with the
-process's number, starts it at the next line, and answers with its exit code once its workers have gone too.
-A second process forks the workers, so that a run imports no torch here either.
+Each request comes over a connection of its own to the abstract socket ADDRESS (of commands; ADDRESS-workers, of
+workers): one line of JSON with argv, environment, folder, and the numbers which the descriptors that come with it
+shall have.  The answer is the process's number.  Then the asking side sends numbers: 0 starts it, others are
+signals for its group; it gets the exit code at the end.  A connection that is closed before that kills the group.
+The servers end with their standard input.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import fcntl
 import importlib
 import itertools
 import json
 import os
-import pkgutil
 import select
+import signal
 import socket
 import struct
 import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tests.faults.sitecustomize import stand_at_embeddings
-from tests.test_house import room_of
+from tests.faults.faulty import stand_at_embeddings
+from tests.faults.forked.client import IDLE, workers_address
 
-_FOLDER = Path(__file__).parent
-_ROOT = _FOLDER.parents[2]
-_IDLE = b"idle?"
+_READY = b"ready\n"
+_NUMBER = struct.Struct("=i")
+_DRIVER = "libnvidia-ml.so.1"
+
+
+@dataclass
+class _Forked:
+    pid: int
+    line: socket.socket
+    gate: int
+    has_started: bool = False
 
 
 def main() -> None:
-    if sys.argv[1] == "workers":
-        _serve_workers(sys.argv[2], sys.argv[3])
-    else:
-        _serve_runs(sys.argv[1])
+    address, models, *role = sys.argv[1:]
+    if role:
+        _import_for_workers(Path(models))
+        _Server(workers_address(address), _work).serve()
+    # Another process, because a command imports no torch.
+    workers = subprocess.Popen(
+        [sys.executable, "-m", "tests.faults.forked.server", address, models, "workers"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    import ensemble.cli.app  # noqa: F401
+
+    assert workers.stdout is not None
+    assert workers.stdout.readline() == _READY
+    _Server(address, _run).serve()
 
 
-def _serve_runs(model: str) -> None:
-    address = f"ensemble-test-{os.getpid()}"
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(_ROOT), str(_FOLDER)])
-    command = [sys.executable, "-m", "tests.faults.forked.server", "workers", address, model]
-    with subprocess.Popen(command, cwd=_ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as workers:
-        import ensemble
-        from ensemble.__main__ import main as run
-
-        for module in pkgutil.walk_packages(ensemble.__path__, "ensemble."):
-            parts = tuple(module.name.split(".")[1:])
-            if room_of(parts) not in ("worker", "predictor", "child"):
-                importlib.import_module(module.name)
-        assert workers.stdout is not None
-        assert workers.stdout.readline() == b"ready\n"
-        environment = {**os.environ, "TEST_FORK_SERVER": address}
-        for line in sys.stdin:
-            asked = json.loads(line)
-            gate, opens_gate = os.pipe()
-            pid = os.fork()
-            if pid == 0:
-                os.close(opens_gate)
-                os.read(gate, 1)
-                output = os.open(asked["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-                nothing = os.open(os.devnull, os.O_RDONLY)
-                folder, argv = asked["folder"], ["ensemble", *asked["arguments"]]
-                _become(
-                    run,
-                    argv,
-                    {**environment, **asked["environment"]},
-                    folder,
-                    {0: nothing, 1: output, 2: output},
-                )
-            os.close(gate)
-            _say({"pid": pid})
-            sys.stdin.readline()
-            os.close(opens_gate)
-            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asking:
-                asking.connect(f"\0{address}")
-                asking.send(_IDLE)
-                asking.recv(8)
-            _say({"code": code})
-
-
-def _say(answer: Mapping[str, int]) -> None:
-    sys.stdout.write(json.dumps(answer) + "\n")
-    sys.stdout.flush()
-
-
-def _serve_workers(address: str, model: str) -> None:
+def _import_for_workers(models: Path) -> None:
     import tqdm
     import transformers
 
+    import ensemble.members.seq_cls.predictor
+    import ensemble.worker.session  # noqa: F401
+
     # Its own lock is one for all processes that come of this one, and for ever when one is killed that holds it.
     tqdm.tqdm.set_lock(threading.RLock())
-    transformers.AutoModelForSequenceClassification.from_pretrained(model)
-    for module in ("members.seq_cls.predictor", "worker.shard_writer", "worker.__main__"):
-        importlib.import_module(f"ensemble.{module}")
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(f"\0{address}")
-    listener.listen()
-    waiting = select.poll()
-    waiting.register(0, select.POLLIN)
-    waiting.register(listener, select.POLLIN)
-    working: dict[
-        int, tuple[int, socket.socket]
-    ] = {}  # by a descriptor that can be read when the process has ended
-    asking: list[socket.socket] = []
-    os.write(1, b"ready\n")
-    while True:
-        for descriptor, _ in waiting.poll():
-            if descriptor == 0:
-                os._exit(0)
-            elif descriptor in working:
-                pid, line = working.pop(descriptor)
-                waiting.unregister(descriptor)
-                os.close(descriptor)
-                with line:
-                    _tell(line, struct.pack("=i", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
-            else:
-                line, _ = listener.accept()
-                message, descriptors, _, _ = socket.recv_fds(line, 1 << 20, 4)
-                if message == _IDLE:
-                    asking.append(line)
-                    continue
-                pid = os.fork()
-                if pid == 0:
-                    _work(json.loads(message), descriptors)
-                for passed in descriptors:
-                    os.close(passed)
-                ended = os.pidfd_open(pid)
-                working[ended] = (pid, line)
-                waiting.register(ended, select.POLLIN)
-        if not working:
-            for line in asking:
-                with line:
-                    _tell(line, b"yes")
-            asking.clear()
+    for model in sorted(models.iterdir()):
+        transformers.AutoModelForSequenceClassification.from_pretrained(model)
 
 
-def _tell(line: socket.socket, message: bytes) -> None:
+class _Server:
+    def __init__(self, address: str, become: Callable[[dict[str, Any], dict[int, int]], NoReturn]) -> None:
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(f"\0{address}")
+        self._listener.listen(64)
+        self._become = become
+        self._poll = select.poll()
+        self._by_line: dict[int, _Forked] = {}
+        self._by_end: dict[int, _Forked] = {}  # by a descriptor that can be read when the process has ended
+        self._asking: list[socket.socket] = []
+        # Names of modules that commands have imported when they came to their end: the next ones find them.
+        self._learns, self._learnt = os.pipe()
+        self._names = b""
+
+    def serve(self) -> NoReturn:
+        for descriptor in (0, self._listener.fileno(), self._learns):
+            self._poll.register(descriptor, select.POLLIN)
+        os.write(1, _READY)
+        while True:
+            for descriptor, _ in self._poll.poll():
+                if descriptor == 0:
+                    for forked in self._by_end.values():
+                        _signal(forked.pid, signal.SIGKILL)
+                    os._exit(0)
+                if descriptor == self._learns:
+                    self._learn()
+                elif descriptor == self._listener.fileno():
+                    self._fork()
+                elif descriptor in self._by_end:
+                    self._end(descriptor)
+                elif descriptor in self._by_line:
+                    self._heed(descriptor)
+            if not self._by_end:
+                for line in self._asking:
+                    with line:
+                        _send(line, b"yes")
+                self._asking.clear()
+
+    def _learn(self) -> None:
+        *names, self._names = (self._names + os.read(self._learns, 1 << 16)).split(b"\n")
+        for name in names:
+            with contextlib.suppress(ImportError):  # some libraries make modules that cannot be imported
+                importlib.import_module(name.decode())
+
+    def _fork(self) -> None:
+        line, _ = self._listener.accept()
+        message, descriptors, _, _ = socket.recv_fds(line, 1 << 20, 4)
+        if message == IDLE:
+            self._asking.append(line)
+            return
+        asked = json.loads(message)
+        gate, opens_gate = os.pipe()
+        before = set(sys.modules)
+        pid = os.fork()
+        if pid == 0:
+            os.close(opens_gate)
+            if not os.read(gate, 1):
+                os._exit(1)
+            asked["known"], asked["learnt"] = before, self._learnt
+            self._become(asked, dict(zip(asked["numbers"], descriptors, strict=True)))
+        for each in (gate, *descriptors):
+            os.close(each)
+        forked, end = _Forked(pid, line, opens_gate), os.pidfd_open(pid)
+        self._by_line[line.fileno()] = self._by_end[end] = forked
+        self._poll.register(line, select.POLLIN)
+        self._poll.register(end, select.POLLIN)
+        _send(line, _NUMBER.pack(pid))
+
+    def _heed(self, descriptor: int) -> None:
+        forked = self._by_line[descriptor]
+        try:
+            said = forked.line.recv(_NUMBER.size)
+        except ConnectionResetError:
+            said = b""
+        if not said:
+            self._forget(forked)
+            _signal(forked.pid, signal.SIGKILL)
+        elif number := _NUMBER.unpack(said)[0]:
+            _signal(forked.pid, number)
+        else:
+            os.write(forked.gate, b"x")
+
+    def _end(self, descriptor: int) -> None:
+        forked = self._by_end.pop(descriptor)
+        self._poll.unregister(descriptor)
+        os.close(descriptor)
+        os.close(forked.gate)
+        code = os.waitstatus_to_exitcode(os.waitpid(forked.pid, 0)[1])
+        _send(forked.line, _NUMBER.pack(code))
+        self._forget(forked)
+
+    def _forget(self, forked: _Forked) -> None:
+        if forked.line.fileno() >= 0:
+            del self._by_line[forked.line.fileno()]
+            self._poll.unregister(forked.line)
+            forked.line.close()
+
+
+def _signal(pid: int, number: int) -> None:
+    """To a process and its group, which it leads from its first moment on, or nearly so."""
+    for send in (os.killpg, os.kill):
+        try:
+            send(pid, number)
+            return
+        except ProcessLookupError:
+            continue
+
+
+def _send(line: socket.socket, message: bytes) -> None:
     try:
         line.send(message)
     except OSError:  # who waited has been killed
         return
 
 
-def _work(asked: Mapping[str, Any], descriptors: Sequence[int]) -> NoReturn:
+def _run(asked: dict[str, Any], descriptors: dict[int, int]) -> NoReturn:
+    from ensemble.__main__ import main as run
+
+    end = os._exit
+
+    def tell_and_end(status: int) -> NoReturn:
+        if "torch" not in sys.modules:
+            for name in sys.modules.keys() - asked["known"]:
+                os.write(asked["learnt"], f"{name}\n".encode())
+        end(status)
+
+    os._exit = tell_and_end
+    _become(run, asked, {**descriptors, asked["learnt"]: asked["learnt"]})
+
+
+def _work(asked: dict[str, Any], descriptors: dict[int, int]) -> NoReturn:
     from ensemble.worker.__main__ import main as work
 
-    numbers = dict(zip((0, 1, 2, int(asked["events"])), descriptors, strict=True))
     # Its parent is this server now; where the true one has gone, its standard input ends.
-    argv = [word if "parent-pid" not in word else f"--parent-pid={os.getppid()}" for word in asked["argv"]]
+    asked["argv"] = [
+        word if "parent-pid" not in word else f"--parent-pid={os.getppid()}" for word in asked["argv"]
+    ]
     if "TEST_FAULTS" in asked["environment"]:
         stand_at_embeddings(json.loads(asked["environment"]["TEST_FAULTS"]))
-    _become(work, argv, asked["environment"], asked["folder"], numbers)
+    _become(work, asked, descriptors)
 
 
-def _become(
-    main: Any,
-    argv: Sequence[str],
-    environment: Mapping[str, str],
-    folder: str,
-    descriptors: Mapping[int, int],
-) -> NoReturn:
+def _become(main: Callable[[], None], asked: Mapping[str, Any], descriptors: Mapping[int, int]) -> NoReturn:
     """What a fresh process finds: its words, environment, folder and files; then its main function."""
     os.setsid()
     # First to numbers that none of them shall have; all that is left besides is the server's own.
@@ -174,10 +229,16 @@ def _become(
         os.dup2(copy, number)
     for first, next_ in itertools.pairwise([*sorted(copies), 1024]):
         os.closerange(first + 1, next_)
-    os.chdir(folder)
+    os.chdir(asked["folder"])
     os.environ.clear()
-    os.environ.update(environment)
-    sys.argv = list(argv)
+    os.environ.update(asked["environment"])
+    _load_simulated_driver(os.environ.get("LD_LIBRARY_PATH", ""))
+    sys.argv = list(asked["argv"])
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        stream = open(number, "w", encoding="utf-8", closefd=False, errors=getattr(sys, name).errors)  # noqa: SIM115
+        stream.reconfigure(line_buffering=name == "stderr" or stream.isatty())
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
     code = 1
     try:
         main()
@@ -190,6 +251,14 @@ def _become(
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _load_simulated_driver(folders: str) -> None:
+    """The loader has read LD_LIBRARY_PATH long ago; but a library that is there already is taken by its name."""
+    for folder in filter(None, folders.split(os.pathsep)):
+        if (library := Path(folder, _DRIVER)).exists():
+            ctypes.CDLL(str(library))
+            return
 
 
 if __name__ == "__main__":

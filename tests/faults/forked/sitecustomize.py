@@ -1,38 +1,49 @@
-"""Python runs this at start-up where this folder is on PYTHONPATH: a worker lets the fork server work in its place.
+"""Python runs this at start-up where this folder is on PYTHONPATH.
 
-The process that was started keeps its number, waits, and ends as the one that works does.
+Where TEST_FORK_SERVER names a server (server.py), a worker lets a process that it forks work in its place: the one
+that was started keeps its number, hands signals on, and ends as the one that works does.  Elsewhere the process
+gets the faults that a test asks for (../faulty.py).
 """
 
 import json
 import os
+import resource
 import signal
 import socket
 import struct
 import sys
-from pathlib import Path
 
 
 def _stand_in(address: str) -> None:
     events = next(int(word.partition("=")[2]) for word in sys.orig_argv if word.startswith("--events-fd="))
     asked = {
         "argv": ["-c", *sys.orig_argv[3:]],
-        "environment": dict(os.environ),
-        "folder": str(Path.cwd()),
-        "events": events,
+        # What a journal of faults calls this worker by.
+        "environment": {**os.environ, "TEST_STANDS_IN": str(os.getpid())},
+        "folder": os.getcwd(),  # noqa: PTH109  pathlib takes a while to import
+        "numbers": [0, 1, 2, events],
     }
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
-        line.connect(f"\0{address}")
+        line.connect(f"\0{address}-workers")
         socket.send_fds(line, [json.dumps(asked).encode()], [0, 1, 2, events])
-        for descriptor in (0, events):
-            os.close(descriptor)
-        said = line.recv(8)
+        line.recv(4)
+        for number in (signal.SIGTERM, signal.SIGABRT, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda number, frame: line.send(struct.pack("=i", number)) and None)
+        line.send(struct.pack("=i", 0))
+        # Not the events' pipe, whose end says that this process has ended.
+        os.close(0)
+        said = line.recv(4)
     code = struct.unpack("=i", said)[0] if said else 70
     if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
         if code != -signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
 
 
-if "TEST_FORK_SERVER" in os.environ and "ensemble.worker.__main__" in " ".join(sys.orig_argv[1:3]):
+_IS_WORKER = any(word.startswith("--events-fd=") for word in sys.orig_argv)
+if os.environ.get("TEST_FORK_SERVER") and _IS_WORKER:
     _stand_in(os.environ["TEST_FORK_SERVER"])
+elif "TEST_FAULTS" in os.environ:
+    import tests.faults.faulty  # noqa: F401

@@ -1,4 +1,4 @@
-"""Python runs this at start-up where this folder is on PYTHONPATH: the process gets the faults a test asks for.
+"""Imported at the start of Python (forked/sitecustomize.py): the process gets the faults a test asks for.
 
 They sit at the look-up of a model's embeddings (or at the import of transformers), below every model, and know
 nothing of the code under test.  tests/faults/inject.py writes TEST_FAULTS and says what the fields mean.
@@ -74,7 +74,7 @@ def _is_due(fault: dict[str, Any]) -> bool:
         journal.seek(0)
         if fault["times"] is not None and len(journal.readlines()) >= fault["times"]:
             return False
-        journal.write(f"{os.getpid()}\n")
+        journal.write(f"{os.environ.get('TEST_STANDS_IN') or os.getpid()}\n")
     return True
 
 
