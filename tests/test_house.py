@@ -22,7 +22,7 @@ ROOMS = {
     "members": {"common", "config", "data"},
     "planning": {"common", "config", "members"},
     "scheduling": {"common", "planning"},
-    "merging": {"common", "config", "data", "pipeline"},
+    "merging": {"common", "config", "data"},
     "pipeline": {"common", "config", "data", "members", "planning", "scheduling", "merging"},
     "cli": {"common", "config", "members", "planning", "scheduling", "merging", "pipeline"},
     "worker": {"common", "data", "predictor"},

@@ -17,8 +17,8 @@ from ensemble.common.text import plural
 from ensemble.data.csv_file import write_csv
 from ensemble.members.base import OutputColumns
 from ensemble.members.registry import member_kind
-from ensemble.merging.merge import Merge, MergeInput
 from ensemble.merging.metrics import Score
+from ensemble.pipeline.merge import Merge, MergeInput
 from ensemble.pipeline.resume import MemberWork, demand_unchanged, seal
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import WorkerReport

@@ -182,9 +182,9 @@ class _Run:
         self._members = [
             MemberState.of(member, self._works[member.name].bad_rows, self._watch) for member in members
         ]
-
         for state in self._members:
-            state.failure = self._not_given.get(state.plan.name)
+            if (failure := self._not_given.get(state.plan.name)) is not None:
+                state.fail(failure)
 
     def _take_given(self) -> None:
         """Seal the predictions of members that need no worker: first, so that the first submission has them."""
