@@ -86,6 +86,7 @@ SPELT_OUT_ELSEWHERE = {"quantization_config", "revision"}
 ALWAYS_GIVEN = {"model_name_or_path", "adapter_name_or_path", "gguf_file", "prompt_template"}
 HARMLESS_OF_RUN: dict[str, dict[str, Any]] = {
     "submission": {"submission": None},
+    "launcher": {"launcher": "local"},
     "output_dir": {"output_dir": "elsewhere"},
     "devices": {"devices": None},
     "max_workers_per_gpu": {"max_workers_per_gpu": 2},

@@ -116,6 +116,7 @@ GOOD: Final[dict[str, Any]] = {
     "hash_weights": False,
     "standby": True,
     "release_timeout": 2.5,
+    "launcher": "local",
 }
 
 
