@@ -56,6 +56,15 @@ def test_a_bomb_of_aliases_is_refused(tmp_path: Path) -> None:
 
 
 BIG = "{% set s = 'x' * 1000000 %}"
+LONG = "{% set l = [0] * 400000 %}"
+# Lists in each other that share what is in them: little as a value, 10 ** 27 characters as text.
+NESTED = "{% set n = namespace(x=['ab']) %}{% for i in range(9) %}{% set n.x = [n.x] * 1000 %}{% endfor %}"
+
+
+def kept(expression: str) -> str:
+    """A loop that keeps what an expression makes, again and again."""
+    loop = "{% set n = namespace(l=[]) %}{% for i in range(9999) %}{% set n.l = [n.l, ?] %}{% endfor %}"
+    return loop.replace("?", expression)
 
 
 @pytest.mark.parametrize(
@@ -150,6 +159,48 @@ BIG = "{% set s = 'x' * 1000000 %}"
         ("{{ 'a\nb'|indent(10**9) }}", "000,000 characters"),
         ("{{ [1]|batch(10**9, 1)|list }}", "1,000,000 steps"),
         ("{{ [[1]]|tojson(indent=10**9) }}", "000,000 characters"),
+        # costs that are below zero, or given by name
+        ("{{ [[1]]|tojson(indent=-10**9) }}{{ 'a' * 10**9 }}", "000,000 characters"),
+        ("{{ 'a'|indent(-10**9) }}{{ 'a' * 10**9 }}", "000,000 characters"),
+        ("{{ [1]|batch(-10**9)|list|length }}{{ [1] * 10**9 }}", "1,000,000 steps"),
+        ("{{ [1]|batch(linecount=10**9, fill_with=1)|list|length }}", "1,000,000 steps"),
+        ("{{ '%(a)999999999d' % {'a': 1} }}", "at most three digits"),
+        ("{{ '%((a))999999999d'|format(a=1) }}", "at most three digits"),
+        # numbers
+        ("{{ 3|round(-999999999) }}", "1,000,000 steps"),
+        ("{{ 3|round(999999999, 'ceil') }}", "1,000,000 steps"),
+        ("{{ ('f' * 10000000)|int(base=16) }}", "bits is too large"),
+        (
+            "{% set n = namespace(x=1) %}{% for i in range(19999) %}{% set n.x = n.x - (0 - n.x) %}{% endfor %}",
+            "bits is",
+        ),
+        # what is small each time, and kept
+        ("{{ ([[0] * 400000] * 9999)|sum(start=[])|length }}", "1,000,000 steps"),
+        (BIG + kept("s.upper()"), "000,000 characters"),
+        (BIG + kept("s.partition('x')"), "000,000 characters"),
+        (BIG + kept("s[1:]"), "000,000 characters"),
+        (LONG + kept("l[1:]"), "1,000,000 steps"),
+        (LONG + kept("l.copy()"), "1,000,000 steps"),
+        (LONG + kept("cycler(*l)"), "1,000,000 steps"),
+        (LONG + kept("l|batch(1000)|list"), "1,000,000 steps"),
+        (LONG + kept("dict([(1, 2)] * 99999)"), "1,000,000 steps"),
+        ("{% set l = [{'k': 0}] * 400000 %}" + kept("l|groupby('k')"), "1,000,000 steps"),
+        (kept("['x'" + ", 'x'" * 999 + "]"), "1,000,000 steps"),
+        (kept("('[' ~ '0,' * 400000 ~ '0]')|fromjson"), "1,000,000 steps"),
+        # what is text only in passing, or in the message of an error
+        (NESTED + "{{ n.x is lower }}", "000,000 characters"),
+        (NESTED + "{{ n.x|indent }}", "000,000 characters"),
+        (NESTED + "{{ n.x|replace('a', 'b') }}", "000,000 characters"),
+        (NESTED + "{{ 'a'|replace(n.x, 'b') }}", "000,000 characters"),
+        (NESTED + "{{ n.x|format(1) }}", "000,000 characters"),
+        (NESTED + "{{ [1]|join(n.x) }}", "000,000 characters"),
+        (NESTED + "{{ {'a': n.x}.values()|join }}", "000,000 characters"),
+        (NESTED + "{{ {'a': n.x}.values() ~ '' }}", "000,000 characters"),
+        (NESTED + "{{ n ~ '' }}", "type Namespace cannot be put into the text"),
+        (NESTED + "{{ {}[n.x] }}", "000,000 characters"),
+        (NESTED + "{{ [1].index(n.x) }}", "000,000 characters"),
+        (NESTED + "{{ 1|attr(n.x) }}", "000,000 characters"),
+        (BIG + "{{ [1]|map((s,) * 9999)|list }}", "000,000 characters"),
     ],
 )
 def test_templates_are_kept_in_their_sandbox(source: str, words: str) -> None:
@@ -184,6 +235,18 @@ def test_templates_are_kept_in_their_sandbox(source: str, words: str) -> None:
         (
             "{{ 'x\ny'|indent(2) }} {{ 'abc'|replace('b', '-', count=1) }} {{ l|tojson }}",
             'x\n  y a-c ["a", "b"]',
+        ),
+        (
+            "{{ l[1:] }}{{ 'abc'[::-1] }}{% set x, y = 1, 2 %}{{ x }}{{ y }}{{ {'k': 3}['k'] }}{{ l.index('b') }}",
+            "['b']cba1231",
+        ),
+        (
+            "{{ [[1], [2]]|sum(start=[]) }} {{ [1, 2]|sum }} {{ 2.345|round(1) }} {{ 7 // 2 }}",
+            "[1, 2] 3 2.3 3",
+        ),
+        (
+            "{{ '%(k)03d' % {'k': 7} }}{{ 'a'.split() }}{{ o.copy() }}{{ dict(o, z=2) }}",
+            "007['a']{'k': 1}{'k': 1, 'z': 2}",
         ),
         (
             "{% set c = cycler('a', 'b') %}{{ c.next() }}{{ c.next() }}{% set j = joiner() %}{{ j() }}{{ j() }}",

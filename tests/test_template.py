@@ -85,9 +85,18 @@ def test_refuses_at_compile_time(source: str, words: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_deep_nesting_is_a_problem_and_no_crash() -> None:
-    with pytest.raises(TemplateProblem):
-        compile_template("{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}")
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}",
+        "{% for x in [1] %}" * 30 + "{% endfor %}" * 30,  # Python allows for twenty
+        "{{ " + "1" * 5000 + " }}",
+    ],
+    ids=["brackets", "loops", "digits"],
+)
+def test_what_python_cannot_compile_is_a_problem_and_no_crash(source: str) -> None:
+    with pytest.raises(TemplateProblem, match="cannot be compiled"):
+        compile_template(source)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-from functools import lru_cache
 from typing import NoReturn
 
 # Of lists and objects in JSON. Python's own limit depends on who asks, so that what the parent has read a worker
@@ -43,14 +42,15 @@ def parse_json_cell(text: object) -> object:
     if not text or text.isspace():
         return []
     try:
-        value = _json_decoder().decode(text)
+        value = _DECODER.decode(text)
         # Searching the text is much cheaper than walking every value.
         if text.count("[") + text.count("{") <= MAX_JSON_LEVELS or not is_too_deep(value):
             return [] if value is None else without_nulls(value) if "null" in text else value
         detail = f"nested more than {MAX_JSON_LEVELS} levels deep"
     except (ValueError, RecursionError) as error:
         detail = json_detail(error)
-    raise TemplateProblem(f"not valid JSON ({detail}): {_excerpt(text)}")
+    excerpt = text if len(text) <= _EXCERPT_CHARACTERS else text[:_EXCERPT_CHARACTERS] + "..."
+    raise TemplateProblem(f"not valid JSON ({detail}): {excerpt!r}")
 
 
 def is_too_deep(value: object, most: int = MAX_JSON_LEVELS) -> bool:
@@ -96,14 +96,8 @@ def without_nulls(value: object, null: str = "") -> object:
     return value
 
 
-@lru_cache(maxsize=1)
-def _json_decoder() -> json.JSONDecoder:
-    return json.JSONDecoder(parse_constant=_refuse_constant)
-
-
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _excerpt(text: str) -> str:
-    return repr(text if len(text) <= _EXCERPT_CHARACTERS else text[:_EXCERPT_CHARACTERS] + "...")
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
