@@ -275,13 +275,8 @@ def test_a_held_gpu_is_left_out_where_there_is_another(project: Project, nvml_si
 
 def write_later(machine: NvmlSim, process: subprocess.Popen[str], *gpus: Gpu) -> None:
     """Replace the machine once the run's first worker is up, as if that worker had filled a GPU."""
-    list_children = [
-        "ps",
-        "-o",
-        "args=",
-        "--ppid",
-        str(process.pid),
-    ]  # to describe the platform, Python runs uname
+    # Not just any child: to describe the platform, Python runs uname.
+    list_children = ["ps", "-ww", "-o", "args=", "--ppid", str(process.pid)]
     wait_until(
         lambda: b"ensemble.worker" in subprocess.run(list_children, capture_output=True).stdout, "a worker"
     )
