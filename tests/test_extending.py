@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import statistics
 from pathlib import Path
@@ -17,17 +16,10 @@ from pyarrow import feather
 
 from bench.merge_files import label_names, make_files, member_names
 from tests.packages import pip_install
+from tests.page import blocks
 from tests.project import ROOT, Project, python_path
 
 ROWS, LABELS, MEMBERS = 700, label_names(3), member_names(4)
-
-
-def blocks() -> dict[str, str]:
-    """What stands in the page's files, by their names."""
-    page = (ROOT / "docs/extending.md").read_text(encoding="utf-8")
-    found = re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```$', page, re.DOTALL | re.MULTILINE)
-    assert len(found) == page.count("\n```") / 2, "a block without a title is not tested"
-    return dict(found)
 
 
 @pytest.fixture(scope="module")

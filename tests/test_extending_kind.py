@@ -1,4 +1,4 @@
-"""The member kind of docs/extending-member-kind.md, as it stands there: installed, and run in real processes."""
+"""The member kind of docs/extending.md, as it stands there: installed, and run in real processes."""
 
 from __future__ import annotations
 
@@ -8,15 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.page import blocks
 from tests.project import LABELS, ROOT, Project, python_path
-
-
-def blocks() -> dict[str, str]:
-    """What stands in the page's files, by their names."""
-    page = (ROOT / "docs/extending-member-kind.md").read_text(encoding="utf-8")
-    found = re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```$', page, re.DOTALL | re.MULTILINE)
-    assert len(found) == page.count("\n```") / 2, "a block without a title is not tested"
-    return dict(found)
 
 
 @pytest.fixture
@@ -27,11 +20,11 @@ def site(tmp_path: Path) -> Path:
     information.mkdir(parents=True)
     information.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: ensemble-bytes\nVersion: 1.0\n")
     group, line = re.findall(
-        r'^\[project\.entry-points\."(.*)"\]\n(.*)$', blocks()["pyproject.toml"], re.MULTILINE
+        r'^\[project\.entry-points\."(.*)"\]\n(.*)$', blocks()["ensemble_bytes/pyproject.toml"], re.MULTILINE
     )[0]
     information.joinpath("entry_points.txt").write_text(f"[{group}]\n{line}\n".replace('"', ""))
     for name, content in blocks().items():
-        if name.endswith(".py"):
+        if name.startswith("ensemble_bytes/") and name.endswith(".py"):
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(content)
     return folder
@@ -42,7 +35,7 @@ def test_a_run_with_a_kind_of_another_package(project: Project, site: Path) -> N
     np.save(project.folder / "small.npy", weights)
     mate = [[one, "0.2", "0.3", "0.5"] for one in sorted(project.ids)]
     project.write_csv("mate.csv", ["id", *LABELS], mate)
-    (project.folder / "config.yaml").write_text(blocks()["config.yaml"])
+    (project.folder / "config.yaml").write_text(blocks()["bytes.yaml"])
     environment = {"PYTHONPATH": python_path(ROOT, site)}
     validated = project.ensemble("validate", "config.yaml", environment=environment)
     assert validated.returncode == 0, validated.stderr
@@ -72,7 +65,7 @@ def test_a_run_with_a_kind_of_another_package(project: Project, site: Path) -> N
 
 def test_its_keys_are_checked_with_the_others(project: Project, site: Path) -> None:
     np.save(project.folder / "small.npy", np.zeros((256, 2)))
-    text = blocks()["config.yaml"].replace(
+    text = blocks()["bytes.yaml"].replace(
         "{name: mate, task_type: csv, path: mate.csv}", "{name: b, task_type: byts}"
     )
     text = text.replace("replicas: 2", "replicsa: 2").replace("max_length: 512", "wieghts: x")
@@ -87,7 +80,7 @@ def test_its_keys_are_checked_with_the_others(project: Project, site: Path) -> N
     ):
         assert words in done.stderr
     (project.folder / "config.yaml").write_text(
-        blocks()["config.yaml"].replace("  - {name: mate, task_type: csv, path: mate.csv}\n", "")
+        blocks()["bytes.yaml"].replace("  - {name: mate, task_type: csv, path: mate.csv}\n", "")
     )
     done = project.ensemble("validate", "config.yaml", environment=environment)
     assert "models[0] (small): weights: small.npy has the shape (256, 2), not (256, 3)" in done.stderr

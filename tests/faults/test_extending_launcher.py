@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,25 +12,21 @@ import yaml
 from tests.faults.chunky import chunky_config, ids_of, results
 from tests.faults.inject import Fault, Injected
 from tests.packages import pip_install
-from tests.project import ROOT, Project, python_path
+from tests.page import blocks
+from tests.project import Project, python_path
 from tests.waiting import PATIENCE_SECONDS
-
-PAGE = ROOT / "docs/extending-launcher.md"
 
 
 def test_workers_that_let_everything_else_go_first(
     chunky: Project, tmp_path: Path, undisturbed: dict[str, bytes]
 ) -> None:
-    blocks = dict(
-        re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```$', PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    )
     source, site = tmp_path / "source", tmp_path / "site"
     (source / "ensemble_polite").mkdir(parents=True)
-    (source / "pyproject.toml").write_text(blocks["ensemble_polite/pyproject.toml"])
-    (source / "ensemble_polite/launcher.py").write_text(blocks["ensemble_polite/launcher.py"])
+    (source / "pyproject.toml").write_text(blocks()["ensemble_polite/pyproject.toml"])
+    (source / "ensemble_polite/launcher.py").write_text(blocks()["ensemble_polite/launcher.py"])
     pip_install(source, site)
 
-    chunky.write_config(chunky_config(chunky, **yaml.safe_load(blocks["polite.yaml"])))
+    chunky.write_config(chunky_config(chunky, **yaml.safe_load(blocks()["polite.yaml"])))
     injected = Injected(tmp_path, Fault("wait", ids_of(chunky, 6), times=1))
     folders = map(Path, injected.environment["PYTHONPATH"].split(os.pathsep))
     environment = {**injected.environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(*folders, site)}

@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from importlib import import_module
 from types import ModuleType
 
 import pytest
 
 from ensemble.cli import views
-from ensemble.cli.layout import Table
-from ensemble.pipeline.run_report import RunReport
+from tests.page import blocks
 from tests.report.reports import member, report, shown, worker
 
 
-def test_a_view_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    def view(subject: RunReport) -> Iterator[views.Part]:
-        yield ""
-        yield f"a run of {subject.rows} rows"
-        yield Table(["member", "tokens"], [[one.name, str(one.counters.tokens)] for one in subject.members])
-
-    module = ModuleType("my_view")
-    module.view = view  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "my_view", module)
-    monkeypatch.setitem(views.VIEWS, "mine", "my_view")
-    assert shown("mine", report(member(workers=(worker(tokens=7), worker(tokens=5))))) == [
-        "a run of 1000 rows",
-        "member  tokens",
-        "──────────────",
-        "m           12",
+def test_the_view_of_the_page_on_extending(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("speeds")
+    exec(blocks()["ensemble/cli/views/speeds.py"], vars(module))
+    monkeypatch.setitem(sys.modules, "speeds", module)
+    monkeypatch.setitem(views.VIEWS, "speeds", "speeds")
+    slow, fast = (
+        member(name, chunks=1, workers=(worker(tokens=tokens), worker(tokens=1)))
+        for name, tokens in (("slow", 3), ("fast", 1999))
+    )
+    assert shown("speeds", report(slow, fast)) == [
+        "member  tokens/s",
+        "────────────────",
+        "fast       2,000",
+        "slow           4",
     ]
 
 
