@@ -17,7 +17,7 @@ import sys
 def _stand_in(address: str) -> None:
     events = next(int(word.partition("=")[2]) for word in sys.orig_argv if word.startswith("--events-fd="))
     asked = {
-        "argv": ["-c", *sys.orig_argv[3:]],
+        "argv": ["-c", *sys.orig_argv[sys.orig_argv.index("-c") + 2 :]],
         # What a journal of faults calls this worker by.
         "environment": {**os.environ, "TEST_STANDS_IN": str(os.getpid())},
         "folder": os.getcwd(),  # noqa: PTH109  pathlib takes a while to import
