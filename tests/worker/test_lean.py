@@ -139,7 +139,7 @@ def test_what_is_said_of_plain_values_is_what_torch_says() -> None:
 
 MAKING_WAY = """
 import sys, types
-from ensemble.worker.lazy_imports import StandIn, import_torch_and_transformers
+from ensemble.members.huggingface.loading.lazy_imports import StandIn, import_torch_and_transformers
 import_torch_and_transformers()
 import torch
 names = ("torch._dynamo", "sympy", "torch.fx.experimental.symbolic_shapes")
