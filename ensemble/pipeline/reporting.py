@@ -64,7 +64,7 @@ def report_of(
         },
         written_at=datetime.now(UTC).isoformat(timespec="seconds"),
         seconds_left=_seconds_left(prepared, members) if status == "running" else None,
-        platform=platform.platform(),
+        platform=_platform(),
         devices=gpus or (Device("cpu", _cpu_name(), None, 0, 0),),
         driver_version=prepared.inventory.driver_version,
         rows=prepared.table.rows,
@@ -100,6 +100,12 @@ def speed_report(state: MemberState) -> SpeedReport:
     """What was measured of a member by now, for the next plan; see ``forecast.measured_speeds``."""
     speed = state.speed
     return SpeedReport(speed.startup_seconds or None, speed.seconds_per_work or None)
+
+
+def _platform() -> str:
+    # As platform.platform() has it, which starts a process (uname -p) to know less.
+    libc = "".join(platform.libc_ver())
+    return "-".join((platform.system(), platform.release(), platform.machine(), "with", libc))
 
 
 def _cpu_name() -> str:
