@@ -51,8 +51,8 @@ class _Strict(BaseModel):
 class DataConfig(_Strict):
     """The table to predict.  A relative path starts at the working directory."""
 
-    path: File = Field(examples=["test.csv"])
-    id_column: Column = "id"  # names each row
+    path: File = Field(examples=["test.csv"])  # CSV, TSV, Parquet or JSON lines, gzipped or not
+    id_column: Column = "id"  # names each row; kept byte for byte
     label_column: Column | None = None  # the true labels, for metrics
 
 
@@ -124,11 +124,12 @@ class RunConfig(_Strict):
         ValidationError: a value is of the wrong type or out of range, or two keys do not go together.
     """
 
-    data: DataConfig = Field(examples=["{path: test.csv}"])
+    data: DataConfig = Field(examples=["{path: test.csv}"])  # the table to predict
     labels: Labels = Field(examples=["[negative, positive]"])  # the predictions' columns, in this order
+    # The members; what several have in common may stand under defaults.
     models: Models = Field(examples=["[{name: a, model_name_or_path: models/a, text_column: text}]"])
-    ensemble: Ensemble = Field(default_factory=EnsembleConfig)
-    submission: SubmissionConfig | None = None
+    ensemble: Ensemble = Field(default_factory=EnsembleConfig)  # how probabilities are merged
+    submission: SubmissionConfig | None = None  # left out: no submission is written
     output_dir: File = Field(examples=["runs/first"])  # all that the run writes
     limit: Count | None = None  # only so many rows from the top of the table
     seed: Seed = 0  # for whatever is random

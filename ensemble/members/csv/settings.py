@@ -19,7 +19,7 @@ class CsvSettings(MemberConfig):
     """
 
     task_type: Literal["csv"] = "csv"
-    path: File = Field(examples=["mate.csv"])
+    path: File = Field(examples=["mate.csv"])  # every row of the table once; further rows are left out
     id_column: Column | None = None  # names each row; None: data.id_column
     activation: Literal["softmax", "sigmoid", "none"] = "softmax"  # what the values are; none: any numbers
 

@@ -1,0 +1,224 @@
+"""Writes docs/config.md and docs/config.schema.json from the pydantic models: ``python scripts/make_reference.py``.
+
+What a key means is the comment behind it in the model's source.  A test keeps both files in step.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import json
+import re
+import sys
+import tokenize
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import yaml
+from pydantic import BaseModel
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from ensemble.config.schema import DataConfig, EnsembleConfig, MemberConfig, RunConfig, SubmissionConfig  # noqa: E402
+from ensemble.config.values import MustBe  # noqa: E402
+from ensemble.members.registry import KINDS  # noqa: E402
+
+PAGE, SCHEMA = ROOT / "docs" / "config.md", ROOT / "docs" / "config.schema.json"
+INTRODUCTION = """\
+# The keys of a config
+
+Made by `scripts/make_reference.py` from the models that check a config. Editors take the same from
+[`config.schema.json`](config.schema.json): with the first line
+
+```yaml
+# yaml-language-server: $schema=docs/config.schema.json
+```
+
+(the path or the address of that file) they complete keys and mark mistakes. `ensemble validate` finds more: it
+knows the rules that tie keys together, the table and the models.
+
+`--set models.gemma2.weight=0.5` overrides a key. In texts `${NAME}` is an environment variable, and `${CONFIG_DIR}`
+the YAML's own folder; other relative paths start at the working directory. Everything under `defaults` counts for
+every model whose kind has that key and that does not say otherwise. How a run behaves: [running.md](running.md).
+"""
+
+
+def main() -> None:
+    PAGE.write_text(page(), encoding="utf-8")
+    SCHEMA.write_text(schema_text(), encoding="utf-8")
+
+
+def kinds() -> dict[str, type[MemberConfig]]:
+    """The built-in kinds' keys by ``task_type``."""
+    return {name: KINDS.load(name).Settings for name in KINDS.built_in}
+
+
+def page() -> str:
+    """docs/config.md."""
+    parts = [INTRODUCTION]
+    for title, model in (
+        ("The run", RunConfig),
+        ("`data`", DataConfig),
+        ("`ensemble`", EnsembleConfig),
+        ("`submission`", SubmissionConfig),
+    ):
+        parts += [section(title, model, model.model_fields)]
+    parts += [section("`models`: every kind", MemberConfig, MemberConfig.model_fields)]
+    for name, kind in kinds().items():
+        own = [key for key in kind.model_fields if key not in MemberConfig.model_fields]
+        parts += [section(f"`models` with `task_type: {name}`", kind, own)]
+    return "\n".join(parts)
+
+
+def section(title: str, model: type[BaseModel], keys: Mapping[str, object] | list[str]) -> str:
+    meanings, hints = comments(model), get_type_hints(model, include_extras=True)
+    rows = []
+    for key in keys:
+        field = model.model_fields[key]
+        if field.is_required():
+            default = "**required**"
+        else:
+            value = field.get_default(call_default_factory=True)
+            plain = value.model_dump() if isinstance(value, BaseModel) else value
+            default = "" if plain is None else f"`{in_yaml(plain)}`"
+        held = " or ".join(dict.fromkeys(phrases(hints[key])))
+        cells = (f"`{key}`", held, default, meanings.get(key, ""))
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    head = f"## {title}\n\n{in_short(model)}\n\n| key | holds | default | |\n|---|---|---|---|\n"
+    return head + "\n".join(rows) + "\n"
+
+
+def in_short(model: type[BaseModel]) -> str:
+    """The first sentence of a model's docstring."""
+    text = (model.__doc__ or "").split("\n\n")[0].replace("\n    ", " ").replace("``", "`")
+    return re.split(r"[.;:] ", text)[0].rstrip(".") + "."
+
+
+def comments(model: type[BaseModel]) -> dict[str, str]:
+    """What stands behind each field in the source of a model and of those that it is made of."""
+    found: dict[str, str] = {}
+    for one in reversed(model.__mro__):
+        if not issubclass(one, BaseModel) or one is BaseModel:
+            continue
+        before = ""
+        for token in tokenize.generate_tokens(io.StringIO(inspect.getsource(one)).readline):
+            if token.type == tokenize.COMMENT:
+                text = token.string.lstrip("# ").replace("None:", "left out:").replace("False:", "false:")
+                name = token.line.strip().partition(":")[0]
+                if name in one.model_fields:
+                    found[name] = text
+                else:
+                    before = text
+            elif token.type == tokenize.NAME and token.line.startswith(f"    {token.string}:"):
+                if before and token.string in one.model_fields:
+                    found[token.string] = before[0].lower() + before[1:].rstrip(".")
+                before = ""
+    return found
+
+
+def phrases(hint: Any) -> Iterator[str]:
+    """What a type holds, in the words of its error messages."""
+    said = [one.phrase for one in getattr(hint, "__metadata__", ()) if isinstance(one, MustBe)]
+    if said:
+        yield said[-1]
+    elif get_origin(hint) is Literal:
+        yield ", ".join(f"`{in_yaml(value)}`" for value in get_args(hint))
+    elif hint is bool:
+        yield "true or false"
+    elif isinstance(hint, type) and issubclass(hint, BaseModel):
+        yield "a mapping, see below"
+    else:
+        for inner in get_args(hint):
+            if inner is not type(None):
+                yield from phrases(inner)
+
+
+def in_yaml(value: object) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n...\n").strip()
+
+
+def schema_text() -> str:
+    return json.dumps(schema(), indent=1, ensure_ascii=False) + "\n"
+
+
+def schema() -> dict[str, Any]:
+    """docs/config.schema.json: at least as permissive as the loader, and strict about keys."""
+    run = plain(RunConfig)
+    members = {name: plain(model) for name, model in kinds().items()}
+    usual = MemberConfig.model_fields["task_type"].default
+    for member in members.values():
+        member["required"] = ["name"]  # the rest may stand under defaults
+    named: dict[str, Any] = {"properties": {"task_type": {"enum": [*members]}}}
+    items: dict[str, Any] = {
+        "type": "object",
+        "if": named,
+        "then": {
+            "allOf": [
+                {
+                    "if": {"properties": {"task_type": {"const": name}}, "required": ["task_type"]},
+                    "then": {"$ref": f"#/$defs/{name}"},
+                }
+                for name in members
+            ]
+            + [
+                {
+                    "if": {"not": {"required": ["task_type"]}},
+                    "then": {"anyOf": [{"$ref": f"#/$defs/{name}"} for name in members]},
+                }
+            ],
+        },
+        "else": {"required": ["name"]},  # a kind of an installed package
+    }
+    keys = {key: value for member in members.values() for key, value in member["properties"].items()}
+    run["properties"]["models"] = {**run["properties"]["models"], "items": items}
+    run["properties"]["defaults"] = {
+        "type": "object",
+        "description": "keys that count for every model whose kind has them and that does not say otherwise",
+        "properties": {key: value for key, value in keys.items() if key not in ("name", "task_type")},
+    }
+    run["$defs"] = {**run.get("$defs", {}), **members}
+    run["$defs"].pop("MemberConfig", None)
+    run["$defs"]["EnsembleConfig"].pop("additionalProperties")  # methods bring keys of their own
+    heading = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "A config of ensemble",
+        "$comment": f"A model without task_type is {usual}.",
+    }
+    return {**heading, **run}
+
+
+def plain(model: type[BaseModel]) -> dict[str, Any]:
+    """A model's own schema, with what its comments say; labels and names may be numbers."""
+    found = model.model_json_schema()
+    models = {one.__name__: one for one in (DataConfig, EnsembleConfig, SubmissionConfig, MemberConfig)}
+    for name, part in ((model.__name__, found), *found.get("$defs", {}).items()):
+        owner = model if name == model.__name__ else models[name]
+        meanings = comments(owner)
+        part.pop("title", None)
+        part["description"] = in_short(owner)
+        for key, value in part.get("properties", {}).items():
+            value.pop("title", None)
+            if "examples" in value:
+                value["examples"] = [
+                    yaml.safe_load(one) if isinstance(one, str) else one for one in value["examples"]
+                ]
+            part["properties"][key] = loosened(value)
+            if key in meanings:
+                part["properties"][key]["description"] = meanings[key]
+    return found
+
+
+def loosened(value: dict[str, Any]) -> dict[str, Any]:
+    value = {key: loosened(one) if key in ("items", "additionalProperties") and isinstance(one, dict) else one
+             for key, one in value.items()}  # fmt: skip
+    if value.get("type") == "string" and "enum" not in value and "const" not in value:
+        return {**value, "type": ["string", "integer"]}
+    if "anyOf" in value:
+        value["anyOf"] = [loosened(one) for one in value["anyOf"]]
+    return value
+
+
+if __name__ == "__main__":
+    main()
