@@ -5,17 +5,19 @@ Only the driver library is simulated; the workers are real and, with a torch tha
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
-import time
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.faults.forked import client
+from tests.faults.inject import Fault, Injected
 from tests.nvml.sim import GIB, GPU_IS_LOST, Fail, Gpu, Memory, NvmlSim, gpu_uuid
 from tests.project import ROOT, Project, python_path
 from tests.waiting import PATIENCE_SECONDS, wait_until
@@ -36,28 +38,22 @@ def watch_run(
     project: Project, environment: dict[str, str], *options: str
 ) -> tuple[int, str, dict[int, str]]:
     """Run the config; returns exit code, everything printed, and each worker's CUDA_VISIBLE_DEVICES by pid."""
-    process = subprocess.Popen(
+    told = project.folder / "workers"
+    paths = {"PYTHONPATH": python_path(ROOT, client.SITE), "TEST_WORKERS": str(told)}
+    done = subprocess.run(
         [sys.executable, "-m", "ensemble", "run", "config.yaml", *options],
         cwd=project.folder,
-        env={**os.environ, "PYTHONPATH": python_path(ROOT), **environment},
+        env={**os.environ, **paths, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        timeout=PATIENCE_SECONDS,
     )
-    seen: dict[int, str] = {}
-    while process.poll() is None:
-        listing = subprocess.run(
-            ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True
-        )
-        for pid in map(int, listing.stdout.split()):
-            variables = _environment(pid)
-            if "PYTHONSAFEPATH" in variables:  # after the exec
-                assert variables["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
-                seen[pid] = variables["CUDA_VISIBLE_DEVICES"]
-        time.sleep(0.1)
-    assert process.stdout is not None
-    with process.stdout:
-        return process.returncode, process.stdout.read(), seen
+    lines = told.read_text().splitlines() if told.exists() else []
+    workers = {worker["pid"]: worker["environment"] for worker in map(json.loads, lines)}
+    assert all(variables["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID" for variables in workers.values())
+    seen = {pid: variables["CUDA_VISIBLE_DEVICES"] for pid, variables in workers.items()}
+    return done.returncode, done.stdout, seen
 
 
 # Stands in for a build of flash-attention for another torch: it can be found, and not used.
@@ -79,14 +75,6 @@ def test_a_flash_attention_that_does_not_work_is_not_planned_with(
     said = " ".join(done.stdout.split())
     assert "float16, eager attention" in said, said
     assert "flash" not in said
-
-
-def _environment(pid: int) -> dict[str, str]:
-    try:
-        pairs = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-    except OSError:
-        return {}
-    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
 
 
 def check_leases(report: dict[str, Any], seen: dict[int, str]) -> None:
@@ -273,33 +261,47 @@ def test_a_held_gpu_is_left_out_where_there_is_another(project: Project, nvml_si
     assert devices(project.run_json()) == [[B]]
 
 
-def write_later(machine: NvmlSim, process: subprocess.Popen[str], *gpus: Gpu) -> None:
-    """Replace the machine once the run's first worker is up, as if that worker had filled a GPU."""
-    # Not just any child: to describe the platform, Python runs uname.
-    list_children = ["ps", "-ww", "-o", "args=", "--ppid", str(process.pid)]
-    wait_until(
-        lambda: b"ensemble.worker" in subprocess.run(list_children, capture_output=True).stdout, "a worker"
-    )
+def write_later(machine: NvmlSim, at_work: Injected, workers: int, *gpus: Gpu) -> None:
+    """Replace the machine while so many workers compute, as if they had filled a GPU; then these go on."""
+    wait_until(lambda: len(at_work.pids()) == workers, "the workers' first rows")
     machine.write(gpus)
+    at_work.let_go()
 
 
-def start(project: Project, machine: NvmlSim, *options: str) -> subprocess.Popen[str]:
+@pytest.fixture
+def at_work(tmp_path: Path) -> Injected:
+    """The first worker waits at its first rows."""
+    return Injected(tmp_path, Fault("wait", times=1))
+
+
+@pytest.fixture
+def two_at_work(tmp_path: Path) -> Injected:
+    """The first two workers do."""
+    return Injected(tmp_path, Fault("wait", times=2))
+
+
+def start(
+    project: Project, machine: NvmlSim, *options: str, faults: Injected | None = None
+) -> subprocess.Popen[str]:
+    variables = {**os.environ, "PYTHONPATH": python_path(ROOT), **machine.environment()}
     return subprocess.Popen(
         [sys.executable, "-m", "ensemble", "run", "config.yaml", "--limit", "20", *options],
         cwd=project.folder,
-        env={**os.environ, "PYTHONPATH": python_path(ROOT), **machine.environment()},
+        env=variables if faults is None else {**variables, **faults.environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
 
 
-def test_the_next_member_waits_until_the_memory_is_back(project: Project, nvml_sim: NvmlSim) -> None:
+def test_the_next_member_waits_until_the_memory_is_back(
+    project: Project, nvml_sim: NvmlSim, at_work: Injected
+) -> None:
     nvml_sim.write([Gpu(A, memory=Memory(used=GIB // 4))])
     project.write_config(project.config())
     log = project.folder / "runs/first/logs/run.log"
-    with start(project, nvml_sim) as process:
-        write_later(nvml_sim, process, Gpu(A, memory=Memory(used=9 * GIB)))
+    with start(project, nvml_sim, faults=at_work) as process:
+        write_later(nvml_sim, at_work, 1, Gpu(A, memory=Memory(used=9 * GIB)))
         wait_until(lambda: "gemma-0 ended" in log.read_text(), "the first worker's end")
         nvml_sim.write([Gpu(A, memory=Memory(used=GIB // 4))])
         printed, _ = process.communicate(timeout=PATIENCE_SECONDS)
@@ -314,14 +316,19 @@ def test_the_next_member_waits_until_the_memory_is_back(project: Project, nvml_s
     assert {used for _, used in report["device_memory"][A]["points"]} >= {9 * GIB, GIB // 4}
 
 
-def test_a_device_that_never_comes_free_is_left_out(project: Project, two_gpus: NvmlSim) -> None:
+@pytest.mark.fresh
+def test_a_device_that_never_comes_free_is_left_out(
+    project: Project, two_gpus: NvmlSim, two_at_work: Injected
+) -> None:
     config = project.config()
-    # Two more members on the other device, so that the run is not over before the device's time is.
+    # Two more members on the other device, so that the run is not over before the device's time is: a second, and
+    # each fresh process takes longer to start.
     config["models"] += [{**config["models"][1], "name": name} for name in ("third", "fourth")]
     project.write_config(config)
-    with start(project, two_gpus, "--set", "defaults.replicas=1", "--set", "release_timeout=1s") as process:
+    options = ["--set", "defaults.replicas=1", "--set", "release_timeout=1s"]
+    with start(project, two_gpus, *options, faults=two_at_work) as process:
         held = Gpu(A, pci=(0, 1, 0), memory=Memory(used=9 * GIB), processes={4242: 8 * GIB})
-        write_later(two_gpus, process, Gpu(B, pci=(0, 2, 0)), held)
+        write_later(two_gpus, two_at_work, 2, Gpu(B, pci=(0, 2, 0)), held)
         printed, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0, printed
     report = project.run_json()
@@ -331,11 +338,13 @@ def test_a_device_that_never_comes_free_is_left_out(project: Project, two_gpus: 
 
 
 @pytest.mark.fault(23)
-def test_a_gpu_that_is_lost_is_said_and_left_out(project: Project, two_gpus: NvmlSim) -> None:
+def test_a_gpu_that_is_lost_is_said_and_left_out(
+    project: Project, two_gpus: NvmlSim, two_at_work: Injected
+) -> None:
     project.write_config(project.config())
-    with start(project, two_gpus, "--set", "defaults.replicas=1") as process:
+    with start(project, two_gpus, "--set", "defaults.replicas=1", faults=two_at_work) as process:
         lost = Gpu(A, pci=(0, 1, 0), fails=[Fail("*", GPU_IS_LOST)])
-        write_later(two_gpus, process, Gpu(B, pci=(0, 2, 0)), lost)
+        write_later(two_gpus, two_at_work, 2, Gpu(B, pci=(0, 2, 0)), lost)
         printed, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0, printed
     report = project.run_json()
@@ -358,11 +367,13 @@ def test_a_signal_while_waiting_for_memory_is_heeded(project: Project, nvml_sim:
     assert "stopped by SIGTERM" in printed
 
 
-def test_with_no_other_device_the_run_goes_on_all_the_same(project: Project, nvml_sim: NvmlSim) -> None:
+def test_with_no_other_device_the_run_goes_on_all_the_same(
+    project: Project, nvml_sim: NvmlSim, at_work: Injected
+) -> None:
     nvml_sim.write([Gpu(A)])
     project.write_config(project.config())
-    with start(project, nvml_sim, "--set", "release_timeout=1s") as process:
-        write_later(nvml_sim, process, Gpu(A, memory=Memory(used=9 * GIB)))
+    with start(project, nvml_sim, "--set", "release_timeout=1s", faults=at_work) as process:
+        write_later(nvml_sim, at_work, 1, Gpu(A, memory=Memory(used=9 * GIB)))
         printed, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0, printed
     assert "9.0 GiB still in use 1 s after its worker ended" in printed

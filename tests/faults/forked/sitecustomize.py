@@ -3,6 +3,8 @@
 Where TEST_FORK_SERVER names a server (server.py), a worker lets a process that it forks work in its place: the one
 that was started keeps its number, hands signals on, and ends as the one that works does.  Elsewhere the process
 gets the faults that a test asks for (../faulty.py).
+
+Each worker writes its number and environment into the file that TEST_WORKERS names.
 """
 
 import json
@@ -43,6 +45,9 @@ def _stand_in(address: str) -> None:
 
 
 _IS_WORKER = any(word.startswith("--events-fd=") for word in sys.orig_argv)
+if os.environ.get("TEST_WORKERS") and _IS_WORKER:
+    with open(os.environ["TEST_WORKERS"], "a", encoding="utf-8") as file:  # noqa: PTH123  as above
+        file.write(json.dumps({"pid": os.getpid(), "environment": dict(os.environ)}) + "\n")
 if os.environ.get("TEST_FORK_SERVER") and _IS_WORKER:
     _stand_in(os.environ["TEST_FORK_SERVER"])
 elif "TEST_FAULTS" in os.environ:
