@@ -7,6 +7,7 @@ look shows all there is to fix.  Writes nothing.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -281,7 +282,8 @@ def _file_states(kinds: list[MemberKind[Any, Any]]) -> dict[str, FileState]:
     states = {path: state for name in names for path, state in folder_states(name).items()}
     for name in names:
         path = Path(name).absolute()
-        if path.is_file() and (state := file_state(path)) is not None:
+        # Not Path.is_file, which raises an error where a folder above may not be entered.
+        if os.path.isfile(path) and (state := file_state(path)) is not None:  # noqa: PTH113
             states[str(path)] = state
     return states
 

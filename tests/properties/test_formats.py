@@ -144,6 +144,9 @@ def test_any_type_that_parquet_has(folder: Path, column: pa.Array, name: str, gr
     try:
         read = parquet.read_table(stream).select([name])
         read.validate(full=True)
+        for kind in (pa.timestamp, pa.duration):  # where pandas is imported, pyarrow gives its values instead
+            if column.type == kind("ns"):
+                read.column(0).cast(kind("us"))
         expected = read.to_pylist()
     except (ArithmeticError, ValueError):  # no values that Python has
         assert isinstance(table, tuple), table
