@@ -118,7 +118,8 @@ def test_small_members_run_at_the_same_time_by_default(project: Project, two_gpu
     assert "members run at the same time, one replica each at first: by the sizes of the models" in printed
     report = project.run_json()
     check_leases(report, seen)
-    assert devices(report) == [[A], [B]]
+    # The one that is done first leaves its GPU, which may join the other one.
+    assert [each[0] for each in devices(report)] == [A, B]
     starts = [member["workers"][0]["leased_after_seconds"] for member in report["members"]]
     assert starts[1] < starts[0] + report["members"][0]["workers"][0]["life_seconds"]
 
