@@ -140,9 +140,12 @@ class Run:
     @property
     def members(self) -> tuple[str, ...]:
         """The names of those whose predictions are complete."""
-        return tuple(
-            path.name.removesuffix(".csv") for path in sorted(self._rundir.predictions_dir.glob("*.csv"))
-        )
+        try:
+            members = self.report.members
+        except DataError:  # files of an earlier run, perhaps with other settings
+            return ()
+        complete = (one.name for one in members if one.status == "complete")
+        return tuple(name for name in complete if self._rundir.predictions(name).exists())
 
     def predictions(self, member: str) -> pd.DataFrame:
         """A member's probabilities: a column per label, rows in the table's order, ids as text in the index.
@@ -169,7 +172,10 @@ class Run:
         return _frame(self._rundir.ensemble)
 
     def __repr__(self) -> str:
-        return "\n".join(lines("status", self.status, Page()))
+        try:
+            return "\n".join(lines("status", self.status, Page()))
+        except DataError as error:  # a notebook shows it all the same
+            return str(error)
 
 
 class Preview:

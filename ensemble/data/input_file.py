@@ -21,7 +21,7 @@ from ensemble.common.errors import DataError
 from ensemble.common.files import dangling_link, unreadable
 from ensemble.common.text import did_you_mean, error_text, listed, quoted, similar_file
 
-# The worker knows this mark as well (worker/rows.py): the field's text is JSON for a value that is not text.
+# The worker knows this mark as well (published_table.py): the field's text is JSON for a value that is not text.
 JSON_MARK = {b"ensemble": b"json"}
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 

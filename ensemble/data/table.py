@@ -1,8 +1,8 @@
 """The input table: read it, check it, publish it to the workers.
 
 Everything that would stop a run later (a row without an id, broken JSON in row 17,000, an unknown label) is
-found here, before any model is loaded, and reported all at once.  Formats: ``readers.py``.  What the workers see
-of the published file: ``worker/rows.py``.
+found here, before any model is loaded, and reported all at once.  Formats: ``formats.py``.  What the workers see
+of the published file: ``published_table.py``.
 """
 
 from __future__ import annotations

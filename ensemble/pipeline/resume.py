@@ -141,7 +141,7 @@ def _found(rundir: RunDir, work: MemberWork, again: str) -> Iterator[str]:
     if work.is_sealed:
         yield f"{name}: done by an earlier run, reused"
     elif work.is_damaged:
-        yield f"{name}: {rundir.predictions(name)} has been changed; it is computed again"
+        yield f"{name}: {rundir.predictions(name)} has been changed; {again}"
     elif work.changed and not own:
         then = "rows that are as they were are kept" if done else again
         yield f"{name}: {', '.join(work.changed)} changed since its predictions were made; {then}"

@@ -156,7 +156,7 @@ def prepare(loaded: LoadedConfig, must_fit: bool = True) -> Prepared:
         if not kind.needs_worker and (one := inspected.get(kind.settings.name)) is not None:
             with problems.at(f"models[{index}] ({kind.settings.name})"):
                 ignored = given_predictions(kind, one, table, columns).ignored_ids
-                if ignored:
+                if ignored and config.limit is None:  # a trial leaves out most of them
                     count = plural(ignored, "row")
                     given_warnings.append(
                         f"{kind.settings.name}: {count} of {' and '.join(kind.sources())} left out, with ids that "

@@ -222,12 +222,18 @@ def test_a_folder_without_what_is_asked_for(project: Project, tmp_path: Path) ->
         _ = opened.report
     with pytest.raises(ensemble.DataError, match=r"no ensemble\.csv"):
         _ = opened.ensemble
-    with pytest.raises(ensemble.DataError, match=r"did you mean 'gemma\.v2'.*complete are: gemma\.v2"):
+    assert opened.members == (), "nothing says of which run these predictions are"
+    assert "is damaged" in repr(opened)
+    project.write_config(project.config(models=project.config()["models"][:1]))
+    project.ensemble("run", "config.yaml", "--quiet")
+    opened = ensemble.open_run(project.folder / "runs/first")
+    with pytest.raises(ensemble.DataError, match=r"did you mean 'gemma'.*complete are: gemma"):
         opened.predictions("gemma2")
-    assert opened.predictions("gemma.v2").index.tolist() == ["01"]
-    (tmp_path / "predictions/gemma.v2.csv").write_text('"id","a"\n"01",half\n')
+    (project.folder / "runs/first/predictions/other.csv").write_text('"id","a"\n"01",0.5\n')
+    assert opened.members == ("gemma",)
+    (project.folder / "runs/first/predictions/gemma.csv").write_text('"id","a"\n"01",half\n')
     with pytest.raises(ensemble.DataError, match="cannot be read"):
-        opened.predictions("gemma.v2")
+        opened.predictions("gemma")
 
 
 @pytest.mark.parametrize(

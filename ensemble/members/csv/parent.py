@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import itertools
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +25,7 @@ import pyarrow.csv as pa_csv
 from ensemble.common.digests import FileDigests
 from ensemble.common.errors import DataError
 from ensemble.common.files import unreadable
-from ensemble.common.text import did_you_mean, listed, plural, quoted, shown_path
+from ensemble.common.text import did_you_mean, listed, plural, quoted, shown_path, similar_file
 from ensemble.config import MemberConfig
 from ensemble.data.predictions_csv import WantedRows
 from ensemble.members.base import Assigned, Given, Inspection, MemberKind, OutputColumns
@@ -60,6 +62,8 @@ class CsvPredictions(MemberKind[CsvSettings, CsvInspection]):
         with _reading(path), pa_csv.open_csv(path, parse_options=_ANY_TEXT) as header:
             names = header.schema.names
         problems = []
+        if id_column in columns.labels:
+            problems.append(f"{path}: id_column: {quoted(id_column)} is a label; name the column of the ids")
         for name in (id_column, *columns.labels):
             if name not in names:
                 what = "id column" if name == id_column else "column of the label"
@@ -96,7 +100,8 @@ class CsvPredictions(MemberKind[CsvSettings, CsvInspection]):
         with _reading(path):
             block_bytes = max(_BLOCK_BYTES, 4 * wanted.longest_bytes)
             if wanted.has_lines:  # pyarrow loses the second half of a \r\n that two blocks share
-                block_bytes = max(block_bytes, path.stat().st_size + 1)
+                packed = path.suffix == ".gz"
+                block_bytes = _MAX_BLOCK_BYTES if packed else max(block_bytes, path.stat().st_size + 1)
             reading = pa_csv.ReadOptions(block_size=min(block_bytes, _MAX_BLOCK_BYTES))
             try:
                 with pa_csv.open_csv(path, reading, _ANY_TEXT, converting) as reader:
@@ -114,9 +119,16 @@ class CsvPredictions(MemberKind[CsvSettings, CsvInspection]):
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
+    # Not Path's methods, which raise an error where a folder above may not be entered.
+    if not os.path.lexists(path) and os.path.isdir(path.parent):  # noqa: PTH112
+        raise DataError(f"{path}: no such file{similar_file(path)}")
+    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):  # noqa: PTH110, PTH112, PTH113
+        raise DataError(f"{path}: is not a regular file; name a CSV file")
     try:
         path.open("rb").close()  # pyarrow says why not in words of its own
         yield
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: the names of its columns are not UTF-8; save it as UTF-8") from error
     except OSError as error:
         raise DataError(unreadable(path, error, "name a CSV file")) from error
     except pa.ArrowInvalid as error:
@@ -125,12 +137,16 @@ def _reading(path: Path) -> Iterator[None]:
 
 def _first_text(path: Path, labels: Sequence[str]) -> str:
     """Where the file first has something else than a number for a label; empty where that cannot be told."""
-    with contextlib.suppress(OSError, ValueError, csv.Error), path.open(newline="", encoding="utf-8") as file:
-        for number, row in enumerate(csv.DictReader(file), start=1):
+    with (
+        contextlib.suppress(OSError, ValueError, csv.Error),
+        path.open(newline="", encoding="utf-8-sig") as file,
+    ):
+        lines = itertools.dropwhile(lambda line: not line.strip(), file)
+        for number, row in enumerate(csv.DictReader(lines), start=1):
             for label in labels:
-                cell = row[label]
+                cell = row.get(label)
                 try:
-                    float(cell)
+                    float(cell)  # type: ignore[arg-type]
                 except (TypeError, ValueError):
                     return f"row {number:,}: {quoted(cell or '')} in column {quoted(label)} is no number"
     return ""
@@ -161,9 +177,8 @@ class _Joined:
     def add(self, batch: pa.RecordBatch) -> None:
         """The next rows: their ids, then a column for each label."""
         stop = self._start + len(batch)
-        if not self._waiting and pa.chunked_array([batch.column(0)]).equals(
-            self._ids.slice(self._start, len(batch))
-        ):
+        is_next = not self._waiting and not self._is_there[self._start : stop].any()
+        if is_next and pa.chunked_array([batch.column(0)]).equals(self._ids.slice(self._start, len(batch))):
             for index in range(self.values.shape[1]):
                 self.values[self._start : stop, index] = batch.column(1 + index).to_numpy()
             self._is_there[self._start : stop] = True
