@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from ensemble.common.errors import ConfigError
+from ensemble.common.extensions import SettingsByName
 from ensemble.merging.methods import METHODS
 from ensemble.merging.methods.base import MergeMethod
 from ensemble.merging.methods.geometric_mean import GeometricMean
 from ensemble.merging.methods.weighted_mean import WeightedMean
-from ensemble.pipeline.load import MethodSettings, load
+from ensemble.pipeline.load import load
 from tests.config.examples import SMALL
 from tests.packages import lay_out
 from tests.project import ROOT, python_path
@@ -79,7 +80,7 @@ def test_what_is_built_in() -> None:
     assert METHODS.load("mean") is WeightedMean
     assert METHODS.load("geometric_mean") is GeometricMean
     assert METHODS.names()[:2] == ["mean", "geometric_mean"]
-    assert dict(MethodSettings()).keys() == set(METHODS.names())
+    assert dict(SettingsByName(lambda: METHODS)).keys() == set(METHODS.names())
     with pytest.raises(
         ConfigError, match=r"^unknown merge method 'geometric'; did you mean geometric_mean\?$"
     ):

@@ -7,10 +7,10 @@ built in: to read their entry points takes longer than to check a small config.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module, metadata
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ensemble.common.errors import ConfigError
 from ensemble.common.packages import DISTRIBUTION
@@ -89,6 +89,30 @@ class Registry(Generic[T]):
         if clashes:
             raise ConfigError(clashes)
         return found
+
+
+class SettingsByName(Mapping[str, type[Any]]):
+    """The ``Settings`` of each extension, for the config; one is imported when it is looked up.
+
+    Args:
+        registry: gives the registry, which may be imported for that.
+    """
+
+    def __init__(self, registry: Callable[[], Registry[Any]]) -> None:
+        self._registry = registry
+
+    def __getitem__(self, name: str) -> type[Any]:
+        registry = self._registry()
+        if name not in registry.built_in and name not in registry.names():
+            raise KeyError(name)
+        settings: type[Any] = registry.load(name).Settings
+        return settings
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._registry().names())
+
+    def __len__(self) -> int:
+        return len(self._registry().names())
 
 
 def _package(entry: metadata.EntryPoint) -> str:

@@ -5,7 +5,6 @@ Installed packages bring further ones by entry points of the group ``ensemble.me
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ensemble.common.extensions import Registry
@@ -27,18 +26,3 @@ KINDS: Registry[MemberKind[Any, Any]] = Registry(
 def member_kind(settings: MemberConfig) -> MemberKind[Any, Any]:
     """A member of the kind that its settings name."""
     return KINDS.load(settings.task_type)(settings)
-
-
-class KindSettings(Mapping[str, type[MemberConfig]]):
-    """Each kind's keys, for the config; a kind is imported when it is looked up."""
-
-    def __getitem__(self, name: str) -> type[MemberConfig]:
-        if name not in KINDS.built_in and name not in KINDS.names():
-            raise KeyError(name)
-        return KINDS.load(name).Settings
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(KINDS.names())
-
-    def __len__(self) -> int:
-        return len(KINDS.names())

@@ -43,13 +43,12 @@ class WorkerStarts:
             folder = member.request.offload_folder / f"{member.name}-{replica}-{os.getpid()}"
             folder.mkdir(parents=True)
             self._offload_folders.append(folder)
-        environment = dict(member_kind(member.model).environment())
         files = {path: seen.state for path, seen in work.files.items()}
         spec = worker_spec(self._prepared, self._rundir, member, work.parts_dir, folder, files)
         return WorkerStart(
             command=Start(spec, preload_bytes),
             devices=tuple(devices),
-            environment=environment if devices else {},
+            environment=member_kind(member.model).environment() if devices else {},
             log=self._rundir.log(member.name, replica),
         )
 

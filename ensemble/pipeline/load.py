@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ensemble.common.extensions import SettingsByName
 from ensemble.common.import_guards import import_numpy
-from ensemble.config import EnsembleConfig, Extensions, LoadedConfig, load_config
-from ensemble.members.registry import KindSettings
+from ensemble.config import Extensions, LoadedConfig, load_config
+from ensemble.members.registry import KINDS
 
 if TYPE_CHECKING:
     from ensemble.common.extensions import Registry
@@ -23,27 +24,14 @@ def load(
     Raises:
         ConfigError: with every problem there is.
     """
-    extensions = Extensions(merge_methods=MethodSettings(), member_kinds=KindSettings())
+    extensions = Extensions(
+        merge_methods=SettingsByName(_merge_methods), member_kinds=SettingsByName(lambda: KINDS)
+    )
     return load_config(path, overrides, extensions, environ=environ)
 
 
-class MethodSettings(Mapping[str, type[EnsembleConfig]]):
-    """The keys below ``ensemble`` by merge method; methods are imported only for a config that names one."""
-
-    def __getitem__(self, name: str) -> type[EnsembleConfig]:
-        methods = _merge_methods()
-        if name not in methods.built_in and name not in methods.names():
-            raise KeyError(name)
-        return methods.load(name).Settings
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(_merge_methods().names())
-
-    def __len__(self) -> int:
-        return len(_merge_methods().names())
-
-
 def _merge_methods() -> Registry[MergeMethod]:
+    # Only for a config that names a method: a typo in a key shall be told at once.
     import_numpy()
     from ensemble.merging.methods import METHODS
 

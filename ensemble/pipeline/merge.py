@@ -85,7 +85,7 @@ class Merge:
         self._truth = self._table.truth if has_truth else None
 
     def write(self, inputs: Sequence[MergeInput]) -> Merged:
-        """Average the members' values, score them where the truth is known, write ensemble and submission.
+        """Merge the members' values, score them where the truth is known, write ensemble and submission.
 
         Args:
             inputs: none, or all without a weight, and every row is filled in.

@@ -105,9 +105,9 @@ class Handover:
         work.is_sealed = True
 
     def merge(self, members: Sequence[MemberState]) -> None:
-        """Average the members' values, score them where the truth is known, write ensemble and submission.
+        """Merge the members' values, score them where the truth is known, write ensemble and submission.
 
-        A row that some of them did not reach is the mean of the others; one that none reached is filled in.
+        A row that some of them did not reach is merged from the others; one that none reached is filled in.
 
         Args:
             members: those to merge, finished or not; none of them, and every row is filled in.

@@ -8,10 +8,11 @@ from typing import Any, get_args
 import pytest
 from pydantic import BaseModel
 
+from ensemble.common.extensions import SettingsByName
 from ensemble.config import DataConfig, EnsembleConfig, MemberConfig, RunConfig, SubmissionConfig
 from ensemble.config.sentences import OLDER_KEYS, expected, hints
 from ensemble.config.values import MustBe
-from ensemble.members.registry import KindSettings
+from ensemble.members.registry import KINDS
 from tests.config.examples import SMALL, Problems, small
 
 
@@ -67,7 +68,7 @@ def test_unknown_keys_elsewhere(problems: Problems, content: dict[str, Any], wor
 
 def test_todays_keys_are_keys() -> None:
     """The table of older spellings names no key that is gone, and hides none that is there."""
-    kinds = {kind: kind.older_keys for kind in KindSettings().values()}
+    kinds = {kind: kind.older_keys for kind in SettingsByName(lambda: KINDS).values()}
     tables: list[tuple[type[BaseModel], Mapping[str, str]]] = [*OLDER_KEYS.items(), *kinds.items()]
     for model, older in tables:
         for today, old in older.items():
@@ -79,7 +80,7 @@ def test_todays_keys_are_keys() -> None:
 def test_every_type_has_its_words() -> None:
     """No key of any model lacks the words for "must be ..."."""
     models: list[type[BaseModel]] = [RunConfig, DataConfig, EnsembleConfig, SubmissionConfig]
-    models += KindSettings().values()
+    models += SettingsByName(lambda: KINDS).values()
     for model in models:
         for key, hint in hints(model).items():
             if key in model.model_fields:
