@@ -28,7 +28,7 @@ def _ours(folder: Path) -> Callable[[], object]:
     assert all(work.is_sealed for work in works.values())
     prepared.table.forget_columns()
     handover = Handover(prepared, rundir, works)
-    states = [MemberState.of(member) for member in prepared.plan.members]
+    states = [MemberState(member) for member in prepared.plan.members]
     return lambda: handover.merge(states)
 
 

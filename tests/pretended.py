@@ -243,7 +243,7 @@ def schedule(
     on_begin: Callable[[Scheduler], None] = lambda scheduler: None,
 ) -> list[MemberState]:
     """Run a plan with pretended workers, of which those on ``broken`` devices cannot load."""
-    members = [MemberState.of(member) for member in plan.members]
+    members = [MemberState(member) for member in plan.members]
     launcher = PretendedLauncher(answer, broken, on_launch)
     rules = Rules(2, policy, hang_timeout, may_stand_by)
     scheduler = make_scheduler(members, devices, launcher, rules, deadline, on_finished)

@@ -137,7 +137,11 @@ def test_nobody_but_its_class_writes_the_state_of_a_member() -> None:
     owner = PACKAGE / "scheduling" / "state.py"
     tree = ast.parse(owner.read_text(encoding="utf-8"))
     (state,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "MemberState"]
-    fields = {ast.unparse(node.target) for node in state.body if isinstance(node, ast.AnnAssign)}
+    (init,) = [one for one in state.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"]
+    stored = [
+        one for one in ast.walk(init) if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store)
+    ]
+    fields = {one.attr for one in stored}
     assert {"pending", "failure", "max_replicas"} <= fields
     for path, _ in modules():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -96,8 +96,6 @@ def _memory_limit(prepared: Prepared, member: MemberPlan) -> int | None:
     if not member.gpus or sharing == 1:
         return None
     free = min(
-        gpu.total_bytes - gpu.used_bytes
-        for gpu in prepared.outlook.gpus
-        if gpu.uuid in member.placement.devices
+        gpu.total_bytes - gpu.used_bytes for gpu in prepared.plan.gpus if gpu.uuid in member.placement.devices
     )
     return free // sharing - (needed.context_bytes if needed is not None else 0)

@@ -51,7 +51,7 @@ def report_of(
         seconds: since the run began.
         left_out: members that the others were merged without.
     """
-    loaded, gpus = prepared.loaded, prepared.outlook.gpus
+    loaded, gpus = prepared.loaded, prepared.plan.gpus
     # The parent never imports torch; the workers say what they ran with.
     versions = next((one.versions for state in members for one in state.workers if one.versions), {})
     report = RunReport(
@@ -177,7 +177,7 @@ def _seconds_left(prepared: Prepared, members: Sequence[MemberState]) -> float |
         startup = 0.0 if state.running else state.plan.job.startup_seconds
         left = whole * (1.0 - state.fraction)
         jobs.append(replace(state.plan.job, startup_seconds=startup, compute_seconds=left))
-    places = {gpu.uuid: prepared.config.max_workers_per_gpu for gpu in prepared.outlook.gpus}
+    places = {gpu.uuid: prepared.config.max_workers_per_gpu for gpu in prepared.plan.gpus}
     return round(total_seconds(jobs, places), 3)
 
 

@@ -70,7 +70,7 @@ def run(
     rundir = RunDir(prepared.config.output_dir)
     if not prepared.config.wait_for_gpu and not rundir.run_json.exists():
         # Before anything is written; a run that goes on may have nothing left that needs a GPU.
-        wait_for_room(prepared.outlook, prepared.launcher, lambda text: None)
+        wait_for_room(prepared.plan, prepared.launcher, lambda text: None)
     rundir.create()
     with _other_disk_errors(rundir), hold(rundir), heed_signals(owns_process) as signals:
         refuse_trial(prepared, rundir)
@@ -171,16 +171,14 @@ class _Run:
         return any(state.pending for state in self._members)
 
     def _plan_what_is_left(self) -> None:
-        outlook = self._prepared.outlook
+        plan = self._prepared.plan
         is_timed = self._config.time_limit is not None
         members = tuple(
-            without_done(member, self._works[member.name].is_done, is_timed)
-            for member in outlook.plan.members
+            without_done(member, self._works[member.name].is_done, is_timed) for member in plan.members
         )
-        plan = replace(outlook.plan, members=members)
-        self._prepared = replace(self._prepared, outlook=replace(outlook, plan=plan))
+        self._prepared = replace(self._prepared, plan=replace(plan, members=members))
         self._members = [
-            MemberState.of(member, self._works[member.name].bad_rows, self._watch) for member in members
+            MemberState(member, self._works[member.name].bad_rows, self._watch) for member in members
         ]
         for state in self._members:
             if (failure := self._not_given.get(state.plan.name)) is not None:
@@ -216,11 +214,11 @@ class _Run:
         limit = self._config.time_limit
         left = math.inf if limit is None else self._began + limit - reserve - self._clock()
         prepared, say = self._prepared, self._display.say
-        outlook = wait_for_room(prepared.outlook, prepared.launcher, say, left)
-        if outlook is not prepared.outlook:
-            self._prepared = replace(prepared, outlook=outlook)
+        plan = wait_for_room(prepared.plan, prepared.launcher, say, left)
+        if plan is not prepared.plan:
+            self._prepared = replace(prepared, plan=plan)
             self._plan_what_is_left()
-        for text in filter(None, (*outlook.plan.warnings, outlook.plan.why)):
+        for text in filter(None, (*plan.warnings, plan.why)):
             say(text)
 
     def _publish(self) -> None:
@@ -239,7 +237,7 @@ class _Run:
         config, display, prepared = self._config, self._display, self._prepared
         self._starts = WorkerStarts(prepared, self._rundir, self._works)
         prepared.table.forget_columns()  # the workers have them now
-        gpus, launcher = prepared.outlook.gpus, prepared.launcher
+        gpus, launcher = prepared.plan.gpus, prepared.launcher
         self._pool = DevicePool(
             gpus, config.max_workers_per_gpu, config.release_timeout, launcher, display.say, self._watch
         )
@@ -342,7 +340,7 @@ def _opening(prepared: Prepared) -> Iterator[str]:
     if config.limit is not None and config.submission is not None and config.submission.path is not None:
         yield f"a trial on the first rows: {shown_path(config.submission.path)} will not be written"
     yield from filter(None, (prepared.inventory.note, *prepared.warnings))
-    yield from held_texts(prepared.outlook.gpus)
+    yield from held_texts(prepared.plan.gpus)
 
 
 @contextlib.contextmanager

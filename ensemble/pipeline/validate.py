@@ -41,8 +41,7 @@ from ensemble.pipeline.run_dir import RunDir, strangers
 from ensemble.pipeline.run_report import RunReport, measured_speeds
 from ensemble.planning.forecast import Speed
 from ensemble.planning.placement import MemberFacts, chosen_devices
-from ensemble.planning.plan import Plan
-from ensemble.planning.planner import Outlook, look_ahead
+from ensemble.planning.plan import Plan, plan_run
 from ensemble.scheduling.launchers.base import Launcher, make_launcher
 
 if TYPE_CHECKING:
@@ -62,7 +61,7 @@ class Prepared:
     loaded: LoadedConfig
     table: InputTable
     inspected: dict[str, Inspection]
-    outlook: Outlook
+    plan: Plan
     launcher: Launcher
     inventory: Inventory
     sample: Sample | None
@@ -74,10 +73,6 @@ class Prepared:
     @property
     def config(self) -> RunConfig:
         return self.loaded.config
-
-    @property
-    def plan(self) -> Plan:
-        return self.outlook.plan
 
 
 class _Problems:
@@ -147,7 +142,7 @@ def prepare(loaded: LoadedConfig, must_fit: bool = True) -> Prepared:
         gpus = _devices(config, kinds, machine)
     if table is None:
         with problems.at():  # what can be said of devices without the table
-            _demand(look_ahead(config, _facts(config, kinds, {}, {}, 1), gpus, {}).plan)
+            _demand(plan_run(config, _facts(config, kinds, {}, {}, 1), gpus, {}))
         problems.raise_any()
     assert table is not None
     previews = render_first_rows(config, table, templates, problems.found)
@@ -164,15 +159,15 @@ def prepare(loaded: LoadedConfig, must_fit: bool = True) -> Prepared:
                     )
     with problems.at():
         _check_members_fit(config, kinds, inspected, bool(gpus))
-    outlook: Outlook | None = None
+    plan: Plan | None = None
     with problems.at():
         lengths = _lengths(kinds, table, templates)
         facts = _facts(config, kinds, inspected, lengths, table.rows)
-        outlook = look_ahead(config, facts, gpus, _measured_speeds(config, gpus))
+        plan = plan_run(config, facts, gpus, _measured_speeds(config, gpus))
         if must_fit:
-            _demand(outlook.plan)
+            _demand(plan)
     problems.raise_any()
-    assert outlook is not None
+    assert plan is not None
     assert launcher is not None
     warnings = [*machine.warnings]
     warnings += [warning for one in inspected.values() for warning in one.warnings]
@@ -183,7 +178,7 @@ def prepare(loaded: LoadedConfig, must_fit: bool = True) -> Prepared:
         loaded,
         table,
         inspected,
-        outlook,
+        plan,
         launcher,
         machine,
         sample,

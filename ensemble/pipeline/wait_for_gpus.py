@@ -10,8 +10,7 @@ from dataclasses import replace
 from ensemble.common.errors import DeviceError
 from ensemble.common.gpus import MIN_REPORTED_BYTES, Device, gpu_users
 from ensemble.common.text import gib
-from ensemble.planning.plan import MemberPlan
-from ensemble.planning.planner import Outlook
+from ensemble.planning.plan import MemberPlan, Plan
 from ensemble.scheduling.launchers.base import Launcher
 
 _LOOK_SECONDS = 1.0
@@ -29,9 +28,9 @@ def held_texts(devices: Sequence[Device]) -> Iterator[str]:
 
 
 def wait_for_room(
-    outlook: Outlook, launcher: Launcher, say: Callable[[str], None], at_most_seconds: float = math.inf
-) -> Outlook:
-    """The outlook once every member finds the room it needs, or as it is when the time is over.
+    plan: Plan, launcher: Launcher, say: Callable[[str], None], at_most_seconds: float = math.inf
+) -> Plan:
+    """The plan once every member finds the room it needs, or as it is when the time is over.
 
     Args:
         say: takes a sentence for the user.
@@ -40,34 +39,34 @@ def wait_for_room(
     Raises:
         DeviceError: a member has no GPU to run on, even now.
     """
-    wait_seconds = max(0.0, min(outlook.config.wait_for_gpu, at_most_seconds))
+    wait_seconds = max(0.0, min(plan.config.wait_for_gpu, at_most_seconds))
     began = time.monotonic()
     said_at = float("-inf")
     while time.monotonic() - began < wait_seconds:
-        lacking = {uuid for member in outlook.plan.members for uuid in member.placement.held}
+        lacking = {uuid for member in plan.members for uuid in member.placement.held}
         if not lacking:
             break
         if time.monotonic() - said_at >= _SAY_SECONDS:
             said_at = time.monotonic()
             left = wait_seconds - (said_at - began)
-            for text in held_texts([device for device in outlook.gpus if device.uuid in lacking]):
+            for text in held_texts([device for device in plan.gpus if device.uuid in lacking]):
                 say(f"{text}; waiting up to {left:,.0f} s more for it")
         time.sleep(min(_LOOK_SECONDS, wait_seconds))
-        used = launcher.used_memory([device.uuid for device in outlook.gpus])
+        used = launcher.used_memory([device.uuid for device in plan.gpus])
         # A GPU that does not answer has not come free.
         gpus = [
-            one if (size := used[one.uuid]) is None else replace(one, used_bytes=size) for one in outlook.gpus
+            one if (size := used[one.uuid]) is None else replace(one, used_bytes=size) for one in plan.gpus
         ]
-        if gpus != list(outlook.gpus):
-            outlook = outlook.again(gpus)
-    members = outlook.plan.members
+        if gpus != list(plan.gpus):
+            plan = plan.again(gpus)
+    members = plan.members
     homeless = [member for member in members if member.gpus > len(member.placement.devices)]
     if homeless:
-        raise DeviceError([_no_room(member, outlook.gpus, wait_seconds) for member in homeless])
+        raise DeviceError([_no_room(member, plan.gpus, wait_seconds) for member in homeless])
     for member in members:
         if left_out := [uuid for uuid in member.placement.held if uuid not in member.placement.devices]:
             say(f"{member.name} leaves out {', '.join(left_out)}: too little of it is free")
-    return outlook
+    return plan
 
 
 def _no_room(member: MemberPlan, devices: Sequence[Device], wait_seconds: float) -> str:

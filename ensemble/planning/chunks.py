@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +27,7 @@ ROW_OVERHEAD_BYTES = 32
 class Chunk:
     """Rows ``order[start:stop]`` of a member; ``cost`` is its share of the member's work, relative.
 
-    ``index`` is its number on the process line, so no two chunks of a member ever have the same.
+    ``index`` is its number on the channel, so no two chunks of a member ever have the same.
     """
 
     index: int
@@ -35,10 +35,24 @@ class Chunk:
     stop: int
     cost: float
 
+    @property
+    def rows(self) -> int:
+        return self.stop - self.start
 
-def counted_lengths(lengths: npt.NDArray[np.int64], max_length: int) -> npt.NDArray[np.int64]:
-    """Bytes of each row that count as work: those that ``max_length`` tokens let through, by estimate, [rows]."""
-    return np.minimum(lengths, int(max_length * BYTES_PER_TOKEN))
+    def split(self, numbers: Iterator[int], at: int | None = None) -> tuple[Chunk, Chunk]:
+        """Its rows up to ``at``, or to the middle, and those from there on: longer rows first.
+
+        Costs go by rows, which are about equally long within a chunk.
+
+        Args:
+            numbers: indices that no chunk of the member has yet.
+        """
+        at = (self.start + self.stop) // 2 if at is None else at
+        first, second = (
+            Chunk(next(numbers), start, stop, self.cost * (stop - start) / self.rows)
+            for start, stop in ((self.start, at), (at, self.stop))
+        )
+        return first, second
 
 
 def cut_chunks(
@@ -56,8 +70,11 @@ def cut_chunks(
     """
     ranked = lengths if common is None else common
     order = np.argsort(-ranked, kind="stable")
-    cumulative = _running_costs(ranked[order])
-    own = cumulative if common is None else _running_costs(lengths[order])
+    # What the rows before each one cost, [rows + 1].
+    cumulative, own = (
+        np.concatenate([[0.0], np.cumsum((one[order] + ROW_OVERHEAD_BYTES).astype(np.float64))])
+        for one in (ranked, lengths)
+    )
     total, rows = float(cumulative[-1]), len(order)
     target = min(float(CHUNK_BYTES), max(float(CHUNK_MIN_BYTES), total / CHUNKS_WANTED))
     chunks: list[Chunk] = []
@@ -72,29 +89,20 @@ def cut_chunks(
     return order, tuple(chunks)
 
 
-def _running_costs(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """What the rows before each place cost, [rows + 1]."""
-    costs = (lengths + ROW_OVERHEAD_BYTES).astype(np.float64)
-    return np.concatenate([[0.0], np.cumsum(costs)])
-
-
-def common_lengths(lengths_by_member: Mapping[str, npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+def common_lengths(lengths: Iterable[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
     """Lengths by which all members are cut where all are to cover the same rows first, [rows].
 
     It is the sum of the members' lengths, in which a text that several of them read counts once.  Where all
     read the same, the cut is what it would be without.
 
     Args:
-        lengths_by_member: bytes of text per row, [rows] each; at least one member.
+        lengths: of each member, bytes of text per row, [rows]; at least one member.
     """
     distinct: list[npt.NDArray[np.int64]] = []
-    for lengths in lengths_by_member.values():
-        if not any(lengths is other or np.array_equal(lengths, other) for other in distinct):
-            distinct.append(lengths)
-    first, *others = distinct
-    for lengths in others:
-        first = first + lengths  # not in place: the array is the member's own
-    return first
+    for one in lengths:
+        if not any(np.array_equal(one, other) for other in distinct):
+            distinct.append(one)
+    return sum(distinct[1:], distinct[0])
 
 
 def what_is_left(
@@ -115,62 +123,31 @@ def what_is_left(
         is_done: by row of the table, [rows].
         numbers: indices that no chunk of the member has yet.
     """
+    max_cost = max((chunk.cost for chunk in chunks), default=0.0)
+    joined: list[tuple[Chunk, int]] = []  # slices of the order, each with the rows and the cost left of it
+    may_join = False
+    for chunk in chunks:
+        rows = int((~is_done[order[chunk.start : chunk.stop]]).sum())
+        cost = chunk.cost * rows / chunk.rows
+        start = chunk.start
+        if rows == chunk.rows:
+            may_join = False
+            joined.append((chunk, rows))
+            continue
+        if may_join:
+            before, others = joined[-1]
+            if before.cost + cost <= max_cost and others + rows <= CHUNK_MAX_ROWS:
+                joined.pop()
+                start, rows, cost = before.start, others + rows, before.cost + cost
+        may_join = True
+        joined.append((Chunk(chunk.index, start, chunk.stop, cost), rows))
     order = order.copy()
     left: list[Chunk] = []
-    most = max((chunk.cost for chunk in chunks), default=0.0)
-    group: list[tuple[Chunk, int, float]] = []  # each with the rows and the cost that are left of it
-
-    def close() -> None:
-        if not group:
-            return
-        start, stop = group[0][0].start, group[-1][0].stop
-        rows, done = order[start:stop], is_done[order[start:stop]]
-        order[start:stop] = np.concatenate([rows[done], rows[~done]])
-        if count := sum(one[1] for one in group):
-            left.append(Chunk(next(numbers), stop - count, stop, sum(one[2] for one in group)))
-        group.clear()
-
-    for chunk in chunks:
-        size = chunk.stop - chunk.start
-        count = size - int(is_done[order[chunk.start : chunk.stop]].sum())
-        if count == size:
-            close()
+    for chunk, rows in joined:
+        if rows == chunk.rows:
             left.append(chunk)
-            continue
-        cost = chunk.cost * count / size
-        is_full = sum(one[2] for one in group) + cost > most
-        if is_full or sum(one[1] for one in group) + count > CHUNK_MAX_ROWS:
-            close()
-        group.append((chunk, count, cost))
-    close()
+        elif rows:
+            slice_ = order[chunk.start : chunk.stop]
+            slice_[:] = slice_[np.argsort(~is_done[slice_], kind="stable")]
+            left.append(Chunk(next(numbers), chunk.stop - rows, chunk.stop, chunk.cost))
     return order, tuple(left)
-
-
-def halves(chunk: Chunk, numbers: Iterator[int]) -> tuple[Chunk, Chunk]:
-    """The chunk in two, longer rows first; see :func:`cut_at`."""
-    return cut_at(chunk, (chunk.start + chunk.stop) // 2, numbers)
-
-
-def cut_at(chunk: Chunk, place: int, numbers: Iterator[int]) -> tuple[Chunk, Chunk]:
-    """The chunk's places up to ``place`` and from there on, each with a new index.
-
-    Costs go by rows: within a chunk the rows are about equally long.
-
-    Args:
-        numbers: indices that no chunk of the member has yet.
-
-    Raises:
-        ValueError: nothing would be on one side, as where a chunk has a single row.
-    """
-    if not chunk.start < place < chunk.stop:
-        raise ValueError(f"a chunk of rows {chunk.start} to {chunk.stop} cannot be cut at {place}")
-    return _part(chunk, chunk.start, place, numbers), _part(chunk, place, chunk.stop, numbers)
-
-
-def _part(chunk: Chunk, start: int, stop: int, numbers: Iterator[int]) -> Chunk:
-    return Chunk(next(numbers), start, stop, chunk.cost * (stop - start) / (chunk.stop - chunk.start))
-
-
-def work_of(lengths: npt.NDArray[np.int64]) -> float:
-    """All of a member's work, in the bytes of text that count, with what each row costs beyond them."""
-    return float(lengths.sum()) + ROW_OVERHEAD_BYTES * len(lengths)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from ensemble.members.base import Capability, Footprint
 from ensemble.planning.chunks import BYTES_PER_TOKEN
 
 # A fresh Python with torch and transformers, then a CUDA context.
@@ -58,11 +59,12 @@ class Job:
     devices: tuple[str, ...]
 
 
-def guessed_speed(parameters: int, weight_bytes: int, capability: tuple[int, int] | None) -> Speed:
+def guessed_speed(needed: Footprint | None, capability: Capability | None) -> Speed:
     """From the size: two operations per parameter and token, as Kaplan et al. (2020, section 2.1) count them."""
     flops = _FLOPS.get(min(max(capability[0], 7), 9), _CPU_FLOPS) if capability else _CPU_FLOPS
+    parameters, size = (needed.weights.parameters, needed.weights.bytes) if needed else (0, 0)
     return Speed(
-        startup_seconds=_IMPORT_SECONDS + weight_bytes / _LOAD_BYTES_PER_SECOND,
+        startup_seconds=_IMPORT_SECONDS + size / _LOAD_BYTES_PER_SECOND,
         seconds_per_work=2.0 * parameters / BYTES_PER_TOKEN / flops,
         is_measured=False,
     )
@@ -75,52 +77,52 @@ class _Running:
     job: Job
     left: float
     ready_at: list[float] = field(default_factory=list)
-    leases: list[str] = field(default_factory=list)
+    devices: list[str] = field(default_factory=list)
 
     def rate(self, now: float) -> int:
         return sum(ready <= now for ready in self.ready_at)
 
 
-class _Places:
-    """How many workers each device still takes."""
-
-    def __init__(self, places: Mapping[str, int]) -> None:
-        self._free = dict(places)
-
-    def start(self, member: _Running, now: float, reserved: Collection[str] = ()) -> bool:
-        """One more replica, if the devices outside of ``reserved`` have room for it."""
-        job = member.job
-        open_ones = [uuid for uuid in job.devices if self._free.get(uuid, 0) and uuid not in reserved]
-        if len(open_ones) < job.gpus:
-            return False
-        lease = sorted(open_ones, key=lambda uuid: -self._free[uuid])[: job.gpus]
-        for uuid in lease:
-            self._free[uuid] -= 1
-        member.leases += lease
-        member.ready_at.append(now + job.startup_seconds)
-        return True
-
-    def end(self, member: _Running) -> None:
-        for uuid in member.leases:
-            self._free[uuid] += 1
-
-
-def total_seconds(jobs: Sequence[Job], places: Mapping[str, int]) -> float:
+def total_seconds(jobs: Sequence[Job], capacity: Mapping[str, int]) -> float:
     """When the last of ``jobs`` ends, by the scheduler's own rules.
 
     Args:
-        places: how many workers may be on each GPU, by UUID; all GPUs count as equally fast.
+        capacity: how many workers may be on each GPU, by UUID; all GPUs count as equally fast.
     """
     waiting, running = list(jobs), list[_Running]()
-    free, now = _Places(places), 0.0
+    free, now = dict(capacity), 0.0
+
+    def start(member: _Running, reserved: Collection[str] = ()) -> bool:
+        """One more replica, if the devices outside of ``reserved`` have room for it."""
+        able = [uuid for uuid in member.job.devices if free.get(uuid, 0) and uuid not in reserved]
+        if len(able) < member.job.gpus:
+            return False
+        for uuid in sorted(able, key=lambda uuid: -free[uuid])[: member.job.gpus]:
+            free[uuid] -= 1
+            member.devices.append(uuid)
+        member.ready_at.append(now + member.job.startup_seconds)
+        return True
+
     while waiting or running:
-        _start_waiting(waiting, running, free, now)
+        # Members in their order; one that waits keeps the devices it may use from later ones.
+        reserved: set[str] = set()
+        for job in list(waiting):
+            member, count = _Running(job, job.compute_seconds), max(1, job.first_replicas)
+            # The CPU is one device: it takes the replicas of one member at a time.
+            if job.gpus or all(one.job.gpus for one in running):
+                while len(member.ready_at) < count and start(member, reserved):
+                    pass
+            if member.ready_at:
+                waiting.remove(job)
+                running.append(member)
+            else:
+                reserved |= set(job.devices)
         for one in sorted(running, key=lambda one: -one.left) if not waiting else ():
             while (
                 one.job.gpus
                 and len(one.ready_at) < one.job.replicas
                 and worth_joining(one.left / len(one.ready_at), one.job.startup_seconds)
-                and free.start(one, now)
+                and start(one)
             ):
                 pass
         if not running:  # what is left fits nowhere; the plan has said so
@@ -132,28 +134,10 @@ def total_seconds(jobs: Sequence[Job], places: Mapping[str, int]) -> float:
             # By its time and not by what is left of it, which rounding may keep above 0 for ever.
             if ends.get(id(one)) == later:
                 running.remove(one)
-                free.end(one)
+                for uuid in one.devices:
+                    free[uuid] += 1
         now = later
     return now
-
-
-def _start_waiting(waiting: list[Job], running: list[_Running], free: _Places, now: float) -> None:
-    """Members in their order; one that waits keeps the devices it may use from later ones."""
-    reserved: set[str] = set()
-    is_cpu_taken = any(not one.job.gpus for one in running)
-    for job in list(waiting):
-        member = _Running(job, job.compute_seconds)
-        if not job.gpus and not is_cpu_taken:
-            is_cpu_taken = True
-            member.ready_at = [now + job.startup_seconds] * max(1, job.first_replicas)
-        elif job.gpus:
-            while len(member.ready_at) < max(1, job.first_replicas) and free.start(member, now, reserved):
-                pass
-        if member.ready_at:
-            waiting.remove(job)
-            running.append(member)
-        else:
-            reserved |= set(job.devices)
 
 
 def worth_joining(seconds_left: float, startup_seconds: float) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,8 @@ from ensemble.members.base import (
     MemoryEstimate,
     ResourceRequest,
 )
+
+_MAX_ADVISED_GPUS = 8
 
 
 @dataclass(frozen=True)
@@ -74,45 +77,45 @@ def place(
     """Where a member runs; what speaks against it is in the placement's ``problems``."""
     if not facts.needs_worker:
         return Placement(0)
-    memory = facts.memory
-    if memory is not None and (problem := memory.problem()):
-        asked = _asked_gpus(facts.request, devices)
-        return Placement(asked, problems=(f"models[{index}].{problem}",))
-    placed = _placed(config, index, facts, devices, host)
-    if placed.footprint is not None:
-        return replace(placed, attention=placed.footprint.attention)
-    if memory is None:
-        return placed
-    dtype = placed.dtype if placed.gpus else "float32"
-    attention = memory.attention(dtype, placed.gpus, _lowest_capability(devices))
-    return replace(placed, attention=attention)
-
-
-def _placed(
-    config: RunConfig, index: int, facts: MemberFacts, devices: Sequence[Device], host: Device | None
-) -> Placement:
     request, memory = facts.request, facts.memory
-    asked = _asked_gpus(request, devices)
-    if problem := _impossible(index, facts, asked, devices):
-        return Placement(asked, problems=(problem,))
-    needed = None
-    if memory is not None:
-        needed = memory.footprint(asked, _lowest_capability(devices) if asked else None)
-    if needed is not None and (problem := _allowed_too_little(index, facts, needed)):
-        return Placement(asked, footprint=needed, problems=(problem,))
-    if not asked:
-        return _on_cpu(index, facts, needed, host)
-    if memory is None or needed is None or _decides_itself(request):
-        return _trusted(facts, asked, devices, needed)
-    can_spread = request.num_gpus is None and not any(device.is_slice for device in devices)
-    counts = range(asked, (len(devices) if can_spread else asked) + 1)
-    gpus = _gpus_needed(config, needed, devices, counts)
-    if not gpus:
-        return _nowhere(config, index, facts, devices, asked, needed)
-    able = [device for device in devices if _empty_fit(config, needed, device, gpus).verdict != "never"]
-    # A GPU that cannot hold the member has no say in its type.
-    needed = memory.footprint(gpus, _lowest_capability(able)) or needed
-    return _on_gpus(config, index, facts, needed, devices, able, gpus, asked)
+    asked, needed, capability = _asked_gpus(request, devices), None, _lowest_capability(devices)
+    problem = f"models[{index}].{problem}" if memory is not None and (problem := memory.problem()) else ""
+    problem = problem or _too_many_gpus(index, facts, asked, devices)
+    if not problem and memory is not None:
+        needed = memory.footprint(asked, capability if asked else None)
+    if needed is not None and request.max_memory is not None and request.offload_folder is None:
+        allowed = sum(request.max_memory.values())
+        if allowed < needed.weights.bytes:
+            problem = (
+                f"models[{index}].max_memory: {gib(allowed)} in all, and the weights of {facts.name} take "
+                f"{gib(needed.weights.bytes)}; raise it, or set offload_folder for the rest"
+            )
+    # The user has taken placement into their own hands, or lets weights go to the CPU or to disk.
+    decides_itself = any(
+        one is not None for one in (request.device_map, request.max_memory, request.offload_folder)
+    )
+    if problem:
+        placed = Placement(asked, footprint=needed, problems=(problem,))
+    elif not asked:
+        placed = _on_cpu(index, facts, needed, host, decides_itself)
+    elif needed is None or decides_itself:
+        # Anywhere; but what others hold can be waited for.
+        placed = Placement(
+            asked,
+            memory.dtype(asked, capability) if memory is not None else "auto",
+            footprint=needed,
+            devices=tuple(device.uuid for device in devices),
+            held=tuple(device.uuid for device in devices if device.used_bytes >= MIN_REPORTED_BYTES),
+            reason="its layers go where device_map, max_memory and offload_folder say" if needed else "",
+        )
+    else:
+        placed = _on_gpus(config, index, facts, devices, asked, needed)
+    attention = None
+    if placed.footprint is not None:
+        attention = placed.footprint.attention
+    elif memory is not None:
+        attention = memory.attention(placed.dtype if placed.gpus else "float32", placed.gpus, capability)
+    return replace(placed, attention=attention)
 
 
 def chosen_devices(visible: Sequence[Device], wanted: Sequence[int | str] | None) -> tuple[Device, ...]:
@@ -123,52 +126,44 @@ def chosen_devices(visible: Sequence[Device], wanted: Sequence[int | str] | None
     """
     if wanted is None:
         return tuple(visible)
-    by_uuid = {device.uuid: device for device in visible}
+    known: dict[int | str, Device] = {device.uuid: device for device in visible}
+    known.update(enumerate(visible))
     there = ", ".join(f"{number}: {device.uuid}" for number, device in enumerate(visible)) or "no GPU"
     problems: list[str] = []
-    chosen: dict[str, Device] = {}
-    for place, entry in enumerate(wanted):
-        found = by_uuid.get(entry) if isinstance(entry, str) else None
-        if isinstance(entry, int) and entry < len(visible):
-            found = visible[entry]
+    chosen: list[Device] = []
+    for position, entry in enumerate(wanted):
+        found = known.get(entry)
         if found is None:
             what = "GPU has this UUID" if isinstance(entry, str) else "visible GPU has this number"
-            problems.append(f"devices[{place}]: {entry}: no {what}; there are {there}")
-        elif found.uuid in chosen:
-            problems.append(f"devices[{place}]: {entry}: named twice; name each GPU once")
+            problems.append(f"devices[{position}]: {entry}: no {what}; there are {there}")
+        elif found in chosen:
+            problems.append(f"devices[{position}]: {entry}: named twice; name each GPU once")
         else:
-            chosen[found.uuid] = found
+            chosen.append(found)
     if problems:
         raise DeviceError(problems)
-    return tuple(chosen.values())
+    return tuple(chosen)
 
 
 def _asked_gpus(request: ResourceRequest, devices: Sequence[Device]) -> int:
     if request.num_gpus is not None:
         return request.num_gpus
-    places = (*(request.max_memory or {}), *(request.device_map or {}).values())
-    numbers = [place for place in places if isinstance(place, int)]
+    named = (*(request.max_memory or {}), *(request.device_map or {}).values())
+    numbers = [one for one in named if isinstance(one, int)]
     return max(numbers) + 1 if numbers else min(1, len(devices))
 
 
-def _impossible(index: int, facts: MemberFacts, asked: int, devices: Sequence[Device]) -> str:
-    count, name, request = len(devices), facts.name, facts.request
+def _too_many_gpus(index: int, facts: MemberFacts, asked: int, devices: Sequence[Device]) -> str:
+    request = facts.request
     key = "num_gpus" if request.num_gpus is not None else "max_memory" if request.max_memory else "device_map"
-    if asked > count:
-        if not count:
-            return (
-                f"models[{index}].{key}: {name} asks for {plural(asked, 'GPU')}, but there is no GPU that "
-                "this run can use; set num_gpus: 0 for the CPU"
-            )
+    start = f"models[{index}].{key}: {facts.name} asks for {plural(asked, 'GPU')}, but"
+    if asked > len(devices):
         return (
-            f"models[{index}].{key}: {name} asks for {asked} GPUs, but {plural(count, 'GPU')} can be used "
-            "here; lower it, make more visible (CUDA_VISIBLE_DEVICES), or set num_gpus: 0 for the CPU"
+            f"{start} {plural(len(devices), 'GPU')} can be used here; lower it, make more visible "
+            "(CUDA_VISIBLE_DEVICES), or set num_gpus: 0 for the CPU"
         )
     if asked > 1 and any(device.is_slice for device in devices):
-        return (
-            f"models[{index}].{key}: {name} asks for {asked}, but CUDA gives a process one MIG slice "
-            f"at most; set num_gpus: 1, or switch MIG off"
-        )
+        return f"{start} CUDA gives a process one MIG slice at most; set num_gpus: 1, or switch MIG off"
     return ""
 
 
@@ -177,114 +172,79 @@ def _lowest_capability(devices: Sequence[Device]) -> Capability | None:
     return min((device.compute_capability for device in devices if device.compute_capability), default=None)
 
 
-def _decides_itself(request: ResourceRequest) -> bool:
-    """Whether the user has taken placement into their own hands, or lets weights go to the CPU or to disk."""
-    return any(one is not None for one in (request.device_map, request.max_memory, request.offload_folder))
-
-
-def _allowed_too_little(index: int, facts: MemberFacts, needed: Footprint) -> str:
-    sizes = facts.request.max_memory
-    allowed = sum((sizes or {}).values())
-    if sizes is None or facts.request.offload_folder is not None or allowed >= needed.weights.bytes:
-        return ""
-    return (
-        f"models[{index}].max_memory: {gib(allowed)} in all, and the weights of {facts.name} take "
-        f"{gib(needed.weights.bytes)}; raise it, or set offload_folder for the rest"
-    )
-
-
-def _on_cpu(index: int, facts: MemberFacts, needed: Footprint | None, host: Device | None) -> Placement:
+def _on_cpu(
+    index: int, facts: MemberFacts, needed: Footprint | None, host: Device | None, decides_itself: bool
+) -> Placement:
     if needed is None or host is None:
         return Placement(0, footprint=needed)
-    found = fit(needed, host, 0, 1, _asked_tokens(facts.request, needed), host.used_bytes)
-    problems: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-    if found.verdict in ("never", "held") and not _decides_itself(facts.request):
-        size = gib(needed.resident_bytes(0))
-        start = f"models[{index}] ({facts.name}): on the CPU it takes about {size} of memory"
-        advice = "quantize it, or set max_memory and offload_folder"
-        if found.verdict == "never":
-            problems = (f"{start}, and this machine has {gib(host.total_bytes)}; {advice}",)
-        else:
-            free = gib(host.total_bytes - host.used_bytes)
-            warnings = (f"{start}, and {free} are free: it may be killed; {advice}",)
-    return Placement(0, footprint=needed, fits={"cpu": found}, problems=problems, warnings=warnings)
-
-
-def _trusted(facts: MemberFacts, gpus: int, devices: Sequence[Device], needed: Footprint | None) -> Placement:
-    """Anywhere: where nothing is known, or the user has decided; what others hold can still be waited for."""
-    everywhere = tuple(device.uuid for device in devices)
-    held = tuple(device.uuid for device in devices if device.used_bytes >= MIN_REPORTED_BYTES)
-    dtype = facts.memory.dtype(gpus, _lowest_capability(devices)) if facts.memory is not None else "auto"
-    reason = "" if needed is None else "its layers go where device_map, max_memory and offload_folder say"
-    return Placement(gpus, dtype, footprint=needed, devices=everywhere, held=held, reason=reason)
-
-
-def _empty_fit(config: RunConfig, needed: Footprint, device: Device, gpus: int) -> Fit:
-    return fit(needed, device, gpus, config.max_workers_per_gpu, None)
-
-
-def _gpus_needed(
-    config: RunConfig,
-    needed: Footprint,
-    devices: Sequence[Device],
-    counts: Iterable[int],
-) -> int:
-    """The fewest GPUs on which a replica fits with its longest row, or else with its weights; 0: not even that."""
-    for wanted in (("fits",), ("fits", "tight")):
-        for gpus in counts:
-            empty = (_empty_fit(config, needed, device, gpus) for device in devices)
-            if sum(one.verdict in wanted for one in empty) >= gpus:
-                return gpus
-    return 0
+    found = _fit(needed, host, 0, 1, _asked_tokens(facts.request, needed), host.used_bytes)
+    placed = Placement(0, footprint=needed, fits={"cpu": found})
+    if decides_itself or found.verdict not in ("never", "held"):
+        return placed
+    size = gib(needed.resident_bytes(0))
+    start = f"models[{index}] ({facts.name}): on the CPU it takes about {size} of memory"
+    advice = "quantize it, or set max_memory and offload_folder"
+    if found.verdict == "never":
+        text = f"{start}, and this machine has {gib(host.total_bytes)}; {advice}"
+        return replace(placed, problems=(text,))
+    free = gib(host.total_bytes - host.used_bytes)
+    return replace(placed, warnings=(f"{start}, and {free} are free: it may be killed; {advice}",))
 
 
 def _on_gpus(
     config: RunConfig,
     index: int,
     facts: MemberFacts,
-    needed: Footprint,
     devices: Sequence[Device],
-    able: Sequence[Device],
-    gpus: int,
     asked: int,
+    needed: Footprint,
 ) -> Placement:
+    assert facts.memory is not None
+    sharing = config.max_workers_per_gpu
+    can_spread = facts.request.num_gpus is None and not any(device.is_slice for device in devices)
+    # The fewest on which a replica fits with its longest row, or else with its weights.
+    for wanted, gpus in product(
+        (("fits",), ("fits", "tight")), range(asked, (len(devices) if can_spread else asked) + 1)
+    ):
+        if sum(_fit(needed, one, gpus, sharing, None).verdict in wanted for one in devices) >= gpus:
+            break
+    else:
+        fits = {one.uuid: _fit(needed, one, asked, sharing, None, one.used_bytes) for one in devices}
+        problem = _too_large_text(config, index, facts, devices, needed)
+        return Placement(asked, footprint=needed, fits=fits, problems=(problem,))
+    able = [one for one in devices if _fit(needed, one, gpus, sharing, None).verdict != "never"]
+    # A GPU that cannot hold the member has no say in its type.
+    needed = facts.memory.footprint(gpus, _lowest_capability(able)) or needed
     tokens = _asked_tokens(facts.request, needed)
-    fits = {
-        device.uuid: fit(needed, device, gpus, config.max_workers_per_gpu, tokens, device.used_bytes)
-        for device in able
-    }
-    by_verdict = {
-        verdict: [uuid for uuid, one in fits.items() if one.verdict == verdict]
-        for verdict in ("fits", "short", "tight", "held")
-    }
-    roomy = by_verdict["fits"]
-    usable = roomy if len(roomy) >= gpus else [*roomy, *by_verdict["short"], *by_verdict["tight"]]
-    held = [*by_verdict["short"], *by_verdict["held"]]
+    fits = {one.uuid: _fit(needed, one, gpus, sharing, tokens, one.used_bytes) for one in able}
+
+    def are(*verdicts: str) -> set[str]:
+        return {uuid for uuid, one in fits.items() if one.verdict in verdicts}
+
+    usable, held = are("fits"), are("short", "held")
+    if len(usable) < gpus:
+        usable = are("fits", "short", "tight")
     warnings = []
-    if small := [device for device in devices if device.uuid not in (*usable, *held)]:
-        names = ", ".join(f"{device.name} ({device.uuid})" for device in small)
+    if small := [one for one in devices if one.uuid not in usable | held]:
+        names = ", ".join(f"{one.name} ({one.uuid})" for one in small)
         warnings.append(f"{facts.name} does not fit well on {names} and runs elsewhere")
-    if any(uuid in usable for uuid in by_verdict["tight"]):
-        warnings.append(_tight(index, facts, needed, gpus, fits))
+    if usable & are("tight"):
+        warnings.append(_tight_text(index, facts, needed, gpus, fits))
+    reason = ""
+    if gpus != asked:
+        holds = any(needed.resident_bytes(asked) <= one.total_bytes for one in able)
+        what = "its longest row is too large beside its weights" if holds else "too large"
+        reason = f"{what} for one GPU, so a replica takes {gpus}"
     return Placement(
         gpus,
         needed.dtype,
         footprint=needed,
-        devices=tuple(device.uuid for device in able if device.uuid in usable),
-        held=tuple(device.uuid for device in able if device.uuid in held),
+        devices=tuple(uuid for uuid in fits if uuid in usable),
+        held=tuple(uuid for uuid in fits if uuid in held),
         fits=fits,
-        reason=_why_spread(needed, able, gpus, asked),
+        reason=reason,
         warnings=tuple(warnings),
     )
-
-
-def _why_spread(needed: Footprint, devices: Sequence[Device], gpus: int, asked: int) -> str:
-    if gpus == asked:
-        return ""
-    holds = any(needed.resident_bytes(asked) <= device.total_bytes for device in devices)
-    what = "its longest row is too large beside its weights" if holds else "too large"
-    return f"{what} for one GPU, so a replica takes {gpus}"
 
 
 def _asked_tokens(request: ResourceRequest, needed: Footprint) -> int | None:
@@ -294,7 +254,7 @@ def _asked_tokens(request: ResourceRequest, needed: Footprint) -> int | None:
     return request.max_num_batched_tokens
 
 
-def _tight(index: int, facts: MemberFacts, needed: Footprint, gpus: int, fits: Mapping[str, Fit]) -> str:
+def _tight_text(index: int, facts: MemberFacts, needed: Footprint, gpus: int, fits: Mapping[str, Fit]) -> str:
     tight = min((one for one in fits.values() if one.verdict == "tight"), key=lambda one: one.room_bytes)
     if (tokens := _asked_tokens(facts.request, needed)) is not None:
         # Even so the run is not lost: batches that do not fit run again in halves.
@@ -313,47 +273,35 @@ def _tight(index: int, facts: MemberFacts, needed: Footprint, gpus: int, fits: M
     )
 
 
-def _nowhere(
-    config: RunConfig,
-    index: int,
-    facts: MemberFacts,
-    devices: Sequence[Device],
-    gpus: int,
-    needed: Footprint,
-) -> Placement:
+def _too_large_text(
+    config: RunConfig, index: int, facts: MemberFacts, devices: Sequence[Device], needed: Footprint
+) -> str:
     sharing = config.max_workers_per_gpu
     largest = max(device.total_bytes for device in devices)
     share = (
         f", which max_workers_per_gpu: {sharing} makes {gib(largest // sharing)} each" if sharing > 1 else ""
     )
-    fits = {device.uuid: fit(needed, device, gpus, sharing, None, device.used_bytes) for device in devices}
-    sentence = (
+    return (
         f"models[{index}] ({facts.name}): its weights take {gib(needed.weights.bytes)} in "
         f"{needed.quantization or needed.dtype}, and {gib(needed.context_bytes)} go to CUDA, but the largest GPU "
         f"has {gib(largest)}{share}; "
-        f"{'; '.join(what_helps(config, facts, devices)) or 'use a smaller model'}"
+        f"{'; '.join(_what_helps(sharing, facts, devices, largest)) or 'use a smaller model'}"
     )
-    return Placement(gpus, footprint=needed, fits=fits, problems=(sentence,))
 
 
-_MOST_GPUS = 8
-
-
-def what_helps(config: RunConfig, facts: MemberFacts, devices: Sequence[Device]) -> Iterator[str]:
+def _what_helps(sharing: int, facts: MemberFacts, devices: Sequence[Device], largest: int) -> Iterator[str]:
     """Phrases, each a key and what it would change; only what the rules of the config allow for this member."""
     capability = devices[0].compute_capability
-    plain = facts.memory.footprint(1, capability) if facts.memory is not None else None
-    if facts.memory is None or plain is None:
+    if facts.memory is None or (plain := facts.memory.footprint(1, capability)) is None:
         return
-    sharing = config.max_workers_per_gpu
-    largest = max(device.total_bytes for device in devices) // sharing
-    if sharing > 1 and plain.resident_bytes(1) < largest * sharing:
+    share = largest // sharing
+    if sharing > 1 and plain.resident_bytes(1) < share * sharing:
         yield "max_workers_per_gpu: 1 gives it a whole GPU"
     for keys, less in facts.memory.smaller(capability):
-        if less.resident_bytes(1) < largest:
+        if less.resident_bytes(1) < share:
             yield f"{keys} makes its weights {gib(less.weights.bytes)}"
-    counts = range((facts.request.num_gpus or 1) + 1, _MOST_GPUS + 1)
-    enough = next((count for count in counts if plain.resident_bytes(count) < largest), None)
+    counts = range((facts.request.num_gpus or 1) + 1, _MAX_ADVISED_GPUS + 1)
+    enough = next((count for count in counts if plain.resident_bytes(count) < share), None)
     if enough is not None and not any(device.is_slice for device in devices):
         there = "" if enough <= len(devices) else f" (this run has {len(devices)})"
         yield f"num_gpus: {enough} of this size hold it{there}"
@@ -361,7 +309,7 @@ def what_helps(config: RunConfig, facts: MemberFacts, devices: Sequence[Device])
         yield "max_memory with a cpu entry, or offload_folder, keeps a part of it outside the GPU, slowly"
 
 
-def fit(
+def _fit(
     needed: Footprint,
     device: Device,
     gpus: int,
@@ -378,19 +326,20 @@ def fit(
     """
     total = device.total_bytes // workers_per_gpu
     free = max(0, device.total_bytes - held_bytes) // workers_per_gpu
-    room = max(0, int(free - RESERVE_SHARE * total))
-    budget = needed.token_budget(gpus, room)
-    verdict = _verdict(needed, gpus, total, free, asked_tokens)
-    if verdict == "tight" and _verdict(needed, gpus, total, total, asked_tokens) == "fits":
-        verdict = "short"
-    tokens = asked_tokens or budget
-    return Fit(verdict, tokens, needed.peak_bytes(gpus, max(tokens, needed.width)), room)
-
-
-def _verdict(needed: Footprint, gpus: int, total: int, free: int, asked_tokens: int | None) -> str:
     resident = needed.resident_bytes(gpus)
+
+    def has_room(size: int) -> bool:
+        """Whether the longest row, or the batch that was asked for, fits beside the weights."""
+        if asked_tokens is not None:
+            return needed.peak_bytes(gpus, asked_tokens) <= size
+        return needed.token_budget(gpus, int(size - RESERVE_SHARE * total)) > 0
+
     if resident > free:
-        return "never" if resident > total else "held"
-    if asked_tokens is not None:
-        return "tight" if needed.peak_bytes(gpus, asked_tokens) > free else "fits"
-    return "fits" if needed.token_budget(gpus, int(free - RESERVE_SHARE * total)) else "tight"
+        verdict = "never" if resident > total else "held"
+    elif has_room(free):
+        verdict = "fits"
+    else:
+        verdict = "short" if has_room(total) else "tight"
+    room = max(0, int(free - RESERVE_SHARE * total))
+    tokens = asked_tokens or needed.token_budget(gpus, room)
+    return Fit(verdict, tokens, needed.peak_bytes(gpus, max(tokens, needed.width)), room)

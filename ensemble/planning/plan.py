@@ -1,12 +1,12 @@
-"""PURE: what to run where.  RunConfig + facts about table, checkpoints and devices -> Plan.
+"""What to run where.  RunConfig + facts about table, checkpoints and devices -> Plan.
 
-No disk, no clock, no environment: the same arguments give the same plan, so that it can be tested as arithmetic.
-What a member takes of a device is in ``footprint``, where it may run in ``placement``, how long it takes in
-``forecast``, its chunks in ``chunks``.
+PURE but for ``plan_run``: no disk, no clock, no environment; the same arguments give the same plan.  Where a member
+may run is in ``placement``, how long it takes in ``forecast``, its chunks in ``chunks``.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -14,19 +14,28 @@ from itertools import count
 import numpy as np
 import numpy.typing as npt
 
+from ensemble.common.device_trials import run_trials
 from ensemble.common.gpus import Device
+from ensemble.common.host import available_memory_bytes, total_memory_bytes
 from ensemble.common.text import plural
 from ensemble.config import MemberConfig, RunConfig
 from ensemble.members.base import ResourceRequest
-from ensemble.planning.chunks import Chunk, common_lengths, counted_lengths, cut_chunks, what_is_left, work_of
+from ensemble.planning.chunks import (
+    BYTES_PER_TOKEN,
+    ROW_OVERHEAD_BYTES,
+    Chunk,
+    common_lengths,
+    cut_chunks,
+    what_is_left,
+)
 from ensemble.planning.forecast import Job, Speed, guessed_speed, total_seconds
 from ensemble.planning.placement import MemberFacts, Placement, place
-from ensemble.planning.time_limit import handout_order
 
 # Side by side is chosen where it promises to be this much faster: a replica on each GPU stays balanced where the
 # promise was wrong.
 _WORTH_CHANGING = 0.98
 _UNMEASURED = Speed(0.0, 0.0, is_measured=False)
+_NO_TIME = Speed(0.0, 0.0, is_measured=True, is_startup_measured=True)
 
 
 @dataclass(frozen=True)
@@ -79,20 +88,30 @@ class Plan:
     """``problems`` name the members that cannot run; then nothing else is decided.
 
     ``why`` says how members share the GPUs, where there was a choice.  ``seconds`` is the forecast of the whole
-    run, None where no earlier run has measured every member.
+    run, None where no earlier run has measured every member.  The others are what the plan was made from, as
+    :func:`make_plan` takes it.
     """
 
+    config: RunConfig = field(repr=False)
+    facts: Mapping[str, MemberFacts] = field(repr=False, compare=False)
+    gpus: tuple[Device, ...]
+    host: Device | None
+    speeds: Mapping[str, Speed]
     members: tuple[MemberPlan, ...]
     warnings: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
     why: str = ""
     seconds: float | None = None
 
+    def again(self, gpus: Sequence[Device]) -> Plan:
+        """The plan of the same run on devices that have changed."""
+        return make_plan(self.config, self.facts, gpus, self.host, self.speeds)
+
 
 def make_plan(
     config: RunConfig,
     facts: Mapping[str, MemberFacts],
-    devices: Sequence[Device],
+    gpus: Sequence[Device],
     host: Device | None = None,
     speeds: Mapping[str, Speed] | None = None,
 ) -> Plan:
@@ -101,33 +120,45 @@ def make_plan(
     Args:
         config: the run.
         facts: per member name.
-        devices: the GPUs this run may use, with what others hold of them.
+        gpus: those that this run may use, with what others hold of them.
         host: the CPU with its memory; None: not known.
-        speeds: per member name, from an earlier run.
+        speeds: per member name, as far as an earlier run has measured them.
     """
+    speeds = speeds or {}
+    sharing = config.max_workers_per_gpu
     # Under a time limit members cover the same rows first; each by itself pads least in the order of its own texts.
-    lengths = {name: one.lengths for name, one in facts.items() if one.needs_worker}
-    is_timed = config.time_limit is not None
-    common = common_lengths(lengths) if is_timed and lengths and _is_same_table(lengths) else None
+    lengths = [one.lengths for one in facts.values() if one.needs_worker]
+    # A table that cannot be read has one row for some.
+    is_same_table = len({len(one) for one in lengths}) == 1
+    common = common_lengths(lengths) if config.time_limit is not None and is_same_table else None
     members: list[MemberPlan] = []
     warnings: list[str] = []
     problems: list[str] = []
     for index, model in enumerate(config.models):
         known = facts[model.name]
-        placement = place(config, index, known, devices, host)
+        counted, order, chunks = known.lengths, np.arange(len(known.lengths)), tuple[Chunk, ...]()
+        placement, speed = place(config, index, known, gpus, host), _NO_TIME
         problems += placement.problems
         warnings += placement.warnings
-        if not known.needs_worker:
-            members.append(_without_worker(index, model, known, placement))
-            continue
-        # Rows that max_length cuts cost no more than others of that length.  Order and cut still go by the whole
-        # text: another cut would mean other batches, and so other last digits, for what little padding it saves.
-        counted = known.lengths
-        if known.memory is not None:
-            counted = counted_lengths(known.lengths, known.memory.max_length)
-        order, chunks = cut_chunks(counted, known.lengths if common is None else common)
-        replicas, warning = _replicas(index, known, placement, config.max_workers_per_gpu)
-        warnings += warning
+        room = len(placement.devices) * sharing // placement.gpus if placement.gpus else 1
+        replicas = max(1, room)
+        if (asked := known.request.replicas) != "auto":
+            replicas = min(asked, replicas) if placement.gpus else asked
+            if replicas < asked:
+                warnings.append(
+                    f"models[{index}].replicas: {known.name} asks for {plural(asked, 'replica')} of "
+                    f"{plural(placement.gpus, 'GPU')} each, but there is room for {replicas} at a time; "
+                    f"running {replicas}"
+                )
+        if known.needs_worker:
+            # Rows that max_length cuts cost no more than others of that length.  Order and cut still go by the
+            # whole text: another cut would mean other batches, and so other last digits, for little less padding.
+            if known.memory is not None:
+                counted = np.minimum(counted, int(known.memory.max_length * BYTES_PER_TOKEN))
+            order, chunks = cut_chunks(counted, known.lengths if common is None else common)
+            capability = gpus[0].compute_capability if placement.gpus and gpus else None
+            guess = guessed_speed(placement.footprint, capability)
+            speed = speeds.get(model.name, _UNMEASURED).or_guess(guess)
         members.append(
             MemberPlan(
                 index=index,
@@ -136,69 +167,77 @@ def make_plan(
                 placement=placement,
                 replicas=min(replicas, len(chunks)),
                 first_replicas=min(replicas, len(chunks)),
-                speed=(speeds or {}).get(model.name, _UNMEASURED).or_guess(_guess(placement, devices)),
-                work=work_of(counted),
+                speed=speed,
+                work=float((counted + ROW_OVERHEAD_BYTES).sum()),
                 chunks=chunks,
                 order=order,
             )
         )
-    plan = Plan(tuple(members), tuple(warnings), tuple(problems))
-    places = dict.fromkeys((device.uuid for device in devices), config.max_workers_per_gpu)
-    return plan if problems else _shared(plan, places)
+    plan = Plan(config, facts, tuple(gpus), host, speeds, tuple(members), tuple(warnings), tuple(problems))
+    return plan if problems else _shared(plan, dict.fromkeys((gpu.uuid for gpu in gpus), sharing))
 
 
-def _without_worker(index: int, model: MemberConfig, known: MemberFacts, placement: Placement) -> MemberPlan:
-    rows = len(known.lengths)
-    return MemberPlan(
-        index=index,
-        model=model,
-        request=known.request,
-        placement=placement,
-        replicas=0,
-        first_replicas=0,
-        speed=Speed(0.0, 0.0, is_measured=True, is_startup_measured=True),
-        work=work_of(known.lengths),
-        chunks=(),
-        order=np.arange(rows),
-    )
+def plan_run(
+    config: RunConfig,
+    facts: Mapping[str, MemberFacts],
+    gpus: Sequence[Device],
+    speeds: Mapping[str, Speed],
+) -> Plan:
+    """Plan a run on this machine; the arguments are those of ``make_plan``."""
+    total, available = total_memory_bytes(), available_memory_bytes()
+    host = None
+    if total is not None and available is not None:
+        host = Device("cpu", "CPU", None, total, max(0, total - available))
+    if gpus and importlib.util.find_spec("flash_attn") is not None:
+        # Whether flash-attention 2 works only a process with torch can tell, which takes seconds: asked where a
+        # member would take it.
+        able = {
+            name: replace(one, memory=memory)
+            for name, one in facts.items()
+            if one.memory is not None and (memory := one.memory.with_flash_attention()) is not None
+        }
+        would_take_it = any(
+            model.name in able
+            and place(config, index, able[model.name], gpus, None).attention == "flash_attention_2"
+            for index, model in enumerate(config.models)
+        )
+        report = run_trials(gpus[:1], flash_attention=True)[0].report if would_take_it else None
+        if report is not None and report.has_flash_attention:
+            facts = {**facts, **able}
+    return make_plan(config, facts, gpus, host, speeds)
 
 
 def without_done(member: MemberPlan, is_done: npt.NDArray[np.bool_], is_timed: bool) -> MemberPlan:
     """The member with the chunks that are left to do; chunks of which nothing is done stay as they were cut.
 
+    Under a time limit they are in the order of dispatch: first the longest rows, which show in the first minute
+    whether memory suffices and how fast it goes; then from the shortest up, because that covers the most rows.
+
     Args:
+        member: as it was planned, with all of its chunks.
         is_done: by row of the table, bool [rows].
-        is_timed: hand the chunks out in the order for a time limit.
     """
     order, left = what_is_left(member.chunks, member.order, is_done, count(len(member.chunks)))
     if is_timed:
-        left = tuple(left[place] for place in handout_order(left))
+        left = left[:1] + left[:0:-1]
     return replace(member, chunks=left, order=order)
 
 
-def _is_same_table(lengths: Mapping[str, npt.NDArray[np.int64]]) -> bool:
-    return (
-        len({len(one) for one in lengths.values()}) == 1
-    )  # a table that cannot be read has one row for some
-
-
-def _shared(plan: Plan, places: Mapping[str, int]) -> Plan:
+def _shared(plan: Plan, capacity: Mapping[str, int]) -> Plan:
     """The plan with the better way of sharing the GPUs: a replica on each, or members at the same time."""
-    working = [member for member in plan.members if member.replicas]
+    working = [member for member in plan.members if member.needs_worker]
     is_measured = all(member.speed.is_measured for member in working)
-    is_known = all(member.speed.seconds_per_work > 0 for member in working)
-    seconds = total_seconds([member.job for member in working], places)
-    open_choice = [
-        member
-        for member in working
+    seconds = total_seconds([member.job for member in working], capacity)
+    apart = tuple(
+        replace(member, first_replicas=1)
         if member.gpus and member.replicas > 1 and member.request.replicas == "auto"
-    ]
+        else member
+        for member in plan.members
+    )
     why = ""
-    if open_choice and len(working) > 1 and is_known:
-        apart = tuple(
-            replace(member, first_replicas=1) if member in open_choice else member for member in plan.members
-        )
-        at_once = total_seconds([member.job for member in apart if member.replicas], places)
+    is_known = all(member.speed.seconds_per_work > 0 for member in working)
+    if apart != plan.members and len(working) > 1 and is_known:
+        at_once = total_seconds([member.job for member in apart if member.needs_worker], capacity)
         by = "by the speeds of an earlier run" if is_measured else "by the sizes of the models"
         if at_once < _WORTH_CHANGING * seconds:
             gain = 1 - at_once / seconds
@@ -209,27 +248,3 @@ def _shared(plan: Plan, places: Mapping[str, int]) -> Plan:
                 f"members run in turn, with replicas on all their GPUs: {by}, no later than at the same time"
             )
     return replace(plan, why=why, seconds=seconds if working and is_measured else None)
-
-
-def _guess(placement: Placement, devices: Sequence[Device]) -> Speed:
-    needed = placement.footprint
-    parameters = needed.weights.parameters if needed else 0
-    weight_bytes = needed.weights.bytes if needed else 0
-    capability = devices[0].compute_capability if placement.gpus and devices else None
-    return guessed_speed(parameters, weight_bytes, capability)
-
-
-def _replicas(
-    index: int, facts: MemberFacts, placement: Placement, workers_per_gpu: int
-) -> tuple[int, Sequence[str]]:
-    gpus, asked = placement.gpus, facts.request.replicas
-    places = len(placement.devices) * workers_per_gpu
-    if asked == "auto":
-        return (max(1, places // gpus) if gpus else 1), ()
-    room = max(1, places // gpus) if gpus else asked
-    if asked > room:
-        return room, (
-            f"models[{index}].replicas: {facts.name} asks for {plural(asked, 'replica')} of "
-            f"{plural(gpus, 'GPU')} each, but there is room for {room} at a time; running {room}",
-        )
-    return asked, ()

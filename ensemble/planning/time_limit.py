@@ -1,7 +1,7 @@
-"""PURE: what still fits into the time, and who goes on.
+"""PURE: what still fits into the time, and which members continue.
 
-The clock, the scheduler and what is written in the end are elsewhere: here seconds come in and fractions, sizes and
-orders come out.  Seconds of work are device-seconds: a replica on two GPUs takes two of them in a second.
+The clock, the scheduler and what is written in the end are elsewhere: here seconds come in and fractions and sizes
+come out.  Seconds of work are device-seconds: a replica on two GPUs takes two of them in a second.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from ensemble.planning.chunks import Chunk
 # bytes of text, and what a byte costs changes with the length of the rows and with what else the machine does.
 SAFETY: Final = 1.25
 # A batch or two; smaller chunks pay more for going to and fro than they bring in.
-SMALLEST_ROWS: Final = 16
-RESERVE_MIN_SECONDS: Final = 5.0
+MIN_ROWS: Final = 16
 # Of the whole limit at most; in a very short run half-done work counts for more than a margin.
 RESERVE_MAX_SHARE: Final = 0.2
 # Workers that are in the midst of something when it is over get these to end.
-ENDING_SECONDS: Final = 5.0
+SHUTDOWN_SECONDS: Final = 5.0
 # In units of the first submission, whose few digits are soon written.  Measured with 20,000 to 500,000 rows of 3 or
-# 20 labels: ensemble and submission take 0.6 to 3.2 in the end; a member's parts read, written as a CSV and read
+# 20 labels: ensemble and submission take 0.6 to 3.2 in the end; a member's shards read, written as a CSV and read
 # again take 0.8 to 2.9, or 1.7 to 6.3 where there is no submission to write at the start.
 _RESERVE_AT_END: Final = 3.0
 _RESERVE_PER_MEMBER: Final = 6.0
@@ -39,7 +38,7 @@ class Share:
 
     ``seconds_per_member`` are the device-seconds of all its work, done or not; None: not even guessed.
     ``startup_seconds`` is until a worker of it computes, 0 where one does already.  ``gpus`` are the devices of a
-    replica; 0 is the CPU, which counts as one place.
+    replica; 0 is the CPU, which counts as one device.
     """
 
     name: str
@@ -53,15 +52,15 @@ class Share:
         return self.startup_seconds * max(self.gpus, 1)
 
 
-def reachable_fraction(shares: Sequence[Share], places: int, seconds_left: float) -> float:
+def reachable_fraction(shares: Sequence[Share], devices: int, seconds_left: float) -> float:
     """The largest fraction of its work that every member can be brought to, or has reached, in the time left.
 
-    All of it together takes at most ``places * seconds_left`` device-seconds.  Whoever is there already needs
+    All of it together takes at most ``devices * seconds_left`` device-seconds.  Whoever is there already needs
     neither time nor a start.  A member of unknown speed counts as the slowest of the others, so that they leave it
     time until it is measured.
 
     Args:
-        places: workers of one device that can run at the same time.
+        devices: how many workers of one device can run at the same time.
 
     Returns:
         from 0 to 1; 1 where no speed is known and there is time for all to start.
@@ -71,7 +70,7 @@ def reachable_fraction(shares: Sequence[Share], places: int, seconds_left: float
     )
     climbers = sorted(shares, key=lambda one: one.fraction_done)
     levels = [min(max(one.fraction_done, 0.0), 1.0) for one in climbers] + [1.0]
-    budget = places * max(seconds_left, 0.0)
+    budget = devices * max(seconds_left, 0.0)
     rate = 0.0  # device-seconds for a whole member's worth of all who climb
     # Water rises from the lowest: at each level another member joins those that have to go on.
     for one, level, following in zip(climbers, levels, levels[1:], strict=False):
@@ -86,7 +85,7 @@ def reachable_fraction(shares: Sequence[Share], places: int, seconds_left: float
     return 1.0
 
 
-def goals(shares: Sequence[Share], places: int, seconds_left: float) -> dict[str, float]:
+def goals(shares: Sequence[Share], devices: int, seconds_left: float) -> dict[str, float]:
     """The fraction of its work that each member is to go on to, by name; what it has done where it is to stop.
 
     That is what all can reach.  Members are left behind where they could not compute before the end, and where
@@ -98,7 +97,7 @@ def goals(shares: Sequence[Share], places: int, seconds_left: float) -> dict[str
     times = 2.0 if any(one.startup_seconds == 0 for one in unfinished) else 1.0
     able = [one for one in unfinished if times * one.startup_seconds < seconds_left]
     while able:
-        fraction = reachable_fraction(able, places, seconds_left)
+        fraction = reachable_fraction(able, devices, seconds_left)
         if any(one.fraction_done < fraction for one in able):
             return reached | {one.name: max(fraction, one.fraction_done) for one in able}
         able.remove(max(able, key=lambda one: one.startup_device_seconds))
@@ -126,38 +125,30 @@ def calibrated(guessed: Mapping[str, float], measured: Mapping[str, float]) -> d
     return {name: measured.get(name) or guess * factor or None for name, guess in guessed.items()}
 
 
-def chunk_fits(
-    cost: float, seconds_per_cost: float | None, slowest_ratio: float, seconds_left: float
-) -> bool:
-    """Whether a chunk that is handed out now is done in time, with ``SAFETY`` to spare.
-
-    Args:
-        cost: of the chunk.
-        seconds_per_cost: on one replica; None where it is unknown, and then trying is the only way to know.
-        slowest_ratio: the most that a chunk of the member took, over what ``seconds_per_cost`` says it takes.
-        seconds_left: until work must stop; the time to start a worker, where one has to start, is off already.
-    """
-    if seconds_left <= 0:
-        return False
-    return (seconds_per_cost or 0.0) * cost * max(slowest_ratio, 1.0) * SAFETY <= seconds_left
-
-
 def fitting_start(
     chunk: Chunk,
     seconds_per_cost: float | None,
     slowest_ratio: float,
     seconds_left: float,
-    smallest: int = SMALLEST_ROWS,
+    min_rows: int = MIN_ROWS,
 ) -> int | None:
-    """Where the part of a chunk begins that can be done in time: rows from there to ``chunk.stop``.
+    """Where the rows of a chunk begin that are done in time, with ``SAFETY`` to spare: they end at ``chunk.stop``.
 
-    The chunk is halved until its last part fits: that is the one with the shortest rows, and next to those that
-    were done before it.  None where fewer than ``smallest`` rows would fit and that is not the whole chunk.
+    The chunk is halved until its last rows fit: those are the shortest, and next to those that were done before.
+    None where fewer than ``min_rows`` would fit and that is not the whole chunk.
+
+    Args:
+        seconds_per_cost: on one replica; None where it is unknown, and then trying is the only way to know.
+        slowest_ratio: the most that a chunk of the member took, over what ``seconds_per_cost`` says it takes.
+        seconds_left: until work must stop; the time to start a worker, where one has to start, is off already.
     """
-    rows = whole = chunk.stop - chunk.start
-    while not chunk_fits(chunk.cost * rows / whole, seconds_per_cost, slowest_ratio, seconds_left):
+    if seconds_left <= 0:
+        return None
+    seconds = (seconds_per_cost or 0.0) * chunk.cost * max(slowest_ratio, 1.0) * SAFETY
+    rows = chunk.rows
+    while seconds * rows / chunk.rows > seconds_left:
         rows //= 2
-        if rows < smallest:
+        if rows < min_rows:
             return None
     return chunk.stop - rows
 
@@ -172,46 +163,4 @@ def reserve_seconds(first_seconds: float, members: int, limit_seconds: float) ->
         limit_seconds: the whole ``time_limit``.
     """
     writing = _RESERVE_FACTOR * first_seconds * (_RESERVE_AT_END + _RESERVE_PER_MEMBER * members)
-    return min(max(ENDING_SECONDS + writing, RESERVE_MIN_SECONDS), RESERVE_MAX_SHARE * limit_seconds)
-
-
-def too_short_text(
-    limit_seconds: float,
-    before_seconds: float,
-    kept_seconds: float,
-    tries: Sequence[str],
-    startup_seconds: float | None,
-) -> str:
-    """The reckoning of a run that had no time to compute anything.
-
-    Args:
-        before_seconds: until workers could start.
-        kept_seconds: for the last submission, see :func:`reserve_seconds`.
-        tries: what came of it with each member that had its try, in words.
-        startup_seconds: the shortest that a worker is known to take to start; None: nobody knows.
-    """
-    between = max(limit_seconds - before_seconds - kept_seconds, 0.0)
-    text = (
-        f"no row was computed: {before_seconds:.1f} s of time_limit ({limit_seconds:g} s) were over before a "
-        f"worker could start, {kept_seconds:.1f} s are kept for the last submission, and of the {between:.1f} s "
-        f"between {'; '.join(tries) or 'nothing was left to start one'}"
-    )
-    if startup_seconds is None:
-        return (
-            f"{text}; set a longer time_limit (a run with --limit 20 and without one measures what it takes)"
-        )
-    needed = before_seconds + startup_seconds
-    at_least = min(needed / (1 - RESERVE_MAX_SHARE), needed + max(kept_seconds, RESERVE_MIN_SECONDS))
-    if at_least < limit_seconds:
-        return f"{text}; the same command again may get further"
-    return f"{text}; time_limit must be more than {math.ceil(at_least)} s"
-
-
-def handout_order(chunks: Sequence[Chunk]) -> list[int]:
-    """Places in ``chunks`` in the order in which to hand them out under a time limit.
-
-    First the longest rows, which show in the first minute whether memory suffices and how fast it goes; then from
-    the shortest up, because that covers the most rows.
-    """
-    longest_first = sorted(range(len(chunks)), key=lambda place: chunks[place].start)
-    return longest_first[:1] + longest_first[:0:-1]
+    return min(SHUTDOWN_SECONDS + writing, RESERVE_MAX_SHARE * limit_seconds)

@@ -5,16 +5,18 @@ The arithmetic is in ``planning.time_limit``; here it meets the members' states 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from ensemble.planning.chunks import Chunk
 from ensemble.planning.time_limit import (
-    SMALLEST_ROWS,
+    MIN_ROWS,
+    RESERVE_MAX_SHARE,
+    SHUTDOWN_SECONDS,
     Share,
     calibrated,
     fitting_start,
     goals,
-    too_short_text,
 )
 from ensemble.scheduling.state import MemberState
 
@@ -50,69 +52,69 @@ class Deadline:
         A run ends in no case without having tried: what an earlier run measured may have been a slow moment, such
         as weights that nobody had read since the machine was started, and a guess is one.
         """
-        if self._pays(state, members):
+
+        def pays(one: MemberState) -> bool:
+            return self._first_fitting(one, members, one.pending, _startup_seconds(one, members)) is not None
+
+        if pays(state):
             return True
         # Nobody was ready yet and there seems to be time for none: then the one that starts fastest.
         if self.is_over or any(one.running or one.startup_seconds for one in members):
             return False
         able = [one for one in _counting(members) if one.pending]
-        if any(self._pays(one, members) for one in able):
-            return False
-        return state is min(able, key=lambda one: _startup_seconds(one, members), default=None)
-
-    def _pays(self, state: MemberState, members: Sequence[MemberState]) -> bool:
-        if not self._is_its_turn(state, members):
-            return False
-        left = self.seconds_left - _startup_seconds(state, members)
-        fitting = self._fitting(state, members, left)
-        return left > 0 and any(fitting(chunk) is not None for chunk in state.pending)
+        fastest = min(able, key=lambda one: _startup_seconds(one, members), default=None)
+        return state is fastest and not any(map(pays, able))
 
     def next_chunk(
         self, state: MemberState, members: Sequence[MemberState], hinted: Collection[Chunk]
     ) -> tuple[Chunk, int] | None:
-        """The next chunk for a worker of this member, and where its part begins that fits; None: it is to stop.
+        """The next chunk for a worker of this member, and where its rows begin that fit; None: it is to stop.
 
         Args:
             hinted: what other workers were told would be theirs; taken last.
         """
-        if not self._is_its_turn(state, members):
-            return None
-        fitting = self._fitting(state, members, self.seconds_left)
-        for chunk in sorted(state.pending, key=hinted.__contains__):
-            if (start := fitting(chunk)) is not None:
-                return chunk, start
-        return None
+        return self._first_fitting(state, members, sorted(state.pending, key=hinted.__contains__), 0.0)
 
-    def _fitting(
-        self, state: MemberState, members: Sequence[MemberState], seconds_left: float
-    ) -> Callable[[Chunk], int | None]:
-        """Where the part of a chunk begins that can be done in so many seconds."""
-        per_cost = state.seconds_per_cost
+    def _first_fitting(
+        self,
+        state: MemberState,
+        members: Sequence[MemberState],
+        chunks: Iterable[Chunk],
+        startup_seconds: float,
+    ) -> tuple[Chunk, int] | None:
+        """The first of its chunks of which rows can be done in time, if it is the member's turn."""
+        plan, per_cost, now_left = state.plan, state.seconds_per_cost, self.seconds_left
+        counting = _counting(members)
+        seconds = _seconds_per_member(counting)
+        shares = [
+            Share(
+                name=one.plan.name,
+                fraction_done=one.fraction,
+                seconds_per_member=(each := seconds[one.plan.name]) and each * max(one.plan.gpus, 1),
+                startup_seconds=0.0 if one.is_loaded else _startup_seconds(one, counting),
+                gpus=one.plan.gpus,
+            )
+            for one in counting
+        ]
+        if state.fraction >= goals(shares, self._workers, now_left).get(plan.name, 0.0):
+            return None
+        left, ratio, trust = now_left - startup_seconds, 1.0, 1.0
         if per_cost is not None:
             ratio = state.slowest_seconds_per_cost / per_cost
-            return lambda chunk: fitting_start(chunk, per_cost, ratio, seconds_left)
-        device_seconds = next(
-            one.seconds_per_member for one in _shares(members) if one.name == state.plan.name
-        )
-        guess = None if device_seconds is None else device_seconds / max(state.plan.gpus, 1)
-        is_measured = state.plan.speed.is_measured  # by an earlier run
-        trusted_seconds = seconds_left * (1.0 if is_measured else _TRUST_IN_GUESSES)
+        else:
+            per_cost = _seconds_per_member(members)[plan.name]
+            trust = 1.0 if plan.speed.is_measured else _TRUST_IN_GUESSES
         # Before anything is done: better a single row that surely costs so much than none.
         is_first = all(one.seconds_per_cost is None for one in members)
-        min_rows = 1 if is_measured and is_first else SMALLEST_ROWS
-
-        def fitting(chunk: Chunk) -> int | None:
-            start = fitting_start(chunk, guess, 1.0, trusted_seconds, min_rows)
+        min_rows = 1 if plan.speed.is_measured and is_first else MIN_ROWS
+        for chunk in chunks:
+            start = fitting_start(chunk, per_cost, ratio, trust * left, min_rows)
             # No guess and no measurement of earlier stops anybody: a few rows tell more.
-            if start is None and is_first and seconds_left > 0:
-                return max(chunk.start, chunk.stop - min_rows)
-            return start
-
-        return fitting
-
-    def _is_its_turn(self, state: MemberState, members: Sequence[MemberState]) -> bool:
-        wanted = goals(_shares(_counting(members)), self._workers, self.seconds_left)
-        return state.fraction < wanted.get(state.plan.name, 0.0)
+            if start is None and is_first and left > 0:
+                start = max(chunk.start, chunk.stop - min_rows)
+            if start is not None:
+                return chunk, start
+        return None
 
 
 def _counting(members: Sequence[MemberState]) -> list[MemberState]:
@@ -122,30 +124,12 @@ def _counting(members: Sequence[MemberState]) -> list[MemberState]:
     return counting if any(not one.finished for one in counting) else unfailed
 
 
-def _shares(members: Sequence[MemberState]) -> list[Share]:
-    devices = {one.plan.name: max(one.plan.gpus, 1) for one in members}
-    guessed = {
-        one.plan.name: one.plan.speed.seconds_per_work * one.plan.work * devices[one.plan.name]
-        for one in members
-    }
-    measured = {
-        one.plan.name: one.seconds_per_cost * devices[one.plan.name]
-        for one in members
-        if one.seconds_per_cost is not None
-    }
-    seconds = calibrated(guessed, measured)
-    shares = []
-    for one in members:
-        is_loaded = any(record.ready is not None and record.exit_code is None for record in one.workers)
-        share = Share(
-            name=one.plan.name,
-            fraction_done=one.fraction,
-            seconds_per_member=seconds[one.plan.name],
-            startup_seconds=0.0 if is_loaded else _startup_seconds(one, members),
-            gpus=one.plan.gpus,
-        )
-        shares.append(share)
-    return shares
+def _seconds_per_member(members: Sequence[MemberState]) -> dict[str, float | None]:
+    """What all of a member's work takes one replica, by name; None where it is not even guessed."""
+    return calibrated(
+        {one.plan.name: one.plan.job.compute_seconds for one in members},
+        {one.plan.name: one.seconds_per_cost for one in members if one.seconds_per_cost is not None},
+    )
 
 
 def _startup_seconds(state: MemberState, members: Sequence[MemberState]) -> float:
@@ -153,33 +137,35 @@ def _startup_seconds(state: MemberState, members: Sequence[MemberState]) -> floa
     measured = state.speed
     if measured.is_startup_measured:
         return measured.startup_seconds
-    others = max((one.startup_seconds for one in members), default=0.0)
-    return others or state.plan.speed.startup_seconds
+    return max((one.startup_seconds for one in members), default=0.0) or state.plan.speed.startup_seconds
 
 
 def time_limit_text(
     members: Sequence[MemberState], limit_seconds: float, before_seconds: float, kept_seconds: float
 ) -> str:
-    """Why a limit left no time to compute a single row.
+    """Why a limit left no time to compute a single row, and what would.
 
     Args:
         before_seconds: until workers could start.
-        kept_seconds: for the last submission.
+        kept_seconds: for the last submission, see ``planning.time_limit.reserve_seconds``.
     """
-    tries = []
-    for name, known, record in (
-        (one.plan.name, one.plan.speed, rec) for one in members for rec in one.workers
-    ):
-        if record.load_seconds is not None:
-            took = (record.start_seconds or 0.0) + record.load_seconds
-            tries.append(
-                f"{name}'s worker took {took:.1f} s to start, the rest was too short for its first rows"
-            )
-        else:
-            earlier = f" (it took {known.startup_seconds:.1f} s in an earlier run)"
-            tries.append(f"{name}'s worker needed all to start{earlier if known.is_startup_measured else ''}")
+    was_tried = any(one.workers for one in members)
+    text = (
+        f"no row was computed: {before_seconds:.1f} s of time_limit ({limit_seconds:g} s) were over before a "
+        f"worker could start, {kept_seconds:.1f} s are kept for the last submission, and the "
+        f"{max(limit_seconds - before_seconds - kept_seconds, 0.0):.1f} s between were too short to start one"
+        f"{' and compute its first rows' if was_tried else ''}"
+    )
     speeds = [one.speed for one in members if not one.finished]
-    known_seconds = [speed.startup_seconds for speed in speeds if speed.is_startup_measured]
-    return too_short_text(
-        limit_seconds, before_seconds, kept_seconds, tries, min(known_seconds, default=None)
+    known = [speed.startup_seconds for speed in speeds if speed.is_startup_measured]
+    if not known:
+        return (
+            f"{text}; set a longer time_limit (a run with --limit 20 and without one measures what it takes)"
+        )
+    needed = before_seconds + min(known)
+    at_least = min(needed / (1 - RESERVE_MAX_SHARE), needed + max(kept_seconds, SHUTDOWN_SECONDS))
+    if at_least < limit_seconds:
+        return f"{text}; the same command again may get further"
+    return (
+        f"{text}; a start takes {min(known):.1f} s, so time_limit must be more than {math.ceil(at_least)} s"
     )

@@ -10,6 +10,7 @@ Judges by the device's memory and not by process ids: in a container NVML shows 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -47,12 +48,9 @@ class MemoryCurve:
     points: list[tuple[float, int]] = field(default_factory=list)
 
     def add(self, seconds: float, used: int) -> None:
-        if self.points:
-            last_seconds, last_used = self.points[-1]
-            is_near = abs(used - last_used) < _CURVE_STEP_BYTES
-            if is_near and seconds - last_seconds < _CURVE_STEP_SECONDS:
-                return
-        self.points.append((round(seconds, 2), used))
+        last_seconds, last_used = self.points[-1] if self.points else (-math.inf, 0)
+        if abs(used - last_used) >= _CURVE_STEP_BYTES or seconds - last_seconds >= _CURVE_STEP_SECONDS:
+            self.points.append((round(seconds, 2), used))
 
 
 class DevicePool:
@@ -123,10 +121,10 @@ class DevicePool:
         ]
         if len(usable) < count:
             return ()
-        sound = [gpu for gpu in usable if gpu not in doubts]
-        choices = [wanted for wanted in preferred if len(wanted) == count and set(wanted) <= set(sound)]
         by_use = sorted(usable, key=lambda gpu: (gpu in doubts, self._workers[gpu]))
-        chosen = choices[0] if choices else by_use[:count]
+        sound = set(usable) - doubts
+        choices = (wanted for wanted in preferred if len(wanted) == count and set(wanted) <= sound)
+        chosen = next(choices, by_use[:count])
         for gpu in chosen:
             self._workers[gpu] += 1
         self._doubtful -= set(chosen)
@@ -147,7 +145,7 @@ class DevicePool:
             self._workers[gpu] -= 1
             if not self._workers[gpu]:
                 self._releasing[gpu] = self._clock()
-        self._sampled_at = float("-inf")  # look at once
+        self._sampled_at = -math.inf  # look at once
         self.poll()
 
     def poll(self) -> None:
@@ -170,16 +168,14 @@ class DevicePool:
             if is_free:
                 continue
             self._doubtful.add(gpu)
-            if used is None:
-                self._say(
-                    f"{gpu.name} ({gpu.uuid}) no longer answers; it is left out as long as there is another"
+            what = " no longer answers; it"
+            if used is not None:
+                what = (
+                    f": {gib(used)} still in use {self._timeout_seconds:g} s after its worker ended, "
+                    f"{gib(self.curves[gpu.uuid].baseline_bytes or 0)} before the first one started; NVML shows "
+                    f"{gpu_users(gpu.uuid)} there. The device"
                 )
-            else:
-                self._say(
-                    f"{gpu.name} ({gpu.uuid}): {gib(used)} still in use {self._timeout_seconds:g} s after its "
-                    f"worker ended, {gib(self.curves[gpu.uuid].baseline_bytes or 0)} before the first one started; "
-                    f"NVML shows {gpu_users(gpu.uuid)} there. The device is left out as long as there is another"
-                )
+            self._say(f"{gpu.name} ({gpu.uuid}){what} is left out as long as there is another")
         # A late release is still one.
         self._doubtful -= {gpu for gpu in self._doubtful if self._is_back(gpu)}
 

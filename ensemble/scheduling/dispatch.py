@@ -47,19 +47,17 @@ class Dispatcher:
         A member that has no worker yet keeps the devices it may use from later ones.  GPUs that nobody waits for
         go to members that have long to run.
         """
+        in_use = {device.uuid for worker in self._workers for device in worker.devices}
         for state, reserved in self._candidates():
-            plan = state.plan
-            if not plan.gpus:
-                # The CPU is one device: it takes the replicas of one member at a time.
-                if all(worker.state is state for worker in self._workers if not worker.devices):
-                    return state, ()
-                continue
-            own = set(plan.placement.devices)
-            in_use = {device.uuid for worker in self._workers for device in worker.devices}
+            own = set(state.plan.placement.devices)
             # With no other device of its own in use or coming back, one that never came free is better than none.
             is_last_resort = not own & in_use and not self._pool.is_releasing(own)
             preferred = self._standbys.devices_for(state)
-            if devices := self._pool.acquire(plan.gpus, own - reserved, is_last_resort, preferred):
+            if not state.plan.gpus:
+                # The CPU is one device: it takes the replicas of one member at a time.
+                if all(worker.state is state for worker in self._workers if not worker.devices):
+                    return state, ()
+            elif devices := self._pool.acquire(state.plan.gpus, own - reserved, is_last_resort, preferred):
                 return state, devices
         return None
 
@@ -78,16 +76,18 @@ class Dispatcher:
                 reserved |= set(state.plan.placement.devices)
         for state in sorted(self._members, key=lambda state: -state.seconds_left):
             can_grow = 0 < state.running < min(state.plan.replicas, state.max_replicas)
-            is_worth_it = state.startup_seconds > 0 and worth_joining(
-                state.seconds_left, state.startup_seconds
-            )
-            if can_grow and is_worth_it and self._may_start(state):
+            startup = state.startup_seconds
+            if (
+                can_grow
+                and startup > 0
+                and worth_joining(state.seconds_left, startup)
+                and self._may_start(state)
+            ):
                 yield state, reserved
 
     def _may_start(self, state: MemberState) -> bool:
-        if not state.pending or self._deadline is None:
-            return bool(state.pending)
-        return self._deadline.may_start(state, self._members)
+        deadline = self._deadline
+        return bool(state.pending) and (deadline is None or deadline.may_start(state, self._members))
 
     def next_chunk(self, worker: RunningWorker) -> Chunk | None:
         """Take the next chunk for this worker; None: it is to stop."""

@@ -1,7 +1,4 @@
-"""Faults become consequences: what is tried again, which rows are set aside, when a member has failed.
-
-Does not talk to workers.
-"""
+"""What follows from a fault: what is tried again, which rows are set aside, when a member has failed."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from ensemble.common.text import plural
-from ensemble.planning.chunks import Chunk, halves
+from ensemble.planning.chunks import Chunk
 from ensemble.scheduling.running_worker import RunningWorker
 from ensemble.scheduling.state import Failure, Fault, FaultRecord, MemberState, RunHooks
 
@@ -71,37 +68,35 @@ class RetryRules:
         Args:
             others_compute: other workers of its member do.
         """
-        state, replica = worker.state, worker.record.replica
+        state, history = worker.state, self._histories[worker.state.plan.name]
         if worker.chunks:
             blamed, *others = worker.chunks
             for chunk in others:  # nothing is known against them
                 worker.drop(chunk)
                 state.put_back(chunk)
-            worker.drop(blamed)
-            self.chunk_failed(state, replica, blamed, fault)
+            self.chunk_failed(worker, blamed, fault)
         elif state.finished:  # others did its part: nothing is missing
             log.warning("%s had no part in the end: %s", worker.name, fault.message)
         elif others_compute:
             # What kept this one from starting, such as a broken GPU, does not keep the others from going on.
             state.limit_replicas()
-            self._record(state, replica, fault, None, "without it")
+            self._record(worker, fault, "without it")
         else:
-            history = self._histories[state.plan.name]
             history.failed_starts += 1
             if fault.kind == "lasting" or history.failed_starts > self._max_retries(fault):
-                self._record(state, replica, fault, None, "given up")
+                self._record(worker, fault, "given up")
                 self.fail(state, fault.message, fault.traceback)
             else:
-                self._record(state, replica, fault, None, "another worker")
+                self._record(worker, fault, "another worker")
 
-    def chunk_failed(self, state: MemberState, replica: int, chunk: Chunk, fault: Fault) -> None:
+    def chunk_failed(self, worker: RunningWorker, chunk: Chunk, fault: Fault) -> None:
         """A chunk was not computed: it goes back in front, whole or split in half, or its row is set aside."""
+        state = worker.state
         history = self._histories[state.plan.name]
-        is_row = chunk.stop - chunk.start == 1
-        why_failed, may_repeat = "", False
-        if fault.kind == "lasting":
-            why_failed = fault.message
-        elif fault.kind != "error":
+        worker.drop(chunk)
+        is_row, may_repeat = chunk.rows == 1, False
+        why_failed = fault.message if fault.kind == "lasting" else ""
+        if fault.kind not in ("lasting", "error"):
             history.deaths += 1
             history.attempts[chunk.index] += 1
             # What was split had its attempts while it was larger.  But no row is blamed for what may have been an
@@ -113,28 +108,25 @@ class RetryRules:
                 why_failed = f"its workers ended {times}, the last time: {fault.message}"
         if not why_failed and may_repeat:
             state.put_back(chunk)
-            self._record(state, replica, fault, chunk, "again")
+            self._record(worker, fault, "again", chunk)
         elif not why_failed and not is_row:
-            parts = halves(chunk, state.chunk_numbers)
-            history.split |= {part.index for part in parts}
-            state.put_back(*parts)
-            self._record(state, replica, fault, chunk, "in halves")
+            splits = chunk.split(state.chunk_numbers)
+            history.split |= {one.index for one in splits}
+            state.put_back(*splits)
+            self._record(worker, fault, "in halves", chunk)
         elif why_failed := why_failed or self._too_many_bad_rows(state, 1, fault.message):
-            self._record(state, replica, fault, chunk, "given up")
+            self._record(worker, fault, "given up", chunk)
             self.fail(state, why_failed, fault.traceback)
         else:
-            self._record(state, replica, fault, chunk, "row set aside")
+            self._record(worker, fault, "row set aside", chunk)
             self._set_aside(state, {int(state.plan.order[chunk.start]): fault.message}, chunk)
 
-    def bad_rows(self, state: MemberState, replica: int, reasons: Mapping[int, str]) -> None:
-        """A worker named rows that it cannot compute.
-
-        Args:
-            reasons: by row of the table.
-        """
+    def bad_rows(self, worker: RunningWorker, reasons: Mapping[int, str]) -> None:
+        """A worker named rows that it cannot compute: row of the table to reason."""
+        state = worker.state
         self._set_aside(state, reasons)
         if too_many := self._too_many_bad_rows(state, len(reasons), next(iter(reasons.values()))):
-            self._record(state, replica, Fault("error", too_many), None, "given up")
+            self._record(worker, Fault("error", too_many), "given up")
             self.fail(state, too_many)
 
     def member_finished(self, state: MemberState) -> None:
@@ -173,7 +165,8 @@ class RetryRules:
         if history.bad_rows > MAX_BAD_ROWS:
             rows = plural(history.bad_rows, "row")
             return f"{rows} could not be computed, which is too many to continue; {reason}"
-        if not state.good_rows > 0 and history.bad_rows > _MAX_BAD_ROWS_BEFORE_ANY_GOOD:
+        computed = state.reused_rows + state.counters.rows - state.counters.bad_rows
+        if computed <= 0 and history.bad_rows > _MAX_BAD_ROWS_BEFORE_ANY_GOOD:
             return f"the first {history.bad_rows} rows could not be computed, and no other row was; {reason}"
         return ""
 
@@ -186,13 +179,11 @@ class RetryRules:
         text = f"row {rows}" if count == 1 else f"{plural(count, 'row')} ({rows}{more})"
         self._run.say(f"{state.plan.name}: {text} could not be computed; {next(iter(reasons.values()))}")
 
-    def _record(
-        self, state: MemberState, replica: int, fault: Fault, chunk: Chunk | None, remedy: str
-    ) -> None:
-        rows = None if chunk is None else (chunk.start, chunk.stop)
+    def _record(self, worker: RunningWorker, fault: Fault, remedy: str, chunk: Chunk | None = None) -> None:
+        name, rows = worker.state.plan.name, None if chunk is None else (chunk.start, chunk.stop)
         what = (fault.kind, fault.message, fault.traceback, rows, remedy, round(self._elapsed(), 3))
-        state.note_fault(FaultRecord(state.plan.name, replica, *what))
-        log.warning("%s-%d: %s; %s", state.plan.name, replica, fault.message, remedy)
+        worker.state.note_fault(FaultRecord(name, worker.record.replica, *what))
+        log.warning("%s: %s; %s", worker.name, fault.message, remedy)
         if remedy in _NEXT_STEPS:
-            in_hand = "" if chunk is None else f" with {plural(chunk.stop - chunk.start, 'row')} in hand"
-            self._run.say(f"{state.plan.name}: {fault.message}{in_hand}; {_NEXT_STEPS[remedy]}")
+            in_hand = "" if chunk is None else f" with {plural(chunk.rows, 'row')} in hand"
+            self._run.say(f"{name}: {fault.message}{in_hand}; {_NEXT_STEPS[remedy]}")

@@ -1,14 +1,11 @@
-"""A worker as the scheduler sees it: what it is, when it was last heard of, how it ended.
-
-Does not decide what follows from that.
-"""
+"""A worker as the scheduler sees it: what it has, when it was last heard of, how it ended; not what follows."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from ensemble.common.gpus import Device
-from ensemble.common.protocol import Event, Failed, Heartbeat
+from ensemble.common.protocol import Closed, Event, Failed, Heartbeat, Ready, Started
 from ensemble.planning.chunks import Chunk
 from ensemble.scheduling.launchers.base import Exit, Handle
 from ensemble.scheduling.state import Fault, MemberState, WorkerRecord
@@ -48,7 +45,7 @@ class RunningWorker:
     @property
     def chunks(self) -> list[Chunk]:
         """The chunks that it has, the one first that it failed with if it did."""
-        chunks = [*([] if self.chunk is None else [self.chunk]), *self.writing.values()]
+        chunks = [chunk for chunk in (self.chunk, *self.writing.values()) if chunk is not None]
         named = None if self.failed is None else self.failed.chunk
         return sorted(chunks, key=lambda chunk: chunk.index != named)
 
@@ -70,21 +67,25 @@ class RunningWorker:
         self.stepped_at = now - event.idle_seconds if isinstance(event, Heartbeat) else now
         if isinstance(event, Failed):
             self.failed = event
-        self.record.note(event)
+        elif isinstance(event, Started):
+            self.record.start_seconds, self.record.versions = event.start_seconds, event.versions
+        elif isinstance(event, Ready):
+            self.record.ready, self.record.load_seconds = event, event.load_seconds
+        elif isinstance(event, Closed):
+            self.record.closed = event
 
     def hang_text(self, now: float, timeout_seconds: float) -> str:
         """Why it counts as hung; empty while it does not."""
         worker = f"its worker (process {self.record.process})"
-        longest = _LOADING_TIMES * timeout_seconds
         # To load a library from a slow disk, Python can be held up as long as that takes.
-        silence = timeout_seconds if self.is_ready else longest
+        silence = timeout_seconds * (1 if self.is_ready else _LOADING_TIMES)
         if now - self.heard_at > silence:
             return f"{worker} has not responded for {silence:g} s"
-        if self.is_ready and self.chunks and now - self.stepped_at > timeout_seconds:
+        if not self.is_ready and now - self.leased_at > silence:
+            return f"{worker} was not ready after {silence:g} s ({_LOADING_TIMES} times hang_timeout)"
+        if self.is_ready and self.chunks and now - self.stepped_at > silence:
             what = "finished no batch" if self.chunk is not None else "could not write what it had computed"
-            return f"{worker} {what} for {timeout_seconds:g} s (hang_timeout); its log shows where"
-        if not self.is_ready and now - self.leased_at > longest:
-            return f"{worker} was not ready after {longest:g} s ({_LOADING_TIMES} times hang_timeout)"
+            return f"{worker} {what} for {silence:g} s (hang_timeout); its log shows where"
         return ""
 
     def fault_of(self, exit_: Exit) -> Fault | None:

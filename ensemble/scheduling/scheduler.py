@@ -1,7 +1,7 @@
 """Starts workers on leased devices, dispatches chunks, and gathers what came of them.
 
-One thread, one loop: it waits for what workers say, so that processes are started from the main thread and nothing
-needs a lock.  A worker's failure is data here; it never ends the loop.
+One thread, one loop: processes are started from the main thread, and nothing needs a lock.  A worker's failure is
+data here; it never ends the loop.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from ensemble.common.errors import MergeError
-from ensemble.common.gpus import Device
 from ensemble.common.protocol import (
     ChunkDone,
     ChunkFailed,
@@ -105,12 +104,13 @@ class Scheduler:
             for state in self.members:
                 self._settle(state)
             self._start_workers()
-            while not (self._is_over() or self._is_done()):
+            while not self._is_over() and (
+                self._workers or self._finishing or self._dispatcher.is_waiting_for_devices()
+            ):
                 if not self._workers and self._finishing:
                     wait(self._finishing, TICK_SECONDS, return_when=FIRST_COMPLETED)
                 else:
-                    handles = [worker.handle for worker in self._workers]
-                    heard = self._launcher.wait(handles, TICK_SECONDS)
+                    heard = self._launcher.wait([worker.handle for worker in self._workers], TICK_SECONDS)
                     for worker in [one for one in self._workers if one.handle in heard]:
                         self._receive(worker)
                 for worker in list(self._workers):
@@ -131,28 +131,23 @@ class Scheduler:
     def _is_over(self) -> bool:
         return self._deadline is not None and self._deadline.is_over
 
-    def _is_done(self) -> bool:
-        return not (self._workers or self._finishing or self._dispatcher.is_waiting_for_devices())
-
     def _start_workers(self) -> None:
         while (found := self._dispatcher.next_lease()) is not None:
-            self._start(*found)
-
-    def _start(self, state: MemberState, devices: tuple[Device, ...]) -> None:
-        try:
-            worker = self._standbys.worker_for(state, devices)
-        except OSError as error:
-            self._pool.release(devices)
-            self._retry.fail(state, f"could not start a worker: {error}")
-            self._settle(state)
-            return
-        worker.leased_at = worker.heard_at = worker.stepped_at = self._clock()
-        worker.record.leased_after_seconds = round(self._elapsed(), 3)
-        state.worker_began(worker.record)
-        self._workers.append(worker)
-        log.info("%s has %s as process %s", worker.name, worker.record.devices, worker.record.process)
-        self._dispatcher.send_hint(worker)
-        worker.handle.send(Load())
+            state, devices = found
+            try:
+                worker = self._standbys.worker_for(state, devices)
+            except OSError as error:
+                self._pool.release(devices)
+                self._retry.fail(state, f"could not start a worker: {error}")
+                self._settle(state)
+                continue
+            worker.leased_at = worker.heard_at = worker.stepped_at = self._clock()
+            worker.record.leased_after_seconds = round(self._elapsed(), 3)
+            state.worker_began(worker.record)
+            self._workers.append(worker)
+            log.info("%s has %s as process %s", worker.name, worker.record.devices, worker.record.process)
+            self._dispatcher.send_hint(worker)
+            worker.handle.send(Load())
 
     def _receive(self, worker: RunningWorker) -> None:
         if not worker.handle.is_open:
@@ -168,9 +163,9 @@ class Scheduler:
             worker.exit_by = self._clock() + EXIT_SECONDS
 
     def _handle(self, worker: RunningWorker, event: Event) -> None:
-        state, record = worker.state, worker.record
+        state, chunk = worker.state, worker.chunk
         if isinstance(event, Progress | Computed | ChunkFailed) and (
-            worker.chunk is None or worker.chunk.index != event.chunk
+            chunk is None or chunk.index != event.chunk
         ):
             raise ProtocolError(f"it spoke of chunk {event.chunk}, which it was not given")
         if isinstance(event, Ready):
@@ -180,32 +175,28 @@ class Scheduler:
         elif isinstance(event, Progress):
             state.advance(event)
         elif isinstance(event, Computed):
-            assert worker.chunk is not None
-            worker.writing[event.chunk], worker.chunk = worker.chunk, None
+            assert chunk is not None
+            worker.writing[event.chunk], worker.chunk = chunk, None
             # Under a time limit what fits is told by the time of the first chunk, which ChunkDone brings.
             if self._deadline is None or state.seconds_per_cost is not None:
                 self._dispatch(worker)
         elif isinstance(event, ChunkDone):
             if event.chunk not in worker.writing:
                 raise ProtocolError(f"it wrote chunk {event.chunk}, which it had not computed")
-            chunk = worker.writing[event.chunk]
-            record.counters += event.counters
-            state.complete(chunk, event)
-            worker.drop(chunk)
+            worker.record.counters += event.counters
+            state.complete(worker.writing[event.chunk], event)
+            worker.drop(worker.writing[event.chunk])
             log.info("%s chunk %d done: %s", worker.name, event.chunk, event)
             if event.bad_rows:
-                reasons = dict(zip(event.bad_rows, event.bad_row_reasons, strict=True))
-                self._retry.bad_rows(state, record.replica, reasons)
+                self._retry.bad_rows(worker, dict(zip(event.bad_rows, event.bad_row_reasons, strict=True)))
             self._settle(state)
             if worker.chunk is None and not worker.is_stopping:
                 self._dispatch(worker)
             worker.expect_exit(self._clock() + EXIT_SECONDS)
         elif isinstance(event, ChunkFailed):
-            assert worker.chunk is not None
-            chunk = worker.chunk
-            worker.drop(chunk)
+            assert chunk is not None
             fault = Fault("error", f"{event.error_type}: {event.message}", event.traceback)
-            self._retry.chunk_failed(state, record.replica, chunk, fault)
+            self._retry.chunk_failed(worker, chunk, fault)
             self._settle(state)
             self._dispatch(worker)
 
@@ -232,19 +223,17 @@ class Scheduler:
             self._end(worker)
         elif worker.exit_by is None and worker.hang_text(now, self._rules.hang_timeout):
             self._receive(worker)  # what it said while this process was busy, as with a large table, counts
-            now = self._clock()
-            text = worker.hang_text(now, self._rules.hang_timeout)
+            text = worker.hang_text(self._clock(), self._rules.hang_timeout)
             if text and worker.exit_by is None:
                 worker.fault = Fault("hang", text)
                 worker.handle.abort()
-                worker.exit_by = now + ABORT_SECONDS
+                worker.exit_by = self._clock() + ABORT_SECONDS
 
     def _end(self, worker: RunningWorker) -> None:
         """The worker has ended, or had its time: give its devices back, and see to what it leaves undone."""
         self._workers.remove(worker)
         ended, record, state = worker.handle.close(), worker.record, worker.state
-        life_seconds = round(self._elapsed() - record.leased_after_seconds, 3)
-        state.worker_ended(record, ended.code, life_seconds)
+        state.worker_ended(record, ended.code, round(self._elapsed() - record.leased_after_seconds, 3))
         self.gaps.end(worker.name, self._clock())
         self._pool.release(worker.devices, is_suspect=not worker.is_ready and state.failure is None)
         log.info("%s ended with exit code %d", worker.name, ended.code)
@@ -280,9 +269,9 @@ class Scheduler:
         for future in [one for one in self._finishing if one.done()]:
             state = self._finishing.pop(future)
             try:
-                if not future.cancelled():  # else the run is over; its parts stay for the next one
+                if not future.cancelled():  # else the run is over; its shards stay for the next one
                     future.result()
-            except MergeError as error:  # its parts were harmed meanwhile: the others continue
+            except MergeError as error:  # its shards were harmed meanwhile: the others continue
                 self._retry.fail(state, str(error))
 
     def _end_all(self) -> None:

@@ -55,16 +55,14 @@ class Standbys:
             if available is not None and available < (2 + growing) * PROCESS_BYTES:
                 return
             left = 0 if available is None else available - (1 + growing) * PROCESS_BYTES
-            index = len(self.devices_for(state))
             try:
                 worker = self._start(state, devices, int(left * _PRELOAD_SHARE))
             except OSError as error:
                 self._failed.add(state.plan.name)
                 log.info("no worker of %s can stand by: %s", state.plan.name, error)
                 continue
-            if index < len(state.pending):
-                chunk = state.pending[index]
-                worker.handle.send(Prepare(chunk.start, chunk.stop))
+            if (index := len(self.devices_for(state))) < len(state.pending):
+                worker.handle.send(Prepare(state.pending[index].start, state.pending[index].stop))
             self._workers.append(worker)
             log.info("%s stands by for %s", worker.name, [device.uuid for device in devices])
 
@@ -108,18 +106,10 @@ class Standbys:
             # Not for the CPU: all of its cores compute, so that nothing is gained there.
             if not count or not state.pending or state.plan.name in self._failed:
                 continue
-            coming_free = dict.fromkeys(
-                device
-                for worker in by_end
-                if worker.state is not state
-                for device in worker.devices
-                if device.uuid in allowed and device not in taken
-            )
-            able = list(coming_free)
-            for _ in range(self._missing(state)):
-                devices, able = able[:count], able[count:]
-                if len(devices) < count:
-                    break
+            others = [device for worker in by_end if worker.state is not state for device in worker.devices]
+            able = [one for one in dict.fromkeys(others) if one.uuid in allowed and one not in taken]
+            for start in range(0, min(self._missing(state), len(able) // count) * count, count):
+                devices = able[start : start + count]
                 taken.update(devices)
                 # In the order of a lease: max_memory and device_map number a member's GPUs.
                 yield state, tuple(sorted(devices, key=lambda device: allowed.index(device.uuid)))
@@ -133,15 +123,10 @@ class Standbys:
         replica = next(state.replica_numbers)
         start = self._run.worker_start(state.plan, replica, devices, preload_bytes)
         handle = self._launcher.start(start)
+        uuids = tuple(device.uuid for device in devices) or ("cpu",)
         began = round(self._elapsed(), 3)
         record = WorkerRecord(
-            member=state.plan.name,
-            replica=replica,
-            devices=tuple(device.uuid for device in devices) or ("cpu",),
-            process=handle.process,
-            log_path=shown_path(start.log),
-            started_after_seconds=began,
-            leased_after_seconds=began,
+            state.plan.name, replica, uuids, handle.process, shown_path(start.log), began, began
         )
         log.info("%s-%d started as process %s", state.plan.name, replica, handle.process)
         return RunningWorker(state, handle, record, devices)

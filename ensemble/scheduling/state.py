@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 from ensemble.common.gpus import Device
-from ensemble.common.protocol import ChunkDone, Closed, Counters, Progress, Ready, Started
-from ensemble.planning.chunks import Chunk, cut_at
+from ensemble.common.protocol import ChunkDone, Closed, Counters, Progress, Ready
+from ensemble.planning.chunks import Chunk
 from ensemble.planning.forecast import Speed
 from ensemble.planning.plan import MemberPlan
 from ensemble.scheduling.launchers.base import WorkerStart
@@ -35,7 +35,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class FaultRecord:
-    """Something that went wrong, and what was done about it; ``rows`` are places in the member's order, or None."""
+    """Something that went wrong, and what was done about it; ``rows`` are places in its order, or None."""
 
     member: str
     replica: int
@@ -71,81 +71,56 @@ class WorkerRecord:
     closed: Closed | None = None
     versions: dict[str, str] = field(default_factory=dict)
 
-    def note(self, event: Any) -> None:
-        """Keep what a worker says of itself."""
-        if isinstance(event, Started):
-            self.start_seconds, self.versions = event.start_seconds, event.versions
-        elif isinstance(event, Ready):
-            self.ready, self.load_seconds = event, event.load_seconds
-        elif isinstance(event, Closed):
-            self.closed = event
 
-
-@dataclass
 class MemberState:
-    """A member while the run goes on.  Nothing outside of this class writes its fields.
+    """A member while the run goes on.  Nothing outside of this class writes its attributes.
 
-    ``pending`` are chunks that nobody computes, ``in_hand`` those that workers have, by chunk number, and
-    ``progress`` how far they are with them.  ``chunk_numbers`` are indices for new chunks, ``replica_numbers`` for
-    new workers.  ``reused_rows`` and ``reused_cost`` were done by earlier runs.  Of chunks that the end of the time
-    cut short, ``cut_short_cost`` was computed in ``cut_short_seconds``; where not one batch was, all of it takes
-    ``min_seconds_per_cost``.  ``bad_rows`` could not be computed: table row to reason.  ``max_replicas`` goes down
-    when the host runs out of memory.  Times are readings of ``clock``, in seconds.
+    Args:
+        plan: with the chunks that are left to do.
+        bad_rows: known from an earlier run: row of the table to reason.
+        clock: of all times here, in seconds.
     """
 
-    plan: MemberPlan
-    pending: deque[Chunk]
-    max_replicas: int
-    chunk_numbers: Iterator[int]
-    clock: Callable[[], float] = time.monotonic
-    replica_numbers: Iterator[int] = field(default_factory=count)
-    reused_rows: int = 0
-    reused_cost: float = 0.0
-    in_hand: dict[int, Chunk] = field(default_factory=dict)
-    progress: dict[int, Progress] = field(default_factory=dict)
-    bad_rows: dict[int, str] = field(default_factory=dict)
-    faults: list[FaultRecord] = field(default_factory=list)
-    workers: list[WorkerRecord] = field(default_factory=list)
-    done_cost: float = 0.0  # by this run
-    slowest_seconds_per_cost: float = 0.0
-    cut_short_seconds: float = 0.0
-    cut_short_cost: float = 0.0
-    min_seconds_per_cost: float = 0.0
-    failure: Failure | None = None
-    predicting_since: float | None = None
-    paused_at: float | None = None  # since when no worker of it runs, though there is work
-    finished_at: float | None = None
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         plan: MemberPlan,
         bad_rows: Mapping[int, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
-    ) -> MemberState:
-        """A member whose plan holds the chunks that are left to do; ``bad_rows`` are known from an earlier run."""
-        left = sum(chunk.stop - chunk.start for chunk in plan.chunks)
+    ) -> None:
         cost = sum(chunk.cost for chunk in plan.chunks)
-        return cls(
-            plan,
-            deque(plan.chunks),
-            min(plan.replicas, max(1, len(plan.chunks))),
-            count(1 + max((chunk.index for chunk in plan.chunks), default=0)),
-            clock,
-            reused_rows=len(plan.order) - left,
-            reused_cost=max(0.0, 1.0 - cost) if plan.chunks else 1.0,
-            bad_rows=dict(bad_rows or {}),
-        )
+        self.plan = plan
+        self.clock = clock
+        self.pending = deque(plan.chunks)  # that nobody computes
+        self.in_hand: dict[int, Chunk] = {}  # that workers have, by chunk number
+        self.progress: dict[int, Progress] = {}  # how far they are with them
+        self.chunk_numbers = count(1 + max((chunk.index for chunk in plan.chunks), default=0))
+        self.replica_numbers = count()
+        self.max_replicas = min(plan.replicas, max(1, len(plan.chunks)))
+        # What earlier runs did, and this one, in shares of all the work.
+        self.reused_rows = len(plan.order) - sum(chunk.rows for chunk in plan.chunks)
+        self.reused_cost = max(0.0, 1.0 - cost) if plan.chunks else 1.0
+        self.done_cost = 0.0
+        self.slowest_seconds_per_cost = 0.0
+        # Of chunks that the end of the time cut short; where not one batch was computed, all of it takes at least
+        # ``min_seconds_per_cost``.
+        self.cut_short_cost = self.cut_short_seconds = self.min_seconds_per_cost = 0.0
+        self.bad_rows = dict(bad_rows or {})
+        self.faults: list[FaultRecord] = []
+        self.workers: list[WorkerRecord] = []
+        self.failure: Failure | None = None
+        self.predicting_since: float | None = None
+        self.paused_at: float | None = None  # since when no worker of it runs, though there is work
+        self.finished_at: float | None = None
 
     # What happens to a member.
 
     def take(self, chunk: Chunk, start: int | None = None) -> Chunk:
         """A worker gets a pending chunk, or its rows from ``start`` on; time without workers is no computing."""
-        place = self.pending.index(chunk)
-        del self.pending[place]
+        position = self.pending.index(chunk)
+        del self.pending[position]
         if start is not None and start > chunk.start:
-            rest, chunk = cut_at(chunk, start, self.chunk_numbers)
-            self.pending.insert(place, rest)
+            rest, chunk = chunk.split(self.chunk_numbers, start)
+            self.pending.insert(position, rest)
         self.in_hand[chunk.index] = chunk
         now = self.clock()
         if self.predicting_since is None:
@@ -178,11 +153,11 @@ class MemberState:
         self.done_cost += 0.0 if chunk is None else chunk.cost
 
     def cut_short(self, chunk: Chunk, seconds: float) -> None:
-        """The time was over ``seconds`` after this chunk was handed out: what that tells the next run."""
+        """The time was over ``seconds`` after this chunk was dispatched: what that tells the next run."""
         progress = self.progress.get(chunk.index)
         if progress is not None and progress.rows:
             self.cut_short_seconds += seconds
-            self.cut_short_cost += chunk.cost * progress.rows / (chunk.stop - chunk.start)
+            self.cut_short_cost += chunk.cost * progress.rows / chunk.rows
         elif chunk.cost:
             # As if half of it had been done: the next run then takes less, and less again until something fits.
             self.min_seconds_per_cost = max(self.min_seconds_per_cost, 2 * seconds / chunk.cost)
@@ -201,7 +176,7 @@ class MemberState:
             self.paused_at = self.clock()
 
     def limit_replicas(self) -> None:
-        """From now on no more of them than run now."""
+        """From now on no more of them than run now, as where the host ran out of memory."""
         self.max_replicas = max(1, self.running)
 
     def note_fault(self, record: FaultRecord) -> None:
@@ -226,6 +201,11 @@ class MemberState:
         return sum(record.exit_code is None for record in self.workers)
 
     @property
+    def is_loaded(self) -> bool:
+        """Whether a worker of it computes, or could."""
+        return any(record.ready is not None and record.exit_code is None for record in self.workers)
+
+    @property
     def counters(self) -> Counters:
         """Of all its workers in this run, chunks in hand left out."""
         return sum((record.counters for record in self.workers), Counters())
@@ -234,12 +214,6 @@ class MemberState:
     def rows_done(self) -> int:
         in_hand = sum(progress.rows for progress in self.progress.values())
         return self.reused_rows + self.counters.rows + in_hand
-
-    @property
-    def good_rows(self) -> int:
-        """Rows that this run or an earlier one has computed, those in hand left out."""
-        counters = self.counters
-        return self.reused_rows + counters.rows - counters.bad_rows
 
     @property
     def tokens_done(self) -> int:
@@ -256,7 +230,7 @@ class MemberState:
         done = self.done_cost
         for index, progress in self.progress.items():
             chunk = self.in_hand[index]
-            done += chunk.cost * progress.rows / (chunk.stop - chunk.start)
+            done += chunk.cost * progress.rows / chunk.rows
         return done
 
     @property
@@ -285,9 +259,10 @@ class MemberState:
     @property
     def predicting_seconds(self) -> float:
         """For how long it has been computing, at least a moment."""
-        ends = (self.finished_at, self.paused_at)
-        until = next((end for end in ends if end is not None), self.clock())
-        return max(until - (until if self.predicting_since is None else self.predicting_since), 1e-9)
+        if self.predicting_since is None:
+            return 1e-9
+        until = next((at for at in (self.finished_at, self.paused_at) if at is not None), self.clock())
+        return max(until - self.predicting_since, 1e-9)
 
     @property
     def seconds_left(self) -> float:
@@ -298,14 +273,9 @@ class MemberState:
     @property
     def startup_seconds(self) -> float:
         """What a fresh worker of this member takes until it computes; 0 while none has got there."""
-        return max(
-            (
-                one.start_seconds + one.load_seconds
-                for one in self.workers
-                if one.start_seconds is not None and one.load_seconds is not None
-            ),
-            default=0.0,
-        )
+        # Every worker starts before it loads.
+        loaded = [one for one in self.workers if one.load_seconds is not None]
+        return max(((one.start_seconds or 0.0) + (one.load_seconds or 0.0) for one in loaded), default=0.0)
 
     @property
     def phase(self) -> Phase:

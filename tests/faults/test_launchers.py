@@ -16,9 +16,9 @@ from tests.faults.inject import Fault, Injected
 from tests.project import Project, python_path
 
 ENTRY_POINTS = """[ensemble.launchers]
-agent = tests.launch.agent:AgentLauncher
-broken = tests.launch.nowhere:Launcher
-function = tests.launch.agent:main
+agent = tests.scheduling.agent:AgentLauncher
+broken = tests.scheduling.nowhere:Launcher
+function = tests.scheduling.agent:main
 """
 
 
@@ -116,7 +116,7 @@ WRONG = [
     ("3", "must be the name of a launcher or a mapping of one such name to its settings, not 3"),
     (
         "broken",
-        "launcher broken: the entry point broken = tests.launch.nowhere:Launcher of the package somebodys",
+        "launcher broken: the entry point broken = tests.scheduling.nowhere:Launcher of the package somebodys",
     ),
     ("function", "is no subclass of ensemble.scheduling.launchers.base.Launcher; fix that package"),
 ]

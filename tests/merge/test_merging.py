@@ -43,7 +43,7 @@ def merge(config: Path) -> Results:
     rundir = RunDir(prepared.config.output_dir)
     works = find_works(prepared, rundir, lambda text: None)
     handover = Handover(prepared, rundir, works)
-    handover.merge([MemberState.of(member) for member in prepared.plan.members])
+    handover.merge([MemberState(member) for member in prepared.plan.members])
     return handover.results
 
 

@@ -19,7 +19,7 @@ from tests.planning.test_plan import config, facts
 
 def member(rows: int = 1000) -> MemberState:
     (plan,) = make_plan(config({}), {"m0": facts(np.full(rows, 100, dtype=np.int64))}, []).members
-    return MemberState.of(plan)
+    return MemberState(plan)
 
 
 def test_plain_lines_come_with_each_phase_and_every_few_seconds() -> None:

@@ -23,7 +23,7 @@ _VERDICTS = {
 def view(prepared: Prepared) -> Iterator[str | Table]:
     """The table and the devices; what one replica of each member takes, with a full batch of the longest rows, of
     each of its devices; where it runs and why, its chunks and its time; then the whole run."""
-    plan, gpus, host = prepared.plan, prepared.outlook.gpus, prepared.outlook.host
+    plan, gpus, host = prepared.plan, prepared.plan.gpus, prepared.plan.host
     yield f"{shown_path(prepared.config.data.path)}: {plural(prepared.table.rows, 'row')}"
     yield prepared.inventory.note
     for number, gpu in enumerate(gpus):
@@ -99,7 +99,7 @@ def _where(prepared: Prepared, member: MemberPlan) -> str:
     replicas = plural(member.replicas, "replica")
     if not member.gpus:
         return "on the CPU" if member.replicas == 1 else f"{replicas} on the CPU"
-    numbers = {gpu.uuid: str(number) for number, gpu in enumerate(prepared.outlook.gpus)}
+    numbers = {gpu.uuid: str(number) for number, gpu in enumerate(prepared.plan.gpus)}
     there = [numbers[uuid] for uuid in member.placement.devices]
     where = f"GPU {there[0]}" if len(there) == 1 else f"GPUs {', '.join(there)}"
     if member.gpus > 1 and len(there) == member.gpus:

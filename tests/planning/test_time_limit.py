@@ -11,22 +11,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ensemble.planning.chunks import Chunk, common_lengths, cut_at, cut_chunks, halves, what_is_left
+from ensemble.planning.chunks import Chunk, common_lengths, cut_chunks, what_is_left
+from ensemble.planning.plan import make_plan, without_done
 from ensemble.planning.time_limit import (
-    ENDING_SECONDS,
+    MIN_ROWS,
     RESERVE_MAX_SHARE,
-    RESERVE_MIN_SECONDS,
     SAFETY,
-    SMALLEST_ROWS,
+    SHUTDOWN_SECONDS,
     Share,
     calibrated,
-    chunk_fits,
     fitting_start,
     goals,
-    handout_order,
     reachable_fraction,
     reserve_seconds,
 )
+from tests.planning.test_plan import config, facts
 from tests.sampling import tries
 
 SHARE = st.builds(
@@ -79,7 +78,7 @@ def test_the_reach_by_hand() -> None:
     assert reachable_fraction(ahead, 1, 200) == pytest.approx(0.2 + 180 / 400)
     # c is there already: neither its work nor its start counts.
     assert reachable_fraction([*ahead, share("c", 0.9, 1e9, 1e9)], 1, 200) == pytest.approx(0.65)
-    # Three GPUs start for 10 s each; the CPU is one place.
+    # Three GPUs start for 10 s each; the CPU is one device.
     assert reachable_fraction([share("a", 0, 100, 10, gpus=3)], 1, 80) == pytest.approx(0.5)
     assert reachable_fraction([share("a", 0, 100, 10, gpus=0)], 1, 60) == pytest.approx(0.5)
     assert reachable_fraction([share("a", 0.3, 100, 10)], 1, 9) == 0.3, "no time to start"
@@ -95,19 +94,19 @@ def test_a_member_of_unknown_speed_counts_as_the_slowest() -> None:
 
 @tries(60)
 @given(SHARES, st.integers(1, 8), SECONDS, SECONDS)
-def test_more_time_reaches_no_less(shares: list[Share], places: int, first: float, second: float) -> None:
+def test_more_time_reaches_no_less(shares: list[Share], devices: int, first: float, second: float) -> None:
     shorter, longer = sorted([first, second])
-    reached = reachable_fraction(shares, places, shorter)
-    assert 0 <= reached <= reachable_fraction(shares, places, longer) <= 1
+    reached = reachable_fraction(shares, devices, shorter)
+    assert 0 <= reached <= reachable_fraction(shares, devices, longer) <= 1
 
 
 @tries(60)
 @given(SHARES, st.integers(1, 8), SECONDS)
 def test_the_reach_takes_the_time_there_is_and_no_more(
-    shares: list[Share], places: int, seconds: float
+    shares: list[Share], devices: int, seconds: float
 ) -> None:
-    budget = places * max(seconds, 0)
-    reached = reachable_fraction(shares, places, seconds)
+    budget = devices * max(seconds, 0)
+    reached = reachable_fraction(shares, devices, seconds)
     slack = 1e-9 * (1 + budget + demand(shares, 1))
     assert demand(shares, reached) <= budget + slack
     if reached < 1 - 1e-6:
@@ -116,12 +115,12 @@ def test_the_reach_takes_the_time_there_is_and_no_more(
 
 @tries(60)
 @given(WHOLE_SHARES, st.integers(1, 8), st.integers(0, 10_000))
-def test_goals_leave_nobody_idle_who_could_go_on(shares: list[Share], places: int, seconds: int) -> None:
-    wanted = goals(shares, places, seconds)
+def test_goals_leave_nobody_idle_who_could_go_on(shares: list[Share], devices: int, seconds: int) -> None:
+    wanted = goals(shares, devices, seconds)
     assert wanted.keys() == {one.name for one in shares}
     assert all(wanted[one.name] >= one.fraction_done for one in shares)
     for one in shares:
-        alone = reachable_fraction([one], places, seconds)
+        alone = reachable_fraction([one], devices, seconds)
         if one.startup_seconds < seconds and one.fraction_done < alone:
             assert any(wanted[other.name] > other.fraction_done for other in shares)
             break
@@ -153,38 +152,44 @@ def test_calibration_by_hand() -> None:
     assert calibrated({"a": 0.0, "b": 3.0}, {"a": 2.0}) == {"a": 2.0, "b": 3.0}
 
 
+def fits(cost: float, per_cost: float | None, ratio: float, seconds: float) -> bool:
+    """Whether the whole of a chunk that is too small to be cut can be done."""
+    return fitting_start(Chunk(0, 0, MIN_ROWS, cost), per_cost, ratio, seconds) == 0
+
+
 @pytest.mark.fault(26)
 def test_a_chunk_fits_with_some_time_to_spare() -> None:
-    assert chunk_fits(0.5, 200, 1.0, 100 * SAFETY)
-    assert not chunk_fits(0.5, 200, 1.0, 100 * SAFETY - 0.1)
-    assert not chunk_fits(0.5, 200, 1.5, 149 * SAFETY)
-    assert chunk_fits(0.5, 200, 0.5, 100 * SAFETY), "one that was quicker promises nothing"
-    assert not chunk_fits(0.5, 200, 0.5, 99 * SAFETY)
-    assert chunk_fits(0.5, None, 1.0, 0.1)
-    assert not chunk_fits(0.0, None, 1.0, 0.0)
+    assert fits(0.5, 200, 1.0, 100 * SAFETY)
+    assert not fits(0.5, 200, 1.0, 100 * SAFETY - 0.1)
+    assert not fits(0.5, 200, 1.5, 149 * SAFETY)
+    assert fits(0.5, 200, 0.5, 100 * SAFETY), "one that was quicker promises nothing"
+    assert not fits(0.5, 200, 0.5, 99 * SAFETY)
+    assert fits(0.5, None, 1.0, 0.1)
+    assert not fits(0.0, None, 1.0, 0.0)
 
 
 @tries(60)
 @given(st.integers(0, 100), st.integers(1, 5000), st.floats(0, 2), st.floats(0, 1e4))
 @pytest.mark.fault(26)
-def test_the_part_that_fits(start: int, rows: int, cost: float, seconds: float) -> None:
+def test_the_rows_that_fit(start: int, rows: int, cost: float, seconds: float) -> None:
     chunk = Chunk(3, start, start + rows, cost)
     found = fitting_start(chunk, 1000.0, 1.2, seconds)
     sizes = [rows]
-    while sizes[-1] // 2 >= SMALLEST_ROWS:
+    while sizes[-1] // 2 >= MIN_ROWS:
         sizes.append(sizes[-1] // 2)
-    fits = [chunk_fits(cost * size / rows, 1000.0, 1.2, seconds) for size in sizes]
+    whole = 1000.0 * cost * 1.2 * SAFETY
+    within = [size for size in sizes if 0 < seconds >= whole * size / rows]
     if found is None:
-        assert not any(fits)
+        assert not within
         return
-    assert chunk.stop - found == sizes[fits.index(True)]
+    assert chunk.stop - found == within[0]
     if found > start:
-        front, back = cut_at(chunk, found, count(7))
+        front, back = chunk.split(count(7), found)
         assert (front.start, front.stop, back.start, back.stop) == (start, found, found, chunk.stop)
-        assert chunk_fits(back.cost, 1000.0, 1.2, seconds + 1e-9)
+        assert fits(back.cost, 1000.0, 1.2, seconds + 1e-6)
 
 
-def test_the_part_that_fits_by_hand() -> None:
+def test_the_rows_that_fit_by_hand() -> None:
     chunk = Chunk(0, 1000, 1100, 1.0)
     assert fitting_start(chunk, 100.0, 1.0, 125.0) == 1000
     assert fitting_start(chunk, 100.0, 1.0, 124.0) == 1050
@@ -198,36 +203,37 @@ def test_the_part_that_fits_by_hand() -> None:
 def test_the_reserve_is_within_its_bounds(first: float, members: int, limit: float) -> None:
     kept = reserve_seconds(first, members, limit)
     assert kept <= RESERVE_MAX_SHARE * limit
-    assert kept >= min(RESERVE_MIN_SECONDS, RESERVE_MAX_SHARE * limit)
+    assert kept >= min(SHUTDOWN_SECONDS, RESERVE_MAX_SHARE * limit)
     assert kept <= reserve_seconds(first, members + 1, limit)
 
 
 def test_the_reserve_grows_with_the_first_submission() -> None:
-    assert reserve_seconds(0.0, 3, 3600) == RESERVE_MIN_SECONDS
-    once, twice = (reserve_seconds(first, 5, 36_000) - ENDING_SECONDS for first in (1.0, 2.0))
+    assert reserve_seconds(0.0, 3, 3600) == SHUTDOWN_SECONDS
+    once, twice = (reserve_seconds(first, 5, 36_000) - SHUTDOWN_SECONDS for first in (1.0, 2.0))
     assert twice == pytest.approx(2 * once)
     assert reserve_seconds(2.0, 5, 36_000) > 2.0 * (1 + 5), "each member is written once as well"
 
 
-def test_chunks_are_handed_out_from_the_longest_then_from_the_shortest() -> None:
-    _, chunks = cut_chunks(np.arange(100, 5100, dtype=np.int64))
-    order = handout_order(chunks)
-    assert order == [0, *range(len(chunks) - 1, 0, -1)]
-    rows = [chunks[place].stop - chunks[place].start for place in order]
+def test_chunks_are_dispatched_from_the_longest_then_from_the_shortest() -> None:
+    lengths = np.arange(100, 5100, dtype=np.int64)
+    (member,) = make_plan(config({}), {"m0": facts(lengths)}, []).members
+    nothing, everything = np.zeros(5000, dtype=np.bool_), np.ones(5000, dtype=np.bool_)
+    chunks = without_done(member, nothing, is_timed=True).chunks
+    assert [one.index for one in chunks] == [0, *range(len(chunks) - 1, 0, -1)]
+    rows = [one.rows for one in chunks]
     half = len(rows) // 2
     assert sum(rows[:half]) > 0.6 * sum(rows), "half of the work, and more than half of the rows"
-    assert handout_order([]) == []
-    assert handout_order(chunks[:1]) == [0]
-    assert handout_order([chunks[2], chunks[0], chunks[1]]) == [1, 0, 2], (
-        "by their places, whatever the order"
-    )
+    assert without_done(member, everything, is_timed=True).chunks == ()
+    longest = np.isin(np.arange(5000), member.order[: member.chunks[0].stop])
+    assert len(without_done(member, ~longest, is_timed=True).chunks) == 1
+    assert without_done(member, nothing, is_timed=False).chunks == member.chunks
 
 
 def test_one_cut_for_members_that_read_different_texts() -> None:
     generator = np.random.default_rng(0)
     title, body = (generator.lognormal(5, 1.5, 4000).astype(np.int64) for _ in range(2))
     lengths = {"a": title, "b": body, "c": title, "d": title.copy()}
-    common = common_lengths(lengths)
+    common = common_lengths(lengths.values())
     np.testing.assert_array_equal(common, title + body)
     cuts = {name: cut_chunks(own, common) for name, own in lengths.items()}
     for order, chunks in cuts.values():
@@ -243,7 +249,7 @@ def test_one_cut_for_members_that_read_different_texts() -> None:
 
 def test_a_common_cut_of_one_text_is_the_usual_one() -> None:
     lengths = np.random.default_rng(1).lognormal(5, 1.5, 3000).astype(np.int64)
-    common = common_lengths({"a": lengths, "b": lengths.copy()})
+    common = common_lengths([lengths, lengths.copy()])
     order, chunks = cut_chunks(lengths, common)
     usual_order, usual_chunks = cut_chunks(lengths)
     np.testing.assert_array_equal(order, usual_order)
@@ -289,15 +295,10 @@ def test_rows_that_are_done_here_and_there_leave_no_crumbs() -> None:
 
 @tries(60)
 @given(st.integers(0, 100), st.integers(2, 5000), st.floats(0, 1))
-def test_halves_hold_the_whole(start: int, rows: int, cost: float) -> None:
+def test_the_splits_of_a_chunk_hold_the_whole(start: int, rows: int, cost: float) -> None:
     chunk = Chunk(0, start, start + rows, cost)
-    front, back = halves(chunk, count(5))
+    front, back = chunk.split(count(5))
     assert (front.index, back.index) == (5, 6)
     assert (front.start, front.stop, back.stop) == (start, back.start, chunk.stop)
-    assert 0 <= (back.stop - back.start) - (front.stop - front.start) <= 1
+    assert 0 <= back.rows - front.rows <= 1
     assert front.cost + back.cost == pytest.approx(cost)
-
-
-def test_a_single_row_has_no_halves() -> None:
-    with pytest.raises(ValueError, match="rows 3 to 4 cannot be cut at 3"):
-        halves(Chunk(0, 3, 4, 1.0), count())

@@ -53,7 +53,7 @@ class AgentLauncher(Launcher):
         mine, theirs = socket.socketpair()
         with theirs:
             self._agent = subprocess.Popen(
-                [*python_command("tests.launch.agent"), str(theirs.fileno()), self._folder],
+                [*python_command("tests.scheduling.agent"), str(theirs.fileno()), self._folder],
                 env={**os.environ, **python_environment()},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
