@@ -32,8 +32,8 @@ from ensemble.planning.plan import MemberPlan, Plan, make_plan
 from ensemble.scheduling.deadline import Deadline
 from ensemble.scheduling.device_pool import DevicePool
 from ensemble.scheduling.launchers.base import Exit, Handle, Launcher, WorkerStart
-from ensemble.scheduling.retry import OnBadRow
-from ensemble.scheduling.scheduler import MAX_TURN_SECONDS, Rules, Scheduler
+from ensemble.scheduling.retry import OnBadRow, Rules
+from ensemble.scheduling.scheduler import MAX_TURN_SECONDS, Scheduler
 from ensemble.scheduling.state import MemberState
 from tests.planning.test_plan import config, facts
 

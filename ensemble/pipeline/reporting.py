@@ -24,8 +24,7 @@ from ensemble.pipeline.run_report import (
     WorkerReport,
 )
 from ensemble.pipeline.validate import Prepared
-from ensemble.planning.forecast import total_seconds
-from ensemble.planning.time_limit import calibrated
+from ensemble.planning.forecast import calibrated, total_seconds
 from ensemble.scheduling.device_pool import DevicePool
 from ensemble.scheduling.state import Failure, Gap, MemberState, WorkerRecord
 

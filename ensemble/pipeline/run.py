@@ -29,11 +29,11 @@ from ensemble.pipeline.signals import Signals, heed_signals
 from ensemble.pipeline.validate import Prepared, prepare
 from ensemble.pipeline.wait_for_gpus import held_texts, wait_for_room
 from ensemble.planning.plan import MemberPlan, without_done
-from ensemble.planning.time_limit import reserve_seconds
-from ensemble.scheduling.deadline import Deadline, time_limit_text
+from ensemble.scheduling.deadline import Deadline, reserve_seconds, time_limit_text
 from ensemble.scheduling.device_pool import DevicePool
 from ensemble.scheduling.launchers.base import WorkerStart
-from ensemble.scheduling.scheduler import MAX_TURN_SECONDS, Rules, Scheduler
+from ensemble.scheduling.retry import Rules
+from ensemble.scheduling.scheduler import MAX_TURN_SECONDS, Scheduler
 from ensemble.scheduling.state import Failure, Gap, MemberState, Phase
 
 # How old what ``status`` shows of a running run may be; short enough for people, long enough for slow disks.

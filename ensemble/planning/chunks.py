@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -124,23 +124,19 @@ def what_is_left(
         numbers: indices that no chunk of the member has yet.
     """
     max_cost = max((chunk.cost for chunk in chunks), default=0.0)
-    joined: list[tuple[Chunk, int]] = []  # slices of the order, each with the rows and the cost left of it
-    may_join = False
+    joined: list[
+        tuple[Chunk, int]
+    ] = []  # slices of the order with their costs that are left, and with their rows
     for chunk in chunks:
-        rows = int((~is_done[order[chunk.start : chunk.stop]]).sum())
-        cost = chunk.cost * rows / chunk.rows
-        start = chunk.start
-        if rows == chunk.rows:
-            may_join = False
-            joined.append((chunk, rows))
-            continue
-        if may_join:
-            before, others = joined[-1]
-            if before.cost + cost <= max_cost and others + rows <= CHUNK_MAX_ROWS:
+        one, rows = chunk, int((~is_done[order[chunk.start : chunk.stop]]).sum())
+        if rows < chunk.rows:
+            one = replace(chunk, cost=chunk.cost * rows / chunk.rows)
+            last, others = joined[-1] if joined else (chunk, chunk.rows)
+            cost = last.cost + one.cost
+            if others < last.rows and cost <= max_cost and others + rows <= CHUNK_MAX_ROWS:
                 joined.pop()
-                start, rows, cost = before.start, others + rows, before.cost + cost
-        may_join = True
-        joined.append((Chunk(chunk.index, start, chunk.stop, cost), rows))
+                one, rows = replace(last, stop=chunk.stop, cost=cost), others + rows
+        joined.append((one, rows))
     order = order.copy()
     left: list[Chunk] = []
     for chunk, rows in joined:

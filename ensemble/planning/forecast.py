@@ -6,8 +6,10 @@ the model, which is good enough to weigh a second load against a shared table, a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import geometric_mean
 
 from ensemble.members.base import Capability, Footprint
 from ensemble.planning.chunks import BYTES_PER_TOKEN
@@ -70,6 +72,23 @@ def guessed_speed(needed: Footprint | None, capability: Capability | None) -> Sp
     )
 
 
+def calibrated(guessed: Mapping[str, float], measured: Mapping[str, float]) -> dict[str, float | None]:
+    """Speeds by member: measured ones as they are, guesses scaled by what the guesses of the measured were off.
+
+    The factor is the geometric mean of measured over guessed: guesses are wrong by factors, not by amounts.
+
+    Args:
+        guessed: for every member, in any unit that all share, such as seconds per work; 0 where there is no guess.
+        measured: in the same unit, for members that have computed something.
+
+    Returns:
+        for every name in ``guessed``; None where nothing is known.
+    """
+    off = [measured[name] / guess for name, guess in guessed.items() if guess and measured.get(name)]
+    factor = geometric_mean(off) if off else 1.0
+    return {name: measured.get(name) or guess * factor or None for name, guess in guessed.items()}
+
+
 @dataclass
 class _Running:
     """A member in the forecast: ``left`` seconds of one replica's computing, replicas by when they are ready."""
@@ -78,9 +97,6 @@ class _Running:
     left: float
     ready_at: list[float] = field(default_factory=list)
     devices: list[str] = field(default_factory=list)
-
-    def rate(self, now: float) -> int:
-        return sum(ready <= now for ready in self.ready_at)
 
 
 def total_seconds(jobs: Sequence[Job], capacity: Mapping[str, int]) -> float:
@@ -127,12 +143,13 @@ def total_seconds(jobs: Sequence[Job], capacity: Mapping[str, int]) -> float:
                 pass
         if not running:  # what is left fits nowhere; the plan has said so
             return now
-        ends = {id(one): now + one.left / one.rate(now) for one in running if one.rate(now)}
-        later = min([*ends.values(), *(ready for one in running for ready in one.ready_at if ready > now)])
-        for one in list(running):
-            one.left -= (later - now) * one.rate(now)
+        rates = [sum(ready <= now for ready in one.ready_at) for one in running]
+        ends = [now + one.left / rate if rate else math.inf for one, rate in zip(running, rates, strict=True)]
+        later = min([*ends, *(ready for one in running for ready in one.ready_at if ready > now)])
+        for one, rate, end in zip(list(running), rates, ends, strict=True):
+            one.left -= (later - now) * rate
             # By its time and not by what is left of it, which rounding may keep above 0 for ever.
-            if ends.get(id(one)) == later:
+            if end == later:
                 running.remove(one)
                 for uuid in one.devices:
                     free[uuid] += 1

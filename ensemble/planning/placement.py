@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 
@@ -50,7 +50,6 @@ class Fit:
 
     verdict: str
     token_budget: int
-    peak_bytes: int
     room_bytes: int
 
 
@@ -78,10 +77,25 @@ def place(
     if not facts.needs_worker:
         return Placement(0)
     request, memory = facts.request, facts.memory
-    asked, needed, capability = _asked_gpus(request, devices), None, _lowest_capability(devices)
-    problem = f"models[{index}].{problem}" if memory is not None and (problem := memory.problem()) else ""
-    problem = problem or _too_many_gpus(index, facts, asked, devices)
-    if not problem and memory is not None:
+    needed, capability = None, _lowest_capability(devices)
+    named = (*(request.max_memory or {}), *(request.device_map or {}).values())
+    numbers = [one for one in named if isinstance(one, int)]
+    asked = request.num_gpus
+    if asked is None:
+        asked = max(numbers) + 1 if numbers else min(1, len(devices))
+    key = "num_gpus" if request.num_gpus is not None else "max_memory" if request.max_memory else "device_map"
+    start = f"models[{index}].{key}: {facts.name} asks for {plural(asked, 'GPU')}, but"
+    problem = ""
+    if memory is not None and (found := memory.problem()):
+        problem = f"models[{index}].{found}"
+    elif asked > len(devices):
+        problem = (
+            f"{start} {plural(len(devices), 'GPU')} can be used here; lower it, make more visible "
+            "(CUDA_VISIBLE_DEVICES), or set num_gpus: 0 for the CPU"
+        )
+    elif asked > 1 and any(device.is_slice for device in devices):
+        problem = f"{start} CUDA gives a process one MIG slice at most; set num_gpus: 1, or switch MIG off"
+    elif memory is not None:
         needed = memory.footprint(asked, capability if asked else None)
     if needed is not None and request.max_memory is not None and request.offload_folder is None:
         allowed = sum(request.max_memory.values())
@@ -97,7 +111,18 @@ def place(
     if problem:
         placed = Placement(asked, footprint=needed, problems=(problem,))
     elif not asked:
-        placed = _on_cpu(index, facts, needed, host, decides_itself)
+        placed = Placement(0, footprint=needed)
+        if needed is not None and host is not None:
+            on_cpu = _fit(needed, host, 0, 1, _asked_tokens(request, needed), host.used_bytes)
+            placed = replace(placed, fits={"cpu": on_cpu})
+            size, advice = gib(needed.resident_bytes(0)), "quantize it, or set max_memory and offload_folder"
+            text = f"models[{index}] ({facts.name}): on the CPU it takes about {size} of memory, and "
+            if on_cpu.verdict == "never" and not decides_itself:
+                problem = f"{text}this machine has {gib(host.total_bytes)}; {advice}"
+                placed = replace(placed, problems=(problem,))
+            elif on_cpu.verdict == "held" and not decides_itself:
+                free = gib(host.total_bytes - host.used_bytes)
+                placed = replace(placed, warnings=(f"{text}{free} are free: it may be killed; {advice}",))
     elif needed is None or decides_itself:
         # Anywhere; but what others hold can be waited for.
         placed = Placement(
@@ -145,50 +170,9 @@ def chosen_devices(visible: Sequence[Device], wanted: Sequence[int | str] | None
     return tuple(chosen)
 
 
-def _asked_gpus(request: ResourceRequest, devices: Sequence[Device]) -> int:
-    if request.num_gpus is not None:
-        return request.num_gpus
-    named = (*(request.max_memory or {}), *(request.device_map or {}).values())
-    numbers = [one for one in named if isinstance(one, int)]
-    return max(numbers) + 1 if numbers else min(1, len(devices))
-
-
-def _too_many_gpus(index: int, facts: MemberFacts, asked: int, devices: Sequence[Device]) -> str:
-    request = facts.request
-    key = "num_gpus" if request.num_gpus is not None else "max_memory" if request.max_memory else "device_map"
-    start = f"models[{index}].{key}: {facts.name} asks for {plural(asked, 'GPU')}, but"
-    if asked > len(devices):
-        return (
-            f"{start} {plural(len(devices), 'GPU')} can be used here; lower it, make more visible "
-            "(CUDA_VISIBLE_DEVICES), or set num_gpus: 0 for the CPU"
-        )
-    if asked > 1 and any(device.is_slice for device in devices):
-        return f"{start} CUDA gives a process one MIG slice at most; set num_gpus: 1, or switch MIG off"
-    return ""
-
-
 def _lowest_capability(devices: Sequence[Device]) -> Capability | None:
     # One type of numbers for all replicas, so that a row's probabilities do not depend on where it ran.
     return min((device.compute_capability for device in devices if device.compute_capability), default=None)
-
-
-def _on_cpu(
-    index: int, facts: MemberFacts, needed: Footprint | None, host: Device | None, decides_itself: bool
-) -> Placement:
-    if needed is None or host is None:
-        return Placement(0, footprint=needed)
-    found = _fit(needed, host, 0, 1, _asked_tokens(facts.request, needed), host.used_bytes)
-    placed = Placement(0, footprint=needed, fits={"cpu": found})
-    if decides_itself or found.verdict not in ("never", "held"):
-        return placed
-    size = gib(needed.resident_bytes(0))
-    start = f"models[{index}] ({facts.name}): on the CPU it takes about {size} of memory"
-    advice = "quantize it, or set max_memory and offload_folder"
-    if found.verdict == "never":
-        text = f"{start}, and this machine has {gib(host.total_bytes)}; {advice}"
-        return replace(placed, problems=(text,))
-    free = gib(host.total_bytes - host.used_bytes)
-    return replace(placed, warnings=(f"{start}, and {free} are free: it may be killed; {advice}",))
 
 
 def _on_gpus(
@@ -228,8 +212,23 @@ def _on_gpus(
     if small := [one for one in devices if one.uuid not in usable | held]:
         names = ", ".join(f"{one.name} ({one.uuid})" for one in small)
         warnings.append(f"{facts.name} does not fit well on {names} and runs elsewhere")
-    if usable & are("tight"):
-        warnings.append(_tight_text(index, facts, needed, gpus, fits))
+    tight = [fits[uuid].room_bytes for uuid in fits if uuid in usable & are("tight")]
+    if tight and tokens is not None:
+        # Even so the run is not lost: batches that do not fit run again in halves.
+        key = "max_num_batched_tokens" if facts.request.batch_size is None else "batch_size"
+        warnings.append(
+            f"models[{index}].{key}: {tokens:,} tokens in rows of {needed.width:,} take about "
+            f"{gib(needed.peak_bytes(gpus, max(tokens, needed.width)))}, but only {gib(min(tight))} may be used; "
+            "lower or drop it"
+        )
+    elif tight:
+        room, lengths = min(tight) - needed.resident_bytes(gpus), range(needed.width - 64, 64, -64)
+        shorter = next((length for length in lengths if needed.activation.bytes(length, length) <= room), 0)
+        advice = f"max_length: {shorter} fits" if shorter else "quantize it, or give it more GPUs (num_gpus)"
+        warnings.append(
+            f"models[{index}] ({facts.name}): a row of {needed.width:,} tokens takes about "
+            f"{gib(needed.peak_bytes(gpus, needed.width))}, but only {gib(min(tight))} may be used; {advice}"
+        )
     reason = ""
     if gpus != asked:
         holds = any(needed.resident_bytes(asked) <= one.total_bytes for one in able)
@@ -254,59 +253,37 @@ def _asked_tokens(request: ResourceRequest, needed: Footprint) -> int | None:
     return request.max_num_batched_tokens
 
 
-def _tight_text(index: int, facts: MemberFacts, needed: Footprint, gpus: int, fits: Mapping[str, Fit]) -> str:
-    tight = min((one for one in fits.values() if one.verdict == "tight"), key=lambda one: one.room_bytes)
-    if (tokens := _asked_tokens(facts.request, needed)) is not None:
-        # Even so the run is not lost: batches that do not fit run again in halves.
-        key = "max_num_batched_tokens" if facts.request.batch_size is None else "batch_size"
-        return (
-            f"models[{index}].{key}: {tokens:,} tokens in rows of {needed.width:,} take about "
-            f"{gib(tight.peak_bytes)}, but only {gib(tight.room_bytes)} may be used; lower or drop it"
-        )
-    room = tight.room_bytes - needed.resident_bytes(gpus)
-    lengths = range(needed.width - 64, 64, -64)
-    shorter = next((length for length in lengths if needed.activation.bytes(length, length) <= room), 0)
-    advice = f"max_length: {shorter} fits" if shorter else "quantize it, or give it more GPUs (num_gpus)"
-    return (
-        f"models[{index}] ({facts.name}): a row of {needed.width:,} tokens takes about "
-        f"{gib(needed.peak_bytes(gpus, needed.width))}, but only {gib(tight.room_bytes)} may be used; {advice}"
-    )
-
-
 def _too_large_text(
     config: RunConfig, index: int, facts: MemberFacts, devices: Sequence[Device], needed: Footprint
 ) -> str:
-    sharing = config.max_workers_per_gpu
+    """With each key that would help, and what it would change; only what the rules allow for this member."""
+    assert facts.memory is not None
+    capability, sharing = devices[0].compute_capability, config.max_workers_per_gpu
     largest = max(device.total_bytes for device in devices)
-    share = (
-        f", which max_workers_per_gpu: {sharing} makes {gib(largest // sharing)} each" if sharing > 1 else ""
-    )
-    return (
-        f"models[{index}] ({facts.name}): its weights take {gib(needed.weights.bytes)} in "
-        f"{needed.quantization or needed.dtype}, and {gib(needed.context_bytes)} go to CUDA, but the largest GPU "
-        f"has {gib(largest)}{share}; "
-        f"{'; '.join(_what_helps(sharing, facts, devices, largest)) or 'use a smaller model'}"
-    )
-
-
-def _what_helps(sharing: int, facts: MemberFacts, devices: Sequence[Device], largest: int) -> Iterator[str]:
-    """Phrases, each a key and what it would change; only what the rules of the config allow for this member."""
-    capability = devices[0].compute_capability
-    if facts.memory is None or (plain := facts.memory.footprint(1, capability)) is None:
-        return
     share = largest // sharing
-    if sharing > 1 and plain.resident_bytes(1) < share * sharing:
-        yield "max_workers_per_gpu: 1 gives it a whole GPU"
+    plain = facts.memory.footprint(1, capability) or needed
+    helps, of_that = [], ""
+    if sharing > 1:
+        of_that = f", which max_workers_per_gpu: {sharing} makes {gib(share)} each"
+        if plain.resident_bytes(1) < share * sharing:
+            helps.append("max_workers_per_gpu: 1 gives it a whole GPU")
     for keys, less in facts.memory.smaller(capability):
         if less.resident_bytes(1) < share:
-            yield f"{keys} makes its weights {gib(less.weights.bytes)}"
+            helps.append(f"{keys} makes its weights {gib(less.weights.bytes)}")
     counts = range((facts.request.num_gpus or 1) + 1, _MAX_ADVISED_GPUS + 1)
     enough = next((count for count in counts if plain.resident_bytes(count) < share), None)
     if enough is not None and not any(device.is_slice for device in devices):
         there = "" if enough <= len(devices) else f" (this run has {len(devices)})"
-        yield f"num_gpus: {enough} of this size hold it{there}"
+        helps.append(f"num_gpus: {enough} of this size hold it{there}")
     if facts.request.may_offload:
-        yield "max_memory with a cpu entry, or offload_folder, keeps a part of it outside the GPU, slowly"
+        helps.append(
+            "max_memory with a cpu entry, or offload_folder, keeps a part of it outside the GPU, slowly"
+        )
+    return (
+        f"models[{index}] ({facts.name}): its weights take {gib(needed.weights.bytes)} in "
+        f"{needed.quantization or needed.dtype}, and {gib(needed.context_bytes)} go to CUDA, but the largest GPU "
+        f"has {gib(largest)}{of_that}; {'; '.join(helps) or 'use a smaller model'}"
+    )
 
 
 def _fit(
@@ -341,5 +318,4 @@ def _fit(
     else:
         verdict = "short" if has_room(total) else "tight"
     room = max(0, int(free - RESERVE_SHARE * total))
-    tokens = asked_tokens or needed.token_budget(gpus, room)
-    return Fit(verdict, tokens, needed.peak_bytes(gpus, max(tokens, needed.width)), room)
+    return Fit(verdict, asked_tokens or needed.token_budget(gpus, room), room)

@@ -2,9 +2,8 @@
 
 A driver gives memory back some time after a process has gone.  So a device that comes back is watched until its
 used memory is at the baseline again, which was taken before the first worker; only then is it leased anew.  A
-device that stays full past the time-out is set aside and taken again only where nothing else is left.
-
-Judges by the device's memory and not by process ids: in a container NVML shows the host's.
+device that stays full past the time-out is set aside and taken again only where nothing else is left.  What counts
+is the device's memory and not process ids: in a container NVML shows the host's.
 """
 
 from __future__ import annotations
@@ -60,7 +59,6 @@ class DevicePool:
         gpus: those that may be leased, in the inventory's order.
         workers_per_gpu: how many workers may be on a device at the same time.
         release_timeout_seconds: how long a device may take to come back to its baseline.
-        launcher: tells how much of their memory is used.
         say: takes a sentence for the user.
         clock: the run's, in seconds.
     """
@@ -133,12 +131,11 @@ class DevicePool:
     def release(self, devices: Sequence[Device], is_suspect: bool = False) -> None:
         """The worker on these devices has ended; a device is free once its memory says so.
 
-        Args:
-            is_suspect: it ended before it could compute.  The devices are then taken last: one can answer NVML
-                and fail at every start.
+        What a worker leaves on a device that others still use cannot be told from theirs: it counts as gone.
 
-        What a worker leaves on a device that others still use cannot be told from theirs: its place there is
-        free at once.
+        Args:
+            is_suspect: it ended before it could compute: the devices are then taken last, since one can answer
+                NVML and fail at every start.
         """
         (self._suspect.update if is_suspect else self._suspect.difference_update)(devices)
         for gpu in devices:

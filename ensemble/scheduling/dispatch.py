@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from ensemble.common.gpus import Device
 from ensemble.common.protocol import Prepare
@@ -10,36 +11,23 @@ from ensemble.planning.chunks import Chunk
 from ensemble.planning.forecast import worth_joining
 from ensemble.scheduling.deadline import Deadline
 from ensemble.scheduling.device_pool import DevicePool
-from ensemble.scheduling.running_worker import RunningWorker
 from ensemble.scheduling.standby import Standbys
-from ensemble.scheduling.state import MemberState
+from ensemble.scheduling.state import MemberState, RunningWorker
 
 
+@dataclass(frozen=True)
 class Dispatcher:
     """Gives devices to members, and chunks to workers: in order, longest rows first, to whoever comes free.
 
-    So replicas end within a chunk of each other.
-
-    Args:
-        members: in the order in which they start.
-        workers: those that run, as the scheduler goes on changing them.
-        standbys: the devices for which a member's workers stand by are the first choice.
-        deadline: says what still fits under a time limit; None: there is none.
+    So replicas end within a chunk of each other.  ``members`` are in the order in which they start, ``workers``
+    those that run, as the scheduler goes on changing them; ``deadline`` is that of the time limit, if there is one.
     """
 
-    def __init__(
-        self,
-        members: Sequence[MemberState],
-        workers: Sequence[RunningWorker],
-        pool: DevicePool,
-        standbys: Standbys,
-        deadline: Deadline | None,
-    ) -> None:
-        self._members = members
-        self._workers = workers
-        self._pool = pool
-        self._standbys = standbys
-        self._deadline = deadline
+    members: Sequence[MemberState]
+    workers: Sequence[RunningWorker]
+    pool: DevicePool
+    standbys: Standbys
+    deadline: Deadline | None
 
     def next_lease(self) -> tuple[MemberState, tuple[Device, ...]] | None:
         """Lease devices (none: the CPU) to the member whose worker starts next; None: nobody's does now.
@@ -47,34 +35,34 @@ class Dispatcher:
         A member that has no worker yet keeps the devices it may use from later ones.  GPUs that nobody waits for
         go to members that have long to run.
         """
-        in_use = {device.uuid for worker in self._workers for device in worker.devices}
+        in_use = {device.uuid for worker in self.workers for device in worker.devices}
         for state, reserved in self._candidates():
             own = set(state.plan.placement.devices)
             # With no other device of its own in use or coming back, one that never came free is better than none.
-            is_last_resort = not own & in_use and not self._pool.is_releasing(own)
-            preferred = self._standbys.devices_for(state)
+            is_last_resort = not own & in_use and not self.pool.is_releasing(own)
+            preferred = self.standbys.devices_for(state)
             if not state.plan.gpus:
                 # The CPU is one device: it takes the replicas of one member at a time.
-                if all(worker.state is state for worker in self._workers if not worker.devices):
+                if all(worker.state is state for worker in self.workers if not worker.devices):
                     return state, ()
-            elif devices := self._pool.acquire(state.plan.gpus, own - reserved, is_last_resort, preferred):
+            elif devices := self.pool.acquire(state.plan.gpus, own - reserved, is_last_resort, preferred):
                 return state, devices
         return None
 
     def is_waiting_for_devices(self) -> bool:
         """Whether a member would start if a device came back."""
-        return self._pool.is_releasing() and any(map(self._may_start, self._members))
+        return self.pool.is_releasing() and any(map(self._may_start, self.members))
 
     def _candidates(self) -> Iterator[tuple[MemberState, set[str]]]:
         reserved: set[str] = set()
-        for state in self._members:
+        for state in self.members:
             if not self._may_start(state):
                 continue
             if state.running < min(state.plan.first_replicas, state.max_replicas):
                 yield state, reserved
             if not state.running:
                 reserved |= set(state.plan.placement.devices)
-        for state in sorted(self._members, key=lambda state: -state.seconds_left):
+        for state in sorted(self.members, key=lambda state: -state.seconds_left):
             can_grow = 0 < state.running < min(state.plan.replicas, state.max_replicas)
             startup = state.startup_seconds
             if (
@@ -86,17 +74,19 @@ class Dispatcher:
                 yield state, reserved
 
     def _may_start(self, state: MemberState) -> bool:
-        deadline = self._deadline
-        return bool(state.pending) and (deadline is None or deadline.may_start(state, self._members))
+        deadline = self.deadline
+        return bool(state.pending) and (deadline is None or deadline.may_start(state, self.members))
 
     def next_chunk(self, worker: RunningWorker) -> Chunk | None:
         """Take the next chunk for this worker; None: it is to stop."""
         state = worker.state
         if not state.pending or state.failure is not None or worker.fault is not None:
             return None
-        if self._deadline is None:
+        if self.deadline is None:
             return state.take(self._likely_next(worker))
-        found = self._deadline.next_chunk(state, self._members, self._hinted_to_others(worker))
+        # What other workers were told would be theirs is taken last.
+        chunks = sorted(state.pending, key=self._hinted_to_others(worker).__contains__)
+        found = self.deadline.first_fitting(state, self.members, chunks)
         return None if found is None else state.take(*found)
 
     def send_hint(self, worker: RunningWorker) -> None:
@@ -111,5 +101,5 @@ class Dispatcher:
         return next((chunk for chunk in pending if chunk not in hinted), pending[0])
 
     def _hinted_to_others(self, worker: RunningWorker) -> list[Chunk]:
-        others = (one for one in self._workers if one.state is worker.state and one is not worker)
+        others = (one for one in self.workers if one.state is worker.state and one is not worker)
         return [other.hint for other in others if other.hint is not None]

@@ -10,8 +10,7 @@ from typing import Literal, TypeAlias
 
 from ensemble.common.text import plural
 from ensemble.planning.chunks import Chunk
-from ensemble.scheduling.running_worker import RunningWorker
-from ensemble.scheduling.state import Failure, Fault, FaultRecord, MemberState, RunHooks
+from ensemble.scheduling.state import Failure, Fault, FaultRecord, MemberState, RunHooks, RunningWorker
 
 OnBadRow: TypeAlias = Literal["fail", "uniform", "drop_member"]
 # A model that cannot compute these many rows has another fault than its rows.
@@ -30,6 +29,16 @@ _NEXT_STEPS = {
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Rules:
+    """What a config says of faults, and of workers that stand by; the keys are those of the YAML."""
+
+    retries: int
+    on_bad_row: OnBadRow
+    hang_timeout: float
+    standby: bool = True
+
+
 @dataclass
 class _History:
     """A member's faults by now; ``split`` are the numbers of chunks that were made of larger ones."""
@@ -42,18 +51,10 @@ class _History:
 
 
 class RetryRules:
-    """Decides for all members of a run, and puts that into their states.
+    """Decides for all members of a run; ``elapsed`` counts the seconds since its workers could begin."""
 
-    Args:
-        retries, on_bad_row: the config's.
-        elapsed: seconds since the run's workers could begin.
-    """
-
-    def __init__(
-        self, retries: int, on_bad_row: OnBadRow, run: RunHooks, elapsed: Callable[[], float]
-    ) -> None:
-        self._retries = retries
-        self._on_bad_row = on_bad_row
+    def __init__(self, rules: Rules, run: RunHooks, elapsed: Callable[[], float]) -> None:
+        self._rules = rules
         self._run = run
         self._elapsed = elapsed
         self._histories: defaultdict[str, _History] = defaultdict(_History)
@@ -63,11 +64,7 @@ class RetryRules:
         self._histories[state.plan.name].failed_starts = 0
 
     def worker_failed(self, worker: RunningWorker, fault: Fault, others_compute: bool) -> None:
-        """A worker has ended badly, with chunks in its hands or without.
-
-        Args:
-            others_compute: other workers of its member do.
-        """
+        """A worker has ended badly, with chunks in its hands or without; others of its member may compute."""
         state, history = worker.state, self._histories[worker.state.plan.name]
         if worker.chunks:
             blamed, *others = worker.chunks
@@ -131,14 +128,14 @@ class RetryRules:
 
     def member_finished(self, state: MemberState) -> None:
         """All that can be computed is: ``on_bad_row`` says what the rows mean that cannot."""
-        if not state.bad_rows or self._on_bad_row == "uniform":
+        if not state.bad_rows or self._rules.on_bad_row == "uniform":
             return
         rows = sorted(state.bad_rows)
         shown = "; ".join(f"row {row + 1:,}: {state.bad_rows[row]}" for row in rows[:_MAX_SHOWN_ROWS])
         more = f"; {len(rows) - _MAX_SHOWN_ROWS:,} more in run.json" if len(rows) > _MAX_SHOWN_ROWS else ""
         advice = (
             "left out of the merge (on_bad_row: drop_member)"
-            if self._on_bad_row == "drop_member"
+            if self._rules.on_bad_row == "drop_member"
             else "all others are kept: on_bad_row: uniform gives such rows equal probabilities, drop_member merges "
             "without this member"
         )
@@ -150,13 +147,13 @@ class RetryRules:
         if state.failure is not None:
             return
         log.error("%s failed: %s", state.plan.name, message)
-        is_dropped = bool(state.bad_rows) and self._on_bad_row == "drop_member"
+        is_dropped = bool(state.bad_rows) and self._rules.on_bad_row == "drop_member"
         log_path = state.workers[-1].log_path if state.workers else ""
         state.fail(Failure(state.plan.name, message, traceback, log_path, is_dropped))
 
     def _max_retries(self, fault: Fault) -> int:
         # A hang costs its time-out each time, and memory that was short a moment ago is seldom there now.
-        return min(self._retries, 1) if fault.kind in ("hang", "memory") else self._retries
+        return min(self._rules.retries, 1) if fault.kind in ("hang", "memory") else self._rules.retries
 
     def _too_many_bad_rows(self, state: MemberState, count: int, reason: str) -> str:
         """So many rows more cannot be computed: why that is no longer the rows' fault; empty while it may be."""

@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 
 from ensemble.common.errors import MergeError
 from ensemble.common.protocol import (
@@ -29,10 +28,9 @@ from ensemble.scheduling.deadline import Deadline
 from ensemble.scheduling.device_pool import DevicePool
 from ensemble.scheduling.dispatch import Dispatcher
 from ensemble.scheduling.launchers.base import Launcher
-from ensemble.scheduling.retry import OnBadRow, RetryRules
-from ensemble.scheduling.running_worker import RunningWorker
+from ensemble.scheduling.retry import RetryRules, Rules
 from ensemble.scheduling.standby import Standbys
-from ensemble.scheduling.state import Fault, Gaps, MemberState, RunHooks
+from ensemble.scheduling.state import Fault, Gaps, MemberState, RunHooks, RunningWorker
 
 TICK_SECONDS = 0.25
 # The run's clock counts no more than this of one turn: nobody hangs, and nobody is late, while this process is
@@ -47,22 +45,11 @@ ABORT_SECONDS = 2.0
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Rules:
-    """What a config says of faults, and of workers that stand by; the keys are those of the YAML."""
-
-    retries: int
-    on_bad_row: OnBadRow
-    hang_timeout: float
-    standby: bool = True
-
-
 class Scheduler:
     """Runs a plan.
 
     Args:
         members: in their order, with the chunks that are left to do.
-        run: hears how it goes.
         clock: the run's, which ``members`` and ``pool`` go by as well: a ``Watch`` with ``MAX_TURN_SECONDS``.
         deadline: when to stop under a time limit; None: there is none.
     """
@@ -87,7 +74,7 @@ class Scheduler:
         self._deadline = deadline
         self._began = clock()
         self._workers: list[RunningWorker] = []
-        self._retry = RetryRules(rules.retries, rules.on_bad_row, run, self._elapsed)
+        self._retry = RetryRules(rules, run, self._elapsed)
         self._standbys = Standbys(launcher, run, self._elapsed)
         self._may_stand_by = rules.standby
         self._dispatcher = Dispatcher(members, self._workers, pool, self._standbys, deadline)
@@ -104,9 +91,9 @@ class Scheduler:
             for state in self.members:
                 self._settle(state)
             self._start_workers()
-            while not self._is_over() and (
-                self._workers or self._finishing or self._dispatcher.is_waiting_for_devices()
-            ):
+            while self._workers or self._finishing or self._dispatcher.is_waiting_for_devices():
+                if self._deadline is not None and self._deadline.is_over:
+                    break
                 if not self._workers and self._finishing:
                     wait(self._finishing, TICK_SECONDS, return_when=FIRST_COMPLETED)
                 else:
@@ -127,9 +114,6 @@ class Scheduler:
 
     def _elapsed(self) -> float:
         return self._clock() - self._began
-
-    def _is_over(self) -> bool:
-        return self._deadline is not None and self._deadline.is_over
 
     def _start_workers(self) -> None:
         while (found := self._dispatcher.next_lease()) is not None:
@@ -277,7 +261,7 @@ class Scheduler:
     def _end_all(self) -> None:
         for worker in self._workers:
             worker.handle.terminate()
-            if worker.chunk is not None and self._is_over() and self._deadline is not None:
+            if worker.chunk is not None and self._deadline is not None and self._deadline.is_over:
                 worker.state.cut_short(worker.chunk, worker.seconds_left - self._deadline.seconds_left)
         give_up = self._clock() + TERMINATE_SECONDS
         while self._clock() < give_up and not all(worker.handle.has_exited() for worker in self._workers):

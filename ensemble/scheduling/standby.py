@@ -1,9 +1,8 @@
 """Workers that stand by: processes of the next members, begun while others still compute.
 
-One that stands by has imported its libraries, loaded its tokenizer and made the token ids of its first rows; it has
-no model, no lease and no CUDA context, so that all it takes is memory of the host.  It is pinned to the devices
-that will probably come free for it.  Nothing depends on it: where it fails, or where other devices come free, a
-fresh worker does the same.
+One that stands by has its libraries, its tokenizer and the token ids of its first rows, but no model, no lease and
+no CUDA context: it takes memory of the host alone.  It is pinned to the devices that will probably come free.
+Nothing depends on it: where it fails, or where other devices come free, a fresh worker does the same.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from ensemble.common.gpus import Device
 from ensemble.common.protocol import Prepare, ProtocolError
 from ensemble.common.text import shown_path
 from ensemble.scheduling.launchers.base import Launcher
-from ensemble.scheduling.running_worker import RunningWorker
-from ensemble.scheduling.state import MemberState, RunHooks, WorkerRecord
+from ensemble.scheduling.state import MemberState, RunHooks, RunningWorker, WorkerRecord
 
 # What a process takes that has imported torch and transformers and has a chunk's token ids, about.
 PROCESS_BYTES = 1 << 30
@@ -26,12 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class Standbys:
-    """Those of a run.
-
-    Args:
-        run: says what workers are started with.
-        elapsed: seconds since the run's workers could begin.
-    """
+    """Those of a run; ``elapsed`` counts the seconds since its workers could begin."""
 
     def __init__(self, launcher: Launcher, run: RunHooks, elapsed: Callable[[], float]) -> None:
         self._launcher = launcher

@@ -14,10 +14,9 @@ from ensemble.pipeline.reporting import speed_report
 from ensemble.pipeline.run_report import measured_speeds
 from ensemble.planning.forecast import Speed
 from ensemble.planning.plan import make_plan, without_done
-from ensemble.planning.time_limit import reserve_seconds
-from ensemble.scheduling.deadline import Deadline, time_limit_text
+from ensemble.scheduling.deadline import Deadline, reserve_seconds, time_limit_text
 from ensemble.scheduling.launchers.base import Exit, Handle, Launcher, WorkerStart
-from ensemble.scheduling.scheduler import Rules
+from ensemble.scheduling.retry import Rules
 from ensemble.scheduling.state import MemberState
 from tests.faults.chunky import chunky_config
 from tests.planning.test_plan import config, facts

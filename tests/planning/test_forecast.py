@@ -5,12 +5,15 @@ from __future__ import annotations
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ensemble.common.gpus import Device
 from ensemble.pipeline.run_report import RunReport, SpeedReport, measured_speeds
 from ensemble.planning import forecast
-from ensemble.planning.forecast import Job, Speed
+from ensemble.planning.forecast import Job, Speed, calibrated
 from tests.report.reports import member, report
+from tests.sampling import tries
 
 
 def job(
@@ -102,3 +105,20 @@ def test_long_runs_end(seed: int) -> None:
     spent = total_seconds(jobs, 8)
     assert spent >= max(one.compute_seconds / 8 for one in jobs)
     assert spent <= sum(one.startup_seconds + one.compute_seconds for one in jobs)
+
+
+@tries(60)
+@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=6), st.floats(1e-6, 1e6), st.integers(0, 6))
+def test_guesses_that_are_off_by_one_factor_are_put_right(
+    guesses: list[float], factor: float, measured: int
+) -> None:
+    guessed = {str(index): guess for index, guess in enumerate(guesses)}
+    truth = {name: guess * factor for name, guess in guessed.items()}
+    found = calibrated(guessed, dict(list(truth.items())[:measured]))
+    assert found == pytest.approx(truth if measured else guessed, rel=1e-9)
+
+
+def test_calibration_by_hand() -> None:
+    found = calibrated({"a": 1.0, "b": 10.0, "c": 5.0, "d": 0.0}, {"a": 2.0, "b": 80.0})
+    assert found == {"a": 2.0, "b": 80.0, "c": pytest.approx(20.0), "d": None}, "the mean of 2 and 8 is 4"
+    assert calibrated({"a": 0.0, "b": 3.0}, {"a": 2.0}) == {"a": 2.0, "b": 3.0}

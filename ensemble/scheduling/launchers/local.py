@@ -101,10 +101,8 @@ class LocalWorker(Handle):
 
     def has_exited(self) -> bool:
         """Whether the process has ended; it stays a zombie until ``close``, so that its group keeps its number."""
-        if self._process.returncode is not None:
-            return True
         options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        return os.waitid(os.P_PID, self._process.pid, options) is not None
+        return self._process.returncode is not None or os.waitid(os.P_PID, self.pid, options) is not None
 
     def terminate(self) -> None:
         self._signal_group(signal.SIGTERM)
@@ -120,9 +118,9 @@ class LocalWorker(Handle):
         except subprocess.TimeoutExpired:
             # Stuck in the kernel, as with a broken driver or file server: nobody can end it, and nobody waits.
             code = -signal.SIGKILL
-        if self._process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.close()
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
         if self.events_fd >= 0:
             os.close(self.events_fd)
             self.events_fd, self.is_open = -1, False

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import count
-from random import Random
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ensemble.planning.chunks import Chunk, common_lengths, cut_chunks, what_is_left
-from ensemble.planning.plan import make_plan, without_done
-from ensemble.planning.time_limit import (
+from ensemble.planning.chunks import Chunk
+from ensemble.scheduling.deadline import (
     MIN_ROWS,
     RESERVE_MAX_SHARE,
     SAFETY,
     SHUTDOWN_SECONDS,
     Share,
-    calibrated,
     fitting_start,
     goals,
     reachable_fraction,
     reserve_seconds,
 )
-from tests.planning.test_plan import config, facts
 from tests.sampling import tries
 
 SHARE = st.builds(
@@ -135,23 +130,6 @@ def test_goals_leave_behind_who_cannot_start_in_time() -> None:
     assert goals([first, second], 1, 100) == {"a": 0.0, "b": 0.5}
 
 
-@tries(60)
-@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=6), st.floats(1e-6, 1e6), st.integers(0, 6))
-def test_guesses_that_are_off_by_one_factor_are_put_right(
-    guesses: list[float], factor: float, measured: int
-) -> None:
-    guessed = {str(index): guess for index, guess in enumerate(guesses)}
-    truth = {name: guess * factor for name, guess in guessed.items()}
-    found = calibrated(guessed, dict(list(truth.items())[:measured]))
-    assert found == pytest.approx(truth if measured else guessed, rel=1e-9)
-
-
-def test_calibration_by_hand() -> None:
-    found = calibrated({"a": 1.0, "b": 10.0, "c": 5.0, "d": 0.0}, {"a": 2.0, "b": 80.0})
-    assert found == {"a": 2.0, "b": 80.0, "c": pytest.approx(20.0), "d": None}, "the mean of 2 and 8 is 4"
-    assert calibrated({"a": 0.0, "b": 3.0}, {"a": 2.0}) == {"a": 2.0, "b": 3.0}
-
-
 def fits(cost: float, per_cost: float | None, ratio: float, seconds: float) -> bool:
     """Whether the whole of a chunk that is too small to be cut can be done."""
     return fitting_start(Chunk(0, 0, MIN_ROWS, cost), per_cost, ratio, seconds) == 0
@@ -212,93 +190,3 @@ def test_the_reserve_grows_with_the_first_submission() -> None:
     once, twice = (reserve_seconds(first, 5, 36_000) - SHUTDOWN_SECONDS for first in (1.0, 2.0))
     assert twice == pytest.approx(2 * once)
     assert reserve_seconds(2.0, 5, 36_000) > 2.0 * (1 + 5), "each member is written once as well"
-
-
-def test_chunks_are_dispatched_from_the_longest_then_from_the_shortest() -> None:
-    lengths = np.arange(100, 5100, dtype=np.int64)
-    (member,) = make_plan(config({}), {"m0": facts(lengths)}, []).members
-    nothing, everything = np.zeros(5000, dtype=np.bool_), np.ones(5000, dtype=np.bool_)
-    chunks = without_done(member, nothing, is_timed=True).chunks
-    assert [one.index for one in chunks] == [0, *range(len(chunks) - 1, 0, -1)]
-    rows = [one.rows for one in chunks]
-    half = len(rows) // 2
-    assert sum(rows[:half]) > 0.6 * sum(rows), "half of the work, and more than half of the rows"
-    assert without_done(member, everything, is_timed=True).chunks == ()
-    longest = np.isin(np.arange(5000), member.order[: member.chunks[0].stop])
-    assert len(without_done(member, ~longest, is_timed=True).chunks) == 1
-    assert without_done(member, nothing, is_timed=False).chunks == member.chunks
-
-
-def test_one_cut_for_members_that_read_different_texts() -> None:
-    generator = np.random.default_rng(0)
-    title, body = (generator.lognormal(5, 1.5, 4000).astype(np.int64) for _ in range(2))
-    lengths = {"a": title, "b": body, "c": title, "d": title.copy()}
-    common = common_lengths(lengths.values())
-    np.testing.assert_array_equal(common, title + body)
-    cuts = {name: cut_chunks(own, common) for name, own in lengths.items()}
-    for order, chunks in cuts.values():
-        np.testing.assert_array_equal(order, np.argsort(-(title + body), kind="stable"))
-        assert [(one.index, one.start, one.stop) for one in chunks] == [
-            (one.index, one.start, one.stop) for one in cuts["a"][1]
-        ]
-        assert sum(one.cost for one in chunks) == pytest.approx(1)
-    order, chunks = cuts["b"]
-    work = [(body[order[one.start : one.stop]] + 32).sum() for one in chunks]
-    np.testing.assert_allclose([one.cost for one in chunks], np.array(work) / sum(work), rtol=1e-12)
-
-
-def test_a_common_cut_of_one_text_is_the_usual_one() -> None:
-    lengths = np.random.default_rng(1).lognormal(5, 1.5, 3000).astype(np.int64)
-    common = common_lengths([lengths, lengths.copy()])
-    order, chunks = cut_chunks(lengths, common)
-    usual_order, usual_chunks = cut_chunks(lengths)
-    np.testing.assert_array_equal(order, usual_order)
-    assert chunks == usual_chunks
-
-
-@tries(60)
-@given(st.lists(st.tuples(st.integers(1, 9000), st.booleans()), min_size=1, max_size=60), st.randoms())
-def test_what_is_left_is_every_row_that_is_not_done(rows: list[tuple[int, bool]], random: Random) -> None:
-    lengths, is_done = np.array([length for length, _ in rows]), np.array([done for _, done in rows])
-    order, chunks = cut_chunks(lengths)
-    numbers = count(len(chunks))
-    before = order.copy()
-    moved, left = what_is_left(chunks, order, is_done, numbers)
-    np.testing.assert_array_equal(order, before)
-    assert sorted(moved.tolist()) == list(range(len(rows)))
-    places = [place for one in left for place in range(one.start, one.stop)]
-    assert sorted(moved[places].tolist()) == np.flatnonzero(~is_done).tolist(), "each of them, and once"
-    in_order = [place for place in order.tolist() if not is_done[place]]
-    assert [row for one in left for row in moved[one.start : one.stop].tolist()] == in_order
-    whole = [one for one in chunks if not is_done[order[one.start : one.stop]].any()]
-    assert [one for one in left if one in chunks] == whole, "these stay as they were cut"
-    for one in whole:
-        np.testing.assert_array_equal(moved[one.start : one.stop], order[one.start : one.stop])
-    assert len({one.index for one in left} | {one.index for one in chunks}) == len(
-        [one for one in left if one not in chunks]
-    ) + len(chunks)
-    if not is_done.any():
-        assert left == chunks
-    assert sum(one.cost for one in left) <= 1 + 1e-9
-
-
-def test_rows_that_are_done_here_and_there_leave_no_crumbs() -> None:
-    """As where a table grew by rows between the others: 16 chunks, half of each is left."""
-    order, chunks = cut_chunks(np.full(4000, 1000))
-    is_done = np.arange(4000) % 2 == 0
-    _, left = what_is_left(chunks, order, is_done, count(100))
-    assert len(chunks) > 15
-    assert len(left) <= len(chunks) / 2 + 1
-    assert sum(one.stop - one.start for one in left) == 2000
-    assert max(one.cost for one in left) <= max(one.cost for one in chunks) + 1e-9
-
-
-@tries(60)
-@given(st.integers(0, 100), st.integers(2, 5000), st.floats(0, 1))
-def test_the_splits_of_a_chunk_hold_the_whole(start: int, rows: int, cost: float) -> None:
-    chunk = Chunk(0, start, start + rows, cost)
-    front, back = chunk.split(count(5))
-    assert (front.index, back.index) == (5, 6)
-    assert (front.start, front.stop, back.stop) == (start, back.start, chunk.stop)
-    assert 0 <= back.rows - front.rows <= 1
-    assert front.cost + back.cost == pytest.approx(cost)
