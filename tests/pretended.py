@@ -65,7 +65,7 @@ def computed(command: Predict, seconds: float = CHUNK_SECONDS) -> ChunkDone:
     rows = command.stop - command.start
     return ChunkDone(
         command.chunk,
-        "part",
+        "shard",
         Counters(chunks=1, rows=rows, tokens=rows, padded_tokens=rows, batches=1, predict_seconds=seconds),
     )
 
@@ -78,7 +78,7 @@ class PretendedWorker(Handle):
         can_start: else it fails as where CUDA does not start.
 
     Attributes:
-        chunk_seconds, write_seconds: what it takes for a chunk, and to write its part.
+        chunk_seconds, write_seconds: what it takes for a chunk, and to write its shard.
         got: the commands it was sent.
         told: the same with its number, in a list that several may share.
     """

@@ -150,8 +150,7 @@ def reserve_seconds(first_seconds: float, members: int, limit_seconds: float) ->
 class Deadline:
     """When all computing must have stopped, and what that leaves time for.
 
-    ``at`` is in seconds by ``clock``, the one that the limit goes by; ``workers`` can compute at the same time, on one
-    device each.
+    ``at`` is in seconds by ``clock``, which the limit goes by; ``workers`` can compute at a time, on a device each.
     """
 
     at: float

@@ -64,13 +64,9 @@ class Dispatcher:
                 reserved |= set(state.plan.placement.devices)
         for state in sorted(self.members, key=lambda state: -state.seconds_left):
             can_grow = 0 < state.running < min(state.plan.replicas, state.max_replicas)
-            startup = state.startup_seconds
-            if (
-                can_grow
-                and startup > 0
-                and worth_joining(state.seconds_left, startup)
-                and self._may_start(state)
-            ):
+            startup = state.startup_seconds  # 0 while it is not known
+            is_worth_it = startup > 0 and worth_joining(state.seconds_left, startup)
+            if can_grow and is_worth_it and self._may_start(state):
                 yield state, reserved
 
     def _may_start(self, state: MemberState) -> bool:

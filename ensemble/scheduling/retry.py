@@ -72,8 +72,8 @@ class RetryRules:
                 worker.drop(chunk)
                 state.put_back(chunk)
             self.chunk_failed(worker, blamed, fault)
-        elif state.finished:  # others did its part: nothing is missing
-            log.warning("%s had no part in the end: %s", worker.name, fault.message)
+        elif state.finished:  # others did its work: nothing is missing
+            log.warning("%s did nothing in the end: %s", worker.name, fault.message)
         elif others_compute:
             # What kept this one from starting, such as a broken GPU, does not keep the others from going on.
             state.limit_replicas()

@@ -61,7 +61,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class FaultRecord:
-    """Something that went wrong, and what was done about it; ``rows`` are places in its order, or None."""
+    """Something that went wrong, and what was done about it; ``rows`` are a slice of its order."""
 
     member: str
     replica: int
@@ -416,7 +416,7 @@ class RunHooks(Protocol):
     def worker_start(
         self, member: MemberPlan, replica: int, devices: Sequence[Device], preload_bytes: int
     ) -> WorkerStart:
-        """What a worker is started with; raises OSError where there is no place for it."""
+        """What a worker is started with; raises OSError where its files cannot be made."""
 
     def say(self, text: str) -> None: ...
     def on_change(self, members: Sequence[MemberState]) -> None:

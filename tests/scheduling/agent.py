@@ -1,6 +1,6 @@
 """A launcher as another machine would need it: an agent there starts the workers, and one connection holds all.
 
-The two sides share no disk but for the checkpoints: the table and the order go there, parts and logs come back.
+The two sides share no disk but for the checkpoints: the table and the order go there, shards and logs come back.
 """
 
 from __future__ import annotations
@@ -131,11 +131,11 @@ class AgentHandle(Handle):
         elif "log" in message:
             with open_log(self._start.log) as log:
                 log.write(base64.b64decode(message["log"]))
-        elif "part" in message:
+        elif "shard" in message:
             parts_dir = Path(self._start.command.spec.common.parts_dir)
-            temporary = parts_dir / f"{message['part']}.{self._number}.part"
+            temporary = parts_dir / f"{message['shard']}.{self._number}.part"
             temporary.write_bytes(base64.b64decode(message["content"]))
-            temporary.rename(parts_dir / message["part"])
+            temporary.rename(parts_dir / message["shard"])
         elif "event" in message:
             self._events.append(message["event"])
         elif "exit" in message:
@@ -264,10 +264,10 @@ class Agent:
         if not worker.is_open:
             return
         for event in worker.receive():
-            if isinstance(event, ChunkDone):  # the part is there before anybody hears of it
-                part = self._place(number) / "parts_dir" / event.part
-                self._say(number, part=event.part, content=base64.b64encode(part.read_bytes()).decode())
-                part.unlink()
+            if isinstance(event, ChunkDone):  # the shard is there before anybody hears of it
+                shard = self._place(number) / "parts_dir" / event.part
+                self._say(number, shard=event.part, content=base64.b64encode(shard.read_bytes()).decode())
+                shard.unlink()
             self._say(number, event=encode(event))
         if not worker.is_open:
             self._selector.unregister(worker.events_fd)

@@ -141,7 +141,7 @@ def test_an_exception_is_not_tried_again_but_halved_in_the_same_process() -> Non
         return computed(command)
 
     (state,) = schedule(one_member(8), [], answer)
-    assert seen == [8, 4, 4, 2, 1, 1, 2], "the good half before the bad one's halves, each once"
+    assert seen == [8, 4, 4, 2, 1, 1, 2], "the good half before the bad one's splits, each once"
     assert len(state.workers) == 1
     assert state.failure is not None
     row = int(state.plan.order[5]) + 1
@@ -177,7 +177,7 @@ def test_rows_that_a_worker_names_are_set_aside() -> None:
 
 
 def test_what_no_retry_fixes_is_not_retried() -> None:
-    full = Failed("WriteError", "cannot write part (No space left on device)", "", 0)
+    full = Failed("WriteError", "cannot write shard (No space left on device)", "", 0)
     (state,) = schedule(one_member(), [], lambda command: replace(full, chunk=command.chunk))
     assert state.failure is not None
     assert "No space left" in state.failure.message
@@ -241,7 +241,7 @@ def test_under_a_time_limit_members_cover_the_same_rows_first() -> None:
     ]
     assert 0 in done[0] & done[1], "the longest rows come first, because they show whether memory suffices"
     fewer, more = sorted(done, key=len)
-    assert len(fewer - more) <= 1, "but for a chunk of which only a part fitted in"
+    assert len(fewer - more) <= 1, "but for a chunk of which only some rows fitted in"
     assert keeper.seconds_left < 60 * CHUNK_SECONDS * 100
 
 
@@ -272,7 +272,7 @@ def test_a_worker_that_is_told_to_stop_and_does_not_is_not_waited_for(
     assert state.failure is None
 
 
-def test_a_last_part_may_take_longer_to_write_than_a_process_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_last_shard_may_take_longer_to_write_than_a_process_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a file server that stalls: hang_timeout is what counts."""
     monkeypatch.setattr(ensemble.scheduling.scheduler, "EXIT_SECONDS", 0.2)
 
@@ -309,7 +309,7 @@ def test_what_workers_said_while_the_parent_was_busy_counts() -> None:
 def test_predictions_that_cannot_be_gathered_fail_their_member_only() -> None:
     def on_finished(state: MemberState) -> None:
         if state.plan.name == "m0":
-            raise MergeError("m0: 3 rows missing in its parts")
+            raise MergeError("m0: 3 rows missing in its shards")
 
     first, second = schedule(plan_of([6, 6], [1, 1], []), [], on_finished=on_finished)
     assert first.failure is not None
