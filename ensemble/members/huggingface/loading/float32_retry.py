@@ -35,7 +35,11 @@ def why_not_float32(model: Any) -> str:
         return ""
     method = getattr(quantizer.quantization_config, "quant_method", "")
     method = str(getattr(method, "value", method))
-    return "" if method.startswith("bitsandbytes") else f"weights quantized by {method} compute in half precision only"
+    return (
+        ""
+        if method.startswith("bitsandbytes")
+        else f"weights quantized by {method} compute in half precision only"
+    )
 
 
 @contextlib.contextmanager

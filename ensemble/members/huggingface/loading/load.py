@@ -13,7 +13,7 @@ import torch
 from ensemble.members.footprint import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET, RESERVE_SHARE
 from ensemble.members.huggingface.loading.checks import check_ids
 from ensemble.members.huggingface.loading.model import load_model
-from ensemble.members.huggingface.loading.precision import attention_errors, capability, set_tf32
+from ensemble.members.huggingface.loading.precision import capability, set_tf32
 from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
 from ensemble.members.huggingface.scoring.batching import MemoryLimit
 from ensemble.members.huggingface.spec import (
@@ -53,62 +53,46 @@ def load(spec: ModelSpec, tokenizer: Any = None) -> Loaded:
     notes: list[str] = []
     torch.manual_seed(spec.seed)
     tokenizer = load_tokenizer(spec) if tokenizer is None else tokenizer
-    on_gpu = _use_gpu(spec, notes)
+    on_gpu = spec.gpus > 0 and torch.cuda.is_available()
     if on_gpu:
+        if torch.cuda.device_count() < spec.gpus:
+            raise ValueError(f"leased {spec.gpus} GPUs, but torch sees {torch.cuda.device_count()} of them")
         check_allocator(spec, notes)
-    least = capability(on_gpu)
-    set_tf32(spec, least, notes)
+    elif spec.gpus > 0:
+        notes.append(
+            f"the driver shows a GPU, but this torch ({torch.__version__}) cannot use it: running on the CPU; "
+            "install a torch built for the driver's CUDA"
+        )
     if not on_gpu and spec.cpu_threads is not None:
         torch.set_num_threads(spec.cpu_threads)
-    with attention_errors(spec):
-        model = load_model(spec, on_gpu, notes)
+    least = capability(on_gpu)
+    set_tf32(spec, least, notes)
+    model = load_model(spec, least, notes)
     if not on_gpu:
         keep_freed_memory()  # not before: what only loading needs shall go back
     model.eval()
     check_ids(spec, tokenizer, int(model.get_input_embeddings().weight.shape[0]))
-    _compute_no_more_than_logits(model)
+    for config in (model.config, model.config.get_text_config()):
+        # Nothing is generated, so no keys and values need be kept; nor what else a config may ask for.
+        config.use_cache = config.output_hidden_states = config.output_attentions = False
+        # ModernBERT compiles itself where Triton is, unless told not to.
+        if hasattr(config, "reference_compile"):
+            config.reference_compile = False
+    # To fill up with. A checkpoint without a pad token lends its eos, since the mask decides, not the id.
+    pad_ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return Loaded(
         model=model,
         tokenizer=tokenizer,
-        pad_token_id=_pad_token_id(tokenizer),
+        pad_token_id=next(int(token) for token in pad_ids if token is not None),
         max_length=max_length(spec, tokenizer, _position_limit(model), notes),
         token_budget=spec.token_budget or (GPU_TOKEN_BUDGET if on_gpu else CPU_TOKEN_BUDGET),
         memory=_memory_limit(spec, model, on_gpu),
-        parameters=sum(_elements(parameter) for parameter in model.parameters()),
+        parameters=model.num_parameters(),
         dtype=str(model.dtype).removeprefix("torch."),
         attn_implementation=str(getattr(model.config, "_attn_implementation", None) or ""),
         device_name=torch.cuda.get_device_name(0) if on_gpu else "cpu",
         notes=tuple(notes),
     )
-
-
-def _use_gpu(spec: ModelSpec, notes: list[str]) -> bool:
-    if spec.gpus == 0:
-        return False
-    if torch.cuda.is_available():
-        if torch.cuda.device_count() < spec.gpus:
-            raise ValueError(f"leased {spec.gpus} GPUs, but torch sees {torch.cuda.device_count()} of them")
-        return True
-    notes.append(
-        f"the driver shows a GPU, but this torch ({torch.__version__}) cannot use it: running on the CPU; "
-        "install a torch built for the driver's CUDA"
-    )
-    return False
-
-
-def _pad_token_id(tokenizer: Any) -> int:
-    """An id to fill up with; a checkpoint without a pad token lends its eos, since the mask decides, not the id."""
-    ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-    return int(next(token for token in ids if token is not None))
-
-
-def _compute_no_more_than_logits(model: Any) -> None:
-    """Nothing is generated, so no keys and values need be kept; nor what else a checkpoint's config may ask for."""
-    for config in (model.config, model.config.get_text_config()):
-        config.use_cache = config.output_hidden_states = config.output_attentions = False
-        # ModernBERT compiles itself where Triton is, unless told not to.
-        if hasattr(config, "reference_compile"):
-            config.reference_compile = False
 
 
 def max_length(spec: ModelSpec, tokenizer: Any, limit: int | None, notes: list[str]) -> int:
@@ -161,33 +145,22 @@ def _memory_limit(spec: ModelSpec, model: Any, on_gpu: bool) -> MemoryLimit | No
     """What a batch may take; None where the plan does not know, nothing limits it, or the user set the size."""
     if not spec.bytes_per_token or spec.token_budget is not None or spec.batch_size is not None:
         return None
+    limit = spec.memory_limit_bytes
+    available = []
     if on_gpu:
-        available = min(_gpu_bytes(spec, index) for index in range(torch.cuda.device_count()))
-    elif spec.memory_limit_bytes is not None:
+        for index in range(torch.cuda.device_count()):
+            free, total = torch.cuda.mem_get_info(index)
+            allocated = torch.cuda.memory_allocated(index)
+            free += torch.cuda.memory_reserved(index) - allocated
+            free = free if limit is None else min(free, limit - allocated)
+            available.append(free - int(RESERVE_SHARE * total))
+    elif limit is not None:
         tensors = [*model.parameters(), *model.buffers()]
-        weights = sum(tensor.nbytes for tensor in tensors if tensor.device.type != "meta")
-        available = spec.memory_limit_bytes - weights
-    else:
+        available.append(limit - sum(one.nbytes for one in tensors if one.device.type != "meta"))
+    if not available:
         return None
-    available -= spec.fixed_bytes
-    return MemoryLimit(max(1, available), spec.bytes_per_token, spec.bytes_per_token_pair or 0.0)
-
-
-def _gpu_bytes(spec: ModelSpec, index: int) -> int:
-    """Bytes that a batch may take on a GPU now."""
-    free, total = torch.cuda.mem_get_info(index)
-    allocated = torch.cuda.memory_allocated(index)
-    available = free + torch.cuda.memory_reserved(index) - allocated
-    if spec.memory_limit_bytes is not None:
-        available = min(available, spec.memory_limit_bytes - allocated)
-    return available - int(RESERVE_SHARE * total)
-
-
-def _elements(parameter: torch.nn.Parameter) -> int:
-    # bitsandbytes packs two 4-bit weights into a byte; its parameters remember the real shape.
-    state = getattr(parameter, "quant_state", None)
-    shape = getattr(state, "shape", None)
-    return int(torch.Size(shape).numel()) if shape is not None else parameter.numel()
+    room = max(1, min(available) - spec.fixed_bytes)
+    return MemoryLimit(room, spec.bytes_per_token, spec.bytes_per_token_pair or 0.0)
 
 
 def check_allocator(spec: ModelSpec, notes: list[str]) -> None:
