@@ -18,7 +18,7 @@ from typing import Any
 
 from ensemble.common.files import load_json, read_json, unreadable
 from ensemble.members.huggingface.checkpoint.transformers_source import source_files
-from ensemble.members.huggingface.spec import DEFAULT_MAX_LENGTH, NO_LENGTH_LIMIT
+from ensemble.members.huggingface.spec import default_max_length
 
 # All of a tokenizer in one file; every class of transformers 5 that is built on tokenizers reads it.
 _WHOLE = "tokenizer.json"
@@ -34,7 +34,6 @@ _KIND = re.compile(rb'"model":\s*\{\s*(?:"[a-z_]+":\s*[^{\[,]*,\s*)*?"type":\s*"
 # at, which shows one that was cut short; any other damage stops the worker.
 _MAX_PARSED_BYTES = 2 << 20
 _END_BYTES = 64
-_HEAD_BYTES = 4_096  # of tokenizer.json, which can have many megabytes
 
 
 @dataclass(frozen=True)
@@ -217,28 +216,9 @@ def _damage(path: Path) -> str:
 
 
 def own_max_length(folder: Path) -> int | None:
-    """Tokens that a row may have where the config names no ``max_length`` (loading/load.py, max_length).
+    """Tokens that a row may have where the config names no ``max_length``; None: the files do not tell.
 
-    None: the files do not tell, as where the limit stands in a tokenizer's class.
+    The limit can also stand in a tokenizer's class.
     """
     own = read_json(folder / "tokenizer_config.json").get("model_max_length")
-    if isinstance(own, bool) or not isinstance(own, int | float):
-        return None
-    return min(DEFAULT_MAX_LENGTH, int(own)) if own < NO_LENGTH_LIMIT else DEFAULT_MAX_LENGTH
-
-
-def own_truncation_side(folder: Path) -> str | None:
-    """The end that is cut where the config names no ``truncation_side``; None: the files do not tell.
-
-    tokenizer_config.json goes first, then tokenizer.json, and else it is the right one (transformers,
-    tokenization_utils_tokenizers.py and tokenization_utils_base.py).
-    """
-    config = read_json(folder / "tokenizer_config.json")
-    if "truncation_side" in config:
-        return str(config["truncation_side"])
-    try:
-        with (folder / "tokenizer.json").open("rb") as file:
-            head = file.read(_HEAD_BYTES)
-    except OSError:
-        return None
-    return "right" if config and re.search(rb'^[^{}\[\]]*\{[^{}\[\]]*"truncation":\s*null', head) else None
+    return default_max_length(own) if isinstance(own, int | float) and not isinstance(own, bool) else None

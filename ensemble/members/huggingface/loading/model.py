@@ -10,18 +10,22 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 from transformers.modeling_layers import GenericForSequenceClassification
 
-from ensemble.members.huggingface.attention import choose_attention, is_soft_capped
 from ensemble.members.huggingface.loading.adapter import AdapterFiles, attach_adapter, open_adapter, some
 from ensemble.members.huggingface.loading.checks import check_unexpected_keys
 from ensemble.members.huggingface.loading.device_map import check_placement, input_device, placement_options
-from ensemble.members.huggingface.loading.precision import check_cap, is_of_attention, model_dtype
+from ensemble.members.huggingface.loading.precision import (
+    capability,
+    check_cap,
+    is_of_attention,
+    model_dtype,
+)
 from ensemble.members.huggingface.loading.quantization import (
     is_bitsandbytes,
     keep_whole,
     quantization_config,
     unpacked_gguf,
 )
-from ensemble.members.huggingface.spec import ModelSpec
+from ensemble.members.huggingface.spec import ModelSpec, choose_attention, is_soft_capped
 
 _LONGEST_REASON = 300
 
@@ -38,7 +42,7 @@ def load_model(spec: ModelSpec, on_gpu: bool, notes: list[str]) -> Any:
             fit, the adapter is not for this base, or a setting does not exist.
         OSError: the checkpoint's files cannot be read.
     """
-    dtype = model_dtype(spec, on_gpu, notes)
+    dtype = model_dtype(spec, capability(on_gpu), notes)
     options: dict[str, Any] = {**placement_options(spec, on_gpu), **spec.model_kwargs}
     options["attn_implementation"] = spec.attn_implementation or _chosen_attention(spec)
     if spec.quantization_config is not None:
@@ -56,9 +60,10 @@ def load_model(spec: ModelSpec, on_gpu: bool, notes: list[str]) -> Any:
         model, info = _from_pretrained(spec, dtype=dtype, **options)
     except (ImportError, ValueError) as error:
         # What was chosen and not asked for, such as for code that the checkpoint brings along, may not be there.
-        if spec.is_attention_asked or options["attn_implementation"] == "eager" or not is_of_attention(error):
+        chosen = options["attn_implementation"]
+        if "attn_implementation" in spec.asked or chosen == "eager" or not is_of_attention(error):
             raise
-        notes.append(f"eager attention, as this model has no {options['attn_implementation']}")
+        notes.append(f"eager attention, as this model has no {chosen}")
         model, info = _from_pretrained(spec, dtype=dtype, **{**options, "attn_implementation": "eager"})
     check_cap(spec, model)
     check_placement(model, spec, on_gpu, notes)

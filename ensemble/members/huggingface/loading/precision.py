@@ -9,8 +9,13 @@ from typing import Any
 
 import torch
 
-from ensemble.members.huggingface.attention import is_soft_capped, leaves_out_cap, no_cap_text
-from ensemble.members.huggingface.spec import ModelSpec
+from ensemble.members.huggingface.spec import (
+    ModelSpec,
+    choose_dtype,
+    is_soft_capped,
+    leaves_out_cap,
+    no_cap_text,
+)
 
 Capability = tuple[int, int]
 # Below, bfloat16 is only emulated, whatever is_bf16_supported() says, and there is no TF32 (CUDA C++ Programming
@@ -27,33 +32,24 @@ _OF_ATTENTION = (
 )
 
 
-def model_dtype(spec: ModelSpec, on_gpu: bool, notes: list[str]) -> torch.dtype | str:
-    """The type for ``from_pretrained``: what the user said, or what suits the device."""
-    return choose_dtype(spec, capability(on_gpu), notes)
-
-
-def choose_dtype(spec: ModelSpec, least: Capability | None, notes: list[str]) -> torch.dtype | str:
-    """The type of the weights; "auto" is the checkpoint's own.
+def model_dtype(spec: ModelSpec, least: Capability | None, notes: list[str]) -> torch.dtype | str:
+    """The type for ``from_pretrained``: the spec's, or what this device has instead; "auto": the checkpoint's own.
 
     Args:
         least: the compute capability of the least capable device; None on a CPU.
         notes: takes a sentence where the type may surprise.
     """
-    too_old = least is not None and least < AMPERE
-    if spec.dtype != "auto":
-        if spec.dtype == "bfloat16" and too_old:
+    is_asked, planned = "dtype" in spec.asked, spec.dtype
+    asked = planned if is_asked or planned == "float32" else "auto"
+    dtype = choose_dtype(asked, None if planned == "auto" else planned, least is not None, least)
+    if least is not None and least < AMPERE:
+        if is_asked and dtype == "bfloat16":
             notes.append(
                 "dtype: bfloat16 is only emulated below compute capability 8.0: slow; float16 is what this GPU has"
             )
-        return _torch_dtype(spec.dtype)
-    if least is None:
-        return torch.float32  # half precision is several times slower on a CPU
-    if spec.gpu_dtype == "auto" and not too_old:
-        return "auto"
-    dtype = "float16" if too_old and spec.gpu_dtype != "float32" else spec.gpu_dtype
-    if dtype == "float16" and too_old:
-        notes.append("float16: bfloat16 is only emulated below compute capability 8.0")
-    return _torch_dtype(dtype)
+        elif not is_asked and dtype == "float16":
+            notes.append("float16: bfloat16 is only emulated below compute capability 8.0")
+    return dtype if dtype == "auto" else getattr(torch, dtype)
 
 
 def capability(on_gpu: bool) -> Capability | None:
@@ -124,7 +120,7 @@ def attention_errors(spec: ModelSpec) -> Iterator[None]:
     except (ImportError, ValueError) as error:
         reason = str(error)
         if (
-            not spec.is_attention_asked
+            "attn_implementation" not in spec.asked
             or not is_of_attention(error)
             or reason.startswith("attn_implementation: ")
         ):
@@ -135,9 +131,3 @@ def attention_errors(spec: ModelSpec) -> Iterator[None]:
             f"attn_implementation: {spec.attn_implementation} cannot be used ({reason}); leave the key out, and "
             "the best one for model and device is used"
         ) from error
-
-
-def _torch_dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
