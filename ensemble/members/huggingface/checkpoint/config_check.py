@@ -18,7 +18,7 @@ from ensemble.members.huggingface.checkpoint.architecture import (
     read_architecture,
     text_settings,
 )
-from ensemble.members.huggingface.checkpoint.transformers_source import source_files, table
+from ensemble.members.huggingface.checkpoint.transformers_source import sources, table
 from ensemble.members.huggingface.checkpoint.weight_files import Tensor
 
 _LAYER: Final = re.compile(r"(.*?\b(?:layers?|h))\.(\d+)\.")
@@ -139,7 +139,7 @@ def rope_problems(name: str, config: Mapping[str, Any]) -> Iterator[str]:
             kind = part.get("rope_type", part.get("type")) if isinstance(part, Mapping) else None
             if not isinstance(kind, str) or kind in _ROPE_EVERYWHERE:
                 continue
-            if (known := table("modeling_rope_utils.py", "ROPE_INIT_FUNCTIONS")) and kind not in known:
+            if (known := table("ROPE_INIT_FUNCTIONS", "modeling_rope_utils.py")) and kind not in known:
                 yield (
                     f"{name}: {key} in its config.json asks for the rope_type {kind!r}, which transformers "
                     f"{metadata.version('transformers')} does not know; install a newer release"
@@ -158,10 +158,9 @@ def release_warning(name: str, config: Mapping[str, Any]) -> str | None:
         return None
     # Keys that stand nowhere in the source of the family and of what all configs share.
     family = str(config.get("model_type", "")).replace("-", "_")
-    shared = source_files("configuration_utils.py", "modeling_rope_utils.py")
-    own = source_files(f"models/{family}/*.py")  # or the family's code is elsewhere, or not there
-    text = "".join(file.read_text(encoding="utf-8") for file in (*shared, *own)) if own else ""
-    words = set(re.findall(r"\w+", text))
+    shared = sources("configuration_utils.py", "modeling_rope_utils.py")
+    own = sources(f"models/{family}/*.py")  # or the family's code is elsewhere, or not there
+    words = set(re.findall(r"\w+", " ".join((*shared.values(), *own.values())))) if own else set()
     unknown = sorted(key for key in config if words and not key.startswith("_") and key not in words)
     hint = f", which knows nothing of its {', '.join(unknown)}" if unknown else ""
     return (

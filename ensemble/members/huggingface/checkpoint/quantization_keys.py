@@ -14,7 +14,7 @@ from typing import Any
 from ensemble.common.packages import installed_versions
 from ensemble.common.text import nearest
 from ensemble.members.huggingface.checkpoint.hub import how_to_install
-from ensemble.members.huggingface.checkpoint.transformers_source import statements, table
+from ensemble.members.huggingface.checkpoint.transformers_source import sources, table
 
 BITSANDBYTES = "bitsandbytes"
 # For each method distributions of which one must be installed, the one to recommend first
@@ -184,12 +184,11 @@ def fp4_warning(settings: Mapping[str, Any] | None, stored: Mapping[str, Any] | 
 def _setting_problems(settings: Mapping[str, Any]) -> Iterator[str]:
     method = method_of(settings)
     assert method is not None
-    classes = table("quantizers/auto.py", "AUTO_QUANTIZATION_CONFIG_MAPPING")
+    classes = table("AUTO_QUANTIZATION_CONFIG_MAPPING", "quantizers/auto.py")
     if classes and method not in (BITSANDBYTES, *classes):
         yield f"quantization_config.quant_method: {method!r} is unknown{_known_words(method, [*classes])}"
         return
-    settings_class = classes.get(method)
-    known = _parameters(settings_class.id if isinstance(settings_class, ast.Name) else "BitsAndBytesConfig")
+    known = _parameters(classes.get(method, "BitsAndBytesConfig"))
     if known and method not in _OPEN_ENDED:
         for key in settings:
             # Keys with a line in front are what transformers itself writes into a config.json.
@@ -218,7 +217,8 @@ def _known_words(word: str, known: list[str]) -> str:
 def _parameters(name: str) -> frozenset[str]:
     """The parameters of a class of settings, its parents' among them; empty where they cannot be read."""
     found: set[str] = set()
-    for node in statements("utils/quantization_config.py"):
+    source = "".join(sources("utils/quantization_config.py").values())
+    for node in ast.parse(source).body:
         if isinstance(node, ast.ClassDef) and node.name == name:
             for base in node.bases:
                 if isinstance(base, ast.Name):
