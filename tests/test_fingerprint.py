@@ -16,7 +16,7 @@ from ensemble.common.digests import FileDigests
 from ensemble.common.errors import CheckpointError, MergeError
 from ensemble.common.files import file_state
 from ensemble.config import RunConfig
-from ensemble.members.huggingface.checkpoint.quantization_keys import USUAL_SETTINGS
+from ensemble.members.huggingface.checkpoint.quantization_keys import BOOLEANS, USUAL_SETTINGS
 from ensemble.members.registry import member_kind
 from ensemble.members.seq_cls.settings import SequenceClassifierSettings
 from ensemble.pipeline.fingerprint import Fingerprint, member_fingerprint
@@ -186,7 +186,7 @@ def test_a_quantization_with_its_defaults_spelt_out(make: Make) -> None:
         return first(make({"quantization_config": settings}))
 
     eight, four = found(load_in_8bit=True), found(load_in_4bit=True)
-    usual = {**USUAL_SETTINGS, "_load_in_4bit": False}
+    usual = {**USUAL_SETTINGS, **dict.fromkeys(BOOLEANS, False), "_load_in_4bit": False}
     assert found(**{**usual, "load_in_8bit": True}) == eight
     assert found(**{**usual, "load_in_4bit": True, "llm_int8_skip_modules": []}) == four
     assert found(load_in_4bit=True, bnb_4bit_compute_dtype="float32") == four, "what else is, on a CPU"
@@ -216,7 +216,8 @@ def test_the_usual_settings_of_bitsandbytes_are_those_of_transformers() -> None:
         str(BitsAndBytesConfig().bnb_4bit_quant_storage)
         == f"torch.{USUAL_SETTINGS['bnb_4bit_quant_storage']}"
     )
-    assert {**usual, "quant_method": "bitsandbytes", "bnb_4bit_quant_storage": "uint8"} == USUAL_SETTINGS
+    usual = {**usual, "quant_method": "bitsandbytes", "bnb_4bit_quant_storage": "uint8"}
+    assert {key: value for key, value in usual.items() if value} == USUAL_SETTINGS
 
 
 @pytest.mark.fault(27)

@@ -16,10 +16,9 @@ from ensemble.members.huggingface.checkpoint.hub import find_file
 from ensemble.members.huggingface.checkpoint.inspect import Checkpoint, inspect_checkpoint
 from ensemble.members.huggingface.checkpoint.quantization_keys import (
     BITSANDBYTES,
-    carried_warning,
-    fp4_warning,
     method_of,
     quantization_problems,
+    quantization_warnings,
     without_defaults,
 )
 from ensemble.members.huggingface.checkpoint.remote_code import Trust
@@ -109,9 +108,7 @@ class SequenceClassification(MemberKind[SequenceClassifierSettings, Checkpoint])
         yield from quantization_problems(model.quantization_config, stored, on_gpu, model.merge_adapter)
 
     def warnings(self, inspected: Checkpoint) -> Iterator[str]:
-        for warning in (fp4_warning, carried_warning):
-            if text := warning(self.settings.quantization_config, inspected.quantization):
-                yield text
+        return quantization_warnings(self.settings.quantization_config, inspected.quantization)
 
     def packages(self, inspected: Checkpoint | None) -> Iterator[tuple[str, str]]:
         model = self.settings
