@@ -79,13 +79,13 @@ def place(
         asked = _asked_gpus(facts.request, devices)
         return Placement(asked, problems=(f"models[{index}].{problem}",))
     placed = _placed(config, index, facts, devices, host)
-    if placed.footprint is not None:
-        return replace(placed, attention=placed.footprint.attention)
+    if (needed := placed.footprint) is not None:
+        return replace(placed, dtype=needed.dtype, attention=needed.attention)
     if memory is None:
         return placed
-    dtype = placed.dtype if placed.gpus else "float32"
-    attention = memory.attention(dtype, placed.gpus, _lowest_capability(devices))
-    return replace(placed, attention=attention)
+    on = placed.gpus, _lowest_capability(devices) if placed.gpus else None
+    dtype = memory.dtype(*on)
+    return replace(placed, dtype=dtype, attention=memory.attention(dtype, *on))
 
 
 def _placed(
@@ -215,9 +215,8 @@ def _trusted(facts: MemberFacts, gpus: int, devices: Sequence[Device], needed: F
     """Anywhere: where nothing is known, or the user has decided; what others hold can still be waited for."""
     everywhere = tuple(device.uuid for device in devices)
     held = tuple(device.uuid for device in devices if device.used_bytes >= MIN_REPORTED_BYTES)
-    dtype = facts.memory.dtype(gpus, _lowest_capability(devices)) if facts.memory is not None else "auto"
     reason = "" if needed is None else "its layers go where device_map, max_memory and offload_folder say"
-    return Placement(gpus, dtype, footprint=needed, devices=everywhere, held=held, reason=reason)
+    return Placement(gpus, footprint=needed, devices=everywhere, held=held, reason=reason)
 
 
 def _empty_fit(config: RunConfig, needed: Footprint, device: Device, gpus: int) -> Fit:
@@ -269,7 +268,6 @@ def _on_gpus(
         warnings.append(_tight(index, facts, needed, gpus, fits))
     return Placement(
         gpus,
-        needed.dtype,
         footprint=needed,
         devices=tuple(device.uuid for device in able if device.uuid in usable),
         held=tuple(device.uuid for device in able if device.uuid in held),

@@ -12,15 +12,14 @@ import pytest
 
 from bench.shapes import GEMMA_2_9B, LLAMA_3_8B, make_full_size
 from ensemble.common.gpus import Device
-from ensemble.members.huggingface.attention import is_soft_capped
 from ensemble.members.huggingface.checkpoint.inspect import inspect_checkpoint
 from ensemble.members.huggingface.memory.facts import checkpoint_facts
 from ensemble.members.huggingface.memory.replica import (
     CheckpointFacts,
     CheckpointMemory,
     chosen_attention,
-    chosen_dtype,
 )
+from ensemble.members.huggingface.spec import choose_dtype, is_soft_capped
 from ensemble.members.seq_cls.parent import SequenceClassification
 from ensemble.planning.placement import MemberFacts
 from ensemble.planning.plan import Plan, make_plan
@@ -225,13 +224,14 @@ def test_members_of_a_size_run_at_the_same_time_and_a_small_one_beside_a_large_i
         ("auto", "float32", 1, (9, 0), "float32"),
         ("auto", "bfloat16", 0, None, "float32"),
         ("bfloat16", "float32", 0, None, "bfloat16"),
-        ("auto", None, 1, (8, 6), "float32"),
+        ("auto", None, 1, (8, 6), "auto"),
+        ("auto", None, 1, (7, 5), "float16"),
     ],
 )
 def test_the_type_of_numbers_follows_the_device(
     asked: Any, stored: str | None, gpus: int, capability: tuple[int, int] | None, expected: str
 ) -> None:
-    assert chosen_dtype(asked, stored, gpus, capability) == expected
+    assert choose_dtype(asked, stored, gpus, capability) == expected
 
 
 def test_soft_capping_rules_out_fused_attention(models: Path) -> None:

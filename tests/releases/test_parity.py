@@ -70,7 +70,7 @@ def test_every_family_equals_eager_attention_row_by_row(family: str, tmp_path: P
             folder,
             tmp_path / str(number),
             attn_implementation=attention,
-            is_attention_asked=False,
+            asked=(),
             **batching,
         )
         np.testing.assert_allclose(got, expected, atol=2e-5, err_msg=str(batching))

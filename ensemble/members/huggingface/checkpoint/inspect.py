@@ -88,19 +88,19 @@ def inspect_checkpoint(
         CheckpointError: no ``config.json``, files that are missing or broken or would run code, an adapter for
             another base, or labels that do not match; every problem is listed.
     """
-    path = Path(name_or_path) / "config.json"
+    is_local, path = Path(name_or_path).is_dir(), Path(name_or_path) / "config.json"
     if gguf_file is None:
         path = find_file(name_or_path, "config.json", revision)
     # transformers makes up for one that is missing beside a GGUF file.
     is_there = gguf_file is None or path.is_file()
     config = read_config(path, f"{name_or_path}: its config.json") if is_there else {}
-    folder = path.parent
-    names, where = _label_names(config, name_or_path), name_or_path
+    folder, names, where = path.parent, _label_names(config, name_or_path), name_or_path
     problems = [*code_problems(name_or_path, folder, config, trust)]
-    is_local = Path(name_or_path).is_dir()
-    if is_local:
-        problems += _file_problems(folder, config, gguf_file, trust)
-        if gguf_file is None and not problems:
+    if is_local and gguf_file is not None:
+        problems += _gguf_problems(folder, gguf_file)
+    elif is_local:
+        problems += _file_problems(folder, config, trust)
+        if not problems:
             problems += vocabulary_problems(folder, config, tokenizer_kwargs, trust.remote_code)
             problems += rope_problems(name_or_path, config)
     adapter: Adapter | None = None
@@ -114,32 +114,32 @@ def inspect_checkpoint(
     # In the hub's cache the weights may be there in part.
     if not problems and gguf_file is None and is_local:
         tensors = read_tensors(folder) or ()
-        own_labels = len(names) if own_head else None
-        problems += weights_against_config(name_or_path, config, tensors, own_labels)
+        problems += weights_against_config(name_or_path, config, tensors, len(names) if own_head else None)
         problems += base_problems(adapter, name_or_path, tensors) if adapter is not None else ()
     if problems:
         raise CheckpointError(problems)
     stored = config.get("architectures")
     architecture = str(stored[0]) if isinstance(stored, list) and stored and stored[0] else ""
-    is_language_model = "ForCausalLM" in architecture or "ForMaskedLM" in architecture
-    if own_head and gguf_file is not None:
-        raise CheckpointError(
-            f"{gguf_file}: a GGUF file holds no classification head; name an adapter that brings one "
-            "(adapter_name_or_path)"
-        )
-    if own_head and is_language_model and tensors and not any(is_head(tensor.name) for tensor in tensors):
-        neither = f"nor has its adapter {adapter.name}" if adapter is not None else "and it has no adapter"
-        raise CheckpointError(
-            f"{name_or_path} ({architecture}) has no classification head, {neither}; name a checkpoint that was "
-            "trained for sequence classification, or its adapter (adapter_name_or_path)"
-        )
-    warnings = [newer] if (newer := release_warning(name_or_path, config)) else []
+    warnings = [*release_warning(name_or_path, config)]
     if adapter is not None and (trained_on := other_base(adapter, name_or_path)):
         warnings.append(
             f"adapter {adapter.name} says that it was trained on {trained_on}, and runs on {name_or_path} here; if "
             "that is another model of the same shape, its probabilities mean nothing"
         )
-    if own_head and is_language_model:
+    if own_head and gguf_file is not None:
+        raise CheckpointError(
+            f"{gguf_file}: a GGUF file holds no classification head; name an adapter that brings one "
+            "(adapter_name_or_path)"
+        )
+    if own_head and ("ForCausalLM" in architecture or "ForMaskedLM" in architecture):
+        if tensors and not any(is_head(tensor.name) for tensor in tensors):
+            neither = (
+                f"nor has its adapter {adapter.name}" if adapter is not None else "and it has no adapter"
+            )
+            raise CheckpointError(
+                f"{name_or_path} ({architecture}) has no classification head, {neither}; name a checkpoint that "
+                "was trained for sequence classification, or its adapter (adapter_name_or_path)"
+            )
         warnings.append(
             f"{name_or_path} was saved as {architecture}, which has no classification head; "
             "it will be refused unless its weights hold one"
@@ -152,6 +152,7 @@ def inspect_checkpoint(
             names, where = [f"LABEL_{index}" for index in range(rows)], adapter.name
     quantization = config.get("quantization_config")
     files = weight_files(folder) if gguf_file is None else [folder / gguf_file]
+    weight_bytes = sum(file.stat().st_size for file in files if file.is_file()) or None
     kind = problem_type or config.get("problem_type")
     activation: Activation = "softmax"
     if kind == "multi_label_classification":
@@ -160,7 +161,6 @@ def inspect_checkpoint(
         activation = "none"
     model_type = str(config.get("model_type", ""))
     shown = architecture or ("GGUF" if gguf_file is not None else "")
-    weight_bytes = sum(file.stat().st_size for file in files if file.is_file()) or None
     return Checkpoint(
         summary=(shown or model_type) + ("" if weight_bytes is None else f", {gib(weight_bytes)}"),
         model_type=model_type,
@@ -217,21 +217,20 @@ def match_labels(
     return tuple(mapped.index(label) for label in labels)
 
 
-def _file_problems(
-    folder: Path, config: Mapping[str, Any], gguf_file: str | None, trust: Trust
-) -> Iterator[str]:
-    if gguf_file is not None:
-        path = folder / gguf_file
-        if not path.is_file():
-            near = nearest(gguf_file, (entry.name for entry in folder.glob("*.gguf")))
-            yield f"gguf_file: {folder} has no file {gguf_file}" + (f"; did you mean {near}?" if near else "")
-        else:
-            with path.open("rb") as opened:
-                if opened.read(4) != b"GGUF":
-                    yield f"gguf_file: {path} is not a GGUF file; copy it again"
-        if importlib.util.find_spec("gguf") is None:
-            yield f"gguf_file needs the package gguf, which is not installed: {how_to_install('gguf')}"
-        return
+def _gguf_problems(folder: Path, gguf_file: str) -> Iterator[str]:
+    path = folder / gguf_file
+    if not path.is_file():
+        near = nearest(gguf_file, (entry.name for entry in folder.glob("*.gguf")))
+        yield f"gguf_file: {folder} has no file {gguf_file}" + (f"; did you mean {near}?" if near else "")
+    else:
+        with path.open("rb") as opened:
+            if opened.read(4) != b"GGUF":
+                yield f"gguf_file: {path} is not a GGUF file; copy it again"
+    if importlib.util.find_spec("gguf") is None:
+        yield f"gguf_file needs the package gguf, which is not installed: {how_to_install('gguf')}"
+
+
+def _file_problems(folder: Path, config: Mapping[str, Any], trust: Trust) -> Iterator[str]:
     yield from weight_problems(folder, trust.allow_pickle)
     yield from small_file_problems(folder, _TOKENIZER_FILES)
     # transformers takes the file that config.json names, and an adapter that lies beside the model.

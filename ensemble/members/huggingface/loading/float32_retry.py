@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ensemble.members.huggingface.attention import choose_attention, is_soft_capped
+from ensemble.members.huggingface.spec import choose_attention, is_soft_capped
 
 _HALF = (torch.float16, torch.bfloat16)
 _ABSENT = object()

@@ -16,11 +16,7 @@ from ensemble.members.huggingface.loading.model import load_model
 from ensemble.members.huggingface.loading.precision import capability, set_tf32
 from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
 from ensemble.members.huggingface.scoring.batching import MemoryLimit
-from ensemble.members.huggingface.spec import (
-    DEFAULT_MAX_LENGTH,
-    NO_LENGTH_LIMIT,
-    ModelSpec,
-)
+from ensemble.members.huggingface.spec import ModelSpec, default_max_length
 
 
 @dataclass(frozen=True)
@@ -105,14 +101,9 @@ def max_length(spec: ModelSpec, tokenizer: Any, limit: int | None, notes: list[s
     Raises:
         ValueError: no token of a text would be left.
     """
-    wanted = spec.max_length
-    if wanted is None:
-        own = (
-            tokenizer.model_max_length if tokenizer.model_max_length < NO_LENGTH_LIMIT else DEFAULT_MAX_LENGTH
-        )
-        wanted = min(DEFAULT_MAX_LENGTH, int(own))
+    wanted = spec.max_length or default_max_length(tokenizer.model_max_length)
     if limit is not None and wanted > limit:
-        if spec.max_length is not None:
+        if "max_length" in spec.asked:
             notes.append(
                 f"max_length {wanted} is more than the {limit} positions of the model: using {limit}"
             )

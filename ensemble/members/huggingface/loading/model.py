@@ -9,23 +9,23 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 from transformers.modeling_layers import GenericForSequenceClassification
 
-from ensemble.members.huggingface.attention import (
-    choose_attention,
-    is_soft_capped,
-    leaves_out_cap,
-    no_cap_text,
-)
 from ensemble.members.huggingface.loading.adapter import AdapterFiles, attach_adapter, open_adapter, some
 from ensemble.members.huggingface.loading.checks import check_unexpected_keys
 from ensemble.members.huggingface.loading.device_map import check_placement, input_device, placement_options
-from ensemble.members.huggingface.loading.precision import Capability, choose_dtype
+from ensemble.members.huggingface.loading.precision import Capability, model_dtype
 from ensemble.members.huggingface.loading.quantization import (
     is_bitsandbytes,
     keep_whole,
     quantization_config,
     unpacked_gguf,
 )
-from ensemble.members.huggingface.spec import ModelSpec
+from ensemble.members.huggingface.spec import (
+    ModelSpec,
+    choose_attention,
+    is_soft_capped,
+    leaves_out_cap,
+    no_cap_text,
+)
 
 _MAX_REASON = 300
 # What transformers' refusals speak of; names of modules, such as "attention.self", are not among it.
@@ -48,7 +48,7 @@ def load_model(spec: ModelSpec, least: Capability | None, notes: list[str]) -> A
         OSError: the checkpoint's files cannot be read.
     """
     name, on_gpu = spec.model_name_or_path, least is not None
-    dtype = choose_dtype(spec, least, notes)
+    dtype = model_dtype(spec, least, notes)
     options: dict[str, Any] = {**placement_options(spec, on_gpu), **spec.model_kwargs}
     if spec.quantization_config is not None:
         options["quantization_config"] = quantization_config(spec.quantization_config, dtype)
@@ -90,7 +90,7 @@ def load_model(spec: ModelSpec, least: Capability | None, notes: list[str]) -> A
     except (ImportError, ValueError) as error:
         if not _OF_ATTENTION.search(str(error)):
             raise
-        if spec.is_attention_asked:
+        if "attn_implementation" in spec.asked:
             # What follows is advice to ask for support of the architecture, and calls of transformers to try.
             reason = str(error).split(" Please ")[0].strip().rstrip(".")
             raise ValueError(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ensemble.members.footprint import Capability
-from ensemble.members.huggingface.spec import ModelSpec
+from ensemble.members.huggingface.spec import ModelSpec, choose_dtype
 
 # Below, bfloat16 is only emulated, whatever is_bf16_supported() says, and there is no TF32 (CUDA C++ Programming
 # Guide, "Compute Capabilities": both came with Ampere, as did the kernels of flash-attention-2).
@@ -22,25 +22,24 @@ def capability(on_gpu: bool) -> Capability | None:
     return min(torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count()))
 
 
-def choose_dtype(spec: ModelSpec, least: Capability | None, notes: list[str]) -> torch.dtype | str:
-    """The type of the weights: what the user said, or what suits the device; "auto" is the checkpoint's own.
+def model_dtype(spec: ModelSpec, least: Capability | None, notes: list[str]) -> torch.dtype | str:
+    """The type for ``from_pretrained``: the spec's, or what this device has instead; "auto": the checkpoint's own.
 
     Args:
         least: the compute capability of the least capable device; None on a CPU.
         notes: takes a sentence where the type may surprise.
     """
-    too_old = least is not None and least < AMPERE
-    chosen = spec.dtype
-    if chosen == "auto":  # half precision is several times slower on a CPU
-        chosen = "float32" if least is None else spec.gpu_dtype
-        if too_old and chosen != "float32":
-            chosen = "float16"
+    is_asked, planned = "dtype" in spec.asked, spec.dtype
+    asked = planned if is_asked or planned == "float32" else "auto"
+    dtype = choose_dtype(asked, None if planned == "auto" else planned, least is not None, least)
+    if least is not None and least < AMPERE:
+        if is_asked and dtype == "bfloat16":
+            notes.append(
+                "dtype: bfloat16 is only emulated below compute capability 8.0: slow; float16 is what this GPU has"
+            )
+        elif not is_asked and dtype == "float16":
             notes.append("float16: bfloat16 is only emulated below compute capability 8.0")
-    elif chosen == "bfloat16" and too_old:
-        notes.append(
-            "dtype: bfloat16 is only emulated below compute capability 8.0: slow; float16 is what this GPU has"
-        )
-    return "auto" if chosen == "auto" else getattr(torch, chosen)  # type: ignore[no-any-return]
+    return dtype if dtype == "auto" else getattr(torch, dtype)
 
 
 def set_tf32(spec: ModelSpec, least: Capability | None, notes: list[str]) -> None:
@@ -53,9 +52,7 @@ def set_tf32(spec: ModelSpec, least: Capability | None, notes: list[str]) -> Non
     if spec.allow_tf32 and least is not None:
         if least < AMPERE:
             notes.append("allow_tf32 has no effect below compute capability 8.0")
-        elif (
-            os.environ.get("NVIDIA_TF32_OVERRIDE") == "0"
-        ):  # cuBLAS and cuDNN heed it, whatever a program sets
+        elif os.environ.get("NVIDIA_TF32_OVERRIDE") == "0":  # of cuBLAS and cuDNN, whatever a program sets
             notes.append("allow_tf32 has no effect while NVIDIA_TF32_OVERRIDE=0 is in the environment")
 
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from ensemble.members.footprint import Activation, Capability, Footprint, MemoryEstimate
-from ensemble.members.huggingface.attention import choose_attention, leaves_out_cap, no_cap_text
 from ensemble.members.huggingface.checkpoint.architecture import Architecture
 from ensemble.members.huggingface.checkpoint.weight_files import Tensor
 from ensemble.members.huggingface.memory.forward import activation, cuda_context_bytes
 from ensemble.members.huggingface.memory.loaded_size import Dtype, weights
 from ensemble.members.huggingface.settings import HuggingFaceSettings
+from ensemble.members.huggingface.spec import choose_attention, choose_dtype, leaves_out_cap, no_cap_text
 
 # What a Python with torch, transformers and CUDA-less libraries holds on a CPU before any weights.
 PROCESS_BYTES = 450 << 20
@@ -59,9 +59,7 @@ class CheckpointMemory(MemoryEstimate):
         return footprint(self.settings, self.facts, gpus, capability)
 
     def dtype(self, gpus: int, capability: Capability | None) -> str:
-        stored = stored_dtype(self.facts)
-        is_known = stored is not None or (capability is not None and capability < (8, 0))
-        return chosen_dtype(self.settings.dtype, stored, gpus, capability) if is_known else "auto"
+        return choose_dtype(self.settings.dtype, stored_dtype(self.facts), gpus, capability)
 
     def attention(self, dtype: str, gpus: int, capability: Capability | None) -> str | None:
         return chosen_attention(self.settings, self.facts, dtype, gpus, capability)
@@ -102,7 +100,7 @@ def footprint(
     if facts.tensors is None or facts.architecture is None:
         return None
     architecture, tensors = facts.architecture, facts.tensors
-    dtype = chosen_dtype(model.dtype, stored_dtype(facts), gpus, capability)
+    dtype = cast(Dtype, choose_dtype(model.dtype, stored_dtype(facts) or "float32", gpus, capability))
     settings = quantization or model.quantization_config
     if settings is not None and settings.get("load_in_4bit"):
         settings = {"bnb_4bit_compute_dtype": dtype, **settings}  # as the worker sets it
@@ -138,23 +136,6 @@ def stored_dtype(facts: CheckpointFacts) -> str | None:
         return facts.architecture.dtype
     names = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
     return next((names[tensor.dtype] for tensor in facts.tensors or () if tensor.dtype in names), None)
-
-
-def chosen_dtype(
-    asked: Dtype | Literal["auto"], stored: str | None, gpus: int, capability: Capability | None
-) -> Dtype:
-    """The type of the weights: what was asked for, or what suits the device.
-
-    bfloat16 is only emulated below compute capability 8.0, whatever torch's is_bf16_supported says; a CPU is
-    several times slower in half precision.
-    """
-    if asked != "auto":
-        return asked
-    if not gpus:
-        return "float32"
-    if capability is not None and capability < (8, 0):
-        return "float16"
-    return "bfloat16" if stored == "bfloat16" else "float16" if stored == "float16" else "float32"
 
 
 def chosen_attention(
