@@ -125,10 +125,9 @@ class SequenceClassification(MemberKind[SequenceClassifierSettings, Checkpoint])
         self, inspected: Checkpoint, lengths: npt.NDArray[np.int64], labels: int
     ) -> MemoryEstimate | None:
         # NumPy only where it is needed: a typo in a key shall be told at once.
-        from ensemble.members.huggingface.memory.facts import checkpoint_facts
-        from ensemble.members.huggingface.memory.replica import CheckpointMemory
+        from ensemble.members.huggingface.memory.estimate import checkpoint_memory
 
-        return CheckpointMemory(self.settings, checkpoint_facts(self.settings, inspected, lengths, labels))
+        return checkpoint_memory(self.settings, inspected, lengths, labels)
 
     def fingerprint(self, inspected: Checkpoint, assigned: Assigned) -> Mapping[str, object]:
         model = self.settings
