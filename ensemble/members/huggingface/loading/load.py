@@ -18,6 +18,11 @@ from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
 from ensemble.members.huggingface.scoring.batching import MemoryLimit
 from ensemble.members.huggingface.spec import ModelSpec, default_max_length
 
+_POSITIONS = ("position_embeddings", ".wpe", "embed_positions", "positions_embed")
+# malloc.h of the GNU C library.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_MAX = -4
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -53,7 +58,9 @@ def load(spec: ModelSpec, tokenizer: Any = None) -> Loaded:
     if on_gpu:
         if torch.cuda.device_count() < spec.gpus:
             raise ValueError(f"leased {spec.gpus} GPUs, but torch sees {torch.cuda.device_count()} of them")
-        check_allocator(spec, notes)
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        if torch.cuda.get_allocator_backend() == "native":  # others have no settings to show
+            notes += allocator_notes(spec, torch.cuda.memory._snapshot().get("allocator_settings", {}))
     elif spec.gpus > 0:
         notes.append(
             f"the driver shows a GPU, but this torch ({torch.__version__}) cannot use it: running on the CPU; "
@@ -108,9 +115,8 @@ def max_length(spec: ModelSpec, tokenizer: Any, limit: int | None, notes: list[s
                 f"max_length {wanted} is more than the {limit} positions of the model: using {limit}"
             )
         wanted = limit
-    special = (
-        tokenizer.num_special_tokens_to_add(len(spec.text_columns) == 2) if spec.add_special_tokens else 0
-    )
+    is_pair = len(spec.text_columns) == 2
+    special = tokenizer.num_special_tokens_to_add(is_pair) if spec.add_special_tokens else 0
     if wanted <= special:
         raise ValueError(
             f"max_length {wanted} leaves no room for text beside {special} special tokens; raise it"
@@ -121,14 +127,10 @@ def max_length(spec: ModelSpec, tokenizer: Any, limit: int | None, notes: list[s
 def _position_limit(model: Any) -> int | None:
     """Tokens for which a model with learnt absolute positions has an embedding; None for the others."""
     for name, module in model.named_modules():
-        if name.endswith(
-            ("position_embeddings", ".wpe", "embed_positions", "positions_embed")
-        ) and isinstance(module, torch.nn.Embedding):
+        if isinstance(module, torch.nn.Embedding) and name.endswith(_POSITIONS):
             # RoBERTa's kind counts its positions from padding_idx + 1, OPT's from an offset of 2.
-            offset = getattr(module, "offset", 0)
-            if module.padding_idx is not None and not offset:
-                offset = module.padding_idx + 1
-            return module.num_embeddings - offset
+            after_padding = 0 if module.padding_idx is None else module.padding_idx + 1
+            return module.num_embeddings - (getattr(module, "offset", 0) or after_padding)
     return None
 
 
@@ -154,19 +156,6 @@ def _memory_limit(spec: ModelSpec, model: Any, on_gpu: bool) -> MemoryLimit | No
     return MemoryLimit(room, spec.bytes_per_token, spec.bytes_per_token_pair or 0.0)
 
 
-def check_allocator(spec: ModelSpec, notes: list[str]) -> None:
-    """Note the allocator's settings that did not take effect; starts CUDA where it has not started."""
-    torch.cuda.init()  # type: ignore[no-untyped-call]
-    backend = torch.cuda.get_allocator_backend()
-    if backend != "native":  # it has no settings to show
-        notes.append(
-            f"expandable_segments and max_split_size_mb have no effect on torch's {backend} allocator"
-        )
-        return
-    snapshot = torch.cuda.memory._snapshot()
-    notes += allocator_notes(spec, snapshot.get("allocator_settings", {}))
-
-
 def allocator_notes(spec: ModelSpec, settings: Mapping[str, Any]) -> list[str]:
     """What the allocator does not do as the config says, a sentence each.
 
@@ -190,11 +179,6 @@ def allocator_notes(spec: ModelSpec, settings: Mapping[str, Any]) -> list[str]:
     if spec.max_split_size_mb is not None and split_bytes not in (None, spec.max_split_size_mb << 20):
         notes.append(f"max_split_size_mb: {spec.max_split_size_mb} did not take effect: {because}")
     return notes
-
-
-# malloc.h of the GNU C library.
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_MAX = -4
 
 
 def keep_freed_memory() -> None:

@@ -8,16 +8,17 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.utils import quantization_config as settings_of_transformers
 
+from ensemble.members.footprint import Capability
 from ensemble.members.huggingface.loading.adapter import AdapterFiles, attach_adapter, open_adapter, some
 from ensemble.members.huggingface.loading.checks import check_unexpected_keys
 from ensemble.members.huggingface.loading.device_map import check_placement, input_device, placement_options
-from ensemble.members.huggingface.loading.precision import Capability, model_dtype
+from ensemble.members.huggingface.loading.precision import model_dtype
 from ensemble.members.huggingface.loading.quantization import (
     is_bitsandbytes,
     keep_whole,
     quantization_config,
-    unpacked_gguf,
 )
 from ensemble.members.huggingface.spec import (
     ModelSpec,
@@ -70,7 +71,11 @@ def load_model(spec: ModelSpec, least: Capability | None, notes: list[str]) -> A
         }
         options["config"] = config
     if gguf:
-        options |= gguf | unpacked_gguf()
+        options |= gguf
+        # Newer releases leave its weights packed where they find kernels on the hub; adapters have no layers for
+        # those. Older releases have no such setting and always unpack.
+        if (kind := getattr(settings_of_transformers, "GgufConfig", None)) is not None:
+            options["quantization_config"] = kind(dequantize=True)
     attention = spec.attn_implementation
     if attention is None:  # the plan could not read the architecture
         is_capped = is_soft_capped(_from_pretrained(AutoConfig, spec, **gguf).to_dict())

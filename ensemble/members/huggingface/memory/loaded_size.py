@@ -21,8 +21,8 @@ DTYPE_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 _HEAD = re.compile(r"(^|\.)(score|classifier|classification_head)\.")
 _EMBEDDING = re.compile(r"embed|(^|\.)(wte|wpe|shared|relative_attention_bias)\.")
-# Heads stay as they are: the worker names these to bitsandbytes.
-_UNQUANTIZED = ("score", "classifier", "classification_head")
+# Heads, which stay as they are: the worker names these to bitsandbytes.
+UNQUANTIZED = ("score", "classifier", "classification_head")
 # bitsandbytes scales blocks of so many weights, and so many of those scales where it quantizes them as well.
 _BLOCK, _NESTED_BLOCK = 64, 256
 # The 16 values that 4 bits stand for, float32, with every layer.
@@ -83,7 +83,7 @@ def _is_linear(tensor: Tensor, architecture: Architecture, quantization: Mapping
     skipped = (quantization or {}).get("llm_int8_skip_modules") or ()
     # As transformers' should_convert_module: from the start up to a dot, or at the end.
     return not any(
-        module.endswith(name) or f".{module}.".startswith(f".{name}.") for name in (*_UNQUANTIZED, *skipped)
+        module.endswith(name) or f".{module}.".startswith(f".{name}.") for name in (*UNQUANTIZED, *skipped)
     )
 
 
