@@ -10,7 +10,7 @@ import torch
 from transformers import BitsAndBytesConfig
 from transformers.quantizers.auto import AutoQuantizationConfig
 
-from ensemble.members.huggingface.memory.loaded_size import UNQUANTIZED
+from ensemble.members.huggingface.memory.sizes import UNQUANTIZED
 
 _BITSANDBYTES = "bitsandbytes"
 

@@ -49,8 +49,8 @@ def load_tokenizer(spec: ModelSpec) -> Any:
             "one that the vocabulary is for, and look at tokenizer_kwargs"
         ) from error
     if "gguf_file" in options:
-        # transformers builds each byte-level vocabulary as GPT-2's, and that class adds its own <|endoftext|> behind
-        # the file's vocabulary (integrations/gguf/gguf_tokenizer_mapping.py): the model has no row for it.
+        # transformers builds each byte-level vocabulary as GPT-2's, and that class adds its own <|endoftext|>
+        # behind the file's vocabulary (integrations/gguf/gguf_tokenizer_mapping.py): the model has no row for it.
         state = json.loads(tokenizer.backend_tokenizer.to_str())
         kept = [token for token in state["added_tokens"] if token["id"] < len(state["model"]["vocab"])]
         if len(kept) < len(state["added_tokens"]):

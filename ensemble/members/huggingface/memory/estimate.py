@@ -18,8 +18,7 @@ from ensemble.members.huggingface.checkpoint.inspect import Checkpoint
 from ensemble.members.huggingface.checkpoint.tokenizer_files import own_max_length
 from ensemble.members.huggingface.checkpoint.transformers_source import modeling_source
 from ensemble.members.huggingface.checkpoint.weight_files import Tensor, read_tensors, shards_of
-from ensemble.members.huggingface.memory.forward import activation, cuda_context_bytes
-from ensemble.members.huggingface.memory.loaded_size import Dtype, weights
+from ensemble.members.huggingface.memory.sizes import Dtype, activation, cuda_context_bytes, weights
 from ensemble.members.huggingface.settings import TextSettings
 from ensemble.members.huggingface.spec import (
     DEFAULT_MAX_LENGTH,
