@@ -114,13 +114,13 @@ def attach_adapter(
         reason = lines[0] if lines else str(error)
         raise ValueError(f"{is_not_for}: {reason.rstrip('.')}; {trained_on}") from error
 
-    # Every tensor of the file must have found its place, and every place its tensor; peft only warns.
-    places = set(get_peft_model_state_dict(model, adapter_name=_NAME, save_embedding_layers=False))
+    # Every tensor of the file must be in the model now, and every one of the model from the file; peft only warns.
+    expected = set(get_peft_model_state_dict(model, adapter_name=_NAME, save_embedding_layers=False))
     # An embedding may be saved whole beside its adapter, under the base's name or the one that peft gave it.
     own = set(model.state_dict())
-    if lost := _plain(adapter.tensors - places - own - {key.replace(".base_layer.", ".") for key in own}):
+    if lost := _plain(adapter.tensors - expected - own - {key.replace(".base_layer.", ".") for key in own}):
         raise ValueError(f"{is_not_for}, which has no place for {some(lost)}; {trained_on}")
-    if absent := _plain(places - adapter.tensors):
+    if absent := _plain(expected - adapter.tensors):
         raise ValueError(
             f"adapter {name} has no weights for {some(absent)}; they would be random. Copy it again, or name the "
             "base that it was trained on"

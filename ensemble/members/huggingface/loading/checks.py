@@ -67,23 +67,6 @@ def check_unexpected_keys(spec: ModelSpec, keys: Sequence[str], is_quantized: bo
         )
 
 
-def check_ids(spec: ModelSpec, tokenizer: Any, rows: int) -> None:
-    """Refuse a tokenizer with ids that its model has no embedding for.
-
-    Args:
-        rows: of the model's embeddings.
-
-    Raises:
-        ValueError: they do not belong together.
-    """
-    known = max(len(tokenizer), max(tokenizer.get_vocab().values(), default=-1) + 1)
-    if known > rows:
-        raise ValueError(
-            f"the tokenizer of {spec.model_name_or_path} knows {known} tokens, its model only {rows}; "
-            "they do not belong together"
-        )
-
-
 def check_tokenizer(
     spec: ModelSpec, tokenizer: Any, folder: Path | None, texts: Sequence[str]
 ) -> Iterator[str]:

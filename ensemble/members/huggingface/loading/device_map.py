@@ -15,7 +15,7 @@ def placement_options(spec: ModelSpec, on_gpu: bool) -> dict[str, Any]:
     """What ``from_pretrained`` is told of devices.
 
     Args:
-        on_gpu: whether the lease holds a GPU that torch can use.
+        on_gpu: whether it has a GPU that torch can use.
     """
     sizes = {
         "cpu" if name == "cpu" else int(name): size
@@ -51,11 +51,9 @@ def check_placement(model: Any, spec: ModelSpec, on_gpu: bool, notes: list[str])
     may_use_cpu = not on_gpu or spec.offload_folder is not None or "cpu" in (spec.max_memory or {})
     stray = (0 if may_use_cpu else counts["cpu"]) + (0 if spec.offload_folder is not None else counts["disk"])
     if stray and not isinstance(spec.device_map, dict):
-        place = (
-            f"the {spec.gpus} GPU(s) of its lease" if on_gpu else "the CPU memory it may use (max_memory.cpu)"
-        )
+        memory = f"its {spec.gpus} GPU(s)" if on_gpu else "the CPU memory it may use (max_memory.cpu)"
         raise ValueError(
-            f"{spec.model_name_or_path} does not fit into {place}: {stray} of its {counts.total()} blocks are left "
+            f"{spec.model_name_or_path} does not fit into {memory}: {stray} of its {counts.total()} blocks are left "
             "over; quantize it, give it more (num_gpus, max_memory), or ask for offload, which is slow: max_memory "
             "with cpu for the CPU's memory, offload_folder for the disk"
         )
@@ -85,7 +83,7 @@ def _device_of(module: Any) -> torch.device:
         for part in module.modules():
             hook = getattr(part, "_hf_hook", None)
             for one in getattr(hook, "hooks", (hook,)):
-                if (place := getattr(one, "execution_device", None)) is not None:
-                    return torch.device(place)
+                if (device := getattr(one, "execution_device", None)) is not None:
+                    return torch.device(device)
     assert isinstance(device, torch.device)
     return device

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from ensemble.members.footprint import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET, RESERVE_SHARE
-from ensemble.members.huggingface.loading.checks import check_ids
 from ensemble.members.huggingface.loading.model import load_model
 from ensemble.members.huggingface.loading.precision import capability, set_tf32
 from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
@@ -48,7 +47,8 @@ def load(spec: ModelSpec, tokenizer: Any = None) -> Loaded:
         tokenizer: the member's, where it is there already.
 
     Raises:
-        ValueError: weights are missing (a head that would be random), or a setting does not exist.
+        ValueError: weights are missing (a head that would be random), tokenizer and model do not belong together,
+            or a setting does not exist.
         OSError: the checkpoint's files cannot be read.
     """
     notes: list[str] = []
@@ -57,7 +57,7 @@ def load(spec: ModelSpec, tokenizer: Any = None) -> Loaded:
     on_gpu = spec.gpus > 0 and torch.cuda.is_available()
     if on_gpu:
         if torch.cuda.device_count() < spec.gpus:
-            raise ValueError(f"leased {spec.gpus} GPUs, but torch sees {torch.cuda.device_count()} of them")
+            raise ValueError(f"assigned {spec.gpus} GPUs, but torch sees {torch.cuda.device_count()} of them")
         torch.cuda.init()  # type: ignore[no-untyped-call]
         if torch.cuda.get_allocator_backend() == "native":  # others have no settings to show
             notes += allocator_notes(spec, torch.cuda.memory._snapshot().get("allocator_settings", {}))
@@ -74,7 +74,13 @@ def load(spec: ModelSpec, tokenizer: Any = None) -> Loaded:
     if not on_gpu:
         keep_freed_memory()  # not before: what only loading needs shall go back
     model.eval()
-    check_ids(spec, tokenizer, int(model.get_input_embeddings().weight.shape[0]))
+    rows = int(model.get_input_embeddings().weight.shape[0])
+    known = max([len(tokenizer), *(1 + number for number in tokenizer.get_vocab().values())])
+    if known > rows:
+        raise ValueError(
+            f"the tokenizer of {spec.model_name_or_path} knows {known} tokens, its model only {rows}; "
+            "they do not belong together"
+        )
     for config in (model.config, model.config.get_text_config()):
         # Nothing is generated, so no keys and values need be kept; nor what else a config may ask for.
         config.use_cache = config.output_hidden_states = config.output_attentions = False
