@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ensemble.common.digests import FileDigests, digest_of
 from ensemble.config import MemberConfig
-from ensemble.members.base import Assigned, MemberKind, MemoryEstimate, OutputColumns, Reads, ResourceRequest
+from ensemble.members.base import Assigned, MemberKind, OutputColumns, Reads, ResourceRequest
+from ensemble.members.footprint import MemoryEstimate
 from ensemble.members.huggingface.allocator import allocator_environment
 from ensemble.members.huggingface.checkpoint.digests import hub_commit, tokenizer_digest, weights_digest
 from ensemble.members.huggingface.checkpoint.hub import find_file

@@ -42,22 +42,16 @@ from ensemble.members.huggingface.checkpoint.weight_files import (
 if TYPE_CHECKING:
     from ensemble.common.protocol import Activation
 
-_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "spiece*", "merges.txt", "*.tiktoken")
-
 
 @dataclass(frozen=True)
 class Checkpoint(Inspection):
     """A member's checkpoint as its ``config.json`` describes it.
 
-    ``weight_bytes`` is the size of the weight files on disk, None where they are not here yet; ``folder`` is where
-    its files lie; ``quantization`` is what the weights were quantized with when they were saved.
+    ``folder`` is where its files lie; ``quantization`` is what its weights were quantized with when saved.
     """
 
     model_type: str
-    architecture: str
-    weight_bytes: int | None
     folder: Path
-    adapter: Adapter | None = None
     quantization: Mapping[str, Any] | None = None
 
 
@@ -164,13 +158,10 @@ def inspect_checkpoint(
     return Checkpoint(
         summary=(shown or model_type) + ("" if weight_bytes is None else f", {gib(weight_bytes)}"),
         model_type=model_type,
-        architecture=shown,
         activation=activation,
         label_order=match_labels(names, labels, label_map, where),
-        weight_bytes=weight_bytes,
         folder=folder,
         warnings=tuple(warnings),
-        adapter=adapter,
         quantization=quantization if isinstance(quantization, dict) and gguf_file is None else None,
     )
 
@@ -232,7 +223,7 @@ def _gguf_problems(folder: Path, gguf_file: str) -> Iterator[str]:
 
 def _file_problems(folder: Path, config: Mapping[str, Any], trust: Trust) -> Iterator[str]:
     yield from weight_problems(folder, trust.allow_pickle)
-    yield from small_file_problems(folder, _TOKENIZER_FILES)
+    yield from small_file_problems(folder)
     # transformers takes the file that config.json names, and an adapter that lies beside the model.
     explicit = config.get("transformers_weights")
     pickles = [folder / explicit] if isinstance(explicit, str) and explicit.endswith(".bin") else []

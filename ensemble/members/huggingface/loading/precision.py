@@ -9,13 +9,7 @@ from typing import Any
 
 import torch
 
-from ensemble.members.huggingface.spec import (
-    ModelSpec,
-    choose_dtype,
-    is_soft_capped,
-    leaves_out_cap,
-    no_cap_text,
-)
+from ensemble.members.huggingface.spec import ModelSpec, cap_problem, choose_dtype, is_soft_capped
 
 Capability = tuple[int, int]
 # Below, bfloat16 is only emulated, whatever is_bf16_supported() says, and there is no TF32 (CUDA C++ Programming
@@ -86,8 +80,9 @@ def check_cap(spec: ModelSpec, model: Any) -> None:
         ValueError: it would.
     """
     attention = getattr(model.config.get_text_config(), "_attn_implementation", None)
-    if is_soft_capped(model.config.to_dict()) and leaves_out_cap(attention):
-        raise ValueError(no_cap_text(str(attention), spec.model_name_or_path))
+    problem = cap_problem(attention, spec.model_name_or_path)
+    if problem and is_soft_capped(model.config.to_dict()):
+        raise ValueError(problem)
 
 
 def may_omit_mask(model: Any, least: Capability | None) -> bool:

@@ -15,7 +15,7 @@ from ensemble.members.huggingface.checkpoint.weight_files import Tensor
 from ensemble.members.huggingface.memory.forward import activation, cuda_context_bytes
 from ensemble.members.huggingface.memory.loaded_size import Dtype, weights
 from ensemble.members.huggingface.settings import HuggingFaceSettings
-from ensemble.members.huggingface.spec import choose_attention, choose_dtype, leaves_out_cap, no_cap_text
+from ensemble.members.huggingface.spec import cap_problem, choose_attention, choose_dtype
 
 # What a Python with torch, transformers and CUDA-less libraries holds on a CPU before any weights.
 PROCESS_BYTES = 450 << 20
@@ -66,9 +66,8 @@ class CheckpointMemory(MemoryEstimate):
 
     def problem(self) -> str:
         asked, architecture = self.settings.attn_implementation, self.facts.architecture
-        if architecture is None or not architecture.soft_capping or not leaves_out_cap(asked):
-            return ""
-        return no_cap_text(str(asked), self.settings.name)
+        is_capped = architecture is not None and architecture.soft_capping
+        return cap_problem(asked, self.settings.name) if is_capped else ""
 
     def smaller(self, capability: Capability | None) -> Iterator[tuple[str, Footprint]]:
         plain = self.footprint(1, capability)
