@@ -12,7 +12,6 @@ import pytest
 
 from bench.shapes import GEMMA_2_9B, LLAMA_3_8B, make_full_size
 from ensemble.common.gpus import Device
-from ensemble.members.huggingface.checkpoint.inspect import inspect_checkpoint
 from ensemble.members.huggingface.memory.facts import checkpoint_facts
 from ensemble.members.huggingface.memory.replica import (
     CheckpointFacts,
@@ -23,6 +22,7 @@ from ensemble.members.huggingface.spec import choose_dtype, is_soft_capped
 from ensemble.members.seq_cls.parent import SequenceClassification
 from ensemble.planning.placement import MemberFacts
 from ensemble.planning.plan import Plan, make_plan
+from tests.checkpoints import inspect_folder
 from tests.planning.test_plan import config
 
 GIB = 1 << 30
@@ -58,7 +58,7 @@ def planned(models: Path, model: Any, lengths: npt.NDArray[np.int64]) -> MemberF
 
 
 def known(models: Path, model: Any, lengths: npt.NDArray[np.int64]) -> CheckpointFacts:
-    checkpoint = inspect_checkpoint(str(models / model.model_name_or_path), None, LABELS, {}, None)
+    checkpoint = inspect_folder(models / model.model_name_or_path, LABELS)
     return checkpoint_facts(model, checkpoint, lengths, len(LABELS))
 
 

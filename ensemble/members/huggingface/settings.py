@@ -28,7 +28,7 @@ from ensemble.config.values import (
     with_home,
 )
 
-_COMMIT: Final = r"[0-9a-fA-F]{40}"
+COMMIT: Final = r"[0-9a-fA-F]{40}"
 _PICKLES: Final = "drop this; the model's own key allow_pickle says whether pickles may be read"
 _KERNELS: Final = "runs compiled code from the hub; it needs trust_remote_code: true"
 _OWN: Final = "use the model's own key of this name instead"
@@ -149,7 +149,7 @@ def _broken_trust(member: Mapping[str, Any]) -> Iterator[Problem]:
     if is_trusted and _is_remote(member):
         if revision is None:
             yield ("revision",), f"required with trust_remote_code: true; name {commit}"
-        elif isinstance(revision, str) and not re.fullmatch(_COMMIT, revision):
+        elif isinstance(revision, str) and not re.fullmatch(COMMIT, revision):
             yield ("revision",), f"with trust_remote_code: true this is {commit}"
     for key, instead in _UNTRUSTED_KWARGS.items():
         given = member.get(key)

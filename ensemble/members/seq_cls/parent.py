@@ -22,7 +22,6 @@ from ensemble.members.huggingface.checkpoint.quantization_keys import (
     quantization_warnings,
     without_defaults,
 )
-from ensemble.members.huggingface.checkpoint.remote_code import Trust
 from ensemble.members.huggingface.checkpoint.tokenizer_files import own_max_length
 from ensemble.members.huggingface.spec import ModelSettings
 from ensemble.members.seq_cls.settings import SequenceClassifierSettings
@@ -82,22 +81,7 @@ class SequenceClassification(MemberKind[SequenceClassifierSettings, Checkpoint])
 
     def inspect(self, columns: OutputColumns) -> Checkpoint:
         model = self.settings
-        return inspect_checkpoint(
-            model.model_name_or_path,
-            model.revision,
-            columns.labels,
-            model.label_map,
-            model.problem_type,
-            model.adapter_name_or_path,
-            model.gguf_file,
-            Trust(
-                model.allow_pickle,
-                model.trust_remote_code,
-                model.model_kwargs.get("code_revision"),
-                model.tokenizer_kwargs.get("code_revision"),
-            ),
-            model.tokenizer_kwargs,
-        )
+        return inspect_checkpoint(model, columns.labels, model.label_map, model.problem_type)
 
     def problems(self, inspected: Checkpoint | None, any_gpu: bool) -> Iterator[str]:
         model = self.settings
