@@ -32,7 +32,6 @@ from ensemble.members.huggingface.checkpoint.remote_code import code_problems
 from ensemble.members.huggingface.checkpoint.tokenizer_files import small_file_problems, vocabulary_problems
 from ensemble.members.huggingface.checkpoint.weight_files import (
     Tensor,
-    pickle_refused,
     read_tensors,
     weight_files,
     weight_problems,
@@ -84,7 +83,8 @@ def inspect_checkpoint(
     if is_local and gguf_file is not None:
         problems += _gguf_problems(folder, gguf_file)
     elif is_local:
-        problems += _file_problems(folder, config, model.allow_pickle)
+        problems += weight_problems(folder, config, model.allow_pickle)
+        problems += small_file_problems(folder)
         if not problems:
             problems += vocabulary_problems(folder, config, model.tokenizer_kwargs, model.trust_remote_code)
             problems += rope_problems(name_or_path, config)
@@ -174,14 +174,12 @@ def match_labels(
     ]
     mapped = [label_map.get(name, name) for name in names]
     if len(names) != len(labels):
-        problems.append(
-            f"{where} has {plural(len(names), 'label')} ({_few(names)}), the config has {len(labels)} "
-            f"({_few(labels)})"
-        )
+        has = f"{where} has {plural(len(names), 'label')} ({_few(names)})"
+        problems.append(f"{has}, the config has {len(labels)} ({_few(labels)})")
     elif not label_map and set(mapped).isdisjoint(labels):
+        example = f"for example label_map: {{{names[0]}: {labels[0]}}}"
         problems.append(
-            f"the labels of {where} are {_few(names)}, not {_few(labels)}; map them with label_map, "
-            f"for example label_map: {{{names[0]}: {labels[0]}}}"
+            f"the labels of {where} are {_few(names)}, not {_few(labels)}; map them with label_map, {example}"
         )
     else:
         problems += [
@@ -189,11 +187,8 @@ def match_labels(
             for name in mapped
             if name not in labels
         ]
-        problems += [
-            f"two labels of {where} would both become {name!r}; fix label_map"
-            for name in dict.fromkeys(mapped)
-            if mapped.count(name) > 1
-        ]
+        twice = (name for name in dict.fromkeys(mapped) if mapped.count(name) > 1)
+        problems += [f"two labels of {where} would both become {name!r}; fix label_map" for name in twice]
     if problems:
         raise CheckpointError(problems)
     return tuple(mapped.index(label) for label in labels)
@@ -212,32 +207,18 @@ def _gguf_problems(folder: Path, gguf_file: str) -> Iterator[str]:
         yield f"gguf_file needs the package gguf, which is not installed: {how_to_install('gguf')}"
 
 
-def _file_problems(folder: Path, config: Mapping[str, Any], allow_pickle: bool) -> Iterator[str]:
-    yield from weight_problems(folder, allow_pickle)
-    yield from small_file_problems(folder)
-    # transformers takes the file that config.json names, and an adapter that lies beside the model.
-    explicit = config.get("transformers_weights")
-    pickles = [folder / explicit] if isinstance(explicit, str) and explicit.endswith(".bin") else []
-    if (folder / "adapter_config.json").is_file() and not (folder / "adapter_model.safetensors").is_file():
-        pickles.append(folder / "adapter_model.bin")
-    if not allow_pickle:
-        yield from (pickle_refused(path) for path in dict.fromkeys(pickles) if path.is_file())
-
-
 def _label_names(config: Mapping[str, Any], where: str) -> list[str]:
     # transformers' own defaults: two labels where neither id2label nor num_labels is stored.
-    stored = config.get("id2label")
-    if isinstance(stored, dict) and stored:
-        try:
+    stored, count = config.get("id2label"), config.get("num_labels") or 2
+    try:
+        if isinstance(stored, dict) and stored:
             return [str(stored[key]) for key in sorted(stored, key=int)]
-        except ValueError:
-            raise CheckpointError(
-                f"{where}: the keys of id2label in its config.json are not numbers"
-            ) from None
-    count = config.get("num_labels") or 2
-    if not isinstance(count, int):
-        raise CheckpointError(f"{where}: num_labels in its config.json is not a number")
-    return [f"LABEL_{index}" for index in range(count)]
+        return [f"LABEL_{index}" for index in range(count)]
+    except (ValueError, TypeError):
+        what, wrong = (
+            ("the keys of id2label", "are not numbers") if stored else ("num_labels", "is not a number")
+        )
+        raise CheckpointError(f"{where}: {what} in its config.json {wrong}") from None
 
 
 def _few(names: Sequence[str]) -> str:
