@@ -13,15 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 from ensemble.config import MemberConfig
-from ensemble.members.footprint import (
-    RESERVE_SHARE,
-    Activation,
-    Capability,
-    Footprint,
-    MemoryEstimate,
-    Stage,
-    Weights,
-)
+from ensemble.members.footprint import Footprint, MemoryEstimate
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,23 +22,6 @@ if TYPE_CHECKING:
 
     from ensemble.common.digests import FileDigests
     from ensemble.common.protocol import Activation as OutputActivation
-
-__all__ = [
-    "RESERVE_SHARE",
-    "Activation",
-    "Assigned",
-    "Capability",
-    "Footprint",
-    "Given",
-    "Inspection",
-    "MemberKind",
-    "MemoryEstimate",
-    "OutputColumns",
-    "Reads",
-    "ResourceRequest",
-    "Stage",
-    "Weights",
-]
 
 
 @dataclass(frozen=True)

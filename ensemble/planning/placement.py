@@ -12,14 +12,8 @@ from ensemble.common.errors import DeviceError
 from ensemble.common.gpus import MIN_REPORTED_BYTES, Device
 from ensemble.common.text import gib, plural
 from ensemble.config import RunConfig
-from ensemble.members.base import (
-    RESERVE_SHARE,
-    Assigned,
-    Capability,
-    Footprint,
-    MemoryEstimate,
-    ResourceRequest,
-)
+from ensemble.members.base import Assigned, ResourceRequest
+from ensemble.members.footprint import RESERVE_SHARE, Capability, Footprint, MemoryEstimate
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ import pytest
 
 from bench.shapes import GEMMA_2_9B, LLAMA_3_8B, make_full_size
 from ensemble.common.gpus import Device
-from ensemble.members.huggingface.checkpoint.inspect import inspect_checkpoint
 from ensemble.members.huggingface.memory.estimate import CheckpointMemory, checkpoint_memory
 from ensemble.members.huggingface.spec import choose_dtype, is_soft_capped
 from ensemble.members.seq_cls.parent import SequenceClassification
 from ensemble.planning.placement import MemberFacts
 from ensemble.planning.plan import Plan, make_plan
+from tests.checkpoints import inspect_folder
 from tests.planning.test_plan import config
 
 GIB = 1 << 30
@@ -53,7 +53,7 @@ def planned(models: Path, model: Any, lengths: npt.NDArray[np.int64]) -> MemberF
 
 
 def known(models: Path, model: Any, lengths: npt.NDArray[np.int64]) -> CheckpointMemory:
-    checkpoint = inspect_checkpoint(str(models / model.model_name_or_path), None, LABELS, {}, None)
+    checkpoint = inspect_folder(models / model.model_name_or_path, LABELS)
     return checkpoint_memory(model, checkpoint, lengths, len(LABELS))
 
 

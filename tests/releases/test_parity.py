@@ -29,14 +29,14 @@ TEXTS = make_texts(24, longest=40)
 
 def planned_attention(folder: Path) -> str:
     """What ``plan`` says that a member of this checkpoint takes on a CPU."""
-    from ensemble.members.huggingface.checkpoint.inspect import inspect_checkpoint
     from ensemble.members.huggingface.memory.estimate import checkpoint_memory
     from ensemble.members.seq_cls.settings import SequenceClassifierSettings
+    from tests.checkpoints import inspect_folder
 
     model = SequenceClassifierSettings.model_validate(
         {"name": "one", "model_name_or_path": str(folder), "text_column": "text"}
     )
-    checkpoint = inspect_checkpoint(str(folder), None, LABELS, {}, None)
+    checkpoint = inspect_folder(folder, LABELS)
     memory = checkpoint_memory(model, checkpoint, np.array([len(text) for text in TEXTS]), len(LABELS))
     chosen = memory.attention("float32", 0, None)
     assert chosen is not None

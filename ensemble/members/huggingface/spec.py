@@ -15,9 +15,6 @@ from ensemble.common.protocol import CommonSpec, with_tuples
 
 # Tokens a row may have where the config does not say, unless the tokenizer has fewer.
 DEFAULT_MAX_LENGTH = 1024
-# torch's fused attention has no place for a cap on its scores.  transformers names it for Gemma-2 all the same
-# before 5.22, and leaves the cap out without a word; later releases refuse.
-_NO_CAP = ("sdpa",)
 # What transformers takes where a config.json does not say (configuration_gemma2.py, configuration_t5gemma.py).
 _CAPPED_UNLESS_SAID = ("gemma2", "t5gemma", "t5_gemma_module")
 _CAP = "attn_logit_softcapping"
@@ -138,13 +135,14 @@ def is_soft_capped(config: Mapping[str, Any]) -> bool:
     return any(is_soft_capped(part) for part in config.values() if isinstance(part, Mapping))
 
 
-def leaves_out_cap(attention: str | None) -> bool:
-    """Whether this attention would silently compute other numbers for a soft-capped model."""
-    return attention in _NO_CAP
+def cap_problem(attention: str | None, model: str) -> str:
+    """What is wrong with an attention for a soft-capped model, key first; empty where nothing is.
 
-
-def no_cap_text(attention: str, model: str) -> str:
-    """What to say of that, key first."""
+    torch's fused attention has no place for a cap on its scores.  transformers names it for Gemma-2 all the same
+    before 5.22, and leaves the cap out without a word; later releases refuse.
+    """
+    if attention != "sdpa":
+        return ""
     return (
         f"attn_implementation: {attention} leaves out the cap on attention scores that {model} was trained with "
         "(attn_logit_softcapping); leave the key out, or set eager"

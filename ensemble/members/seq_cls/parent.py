@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ensemble.common.digests import FileDigests, digest_of
 from ensemble.config import MemberConfig
-from ensemble.members.base import Assigned, MemberKind, MemoryEstimate, OutputColumns, Reads, ResourceRequest
+from ensemble.members.base import Assigned, MemberKind, OutputColumns, Reads, ResourceRequest
+from ensemble.members.footprint import MemoryEstimate
 from ensemble.members.huggingface.allocator import allocator_environment
 from ensemble.members.huggingface.checkpoint.digests import hub_commit, tokenizer_digest, weights_digest
 from ensemble.members.huggingface.checkpoint.hub import find_file
@@ -21,7 +22,6 @@ from ensemble.members.huggingface.checkpoint.quantization_keys import (
     quantization_warnings,
     without_defaults,
 )
-from ensemble.members.huggingface.checkpoint.remote_code import Trust
 from ensemble.members.huggingface.checkpoint.tokenizer_files import own_max_length
 from ensemble.members.huggingface.spec import ModelSettings
 from ensemble.members.seq_cls.settings import SequenceClassifierSettings
@@ -81,22 +81,7 @@ class SequenceClassification(MemberKind[SequenceClassifierSettings, Checkpoint])
 
     def inspect(self, columns: OutputColumns) -> Checkpoint:
         model = self.settings
-        return inspect_checkpoint(
-            model.model_name_or_path,
-            model.revision,
-            columns.labels,
-            model.label_map,
-            model.problem_type,
-            model.adapter_name_or_path,
-            model.gguf_file,
-            Trust(
-                model.allow_pickle,
-                model.trust_remote_code,
-                model.model_kwargs.get("code_revision"),
-                model.tokenizer_kwargs.get("code_revision"),
-            ),
-            model.tokenizer_kwargs,
-        )
+        return inspect_checkpoint(model, columns.labels, model.label_map, model.problem_type)
 
     def problems(self, inspected: Checkpoint | None, any_gpu: bool) -> Iterator[str]:
         model = self.settings

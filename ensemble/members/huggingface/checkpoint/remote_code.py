@@ -8,57 +8,38 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from ensemble.common.files import read_json
 from ensemble.members.huggingface.checkpoint.transformers_source import CLASSIFIERS, CONFIGS, sources, table
+from ensemble.members.huggingface.settings import COMMIT, HuggingFaceSettings
 
-_COMMIT: Final = r"[0-9a-fA-F]{40}"
 _CLASSIFIER: Final = "AutoModelForSequenceClassification"
 _ANY_TOKENIZER = ("PreTrainedTokenizer", "PythonBackend", "TokenizersBackend")
 # What a member uses, and the key of the config whose code_revision is for it.
 _KINDS = {"AutoConfig": "model_kwargs", _CLASSIFIER: "model_kwargs", "AutoTokenizer": "tokenizer_kwargs"}
 
 
-@dataclass(frozen=True)
-class Trust:
-    """What a member's config lets the files of its checkpoint do.
-
-    The revisions are those of ``model_kwargs`` and ``tokenizer_kwargs``: of code in another repository than the
-    checkpoint's.
-    """
-
-    allow_pickle: bool = False
-    remote_code: bool = False
-    code_revision: object = None
-    tokenizer_code_revision: object = None
-
-
-NO_TRUST: Final = Trust()
-
-
-def code_problems(name: str, folder: Path, config: Mapping[str, Any], trust: Trust) -> Iterator[str]:
+def code_problems(model: HuggingFaceSettings, folder: Path, config: Mapping[str, Any]) -> Iterator[str]:
     """Why a checkpoint's own code cannot or must not run, one sentence each.
 
     Args:
-        name: what the config calls the checkpoint.
         folder: where its files lie.
         config: its ``config.json``.
     """
     tokenizer_config = read_json(folder / "tokenizer_config.json")
     classes = _classes(config) | _classes(tokenizer_config)
     codes = {kind: code for kind, code in classes.items() if kind in _KINDS}
-    if trust.remote_code:
-        revisions = {"model_kwargs": trust.code_revision, "tokenizer_kwargs": trust.tokenizer_code_revision}
+    name = model.model_name_or_path
+    if model.trust_remote_code:
         unpinned = {}
         for kind, code in codes.items():
             # transformers takes "org/name--module.Class" from that repository, and by the checkpoint's revision
             # only where that is where the checkpoint itself comes from.
             repository, separator, _ = code.partition("--")
-            revision = revisions[_KINDS[kind]]
-            is_pinned = isinstance(revision, str) and re.fullmatch(_COMMIT, revision)
+            revision = getattr(model, _KINDS[kind]).get("code_revision")
+            is_pinned = isinstance(revision, str) and re.fullmatch(COMMIT, revision)
             if separator and repository != name and not is_pinned:
                 unpinned[_KINDS[kind]] = code
         for key, code in unpinned.items():

@@ -10,7 +10,7 @@ import ast
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,13 @@ from ensemble.common.files import read_json, unreadable
 from ensemble.members.huggingface.checkpoint.transformers_source import sources, table
 from ensemble.members.huggingface.spec import default_max_length
 
+# transformers' tokenizers name their files in VOCAB_FILES_NAMES; the rest is in tokenization_utils_base.py.
+TOKENIZER_FILES = (
+    *("tokenizer*", "*.tokenizer", "special_tokens_map.json", "added_tokens.json", "vocab*", "*vocab.*"),
+    *("merges*", "*.model", "*.spm", "*.tiktoken", "*.codes", "dict.txt", "tekken.json", "*_maps.json"),
+    *("emoji.json", "normalizer.json", "word_*.json", "chat_template*", "*.jinja"),
+    "additional_chat_templates/*.jinja",
+)
 # All of a tokenizer in one file; every class of transformers 5 that is built on tokenizers reads it.
 _WHOLE = "tokenizer.json"
 # What a class takes instead of the files that it names (tokenization_utils_base.py, from_pretrained).
@@ -100,44 +107,36 @@ def _needed(name: str) -> tuple[str, ...] | None:
     return None
 
 
-def small_file_problems(folder: Path, patterns: Sequence[str]) -> Iterator[str]:
-    """A sentence for each file that may not be read, is a link to nothing, or is called JSON and is none.
-
-    Args:
-        patterns: of the files' names, such as ``tokenizer*``.
-    """
-    for path in sorted({path for pattern in patterns for path in folder.glob(pattern)}):
+def small_file_problems(folder: Path) -> Iterator[str]:
+    """A sentence for each file of a tokenizer that may not be read, links to nothing, is empty, or is no JSON."""
+    for path in sorted({path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)}):
+        if path.is_dir():
+            continue
         try:
-            reason = "" if path.is_dir() else _damage(path)
+            size = path.stat().st_size
+            with path.open("rb") as file:
+                content = file.read(_MAX_PARSED_BYTES if size <= _MAX_PARSED_BYTES else _END_BYTES)
+                is_whole = size <= len(content)
+                if not is_whole:
+                    file.seek(-_END_BYTES, 2)
+                    content += file.read()
+            is_json, ends = path.suffix == ".json", (content.lstrip()[:1], content.rstrip()[-1:])
+            reason = ""
+            if content.startswith(b"version https://git-lfs"):
+                reason = "is only a git-lfs pointer to the file"
+            elif not content.strip() and path.suffix != ".jinja":
+                reason = "is empty"
+            elif is_json and is_whole:
+                json.loads(content)
+            elif is_json and ends != (b"{", b"}"):
+                reason = "is not JSON, or was cut short"
         except OSError as error:
             yield unreadable(path, error)
-        else:
-            if reason:
-                yield f"{path} {reason}; copy it again"
-
-
-def _damage(path: Path) -> str:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        content = file.read(_MAX_PARSED_BYTES if size <= _MAX_PARSED_BYTES else _END_BYTES)
-        is_whole = size <= len(content)
-        if not is_whole:
-            file.seek(-_END_BYTES, 2)
-            content += file.read()
-    if content.startswith(b"version https://git-lfs"):
-        return "is only a git-lfs pointer to the file"
-    if path.suffix != ".json":
-        return ""
-    if not content.strip():
-        return "is empty"
-    if not is_whole:
-        is_closed = content.lstrip().startswith(b"{") and content.rstrip().endswith(b"}")
-        return "" if is_closed else "is not JSON, or was cut short"
-    try:
-        json.loads(content)
-    except (ValueError, RecursionError) as error:
-        return f"is not JSON ({error})"
-    return ""
+            continue
+        except (ValueError, RecursionError) as error:
+            reason = f"is not JSON ({error})"
+        if reason:
+            yield f"{path} {reason}; copy it again"
 
 
 def own_max_length(folder: Path) -> int | None:

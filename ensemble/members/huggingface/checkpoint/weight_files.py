@@ -10,7 +10,7 @@ import json
 import math
 import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -169,10 +169,11 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     return ()
 
 
-def weight_problems(folder: Path, allow_pickle: bool = False) -> Iterator[str]:
+def weight_problems(folder: Path, config: Mapping[str, Any], allow_pickle: bool) -> Iterator[str]:
     """What is wrong with a checkpoint's weights, one sentence each; nothing for a whole one.
 
     Args:
+        config: its ``config.json``.
         allow_pickle: they may be pickles, of which the worker reads no more than tensors.
     """
     files = weight_files(folder)
@@ -185,18 +186,24 @@ def weight_problems(folder: Path, allow_pickle: bool = False) -> Iterator[str]:
         )
     elif not files:
         yield f"{folder} has a config.json but no weights (*.safetensors); copy them too"
-    elif files[0].suffix != ".safetensors" and not allow_pickle:
-        yield pickle_refused(files[0])
+    # transformers takes the file that config.json names, and an adapter that lies beside the model.
+    named = config.get("transformers_weights")
+    pickles = [folder / named] if isinstance(named, str) and named.endswith(".bin") else []
+    if (folder / "adapter_config.json").is_file() and not (folder / "adapter_model.safetensors").is_file():
+        pickles.append(folder / "adapter_model.bin")
+    pickles += [path for path in files[:1] if path.suffix != ".safetensors"]
+    if not allow_pickle:
+        yield from (pickle_refused(path) for path in dict.fromkeys(pickles) if path.is_file())
     for index in folder.glob("*.index.json"):
         try:
             shards = shards_of(index)
         except CheckpointError as error:
             yield from error.problems
             continue
-        pickles = [name for name in shards if not name.endswith(".safetensors")]
+        unsafe = [name for name in shards if not name.endswith(".safetensors")]
         # transformers goes by each file's ending, whatever the index is called.
-        if pickles and not allow_pickle and index.name.endswith(".safetensors.index.json"):
-            yield pickle_refused(folder / pickles[0])
+        if unsafe and not allow_pickle and index.name.endswith(".safetensors.index.json"):
+            yield pickle_refused(folder / unsafe[0])
         missing = [name for name in shards if not (folder / name).is_file()]
         if missing and any(path.suffix == Path(missing[0]).suffix for path in files):
             what = f"{missing[0]}, which is"

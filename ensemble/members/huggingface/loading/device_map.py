@@ -53,9 +53,9 @@ def check_placement(model: Any, spec: ModelSpec, on_gpu: bool, notes: list[str])
     if stray and not isinstance(spec.device_map, dict):
         memory = f"its {spec.gpus} GPU(s)" if on_gpu else "the CPU memory it may use (max_memory.cpu)"
         raise ValueError(
-            f"{spec.model_name_or_path} does not fit into {memory}: {stray} of its {counts.total()} blocks are left "
-            "over; quantize it, give it more (num_gpus, max_memory), or ask for offload, which is slow: max_memory "
-            "with cpu for the CPU's memory, offload_folder for the disk"
+            f"{spec.model_name_or_path} does not fit into {memory}: {stray} of its {counts.total()} blocks are "
+            "left over; quantize it, give it more (num_gpus, max_memory), or ask for offload, which is slow: "
+            "max_memory with cpu for the CPU's memory, offload_folder for the disk"
         )
     if len(counts) > 1 or counts["disk"]:
         names = {"cpu": "the CPU", "disk": "the disk"}
@@ -83,7 +83,7 @@ def _device_of(module: Any) -> torch.device:
         for part in module.modules():
             hook = getattr(part, "_hf_hook", None)
             for one in getattr(hook, "hooks", (hook,)):
-                if (device := getattr(one, "execution_device", None)) is not None:
-                    return torch.device(device)
+                if (brought_to := getattr(one, "execution_device", None)) is not None:
+                    return torch.device(brought_to)
     assert isinstance(device, torch.device)
     return device

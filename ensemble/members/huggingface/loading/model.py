@@ -15,18 +15,8 @@ from ensemble.members.huggingface.loading.adapter import AdapterFiles, attach_ad
 from ensemble.members.huggingface.loading.checks import check_unexpected_keys
 from ensemble.members.huggingface.loading.device_map import check_placement, input_device, placement_options
 from ensemble.members.huggingface.loading.precision import model_dtype
-from ensemble.members.huggingface.loading.quantization import (
-    is_bitsandbytes,
-    keep_whole,
-    quantization_config,
-)
-from ensemble.members.huggingface.spec import (
-    ModelSpec,
-    choose_attention,
-    is_soft_capped,
-    leaves_out_cap,
-    no_cap_text,
-)
+from ensemble.members.huggingface.loading.quantization import is_bitsandbytes, keep_whole, quantization_config
+from ensemble.members.huggingface.spec import ModelSpec, cap_problem, choose_attention, is_soft_capped
 
 _MAX_REASON = 300
 # What transformers' refusals speak of; names of modules, such as "attention.self", are not among it.
@@ -110,8 +100,8 @@ def load_model(spec: ModelSpec, least: Capability | None, notes: list[str]) -> A
         model, info = _from_pretrained(AutoModelForSequenceClassification, spec, **options)
     # Some releases of transformers leave out the cap on a model's scores and say nothing.
     taken = getattr(model.config.get_text_config(), "_attn_implementation", None)
-    if is_soft_capped(model.config.to_dict()) and leaves_out_cap(taken):
-        raise ValueError(no_cap_text(str(taken), name))
+    if (problem := cap_problem(taken, name)) and is_soft_capped(model.config.to_dict()):
+        raise ValueError(problem)
     check_placement(model, spec, on_gpu, notes)
     _run_first_hooks(model)
     if adapter is None and info["mismatched_keys"]:

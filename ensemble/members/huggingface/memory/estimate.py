@@ -20,13 +20,7 @@ from ensemble.members.huggingface.checkpoint.transformers_source import modeling
 from ensemble.members.huggingface.checkpoint.weight_files import Tensor, read_tensors, shards_of
 from ensemble.members.huggingface.memory.sizes import Dtype, activation, cuda_context_bytes, weights
 from ensemble.members.huggingface.settings import TextSettings
-from ensemble.members.huggingface.spec import (
-    DEFAULT_MAX_LENGTH,
-    choose_attention,
-    choose_dtype,
-    leaves_out_cap,
-    no_cap_text,
-)
+from ensemble.members.huggingface.spec import DEFAULT_MAX_LENGTH, cap_problem, choose_attention, choose_dtype
 
 # What a Python with torch, transformers and CUDA-less libraries holds on a CPU before any weights.
 PROCESS_BYTES = 450 << 20
@@ -110,7 +104,7 @@ class CheckpointMemory(MemoryEstimate):
     def problem(self) -> str:
         asked = self.settings.attn_implementation
         is_capped = self.architecture is not None and self.architecture.soft_capping
-        return no_cap_text(str(asked), self.settings.name) if is_capped and leaves_out_cap(asked) else ""
+        return cap_problem(asked, self.settings.name) if is_capped else ""
 
     def smaller(self, capability: Capability | None) -> Iterator[tuple[str, Footprint]]:
         plain = self.footprint(1, capability)
