@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from bench.tokenizer import save_tokenizer
+
+if TYPE_CHECKING:
+    from ensemble.members.huggingface.checkpoint.inspect import Checkpoint
 
 WORDS = (
     "any of various plants having leaves or flowers a person who works in an office large animal with long tail "
@@ -293,3 +296,23 @@ def reference(
                 logits = logits.softmax(-1)
             rows.append((logits.sigmoid() if activation == "sigmoid" else logits).double().numpy())
     return np.stack(rows)
+
+
+def inspect_folder(
+    name_or_path: str | Path,
+    labels: Sequence[str],
+    label_map: Mapping[str, str] | None = None,
+    problem_type: str | None = None,
+    **keys: Any,
+) -> Checkpoint:
+    """What is known of a member's checkpoint before it is loaded; ``keys`` are further ones of the member."""
+    from ensemble.members.huggingface.checkpoint.inspect import inspect_checkpoint
+    from ensemble.members.seq_cls.settings import SequenceClassifierSettings
+
+    given: dict[str, Any] = {
+        "name": "m",
+        "model_name_or_path": str(name_or_path),
+        "text_column": "text",
+        **keys,
+    }
+    return inspect_checkpoint(SequenceClassifierSettings(**given), labels, label_map or {}, problem_type)

@@ -116,7 +116,7 @@ WRONG: dict[str, tuple[Change, list[str]]] = {
     ),
     "raw values with probabilities": (
         set_key("models", 0, "problem_type", value="regression"),
-        ["gemma", "raw values"],
+        ["gemma", "raw values", "or set problem_type"],
     ),
     "a key in the wrong place": (
         set_key("models", 0, "model_kwargs", value={"dtype": "float16"}),

@@ -281,6 +281,16 @@ def test_all_that_is_wrong_is_said_before_anything_runs(project: Project) -> Non
     assert project.ensemble("validate", "config.yaml").returncode == 0
 
 
+def test_advice_names_the_keys_that_the_member_has(project: Project) -> None:
+    write_mate(project)
+    config = with_mate(project)
+    config["models"][1]["activation"] = "none"
+    project.write_config(config)
+    said = " ".join(project.ensemble("validate", "config.yaml").stderr.split())
+    assert "mate gives raw values (regression), the others probabilities" in said
+    assert "run them separately, or set activation" in said
+
+
 def test_its_file_is_nothing_that_the_run_writes(project: Project) -> None:
     write_mate(project)
     place = project.folder / "runs/first/predictions"

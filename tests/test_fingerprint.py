@@ -16,7 +16,7 @@ from ensemble.common.digests import FileDigests
 from ensemble.common.errors import CheckpointError, MergeError
 from ensemble.common.files import file_state
 from ensemble.config import RunConfig
-from ensemble.members.huggingface.checkpoint.quantization_keys import USUAL_SETTINGS
+from ensemble.members.huggingface.checkpoint.quantization_keys import BOOLEANS, USUAL_SETTINGS
 from ensemble.members.registry import member_kind
 from ensemble.members.seq_cls.settings import SequenceClassifierSettings
 from ensemble.pipeline.fingerprint import Fingerprint, member_fingerprint
@@ -67,7 +67,6 @@ HARMLESS_TO_COME = {"allow_pickle"}
 # Of the keys that change numbers: values that they have anyway, for the tiny Llama on a CPU, spelt out.
 SPELT_OUT: dict[str, list[dict[str, Any]]] = {
     "max_length": [{"max_length": 1024}],
-    "truncation_side": [{"truncation_side": "right"}],
     "add_special_tokens": [{"add_special_tokens": True}],
     "problem_type": [{"problem_type": "single_label_classification"}],
     "label_map": [{"label_map": {}}, {"label_map": {"tie": "tie"}}],
@@ -84,6 +83,8 @@ SPELT_OUT: dict[str, list[dict[str, Any]]] = {
 SPELT_OUT_ELSEWHERE = {"quantization_config", "revision"}
 # They have no value that they would have anyway.
 ALWAYS_GIVEN = {"model_name_or_path", "adapter_name_or_path", "gguf_file", "prompt_template"}
+# Their usual value is the tokenizer's, and its files count.
+TOKENIZERS_OWN = {"truncation_side"}
 HARMLESS_OF_RUN: dict[str, dict[str, Any]] = {
     "submission": {"submission": None},
     "launcher": {"launcher": "local"},
@@ -168,26 +169,15 @@ def test_the_tokenizers_own_settings_spelt_out(make: Make, own_llama: Path) -> N
         config = {**json.loads(path.read_text(encoding="utf-8")), **changes}
         path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
 
-    settings(model_max_length=64, truncation_side="left")
+    settings(model_max_length=64)
     assert same(max_length=64)
     assert not same(max_length=1024)
-    assert same(truncation_side="left")
-    assert not same(truncation_side="right")
     settings(model_max_length=4096.0)
     assert same(max_length=1024)
-    settings(model_max_length=None, truncation_side=None)  # then the tokenizer's class may say
+    settings(model_max_length=None)  # then the tokenizer's class may say
     assert not same(max_length=1024)
     settings(model_max_length=64)
     assert not same(max_length=64, tokenizer_kwargs={"model_max_length": 32})
-    tokenizer = own_llama / "tokenizer.json"
-    stored = json.loads(tokenizer.read_text(encoding="utf-8"))
-    assert same(truncation_side="right")
-    cut = {"direction": "Left", "max_length": 9, "strategy": "LongestFirst", "stride": 0}
-    tokenizer.write_text(json.dumps({**stored, "truncation": cut}))
-    assert not same(truncation_side="right")
-    tokenizer.unlink()
-    (own_llama / "vocab.json").write_text("{}")
-    assert not same(truncation_side="right")
 
 
 @pytest.mark.fault(18)
@@ -196,7 +186,7 @@ def test_a_quantization_with_its_defaults_spelt_out(make: Make) -> None:
         return first(make({"quantization_config": settings}))
 
     eight, four = found(load_in_8bit=True), found(load_in_4bit=True)
-    usual = {**USUAL_SETTINGS, "_load_in_4bit": False}
+    usual = {**USUAL_SETTINGS, **dict.fromkeys(BOOLEANS, False), "_load_in_4bit": False}
     assert found(**{**usual, "load_in_8bit": True}) == eight
     assert found(**{**usual, "load_in_4bit": True, "llm_int8_skip_modules": []}) == four
     assert found(load_in_4bit=True, bnb_4bit_compute_dtype="float32") == four, "what else is, on a CPU"
@@ -226,7 +216,8 @@ def test_the_usual_settings_of_bitsandbytes_are_those_of_transformers() -> None:
         str(BitsAndBytesConfig().bnb_4bit_quant_storage)
         == f"torch.{USUAL_SETTINGS['bnb_4bit_quant_storage']}"
     )
-    assert {**usual, "quant_method": "bitsandbytes", "bnb_4bit_quant_storage": "uint8"} == USUAL_SETTINGS
+    usual = {**usual, "quant_method": "bitsandbytes", "bnb_4bit_quant_storage": "uint8"}
+    assert {key: value for key, value in usual.items() if value} == USUAL_SETTINGS
 
 
 @pytest.mark.fault(27)
@@ -296,7 +287,7 @@ def test_all_files_are_watched_of_which_a_member_is_made(make: Make, project: Pr
 
 def test_no_key_has_been_forgotten() -> None:
     numbers = {*NUMBERS, *NUMBERS_WITH_FILES}
-    assert numbers == {*SPELT_OUT, *SPELT_OUT_ELSEWHERE, *ALWAYS_GIVEN}, (
+    assert numbers == {*SPELT_OUT, *SPELT_OUT_ELSEWHERE, *ALWAYS_GIVEN, *TOKENIZERS_OWN}, (
         "what is this key where nobody sets it?"
     )
     known = {*NUMBERS, *NUMBERS_WITH_FILES, *HARMLESS, *HARMLESS_TO_COME}

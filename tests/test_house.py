@@ -31,7 +31,11 @@ ROOMS = {
 }
 # What the parent's rooms may use of members: the interface of kinds, and where they are found by name.  The command
 # line may ask after the hub, too.
-OF_MEMBERS = {"planning": {"base"}, "pipeline": {"base", "registry"}, "cli": {"base", "huggingface"}}
+OF_MEMBERS = {
+    "planning": {"base", "footprint"},
+    "pipeline": {"base", "registry"},
+    "cli": {"base", "huggingface"},
+}
 CHILD_SIDE_OF_MEMBERS = {"child", "predictor", "loading", "scoring"}
 
 

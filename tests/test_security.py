@@ -25,13 +25,11 @@ from ensemble.config.yamlfile import MAX_VALUES
 from ensemble.data.json_cells import TemplateProblem
 from ensemble.data.template import compile_template
 from ensemble.members.huggingface.checkpoint.adapter_files import inspect_adapter
-from ensemble.members.huggingface.checkpoint.inspect import inspect_checkpoint
-from ensemble.members.huggingface.checkpoint.remote_code import Trust
 from ensemble.pipeline.load import load as load_config
 from ensemble.pipeline.run_dir import RunDir, hold, holder
 from ensemble.pipeline.run_log import logging_to
 from ensemble.pipeline.validate import prepare
-from tests.checkpoints import make_adapter, make_base
+from tests.checkpoints import inspect_folder, make_adapter, make_base
 from tests.project import LABELS, ROOT, Project
 
 # ---- the config
@@ -430,9 +428,9 @@ def test_work_that_became_a_link_is_not_removed_through_it(tmp_path: Path, preci
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-def refusals(folder: Path, trust: Trust) -> tuple[str, ...]:
+def refusals(folder: Path, **keys: Any) -> tuple[str, ...]:
     try:
-        inspect_checkpoint(str(folder), None, LABELS, {}, None, trust=trust)
+        inspect_folder(folder, LABELS, **keys)
     except CheckpointError as error:
         return error.problems
     return ()
@@ -471,13 +469,13 @@ def test_code_in_a_checkpoint_is_not_run_unless_trusted(llama: Path) -> None:
         "AutoModelForSequenceClassification": "modeling_x.XModel",
     }
     # transformers has a class of its own for these, and takes it.
-    assert refusals(with_code(llama, "llama", **code), Trust()) == ()
-    (problem,) = refusals(with_code(llama, "x-llama", **code), Trust())
+    assert refusals(with_code(llama, "llama", **code)) == ()
+    (problem,) = refusals(with_code(llama, "x-llama", **code))
     assert "needs Python code of its own (configuration_x.XConfig)" in problem
     assert "trust_remote_code: true" in problem
-    assert refusals(llama, Trust(remote_code=True)) == ()
+    assert refusals(llama, trust_remote_code=True) == ()
     # Known to transformers, but not as a classifier.
-    (problem,) = refusals(with_code(llama, "clip", **code), Trust())
+    (problem,) = refusals(with_code(llama, "clip", **code))
     assert "(modeling_x.XModel)" in problem
 
 
@@ -486,23 +484,23 @@ def test_code_of_a_tokenizer_counts_too(llama: Path) -> None:
     path = llama / "tokenizer_config.json"
     settings = json.loads(path.read_text())
     path.write_text(json.dumps({**settings, "auto_map": {"AutoTokenizer": ["tokenization_x.X", None]}}))
-    assert refusals(llama, Trust()) == (), "transformers has a tokenizer for llama"
+    assert refusals(llama) == (), "transformers has a tokenizer for llama"
     path.write_text(
         json.dumps({"tokenizer_class": "XTokenizer", "auto_map": {"AutoTokenizer": ["t.X", None]}})
     )
     with_code(llama, "vit")
-    (problem,) = refusals(llama, Trust())
+    (problem,) = refusals(llama)
     assert "(t.X)" in problem
     assert "no such tokenizer" in problem
 
 
 def test_code_from_a_second_repository_needs_its_own_commit(llama: Path) -> None:
     with_code(llama, "x-llama", AutoConfig="org/other--configuration_x.XConfig")
-    (problem,) = refusals(llama, Trust(remote_code=True))
+    (problem,) = refusals(llama, trust_remote_code=True)
     assert "from another repository (org/other--configuration_x.XConfig)" in problem
     assert "model_kwargs: {code_revision: 40 hexadecimal digits}" in problem
-    assert refusals(llama, Trust(remote_code=True, code_revision="main")) != ()
-    assert refusals(llama, Trust(remote_code=True, code_revision=COMMIT)) == ()
+    assert refusals(llama, trust_remote_code=True, model_kwargs={"code_revision": "main"}) != ()
+    assert refusals(llama, trust_remote_code=True, model_kwargs={"code_revision": COMMIT}) == ()
 
 
 @pytest.mark.parametrize(
@@ -540,10 +538,10 @@ def test_pickles_are_refused_unless_allowed(
 ) -> None:
     monkeypatch.chdir(project.folder)
     path = as_pickle(llama)
-    (problem,) = refusals(llama, Trust())
+    (problem,) = refusals(llama)
     assert problem.startswith(f"{path} is a pickle, and loading one can run code")
     assert problem.endswith("or set allow_pickle: true")
-    assert refusals(llama, Trust(allow_pickle=True)) == ()
+    assert refusals(llama, allow_pickle=True) == ()
     model = {"name": "m", "model_name_or_path": str(llama)}
     for allowed in (False, True):
         project.write_config(project.config(models=[{**model, "allow_pickle": allowed}]))
@@ -553,39 +551,39 @@ def test_pickles_are_refused_unless_allowed(
             with pytest.raises(CheckpointError, match=r"models\[0\] \(m\): .*pytorch_model\.bin is a pickle"):
                 prepare(load_config(project.folder / "config.yaml"))
     path.write_bytes(path.read_bytes()[:-100])
-    assert refusals(llama, Trust(allow_pickle=True)) == (f"{path} is cut short; copy it again",)
+    assert refusals(llama, allow_pickle=True) == (f"{path} is cut short; copy it again",)
 
 
 @pytest.mark.parametrize("name", ["model.pt", "model.pth"])
 def test_pickles_that_transformers_does_not_read(name: str, llama: Path) -> None:
     as_pickle(llama, name)
-    for trust in (Trust(), Trust(allow_pickle=True)):
-        (problem,) = refusals(llama, trust)
+    for allow_pickle in (False, True):
+        (problem,) = refusals(llama, allow_pickle=allow_pickle)
         assert f"{name} is a pickle of a kind that transformers does not read" in problem
 
 
 def test_what_a_trainer_leaves_is_no_weights(llama: Path) -> None:
     for name in ("training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state_0.pth"):
         (llama / name).write_bytes(b"")
-    assert refusals(llama, Trust()) == ()
+    assert refusals(llama) == ()
     (llama / "model.safetensors").unlink()
-    (problem,) = refusals(llama, Trust())
+    (problem,) = refusals(llama)
     assert "no weights" in problem
 
 
 def test_pickles_by_a_side_door(llama: Path) -> None:
     (llama / "model.safetensors.index.json").write_text('{"weight_map": {"w": "pytorch_model.bin"}}')
     (llama / "pytorch_model.bin").write_bytes(b"")
-    assert ["pytorch_model.bin is a pickle" in problem for problem in refusals(llama, Trust())] == [True]
+    assert ["pytorch_model.bin is a pickle" in problem for problem in refusals(llama)] == [True]
     (llama / "model.safetensors.index.json").unlink()
     (llama / "adapter_config.json").write_text("{}")
     (llama / "adapter_model.bin").write_bytes(b"")
-    assert ["adapter_model.bin is a pickle" in problem for problem in refusals(llama, Trust())] == [True]
+    assert ["adapter_model.bin is a pickle" in problem for problem in refusals(llama)] == [True]
     (llama / "adapter_config.json").unlink()
     config = json.loads((llama / "config.json").read_text())
     (llama / "config.json").write_text(json.dumps({**config, "transformers_weights": "adapter_model.bin"}))
-    assert ["adapter_model.bin is a pickle" in problem for problem in refusals(llama, Trust())] == [True]
-    assert refusals(llama, Trust(allow_pickle=True)) == ()
+    assert ["adapter_model.bin is a pickle" in problem for problem in refusals(llama)] == [True]
+    assert refusals(llama, allow_pickle=True) == ()
 
 
 class Touch:
@@ -631,7 +629,7 @@ def test_code_that_transformers_does_not_need_is_not_run(llama: Path, tmp_path: 
         AutoModelForSequenceClassification="modeling_x.XModel",
         AutoTokenizer=["tokenization_x.X", None],
     )
-    assert refusals(llama, Trust()) == ()
+    assert refusals(llama) == ()
     assert load(worker_spec(llama)).model.config.model_type == "llama"
     assert not (tmp_path / "touched").exists()
 
@@ -648,10 +646,11 @@ def test_adapters_in_pickles_are_refused_unless_allowed(tmp_path: Path) -> None:
     names = open_adapter(str(adapter)).tensors
     path = as_pickle(adapter, "adapter_model.bin")
     label_map = {f"LABEL_{index}": label for index, label in enumerate(LABELS)}
-    arguments = (str(base), None, LABELS, label_map, None, str(adapter), None)
+    keys = {"adapter_name_or_path": str(adapter)}
     with pytest.raises(CheckpointError, match=r"adapter_model\.bin is a pickle.*allow_pickle: true"):
-        inspect_checkpoint(*arguments)
-    assert inspect_checkpoint(*arguments, Trust(allow_pickle=True)).label_order == (0, 1, 2)
+        inspect_folder(base, LABELS, label_map, **keys)
+    allowed = inspect_folder(base, LABELS, label_map, allow_pickle=True, **keys)
+    assert allowed.label_order == (0, 1, 2)
     with pytest.raises(ValueError, match=r"has no adapter_model\.safetensors.*allow_pickle: true"):
         open_adapter(str(adapter))
     assert open_adapter(str(adapter), allow_pickle=True).tensors == names

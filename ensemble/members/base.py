@@ -13,15 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 from ensemble.config import MemberConfig
-from ensemble.members.footprint import (
-    RESERVE_SHARE,
-    Activation,
-    Capability,
-    Footprint,
-    MemoryEstimate,
-    Stage,
-    Weights,
-)
+from ensemble.members.footprint import Footprint, MemoryEstimate
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,23 +22,6 @@ if TYPE_CHECKING:
 
     from ensemble.common.digests import FileDigests
     from ensemble.common.protocol import Activation as OutputActivation
-
-__all__ = [
-    "RESERVE_SHARE",
-    "Activation",
-    "Assigned",
-    "Capability",
-    "Footprint",
-    "Given",
-    "Inspection",
-    "MemberKind",
-    "MemoryEstimate",
-    "OutputColumns",
-    "Reads",
-    "ResourceRequest",
-    "Stage",
-    "Weights",
-]
 
 
 @dataclass(frozen=True)
@@ -143,14 +118,16 @@ class MemberKind(ABC, Generic[S, I]):
     """A member of a run; each subclass is a kind of member, and its instances hold nothing but their settings.
 
     ``settings`` is one of ``Settings``, whose ``task_type`` names the kind.  Either it needs workers, and ``child``
-    is the module that they run (see ``predictor.Child``), or it has its predictions already.  Problems are
-    sentences that begin with the key that they are about, such as "num_gpus: ..."; errors are ``EnsembleError`` of
-    exit code 2 with every problem found.
+    is the module that they run (see ``predictor.Child``), or it has its predictions already.  ``activation_key`` is
+    the key that says what its values are, for advice; empty where there is none.  Problems are sentences that begin
+    with the key that they are about, such as "num_gpus: ..."; errors are ``EnsembleError`` of exit code 2 with
+    every problem found.
     """
 
     Settings: ClassVar[type[MemberConfig]]
     needs_worker: ClassVar[bool] = True
     child: ClassVar[str] = ""
+    activation_key: ClassVar[str] = ""
 
     def __init__(self, settings: S) -> None:
         self.settings = settings

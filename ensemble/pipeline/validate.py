@@ -254,9 +254,11 @@ def _check_members_fit(
         found += [f"models[{index}].{problem}" for problem in wrong]
     raw = [name for name, one in inspected.items() if one.activation == "none"]
     if raw and len(raw) < len(inspected):
+        keys = {kind.activation_key for kind in kinds if kind.settings.name in raw and kind.activation_key}
+        remedy = f", or set {' and '.join(sorted(keys))}" if keys else ""
         found.append(
             f"models: {', '.join(raw)} gives raw values (regression), the others probabilities; their mean means "
-            "nothing: run them separately, or set problem_type"
+            f"nothing: run them separately{remedy}"
         )
     if raw and config.on_bad_row == "uniform":
         found.append("on_bad_row: uniform is for probabilities, and the models give raw values (regression)")

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import geometric_mean
 
-from ensemble.members.base import Capability, Footprint
+from ensemble.members.footprint import Capability, Footprint
 from ensemble.planning.chunks import BYTES_PER_TOKEN
 
 # A fresh Python with torch and transformers, then a CUDA context.

@@ -13,14 +13,8 @@ from ensemble.common.errors import DeviceError
 from ensemble.common.gpus import MIN_REPORTED_BYTES, Device
 from ensemble.common.text import gib, plural
 from ensemble.config import RunConfig
-from ensemble.members.base import (
-    RESERVE_SHARE,
-    Assigned,
-    Capability,
-    Footprint,
-    MemoryEstimate,
-    ResourceRequest,
-)
+from ensemble.members.base import Assigned, ResourceRequest
+from ensemble.members.footprint import RESERVE_SHARE, Capability, Footprint, MemoryEstimate
 
 _MAX_ADVISED_GPUS = 8
 
@@ -127,7 +121,6 @@ def place(
         # Anywhere; but what others hold can be waited for.
         placed = Placement(
             asked,
-            memory.dtype(asked, capability) if memory is not None else "auto",
             footprint=needed,
             devices=tuple(device.uuid for device in devices),
             held=tuple(device.uuid for device in devices if device.used_bytes >= MIN_REPORTED_BYTES),
@@ -135,12 +128,13 @@ def place(
         )
     else:
         placed = _on_gpus(config, index, facts, devices, asked, needed)
-    attention = None
-    if placed.footprint is not None:
-        attention = placed.footprint.attention
-    elif memory is not None:
-        attention = memory.attention(placed.dtype if placed.gpus else "float32", placed.gpus, capability)
-    return replace(placed, attention=attention)
+    if (needed := placed.footprint) is not None:
+        return replace(placed, dtype=needed.dtype, attention=needed.attention)
+    if memory is None:
+        return placed
+    on = placed.gpus, capability if placed.gpus else None
+    dtype = memory.dtype(*on)
+    return replace(placed, dtype=dtype, attention=memory.attention(dtype, *on))
 
 
 def chosen_devices(visible: Sequence[Device], wanted: Sequence[int | str] | None) -> tuple[Device, ...]:
@@ -236,7 +230,6 @@ def _on_gpus(
         reason = f"{what} for one GPU, so a replica takes {gpus}"
     return Placement(
         gpus,
-        needed.dtype,
         footprint=needed,
         devices=tuple(uuid for uuid in fits if uuid in usable),
         held=tuple(uuid for uuid in fits if uuid in held),

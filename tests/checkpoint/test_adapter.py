@@ -11,8 +11,8 @@ import pytest
 
 from ensemble.common.errors import CheckpointError
 from ensemble.members.huggingface.checkpoint.adapter_files import inspect_adapter
-from ensemble.members.huggingface.checkpoint.inspect import Checkpoint, inspect_checkpoint
-from tests.checkpoints import make_adapter, make_base, make_checkpoint
+from ensemble.members.huggingface.checkpoint.inspect import Checkpoint
+from tests.checkpoints import inspect_folder, make_adapter, make_base, make_checkpoint
 
 pytest.importorskip("peft")
 pytestmark = [  # both peft's
@@ -36,7 +36,7 @@ def lora(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Path:
 def inspect(
     base: Path, adapter: Path, label_map: Mapping[str, str] = PLAIN, labels: Sequence[str] = LABELS
 ) -> Checkpoint:
-    return inspect_checkpoint(str(base), None, labels, label_map, None, str(adapter))
+    return inspect_folder(base, labels, label_map, adapter_name_or_path=str(adapter))
 
 
 def write(folder: Path, tensors: Mapping[str, Sequence[int]], dtype: str = "F32", **config: object) -> Path:
@@ -134,7 +134,7 @@ def test_files_that_are_missing_or_cut_short(llama: Path, lora: Path, tmp_path: 
     with pytest.raises(
         CheckpointError, match=r"no config\.json.*it holds an adapter: name it with adapter_name"
     ):
-        inspect_checkpoint(str(lora), None, LABELS, {}, None)
+        inspect_folder(lora, LABELS)
 
 
 def test_a_name_on_the_hub_that_cannot_be_had(

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from ensemble.common.errors import CheckpointError
-from ensemble.members.huggingface.checkpoint.inspect import Checkpoint, inspect_checkpoint
+from ensemble.members.huggingface.checkpoint.inspect import Checkpoint
 from ensemble.members.huggingface.checkpoint.tokenizer_files import vocabulary_problems
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import inspect_folder, make_checkpoint
 from tests.project import Project
 
 LABELS = ["yes", "no", "tie"]
@@ -40,7 +40,7 @@ def changed(folder: Path, copy: Path, **changes: Any) -> Path:
 
 
 def inspected(folder: Path) -> Checkpoint:
-    return inspect_checkpoint(str(folder), None, LABELS, {}, None)
+    return inspect_folder(folder, LABELS)
 
 
 @pytest.mark.fault(29)
@@ -74,7 +74,7 @@ def test_numbers_that_the_weights_contradict(
 def test_labels_that_the_head_does_not_have(intact: dict[str, Path], tmp_path: Path) -> None:
     copy = changed(intact["llama"], tmp_path / "copy", id2label={"0": "yes", "1": "no"})
     with pytest.raises(CheckpointError, match=r"it has 2 labels .* the classification head has 3 rows"):
-        inspect_checkpoint(str(copy), None, ["yes", "no"], {}, None)
+        inspect_folder(copy, ["yes", "no"])
 
 
 def test_rope_types_that_this_release_does_not_know(intact: dict[str, Path], tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from ensemble.common.errors import CheckpointError
-from ensemble.members.huggingface.checkpoint.inspect import inspect_checkpoint, match_labels
+from ensemble.members.huggingface.checkpoint.inspect import match_labels
+from tests.checkpoints import inspect_folder
 
 LABELS = ["a", "b", "c"]
 
@@ -57,25 +58,23 @@ def test_activation_follows_the_problem_type(tmp_path: Path) -> None:
     }
     for kind, activation in kinds.items():
         folder = write(tmp_path / str(kind), problem_type=kind, **named)
-        assert inspect_checkpoint(folder, None, LABELS, {}, None).activation == activation
-        assert (
-            inspect_checkpoint(folder, None, LABELS, {}, "multi_label_classification").activation == "sigmoid"
-        )
+        assert inspect_folder(folder, LABELS).activation == activation
+        assert inspect_folder(folder, LABELS, {}, "multi_label_classification").activation == "sigmoid"
     one = write(tmp_path / "one", id2label={"0": "LABEL_0"})
-    assert inspect_checkpoint(one, None, ["score"], {}, None).activation == "none"
+    assert inspect_folder(one, ["score"]).activation == "none"
 
 
 def test_ids_are_sorted_as_numbers(tmp_path: Path) -> None:
     labels = [f"topic {index}" for index in range(12)]
     stored = {str(index): labels[index] for index in reversed(range(12))}
     folder = write(tmp_path / "m", id2label=stored)
-    assert inspect_checkpoint(folder, None, labels, {}, None).label_order == tuple(range(12))
+    assert inspect_folder(folder, labels).label_order == tuple(range(12))
 
 
 def test_without_stored_labels_transformers_has_two(tmp_path: Path) -> None:
     folder = write(tmp_path / "m", model_type="bert")
     label_map = {"LABEL_0": "no", "LABEL_1": "yes"}
-    assert inspect_checkpoint(folder, None, ["yes", "no"], label_map, None).label_order == (1, 0)
+    assert inspect_folder(folder, ["yes", "no"], label_map, None).label_order == (1, 0)
 
 
 def test_paths_that_hold_no_checkpoint(tmp_path: Path) -> None:
@@ -95,7 +94,7 @@ def test_paths_that_hold_no_checkpoint(tmp_path: Path) -> None:
     }
     for path, message in cases.items():
         with pytest.raises(CheckpointError, match=message):
-            inspect_checkpoint(str(path), None, LABELS, {}, None)
+            inspect_folder(path, LABELS)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +122,7 @@ def test_files_that_are_missing_or_broken(
     else:
         (folder / file).write_bytes(content)
     with pytest.raises(CheckpointError, match=message):
-        inspect_checkpoint(str(folder), None, LABELS, {}, None)
+        inspect_folder(folder, LABELS)
 
 
 @pytest.mark.fault(22)
@@ -132,7 +131,7 @@ def test_a_cut_weight_file_is_named_with_its_sizes(tmp_path: Path) -> None:
     whole = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(whole[:-1])
     with pytest.raises(CheckpointError, match=f"has {len(whole) - 1} bytes and should have {len(whole)}"):
-        inspect_checkpoint(str(folder), None, LABELS, {}, None)
+        inspect_folder(folder, LABELS)
 
 
 def test_odd_configs_are_no_stack_trace(tmp_path: Path) -> None:
@@ -140,20 +139,20 @@ def test_odd_configs_are_no_stack_trace(tmp_path: Path) -> None:
     cases: list[dict[str, Any]] = [{"architectures": [None]}, {"architectures": "Foo"}, {"architectures": []}]
     for odd in cases:
         folder = write(tmp_path / "m", **named, **odd)
-        assert inspect_checkpoint(folder, None, LABELS, {}, None).architecture == ""
+        assert inspect_folder(folder, LABELS).summary.startswith(", ")
     with pytest.raises(CheckpointError, match="num_labels"):
-        inspect_checkpoint(write(tmp_path / "n", num_labels="x"), None, LABELS, {}, None)
+        inspect_folder(write(tmp_path / "n", num_labels="x"), LABELS)
 
 
 def test_a_hub_id_that_cannot_be_had_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(CheckpointError, match=r"org/model: no such folder.*cannot be reached.*download"):
-        inspect_checkpoint("org/model", None, LABELS, {}, None)
+        inspect_folder("org/model", LABELS)
 
 
 def test_a_checkpoint_without_a_head_is_pointed_at(tmp_path: Path) -> None:
     named = {"id2label": {"0": "a", "1": "b", "2": "c"}}
     folder = write(tmp_path / "m", architectures=["LlamaForCausalLM"], **named)
     with pytest.raises(CheckpointError, match=r"\(LlamaForCausalLM\) has no classification head"):
-        inspect_checkpoint(folder, None, LABELS, {}, None)
+        inspect_folder(folder, LABELS)

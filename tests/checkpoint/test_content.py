@@ -19,11 +19,11 @@ from safetensors.numpy import save_file
 from ensemble.common.digests import FileDigests
 from ensemble.common.errors import CheckpointError
 from ensemble.members.huggingface.checkpoint.digests import (
-    TOKENIZER_FILES,
     tokenizer_digest,
     weight_samples,
     weights_digest,
 )
+from ensemble.members.huggingface.checkpoint.tokenizer_files import TOKENIZER_FILES
 
 MIB = 1 << 20
 TENSORS = 14

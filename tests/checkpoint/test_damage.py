@@ -20,7 +20,7 @@ import pytest
 
 from ensemble.common.errors import CheckpointError
 from tests import sampling
-from tests.checkpoints import make_adapter, make_base, make_checkpoint, make_texts
+from tests.checkpoints import inspect_folder, make_adapter, make_base, make_checkpoint, make_texts
 from tests.sampling import EXAMPLES, SAMPLED
 from tests.worker.test_predict import LABELS, predictor, worker_spec
 from tests.worker.test_session import publish
@@ -208,12 +208,9 @@ class Trial:
         Raises:
             CheckpointError, ValueError, OSError: refused.
         """
-        from ensemble.members.huggingface.checkpoint.inspect import inspect_checkpoint
-
         name = None if adapter is None else str(adapter)
-        checkpoint = inspect_checkpoint(
-            str(base), None, LABELS, {} if adapter is None else dict(MAP), None, name
-        )
+        label_map = {} if adapter is None else MAP
+        checkpoint = inspect_folder(base, LABELS, label_map, adapter_name_or_path=name)
         changes = {"label_order": checkpoint.label_order, "activation": checkpoint.activation}
         member = predictor(
             worker_spec(base, adapter_name_or_path=name, max_length=64, **self.places, **changes)

@@ -15,8 +15,7 @@ from ensemble.members.footprint import Activation, Stage
 from ensemble.members.huggingface.checkpoint.architecture import Architecture, read_architecture
 from ensemble.members.huggingface.checkpoint.weight_files import Tensor, read_tensors
 from ensemble.members.huggingface.loading.quantization import quantization_config
-from ensemble.members.huggingface.memory.forward import activation
-from ensemble.members.huggingface.memory.loaded_size import Dtype, weights
+from ensemble.members.huggingface.memory.sizes import Dtype, activation, weights
 from ensemble.members.huggingface.scoring.classifier import Classifier
 from tests.checkpoints import make_checkpoint
 from tests.planning.tracking.measure import fake_classifier, peak_bytes

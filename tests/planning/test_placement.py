@@ -12,18 +12,12 @@ import pytest
 
 from bench.shapes import GEMMA_2_9B, LLAMA_3_8B, make_full_size
 from ensemble.common.gpus import Device
-from ensemble.members.huggingface.attention import is_soft_capped
-from ensemble.members.huggingface.checkpoint.inspect import inspect_checkpoint
-from ensemble.members.huggingface.memory.facts import checkpoint_facts
-from ensemble.members.huggingface.memory.replica import (
-    CheckpointFacts,
-    CheckpointMemory,
-    chosen_attention,
-    chosen_dtype,
-)
+from ensemble.members.huggingface.memory.estimate import CheckpointMemory, checkpoint_memory
+from ensemble.members.huggingface.spec import choose_dtype, is_soft_capped
 from ensemble.members.seq_cls.parent import SequenceClassification
 from ensemble.planning.placement import MemberFacts
 from ensemble.planning.plan import Plan, make_plan
+from tests.checkpoints import inspect_folder
 from tests.planning.test_plan import config
 
 GIB = 1 << 30
@@ -54,13 +48,13 @@ def plan(
 
 
 def planned(models: Path, model: Any, lengths: npt.NDArray[np.int64]) -> MemberFacts:
-    memory = CheckpointMemory(model, known(models, model, lengths))
+    memory = known(models, model, lengths)
     return MemberFacts(model.name, SequenceClassification(model).request(), lengths, memory)
 
 
-def known(models: Path, model: Any, lengths: npt.NDArray[np.int64]) -> CheckpointFacts:
-    checkpoint = inspect_checkpoint(str(models / model.model_name_or_path), None, LABELS, {}, None)
-    return checkpoint_facts(model, checkpoint, lengths, len(LABELS))
+def known(models: Path, model: Any, lengths: npt.NDArray[np.int64]) -> CheckpointMemory:
+    checkpoint = inspect_folder(models / model.model_name_or_path, LABELS)
+    return checkpoint_memory(model, checkpoint, lengths, len(LABELS))
 
 
 def where(made: Plan) -> list[tuple[int, tuple[str, ...], int]]:
@@ -225,20 +219,21 @@ def test_members_of_a_size_run_at_the_same_time_and_a_small_one_beside_a_large_i
         ("auto", "float32", 1, (9, 0), "float32"),
         ("auto", "bfloat16", 0, None, "float32"),
         ("bfloat16", "float32", 0, None, "bfloat16"),
-        ("auto", None, 1, (8, 6), "float32"),
+        ("auto", None, 1, (8, 6), "auto"),
+        ("auto", None, 1, (7, 5), "float16"),
     ],
 )
 def test_the_type_of_numbers_follows_the_device(
     asked: Any, stored: str | None, gpus: int, capability: tuple[int, int] | None, expected: str
 ) -> None:
-    assert chosen_dtype(asked, stored, gpus, capability) == expected
+    assert choose_dtype(asked, stored, gpus, capability) == expected
 
 
 def test_soft_capping_rules_out_fused_attention(models: Path) -> None:
     names = [{"model_name_or_path": name} for name in ("gemma", "llama")]
     asked: Any = config(*names, {**names[0], "attn_implementation": "flex_attention"}).models
-    facts = [known(models, model, np.ones(1, dtype=np.int64)) for model in asked]
-    taken = [chosen_attention(*both, "float16", 1, (7, 5)) for both in zip(asked, facts, strict=True)]
+    memories = [known(models, model, np.ones(1, dtype=np.int64)) for model in asked]
+    taken = [memory.attention("float16", 1, (7, 5)) for memory in memories]
     assert taken == ["eager", "sdpa", "flex_attention"]
 
 
@@ -258,12 +253,12 @@ def test_flash_attention_only_where_it_works_and_helps(
     models: Path, dtype: str, gpus: int, capability: tuple[int, int] | None, works: bool, expected: str
 ) -> None:
     asked: Any = config(*({"model_name_or_path": name} for name in ("gemma", "llama"))).models
-    facts = [
+    gemma, llama = (
         replace(known(models, model, np.ones(1, dtype=np.int64)), has_flash_attention=works)
         for model in asked
-    ]
-    assert chosen_attention(asked[0], facts[0], dtype, gpus, capability) == expected
-    assert chosen_attention(asked[1], facts[1], dtype, gpus, capability) == "sdpa", "as good"
+    )
+    assert gemma.attention(dtype, gpus, capability) == expected
+    assert llama.attention(dtype, gpus, capability) == "sdpa", "as good"
 
 
 @pytest.mark.fault(30)

@@ -11,7 +11,7 @@ import pytest
 
 from ensemble.common.gpus import Device
 from ensemble.config import RunConfig
-from ensemble.members.huggingface.memory.replica import CheckpointFacts, CheckpointMemory
+from ensemble.members.huggingface.memory.estimate import CheckpointMemory
 from ensemble.members.seq_cls.parent import SequenceClassification
 from ensemble.members.seq_cls.settings import SequenceClassifierSettings
 from ensemble.planning.chunks import CHUNK_MAX_ROWS, cut_chunks
@@ -109,8 +109,9 @@ def test_equal_lengths_keep_the_tables_order() -> None:
 
 def test_rows_that_max_length_cuts_cost_what_it_lets_through() -> None:
     lengths = np.array([900_000, 800_000, 700_000, 4_000, 4_000, 200, 200], dtype=np.int64)
-    of_checkpoint = CheckpointFacts(lengths, None, None, 0, 2, 1000, True, True, False)
-    known = replace(facts(lengths), memory=CheckpointMemory(asked(0), of_checkpoint))
+    known = replace(
+        facts(lengths), memory=CheckpointMemory(asked(0), lengths, 2, None, None, max_length=1000)
+    )
     (member,) = make_plan(config({}), {"m0": known}, []).members
     plain_order, plain_chunks = cut_chunks(lengths)
     assert member.order.tolist() == plain_order.tolist()

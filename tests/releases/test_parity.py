@@ -29,17 +29,16 @@ TEXTS = make_texts(24, longest=40)
 
 def planned_attention(folder: Path) -> str:
     """What ``plan`` says that a member of this checkpoint takes on a CPU."""
-    from ensemble.members.huggingface.checkpoint.inspect import inspect_checkpoint
-    from ensemble.members.huggingface.memory.facts import checkpoint_facts
-    from ensemble.members.huggingface.memory.replica import chosen_attention
+    from ensemble.members.huggingface.memory.estimate import checkpoint_memory
     from ensemble.members.seq_cls.settings import SequenceClassifierSettings
+    from tests.checkpoints import inspect_folder
 
     model = SequenceClassifierSettings.model_validate(
         {"name": "one", "model_name_or_path": str(folder), "text_column": "text"}
     )
-    checkpoint = inspect_checkpoint(str(folder), None, LABELS, {}, None)
-    facts = checkpoint_facts(model, checkpoint, np.array([len(text) for text in TEXTS]), len(LABELS))
-    chosen = chosen_attention(model, facts, "float32", 0, None)
+    checkpoint = inspect_folder(folder, LABELS)
+    memory = checkpoint_memory(model, checkpoint, np.array([len(text) for text in TEXTS]), len(LABELS))
+    chosen = memory.attention("float32", 0, None)
     assert chosen is not None
     return chosen
 
@@ -70,7 +69,7 @@ def test_every_family_equals_eager_attention_row_by_row(family: str, tmp_path: P
             folder,
             tmp_path / str(number),
             attn_implementation=attention,
-            is_attention_asked=False,
+            asked=(),
             **batching,
         )
         np.testing.assert_allclose(got, expected, atol=2e-5, err_msg=str(batching))

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from ensemble.common.errors import CheckpointError
-from ensemble.members.huggingface.checkpoint.inspect import inspect_checkpoint
 from tests.checkpoints import (
     adapter_reference,
+    inspect_folder,
     make_adapter,
     make_base,
     make_checkpoint,
@@ -72,7 +72,9 @@ def test_a_file_without_a_head_is_refused_by_the_worker_too(packed: Path) -> Non
 def test_what_is_known_before_loading(packed: Path, lora: Path, tmp_path: Path) -> None:
     def inspect(file: str, adapter: Path | None = lora, folder: Path = packed) -> tuple[int, ...]:
         name = None if adapter is None else str(adapter)
-        return inspect_checkpoint(str(folder), None, LABELS, LABEL_MAP, None, name, file).label_order
+        return inspect_folder(
+            folder, LABELS, LABEL_MAP, adapter_name_or_path=name, gguf_file=file
+        ).label_order
 
     assert inspect("tiny.gguf") == (0, 1, 2)
     with pytest.raises(CheckpointError, match=r"has no file tinny\.gguf; did you mean tiny\.gguf\?"):

@@ -40,10 +40,11 @@ def spec(**changes: Any) -> ModelSpec:
 def test_the_type_of_the_weights(
     asked: str, planned: str, capability: tuple[int, int] | None, expected: str, note: str
 ) -> None:
-    from ensemble.members.huggingface.loading.precision import choose_dtype
+    from ensemble.members.huggingface.loading.precision import model_dtype
 
     notes: list[str] = []
-    chosen = choose_dtype(spec(dtype=asked, gpu_dtype=planned), capability, notes)
+    changes = {"dtype": planned, "asked": ()} if asked == "auto" else {"dtype": asked}
+    chosen = model_dtype(spec(**changes), capability, notes)
     assert str(chosen).removeprefix("torch.") == expected
     assert len(notes) == bool(note)
     assert note in "".join(notes)
@@ -136,7 +137,7 @@ def test_an_attention_that_was_chosen_and_is_not_there_makes_way(tmp_path: Path)
     from ensemble.members.huggingface.loading.load import load
 
     folder = make_checkpoint(tmp_path, "deberta-v2", LABELS)
-    loaded = load(worker_spec(folder, attn_implementation="sdpa", is_attention_asked=False))
+    loaded = load(worker_spec(folder, attn_implementation="sdpa", asked=()))
     assert loaded.attn_implementation == "eager"
     assert loaded.notes == ("eager attention, as this model has no sdpa",)
 

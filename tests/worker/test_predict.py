@@ -45,7 +45,6 @@ def worker_spec(folder: Path, **changes: Any) -> ModelSpec:
         "batch_size": None,
         "token_budget": None,
         "dtype": "auto",
-        "gpu_dtype": "auto",
         "allow_tf32": False,
         "expandable_segments": True,
         "max_split_size_mb": None,
@@ -69,7 +68,8 @@ def worker_spec(folder: Path, **changes: Any) -> ModelSpec:
         "parts_dir": "",
     }
     found["labels"] = tuple(LABELS)
-    found["is_attention_asked"] = changes.get("attn_implementation") is not None
+    keys = ("dtype", "attn_implementation", "max_length")
+    found["asked"] = tuple(key for key in keys if changes.get(key, found[key]) not in (None, "auto"))
     return ModelSpec(**{**found, **changes})
 
 

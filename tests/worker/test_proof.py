@@ -222,8 +222,8 @@ def test_sound_tokenizers_of_their_own_classes_are_not_remarked_on(kind: str, tm
 @pytest.mark.parametrize("kind", MADE)
 def test_another_class_than_the_vocabulary_is_for(kind: str, tmp_path: Path) -> None:
     from ensemble.common.errors import CheckpointError
-    from ensemble.members.huggingface.checkpoint.inspect import inspect_checkpoint
     from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
+    from tests.checkpoints import inspect_folder
 
     folder = with_tokenizer(tmp_path / "model", kind)
     config = json.loads((folder / "tokenizer_config.json").read_text())
@@ -234,7 +234,7 @@ def test_another_class_than_the_vocabulary_is_for(kind: str, tmp_path: Path) -> 
         shutil.copytree(folder, changed)
         (changed / "tokenizer_config.json").write_text(json.dumps({**config, "tokenizer_class": other}))
         try:
-            inspect_checkpoint(str(changed), None, LABELS, {}, None)
+            inspect_folder(changed, LABELS)
             assert notes_of(changed, tmp_path / f"place {other}", texts) == ()
         except (CheckpointError, ValueError) as error:
             refused[other] = str(error)

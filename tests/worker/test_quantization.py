@@ -61,15 +61,15 @@ def test_eight_bits(architecture: str, tmp_path: Path) -> None:
 def test_a_checkpoint_that_was_saved_in_four_bits(tmp_path: Path) -> None:
     import torch
 
-    from ensemble.members.huggingface.checkpoint.inspect import inspect_checkpoint
     from ensemble.members.huggingface.loading.load import load
+    from tests.checkpoints import inspect_folder
 
     folder = make_checkpoint(tmp_path / "whole", "llama", LABELS)
     model = quantized(folder, FOUR_BITS)
     saved = tmp_path / "four bits"
     model.save_pretrained(saved)
     make_tokenizer(saved)
-    checkpoint = inspect_checkpoint(str(saved), None, LABELS, {}, None)
+    checkpoint = inspect_folder(saved, LABELS)
     assert checkpoint.quantization is not None
     assert checkpoint.quantization["quant_method"] == "bitsandbytes"
     loaded = load(worker_spec(saved))

@@ -53,6 +53,7 @@ class CsvPredictions(MemberKind[CsvSettings, CsvInspection]):
 
     Settings: ClassVar[type[MemberConfig]] = CsvSettings
     needs_worker: ClassVar[bool] = False
+    activation_key: ClassVar[str] = "activation"
 
     def sources(self) -> tuple[str, ...]:
         return (str(self.settings.path),)

@@ -26,7 +26,8 @@ def allocator_environment(
     environ = os.environ if environ is None else environ
     users: dict[str, str] = {}
     for variable in _VARIABLES:
-        users |= _options(environ.get(variable, ""))
+        options = (option.partition(":") for option in _OPTION.findall(environ.get(variable, "")))
+        users |= {name.strip(): value.strip() for name, _, value in options if name.strip()}
     wanted = {"expandable_segments": str(expandable_segments)}
     if max_split_size_mb is not None:
         wanted["max_split_size_mb"] = str(max_split_size_mb)
@@ -34,8 +35,3 @@ def allocator_environment(
         wanted = {}  # they are the native allocator's, and another one warns of them
     text = ",".join(f"{name}:{value}" for name, value in {**wanted, **users}.items())
     return dict.fromkeys(_VARIABLES, text)
-
-
-def _options(text: str) -> dict[str, str]:
-    pairs = (option.partition(":") for option in _OPTION.findall(text))
-    return {name.strip(): value.strip() for name, _, value in pairs if name.strip()}

@@ -2,10 +2,10 @@
 
 # No "from __future__ import annotations": pydantic would evaluate every annotation from its text again.
 
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from hashlib import sha256
-from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
 from pydantic import Field
@@ -28,7 +28,7 @@ from ensemble.config.values import (
     with_home,
 )
 
-_COMMIT: Final = r"[0-9a-fA-F]{40}"
+COMMIT: Final = r"[0-9a-fA-F]{40}"
 _PICKLES: Final = "drop this; the model's own key allow_pickle says whether pickles may be read"
 _KERNELS: Final = "runs compiled code from the hub; it needs trust_remote_code: true"
 _OWN: Final = "use the model's own key of this name instead"
@@ -144,12 +144,14 @@ def broken_label_map(values: Mapping[str, Any], labels: Collection[str]) -> Iter
 
 def _broken_trust(member: Mapping[str, Any]) -> Iterator[Problem]:
     """Keys that let files of the checkpoint run code, or would do so past the keys that are there for it."""
-    revision, is_trusted = member.get("revision"), member.get("trust_remote_code") is True
+    source, revision = member.get("model_name_or_path"), member.get("revision")
+    is_trusted = member.get("trust_remote_code") is True
     commit = "a commit's whole hash (40 hexadecimal digits), since a branch or tag can be moved to other code"
-    if is_trusted and _is_remote(member):
+    # Not Path.is_dir, which raises an error for a name that no folder can have.
+    if is_trusted and isinstance(source, str) and not os.path.isdir(with_home(source)):  # noqa: PTH112
         if revision is None:
             yield ("revision",), f"required with trust_remote_code: true; name {commit}"
-        elif isinstance(revision, str) and not re.fullmatch(_COMMIT, revision):
+        elif isinstance(revision, str) and not re.fullmatch(COMMIT, revision):
             yield ("revision",), f"with trust_remote_code: true this is {commit}"
     for key, instead in _UNTRUSTED_KWARGS.items():
         given = member.get(key)
@@ -162,65 +164,44 @@ def _broken_placement(member: Mapping[str, Any]) -> Iterator[Problem]:
     gpus, sizes, layers = (member.get(key) for key in ("num_gpus", "max_memory", "device_map"))
     if layers == {}:
         yield ("device_map",), "must not be empty; name the place of each part, such as {model: 0, score: 0}"
-    if isinstance(gpus, int):
-        there = f"a lease of {gpus} has GPUs 0 to {gpus - 1}" if gpus else "num_gpus: 0 leaves only cpu"
-        sentence = f"there is no such GPU: {there}; GPUs count from 0 within it"
-        for key in sizes if isinstance(sizes, dict) else ():
-            if re.fullmatch(GPU_NUMBER, str(key)) and int(key) >= gpus:
-                yield ("max_memory", str(key)), sentence
-        for key, place in layers.items() if isinstance(layers, dict) else ():
-            if isinstance(place, int) and place >= gpus:
-                yield ("device_map", str(key)), sentence
-    settings = member.get("quantization_config")
-    if isinstance(settings, dict) and _asks_for_offload(member):
-        in_bits = next((key for key in ("load_in_8bit", "load_in_4bit") if settings.get(key)), None)
-        if in_bits and not settings.get("llm_int8_enable_fp32_cpu_offload"):
-            yield (
-                ("quantization_config",),
-                f"{in_bits} and offload go together only with llm_int8_enable_fp32_cpu_offload: true, which keeps "
-                "the offloaded layers in float32",
-            )
+    if not isinstance(gpus, int):
+        return
+    there = f"a lease of {gpus} has GPUs 0 to {gpus - 1}" if gpus else "num_gpus: 0 leaves only cpu"
+    sentence = f"there is no such GPU: {there}; GPUs count from 0 within it"
+    for key in sizes if isinstance(sizes, dict) else ():
+        if re.fullmatch(GPU_NUMBER, str(key)) and int(key) >= gpus:
+            yield ("max_memory", str(key)), sentence
+    for key, device in layers.items() if isinstance(layers, dict) else ():
+        if isinstance(device, int) and device >= gpus:
+            yield ("device_map", str(key)), sentence
 
 
 def _broken_weights(member: Mapping[str, Any]) -> Iterator[Problem]:
-    """Keys that say which weights are loaded, and where they would shut each other out."""
-    adapter, gguf_file = member.get("adapter_name_or_path"), member.get("gguf_file")
-    if member.get("merge_adapter") is True:
-        if adapter is None:
-            yield ("merge_adapter",), "there is no adapter to merge; add adapter_name_or_path"
-        elif member.get("quantization_config") is not None:
-            yield (
-                ("merge_adapter",),
-                "quantized weights cannot take an adapter in without rounding it away; leave it unmerged, or drop "
-                "quantization_config",
-            )
-    if adapter is not None and _asks_for_offload(member):
-        yield (
-            ("adapter_name_or_path",),
-            "an adapter needs its base on the devices themselves, not offloaded; quantize it, give it more GPUs, "
-            "or merge the adapter into a checkpoint first",
-        )
-    if gguf_file is not None and member.get("quantization_config") is not None:
-        yield (
-            ("gguf_file",),
-            "its weights are quantized already and are read as they were; drop quantization_config",
-        )
-    if gguf_file is not None and member.get("offload_folder") is not None:
-        yield ("gguf_file",), "transformers cannot offload a GGUF file to disk; drop offload_folder"
-
-
-def _asks_for_offload(member: Mapping[str, Any]) -> bool:
-    sizes = member.get("max_memory")
+    """Keys that say which weights are loaded and where they lie, and that shut each other out."""
+    adapter, gguf_file, settings = map(
+        member.get, ("adapter_name_or_path", "gguf_file", "quantization_config")
+    )
+    sizes, layers, folder = map(member.get, ("max_memory", "device_map", "offload_folder"))
+    merges = member.get("merge_adapter") is True
+    places = {str(device) for device in layers.values()} if isinstance(layers, dict) else set()
     to_cpu = isinstance(sizes, dict) and "cpu" in sizes and member.get("num_gpus") != 0
-    placed = member.get("device_map")
-    places = {str(device) for device in placed.values()} if isinstance(placed, dict) else set()
-    by_hand = "disk" in places or ("cpu" in places and len(places) > 1)
-    return to_cpu or by_hand or member.get("offload_folder") is not None
-
-
-def _is_remote(member: Mapping[str, Any]) -> bool:
-    source = member.get("model_name_or_path")
-    try:
-        return isinstance(source, str) and not Path(with_home(source)).is_dir()
-    except (OSError, ValueError):  # a name that no folder can have
-        return True
+    offloads = to_cpu or "disk" in places or ("cpu" in places and len(places) > 1) or folder is not None
+    bits = settings if isinstance(settings, dict) else {}
+    in_bits = next((key for key in ("load_in_8bit", "load_in_4bit") if bits.get(key)), "")
+    keeps_float32 = bits.get("llm_int8_enable_fp32_cpu_offload")
+    rules = {
+        f"quantization_config: {in_bits} and offload go together only with llm_int8_enable_fp32_cpu_offload: true, "
+        "which keeps the offloaded layers in float32": in_bits and offloads and not keeps_float32,
+        "merge_adapter: there is no adapter to merge; add adapter_name_or_path": merges and adapter is None,
+        "merge_adapter: quantized weights cannot take an adapter in without rounding it away; leave it unmerged, "
+        "or drop quantization_config": merges and adapter is not None and settings is not None,
+        "adapter_name_or_path: an adapter needs its base on the devices themselves, not offloaded; quantize it, "
+        "give it more GPUs, or merge the adapter into a checkpoint first": adapter is not None and offloads,
+        "gguf_file: its weights are quantized already and are read as they were; drop "
+        "quantization_config": gguf_file is not None and settings is not None,
+        "gguf_file: transformers cannot offload a GGUF file to disk; drop offload_folder": gguf_file
+        is not None
+        and folder is not None,
+    }
+    for key, _, sentence in (text.partition(": ") for text, is_broken in rules.items() if is_broken):
+        yield (key,), sentence

@@ -1,4 +1,9 @@
-"""What a worker is told of a Hugging Face model; parent and child share it, so it imports nothing heavy."""
+"""What a worker is told of a Hugging Face model, and the rules for the dtype, attention and length it is told.
+
+Parent and child share it, so it imports nothing heavy.  The parent decides by these rules, and the spec carries
+what it decided.  The child decides, by the same rules, only where no file told the parent enough, or where the
+device is not what it was planned for.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +13,11 @@ from typing import Any
 
 from ensemble.common.protocol import CommonSpec, with_tuples
 
-# Tokens a row may have where neither config nor tokenizer says; those without a limit say something astronomic.
+# Tokens a row may have where the config does not say, unless the tokenizer has fewer.
 DEFAULT_MAX_LENGTH = 1024
-NO_LENGTH_LIMIT = 1_000_000
+# What transformers takes where a config.json does not say (configuration_gemma2.py, configuration_t5gemma.py).
+_CAPPED_UNLESS_SAID = ("gemma2", "t5gemma", "t5_gemma_module")
+_CAP = "attn_logit_softcapping"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,9 +26,9 @@ class ModelSettings:
 
     ``label_order[j]`` is the model's output column that holds the config's label ``j``.
     ``token_budget`` and ``batch_size`` are None when the worker shall choose.
-    ``dtype`` is the config's; ``gpu_dtype`` is what "auto" means on the run's GPUs.  ``max_memory`` has bytes by
-    the GPU's number within the lease, as text, and by "cpu".  ``attn_implementation`` is the user's
-    (``is_attention_asked``) or the plan's choice, None where the plan could not read the architecture.
+    ``dtype``, ``attn_implementation`` and ``max_length`` are what the parent decided; "auto" and None where no file
+    told it enough.  ``asked`` names those of the three that the user has set.
+    ``max_memory`` has bytes by the GPU's number within the lease, as text, and by "cpu".
 
     A batch of ``padded_tokens`` as wide as ``width`` takes ``padded_tokens * (bytes_per_token +
     bytes_per_token_pair * width)`` beside the weights, and ``fixed_bytes`` whatever its size; None where the plan
@@ -45,13 +52,12 @@ class ModelSettings:
     batch_size: int | None
     token_budget: int | None
     dtype: str
-    gpu_dtype: str
     allow_tf32: bool
     expandable_segments: bool
     max_split_size_mb: int | None
     quantization_config: dict[str, Any] | None
     attn_implementation: str | None
-    is_attention_asked: bool
+    asked: tuple[str, ...]
     model_kwargs: dict[str, Any]
     tokenizer_kwargs: dict[str, Any]
     device_map: str | dict[str, Any] | None
@@ -75,3 +81,69 @@ class ModelSpec(ModelSettings, CommonSpec):
             TypeError: the settings are not those of this class.
         """
         return cls(**vars(common), **with_tuples(settings))
+
+
+def choose_dtype(asked: str, stored: str | None, gpus: int, capability: tuple[int, int] | None) -> str:
+    """The type of the weights: what was asked for, or what suits the device.
+
+    bfloat16 is only emulated below compute capability 8.0, whatever torch's is_bf16_supported says; a CPU is
+    several times slower in half precision.
+
+    Args:
+        stored: the checkpoint's own type; None: not known.
+        gpus: of a replica; 0: the CPU.
+        capability: of the least capable of them; None: not known.
+
+    Returns:
+        float32, float16 or bfloat16; "auto" for the checkpoint's own where that is not known.
+    """
+    if asked != "auto":
+        return asked
+    if not gpus:
+        return "float32"
+    if capability is not None and capability < (8, 0):
+        return "float16"
+    if stored is None:
+        return "auto"
+    return stored if stored in ("float16", "bfloat16") else "float32"
+
+
+def choose_attention(soft_capped: bool, supports_sdpa: bool, flash_suits: bool) -> str:
+    """The attention that suits a model and its device, as transformers names it.
+
+    Never a default of the library, which differs between releases.
+
+    Args:
+        soft_capped: scores go through tanh (``is_soft_capped``).
+        supports_sdpa: transformers runs the model with torch's fused attention.
+        flash_suits: flash-attention 2 works on this device, with the type of the weights.
+    """
+    if soft_capped:  # eager takes memory with the square of the length
+        return "flash_attention_2" if flash_suits else "eager"
+    return "sdpa" if supports_sdpa else "eager"
+
+
+def default_max_length(model_max_length: float) -> int:
+    """Tokens that a row may have where the config does not say; the tokenizer's limit is astronomic for none."""
+    return int(min(DEFAULT_MAX_LENGTH, model_max_length))
+
+
+def is_soft_capped(config: Mapping[str, Any]) -> bool:
+    """Whether a model of this ``config.json``, or a part of it such as its encoder, caps its attention scores."""
+    if config.get(_CAP, config.get("model_type") in _CAPPED_UNLESS_SAID):
+        return True
+    return any(is_soft_capped(part) for part in config.values() if isinstance(part, Mapping))
+
+
+def cap_problem(attention: str | None, model: str) -> str:
+    """What is wrong with an attention for a soft-capped model, key first; empty where nothing is.
+
+    torch's fused attention has no place for a cap on its scores.  transformers names it for Gemma-2 all the same
+    before 5.22, and leaves the cap out without a word; later releases refuse.
+    """
+    if attention != "sdpa":
+        return ""
+    return (
+        f"attn_implementation: {attention} leaves out the cap on attention scores that {model} was trained with "
+        "(attn_logit_softcapping); leave the key out, or set eager"
+    )

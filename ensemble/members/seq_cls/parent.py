@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ensemble.common.digests import FileDigests, digest_of
 from ensemble.config import MemberConfig
-from ensemble.members.base import Assigned, MemberKind, MemoryEstimate, OutputColumns, Reads, ResourceRequest
+from ensemble.members.base import Assigned, MemberKind, OutputColumns, Reads, ResourceRequest
+from ensemble.members.footprint import MemoryEstimate
 from ensemble.members.huggingface.allocator import allocator_environment
 from ensemble.members.huggingface.checkpoint.digests import hub_commit, tokenizer_digest, weights_digest
 from ensemble.members.huggingface.checkpoint.hub import find_file
 from ensemble.members.huggingface.checkpoint.inspect import Checkpoint, inspect_checkpoint
 from ensemble.members.huggingface.checkpoint.quantization_keys import (
     BITSANDBYTES,
-    carried_warning,
-    fp4_warning,
     method_of,
     quantization_problems,
+    quantization_warnings,
     without_defaults,
 )
-from ensemble.members.huggingface.checkpoint.remote_code import Trust
-from ensemble.members.huggingface.checkpoint.tokenizer_files import own_max_length, own_truncation_side
+from ensemble.members.huggingface.checkpoint.tokenizer_files import own_max_length
 from ensemble.members.huggingface.spec import ModelSettings
 from ensemble.members.seq_cls.settings import SequenceClassifierSettings
 
@@ -39,8 +38,10 @@ _KEYS_OF_THEIR_OWN = (
 # would be so without them changes nothing.
 _AS_GIVEN = (
     *("prompt_template", "add_special_tokens", "allow_tf32", "merge_adapter", "gguf_file"),
-    "trust_remote_code",
+    *("trust_remote_code", "truncation_side"),
 )
+# Where the config leaves them open, they are decided here, and told to every worker.
+_DECIDED = ("dtype", "attn_implementation", "max_length")
 # Of model_kwargs and tokenizer_kwargs: how files are had, not what is made of them. A token may change every day.
 _HOW_TO_FETCH = (
     *("token", "use_auth_token", "cache_dir", "force_download", "resume_download", "local_files_only"),
@@ -53,6 +54,7 @@ class SequenceClassification(MemberKind[SequenceClassifierSettings, Checkpoint])
 
     Settings: ClassVar[type[MemberConfig]] = SequenceClassifierSettings
     child: ClassVar[str] = "ensemble.members.seq_cls.child"
+    activation_key: ClassVar[str] = "problem_type"
 
     def request(self) -> ResourceRequest:
         model = self.settings
@@ -79,22 +81,7 @@ class SequenceClassification(MemberKind[SequenceClassifierSettings, Checkpoint])
 
     def inspect(self, columns: OutputColumns) -> Checkpoint:
         model = self.settings
-        return inspect_checkpoint(
-            model.model_name_or_path,
-            model.revision,
-            columns.labels,
-            model.label_map,
-            model.problem_type,
-            model.adapter_name_or_path,
-            model.gguf_file,
-            Trust(
-                model.allow_pickle,
-                model.trust_remote_code,
-                model.model_kwargs.get("code_revision"),
-                model.tokenizer_kwargs.get("code_revision"),
-            ),
-            model.tokenizer_kwargs,
-        )
+        return inspect_checkpoint(model, columns.labels, model.label_map, model.problem_type)
 
     def problems(self, inspected: Checkpoint | None, any_gpu: bool) -> Iterator[str]:
         model = self.settings
@@ -106,9 +93,7 @@ class SequenceClassification(MemberKind[SequenceClassifierSettings, Checkpoint])
         yield from quantization_problems(model.quantization_config, stored, on_gpu, model.merge_adapter)
 
     def warnings(self, inspected: Checkpoint) -> Iterator[str]:
-        for warning in (fp4_warning, carried_warning):
-            if text := warning(self.settings.quantization_config, inspected.quantization):
-                yield text
+        return quantization_warnings(self.settings.quantization_config, inspected.quantization)
 
     def packages(self, inspected: Checkpoint | None) -> Iterator[tuple[str, str]]:
         model = self.settings
@@ -125,35 +110,22 @@ class SequenceClassification(MemberKind[SequenceClassifierSettings, Checkpoint])
         self, inspected: Checkpoint, lengths: npt.NDArray[np.int64], labels: int
     ) -> MemoryEstimate | None:
         # NumPy only where it is needed: a typo in a key shall be told at once.
-        from ensemble.members.huggingface.memory.facts import checkpoint_facts
-        from ensemble.members.huggingface.memory.replica import CheckpointMemory
+        from ensemble.members.huggingface.memory.estimate import checkpoint_memory
 
-        return CheckpointMemory(self.settings, checkpoint_facts(self.settings, inspected, lengths, labels))
+        return checkpoint_memory(self.settings, inspected, lengths, labels)
 
     def fingerprint(self, inspected: Checkpoint, assigned: Assigned) -> Mapping[str, object]:
         model = self.settings
         is_unknown = not inspected.folder.is_dir()  # still on the hub, so that only its name tells
-        # What the worker makes of dtype: auto; "auto" is the checkpoint's own.
-        dtype: str = model.dtype
-        if dtype == "auto":
-            dtype = assigned.dtype if assigned.gpus else "float32"
-        # Settings and code of its own, a GGUF file's vocabulary, files that may still be on the hub: then it is not
-        # known here what holds where the config does not say.
-        is_plain = not (
-            _without_fetching(model.tokenizer_kwargs) or model.gguf_file or model.trust_remote_code
-        )
-        known = inspected.folder if is_plain and Path(model.model_name_or_path).is_dir() else None
         return {
             **{key: getattr(model, key) for key in _AS_GIVEN},
             "text_columns": model.text_columns,
-            "max_length": model.max_length or (known and own_max_length(known)),
-            "truncation_side": model.truncation_side or (known and own_truncation_side(known)),
-            # None where only its workers see what suits the model.
-            "attn_implementation": model.attn_implementation or assigned.attention,
-            "quantization_config": without_defaults(model.quantization_config, dtype),
+            "max_length": self._max_length(inspected),
+            "attn_implementation": assigned.attention,
+            "quantization_config": without_defaults(model.quantization_config, assigned.dtype),
             "label_order": inspected.label_order,
             "activation": inspected.activation,
-            "dtype": dtype,
+            "dtype": assigned.dtype,
             "model_kwargs": _without_fetching(model.model_kwargs),
             "tokenizer_kwargs": _without_fetching(model.tokenizer_kwargs),
             "source": [model.model_name_or_path, model.revision or "main"] if is_unknown else None,
@@ -164,44 +136,34 @@ class SequenceClassification(MemberKind[SequenceClassifierSettings, Checkpoint])
     ) -> Mapping[str, Any]:
         model, footprint = self.settings, assigned.footprint
         per_token, per_pair = footprint.activation.line(footprint.width) if footprint else (None, None)
-        settings = ModelSettings(
-            model_name_or_path=model.model_name_or_path,
+        keys = (field.name for field in fields(ModelSettings))
+        settings = {
+            **{key: getattr(model, key) for key in keys if hasattr(model, key)},
             # What was checked is what is loaded: a branch of the hub may have moved since.
-            revision=hub_commit(model.model_name_or_path, inspected.folder) or model.revision,
-            trust_remote_code=model.trust_remote_code,
-            allow_pickle=model.allow_pickle,
-            adapter_name_or_path=model.adapter_name_or_path,
-            merge_adapter=model.merge_adapter,
-            gguf_file=model.gguf_file,
-            label_order=inspected.label_order,
-            prompt_template=model.prompt_template,
-            text_columns=model.text_columns,
-            max_length=model.max_length,
-            truncation_side=model.truncation_side,
-            add_special_tokens=model.add_special_tokens,
-            batch_size=None if model.batch_size == "auto" else model.batch_size,
-            token_budget=model.max_num_batched_tokens,
-            dtype=model.dtype,
-            gpu_dtype=assigned.dtype,
-            allow_tf32=model.allow_tf32,
-            expandable_segments=model.expandable_segments,
-            max_split_size_mb=model.max_split_size_mb,
-            quantization_config=model.quantization_config,
-            attn_implementation=assigned.attention,
-            is_attention_asked=model.attn_implementation is not None,
-            model_kwargs=model.model_kwargs,
-            tokenizer_kwargs=model.tokenizer_kwargs,
-            device_map=model.device_map,
-            max_memory=None
-            if model.max_memory is None
-            else {str(key): size for key, size in model.max_memory.items()},
-            offload_folder=None if offload_folder is None else str(offload_folder.resolve()),
-            bytes_per_token=per_token,
-            bytes_per_token_pair=per_pair,
-            fixed_bytes=footprint.activation.fixed_bytes if footprint else 0,
-            width=footprint.width if footprint else None,
-        )
-        return asdict(settings)
+            "revision": hub_commit(model.model_name_or_path, inspected.folder) or model.revision,
+            "label_order": inspected.label_order,
+            "dtype": assigned.dtype,
+            "attn_implementation": assigned.attention,
+            "max_length": self._max_length(inspected),
+            "asked": tuple(key for key in _DECIDED if getattr(model, key) not in (None, "auto")),
+            "batch_size": None if model.batch_size == "auto" else model.batch_size,
+            "token_budget": model.max_num_batched_tokens,
+            "max_memory": model.max_memory and {str(key): size for key, size in model.max_memory.items()},
+            "offload_folder": None if offload_folder is None else str(offload_folder.resolve()),
+            "bytes_per_token": per_token,
+            "bytes_per_token_pair": per_pair,
+            "fixed_bytes": footprint.activation.fixed_bytes if footprint else 0,
+            "width": footprint.width if footprint else None,
+        }
+        return asdict(ModelSettings(**settings))
+
+    def _max_length(self, inspected: Checkpoint) -> int | None:
+        """Tokens that a row may have; None where only the worker's tokenizer tells."""
+        model = self.settings
+        # Settings and code of its own, a GGUF file's vocabulary, files that may still be on the hub.
+        has_own = _without_fetching(model.tokenizer_kwargs) or model.gguf_file or model.trust_remote_code
+        is_known = not has_own and Path(model.model_name_or_path).is_dir()
+        return model.max_length or (own_max_length(inspected.folder) if is_known else None)
 
     def environment(self) -> Mapping[str, str]:
         return allocator_environment(self.settings.expandable_segments, self.settings.max_split_size_mb)

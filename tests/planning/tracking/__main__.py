@@ -13,8 +13,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from ensemble.members.huggingface.checkpoint.architecture import read_architecture
 from ensemble.members.huggingface.checkpoint.weight_files import Tensor
-from ensemble.members.huggingface.memory.forward import activation
-from ensemble.members.huggingface.memory.loaded_size import weights
+from ensemble.members.huggingface.memory.sizes import activation, weights
 from tests.planning.tracking.measure import fake_classifier, peak_bytes
 
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",

@@ -77,12 +77,19 @@ def inspect_adapter(name_or_path: str, allow_pickle: bool = False) -> Adapter:
     if importlib.util.find_spec("peft") is None:
         problems.append(f"adapters need peft, which is not installed: {how_to_install('peft')}")
     shapes: dict[str, tuple[int, ...]] = {}
-    if Path(name_or_path).is_dir():
+    weights, pickle = path.parent / WEIGHTS, path.parent / _PICKLE
+    if weights.is_file() and Path(name_or_path).is_dir():
         try:
-            tensors = _weights(path.parent, allow_pickle)
+            tensors = read_file(weights)
             shapes = {tensor.name.removeprefix("base_model.model."): tensor.shape for tensor in tensors}
         except CheckpointError as error:
             problems += error.problems
+    elif not Path(name_or_path).is_dir() or (allow_pickle and pickle.is_file()):
+        pass  # only the worker sees them
+    elif pickle.is_file():
+        problems.append(pickle_refused(pickle))
+    else:
+        problems.append(f"{path.parent} has an adapter_config.json but no {WEIGHTS}; copy it too")
     if problems:
         raise CheckpointError(problems)
     base = config.get("base_model_name_or_path")
@@ -99,66 +106,35 @@ def base_problems(adapter: Adapter, base: str, tensors: Sequence[Tensor]) -> Ite
         base: the base's name, for the sentence.
         tensors: those of the base.
     """
-    sides = _sides(adapter)
-    trained_on = f"it was trained on {adapter.base or 'a model it does not name'}"
-    shapes = _by_ending(tensors)
-    found = False
-    for module, own in sides.items():
-        known = _lookup(module, shapes)
-        found = found or bool(known)
-        # A packed layer's shape is empty, and nothing can be said.
-        if known and all(len(shape) == 2 and not _fits(own, shape) for shape in known):
-            yield (
-                f"adapter {adapter.name} is not for {base}: its {module} is made for {_dimensions(own)}, "
-                f"the base has {known[0][0]} x {known[0][1]}; {trained_on}"
-            )
-            return
-    has_floats = any(tensor.is_float and tensor.name.endswith(".weight") for tensor in tensors)
-    if sides and not found and has_floats:
-        yield f"adapter {adapter.name} is not for {base}: the base has no {next(iter(sides))}; {trained_on}"
-
-
-def _weights(folder: Path, allow_pickle: bool) -> tuple[Tensor, ...]:
-    if (folder / WEIGHTS).is_file():
-        return read_file(folder / WEIGHTS)
-    if (folder / _PICKLE).is_file():
-        if allow_pickle:
-            return ()
-        raise CheckpointError(pickle_refused(folder / _PICKLE))
-    raise CheckpointError(f"{folder} has an adapter_config.json but no {WEIGHTS}; copy it too")
-
-
-def is_head(name: str) -> bool:
-    """Whether a tensor of this name belongs to a classification head."""
-    return ".lora_" not in name and _HEAD.fullmatch(name) is not None
-
-
-def head_rows(shapes: Mapping[str, tuple[int, ...]]) -> int | None:
-    """How many labels a classification head among these tensors has; None where there is none."""
-    rows = (shape[0] for name, shape in shapes.items() if _LAST.fullmatch(name) and len(shape) == 2)
-    return next(rows, None)
-
-
-def _sides(adapter: Adapter) -> dict[str, dict[str, tuple[int, ...]]]:
-    sides: dict[str, dict[str, tuple[int, ...]]] = {}
+    made_for: dict[str, list[int | None]] = {}  # [out, in] of each layer, as far as it is known
     for name, shape in adapter.shapes.items():
-        found = _LORA.fullmatch(name)
-        if found and len(shape) == 2:
-            sides.setdefault(found["module"], {})[found["side"]] = shape
-        elif name.endswith(".weight") and len(shape) == 2 and not is_head(name) and ".lora_" not in name:
-            sides.setdefault(name.removesuffix(".weight"), {})["whole"] = shape
-    return sides
-
-
-def _by_ending(tensors: Sequence[Tensor]) -> dict[str, list[tuple[int, ...]]]:
-    """Shapes of the layers by every ending of their names; of a packed one an empty shape."""
+        if len(shape) == 2 and (lora := _LORA.fullmatch(name)):
+            axis = "BA".index(lora["side"])
+            made_for.setdefault(lora["module"], [None, None])[axis] = shape[axis]
+        elif len(shape) == 2 and name.endswith(".weight") and not is_head(name) and ".lora_" not in name:
+            made_for[name.removesuffix(".weight")] = [*shape]
+    # The base's layers by every ending of their names; of a packed one nothing can be said, and its shape is empty.
     shapes: dict[str, list[tuple[int, ...]]] = {}
     for tensor in tensors:
         module, _, last = tensor.name.rpartition(".")
         while module and last == "weight":
             shapes.setdefault(module, []).append(tensor.shape if tensor.is_float else ())
             module = module.partition(".")[2]
-    return shapes
+    trained_on = f"it was trained on {adapter.base or 'a model it does not name'}"
+    found = False
+    for module, made in made_for.items():
+        known = _lookup(module, shapes)
+        found = found or bool(known)
+        if known and all(len(shape) == 2 and not _fits(made, shape) for shape in known):
+            dimensions = " x ".join("?" if length is None else str(length) for length in made)
+            yield (
+                f"adapter {adapter.name} is not for {base}: its {module} is made for {dimensions}, the base has "
+                f"{known[0][0]} x {known[0][1]}; {trained_on}"
+            )
+            return
+    has_floats = any(tensor.is_float and tensor.name.endswith(".weight") for tensor in tensors)
+    if made_for and not found and has_floats:
+        yield f"adapter {adapter.name} is not for {base}: the base has no {next(iter(made_for))}; {trained_on}"
 
 
 def _lookup(module: str, shapes: Mapping[str, list[tuple[int, ...]]]) -> list[tuple[int, ...]]:
@@ -171,19 +147,20 @@ def _lookup(module: str, shapes: Mapping[str, list[tuple[int, ...]]]) -> list[tu
     return []
 
 
-def _fits(sides: Mapping[str, tuple[int, ...]], shape: tuple[int, ...]) -> bool:
-    if "whole" in sides:
-        return sides["whole"] == shape
+def _fits(made: Sequence[int | None], shape: tuple[int, ...]) -> bool:
     ways = (shape, shape[::-1])  # GPT-2's layers are stored transposed
-    return any(
-        sides.get("A", (0, way[1]))[1] == way[1] and sides.get("B", (way[0], 0))[0] == way[0] for way in ways
-    )
+    return any(all(one in (None, there) for one, there in zip(made, way, strict=True)) for way in ways)
 
 
-def _dimensions(sides: Mapping[str, tuple[int, ...]]) -> str:
-    if "whole" in sides:
-        return " x ".join(map(str, sides["whole"]))
-    return f"{sides['B'][0] if 'B' in sides else '?'} x {sides['A'][1] if 'A' in sides else '?'}"
+def is_head(name: str) -> bool:
+    """Whether a tensor of this name belongs to a classification head."""
+    return ".lora_" not in name and _HEAD.fullmatch(name) is not None
+
+
+def head_rows(shapes: Mapping[str, tuple[int, ...]]) -> int | None:
+    """How many labels a classification head among these tensors has; None where there is none."""
+    rows = (shape[0] for name, shape in shapes.items() if _LAST.fullmatch(name) and len(shape) == 2)
+    return next(rows, None)
 
 
 def other_base(adapter: Adapter, base: str) -> str:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ensemble.members.huggingface.attention import is_soft_capped
 from ensemble.members.huggingface.checkpoint.quantization_keys import method_of, quantized_bits
+from ensemble.members.huggingface.spec import is_soft_capped
 
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers")

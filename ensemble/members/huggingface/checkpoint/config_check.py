@@ -9,8 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
+from itertools import product
 from typing import Any, Final
 
+from ensemble.common.packages import installed_versions
 from ensemble.members.huggingface.checkpoint.adapter_files import head_rows
 from ensemble.members.huggingface.checkpoint.architecture import (
     LAYER_KEYS,
@@ -18,12 +20,12 @@ from ensemble.members.huggingface.checkpoint.architecture import (
     read_architecture,
     text_settings,
 )
-from ensemble.members.huggingface.checkpoint.transformers_source import source_files, table
+from ensemble.members.huggingface.checkpoint.transformers_source import sources, table
 from ensemble.members.huggingface.checkpoint.weight_files import Tensor
 
 _LAYER: Final = re.compile(r"(.*?\b(?:layers?|h))\.(\d+)\.")
 # A dimension is a product of numbers of config.json, each by the names that families give it.
-_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
+_KEYS: Final = {
     "hidden": ("hidden_size", "n_embd", "dim"),
     "embedding": ("embedding_size", "word_embed_proj_dim", "hidden_size", "n_embd", "dim"),
     "vocabulary": ("vocab_size",),
@@ -50,8 +52,6 @@ _SHAPES: Final[tuple[tuple[str, str | None, str | None], ...]] = (
     (r"self_attn\.[kv]_proj\.weight", "kv_heads*head_dim", "hidden"),
     (r"self_attn\.o_proj\.weight", "hidden", "heads*head_dim"),
 )
-
-
 # Kinds of rotary positions that stand in no table, or under an older name.
 _ROPE_EVERYWHERE: Final = ("default", "mrope", "su")
 
@@ -66,55 +66,41 @@ def weights_against_config(
         tensors: of its safetensors files.
         labels: that the config.json has; None where an adapter may bring another head.
     """
-    text = text_settings(config)
     architecture = read_architecture(config)
     if architecture is None or architecture.model_type not in LOOKED_AT:
         return
-    if isinstance(
-        config.get("text_config"), Mapping
-    ):  # beside it stands a tower for images, with numbers of its own
+    # Beside a text_config stands a tower for images, with numbers of its own.
+    if isinstance(config.get("text_config"), Mapping):
         tensors = [tensor for tensor in tensors if "language_model" in tensor.name]
-    yield from _layer_problems(name, text, tensors)
-    rows = head_rows({tensor.name: tensor.shape for tensor in tensors if tensor.is_float})
-    if labels is not None and rows is not None and rows != labels:
-        yield (
-            f"{name}: its config.json does not fit its weights: it has {labels} labels (id2label, num_labels), and "
-            f"the classification head has {rows} rows in the file; they are of two models"
-        )
-    seen: set[str] = set()
-    for tensor in tensors:
-        if not tensor.is_float or len(tensor.shape) != 2:
-            continue
-        for pattern, *axes in _SHAPES:
-            if re.search(rf"(^|\.|\b)({pattern})$", tensor.name) is None:
-                continue
-            for axis, (stored, meant) in enumerate(zip(tensor.shape, axes, strict=True)):
-                wanted, keys = _size(meant, text)
-                if wanted is None or wanted == stored or keys in seen:
-                    continue
-                seen.add(keys)
-                yield (
-                    f"{name}: its config.json does not fit its weights: {keys}, and {tensor.name} has {stored:,} "
-                    f"{('rows', 'columns')[axis]} in the file; they are of two models"
-                )
-            break
+    for contradiction in _contradictions(text_settings(config), tensors, labels):
+        yield f"{name}: its config.json does not fit its weights: {contradiction}; they are of two models"
 
 
-def _layer_problems(name: str, text: Mapping[str, Any], tensors: Sequence[Tensor]) -> Iterator[str]:
+def _contradictions(text: Mapping[str, Any], tensors: Sequence[Tensor], labels: int | None) -> Iterator[str]:
     key = next((key for key in LAYER_KEYS if isinstance(text.get(key), int)), None)
     stacks: dict[str, int] = {}
     for tensor in tensors:
         if found := _LAYER.match(tensor.name):
             stacks[found[1]] = max(stacks.get(found[1], 0), int(found[2]) + 1)
-    if key is None or len(stacks) != 1:  # what the other stack is, nobody can tell here
-        return
-    stack, layers = next(iter(stacks.items()))
-    if layers != text[key]:
-        last = f"{stack}.{layers - 1}"
-        yield (
-            f"{name}: its config.json does not fit its weights: {key} is {text[key]}, and the file holds {layers} "
-            f"layers (up to {last}); they are of two models"
-        )
+    if key is not None and len(stacks) == 1:  # what another stack is, nobody can tell here
+        ((stack, layers),) = stacks.items()
+        if layers != text[key]:
+            last = f"{stack}.{layers - 1}"
+            yield f"{key} is {text[key]}, and the file holds {layers} layers (up to {last})"
+    rows = head_rows({tensor.name: tensor.shape for tensor in tensors if tensor.is_float})
+    if None not in (labels, rows) and rows != labels:
+        head = f"the classification head has {rows} rows in the file"
+        yield f"it has {labels} labels (id2label, num_labels), and {head}"
+    seen: set[str] = set()
+    for tensor in tensors:
+        if not tensor.is_float or len(tensor.shape) != 2:
+            continue
+        fitting = (axes for pattern, *axes in _SHAPES if re.search(rf"(^|\.|\b)({pattern})$", tensor.name))
+        for what, stored, meant in zip(("rows", "columns"), tensor.shape, next(fitting, ()), strict=False):
+            wanted, keys = _size(meant, text)
+            if wanted is not None and wanted != stored and keys not in seen:
+                seen.add(keys)
+                yield f"{keys}, and {tensor.name} has {stored:,} {what} in the file"
 
 
 def _size(meant: str | None, text: Mapping[str, Any]) -> tuple[int | None, str]:
@@ -131,15 +117,13 @@ def _size(meant: str | None, text: Mapping[str, Any]) -> tuple[int | None, str]:
 
 def rope_problems(name: str, config: Mapping[str, Any]) -> Iterator[str]:
     """Kinds of rotary positions that the installed transformers does not know, one sentence each."""
+    known = table("ROPE_INIT_FUNCTIONS", "modeling_rope_utils.py")
     texts = [text for text in (config, config.get("text_config")) if isinstance(text, Mapping)]
-    for key, stored in (
-        (key, text.get(key)) for text in texts for key in ("rope_parameters", "rope_scaling")
-    ):
+    for text, key in product(texts, ("rope_parameters", "rope_scaling")):
+        stored = text.get(key)
         for part in (stored, *stored.values()) if isinstance(stored, Mapping) else ():
             kind = part.get("rope_type", part.get("type")) if isinstance(part, Mapping) else None
-            if not isinstance(kind, str) or kind in _ROPE_EVERYWHERE:
-                continue
-            if (known := table("modeling_rope_utils.py", "ROPE_INIT_FUNCTIONS")) and kind not in known:
+            if known and isinstance(kind, str) and kind not in (*known, *_ROPE_EVERYWHERE):
                 yield (
                     f"{name}: {key} in its config.json asks for the rope_type {kind!r}, which transformers "
                     f"{metadata.version('transformers')} does not know; install a newer release"
@@ -147,24 +131,20 @@ def rope_problems(name: str, config: Mapping[str, Any]) -> Iterator[str]:
                 return
 
 
-def release_warning(name: str, config: Mapping[str, Any]) -> str | None:
+def release_warning(name: str, config: Mapping[str, Any]) -> Iterator[str]:
     """What to say of a checkpoint that a newer transformers has written than the one that is installed."""
     written = config.get("transformers_version")
-    try:
-        installed = metadata.version("transformers")
-    except metadata.PackageNotFoundError:
-        return None
-    if not isinstance(written, str) or _release(written) <= _release(installed):
-        return None
+    installed = installed_versions(("transformers",)).get("transformers")
+    if not isinstance(written, str) or installed is None or _release(written) <= _release(installed):
+        return
     # Keys that stand nowhere in the source of the family and of what all configs share.
     family = str(config.get("model_type", "")).replace("-", "_")
-    shared = source_files("configuration_utils.py", "modeling_rope_utils.py")
-    own = source_files(f"models/{family}/*.py")  # or the family's code is elsewhere, or not there
-    text = "".join(file.read_text(encoding="utf-8") for file in (*shared, *own)) if own else ""
-    words = set(re.findall(r"\w+", text))
+    shared = sources("configuration_utils.py", "modeling_rope_utils.py")
+    own = sources(f"models/{family}/*.py")  # or the family's code is elsewhere, or not there
+    words = set(re.findall(r"\w+", " ".join((*shared.values(), *own.values())))) if own else set()
     unknown = sorted(key for key in config if words and not key.startswith("_") and key not in words)
     hint = f", which knows nothing of its {', '.join(unknown)}" if unknown else ""
-    return (
+    yield (
         f"{name} was saved by transformers {written}, and {installed} is installed{hint}; what is unknown there is "
         f"left out silently, and probabilities can differ: install transformers {written}"
     )

@@ -5,13 +5,14 @@ It says whether files are still those of an earlier run.  It does not judge them
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ensemble.common.digests import FileDigests, Samples
+from ensemble.members.huggingface.checkpoint.tokenizer_files import TOKENIZER_FILES
 from ensemble.members.huggingface.checkpoint.weight_files import (
     LENGTH_BYTES,
     header_entries,
@@ -28,13 +29,6 @@ _MAX_TENSORS = 512
 _DESCRIPTIONS = ("config.json", "adapter_config.json", "*.index.json")
 # With one of these in model_kwargs, transformers may pass over safetensors for pickles.
 _CHOOSE_FORMAT = ("variant", "use_safetensors")
-# transformers' tokenizers name their files in VOCAB_FILES_NAMES; the rest is in tokenization_utils_base.py.
-TOKENIZER_FILES = (
-    *("tokenizer*", "*.tokenizer", "special_tokens_map.json", "added_tokens.json", "vocab*", "*vocab.*"),
-    *("merges*", "*.model", "*.spm", "*.tiktoken", "*.codes", "dict.txt", "tekken.json", "*_maps.json"),
-    *("emoji.json", "normalizer.json", "word_*.json", "chat_template*", "*.jinja"),
-    "additional_chat_templates/*.jinja",
-)
 
 
 def weights_digest(
@@ -107,40 +101,33 @@ def weight_samples(path: Path) -> Samples:
     under the same name, size and header, and so does one in which only some layers were trained.  An edit of a
     few bytes between the samples is seen only where every byte is read.
     """
-    return partial(_samples, is_safetensors=path.suffix == ".safetensors")
+
+    def samples(file: BinaryIO) -> Iterator[bytes]:
+        size = os.fstat(file.fileno()).st_size
+        yield size.to_bytes(8, "little")
+        header = read_header(file, size) if path.suffix == ".safetensors" else b""
+        yield header
+        end = size - _EDGE_BYTES
+        span = end - _EDGE_BYTES - _BLOCK_BYTES
+        if span <= _BLOCKS * _BLOCK_BYTES:
+            file.seek(0)
+            yield file.read()
+            return
+        offsets = {_EDGE_BYTES + span * number // (_BLOCKS - 1) for number in range(_BLOCKS)}
+        with contextlib.suppress(ValueError, KeyError, AttributeError, TypeError, RecursionError):  # broken
+            found = (entry["data_offsets"] for entry in header_entries(header).values())
+            spans = sorted((int(start), int(stop)) for start, stop, *_ in found)
+            first = LENGTH_BYTES + len(header)
+            for start, stop in spans[:: -(-len(spans) // _MAX_TENSORS) or 1]:
+                offsets.add(first + max(start, (start + stop - _BLOCK_BYTES) // 2))
+        for offset in (0, *sorted(one for one in offsets if _EDGE_BYTES <= one < end), end):
+            file.seek(offset)
+            yield file.read(_BLOCK_BYTES if 0 < offset < end else _EDGE_BYTES)
+
+    return samples
 
 
 def _together(folder: Path, weights: Iterable[Path], others: Iterable[Path], files: FileDigests) -> str:
     """One digest of those of these files that are there; the others are read to the last byte."""
     wanted: dict[Path, Samples | None] = dict.fromkeys(filter(Path.is_file, others))
     return files.together(folder, wanted | {path: weight_samples(path) for path in weights if path.is_file()})
-
-
-def _samples(file: BinaryIO, is_safetensors: bool) -> Iterator[bytes]:
-    size = os.fstat(file.fileno()).st_size
-    yield size.to_bytes(8, "little")
-    header = read_header(file, size) if is_safetensors else b""
-    yield header
-    end = size - _EDGE_BYTES
-    span = end - _EDGE_BYTES - _BLOCK_BYTES
-    if span <= _BLOCKS * _BLOCK_BYTES:
-        file.seek(0)
-        yield file.read()
-        return
-    offsets = {_EDGE_BYTES + span * number // (_BLOCKS - 1) for number in range(_BLOCKS)}
-    offsets |= {offset for offset in _tensor_middles(header) if _EDGE_BYTES < offset < end}
-    for offset in (0, *sorted(offsets), end):
-        file.seek(offset)
-        yield file.read(_BLOCK_BYTES if 0 < offset < end else _EDGE_BYTES)
-
-
-def _tensor_middles(header: bytes) -> list[int]:
-    """Where 4 KiB in the middle of each tensor begin in the file; nothing of a broken header."""
-    try:
-        offsets = [entry["data_offsets"] for entry in header_entries(header).values()]
-        spans = sorted((int(start), int(stop)) for start, stop, *_ in offsets)
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        return []
-    step = -(-len(spans) // _MAX_TENSORS) or 1
-    first = LENGTH_BYTES + len(header)
-    return [first + max(start, (start + stop - _BLOCK_BYTES) // 2) for start, stop in spans[::step]]

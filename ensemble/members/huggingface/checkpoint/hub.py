@@ -36,22 +36,32 @@ def find_file(name_or_path: str, file: str, revision: str | None = None) -> Path
         if not os.access(folder, os.R_OK | os.X_OK):
             denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             raise CheckpointError(unreadable(folder, denied))
-        if not (folder / file).is_file():
-            raise CheckpointError(
-                f"{name_or_path} has no {file}; name the folder that save_pretrained wrote"
-                + _nested_hint(folder, file)
-            )
-        return folder / file
+        if (folder / file).is_file():
+            return folder / file
+        hint = ""
+        if file == "config.json" and (folder / "adapter_config.json").is_file():
+            hint = "; it holds an adapter: name it with adapter_name_or_path, and its base here"
+        elif found := [*sorted(folder.glob(f"*/{file}")), *sorted(folder.glob(f"*/*/{file}"))]:
+            hint = f", perhaps {found[0].parent}"
+        raise CheckpointError(
+            f"{name_or_path} has no {file}; name the folder that save_pretrained wrote{hint}"
+        )
     if folder.is_file():
         raise CheckpointError(f"{name_or_path} is a file; name the folder that holds its {file}")
+    nowhere = f"{name_or_path}: no such folder"
+    if folder.parent.is_dir():
+        near = nearest(folder.name, (entry.name for entry in folder.parent.iterdir() if entry.is_dir()))
+        nowhere += f"; did you mean {folder.parent / near}?" if near is not None else ""
+    elif folder.parent != folder:
+        nowhere += f" ({folder.parent} does not exist either)"
     # "models/gemma" is a mistyped path where there is a folder "models", and not a model of an organisation.
     is_path = folder.parent != Path() and folder.parent.is_dir()
     if is_path or not _HUB_ID.fullmatch(name_or_path) or name_or_path.startswith("."):
-        raise CheckpointError(f"{name_or_path}: no such folder{_near_folder(folder)}")
-    return _hub_file(name_or_path, file, revision)
+        raise CheckpointError(nowhere)
+    return _hub_file(name_or_path, file, revision, nowhere)
 
 
-def _hub_file(name: str, file: str, revision: str | None) -> Path:
+def _hub_file(name: str, file: str, revision: str | None, nowhere: str) -> Path:
     # Imported here because it costs 0.2 s, which users of local folders need not pay.
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
 
@@ -67,8 +77,8 @@ def _hub_file(name: str, file: str, revision: str | None) -> Path:
         if _KAGGLE in os.environ:
             advice = "add the model to the notebook as an input, and name its folder below /kaggle/input"
         raise CheckpointError(
-            f"{name}: no such folder{_near_folder(Path(name))}, and as a model of the hub it is not in the cache, "
-            f"and cannot be downloaded ({reason}); {advice}"
+            f"{nowhere}, and as a model of the hub it is not in the cache, and cannot be downloaded ({reason}); "
+            f"{advice}"
         )
     try:
         return Path(hf_hub_download(name, file, revision=revision, etag_timeout=_HUB_SECONDS))
@@ -77,8 +87,8 @@ def _hub_file(name: str, file: str, revision: str | None) -> Path:
         # Before it is cut, since a part of a secret would not be known for one.
         reason = Redactor(os.environ)(f"{type(error).__name__}: {last[0] if last else ''}")[:200]
         raise CheckpointError(
-            f"{name}: no such folder{_near_folder(Path(name))}, and the Hugging Face hub did not give its "
-            f"{file} ({reason}); fix the path, or download the model elsewhere and name its folder"
+            f"{nowhere}, and the Hugging Face hub did not give its {file} ({reason}); fix the path, or download "
+            "the model elsewhere and name its folder"
         ) from error
 
 
@@ -99,17 +109,15 @@ def read_config(path: Path, called: str) -> dict[str, Any]:
 
 
 def how_to_install(package: str) -> str:
-    """What to do about a package that is not installed; without internet pip alone does not help."""
-    usual, wheel = f"pip install {package}", f"pip download --no-deps {package}"
+    """What to do about a package that is not installed."""
+    wheel = f"pip download --no-deps {package}"
     if _KAGGLE in os.environ:  # where the run that counts has no internet, whatever this one has
         return (
             f"put its wheel ({wheel}, where there is internet) into a dataset, add that to the notebook, and "
             f"pip install --no-deps --no-index --find-links /kaggle/input/DATASET {package}"
         )
-    if hub_can_be_reached():
-        return usual
     return (
-        f"{usual}; without internet, {wheel} on another machine, copy the wheel here, and "
+        f"pip install {package}; without internet, {wheel} on another machine, copy the wheel here, and "
         f"pip install --no-deps --no-index --find-links FOLDER {package}"
     )
 
@@ -130,17 +138,3 @@ def hub_can_be_reached() -> bool:
     except OSError:
         return False
     return True
-
-
-def _near_folder(folder: Path) -> str:
-    if not folder.parent.is_dir():
-        return f" ({folder.parent} does not exist either)" if folder.parent != folder else ""
-    near = nearest(folder.name, (entry.name for entry in folder.parent.iterdir() if entry.is_dir()))
-    return f"; did you mean {folder.parent / near}?" if near is not None else ""
-
-
-def _nested_hint(folder: Path, file: str) -> str:
-    if file == "config.json" and (folder / "adapter_config.json").is_file():
-        return "; it holds an adapter: name it with adapter_name_or_path, and its base here"
-    found = [*sorted(folder.glob(f"*/{file}")), *sorted(folder.glob(f"*/*/{file}"))]
-    return f", perhaps {found[0].parent}" if found else ""

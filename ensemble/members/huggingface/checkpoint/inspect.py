@@ -10,7 +10,6 @@ import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ensemble.common.errors import CheckpointError
@@ -29,84 +28,70 @@ from ensemble.members.huggingface.checkpoint.config_check import (
     weights_against_config,
 )
 from ensemble.members.huggingface.checkpoint.hub import find_file, how_to_install, read_config
-from ensemble.members.huggingface.checkpoint.remote_code import NO_TRUST, Trust, code_problems
+from ensemble.members.huggingface.checkpoint.remote_code import code_problems
 from ensemble.members.huggingface.checkpoint.tokenizer_files import small_file_problems, vocabulary_problems
 from ensemble.members.huggingface.checkpoint.weight_files import (
     Tensor,
-    pickle_refused,
     read_tensors,
     weight_files,
     weight_problems,
 )
+from ensemble.members.huggingface.settings import HuggingFaceSettings
 
 if TYPE_CHECKING:
     from ensemble.common.protocol import Activation
-
-_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "spiece*", "merges.txt", "*.tiktoken")
 
 
 @dataclass(frozen=True)
 class Checkpoint(Inspection):
     """A member's checkpoint as its ``config.json`` describes it.
 
-    ``weight_bytes`` is the size of the weight files on disk, None where they are not here yet; ``folder`` is where
-    its files lie; ``quantization`` is what the weights were quantized with when they were saved.
+    ``folder`` is where its files lie; ``quantization`` is what its weights were quantized with when saved.
     """
 
     model_type: str
-    architecture: str
-    weight_bytes: int | None
     folder: Path
-    adapter: Adapter | None = None
     quantization: Mapping[str, Any] | None = None
 
 
 def inspect_checkpoint(
-    name_or_path: str,
-    revision: str | None,
+    model: HuggingFaceSettings,
     labels: Sequence[str],
     label_map: Mapping[str, str],
     problem_type: str | None,
-    adapter_name_or_path: str | None = None,
-    gguf_file: str | None = None,
-    trust: Trust = NO_TRUST,
-    tokenizer_kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> Checkpoint:
     """Read a checkpoint's ``config.json`` and match its labels to the config's.
 
     Args:
-        name_or_path: a folder, or a model id on the Hugging Face hub.
         labels: the config's labels, in the order of the output columns.
         label_map: checkpoint's label -> config's label.
         problem_type: overrides the checkpoint's own.
-        adapter_name_or_path: an adapter of peft on top of it; where that brings a head, its rows are the labels.
-        gguf_file: the file of the folder that holds the weights; then ``config.json`` may be missing.
-        trust: what the files may do.
-        tokenizer_kwargs: the member's; they can name other files of the tokenizer.
 
     Raises:
         CheckpointError: no ``config.json``, files that are missing or broken or would run code, an adapter for
             another base, or labels that do not match; every problem is listed.
     """
-    path = Path(name_or_path) / "config.json"
+    name_or_path, gguf_file = model.model_name_or_path, model.gguf_file
+    is_local, path = Path(name_or_path).is_dir(), Path(name_or_path) / "config.json"
     if gguf_file is None:
-        path = find_file(name_or_path, "config.json", revision)
+        path = find_file(name_or_path, "config.json", model.revision)
     # transformers makes up for one that is missing beside a GGUF file.
     is_there = gguf_file is None or path.is_file()
     config = read_config(path, f"{name_or_path}: its config.json") if is_there else {}
-    folder = path.parent
-    names, where = _label_names(config, name_or_path), name_or_path
-    problems = [*code_problems(name_or_path, folder, config, trust)]
-    is_local = Path(name_or_path).is_dir()
-    if is_local:
-        problems += _file_problems(folder, config, gguf_file, trust)
-        if gguf_file is None and not problems:
-            problems += vocabulary_problems(folder, config, tokenizer_kwargs, trust.remote_code)
+    folder, names, where = path.parent, _label_names(config, name_or_path), name_or_path
+    problems = [*code_problems(model, folder, config)]
+    if is_local and gguf_file is not None:
+        problems += _gguf_problems(folder, gguf_file)
+    elif is_local:
+        problems += weight_problems(folder, config, model.allow_pickle)
+        problems += small_file_problems(folder)
+        if not problems:
+            problems += vocabulary_problems(folder, config, model.tokenizer_kwargs, model.trust_remote_code)
             problems += rope_problems(name_or_path, config)
     adapter: Adapter | None = None
-    if adapter_name_or_path is not None:
+    if model.adapter_name_or_path is not None:
         try:
-            adapter = inspect_adapter(adapter_name_or_path, trust.allow_pickle)
+            adapter = inspect_adapter(model.adapter_name_or_path, model.allow_pickle)
         except CheckpointError as error:
             problems += error.problems
     own_head = adapter is None or adapter.brings_head is False
@@ -114,32 +99,32 @@ def inspect_checkpoint(
     # In the hub's cache the weights may be there in part.
     if not problems and gguf_file is None and is_local:
         tensors = read_tensors(folder) or ()
-        own_labels = len(names) if own_head else None
-        problems += weights_against_config(name_or_path, config, tensors, own_labels)
+        problems += weights_against_config(name_or_path, config, tensors, len(names) if own_head else None)
         problems += base_problems(adapter, name_or_path, tensors) if adapter is not None else ()
     if problems:
         raise CheckpointError(problems)
     stored = config.get("architectures")
     architecture = str(stored[0]) if isinstance(stored, list) and stored and stored[0] else ""
-    is_language_model = "ForCausalLM" in architecture or "ForMaskedLM" in architecture
-    if own_head and gguf_file is not None:
-        raise CheckpointError(
-            f"{gguf_file}: a GGUF file holds no classification head; name an adapter that brings one "
-            "(adapter_name_or_path)"
-        )
-    if own_head and is_language_model and tensors and not any(is_head(tensor.name) for tensor in tensors):
-        neither = f"nor has its adapter {adapter.name}" if adapter is not None else "and it has no adapter"
-        raise CheckpointError(
-            f"{name_or_path} ({architecture}) has no classification head, {neither}; name a checkpoint that was "
-            "trained for sequence classification, or its adapter (adapter_name_or_path)"
-        )
-    warnings = [newer] if (newer := release_warning(name_or_path, config)) else []
+    warnings = [*release_warning(name_or_path, config)]
     if adapter is not None and (trained_on := other_base(adapter, name_or_path)):
         warnings.append(
             f"adapter {adapter.name} says that it was trained on {trained_on}, and runs on {name_or_path} here; if "
             "that is another model of the same shape, its probabilities mean nothing"
         )
-    if own_head and is_language_model:
+    if own_head and gguf_file is not None:
+        raise CheckpointError(
+            f"{gguf_file}: a GGUF file holds no classification head; name an adapter that brings one "
+            "(adapter_name_or_path)"
+        )
+    if own_head and ("ForCausalLM" in architecture or "ForMaskedLM" in architecture):
+        if tensors and not any(is_head(tensor.name) for tensor in tensors):
+            neither = (
+                f"nor has its adapter {adapter.name}" if adapter is not None else "and it has no adapter"
+            )
+            raise CheckpointError(
+                f"{name_or_path} ({architecture}) has no classification head, {neither}; name a checkpoint that "
+                "was trained for sequence classification, or its adapter (adapter_name_or_path)"
+            )
         warnings.append(
             f"{name_or_path} was saved as {architecture}, which has no classification head; "
             "it will be refused unless its weights hold one"
@@ -152,6 +137,7 @@ def inspect_checkpoint(
             names, where = [f"LABEL_{index}" for index in range(rows)], adapter.name
     quantization = config.get("quantization_config")
     files = weight_files(folder) if gguf_file is None else [folder / gguf_file]
+    weight_bytes = sum(file.stat().st_size for file in files if file.is_file()) or None
     kind = problem_type or config.get("problem_type")
     activation: Activation = "softmax"
     if kind == "multi_label_classification":
@@ -160,17 +146,13 @@ def inspect_checkpoint(
         activation = "none"
     model_type = str(config.get("model_type", ""))
     shown = architecture or ("GGUF" if gguf_file is not None else "")
-    weight_bytes = sum(file.stat().st_size for file in files if file.is_file()) or None
     return Checkpoint(
         summary=(shown or model_type) + ("" if weight_bytes is None else f", {gib(weight_bytes)}"),
         model_type=model_type,
-        architecture=shown,
         activation=activation,
         label_order=match_labels(names, labels, label_map, where),
-        weight_bytes=weight_bytes,
         folder=folder,
         warnings=tuple(warnings),
-        adapter=adapter,
         quantization=quantization if isinstance(quantization, dict) and gguf_file is None else None,
     )
 
@@ -192,14 +174,12 @@ def match_labels(
     ]
     mapped = [label_map.get(name, name) for name in names]
     if len(names) != len(labels):
-        problems.append(
-            f"{where} has {plural(len(names), 'label')} ({_few(names)}), the config has {len(labels)} "
-            f"({_few(labels)})"
-        )
+        has = f"{where} has {plural(len(names), 'label')} ({_few(names)})"
+        problems.append(f"{has}, the config has {len(labels)} ({_few(labels)})")
     elif not label_map and set(mapped).isdisjoint(labels):
+        example = f"for example label_map: {{{names[0]}: {labels[0]}}}"
         problems.append(
-            f"the labels of {where} are {_few(names)}, not {_few(labels)}; map them with label_map, "
-            f"for example label_map: {{{names[0]}: {labels[0]}}}"
+            f"the labels of {where} are {_few(names)}, not {_few(labels)}; map them with label_map, {example}"
         )
     else:
         problems += [
@@ -207,56 +187,38 @@ def match_labels(
             for name in mapped
             if name not in labels
         ]
-        problems += [
-            f"two labels of {where} would both become {name!r}; fix label_map"
-            for name in dict.fromkeys(mapped)
-            if mapped.count(name) > 1
-        ]
+        twice = (name for name in dict.fromkeys(mapped) if mapped.count(name) > 1)
+        problems += [f"two labels of {where} would both become {name!r}; fix label_map" for name in twice]
     if problems:
         raise CheckpointError(problems)
     return tuple(mapped.index(label) for label in labels)
 
 
-def _file_problems(
-    folder: Path, config: Mapping[str, Any], gguf_file: str | None, trust: Trust
-) -> Iterator[str]:
-    if gguf_file is not None:
-        path = folder / gguf_file
-        if not path.is_file():
-            near = nearest(gguf_file, (entry.name for entry in folder.glob("*.gguf")))
-            yield f"gguf_file: {folder} has no file {gguf_file}" + (f"; did you mean {near}?" if near else "")
-        else:
-            with path.open("rb") as opened:
-                if opened.read(4) != b"GGUF":
-                    yield f"gguf_file: {path} is not a GGUF file; copy it again"
-        if importlib.util.find_spec("gguf") is None:
-            yield f"gguf_file needs the package gguf, which is not installed: {how_to_install('gguf')}"
-        return
-    yield from weight_problems(folder, trust.allow_pickle)
-    yield from small_file_problems(folder, _TOKENIZER_FILES)
-    # transformers takes the file that config.json names, and an adapter that lies beside the model.
-    explicit = config.get("transformers_weights")
-    pickles = [folder / explicit] if isinstance(explicit, str) and explicit.endswith(".bin") else []
-    if (folder / "adapter_config.json").is_file() and not (folder / "adapter_model.safetensors").is_file():
-        pickles.append(folder / "adapter_model.bin")
-    if not trust.allow_pickle:
-        yield from (pickle_refused(path) for path in dict.fromkeys(pickles) if path.is_file())
+def _gguf_problems(folder: Path, gguf_file: str) -> Iterator[str]:
+    path = folder / gguf_file
+    if not path.is_file():
+        near = nearest(gguf_file, (entry.name for entry in folder.glob("*.gguf")))
+        yield f"gguf_file: {folder} has no file {gguf_file}" + (f"; did you mean {near}?" if near else "")
+    else:
+        with path.open("rb") as opened:
+            if opened.read(4) != b"GGUF":
+                yield f"gguf_file: {path} is not a GGUF file; copy it again"
+    if importlib.util.find_spec("gguf") is None:
+        yield f"gguf_file needs the package gguf, which is not installed: {how_to_install('gguf')}"
 
 
 def _label_names(config: Mapping[str, Any], where: str) -> list[str]:
     # transformers' own defaults: two labels where neither id2label nor num_labels is stored.
-    stored = config.get("id2label")
-    if isinstance(stored, dict) and stored:
-        try:
+    stored, count = config.get("id2label"), config.get("num_labels") or 2
+    try:
+        if isinstance(stored, dict) and stored:
             return [str(stored[key]) for key in sorted(stored, key=int)]
-        except ValueError:
-            raise CheckpointError(
-                f"{where}: the keys of id2label in its config.json are not numbers"
-            ) from None
-    count = config.get("num_labels") or 2
-    if not isinstance(count, int):
-        raise CheckpointError(f"{where}: num_labels in its config.json is not a number")
-    return [f"LABEL_{index}" for index in range(count)]
+        return [f"LABEL_{index}" for index in range(count)]
+    except (ValueError, TypeError):
+        what, wrong = (
+            ("the keys of id2label", "are not numbers") if stored else ("num_labels", "is not a number")
+        )
+        raise CheckpointError(f"{where}: {what} in its config.json {wrong}") from None
 
 
 def _few(names: Sequence[str]) -> str:

@@ -14,30 +14,26 @@ from typing import Any
 from ensemble.common.packages import installed_versions
 from ensemble.common.text import nearest
 from ensemble.members.huggingface.checkpoint.hub import how_to_install
-from ensemble.members.huggingface.checkpoint.transformers_source import statements, table
+from ensemble.members.huggingface.checkpoint.transformers_source import sources, table
 
 BITSANDBYTES = "bitsandbytes"
 # For each method distributions of which one must be installed, the one to recommend first
 # (transformers, quantizers/quantizer_*.py, validate_environment).
 _PACKAGES: dict[str, tuple[str, ...]] = {
-    "bitsandbytes": ("bitsandbytes",),
+    **{
+        name: (name,)
+        for name in "aqlm auto-round bitsandbytes compressed-tensors hqq sinq torchao vptq".split()
+    },
     "gptq": ("gptqmodel", "auto-gptq"),
     "awq": ("gptqmodel", "autoawq"),
-    "compressed-tensors": ("compressed-tensors",),
-    "hqq": ("hqq",),
     "quanto": ("optimum-quanto",),
-    "torchao": ("torchao",),
-    "aqlm": ("aqlm",),
-    "auto-round": ("auto-round",),
-    "vptq": ("vptq",),
     "quark": ("amd-quark",),
-    "sinq": ("sinq",),
 }
 # Refused by transformers where torch sees no GPU (the same place); those in the second row only when it has to
 # quantize, since weights that are quantized already are unpacked on a CPU.
 _NEED_GPU = ("eetq", "fbgemm_fp8", "fp_quant", "higgs", "nvfp4", "spqr", "vptq")
 _NEED_GPU_TO_QUANTIZE = ("fp8", "metal", "mxfp8")
-_BOOLEANS = (
+BOOLEANS = (
     *("load_in_4bit", "load_in_8bit", "bnb_4bit_use_double_quant"),
     *("llm_int8_enable_fp32_cpu_offload", "llm_int8_has_fp16_weight"),
 )
@@ -45,17 +41,12 @@ _WORDS = {
     "bnb_4bit_quant_type": ("fp4", "nf4"),
     "bnb_4bit_compute_dtype": ("float16", "bfloat16", "float32"),
 }
-# What bitsandbytes' settings are where nobody sets them (transformers, BitsAndBytesConfig); a test compares.
+# What bitsandbytes' settings are where nobody sets them, if neither false nor empty (transformers,
+# BitsAndBytesConfig); a test compares.
 USUAL_SETTINGS: dict[str, object] = {
     "quant_method": BITSANDBYTES,
-    "load_in_8bit": False,
-    "load_in_4bit": False,
     "llm_int8_threshold": 6.0,
-    "llm_int8_skip_modules": None,
-    "llm_int8_enable_fp32_cpu_offload": False,
-    "llm_int8_has_fp16_weight": False,
     "bnb_4bit_quant_type": "fp4",
-    "bnb_4bit_use_double_quant": False,
     "bnb_4bit_quant_storage": "uint8",
 }
 # They take any further key and pass it on.
@@ -81,15 +72,12 @@ def without_defaults(settings: Mapping[str, Any] | None, dtype: str) -> Mapping[
     if settings is None or method_of(settings) != BITSANDBYTES:
         return settings
     usual = {**USUAL_SETTINGS, "bnb_4bit_compute_dtype": dtype}
-
-    def is_usual(key: str, value: object) -> bool:
-        # torch's types go by their bare names, and no modules are none.
-        plain = value.removeprefix("torch.") if isinstance(value, str) else None if value == [] else value
-        return key in usual and plain == usual[key]
-
-    return {
-        key: value for key, value in settings.items() if not key.startswith("_") and not is_usual(key, value)
+    plain = {  # torch's types go by their bare names
+        key: value.removeprefix("torch.") if isinstance(value, str) else value
+        for key, value in settings.items()
+        if not key.startswith("_")
     }
+    return {key: settings[key] for key, value in plain.items() if (value or False) != usual.get(key, False)}
 
 
 def quantized_bits(settings: Mapping[str, Any] | None) -> int:
@@ -154,42 +142,37 @@ def quantization_problems(
         yield f"{key}: {method} needs the package {packages[0]}, which is not installed: {how}"
 
 
-def carried_warning(settings: Mapping[str, Any] | None, stored: Mapping[str, Any] | None) -> str | None:
-    """What transformers does where both the YAML and the checkpoint have settings of the same method."""
-    if settings is None or stored is None:
-        return None
-    return (
-        f"quantization_config: the checkpoint was saved in {method_of(stored)} and its own settings are used; of "
-        "the ones given here at most those that concern loading"
-    )
+def quantization_warnings(
+    settings: Mapping[str, Any] | None, stored: Mapping[str, Any] | None
+) -> Iterator[str]:
+    """What a user may not expect; arguments as for ``quantization_problems``.
 
-
-def fp4_warning(settings: Mapping[str, Any] | None, stored: Mapping[str, Any] | None) -> str | None:
-    """What is said of 4-bit weights without a type, which bitsandbytes takes for fp4; None for all others.
-
-    Measured with three small trained classifiers: fp4 moved probabilities by 0.10 to 0.21 on average, nf4 by half
-    as much or less.
+    fp4 is what bitsandbytes takes for 4-bit weights without a type.  Measured with three small trained classifiers,
+    it moved probabilities by 0.10 to 0.21 on average, nf4 by half as much or less.
     """
-    if settings is None or stored is not None or not settings.get("load_in_4bit"):
-        return None
-    if method_of(settings) != BITSANDBYTES or "bnb_4bit_quant_type" in settings:
-        return None
-    return (
-        "quantization_config: load_in_4bit without bnb_4bit_quant_type means fp4, which changes probabilities "
-        "twice as much as nf4 or more (three small models: by 0.10 to 0.21 on average); set "
-        "bnb_4bit_quant_type: nf4, or fp4 if you mean it"
-    )
+    if settings is None:
+        return
+    if stored is not None:
+        yield (
+            f"quantization_config: the checkpoint was saved in {method_of(stored)} and its own settings are used; "
+            "of the ones given here at most those that concern loading"
+        )
+    elif settings.get("load_in_4bit") and "bnb_4bit_quant_type" not in settings:
+        yield (
+            "quantization_config: load_in_4bit without bnb_4bit_quant_type means fp4, which changes probabilities "
+            "twice as much as nf4 or more (three small models: by 0.10 to 0.21 on average); set "
+            "bnb_4bit_quant_type: nf4, or fp4 if you mean it"
+        )
 
 
 def _setting_problems(settings: Mapping[str, Any]) -> Iterator[str]:
     method = method_of(settings)
     assert method is not None
-    classes = table("quantizers/auto.py", "AUTO_QUANTIZATION_CONFIG_MAPPING")
+    classes = table("AUTO_QUANTIZATION_CONFIG_MAPPING", "quantizers/auto.py")
     if classes and method not in (BITSANDBYTES, *classes):
         yield f"quantization_config.quant_method: {method!r} is unknown{_known_words(method, [*classes])}"
         return
-    settings_class = classes.get(method)
-    known = _parameters(settings_class.id if isinstance(settings_class, ast.Name) else "BitsAndBytesConfig")
+    known = _parameters(classes.get(method, "BitsAndBytesConfig"))
     if known and method not in _OPEN_ENDED:
         for key in settings:
             # Keys with a line in front are what transformers itself writes into a config.json.
@@ -198,7 +181,7 @@ def _setting_problems(settings: Mapping[str, Any]) -> Iterator[str]:
     if method == BITSANDBYTES:
         # Values that bitsandbytes would refuse only when the weights are there, if at all.
         for key, value in settings.items():
-            if key in _BOOLEANS and not isinstance(value, bool):
+            if key in BOOLEANS and not isinstance(value, bool):
                 yield f"quantization_config.{key}: must be true or false"
             elif key in _WORDS and str(value).removeprefix("torch.") not in _WORDS[key]:
                 yield f"quantization_config.{key}: must be one of {', '.join(_WORDS[key])}"
@@ -218,7 +201,8 @@ def _known_words(word: str, known: list[str]) -> str:
 def _parameters(name: str) -> frozenset[str]:
     """The parameters of a class of settings, its parents' among them; empty where they cannot be read."""
     found: set[str] = set()
-    for node in statements("utils/quantization_config.py"):
+    source = "".join(sources("utils/quantization_config.py").values())
+    for node in ast.parse(source).body:
         if isinstance(node, ast.ClassDef) and node.name == name:
             for base in node.bases:
                 if isinstance(base, ast.Name):

@@ -6,65 +6,40 @@ where it has them; otherwise it runs those files, or refuses to (dynamic_module_
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 from ensemble.common.files import read_json
-from ensemble.members.huggingface.checkpoint.transformers_source import CLASSIFIERS, CONFIGS, statements
+from ensemble.members.huggingface.checkpoint.transformers_source import CLASSIFIERS, CONFIGS, sources, table
+from ensemble.members.huggingface.settings import COMMIT, HuggingFaceSettings
 
-_COMMIT: Final = r"[0-9a-fA-F]{40}"
 _CLASSIFIER: Final = "AutoModelForSequenceClassification"
-_CONFIGS = CONFIGS, "CONFIG_MAPPING_NAMES"
-_CLASSIFIERS = ("models/auto/modeling_auto.py",), CLASSIFIERS
-# It has several tables and exceptions; what is named in none of them is unknown.
-_TOKENIZERS = ("models/auto/tokenization_auto.py",), ""
 _ANY_TOKENIZER = ("PreTrainedTokenizer", "PythonBackend", "TokenizersBackend")
 # What a member uses, and the key of the config whose code_revision is for it.
 _KINDS = {"AutoConfig": "model_kwargs", _CLASSIFIER: "model_kwargs", "AutoTokenizer": "tokenizer_kwargs"}
 
 
-@dataclass(frozen=True)
-class Trust:
-    """What a member's config lets the files of its checkpoint do.
-
-    The revisions are those of ``model_kwargs`` and ``tokenizer_kwargs``: of code in another repository than the
-    checkpoint's.
-    """
-
-    allow_pickle: bool = False
-    remote_code: bool = False
-    code_revision: object = None
-    tokenizer_code_revision: object = None
-
-
-NO_TRUST: Final = Trust()
-
-
-def code_problems(name: str, folder: Path, config: Mapping[str, Any], trust: Trust) -> Iterator[str]:
+def code_problems(model: HuggingFaceSettings, folder: Path, config: Mapping[str, Any]) -> Iterator[str]:
     """Why a checkpoint's own code cannot or must not run, one sentence each.
 
     Args:
-        name: what the config calls the checkpoint.
         folder: where its files lie.
         config: its ``config.json``.
     """
     tokenizer_config = read_json(folder / "tokenizer_config.json")
     classes = _classes(config) | _classes(tokenizer_config)
     codes = {kind: code for kind, code in classes.items() if kind in _KINDS}
-    if trust.remote_code:
-        revisions = {"model_kwargs": trust.code_revision, "tokenizer_kwargs": trust.tokenizer_code_revision}
+    name = model.model_name_or_path
+    if model.trust_remote_code:
         unpinned = {}
         for kind, code in codes.items():
             # transformers takes "org/name--module.Class" from that repository, and by the checkpoint's revision
             # only where that is where the checkpoint itself comes from.
             repository, separator, _ = code.partition("--")
-            revision = revisions[_KINDS[kind]]
-            is_pinned = isinstance(revision, str) and re.fullmatch(_COMMIT, revision)
+            revision = getattr(model, _KINDS[kind]).get("code_revision")
+            is_pinned = isinstance(revision, str) and re.fullmatch(COMMIT, revision)
             if separator and repository != name and not is_pinned:
                 unpinned[_KINDS[kind]] = code
         for key, code in unpinned.items():
@@ -74,15 +49,21 @@ def code_problems(name: str, folder: Path, config: Mapping[str, Any], trust: Tru
             )
         return
     model_type = str(config.get("model_type", ""))
+    configs, classifiers = table("CONFIG_MAPPING_NAMES", *CONFIGS), table(*CLASSIFIERS)
+    # It has several tables and exceptions; what is named in none of them is unknown.
+    tokenizers = "".join(sources("models/auto/tokenization_auto.py").values())
     tokenizer = str(tokenizer_config.get("tokenizer_class") or "").removesuffix("Fast")
+    knows_tokenizer = not tokenizers or any(
+        one in _ANY_TOKENIZER or re.search(rf'"{re.escape(one)}(Fast)?"', tokenizers)
+        for one in (model_type, tokenizer)
+        if one
+    )
     needed = None
-    if "AutoConfig" in codes and not _is_known(model_type, _CONFIGS):
+    if "AutoConfig" in codes and configs and model_type not in configs:
         needed = "AutoConfig", "model"
-    elif _CLASSIFIER in codes and not _is_known(model_type, _CLASSIFIERS):
+    elif _CLASSIFIER in codes and classifiers and model_type not in classifiers:
         needed = _CLASSIFIER, "model"
-    elif "AutoTokenizer" in codes and not any(
-        one in _ANY_TOKENIZER or _is_known(one, _TOKENIZERS) for one in (model_type, tokenizer) if one
-    ):
+    elif "AutoTokenizer" in codes and not knows_tokenizer:
         needed = "AutoTokenizer", "tokenizer"
     if needed is not None:
         yield (
@@ -103,32 +84,3 @@ def _classes(config: Mapping[str, Any]) -> dict[str, str]:
         if named:
             classes[str(kind)] = named[-1]
     return classes
-
-
-def _is_known(name: str, table: tuple[tuple[str, ...], str]) -> bool:
-    known = _names(*table)
-    return not known or name in known
-
-
-@cache
-def _names(files: tuple[str, ...], table: str) -> frozenset[str]:
-    """What stands in one of transformers' tables, or in the whole files; empty where they are not as expected."""
-    found: set[str] = set()
-    for file in files:
-        for statement in statements(file):
-            target = statement.targets[0] if isinstance(statement, ast.Assign) else statement
-            if not table or any(isinstance(node, ast.Name) and node.id == table for node in _targets(target)):
-                texts = (node.value for node in ast.walk(statement) if isinstance(node, ast.Constant))
-                found |= {text for text in texts if isinstance(text, str)}
-    return frozenset(found | {name.removesuffix("Fast") for name in found})
-
-
-def _targets(node: ast.AST) -> Iterator[ast.AST]:
-    """The name that a statement assigns to or, as in ``TABLE.update(...)``, calls a method of."""
-    yield node
-    if isinstance(node, ast.Expr | ast.Attribute):
-        yield from _targets(node.value)
-    elif isinstance(node, ast.Call):
-        yield from _targets(node.func)
-    elif isinstance(node, ast.AnnAssign):
-        yield from _targets(node.target)

@@ -10,7 +10,7 @@ import json
 import math
 import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,7 +24,7 @@ _TRAINERS = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state(_\d
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 # Bits per element; safetensors' Dtype.
 _BITS = {
-    **dict.fromkeys(("F4",), 4),
+    "F4": 4,
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
     **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
@@ -130,9 +130,8 @@ def read_file(path: Path) -> tuple[Tensor, ...]:
     if is_pointer:
         raise CheckpointError(f"{path} is only a git-lfs pointer to the weights; copy it again")
     if not header:
-        raise CheckpointError(
-            f"{path} is cut short or not a safetensors file ({size:,} bytes); copy it again"
-        )
+        wrong = f"is cut short or not a safetensors file ({size:,} bytes)"
+        raise CheckpointError(f"{path} {wrong}; copy it again")
     try:
         entries = header_entries(header)
         tensors = tuple(
@@ -141,13 +140,11 @@ def read_file(path: Path) -> tuple[Tensor, ...]:
         )
         data_bytes = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
         expected = LENGTH_BYTES + len(header) + data_bytes
-    except (ValueError, KeyError, IndexError, AttributeError, TypeError, RecursionError) as error:
+    except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} has a broken header; copy it again") from error
     if unknown := next((tensor for tensor in tensors if tensor.dtype not in _BITS), None):
-        raise CheckpointError(
-            f"{path}: tensor {unknown.name} has the type {unknown.dtype}, which is unknown here; use a newer "
-            "release"
-        )
+        what = f"tensor {unknown.name} has the type {unknown.dtype}, which is unknown here"
+        raise CheckpointError(f"{path}: {what}; use a newer release")
     if size != expected:
         raise CheckpointError(f"{path} has {size:,} bytes and should have {expected:,}; copy it again")
     return tensors
@@ -172,29 +169,47 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     return ()
 
 
-def weight_problems(folder: Path, allow_pickle: bool = False) -> Iterator[str]:
+def weight_problems(folder: Path, config: Mapping[str, Any], allow_pickle: bool) -> Iterator[str]:
     """What is wrong with a checkpoint's weights, one sentence each; nothing for a whole one.
 
     Args:
+        config: its ``config.json``.
         allow_pickle: they may be pickles, of which the worker reads no more than tensors.
     """
     files = weight_files(folder)
-    pickles = sorted(
-        path
-        for path in folder.glob("*.pt*")
-        if re.fullmatch(r"\.pth?", path.suffix) and not _TRAINERS.fullmatch(path.name)
-    )
-    if not files and pickles:
+    others = sorted(path for pattern in ("*.pt", "*.pth") for path in folder.glob(pattern))
+    unread = [path for path in others if not _TRAINERS.fullmatch(path.name)]
+    if not files and unread:
         yield (
-            f"{pickles[0]} is a pickle of a kind that transformers does not read; load it where you trust it, and "
+            f"{unread[0]} is a pickle of a kind that transformers does not read; load it where you trust it, and "
             "save it with save_pretrained, which writes safetensors"
         )
     elif not files:
         yield f"{folder} has a config.json but no weights (*.safetensors); copy them too"
-    elif files[0].suffix != ".safetensors" and not allow_pickle:
-        yield pickle_refused(files[0])
+    # transformers takes the file that config.json names, and an adapter that lies beside the model.
+    named = config.get("transformers_weights")
+    pickles = [folder / named] if isinstance(named, str) and named.endswith(".bin") else []
+    if (folder / "adapter_config.json").is_file() and not (folder / "adapter_model.safetensors").is_file():
+        pickles.append(folder / "adapter_model.bin")
+    pickles += [path for path in files[:1] if path.suffix != ".safetensors"]
+    if not allow_pickle:
+        yield from (pickle_refused(path) for path in dict.fromkeys(pickles) if path.is_file())
     for index in folder.glob("*.index.json"):
-        yield from _index_problems(index, files, allow_pickle)
+        try:
+            shards = shards_of(index)
+        except CheckpointError as error:
+            yield from error.problems
+            continue
+        unsafe = [name for name in shards if not name.endswith(".safetensors")]
+        # transformers goes by each file's ending, whatever the index is called.
+        if unsafe and not allow_pickle and index.name.endswith(".safetensors.index.json"):
+            yield pickle_refused(folder / unsafe[0])
+        missing = [name for name in shards if not (folder / name).is_file()]
+        if missing and any(path.suffix == Path(missing[0]).suffix for path in files):
+            what = f"{missing[0]}, which is"
+            if len(missing) > 1:
+                what = f"{len(missing)} files, {missing[0]} the first of them, which are"
+            yield f"{index} names {what} not there; copy what is missing"
     for path in files:
         try:
             if path.suffix == ".safetensors":
@@ -217,21 +232,3 @@ def pickle_refused(path: Path) -> str:
         f"{path} is a pickle, and loading one can run code that is hidden in it; use a safetensors copy (load it "
         "where you trust it and call save_pretrained), or set allow_pickle: true"
     )
-
-
-def _index_problems(index: Path, files: tuple[Path, ...], allow_pickle: bool) -> Iterator[str]:
-    try:
-        shards = shards_of(index)
-    except CheckpointError as error:
-        yield from error.problems
-        return
-    pickles = [name for name in shards if not name.endswith(".safetensors")]
-    # transformers goes by each file's ending, whatever the index is called.
-    if pickles and not allow_pickle and index.name.endswith(".safetensors.index.json"):
-        yield pickle_refused(index.parent / pickles[0])
-    missing = [name for name in shards if not (index.parent / name).is_file()]
-    if missing and any(path.suffix == Path(missing[0]).suffix for path in files):
-        what = f"{missing[0]}, which is"
-        if len(missing) > 1:
-            what = f"{len(missing)} files, {missing[0]} the first of them, which are"
-        yield f"{index} names {what} not there; copy what is missing"

@@ -9,10 +9,11 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
+from ensemble.members.huggingface.checkpoint.adapter_files import WEIGHTS
 from ensemble.members.huggingface.spec import ModelSpec
 
-_WEIGHTS = "adapter_model.safetensors"
 _PICKLE = "adapter_model.bin"
 _PREFIX = "base_model.model."
 _NAME = "default"
@@ -25,10 +26,6 @@ class AdapterFiles:
     folder: Path
     config: Any
     tensors: frozenset[str]
-
-    def brings(self, parameter: str) -> bool:
-        """Whether it holds this parameter of the base as a whole, such as a head's."""
-        return _PREFIX + parameter in self.tensors
 
     def whole_modules(self) -> list[str]:
         """Modules that it holds as a whole, by their names within the base."""
@@ -44,44 +41,33 @@ def open_adapter(name_or_path: str, allow_pickle: bool = False) -> AdapterFiles:
         allow_pickle: its weights may be a pickle, of which torch reads tensors only.
 
     Raises:
-        ValueError: peft is missing, the adapter is of a kind that works outside the base's layers, or its weights
-            are broken or a pickle.
+        ValueError: its weights are broken or a pickle.
         OSError: a file is missing or cannot be had.
     """
-    try:
-        from peft import PeftConfig
-    except ImportError as error:
-        raise ValueError("adapter_name_or_path needs peft, which is not installed") from error
+    from peft import PeftConfig
+
     folder = Path(name_or_path)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
 
-        wanted = ["adapter_config.json", _WEIGHTS, *([_PICKLE] if allow_pickle else [])]
+        wanted = ["adapter_config.json", WEIGHTS, *([_PICKLE] if allow_pickle else [])]
         folder = Path(snapshot_download(name_or_path, allow_patterns=wanted))
     config = PeftConfig.from_pretrained(str(folder))
-    if config.is_prompt_learning or config.is_adaption_prompt:
-        raise ValueError(
-            f"adapter {name_or_path}: {config.peft_type.value} changes no layer; only LoRA and its variants can"
-        )
-    return AdapterFiles(folder, config, _tensor_names(folder, allow_pickle))
-
-
-def _tensor_names(folder: Path, allow_pickle: bool) -> frozenset[str]:
-    from safetensors import SafetensorError, safe_open
-
-    path = folder / _WEIGHTS
+    path = folder / WEIGHTS
     try:
         if not path.is_file() and allow_pickle:
             path = folder / _PICKLE
-            return frozenset(torch.load(path, map_location="cpu", weights_only=True))
-        with safe_open(path, framework="pt") as file:
-            return frozenset(file.keys())
+            names = frozenset(torch.load(path, map_location="cpu", weights_only=True))
+        else:
+            with safe_open(path, framework="pt") as file:
+                names = frozenset(file.keys())
     except FileNotFoundError as error:
         hint = "" if allow_pickle else f", or set allow_pickle: true if it has an {_PICKLE} that you trust"
         raise ValueError(f"{folder} has no {path.name}; copy it too{hint}") from error
     except (SafetensorError, UnpicklingError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"{path} is cut short or broken ({reason}); copy it again") from error
+    return AdapterFiles(folder, config, names)
 
 
 def attach_adapter(
@@ -99,41 +85,15 @@ def attach_adapter(
     Raises:
         ValueError: neither of the two brought a parameter, or the adapter does not belong to this base.
     """
-    name = spec.adapter_name_or_path
-    model = _load_onto(base, adapter, spec)
-    _check_keys(model, adapter, spec)
-    if random := [parameter for parameter in missing if not adapter.brings(parameter)]:
-        raise ValueError(
-            f"neither {spec.model_name_or_path} nor its adapter {name} has weights for {some(random)}; they would "
-            "be random. Name an adapter that was trained with its head (task type SEQ_CLS), or a base that has one"
-        )
-    _to_type(model, base.dtype)
-    modules = sum(map(_is_adapted, base.modules()))
-    rank = f"rank {adapter.config.r}, over {modules} module{'s' * (modules != 1)}, " if modules else ""
-    kind = adapter.config.peft_type.value.replace("LORA", "LoRA")
-    if spec.merge_adapter:
-        # safe_merge refuses weights that come out as NaN.
-        merged = model.merge_and_unload(safe_merge=True)
-        notes.append(f"{kind} adapter {name}, {rank}merged into the weights")
-        return merged
-    notes.append(f"{kind} adapter {name}, {rank}unmerged")
-    return model.get_base_model()
+    from peft import PeftModel, get_peft_model_state_dict
 
-
-def some(names: Sequence[str]) -> str:
-    """The first few of many names."""
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
-def _load_onto(base: Any, adapter: AdapterFiles, spec: ModelSpec) -> Any:
-    from peft import PeftModel
-
-    config = adapter.config
+    name, config = spec.adapter_name_or_path, adapter.config
+    is_not_for = f"adapter {name} is not for {spec.model_name_or_path}"
+    trained_on = f"it was trained on {config.base_model_name_or_path}"
     if str(getattr(config.task_type, "value", config.task_type)) != "SEQ_CLS":
         config.task_type = None  # peft's classes for other tasks expect a base of that task
-    trained_on = f"it was trained on {config.base_model_name_or_path}"
     try:
-        return PeftModel.from_pretrained(
+        model = PeftModel.from_pretrained(
             base,
             str(adapter.folder),
             adapter_name=_NAME,
@@ -143,53 +103,52 @@ def _load_onto(base: Any, adapter: AdapterFiles, spec: ModelSpec) -> Any:
         )
     except KeyError as error:  # peft looks up every parameter of a module that was trained as a whole
         raise ValueError(
-            f"adapter {spec.adapter_name_or_path} has no weights for {error.args[0]}, which its config says it was "
-            "trained with; copy it again"
+            f"adapter {name} has no weights for {error.args[0]}, which its config says it was trained with; copy "
+            "it again"
         ) from error
-    except RuntimeError as error:  # load_state_dict's list of shapes that differ
+    except (RuntimeError, ValueError) as error:
+        # load_state_dict's list of shapes that differ, or that no layer has a name that the adapter looks for.
         lines = [line.strip() for line in str(error).splitlines() if "size mismatch" in line]
-        if not lines:
+        if isinstance(error, RuntimeError) and not lines:
             raise
-        raise ValueError(
-            f"adapter {spec.adapter_name_or_path} is not for {spec.model_name_or_path}: {lines[0]} {trained_on}"
-        ) from error
-    except ValueError as error:  # no layer of the base has a name that the adapter looks for
-        raise ValueError(
-            f"adapter {spec.adapter_name_or_path} is not for {spec.model_name_or_path}: {error} ({trained_on})"
-        ) from error
+        reason = lines[0] if lines else str(error)
+        raise ValueError(f"{is_not_for}: {reason.rstrip('.')}; {trained_on}") from error
 
-
-def _is_adapted(module: Any) -> bool:
-    return any(_NAME in (getattr(module, part, None) or ()) for part in ("lora_A", "lora_embedding_A"))
-
-
-def _check_keys(model: Any, adapter: AdapterFiles, spec: ModelSpec) -> None:
-    """Every tensor of the file must have found its place, and every place its tensor; peft only warns."""
-    from peft import get_peft_model_state_dict
-
-    places = set(get_peft_model_state_dict(model, adapter_name=_NAME, save_embedding_layers=False))
+    # Every tensor of the file must be in the model now, and every one of the model from the file; peft only warns.
+    expected = set(get_peft_model_state_dict(model, adapter_name=_NAME, save_embedding_layers=False))
     # An embedding may be saved whole beside its adapter, under the base's name or the one that peft gave it.
     own = set(model.state_dict())
-    lost = _plain(adapter.tensors - places - own - {name.replace(".base_layer.", ".") for name in own})
-    if lost:
+    if lost := _plain(adapter.tensors - expected - own - {key.replace(".base_layer.", ".") for key in own}):
+        raise ValueError(f"{is_not_for}, which has no place for {some(lost)}; {trained_on}")
+    if absent := _plain(expected - adapter.tensors):
         raise ValueError(
-            f"adapter {spec.adapter_name_or_path} is not for {spec.model_name_or_path}, which has no place for "
-            f"{some(lost)}; it was trained on {adapter.config.base_model_name_or_path}"
+            f"adapter {name} has no weights for {some(absent)}; they would be random. Copy it again, or name the "
+            "base that it was trained on"
         )
-    if absent := _plain(places - adapter.tensors):
+    if random := [parameter for parameter in missing if _PREFIX + parameter not in adapter.tensors]:
         raise ValueError(
-            f"adapter {spec.adapter_name_or_path} has no weights for {some(absent)}; they would be random. "
-            "Copy it again, or name the base that it was trained on"
+            f"neither {spec.model_name_or_path} nor its adapter {name} has weights for {some(random)}; they would "
+            "be random. Name an adapter that was trained with its head (task type SEQ_CLS), or a base that has one"
         )
+
+    for key, parameter in model.named_parameters():
+        # On a quantized base peft makes its layers in float32, whatever the base computes in.
+        if f".{_NAME}" in key and parameter.is_floating_point() and parameter.dtype != base.dtype:
+            parameter.data = parameter.data.to(base.dtype)
+    layers = ("lora_A", "lora_embedding_A")
+    modules = sum(any(_NAME in (getattr(one, key, None) or ()) for key in layers) for one in base.modules())
+    rank = f"rank {config.r}, over {modules} module{'s' * (modules != 1)}, " if modules else ""
+    how = "merged into the weights" if spec.merge_adapter else "unmerged"
+    notes.append(f"{config.peft_type.value.replace('LORA', 'LoRA')} adapter {name}, {rank}{how}")
+    # safe_merge refuses weights that come out as NaN.
+    return model.merge_and_unload(safe_merge=True) if spec.merge_adapter else model.get_base_model()
+
+
+def some(names: Sequence[str]) -> str:
+    """The first few of many names."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _plain(names: Iterable[str]) -> list[str]:
     # transformers fuses a mixture's experts and renames them, and peft follows: those are not compared.
     return sorted(name.removeprefix(_PREFIX) for name in names if ".experts." not in name)
-
-
-def _to_type(model: Any, dtype: torch.dtype) -> None:
-    # On a quantized base peft makes its layers in float32, whatever the base computes in.
-    for name, parameter in model.named_parameters():
-        if f".{_NAME}" in name and parameter.is_floating_point() and parameter.dtype != dtype:
-            parameter.data = parameter.data.to(dtype)

@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from ensemble.members.huggingface.attention import choose_attention, is_soft_capped
+from ensemble.members.huggingface.spec import choose_attention, is_soft_capped
 
 _HALF = (torch.float16, torch.bfloat16)
-_Forward = Callable[..., Any]
+_ABSENT = object()
+# A module's dict of tensors or attributes, a name in it, and what stands there for a while.
+_Change = tuple[dict[str, Any], str, Any]
 
 
 def uses_half_precision(model: Any) -> bool:
     """Whether float32 could give a finite number where this model's own types overflow."""
-    return any(_is_half(module) for module in model.modules())
+    return any(map(_is_half, model.modules()))
 
 
 def why_not_float32(model: Any) -> str:
@@ -32,9 +35,11 @@ def why_not_float32(model: Any) -> str:
         return ""
     method = getattr(quantizer.quantization_config, "quant_method", "")
     method = str(getattr(method, "value", method))
-    if method.startswith("bitsandbytes"):
-        return ""
-    return f"weights quantized by {method} compute in half precision only"
+    return (
+        ""
+        if method.startswith("bitsandbytes")
+        else f"weights quantized by {method} compute in half precision only"
+    )
 
 
 @contextlib.contextmanager
@@ -50,41 +55,39 @@ def in_float32(model: Any) -> Iterator[None]:
     """
     vocabulary = model.get_input_embeddings().weight
     attention = getattr(model.config, "_attn_implementation", None)
-    replaced: list[tuple[dict[str, Any], str, _Forward | None]] = []
+    forwards: list[_Change] = []
+    for module in model.modules():
+        if _is_half(module) or hasattr(module, "cast_input_dtype_enabled"):
+            # accelerate's own forward moves the weights to the device and then calls this one.
+            name = "_old_forward" if "_old_forward" in vars(module) else "forward"
+            is_vocabulary = isinstance(module, nn.Embedding) and module.weight is vocabulary
+            run = _in_float32(module, getattr(module, name), is_vocabulary and vocabulary.dtype in _HALF)
+            forwards.append((vars(module), name, run))
+    is_flash = "flash" in str(attention)  # made for half precision: it would cast its inputs back
     try:
-        if "flash" in str(attention):  # made for half precision: it would cast its inputs back
+        if is_flash:
             model.config._attn_implementation = choose_attention(
                 is_soft_capped(model.config.to_dict()), model._supports_sdpa, flash_suits=False
             )
-        for module in model.modules():
-            if not _is_half(module) and not hasattr(module, "cast_input_dtype_enabled"):
-                continue
-            # accelerate's own forward moves the weights to the device and then calls this one.
-            name = "_old_forward" if "_old_forward" in vars(module) else "forward"
-            holds_vocabulary = (
-                isinstance(module, nn.Embedding) and module.weight is vocabulary and vocabulary.dtype in _HALF
-            )
-            replaced.append((vars(module), name, vars(module).get(name)))
-            vars(module)[name] = _in_float32(module, getattr(module, name), holds_vocabulary)
-        yield
+        with _replaced(forwards):
+            yield
     finally:
-        if "flash" in str(attention):
+        if is_flash:
             model.config._attn_implementation = attention
-        for attributes, name, before in replaced:
-            if before is None:
-                attributes.pop(name, None)
-            else:
-                attributes[name] = before
 
 
-def _in_float32(module: nn.Module, forward: _Forward, holds_vocabulary: bool) -> _Forward:
+def _in_float32(module: Any, forward: Callable[..., Any], is_vocabulary: bool) -> Callable[..., Any]:
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with contextlib.ExitStack() as stack:
-            if holds_vocabulary and args:
-                args = (stack.enter_context(_rows_in_use(module, args[0])), *args[1:])
-            stack.enter_context(_upcast(module))
-            stack.enter_context(_settings(module))
+        rows: list[_Change] = []
+        if is_vocabulary and args:
+            # A table of the rows in use.  The module's own forward then scales them, as Gemma's does, in this type.
+            used, numbers = torch.unique(args[0], return_inverse=True)
+            table = nn.Parameter(module.weight.detach()[used].float(), requires_grad=False)
+            # The padding's row is of use in training only, and need not be in this table.
+            rows = [(module._parameters, "weight", table), (vars(module), "padding_idx", None)]
+            args = (numbers, *args[1:])
+        with _replaced(itertools.chain(rows, _upcast(module))):
             inner = functools.partial(_linear_8bit, module) if _is_8bit(module) else forward
             return inner(*_cast(args), **_cast(kwargs))
 
@@ -92,57 +95,37 @@ def _in_float32(module: nn.Module, forward: _Forward, holds_vocabulary: bool) ->
 
 
 @contextlib.contextmanager
-def _upcast(module: nn.Module) -> Iterator[None]:
-    """Float32 copies in the place of a module's own half-precision parameters and buffers."""
-    swapped: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+def _replaced(changes: Iterable[_Change]) -> Iterator[None]:
+    """Entries of dicts changed one after the other, also by what has been changed before, and put back."""
+    before: list[_Change] = []
     try:
-        for tensors, name, tensor in _half_tensors(module):
-            upcast = tensor.detach().float()
-            # Gemma's embeddings keep the exact number beside the buffer that was rounded with the weights.
-            if isinstance(exact := getattr(module, f"scalar_{name}", None), float):
-                upcast.fill_(exact)
-            swapped.append((tensors, name, tensor))
-            is_parameter = isinstance(tensor, nn.Parameter)
-            tensors[name] = nn.Parameter(upcast, requires_grad=False) if is_parameter else upcast
+        for entries, name, value in changes:
+            before.append((entries, name, entries.get(name, _ABSENT)))
+            entries[name] = value
         yield
     finally:
-        for tensors, name, tensor in swapped:
-            tensors[name] = tensor
+        for entries, name, value in before:
+            if value is _ABSENT:
+                del entries[name]
+            else:
+                entries[name] = value
 
 
-@contextlib.contextmanager
-def _rows_in_use(embedding: Any, ids: torch.Tensor) -> Iterator[torch.Tensor]:
-    """A table of the rows that ``ids`` name in the place of the whole one; yields their numbers in it.
-
-    The module's own forward then scales them, as Gemma's does, in the type that they have here.
-    """
-    table, padding = embedding.weight, embedding.padding_idx
-    used, numbers = torch.unique(ids, return_inverse=True)
-    try:
-        embedding._parameters["weight"] = nn.Parameter(table.detach()[used].float(), requires_grad=False)
-        # Of use in training only, and it need not be a row of this table.
-        embedding.padding_idx = None
-        yield numbers
-    finally:
-        embedding._parameters["weight"] = table
-        embedding.padding_idx = padding
-
-
-@contextlib.contextmanager
-def _settings(module: nn.Module) -> Iterator[None]:
-    """What would make a module cast its float32 input back to half precision, set otherwise."""
-    wanted: dict[str, Any] = {}
+def _upcast(module: Any) -> Iterator[_Change]:
+    """Float32 for a module's half-precision tensors, and for what would cast its input back."""
+    for tensors, name, tensor in _half_tensors(module):
+        upcast = tensor.detach().float()
+        # Gemma's embeddings keep the exact number beside the buffer that was rounded with the weights.
+        if isinstance(exact := getattr(module, f"scalar_{name}", None), float):
+            upcast.fill_(exact)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        yield tensors, name, nn.Parameter(upcast, requires_grad=False) if is_parameter else upcast
     if _is_4bit(module):
         # bitsandbytes' Linear4bit casts its input to this type, and unpacks its weights to the input's.
-        wanted = {"compute_dtype": torch.float32, "compute_type_is_set": True}
-    elif hasattr(module, "cast_input_dtype_enabled"):
-        wanted = {"cast_input_dtype_enabled": False}  # peft's layers cast it to their adapter's type
-    before = {name: getattr(module, name) for name in wanted}
-    vars(module).update(wanted)
-    try:
-        yield
-    finally:
-        vars(module).update(before)
+        yield vars(module), "compute_dtype", torch.float32
+        yield vars(module), "compute_type_is_set", True
+    elif hasattr(module, "cast_input_dtype_enabled"):  # peft's layers cast it to their adapter's type
+        yield vars(module), "cast_input_dtype_enabled", False
 
 
 def _linear_8bit(module: Any, inputs: torch.Tensor) -> torch.Tensor:
@@ -156,18 +139,15 @@ def _linear_8bit(module: Any, inputs: torch.Tensor) -> torch.Tensor:
 
 
 def _is_half(module: nn.Module) -> bool:
-    if _is_8bit(module) or any(True for _ in _half_tensors(module)):
-        return True
     # Without a type of its own Linear4bit takes its input's, and keeps it.
-    return _is_4bit(module) and getattr(module, "compute_dtype", None) is not torch.float32
+    computes_in_half = _is_4bit(module) and getattr(module, "compute_dtype", None) is not torch.float32
+    return computes_in_half or _is_8bit(module) or next(_half_tensors(module), None) is not None
 
 
-def _half_tensors(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+def _half_tensors(module: nn.Module) -> Iterator[_Change]:
     """A module's own, and those in its lists and dicts of parameters, which have no forward."""
-    containers = [
-        child for child in module.children() if isinstance(child, nn.ParameterList | nn.ParameterDict)
-    ]
-    for holder in (module, *containers):
+    lists = (child for child in module.children() if isinstance(child, nn.ParameterList | nn.ParameterDict))
+    for holder in (module, *lists):
         for tensors in (holder._parameters, holder._buffers):
             for name, tensor in list(tensors.items()):
                 # Packed 4-bit weights can be stored as float16: no number of theirs is one.
@@ -189,7 +169,7 @@ def _cast(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.float() if value.dtype in _HALF else value
     if type(value) in (tuple, list):
-        return type(value)(_cast(item) for item in value)
+        return type(value)(map(_cast, value))
     if type(value) is dict:
         return {key: _cast(item) for key, item in value.items()}
     return value

@@ -12,7 +12,6 @@ What is left out:
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import importlib
 import logging
@@ -57,18 +56,30 @@ def import_torch_and_transformers() -> None:
     import torch
 
     if "transformers" not in sys.modules and not os.environ.get("ENSEMBLE_PLAIN_IMPORTS"):
+        is_available = torch.distributed.is_available
         try:
-            with _no_distributed(torch.distributed):
-                _leave_out()
-                _read_models_once()
-                _import_all()
+            # While transformers is imported, for it alone: this torch was built without torch.distributed.
+            torch.distributed.is_available = lambda: False
+            for name, known in _left_out().items():
+                package, _, _ = name.rpartition(".")
+                with contextlib.suppress(ImportError):  # SciPy need not be there
+                    path = importlib.import_module(package).__path__ if package else None
+                    spec = PathFinder.find_spec(name, path)
+                    if name not in sys.modules and spec is not None:
+                        sys.modules[name] = StandIn(name, spec, known)
+            sys.meta_path.insert(0, _Submodules())
+            _read_models_once()
+            _import_all()
         except Exception as error:
             logging.getLogger(__name__).warning("importing everything after all: %r", error)
+            torch.distributed.is_available = is_available
             for module in list(sys.modules.values()):
                 if isinstance(module, StandIn):
                     module.make_way()
             for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
                 del sys.modules[name]
+        finally:
+            torch.distributed.is_available = is_available
     _import_all()
 
 
@@ -119,7 +130,7 @@ class StandIn(ModuleType):
         return importlib.import_module(self.__name__)
 
 
-class _Submodules(MetaPathFinder):
+class _Submodules(MetaPathFinder, Loader):
     """Lets a stand-in make way before the first of its package's submodules is imported."""
 
     def find_spec(
@@ -130,52 +141,29 @@ class _Submodules(MetaPathFinder):
             return None
         package.make_way()
         # Most likely the package has imported it, and the import that asked must not make a second one.
-        made = sys.modules.pop(fullname, None)
-        return (
-            None if made is None else ModuleSpec(fullname, _Made(made), is_package=hasattr(made, "__path__"))
-        )
+        if (made := sys.modules.pop(fullname, None)) is None:
+            return None
+        return ModuleSpec(fullname, self, loader_state=made, is_package=hasattr(made, "__path__"))
 
-
-class _Made(Loader):
-    def __init__(self, module: ModuleType) -> None:
-        self.create_module = lambda spec: module  # type: ignore[method-assign]
+    def create_module(self, spec: ModuleSpec) -> Any:
+        return spec.loader_state
 
     def exec_module(self, module: ModuleType) -> None:
         """There is nothing left to do."""
 
 
-def _leave_out() -> None:
-    decorators = dict.fromkeys(("disable", "allow_in_graph", "assume_constant_result"), _undecorated)
-    _stand_in("torch._dynamo", decorators)
-    _stand_in("sympy", {"Basic": type("Basic", (), {})})
-    _stand_in("torch.fx.experimental.symbolic_shapes", OF_SIZES)
-    _stand_in("scipy.optimize", {"linear_sum_assignment": None})  # for the losses of object detection
-    sys.meta_path.insert(0, _Submodules())
+def _left_out() -> dict[str, Mapping[str, Any]]:
+    """Modules, and what their stand-ins know."""
 
+    def undecorated(function: Any = None, *_: object, **__: object) -> Any:
+        return undecorated if function is None else function
 
-def _stand_in(name: str, names: Mapping[str, Any]) -> None:
-    package, _, _ = name.rpartition(".")
-    with contextlib.suppress(ImportError):  # SciPy need not be there
-        path = importlib.import_module(package).__path__ if package else None
-        spec = PathFinder.find_spec(name, path)
-        if name not in sys.modules and spec is not None:
-            sys.modules[name] = StandIn(name, spec, names)
-
-
-def _undecorated(function: Any = None, *_: object, **__: object) -> Any:
-    return _undecorated if function is None else function
-
-
-@contextlib.contextmanager
-def _no_distributed(distributed: Any) -> Iterator[None]:
-    """Lets transformers believe, while it is imported, that this torch was built without ``torch.distributed``."""
-    really = getattr(distributed, "is_available", None)
-    distributed.is_available = lambda: False
-    try:
-        yield
-    finally:
-        if really is not None:
-            distributed.is_available = really
+    return {
+        "torch._dynamo": dict.fromkeys(("disable", "allow_in_graph", "assume_constant_result"), undecorated),
+        "sympy": {"Basic": type("Basic", (), {})},
+        "torch.fx.experimental.symbolic_shapes": OF_SIZES,
+        "scipy.optimize": {"linear_sum_assignment": None},  # for the losses of object detection
+    }
 
 
 def _import_all() -> None:
@@ -189,19 +177,15 @@ def _read_models_once() -> None:
     import transformers
     from transformers.utils import import_utils
 
-    define = import_utils.define_import_structure
-    models = Path(transformers.__file__).parent / "models"
+    define, models = import_utils.define_import_structure, Path(transformers.__file__).parent / "models"
 
-    @functools.wraps(define)
     def define_once(path: Any, prefix: str | None = None) -> Any:
-        if prefix is None and Path(path) == models / "__init__.py":
-            known = define(models, prefix="models")  # as transformers asks: it keeps the answer
-            return {
-                needs: {
-                    name[7:]: exported for name, exported in modules.items() if name.startswith("models.")
-                }
-                for needs, modules in known.items()
-            }
-        return define(path, prefix)
+        if prefix is not None or Path(path) != models / "__init__.py":
+            return define(path, prefix)
+        known = define(models, prefix="models")  # as transformers asks: it keeps the answer, and adds to it
+        return {
+            needs: {name[7:]: exported for name, exported in modules.items() if name.startswith("models.")}
+            for needs, modules in known.items()
+        }
 
     import_utils.define_import_structure = define_once

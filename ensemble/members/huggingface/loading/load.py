@@ -11,16 +11,16 @@ from typing import Any
 import torch
 
 from ensemble.members.footprint import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET, RESERVE_SHARE
-from ensemble.members.huggingface.loading.checks import check_ids
 from ensemble.members.huggingface.loading.model import load_model
-from ensemble.members.huggingface.loading.precision import attention_errors, capability, set_tf32
+from ensemble.members.huggingface.loading.precision import capability, set_tf32
 from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
 from ensemble.members.huggingface.scoring.batching import MemoryLimit
-from ensemble.members.huggingface.spec import (
-    DEFAULT_MAX_LENGTH,
-    NO_LENGTH_LIMIT,
-    ModelSpec,
-)
+from ensemble.members.huggingface.spec import ModelSpec, default_max_length
+
+_POSITIONS = ("position_embeddings", ".wpe", "embed_positions", "positions_embed")
+# malloc.h of the GNU C library.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_MAX = -4
 
 
 @dataclass(frozen=True)
@@ -47,68 +47,61 @@ def load(spec: ModelSpec, tokenizer: Any = None) -> Loaded:
         tokenizer: the member's, where it is there already.
 
     Raises:
-        ValueError: weights are missing (a head that would be random), or a setting does not exist.
+        ValueError: weights are missing (a head that would be random), tokenizer and model do not belong together,
+            or a setting does not exist.
         OSError: the checkpoint's files cannot be read.
     """
     notes: list[str] = []
     torch.manual_seed(spec.seed)
     tokenizer = load_tokenizer(spec) if tokenizer is None else tokenizer
-    on_gpu = _use_gpu(spec, notes)
+    on_gpu = spec.gpus > 0 and torch.cuda.is_available()
     if on_gpu:
-        check_allocator(spec, notes)
-    least = capability(on_gpu)
-    set_tf32(spec, least, notes)
+        if torch.cuda.device_count() < spec.gpus:
+            raise ValueError(f"assigned {spec.gpus} GPUs, but torch sees {torch.cuda.device_count()} of them")
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        if torch.cuda.get_allocator_backend() == "native":  # others have no settings to show
+            notes += allocator_notes(spec, torch.cuda.memory._snapshot().get("allocator_settings", {}))
+    elif spec.gpus > 0:
+        notes.append(
+            f"the driver shows a GPU, but this torch ({torch.__version__}) cannot use it: running on the CPU; "
+            "install a torch built for the driver's CUDA"
+        )
     if not on_gpu and spec.cpu_threads is not None:
         torch.set_num_threads(spec.cpu_threads)
-    with attention_errors(spec):
-        model = load_model(spec, on_gpu, notes)
+    least = capability(on_gpu)
+    set_tf32(spec, least, notes)
+    model = load_model(spec, least, notes)
     if not on_gpu:
         keep_freed_memory()  # not before: what only loading needs shall go back
     model.eval()
-    check_ids(spec, tokenizer, int(model.get_input_embeddings().weight.shape[0]))
-    _compute_no_more_than_logits(model)
+    rows = int(model.get_input_embeddings().weight.shape[0])
+    known = max([len(tokenizer), *(1 + number for number in tokenizer.get_vocab().values())])
+    if known > rows:
+        raise ValueError(
+            f"the tokenizer of {spec.model_name_or_path} knows {known} tokens, its model only {rows}; "
+            "they do not belong together"
+        )
+    for config in (model.config, model.config.get_text_config()):
+        # Nothing is generated, so no keys and values need be kept; nor what else a config may ask for.
+        config.use_cache = config.output_hidden_states = config.output_attentions = False
+        # ModernBERT compiles itself where Triton is, unless told not to.
+        if hasattr(config, "reference_compile"):
+            config.reference_compile = False
+    # To fill up with. A checkpoint without a pad token lends its eos, since the mask decides, not the id.
+    pad_ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return Loaded(
         model=model,
         tokenizer=tokenizer,
-        pad_token_id=_pad_token_id(tokenizer),
+        pad_token_id=next(int(token) for token in pad_ids if token is not None),
         max_length=max_length(spec, tokenizer, _position_limit(model), notes),
         token_budget=spec.token_budget or (GPU_TOKEN_BUDGET if on_gpu else CPU_TOKEN_BUDGET),
         memory=_memory_limit(spec, model, on_gpu),
-        parameters=sum(_elements(parameter) for parameter in model.parameters()),
+        parameters=model.num_parameters(),
         dtype=str(model.dtype).removeprefix("torch."),
         attn_implementation=str(getattr(model.config, "_attn_implementation", None) or ""),
         device_name=torch.cuda.get_device_name(0) if on_gpu else "cpu",
         notes=tuple(notes),
     )
-
-
-def _use_gpu(spec: ModelSpec, notes: list[str]) -> bool:
-    if spec.gpus == 0:
-        return False
-    if torch.cuda.is_available():
-        if torch.cuda.device_count() < spec.gpus:
-            raise ValueError(f"leased {spec.gpus} GPUs, but torch sees {torch.cuda.device_count()} of them")
-        return True
-    notes.append(
-        f"the driver shows a GPU, but this torch ({torch.__version__}) cannot use it: running on the CPU; "
-        "install a torch built for the driver's CUDA"
-    )
-    return False
-
-
-def _pad_token_id(tokenizer: Any) -> int:
-    """An id to fill up with; a checkpoint without a pad token lends its eos, since the mask decides, not the id."""
-    ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-    return int(next(token for token in ids if token is not None))
-
-
-def _compute_no_more_than_logits(model: Any) -> None:
-    """Nothing is generated, so no keys and values need be kept; nor what else a checkpoint's config may ask for."""
-    for config in (model.config, model.config.get_text_config()):
-        config.use_cache = config.output_hidden_states = config.output_attentions = False
-        # ModernBERT compiles itself where Triton is, unless told not to.
-        if hasattr(config, "reference_compile"):
-            config.reference_compile = False
 
 
 def max_length(spec: ModelSpec, tokenizer: Any, limit: int | None, notes: list[str]) -> int:
@@ -121,21 +114,15 @@ def max_length(spec: ModelSpec, tokenizer: Any, limit: int | None, notes: list[s
     Raises:
         ValueError: no token of a text would be left.
     """
-    wanted = spec.max_length
-    if wanted is None:
-        own = (
-            tokenizer.model_max_length if tokenizer.model_max_length < NO_LENGTH_LIMIT else DEFAULT_MAX_LENGTH
-        )
-        wanted = min(DEFAULT_MAX_LENGTH, int(own))
+    wanted = spec.max_length or default_max_length(tokenizer.model_max_length)
     if limit is not None and wanted > limit:
-        if spec.max_length is not None:
+        if "max_length" in spec.asked:
             notes.append(
                 f"max_length {wanted} is more than the {limit} positions of the model: using {limit}"
             )
         wanted = limit
-    special = (
-        tokenizer.num_special_tokens_to_add(len(spec.text_columns) == 2) if spec.add_special_tokens else 0
-    )
+    is_pair = len(spec.text_columns) == 2
+    special = tokenizer.num_special_tokens_to_add(is_pair) if spec.add_special_tokens else 0
     if wanted <= special:
         raise ValueError(
             f"max_length {wanted} leaves no room for text beside {special} special tokens; raise it"
@@ -146,14 +133,10 @@ def max_length(spec: ModelSpec, tokenizer: Any, limit: int | None, notes: list[s
 def _position_limit(model: Any) -> int | None:
     """Tokens for which a model with learnt absolute positions has an embedding; None for the others."""
     for name, module in model.named_modules():
-        if name.endswith(
-            ("position_embeddings", ".wpe", "embed_positions", "positions_embed")
-        ) and isinstance(module, torch.nn.Embedding):
+        if isinstance(module, torch.nn.Embedding) and name.endswith(_POSITIONS):
             # RoBERTa's kind counts its positions from padding_idx + 1, OPT's from an offset of 2.
-            offset = getattr(module, "offset", 0)
-            if module.padding_idx is not None and not offset:
-                offset = module.padding_idx + 1
-            return module.num_embeddings - offset
+            after_padding = 0 if module.padding_idx is None else module.padding_idx + 1
+            return module.num_embeddings - (getattr(module, "offset", 0) or after_padding)
     return None
 
 
@@ -161,46 +144,22 @@ def _memory_limit(spec: ModelSpec, model: Any, on_gpu: bool) -> MemoryLimit | No
     """What a batch may take; None where the plan does not know, nothing limits it, or the user set the size."""
     if not spec.bytes_per_token or spec.token_budget is not None or spec.batch_size is not None:
         return None
+    limit = spec.memory_limit_bytes
+    available = []
     if on_gpu:
-        available = min(_gpu_bytes(spec, index) for index in range(torch.cuda.device_count()))
-    elif spec.memory_limit_bytes is not None:
+        for index in range(torch.cuda.device_count()):
+            free, total = torch.cuda.mem_get_info(index)
+            allocated = torch.cuda.memory_allocated(index)
+            free += torch.cuda.memory_reserved(index) - allocated
+            free = free if limit is None else min(free, limit - allocated)
+            available.append(free - int(RESERVE_SHARE * total))
+    elif limit is not None:
         tensors = [*model.parameters(), *model.buffers()]
-        weights = sum(tensor.nbytes for tensor in tensors if tensor.device.type != "meta")
-        available = spec.memory_limit_bytes - weights
-    else:
+        available.append(limit - sum(one.nbytes for one in tensors if one.device.type != "meta"))
+    if not available:
         return None
-    available -= spec.fixed_bytes
-    return MemoryLimit(max(1, available), spec.bytes_per_token, spec.bytes_per_token_pair or 0.0)
-
-
-def _gpu_bytes(spec: ModelSpec, index: int) -> int:
-    """Bytes that a batch may take on a GPU now."""
-    free, total = torch.cuda.mem_get_info(index)
-    allocated = torch.cuda.memory_allocated(index)
-    available = free + torch.cuda.memory_reserved(index) - allocated
-    if spec.memory_limit_bytes is not None:
-        available = min(available, spec.memory_limit_bytes - allocated)
-    return available - int(RESERVE_SHARE * total)
-
-
-def _elements(parameter: torch.nn.Parameter) -> int:
-    # bitsandbytes packs two 4-bit weights into a byte; its parameters remember the real shape.
-    state = getattr(parameter, "quant_state", None)
-    shape = getattr(state, "shape", None)
-    return int(torch.Size(shape).numel()) if shape is not None else parameter.numel()
-
-
-def check_allocator(spec: ModelSpec, notes: list[str]) -> None:
-    """Note the allocator's settings that did not take effect; starts CUDA where it has not started."""
-    torch.cuda.init()  # type: ignore[no-untyped-call]
-    backend = torch.cuda.get_allocator_backend()
-    if backend != "native":  # it has no settings to show
-        notes.append(
-            f"expandable_segments and max_split_size_mb have no effect on torch's {backend} allocator"
-        )
-        return
-    snapshot = torch.cuda.memory._snapshot()
-    notes += allocator_notes(spec, snapshot.get("allocator_settings", {}))
+    room = max(1, min(available) - spec.fixed_bytes)
+    return MemoryLimit(room, spec.bytes_per_token, spec.bytes_per_token_pair or 0.0)
 
 
 def allocator_notes(spec: ModelSpec, settings: Mapping[str, Any]) -> list[str]:
@@ -226,11 +185,6 @@ def allocator_notes(spec: ModelSpec, settings: Mapping[str, Any]) -> list[str]:
     if spec.max_split_size_mb is not None and split_bytes not in (None, spec.max_split_size_mb << 20):
         notes.append(f"max_split_size_mb: {spec.max_split_size_mb} did not take effect: {because}")
     return notes
-
-
-# malloc.h of the GNU C library.
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_MAX = -4
 
 
 def keep_freed_memory() -> None:

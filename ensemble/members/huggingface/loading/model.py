@@ -2,130 +2,156 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import re
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.utils import quantization_config as settings_of_transformers
 
-from ensemble.members.huggingface.attention import choose_attention, is_soft_capped
+from ensemble.members.footprint import Capability
 from ensemble.members.huggingface.loading.adapter import AdapterFiles, attach_adapter, open_adapter, some
 from ensemble.members.huggingface.loading.checks import check_unexpected_keys
 from ensemble.members.huggingface.loading.device_map import check_placement, input_device, placement_options
-from ensemble.members.huggingface.loading.precision import check_cap, is_of_attention, model_dtype
-from ensemble.members.huggingface.loading.quantization import (
-    is_bitsandbytes,
-    keep_whole,
-    quantization_config,
-    unpacked_gguf,
+from ensemble.members.huggingface.loading.precision import model_dtype
+from ensemble.members.huggingface.loading.quantization import is_bitsandbytes, keep_whole, quantization_config
+from ensemble.members.huggingface.spec import ModelSpec, cap_problem, choose_attention, is_soft_capped
+
+_MAX_REASON = 300
+# What transformers' refusals speak of; names of modules, such as "attention.self", are not among it.
+_OF_ATTENTION = re.compile(
+    "attention implementation|attn_implementation|flash_attn|flash ?attention|flex attention", re.IGNORECASE
 )
-from ensemble.members.huggingface.spec import ModelSpec
-
-_LONGEST_REASON = 300
 
 
-def load_model(spec: ModelSpec, on_gpu: bool, notes: list[str]) -> Any:
+def load_model(spec: ModelSpec, least: Capability | None, notes: list[str]) -> Any:
     """Load the model onto the devices this process can see, its adapter with it.
 
     Args:
-        on_gpu: whether the lease holds a GPU that torch can use.
+        least: the compute capability of the least capable GPU; None on a CPU.
         notes: takes sentences for the user.
 
     Raises:
         ValueError: weights are missing (a head that would be random) or have no place in the model, layers do not
-            fit, the adapter is not for this base, or a setting does not exist.
+            fit, the adapter is not for this base, or a setting does not exist, such as an attention that the
+            model, the device or the installed packages do not have.
         OSError: the checkpoint's files cannot be read.
     """
-    dtype = model_dtype(spec, on_gpu, notes)
+    name, on_gpu = spec.model_name_or_path, least is not None
+    dtype = model_dtype(spec, least, notes)
     options: dict[str, Any] = {**placement_options(spec, on_gpu), **spec.model_kwargs}
-    options["attn_implementation"] = spec.attn_implementation or _chosen_attention(spec)
     if spec.quantization_config is not None:
         options["quantization_config"] = quantization_config(spec.quantization_config, dtype)
+    gguf = {} if spec.gguf_file is None else {"gguf_file": spec.gguf_file}
     adapter: AdapterFiles | None = None
     if spec.adapter_name_or_path is not None:
         adapter = open_adapter(spec.adapter_name_or_path, spec.allow_pickle)
-        options["config"], taken = _config_for_adapter(spec, adapter)
-        options = {key: value for key, value in options.items() if key not in taken}
-        options["ignore_mismatched_sizes"] = True  # the base's own head, where the adapter brings another
-    options.setdefault("ignore_mismatched_sizes", True)  # and then refused below, by name
-    if spec.gguf_file is not None:
-        options |= {"gguf_file": spec.gguf_file, **unpacked_gguf()}
+        # The base's config with the adapter's number of labels, its head left out of the base's quantization.
+        config, left = _from_pretrained(
+            AutoConfig, spec, return_unused_kwargs=True, **gguf, **spec.model_kwargs
+        )
+        config.num_labels = len(spec.label_order)
+        carried = getattr(config, "quantization_config", None)
+        if isinstance(carried, dict) and is_bitsandbytes(carried) and (heads := adapter.whole_modules()):
+            config.quantization_config = keep_whole(carried, heads)
+        # Those of model_kwargs that are the config's own keys are in it now.
+        options = {
+            key: value for key, value in options.items() if key in left or key not in spec.model_kwargs
+        }
+        options["config"] = config
+    if gguf:
+        options |= gguf
+        # Newer releases leave its weights packed where they find kernels on the hub; adapters have no layers for
+        # those. Older releases have no such setting and always unpack.
+        if (kind := getattr(settings_of_transformers, "GgufConfig", None)) is not None:
+            options["quantization_config"] = kind(dequantize=True)
+    attention = spec.attn_implementation
+    if attention is None:  # the plan could not read the architecture
+        is_capped = is_soft_capped(_from_pretrained(AutoConfig, spec, **gguf).to_dict())
+        attention = choose_attention(is_capped, supports_sdpa=True, flash_suits=False)
+    options |= {
+        "dtype": dtype,
+        "attn_implementation": attention,
+        # A head of another shape is thrown away and drawn anew; that is refused below, by name, unless the adapter
+        # brings another.
+        "ignore_mismatched_sizes": True,
+        # None: pickles where there are no safetensors. torch then reads tensors of them and nothing else.
+        "use_safetensors": None if spec.allow_pickle else True,
+        "output_loading_info": True,
+    }
     try:
-        model, info = _from_pretrained(spec, dtype=dtype, **options)
+        model, info = _from_pretrained(AutoModelForSequenceClassification, spec, **options)
     except (ImportError, ValueError) as error:
-        # What was chosen and not asked for, such as for code that the checkpoint brings along, may not be there.
-        if spec.is_attention_asked or options["attn_implementation"] == "eager" or not is_of_attention(error):
+        if not _OF_ATTENTION.search(str(error)):
             raise
-        notes.append(f"eager attention, as this model has no {options['attn_implementation']}")
-        model, info = _from_pretrained(spec, dtype=dtype, **{**options, "attn_implementation": "eager"})
-    check_cap(spec, model)
+        if "attn_implementation" in spec.asked:
+            # What follows is advice to ask for support of the architecture, and calls of transformers to try.
+            reason = str(error).split(" Please ")[0].strip().rstrip(".")
+            raise ValueError(
+                f"attn_implementation: {attention} cannot be used ({reason}); leave the key out, and the best one "
+                "for model and device is used"
+            ) from error
+        if attention == "eager":
+            raise
+        # What was chosen and not asked for, such as for code that the checkpoint brings along, may not be there.
+        notes.append(f"eager attention, as this model has no {attention}")
+        options["attn_implementation"] = "eager"
+        model, info = _from_pretrained(AutoModelForSequenceClassification, spec, **options)
+    # Some releases of transformers leave out the cap on a model's scores and say nothing.
+    taken = getattr(model.config.get_text_config(), "_attn_implementation", None)
+    if (problem := cap_problem(taken, name)) and is_soft_capped(model.config.to_dict()):
+        raise ValueError(problem)
     check_placement(model, spec, on_gpu, notes)
     _run_first_hooks(model)
-    # With ignore_mismatched_sizes a head of another shape is thrown away and drawn anew.
     if adapter is None and info["mismatched_keys"]:
-        name, stored, wanted = next(iter(info["mismatched_keys"]))
+        key, stored, wanted = next(iter(info["mismatched_keys"]))
         raise ValueError(
-            f"{spec.model_name_or_path}: its config.json does not fit its weights: {name} is {list(stored)} in the "
-            f"file and {list(wanted)} by config.json; they are of two models"
+            f"{name}: its config.json does not fit its weights: {key} is {list(stored)} in the file and "
+            f"{list(wanted)} by config.json; they are of two models"
         )
     is_quantized = getattr(model, "hf_quantizer", None) is not None
-    check_unexpected_keys(spec, sorted(info["unexpected_keys"]), is_quantized)
+    check_unexpected_keys(spec, info["unexpected_keys"], is_quantized)
     missing = sorted({*info["missing_keys"], *(str(key[0]) for key in info["mismatched_keys"])})
     if adapter is not None:
         return attach_adapter(model, adapter, missing, spec, notes)
     if missing:
         raise ValueError(
-            f"{spec.model_name_or_path} has no weights for {some(missing)}; they would be random. "
+            f"{name} has no weights for {some(missing)}; they would be random. "
             "Name a checkpoint that was trained for sequence classification, or its adapter"
         )
     return model
 
 
-def _chosen_attention(spec: ModelSpec) -> str:
-    """The choice where the plan could not read the architecture."""
-    config = _config(spec)
-    return choose_attention(is_soft_capped(config.to_dict()), supports_sdpa=True, flash_suits=False)
+def _from_pretrained(kind: Any, spec: ModelSpec, **options: Any) -> Any:
+    """What one of transformers' auto classes makes of the checkpoint; refusals of the attention as they are.
 
-
-def _from_pretrained(spec: ModelSpec, **options: Any) -> tuple[Any, Any]:
+    Raises:
+        ValueError: there are no safetensors, or numbers that no model can have, on which transformers fails in any
+            of many ways.
+    """
+    name = spec.model_name_or_path
     try:
-        with _named(spec):
-            return AutoModelForSequenceClassification.from_pretrained(  # type: ignore[no-any-return]
-                spec.model_name_or_path,
-                revision=spec.revision or "main",
-                trust_remote_code=spec.trust_remote_code,
-                # None: pickles where there are no safetensors. torch then reads tensors of them and nothing else.
-                use_safetensors=None if spec.allow_pickle else True,
-                output_loading_info=True,
-                **options,
-            )
+        return kind.from_pretrained(
+            name,
+            revision=spec.revision or "main",
+            trust_remote_code=spec.trust_remote_code,
+            **options,
+        )
     except OSError as error:
         if spec.allow_pickle or "safetensors" not in str(error):
             raise
         raise ValueError(
-            f"{spec.model_name_or_path} has no safetensors weights where transformers looks for them; name a "
-            "checkpoint or revision that has, or set allow_pickle: true if you trust its pytorch_model.bin"
+            f"{name} has no safetensors weights where transformers looks for them; name a checkpoint or revision "
+            "that has, or set allow_pickle: true if you trust its pytorch_model.bin"
         ) from error
-
-
-@contextmanager
-def _named(spec: ModelSpec) -> Iterator[None]:
-    """Names the checkpoint where transformers fails on numbers that no model can have, in any of many ways.
-
-    Raises:
-        ValueError: with the reason.
-    """
-    try:
-        yield
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, ZeroDivisionError) as error:
         reason = " ".join(str(error).split())
-        if is_of_attention(error) or reason.startswith(spec.model_name_or_path):
+        if _OF_ATTENTION.search(str(error)) or reason.startswith(name):
             raise
         raise ValueError(
-            f"{spec.model_name_or_path}: transformers cannot make a model of its config.json and weights "
-            f"({type(error).__name__}: {reason[:_LONGEST_REASON]}); copy config.json again"
+            f"{name}: transformers cannot make a model of its config.json and weights ({type(error).__name__}: "
+            f"{reason[:_MAX_REASON]}); copy config.json again"
         ) from error
 
 
@@ -139,29 +165,3 @@ def _run_first_hooks(model: Any) -> None:
         token = torch.ones((1, 1), dtype=torch.int64, device=input_device(model))
         with torch.no_grad():
             model.eval()(input_ids=token, attention_mask=token)
-
-
-def _config(spec: ModelSpec, **options: Any) -> Any:
-    with _named(spec):
-        return AutoConfig.from_pretrained(
-            spec.model_name_or_path,
-            revision=spec.revision or "main",
-            trust_remote_code=spec.trust_remote_code,
-            **({} if spec.gguf_file is None else {"gguf_file": spec.gguf_file}),
-            **options,
-        )
-
-
-def _config_for_adapter(spec: ModelSpec, adapter: AdapterFiles) -> tuple[Any, set[str]]:
-    """The base's config with the adapter's number of labels, its head left out of the base's quantization.
-
-    Returns:
-        The config, and those of ``model_kwargs`` that are its own keys and now in it.
-    """
-    config, left = _config(spec, return_unused_kwargs=True, **spec.model_kwargs)
-    if config.num_labels != len(spec.label_order):
-        config.num_labels = len(spec.label_order)
-    carried = getattr(config, "quantization_config", None)
-    if isinstance(carried, dict) and is_bitsandbytes(carried) and (heads := adapter.whole_modules()):
-        config.quantization_config = keep_whole(carried, heads)
-    return config, set(spec.model_kwargs) - set(left)

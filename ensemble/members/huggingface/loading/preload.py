@@ -6,14 +6,15 @@ None of it is needed, and none of it fails: what is wrong with a checkpoint show
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
-from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from ensemble.common.errors import CheckpointError
+from ensemble.members.huggingface.checkpoint.adapter_files import WEIGHTS
+from ensemble.members.huggingface.checkpoint.weight_files import shards_of
 from ensemble.members.huggingface.spec import ModelSpec
 
 _PIECE_BYTES = 8 << 20
@@ -35,70 +36,18 @@ def import_model_class(spec: ModelSpec) -> None:
 
 def weight_files(spec: ModelSpec) -> list[Path]:
     """The files that loading will read, as far as they are on this machine, in the order of their names."""
-    folder = checkpoint_folder(spec.model_name_or_path, spec.revision)
     found: list[Path] = []
-    if folder is not None and spec.gguf_file is not None:
-        found.append(folder / spec.gguf_file)
-    elif folder is not None:
-        kinds = ["model.safetensors"] + ["pytorch_model.bin"] * spec.allow_pickle
-        found += next((files for kind in kinds if (files := _of_kind(folder, kind))), [])
-    if spec.adapter_name_or_path is not None:
-        folder = checkpoint_folder(spec.adapter_name_or_path, None)
-        found += [] if folder is None else [folder / "adapter_model.safetensors"]
+    if folder := checkpoint_folder(spec.model_name_or_path, spec.revision):
+        names = [] if spec.gguf_file is None else [spec.gguf_file]
+        for single in ("model.safetensors", "pytorch_model.bin")[: 1 + spec.allow_pickle]:
+            with contextlib.suppress(CheckpointError):  # there is no such index
+                names = names or (
+                    [single] if (folder / single).is_file() else shards_of(folder / f"{single}.index.json")
+                )
+        found += [folder / name for name in names]
+    if adapter := spec.adapter_name_or_path and checkpoint_folder(spec.adapter_name_or_path, None):
+        found.append(adapter / WEIGHTS)
     return [path for path in found if path.is_file()]
-
-
-class ReadAhead:
-    """Reads files in a thread, so that they lie in the page cache.
-
-    Args:
-        limit_bytes: no more than that.
-        step: called in that thread after each piece.
-    """
-
-    def __init__(self, paths: list[Path], limit_bytes: int, step: Callable[[], None] = lambda: None) -> None:
-        self.read_bytes = 0
-        self._paths, self._limit_bytes, self._step = paths, limit_bytes, step
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._read, name="read ahead", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """No more after the piece in hand: whoever loads the files now reads them himself."""
-        self._stopped.set()
-
-    def wait(self) -> None:
-        """Until all is read."""
-        self._thread.join()
-
-    def _read(self) -> None:
-        with contextlib.suppress(OSError):
-            for size in _pieces(self._paths, self._limit_bytes):
-                self.read_bytes += size
-                self._step()
-                if self._stopped.is_set():
-                    return
-
-
-def _pieces(paths: list[Path], limit_bytes: int) -> Iterator[int]:
-    buffer = memoryview(bytearray(min(_PIECE_BYTES, max(1, limit_bytes))))
-    for path in paths:
-        with path.open("rb", buffering=0) as file:
-            while limit_bytes > 0 and (size := file.readinto(buffer[:limit_bytes])):
-                limit_bytes -= size
-                yield size
-
-
-def _of_kind(folder: Path, name: str) -> list[Path]:
-    """The shards that an index names, or the one file."""
-    index = folder / f"{name}.index.json"
-    if not index.is_file():
-        return [folder / name] if (folder / name).is_file() else []
-    with contextlib.suppress(OSError, ValueError, KeyError, AttributeError):
-        return sorted(
-            {folder / str(shard) for shard in json.loads(index.read_bytes())["weight_map"].values()}
-        )
-    return []
 
 
 def checkpoint_folder(name_or_path: str, revision: str | None) -> Path | None:
@@ -110,3 +59,33 @@ def checkpoint_folder(name_or_path: str, revision: str | None) -> Path | None:
 
         return Path(snapshot_download(name_or_path, revision=revision, local_files_only=True))
     return None
+
+
+class ReadAhead(threading.Thread):
+    """Reads files, so that they lie in the page cache; ``join`` waits until all is read.
+
+    Args:
+        limit_bytes: no more than that.
+    """
+
+    def __init__(self, paths: list[Path], limit_bytes: int) -> None:
+        super().__init__(name="read ahead", daemon=True)
+        self.read_bytes = 0
+        self._paths, self._limit_bytes = paths, limit_bytes
+        self._told_to_stop = False
+        self.start()
+
+    def stop(self) -> None:
+        """No more after the piece in hand: whoever loads the files now reads them himself."""
+        self._told_to_stop = True
+
+    def run(self) -> None:
+        buffer = memoryview(bytearray(min(_PIECE_BYTES, max(1, self._limit_bytes))))
+        with contextlib.suppress(OSError):
+            for path in self._paths:
+                with path.open("rb", buffering=0) as file:
+                    while not self._told_to_stop:
+                        size = file.readinto(buffer[: self._limit_bytes - self.read_bytes])
+                        if not size:
+                            break
+                        self.read_bytes += size

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from transformers import BitsAndBytesConfig
 from transformers.quantizers.auto import AutoQuantizationConfig
-from transformers.utils import quantization_config as settings_of_transformers
+
+from ensemble.members.huggingface.memory.sizes import UNQUANTIZED
 
 _BITSANDBYTES = "bitsandbytes"
-# Heads stay unquantized: they are small, and transformers finds by itself only the ones named like Llama's.
-_HEADS = ("score", "classifier", "classification_head")
 
 
 def is_bitsandbytes(settings: Mapping[str, Any] | None) -> bool:
@@ -45,17 +44,8 @@ def quantization_config(settings: Mapping[str, Any], dtype: torch.dtype | str = 
         )
     if given.get("load_in_4bit") and isinstance(dtype, torch.dtype):
         given.setdefault("bnb_4bit_compute_dtype", dtype)
-    return BitsAndBytesConfig(**keep_whole(given, _HEADS))
-
-
-def unpacked_gguf() -> dict[str, Any]:
-    """Settings with which a GGUF file's weights become plain ones.
-
-    Newer releases of transformers leave them packed where they find kernels on the hub; adapters have no layers
-    for those.  Older releases have no such settings and always unpack.
-    """
-    kind = getattr(settings_of_transformers, "GgufConfig", None)
-    return {} if kind is None else {"quantization_config": kind(dequantize=True)}
+    # Heads are small, and transformers finds by itself only the ones named like Llama's.
+    return BitsAndBytesConfig(**keep_whole(given, UNQUANTIZED))
 
 
 def keep_whole(settings: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Any]:

@@ -24,7 +24,8 @@ def load_tokenizer(spec: ModelSpec) -> Any:
     """
     options = dict(spec.tokenizer_kwargs)
     # Files beside the GGUF file go first: what is converted from its vocabulary may lack some of their rules.
-    if spec.gguf_file is not None and not _has_own(Path(spec.model_name_or_path)):
+    folder = Path(spec.model_name_or_path)
+    if spec.gguf_file is not None and not any((folder / name).is_file() for name in _OWN_FILES):
         options.setdefault("gguf_file", spec.gguf_file)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -48,24 +49,12 @@ def load_tokenizer(spec: ModelSpec) -> Any:
             "one that the vocabulary is for, and look at tokenizer_kwargs"
         ) from error
     if "gguf_file" in options:
-        _forget_made_up_tokens(tokenizer)
+        # transformers builds each byte-level vocabulary as GPT-2's, and that class adds its own <|endoftext|>
+        # behind the file's vocabulary (integrations/gguf/gguf_tokenizer_mapping.py): the model has no row for it.
+        state = json.loads(tokenizer.backend_tokenizer.to_str())
+        kept = [token for token in state["added_tokens"] if token["id"] < len(state["model"]["vocab"])]
+        if len(kept) < len(state["added_tokens"]):
+            tokenizer._tokenizer = Tokenizer.from_str(json.dumps({**state, "added_tokens": kept}))
     if spec.truncation_side is not None:
         tokenizer.truncation_side = spec.truncation_side
     return tokenizer
-
-
-def _has_own(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in _OWN_FILES)
-
-
-def _forget_made_up_tokens(tokenizer: Any) -> None:
-    """Take away what the conversion from GGUF adds behind the file's vocabulary: the model has no rows for it.
-
-    transformers builds every byte-level vocabulary as GPT-2's, and that class adds its own <|endoftext|>
-    (integrations/gguf/gguf_tokenizer_mapping.py).
-    """
-    state = json.loads(tokenizer.backend_tokenizer.to_str())
-    known = len(state["model"]["vocab"])
-    kept = [token for token in state["added_tokens"] if token["id"] < known]
-    if len(kept) < len(state["added_tokens"]):
-        tokenizer._tokenizer = Tokenizer.from_str(json.dumps({**state, "added_tokens": kept}))

@@ -1,19 +1,38 @@
-"""PURE: how many bytes a forward pass takes beside the weights.
+"""PURE: how many bytes weights take once they are loaded, and a forward pass beside them.
 
-Arithmetic over the numbers of a ``config.json``; nothing is loaded.  The forms come from reading transformers'
-modelling code (5.x) and are held to what a tracker of live tensors sees (tests/planning/test_memory.py).
+Arithmetic over the tensors of a checkpoint and the numbers of its ``config.json``; nothing is loaded.  The forms
+come from reading transformers' modelling code (5.x) and are held to what a tracker of live tensors sees
+(tests/planning/test_memory.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
-from ensemble.members.footprint import Activation, Stage
+from ensemble.members.footprint import Activation, Capability, Stage, Weights
 from ensemble.members.huggingface.checkpoint.architecture import Architecture
 from ensemble.members.huggingface.checkpoint.quantization_keys import quantized_bits
-from ensemble.members.huggingface.memory.loaded_size import DTYPE_BYTES, Dtype
+from ensemble.members.huggingface.checkpoint.weight_files import (
+    Tensor,
+    is_left_out,
+    stands_beside_packed,
+)
 
+Dtype = Literal["float32", "float16", "bfloat16"]
+DTYPE_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+_HEAD = re.compile(r"(^|\.)(score|classifier|classification_head)\.")
+_EMBEDDING = re.compile(r"embed|(^|\.)(wte|wpe|shared|relative_attention_bias)\.")
+# Heads, which stay as they are: the worker names these to bitsandbytes.
+UNQUANTIZED = ("score", "classifier", "classification_head")
+# bitsandbytes scales blocks of so many weights, and so many of those scales where it quantizes them as well.
+_BLOCK, _NESTED_BLOCK = 64, 256
+# The 16 values that 4 bits stand for, float32, with every layer.
+_TABLE_BYTES = 64
+_BLOCK_OF_LAYER = re.compile(r".*?\.\d+\.")
 # Post-norm encoders: BERT and what was made from its code.
 _LIKE_BERT = frozenset("bert camembert data2vec-text distilbert electra ernie roberta xlm-roberta".split())
 # Pre-norm decoders whose layers drop what attention gave once it is added.
@@ -30,7 +49,82 @@ _INPUT_BYTES = 24
 _REGISTER_WIDTH = 128
 
 
-def cuda_context_bytes(capability: tuple[int, int] | None) -> int:
+def weights(
+    tensors: Sequence[Tensor],
+    architecture: Architecture,
+    dtype: Dtype,
+    quantization: Mapping[str, Any] | None,
+    num_labels: int,
+    is_adapter_base: bool = False,
+) -> Weights:
+    """What is in memory after ``AutoModelForSequenceClassification.from_pretrained``.
+
+    Args:
+        tensors: of the checkpoint.
+        dtype: what floating-point tensors are loaded as.
+        quantization: asked for when loading; a checkpoint that is stored quantized stays as it is.
+        num_labels: of the head that is made where the checkpoint has none.
+        is_adapter_base: whether an adapter brings a head of its own, kept beside the base model's.
+    """
+    is_packed, settings = bool(architecture.quant_method), quantization or {}
+    bits = 0 if is_packed else quantized_bits(quantization)
+    packed = {tensor.name.removesuffix(".absmax") for tensor in tensors if tensor.name.endswith(".absmax")}
+    parameters = 0
+    blocks: dict[str, int] = {}
+    # Encoder and decoder of one kind share their embeddings, which some checkpoints hold three times.
+    is_shared = any(tensor.name.endswith("shared.weight") for tensor in tensors)
+    kept = [
+        tensor
+        for tensor in tensors
+        if not is_left_out(tensor.name)
+        and not (is_shared and tensor.name.endswith("coder.embed_tokens.weight"))
+    ]
+    if is_adapter_base or not any(_HEAD.search(tensor.name) for tensor in kept):
+        kept.append(Tensor("score.weight", "F32", (num_labels, architecture.hidden)))
+    for tensor in kept:
+        name, count = tensor.name, tensor.elements
+        is_beside = is_packed and stands_beside_packed(name)
+        if not tensor.is_float or is_beside:
+            loaded = tensor.stored_bytes
+        elif bits and _is_linear(tensor, settings):
+            loaded = _quantized_bytes(tensor, bits, settings)
+        else:
+            loaded = count * DTYPE_BYTES[dtype]
+        match = _BLOCK_OF_LAYER.match(name)
+        block = match[0] if match else name
+        blocks[block] = blocks.get(block, 0) + loaded
+        if is_packed and tensor.dtype == "U8" and name in packed:
+            count *= 2  # bitsandbytes packs two into a byte
+        elif is_packed and tensor.dtype == "I32" and name.endswith(("qweight", "weight_packed")):
+            count = count * 32 // (architecture.quant_bits or 4)
+        parameters += 0 if is_beside else count
+    return Weights(parameters, sum(blocks.values()), max(blocks.values()))
+
+
+def _is_linear(tensor: Tensor, settings: Mapping[str, Any]) -> bool:
+    """Whether bitsandbytes takes a tensor: the weight of a linear layer that is neither embedding nor head."""
+    if len(tensor.shape) != 2 or not tensor.name.endswith(".weight") or _EMBEDDING.search(tensor.name):
+        return False
+    module = tensor.name.removesuffix(".weight")
+    skipped = settings.get("llm_int8_skip_modules") or ()
+    # As transformers' should_convert_module: from the start up to a dot, or at the end.
+    return not any(
+        module.endswith(name) or f".{module}.".startswith(f".{name}.") for name in (*UNQUANTIZED, *skipped)
+    )
+
+
+def _quantized_bytes(tensor: Tensor, bits: int, settings: Mapping[str, Any]) -> int:
+    if settings.get("load_in_8bit"):
+        return tensor.elements + 4 * tensor.shape[0]  # int8, and a float32 scale for each row
+    blocks = math.ceil(tensor.elements / _BLOCK)
+    loaded = math.ceil(tensor.elements * bits / 8) + _TABLE_BYTES
+    if not settings.get("bnb_4bit_use_double_quant"):
+        return loaded + 4 * blocks
+    # The scales in 8 bits with scales of their own; their table of 256 values and an offset, float32.
+    return loaded + blocks + 4 * (math.ceil(blocks / _NESTED_BLOCK) + 256 + 1)
+
+
+def cuda_context_bytes(capability: Capability | None) -> int:
     """What a process takes on a GPU before its first tensor: context, kernels, the workspace of cuBLAS.
 
     With lazily loaded kernels, which CUDA has from 11.7 on, a context takes about 300 MB (a torch developer in
@@ -51,7 +145,7 @@ def activation(
     on_gpu: bool,
     padded: bool = True,
     pools_last_token: bool = True,
-    capability: tuple[int, int] | None = None,
+    capability: Capability | None = None,
 ) -> Activation:
     """What one forward pass in inference mode takes beside the weights.
 
@@ -65,7 +159,13 @@ def activation(
         capability: of the GPU; None counts as 8.0 or above.
     """
     a, size = architecture, DTYPE_BYTES[dtype]
-    mask = _mask(a, size, attention, padded)
+    # Bytes per token pair of the masks that live throughout: floats for eager attention, booleans for sdpa.
+    mask = float(size * a.masks) if attention == "eager" else 0.0
+    if a.relative_terms:
+        # An int64 product of the mask with itself, and three tables of positions that a batch's rows share.
+        mask = 16.0
+    elif attention == "flex_attention" or (attention == "sdpa" and padded):
+        mask = float(a.masks)
     bits, computed = quantized_bits(quantization), _compute_bytes(size, quantization)
     mlp = size * (_hidden_copies(a) * a.hidden + a.inner_copies * a.intermediate)
     if bits == 8:
@@ -105,19 +205,8 @@ def _hidden_copies(a: Architecture) -> int:
         return 3
     if a.model_type in _LIKE_LLAMA:
         return 4
-    return (
-        5 if a.model_type in _LIKE_GPT2 else 6
-    )  # of an unknown family the worst that is known, and one more
-
-
-def _mask(a: Architecture, size: int, attention: str, padded: bool) -> float:
-    """Bytes per token pair of the masks that live throughout: floats for eager attention, booleans for sdpa."""
-    if a.relative_terms:
-        # An int64 product of the mask with itself, and three tables of positions that a batch's rows share.
-        return 16.0
-    if attention == "eager":
-        return float(size * a.masks)
-    return float(a.masks) if attention == "flex_attention" or (attention == "sdpa" and padded) else 0.0
+    # Of an unknown family the worst that is known, and one more.
+    return 5 if a.model_type in _LIKE_GPT2 else 6
 
 
 def _attention_stages(
@@ -127,12 +216,22 @@ def _attention_stages(
     mask: float,
     on_gpu: bool,
     padded: bool,
-    capability: tuple[int, int] | None,
+    capability: Capability | None,
 ) -> list[Stage]:
     queries, keys = a.heads * a.head_dim, a.kv_heads * a.head_dim
     live: float = size * (_hidden_copies(a) - 1) * a.hidden + _INPUT_BYTES
     if a.relative_terms:
-        return _disentangled(a, size, live + size * 3 * queries, mask)
+        # DeBERTa's scores between contents, from contents to positions, from positions to contents. Each of the
+        # latter two is gathered out of a product with the table of positions, [heads, width, 2 * buckets]. The
+        # table's two projections are repeated for every row of the batch, in all but the first version.
+        live += size * 3 * queries
+        scores = a.heads * size
+        table = 0 if a.model_type == "deberta" else 2 * 2 * a.position_buckets * a.hidden * size
+        product = 2 * a.position_buckets * scores
+        return [
+            Stage(live + product, mask + 2 * a.relative_terms * scores, table),
+            Stage(live, mask + (1 + 2 * a.relative_terms) * scores, table),
+        ]
     if a.model_type not in _LIKE_BERT | _LIKE_LLAMA | _LIKE_GPT2:
         live += 2 * 2 * 4 * queries  # some turn queries and keys in float32
     # Rotary embedding: beside queries, keys and values three more tensors like the queries.
@@ -169,22 +268,6 @@ def _score_bytes(a: Architecture, size: int, on_gpu: bool) -> float:
         return 8.0
     # Scores, their softmax in float32, its cast; a CPU casts the scores first.
     return size + 4.0 + (size if on_gpu else 4.0)
-
-
-def _disentangled(a: Architecture, size: int, live: float, mask: float) -> list[Stage]:
-    """DeBERTa's attention: scores between contents, from contents to positions, from positions to contents.
-
-    Each of the latter two is a product with the table of positions, [heads, width, 2 * buckets], out of which
-    the scores are gathered.  The table's two projections are repeated for every row of the batch,
-    in all but the first version.
-    """
-    scores = a.heads * size
-    table = 0 if a.model_type == "deberta" else 2 * 2 * a.position_buckets * a.hidden * size
-    product = 2 * a.position_buckets * scores
-    return [
-        Stage(live + product, mask + 2 * a.relative_terms * scores, table),
-        Stage(live, mask + (1 + 2 * a.relative_terms) * scores, table),
-    ]
 
 
 def _compute_bytes(size: int, quantization: Mapping[str, Any] | None) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,7 @@ def test_the_files_that_loading_reads(tmp_path: Path) -> None:
     shards = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
     for shard in shards[:2]:
         (tmp_path / shard).write_bytes(b"x")
+    (tmp_path / "model.safetensors").unlink()  # which transformers would take first
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": shards[1], "b": shards[0], "c": shards[2]}}))
     assert names(tmp_path) == shards[:2]
@@ -50,32 +52,31 @@ def test_the_files_that_loading_reads(tmp_path: Path) -> None:
 def test_no_more_is_read_than_allowed_and_it_ends_when_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ensemble.members.huggingface.loading import preload as ahead
+    from ensemble.members.huggingface.loading import preload
 
-    monkeypatch.setattr(ahead, "_PIECE_BYTES", 100)
+    monkeypatch.setattr(preload, "_PIECE_BYTES", 100)
     paths = [tmp_path / name for name in "abc"]
     for path in paths:
         path.write_bytes(b"x" * 250)
+
+    def read(paths: list[Path], limit_bytes: int = 10_000) -> int:
+        reading = preload.ReadAhead(paths, limit_bytes)
+        reading.join(PATIENCE_SECONDS)
+        assert not reading.is_alive()
+        return reading.read_bytes
+
     for limit in (0, 90, 420, 750, 10_000):
-        reading = ahead.ReadAhead(paths, limit, lambda: None)
-        reading.wait()
-        assert reading.read_bytes == min(limit, 750)
-    after_two = threading.Semaphore(0)
-    may_go_on = threading.Event()
-
-    def step() -> None:
-        after_two.release()
-        may_go_on.wait(10)
-
-    reading = ahead.ReadAhead(paths, 10_000, step)
-    assert after_two.acquire(timeout=PATIENCE_SECONDS)
-    reading.stop()
-    may_go_on.set()
-    reading.wait()
-    assert reading.read_bytes == 100
-    missing = ahead.ReadAhead([tmp_path / "nothing", *paths], 10_000, lambda: None)
-    missing.wait()
-    assert missing.read_bytes == 0
+        assert read(paths, limit) == min(limit, 750)
+    assert read([tmp_path / "nothing", *paths]) == 0
+    os.mkfifo(slow := tmp_path / "slow")
+    reading = preload.ReadAhead([slow, *paths], 10_000)
+    with slow.open("wb", buffering=0) as disk:  # it waits for what comes
+        reading.stop()
+        with contextlib.suppress(BrokenPipeError):  # where it has stopped already
+            disk.write(b"x" * 80)
+    reading.join(PATIENCE_SECONDS)
+    assert not reading.is_alive()
+    assert reading.read_bytes in (0, 80)
 
 
 def test_a_member_that_stands_by_has_its_code_and_neither_model_nor_device(tmp_path: Path) -> None:

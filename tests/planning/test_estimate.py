@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from ensemble.members.huggingface.memory.facts import scores_every_position, supports_sdpa
+from ensemble.members.huggingface.memory.estimate import scores_every_position, supports_sdpa
 
 
 @pytest.mark.parametrize(

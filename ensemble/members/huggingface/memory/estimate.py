@@ -1,0 +1,189 @@
+"""The memory one replica of a member takes on a device, by the files of its checkpoint; no weights are loaded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from ensemble.common.files import read_json
+from ensemble.members.footprint import Activation, Capability, Footprint, MemoryEstimate
+from ensemble.members.huggingface.checkpoint.architecture import Architecture, read_architecture
+from ensemble.members.huggingface.checkpoint.inspect import Checkpoint
+from ensemble.members.huggingface.checkpoint.tokenizer_files import own_max_length
+from ensemble.members.huggingface.checkpoint.transformers_source import modeling_source
+from ensemble.members.huggingface.checkpoint.weight_files import Tensor, read_tensors, shards_of
+from ensemble.members.huggingface.memory.sizes import Dtype, activation, cuda_context_bytes, weights
+from ensemble.members.huggingface.settings import TextSettings
+from ensemble.members.huggingface.spec import DEFAULT_MAX_LENGTH, cap_problem, choose_attention, choose_dtype
+
+# What a Python with torch, transformers and CUDA-less libraries holds on a CPU before any weights.
+PROCESS_BYTES = 450 << 20
+# What is proposed where the weights are too large for every GPU.
+_FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+
+
+@dataclass(frozen=True)
+class CheckpointMemory(MemoryEstimate):
+    """What is known of a member's memory by the files of its checkpoint and by its rows.
+
+    ``lengths`` has the bytes of text per row, int64 [rows].  ``tensors`` and ``architecture`` are None where
+    they cannot be known yet (on the hub, pickled); ``adapter_bytes`` is the size of its adapter's file.
+    ``max_length`` is how many tokens a row may have; ``pools_last_token`` is False where logits are computed at
+    every position; ``has_flash_attention``: flash-attention 2 was seen to work on these devices.
+    """
+
+    settings: TextSettings
+    lengths: npt.NDArray[np.int64]
+    num_labels: int
+    tensors: tuple[Tensor, ...] | None
+    architecture: Architecture | None
+    max_length: int
+    adapter_bytes: int = 0
+    supports_sdpa: bool = True
+    pools_last_token: bool = True
+    has_flash_attention: bool = False
+
+    def footprint(
+        self, gpus: int, capability: Capability | None, quantization: Mapping[str, Any] | None = None
+    ) -> Footprint | None:
+        """What a replica takes on ``gpus`` devices of this capability; None where too little is known.
+
+        Args:
+            quantization: instead of the member's own, to see what it would change.
+        """
+        tensors, architecture = self.tensors, self.architecture
+        if tensors is None or architecture is None:
+            return None
+        stored = self._stored_dtype() or "float32"
+        dtype = cast(Dtype, choose_dtype(self.settings.dtype, stored, gpus, capability))
+        settings = quantization or self.settings.quantization_config
+        if settings is not None and settings.get("load_in_4bit"):
+            settings = {"bnb_4bit_compute_dtype": dtype, **settings}  # as the worker sets it
+        attention = self.attention(dtype, gpus, capability)
+        assert attention is not None  # as the architecture is known
+        # Rows of one length need no mask; what transformers then takes for shared keys can need more.
+        form = (architecture, dtype, attention, self.num_labels, settings, gpus > 0)
+        padded, even = (activation(*form, flag, self.pools_last_token, capability) for flag in (True, False))
+        base = weights(tensors, architecture, dtype, settings, self.num_labels, self.adapter_bytes > 0)
+        base = replace(base, bytes=base.bytes + self.adapter_bytes)
+        stored_bytes = sum(tensor.stored_bytes for tensor in tensors)
+        # What of the file is not itself the loaded weights, which stay mapped where the type is the stored one.
+        is_mapped = abs(stored_bytes - base.bytes) < 0.02 * stored_bytes
+        return Footprint(
+            weights=base,
+            activation=Activation((*padded.stages, *even.stages), max(padded.fixed_bytes, even.fixed_bytes)),
+            context_bytes=cuda_context_bytes(capability) if gpus else PROCESS_BYTES,
+            mapped_bytes=0 if is_mapped else stored_bytes,
+            dtype=dtype,
+            quantization=_quantization_name(settings, architecture),
+            attention=attention,
+            # A token is a byte at the least; templates and special tokens add some.
+            width=min(self.max_length, int(self.lengths.max(initial=1)) + 64),
+        )
+
+    def dtype(self, gpus: int, capability: Capability | None) -> str:
+        return choose_dtype(self.settings.dtype, self._stored_dtype(), gpus, capability)
+
+    def attention(self, dtype: str, gpus: int, capability: Capability | None) -> str | None:
+        """The attention that a member's workers are told to take; None where only they can see the architecture.
+
+        The kernels of flash-attention 2 are for half precision from compute capability 8.0 on.
+        """
+        if self.settings.attn_implementation is not None or self.architecture is None:
+            return self.settings.attn_implementation
+        is_able = gpus > 0 and capability is not None and capability >= (8, 0)
+        flash_suits = self.has_flash_attention and is_able and dtype in ("float16", "bfloat16")
+        return choose_attention(self.architecture.soft_capping, self.supports_sdpa, flash_suits)
+
+    def problem(self) -> str:
+        asked = self.settings.attn_implementation
+        is_capped = self.architecture is not None and self.architecture.soft_capping
+        return cap_problem(asked, self.settings.name) if is_capped else ""
+
+    def smaller(self, capability: Capability | None) -> Iterator[tuple[str, Footprint]]:
+        plain = self.footprint(1, capability)
+        if plain is None or plain.quantization or self.settings.merge_adapter:
+            return
+        if (four := self.footprint(1, capability, _FOUR_BITS)) is not None:
+            keys = ", ".join(f"{key}: {str(value).lower()}" for key, value in _FOUR_BITS.items())
+            yield f"quantization_config: {{{keys}}}", four
+
+    def with_flash_attention(self) -> MemoryEstimate | None:
+        is_asked = self.settings.attn_implementation is not None
+        return None if is_asked else replace(self, has_flash_attention=True)
+
+    def _stored_dtype(self) -> str | None:
+        """The type that the checkpoint says it has, or else its first floating tensor's, as transformers has it."""
+        if self.architecture is not None and self.architecture.dtype is not None:
+            return self.architecture.dtype
+        names = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+        return next((names[tensor.dtype] for tensor in self.tensors or () if tensor.dtype in names), None)
+
+
+def checkpoint_memory(
+    model: TextSettings, checkpoint: Checkpoint, lengths: npt.NDArray[np.int64], num_labels: int
+) -> CheckpointMemory:
+    """What the files of one member's checkpoint tell.
+
+    Args:
+        lengths: bytes of text per row, [rows].
+
+    Raises:
+        CheckpointError: a weight file is broken.
+    """
+    folder = checkpoint.folder
+    architecture = read_architecture(read_json(folder / "config.json"))
+    max_length = model.max_length or own_max_length(folder) or DEFAULT_MAX_LENGTH
+    if architecture is not None and architecture.max_positions is not None:
+        max_length = min(max_length, architecture.max_positions)
+    index = folder / "model.safetensors.index.json"
+    # In the hub's cache the weights may be in part.
+    is_whole = Path(model.model_name_or_path).is_dir() or all(
+        (folder / name).is_file() for name in (shards_of(index) if index.is_file() else ["model.safetensors"])
+    )
+    adapter = model.adapter_name_or_path
+    adapter_files = Path(adapter).glob("adapter_model.*") if adapter is not None else ()
+    return CheckpointMemory(
+        settings=model,
+        lengths=lengths,
+        num_labels=num_labels,
+        tensors=read_tensors(folder) if is_whole and model.gguf_file is None else None,
+        architecture=architecture,
+        max_length=max_length,
+        adapter_bytes=sum(file.stat().st_size for file in adapter_files),
+        supports_sdpa=supports_sdpa(checkpoint.model_type),
+        pools_last_token=not scores_every_position(checkpoint.model_type),
+    )
+
+
+def supports_sdpa(model_type: str) -> bool:
+    """Whether the installed transformers runs classifiers of this kind with torch's fused attention.
+
+    A kind that is not there is taken for one of today's, which do.  A class that does not say so does not
+    (transformers, modeling_utils.py, PreTrainedModel).
+    """
+    source = modeling_source(model_type)
+    return source is None or re.search(r"^    _supports_sdpa = True", source, re.MULTILINE) is not None
+
+
+def scores_every_position(model_type: str) -> bool:
+    """Whether a classifier of this kind sends all positions through its head, and not only the one it pools.
+
+    So do the decoders that have a forward of their own; for the others the worker pools first.
+    """
+    return "self.score(hidden_states)" in (modeling_source(model_type) or "")
+
+
+def _quantization_name(settings: Mapping[str, Any] | None, architecture: Architecture) -> str:
+    """What people call a quantization: nf4, fp4, int8, gptq, ...; empty without one."""
+    if settings is None:
+        return architecture.quant_method or ""
+    if settings.get("load_in_4bit"):
+        return str(settings.get("bnb_4bit_quant_type", "fp4"))
+    return "int8" if settings.get("load_in_8bit") else str(settings.get("quant_method", ""))
