@@ -188,7 +188,7 @@ class MemberKind(ABC, Generic[S, I]):
     def fingerprint(self, inspected: I, assigned: Assigned) -> Mapping[str, object]:
         """All that its numbers depend on beside files and rows, as JSON or YAML can hold it.
 
-        Its work of an earlier run is reused where this, ``content`` and the rows are the same.
+        Its shards of an earlier run are reused where this, ``content`` and the rows are the same.
         """
 
     @abstractmethod

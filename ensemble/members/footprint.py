@@ -1,4 +1,4 @@
-"""What one replica of a member takes of a device: the terms in which kinds say it and the planner reckons.
+"""What one replica of a member takes of a device: the terms in which kinds say it and the planner plans.
 
 Arithmetic only; how a kind comes to its numbers is its own business.
 """

@@ -11,8 +11,7 @@ from typing import Any, ClassVar, Final, Literal
 from pydantic import Field
 
 from ensemble.config import MemberConfig
-from ensemble.config.document import Problem, place
-from ensemble.config.rules import label_items
+from ensemble.config.document import Problem
 from ensemble.config.values import (
     GPU_NUMBER,
     Column,
@@ -130,16 +129,6 @@ class TextSettings(HuggingFaceSettings):
         elif len(inputs) == 2:
             yield ("prompt_template",), "give either prompt_template or text_column, not both"
         yield from super().broken_rules(values, labels)
-
-
-def broken_label_map(values: Mapping[str, Any], labels: Collection[str]) -> Iterator[Problem]:
-    """What is wrong with a ``label_map``, for kinds that have one; arguments as for ``broken_rules``."""
-    given: dict[str, str] = {}
-    for key, label in label_items(values.get("label_map")):
-        if labels and label not in labels:
-            yield ("label_map", key), "must be one of the labels"
-        elif given.setdefault(label, key) != key:
-            yield ("label_map", key), f"the same label as {place(('label_map', given[label]))} has"
 
 
 def _broken_trust(member: Mapping[str, Any]) -> Iterator[Problem]:

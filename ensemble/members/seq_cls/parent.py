@@ -177,8 +177,8 @@ class SequenceClassification(MemberKind[SequenceClassifierSettings, Checkpoint])
             or weights_digest(folder, model.model_kwargs, model.gguf_file, model.trust_remote_code, files)
         ]
         if (name := model.adapter_name_or_path) is not None:
-            place = find_file(name, "adapter_config.json").parent
-            weights.append(hub_commit(name, place) or weights_digest(place, {}, None, False, files))
+            adapter = find_file(name, "adapter_config.json").parent
+            weights.append(hub_commit(name, adapter) or weights_digest(adapter, {}, None, False, files))
         tokenizer = tokenizer_digest(folder if commit is None else None, model.tokenizer_kwargs, files)
         return {"weights": digest_of(weights), "tokenizer": digest_of([commit, tokenizer])}
 

@@ -7,9 +7,10 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from ensemble.config.document import Problem
+from ensemble.config.document import Problem, place
+from ensemble.config.rules import label_items
 from ensemble.config.values import LabelMap, ProblemType
-from ensemble.members.huggingface.settings import TextSettings, broken_label_map
+from ensemble.members.huggingface.settings import TextSettings
 
 
 class SequenceClassifierSettings(TextSettings):
@@ -31,4 +32,9 @@ class SequenceClassifierSettings(TextSettings):
     @classmethod
     def broken_rules(cls, values: Mapping[str, Any], labels: Collection[str]) -> Iterator[Problem]:
         yield from super().broken_rules(values, labels)
-        yield from broken_label_map(values, labels)
+        given: dict[str, str] = {}
+        for key, label in label_items(values.get("label_map")):
+            if labels and label not in labels:
+                yield ("label_map", key), "must be one of the labels"
+            elif given.setdefault(label, key) != key:
+                yield ("label_map", key), f"the same label as {place(('label_map', given[label]))} has"

@@ -59,39 +59,36 @@ def inspect_adapter(name_or_path: str, allow_pickle: bool = False) -> Adapter:
     """
     path = find_file(name_or_path, "adapter_config.json")
     config = read_config(path, str(path))
-    problems = []
-    kind = config.get("peft_type")
-    only_lora = "only plain LoRA can be run"
+    kind, problems = config.get("peft_type"), []
     if not isinstance(kind, str):
-        sentence = ": its adapter_config.json names no peft_type; name the folder that peft wrote"
-    elif kind.upper() in _OUTSIDE_THE_LAYERS:
-        sentence = (
-            f" is a {kind} adapter, which changes no layer of its base; use LoRA or one of its variants"
+        problems.append(
+            f"{name_or_path}: its adapter_config.json names no peft_type; name the folder that peft wrote"
         )
+    elif kind.upper() in _OUTSIDE_THE_LAYERS:
+        wrong = f"is a {kind} adapter, which changes no layer of its base"
+        problems.append(f"{name_or_path} {wrong}; use LoRA or one of its variants")
     elif config.get("alora_invocation_tokens"):
-        sentence = f" is an activated LoRA, which waits for tokens to begin with; {only_lora}"
-    else:  # peft imports whatever module megatron_core names
-        sentence = f" was made for Megatron's layers; {only_lora}" if config.get("megatron_config") else ""
-    if sentence:
-        problems.append(f"{name_or_path}{sentence}")
+        wrong = "is an activated LoRA, which waits for tokens to begin with"
+        problems.append(f"{name_or_path} {wrong}; only plain LoRA can be run")
+    elif config.get("megatron_config"):  # peft imports whatever module megatron_core names
+        problems.append(f"{name_or_path} was made for Megatron's layers; only plain LoRA can be run")
     if importlib.util.find_spec("peft") is None:
         problems.append(f"adapters need peft, which is not installed: {how_to_install('peft')}")
-    shapes: dict[str, tuple[int, ...]] = {}
-    weights, pickle = path.parent / WEIGHTS, path.parent / _PICKLE
-    if weights.is_file() and Path(name_or_path).is_dir():
+    weights, pickle = path.with_name(WEIGHTS), path.with_name(_PICKLE)
+    tensors: tuple[Tensor, ...] = ()
+    if Path(name_or_path).is_dir():  # of one on the hub, the weights are the worker's to fetch
         try:
-            tensors = read_file(weights)
-            shapes = {tensor.name.removeprefix("base_model.model."): tensor.shape for tensor in tensors}
+            if weights.is_file():
+                tensors = read_file(weights)
+            elif not pickle.is_file():
+                problems.append(f"{path.parent} has an adapter_config.json but no {WEIGHTS}; copy it too")
+            elif not allow_pickle:
+                problems.append(pickle_refused(pickle))
         except CheckpointError as error:
             problems += error.problems
-    elif not Path(name_or_path).is_dir() or (allow_pickle and pickle.is_file()):
-        pass  # only the worker sees them
-    elif pickle.is_file():
-        problems.append(pickle_refused(pickle))
-    else:
-        problems.append(f"{path.parent} has an adapter_config.json but no {WEIGHTS}; copy it too")
     if problems:
         raise CheckpointError(problems)
+    shapes = {tensor.name.removeprefix("base_model.model."): tensor.shape for tensor in tensors}
     base = config.get("base_model_name_or_path")
     return Adapter(name_or_path, str(base) if base else None, head_rows(shapes), shapes)
 

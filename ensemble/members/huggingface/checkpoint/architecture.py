@@ -115,6 +115,9 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture | None:
     quantization = config.get("quantization_config")
     stored = quantization if isinstance(quantization, Mapping) and quantization else None
     gated = model_type not in _PLAIN_MLP or "gated" in str(text.get("feed_forward_proj", ""))
+    # Some layers look back at so many tokens only.  Qwen2 stores a window that it does not use.
+    window = _number(text, ("sliding_window", "local_attention"))
+    has_window = window > 0 and text.get("use_sliding_window") is not False
     terms = text.get("pos_att_type") or ()
     terms = terms.split("|") if isinstance(terms, str) else terms
     dtype = str(text.get("dtype") or text.get("torch_dtype") or "").removeprefix("torch.")
@@ -132,12 +135,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture | None:
         quant_method=method_of(stored),
         quant_bits=quantized_bits(stored),
         quantization=stored,
-        # Some layers look back at so many tokens only.  Qwen2 stores a window that it does not use.
-        masks=2
-        if text.get("use_sliding_window") is not False
-        and _number(text, ("sliding_window", "local_attention"))
-        and model_type not in _ONE_MASK
-        else 1,
+        masks=2 if has_window and model_type not in _ONE_MASK else 1,
         fused_gate=model_type in _FUSED_GATE,
         inner_copies=_inner_copies(model_type, text, gated),
         relative_terms=len({"c2p", "p2c"} & {str(term).strip().lower() for term in terms}),

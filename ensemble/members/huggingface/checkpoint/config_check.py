@@ -6,6 +6,7 @@ tensors that are stored as floating-point numbers.  The worker compares the rest
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
@@ -56,16 +57,29 @@ _SHAPES: Final[tuple[tuple[str, str | None, str | None], ...]] = (
 _ROPE_EVERYWHERE: Final = ("default", "mrope", "su")
 
 
-def weights_against_config(
+def config_problems(
     name: str, config: Mapping[str, Any], tensors: Sequence[Tensor], labels: int | None
 ) -> Iterator[str]:
-    """What of the weights contradicts ``config.json``, one sentence for each kind of contradiction.
+    """What a ``config.json`` asks for that this transformers does not know, or that the weights contradict.
 
     Args:
         name: the checkpoint's.
         tensors: of its safetensors files.
         labels: that the config.json has; None where an adapter may bring another head.
     """
+    texts = [text for text in (config, config.get("text_config")) if isinstance(text, Mapping)]
+    for text, key in product(texts, ("rope_parameters", "rope_scaling")):
+        stored = text.get(key)
+        for part in (stored, *stored.values()) if isinstance(stored, Mapping) else ():
+            kind = part.get("rope_type", part.get("type")) if isinstance(part, Mapping) else None
+            if not isinstance(kind, str) or kind in _ROPE_EVERYWHERE:
+                continue
+            if (known := table("ROPE_INIT_FUNCTIONS", "modeling_rope_utils.py")) and kind not in known:
+                yield (
+                    f"{name}: {key} in its config.json asks for the rope_type {kind!r}, which transformers "
+                    f"{metadata.version('transformers')} does not know; install a newer release"
+                )
+                break
     architecture = read_architecture(config)
     if architecture is None or architecture.model_type not in LOOKED_AT:
         return
@@ -105,30 +119,14 @@ def _contradictions(text: Mapping[str, Any], tensors: Sequence[Tensor], labels: 
 
 def _size(meant: str | None, text: Mapping[str, Any]) -> tuple[int | None, str]:
     """What a dimension should be by the numbers that stand in the file, and how to say it; None: not known."""
-    total, sizes = 1, []
-    for part in (meant or "").split("*") if meant else ():
-        key = next((key for key in _KEYS[part] if text.get(key) is not None), None)
-        if key is None or not isinstance(text[key], int) or isinstance(text[key], bool):
+    found: list[tuple[str, int]] = []
+    for part in meant.split("*") if meant else ():
+        key = next((key for key in _KEYS[part] if text.get(key) is not None), "")
+        if type(text.get(key)) is not int:
             return None, ""
-        total *= text[key]
-        sizes.append(f"{key} is {text[key]:,}")
-    return (total, " and ".join(sizes)) if sizes else (None, "")
-
-
-def rope_problems(name: str, config: Mapping[str, Any]) -> Iterator[str]:
-    """Kinds of rotary positions that the installed transformers does not know, one sentence each."""
-    known = table("ROPE_INIT_FUNCTIONS", "modeling_rope_utils.py")
-    texts = [text for text in (config, config.get("text_config")) if isinstance(text, Mapping)]
-    for text, key in product(texts, ("rope_parameters", "rope_scaling")):
-        stored = text.get(key)
-        for part in (stored, *stored.values()) if isinstance(stored, Mapping) else ():
-            kind = part.get("rope_type", part.get("type")) if isinstance(part, Mapping) else None
-            if known and isinstance(kind, str) and kind not in (*known, *_ROPE_EVERYWHERE):
-                yield (
-                    f"{name}: {key} in its config.json asks for the rope_type {kind!r}, which transformers "
-                    f"{metadata.version('transformers')} does not know; install a newer release"
-                )
-                return
+        found.append((key, text[key]))
+    total = math.prod(size for _, size in found) if found else None
+    return total, " and ".join(f"{key} is {size:,}" for key, size in found)
 
 
 def release_warning(name: str, config: Mapping[str, Any]) -> Iterator[str]:

@@ -22,11 +22,7 @@ from ensemble.members.huggingface.checkpoint.adapter_files import (
     is_head,
     other_base,
 )
-from ensemble.members.huggingface.checkpoint.config_check import (
-    release_warning,
-    rope_problems,
-    weights_against_config,
-)
+from ensemble.members.huggingface.checkpoint.config_check import config_problems, release_warning
 from ensemble.members.huggingface.checkpoint.hub import find_file, how_to_install, read_config
 from ensemble.members.huggingface.checkpoint.remote_code import code_problems
 from ensemble.members.huggingface.checkpoint.tokenizer_files import small_file_problems, vocabulary_problems
@@ -87,7 +83,6 @@ def inspect_checkpoint(
         problems += small_file_problems(folder)
         if not problems:
             problems += vocabulary_problems(folder, config, model.tokenizer_kwargs, model.trust_remote_code)
-            problems += rope_problems(name_or_path, config)
     adapter: Adapter | None = None
     if model.adapter_name_or_path is not None:
         try:
@@ -99,7 +94,7 @@ def inspect_checkpoint(
     # In the hub's cache the weights may be there in part.
     if not problems and gguf_file is None and is_local:
         tensors = read_tensors(folder) or ()
-        problems += weights_against_config(name_or_path, config, tensors, len(names) if own_head else None)
+        problems += config_problems(name_or_path, config, tensors, len(names) if own_head else None)
         problems += base_problems(adapter, name_or_path, tensors) if adapter is not None else ()
     if problems:
         raise CheckpointError(problems)

@@ -89,9 +89,9 @@ def quantized_bits(settings: Mapping[str, Any] | None) -> int:
     groups = settings.get("config_groups")  # compressed-tensors: how the layers of each group are stored
     groups = groups.values() if isinstance(groups, Mapping) else ()
     of_weights = [group.get("weights") for group in groups if isinstance(group, Mapping)]
-    for place in (settings, *(one for one in of_weights if isinstance(one, Mapping))):
+    for part in (settings, *(one for one in of_weights if isinstance(one, Mapping))):
         for key in ("bits", "nbits", "w_bit", "num_bits"):
-            if isinstance(bits := place.get(key), int) and bits > 0:
+            if isinstance(bits := part.get(key), int) and bits > 0:
                 return bits
     if method_of(settings) == BITSANDBYTES:
         return 0

@@ -48,6 +48,8 @@ def code_problems(model: HuggingFaceSettings, folder: Path, config: Mapping[str,
                 f"next; name the commit to use, as in {key}: {{code_revision: 40 hexadecimal digits}}"
             )
         return
+    if not codes:
+        return
     model_type = str(config.get("model_type", ""))
     configs, classifiers = table("CONFIG_MAPPING_NAMES", *CONFIGS), table(*CLASSIFIERS)
     # It has several tables and exceptions; what is named in none of them is unknown.
