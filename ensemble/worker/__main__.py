@@ -17,8 +17,7 @@ import sys
 import time
 
 from ensemble.common.python_process import die_with_parent
-from ensemble.worker.channel import CommandReader, EventSender
-from ensemble.worker.heartbeat import HeartbeatThread
+from ensemble.worker.channel import CommandReader, HeartbeatThread, event_sender
 from ensemble.worker.session import serve
 from ensemble.worker.shutdown import Terminated, end_by, end_on_sigterm
 
@@ -33,7 +32,7 @@ def main() -> None:
     faulthandler.enable()
     # No core: the memory of a process that holds a model, written where the user's run stands; the stacks say more.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    send = EventSender(arguments.events_fd)
+    send = event_sender(arguments.events_fd)
     heartbeat = HeartbeatThread(send)
     heartbeat.start()
     commands = CommandReader(heartbeat)

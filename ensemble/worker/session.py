@@ -1,4 +1,4 @@
-"""A worker's session: commands in, events out, one member's parts on disk in between.
+"""A worker's session: commands in, events out, one member's shards on disk in between.
 
 Knows nothing of what a member is: that is its kind's, whose child side the spec names.
 """
@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
@@ -21,7 +22,6 @@ from typing import TYPE_CHECKING, Protocol, cast
 from ensemble.common.files import check_unchanged
 from ensemble.common.import_guards import keep_pandas_out
 from ensemble.common.protocol import (
-    ChunkDone,
     ChunkFailed,
     Closed,
     Command,
@@ -39,7 +39,7 @@ from ensemble.common.protocol import (
 from ensemble.common.redact import Redactor, guard_output
 from ensemble.common.torch_errors import Verdict, judge, one_line
 from ensemble.members.predictor import Child
-from ensemble.worker.heartbeat import HeartbeatThread
+from ensemble.worker.channel import HeartbeatThread
 from ensemble.worker.shutdown import Terminated
 
 if TYPE_CHECKING:
@@ -52,8 +52,9 @@ PROGRESS_SECONDS = 0.5
 class Commands(Protocol):
     """Where commands come from; see ``channel.CommandReader``."""
 
+    on_prepare: Callable[[Prepare], None] | None
+
     def __iter__(self) -> Iterator[Command]: ...
-    def on_prepare(self, callback: Callable[[Prepare], None]) -> None: ...
     def stop(self) -> None: ...
 
 
@@ -85,7 +86,7 @@ def serve(commands: Commands, send: Callable[[Event], None], heartbeat: Heartbea
         redact = Redactor(os.environ, start.spec.settings)
         guard_output(redact)
         session = Session(start, send_redacted, heartbeat, began, commands.stop)
-        commands.on_prepare(session.prepare)
+        commands.on_prepare = session.prepare
         for command in arriving:
             if isinstance(command, Stop):
                 break
@@ -105,14 +106,17 @@ def serve(commands: Commands, send: Callable[[Event], None], heartbeat: Heartbea
                     send_redacted(ChunkFailed(chunk, type(error).__name__, one_line(error, redact), trace))
                 chunk = None
         session.close()
-    except Terminated:
-        _let_writing_end(session)
-        raise
     except BaseException as error:  # whatever it is, the parent must hear of it before this process ends
-        trace = _logged_traceback()
-        _let_writing_end(session)
-        if session is not None and session.unwritten_chunk is not None:
-            chunk = session.unwritten_chunk
+        is_told_to_end = isinstance(error, Terminated)
+        trace = "" if is_told_to_end else _logged_traceback()
+        if session is not None:
+            # A shard that is being written takes a moment, and no half of it is left behind.
+            with contextlib.suppress(Exception):
+                session.wait()
+            if session.unwritten_chunk is not None:
+                chunk = session.unwritten_chunk
+        if is_told_to_end:
+            raise
         can_retry = judge(error) is Verdict.SUSPECT
         send_redacted(Failed(type(error).__name__, one_line(error, redact), trace, chunk, can_retry))
         return 1
@@ -125,7 +129,11 @@ class Session:
     Made, it has imported the kind's libraries, said so, and holds a predictor that needs no device yet.
 
     Args:
-        failed: called by another thread when a part could not be written; ``predict`` and ``close`` raise why.
+        failed: called by another thread when a shard could not be written; ``predict`` and ``close`` raise why.
+
+    Attributes:
+        predictor: the kind's.
+        unwritten_chunk: the number of the chunk whose shard could not be written; None: there is none.
 
     Raises:
         FilesChanged: the member's files are no longer those that the run has begun with.
@@ -142,7 +150,11 @@ class Session:
     ) -> None:
         self._send = send
         self._heartbeat = heartbeat
+        self._failed = failed
         self._common = start.spec.common
+        self.unwritten_chunk: int | None = None
+        self._writer = ThreadPoolExecutor(1, "writer")
+        self._writing: Future[None] | None = None
         child = cast(Child, importlib.import_module(start.spec.kind))
         versions = {"python": platform.python_version(), **child.import_libraries()}
         # Not before: some libraries must be the first to import numpy or pyarrow.
@@ -150,13 +162,13 @@ class Session:
         import numpy as np
 
         from ensemble.data.published_table import PublishedTable
-        from ensemble.worker.shard_writer import ShardWriter
+        from ensemble.worker.shard_writer import write_shard
 
         send(Started(versions, round(time.monotonic() - began, 3)))
         heartbeat.step()
         making_since = time.monotonic()
+        self._write_shard = write_shard
         self._order: npt.NDArray[np.int64] = np.asarray(np.load(self._common.order_path, mmap_mode="r"))
-        self._writer = ShardWriter(self._common, failed)
         with self._unchanged():
             table = PublishedTable(Path(self._common.table_path))
             self.predictor = child.make_predictor(self._common, start.spec.settings, table)
@@ -164,14 +176,9 @@ class Session:
             self.predictor.preload(start.preload_bytes)
         self._making_seconds = time.monotonic() - making_since
 
-    @property
-    def unwritten_chunk(self) -> int | None:
-        """The number of the chunk whose part could not be written; None: there is none."""
-        return self._writer.failed_chunk
-
     def prepare(self, hint: Prepare) -> None:
         """Pass a hint on; from any thread."""
-        self.predictor.prepare(self._rows(hint))
+        self.predictor.prepare(self._order[hint.start : hint.stop])
 
     def load(self) -> None:
         """Put the member on its devices.
@@ -186,13 +193,13 @@ class Session:
         self._send(replace(ready, load_seconds=round(seconds, 3)))
 
     def predict(self, command: Predict) -> None:
-        """Compute a chunk; a thread leaves it as its part, without the rows that cannot be computed.
+        """Compute a chunk; a thread writes its shard, without the rows that cannot be computed.
 
-        Returns when the device has nothing left to do for the chunk.  No more than one part is being written while
+        Returns when the device has nothing left to do for the chunk.  No more than one shard is being written while
         the next chunk is computed.
 
         Raises:
-            WriteError: an earlier part could not be written; ``unwritten_chunk`` says which.
+            WriteError: an earlier shard could not be written; ``unwritten_chunk`` says which.
             Exception: whatever comes out of the predictor; which row is to blame is not known then.
         """
         began, last = self._heartbeat.clock(), time.monotonic()
@@ -204,35 +211,40 @@ class Session:
                 last = time.monotonic()
                 self._send(Progress(command.chunk, rows, tokens, padded_tokens))
 
-        def written(done: ChunkDone) -> None:
-            self._heartbeat.end_write()
-            seconds = self._heartbeat.clock() - began
-            self._send(replace(done, counters=replace(done.counters, predict_seconds=seconds)))
+        def write() -> None:
+            try:
+                done = self._write_shard(self._common, command, rows, prediction)
+                self._heartbeat.end_write()
+                seconds = self._heartbeat.clock() - began
+                self._send(replace(done, counters=replace(done.counters, predict_seconds=seconds)))
+            except BaseException:  # whatever it is, the main thread must hear of it
+                self.unwritten_chunk = command.chunk
+                self._failed()
+                raise
 
-        self._writer.check()
-        rows = self._rows(command)
+        if self.unwritten_chunk is not None:
+            self.wait()
+        rows = self._order[command.start : command.stop]
         prediction = self.predictor.predict(rows, report)
-        self._writer.wait()
+        self.wait()
         self._heartbeat.begin_write()
         self._send(Computed(command.chunk))
-        self._writer.start(command, rows, prediction, written)
+        self._writing = self._writer.submit(write)
 
     def wait(self) -> None:
-        """Until the last part stands under its name.
+        """Until the last shard stands under its name.
 
         Raises:
-            WriteError: it could not be written; ``unwritten_chunk`` says which.
+            Exception: why it could not be written; ``unwritten_chunk`` says which.
         """
-        self._writer.wait()
+        if self._writing is not None:
+            self._writing.result()
 
     def close(self) -> None:
         """There is nothing left to do; raises as ``wait`` does."""
         self.wait()
         self.predictor.close()
         self._send(Closed(_peak_memory_bytes(), self.predictor.peak_gpu_memory_bytes()))
-
-    def _rows(self, command: Prepare | Predict) -> npt.NDArray[np.int64]:
-        return self._order[command.start : command.stop]
 
     @contextlib.contextmanager
     def _unchanged(self) -> Iterator[None]:
@@ -243,13 +255,6 @@ class Session:
             check_unchanged(self._common.files)
 
 
-def _let_writing_end(session: Session | None) -> None:
-    # A part that is being written takes a moment, and no half of it is left behind.
-    if session is not None:
-        with contextlib.suppress(Exception):
-            session.wait()
-
-
 def _logged_traceback() -> str:
     text = traceback.format_exc()
     with contextlib.suppress(OSError):  # the disk may be full, and the parent must hear of it all the same
@@ -258,7 +263,6 @@ def _logged_traceback() -> str:
 
 
 def _peak_memory_bytes() -> int:
-    """The most resident memory this process ever had."""
     # Not ru_maxrss first: on Linux it survives the exec and can be the parent's peak.
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():

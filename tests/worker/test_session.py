@@ -29,7 +29,7 @@ from ensemble.common.protocol import (
     Stop,
 )
 from ensemble.members.huggingface.spec import ModelSpec
-from ensemble.worker.heartbeat import HeartbeatThread
+from ensemble.worker.channel import HeartbeatThread
 from ensemble.worker.session import serve
 from tests.checkpoints import make_checkpoint, make_texts, reference
 from tests.worker.broken import BREAKING
@@ -59,8 +59,7 @@ def publish(folder: Path, columns: Mapping[str, list[Any]], order: list[int] | N
 class Script(list[Command]):
     """Commands that are there from the beginning."""
 
-    def on_prepare(self, callback: Callable[[Prepare], None]) -> None:
-        pass
+    on_prepare: Callable[[Prepare], None] | None = None
 
     def stop(self) -> None:
         pass
@@ -183,7 +182,7 @@ def test_blocks_of_tokens_are_put_together_in_the_rows_order(
         np.testing.assert_array_equal(one, other)
 
 
-def test_a_part_that_cannot_be_written_ends_the_worker(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_shard_that_cannot_be_written_ends_the_worker(checkpoint: Path, tmp_path: Path) -> None:
     places = publish(tmp_path, {"text": make_texts(10)})
     shutil.rmtree(tmp_path / "parts")
     code, events = served(worker_spec(checkpoint, **places), Predict(0, 0, 5), Predict(1, 5, 10), Stop())
