@@ -157,8 +157,8 @@ def test_a_hint_before_loading_is_used(tmp_path: Path, told: Told) -> None:
     session = make_session(worker_spec(folder, gpus=1, **publish(tmp_path, {"text": TEXTS})), told)
     session.prepare(Prepare(0, 40))
     session.load()
-    # Whatever the table says by now, these rows have their token ids.
-    session.predictor._table = None  # type: ignore[attr-defined]
+    # These rows have their token ids by now.
+    session.predictor._prompt = None  # type: ignore[attr-defined]
     session.predict(Predict(0, 0, 40))
     session.wait()
     assert told.done()[0][1].counters.batches > 0

@@ -1,4 +1,4 @@
-"""Token ids of some rows -> a padded batch on the model's device, and the queue of passes that waits there.
+"""Token ids of some rows -> a padded batch on the model's device, and the queue of passes there.
 
 A GPU works off what it is given while the host goes on: the next batches are padded and copied in the background
 of the passes before them, as long as nothing here asks the device for an answer.  On a CPU a pass is over when its
@@ -11,33 +11,16 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import masking_utils
 
 from ensemble.members.huggingface.scoring.encode import Encoded
 
 # Passes that a GPU has been given and has not finished: enough never to run dry, few enough that what is said of
 # the progress is true.
-MOST_WAITING = 4
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Rows filled up to the width of the longest.
-
-    Attributes:
-        inputs: int64 [rows, width] each, for the model's forward; no attention mask where it may do without.
-        last: the position of each row's last token, int64 [rows].
-        pad_token_id: what it is filled up with.
-    """
-
-    inputs: dict[str, torch.Tensor]
-    last: torch.Tensor
-    pad_token_id: int
+_MAX_QUEUED = 4
 
 
 def padded(
@@ -50,8 +33,8 @@ def padded(
     """
     lengths = encoded.lengths[rows]
     width = int(lengths.max())
-    places = np.arange(width)
-    own = places >= width - lengths[:, None] if pad_left else places < lengths[:, None]
+    positions = np.arange(width)
+    own = positions >= width - lengths[:, None] if pad_left else positions < lengths[:, None]
     filled = {}
     for name, arrays in encoded.inputs.items():
         filled[name] = np.full(own.shape, pad_token_id if name == "input_ids" else 0, dtype=np.int64)
@@ -77,17 +60,8 @@ def on_device(array: npt.NDArray[np.int64], device: torch.device) -> torch.Tenso
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def never_look_for_packed_rows() -> None:
-    """Where batches go without a mask, transformers asks the device at each pass whether rows are packed into one.
-
-    They never are here, and None says so (transformers' masking_utils.find_packed_sequence_indices).
-    """
-    if hasattr(masking_utils, "find_packed_sequence_indices"):
-        masking_utils.find_packed_sequence_indices = lambda position_ids: None
-
-
 class Passes:
-    """The forward passes of a chunk: how long they take, and that not too many of them wait on a GPU.
+    """The forward passes of a chunk: how long they take, and that not too many of them queue on a GPU.
 
     Args:
         device: where a pass ends.
@@ -96,7 +70,7 @@ class Passes:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._seconds = 0.0
-        self._waiting: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._queued: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
     @contextlib.contextmanager
     def one(self) -> Iterator[None]:
@@ -110,22 +84,22 @@ class Passes:
             yield
             self._seconds += time.perf_counter() - began
             return
-        while len(self._waiting) >= MOST_WAITING:
+        while len(self._queued) >= _MAX_QUEUED:
             self._finish_one()
         stream = torch.cuda.current_stream(self._device)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record(stream)
         yield
         end.record(stream)
-        self._waiting.append((start, end))
+        self._queued.append((start, end))
 
     def finish(self) -> float:
         """Wait for all of them; the seconds that the device spent in them."""
-        while self._waiting:
+        while self._queued:
             self._finish_one()
         return self._seconds
 
     def _finish_one(self) -> None:
-        start, end = self._waiting.popleft()
+        start, end = self._queued.popleft()
         end.synchronize()
         self._seconds += start.elapsed_time(end) / 1000

@@ -47,34 +47,38 @@ def told_in_a_sentence(spec: ModelSpec, model: Any, device_name: str, first: boo
 
 
 def _sentence(error: BaseException, spec: ModelSpec, model: Any, device_name: str) -> str:
-    name, module = _failed_in(error, model)
-    place = "this CPU" if device_name == "cpu" else f"this GPU ({device_name})"
-    layer = f"in {name} ({_shape_of(module)}) " if module is not None else ""
-    reason = f"{type(error).__name__}: {one_line(error)[:_SHOWN_OF_ERROR]}"
-    others = _what_else(spec, model, module, device_name == "cpu")
+    on_cpu = device_name == "cpu"
+    module, layer = None, ""
+    names = {id(module): name for name, module in model.named_modules()}
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        running = frame.f_locals.get("self")
+        if isinstance(running, nn.Module) and names.get(id(running)):
+            module = running  # the innermost
+    if module is not None:
+        layer = f"in {names[id(module)]} ({type(module).__name__}"
+        if (inputs := getattr(module, "in_features", None)) is not None:
+            layer += f" with {inputs} inputs and {getattr(module, 'out_features', None)} outputs"
+        layer += ") "
+
+    settings = spec.quantization_config
+    others = []
+    if settings is not None:
+        if is_bitsandbytes(settings) and settings.get("load_in_4bit"):
+            others.append("load_in_8bit: true in the place of load_in_4bit")
+        others.append("no quantization_config")
+    elif getattr(model.config, "quantization_config", None) is not None:
+        others.append("the checkpoint that this one was quantized from")
+    elif model.dtype is not torch.float32:
+        others.append("dtype: float32" + (" or bfloat16" if model.dtype is torch.float16 else ""))
+    attention = getattr(model.config, "_attn_implementation", None)
+    if "attention" in type(module).__name__.lower() and attention not in (None, "eager"):
+        others.append("attn_implementation: eager")
+    others.append("a GPU (num_gpus: 1)" if on_cpu else "the CPU (num_gpus: 0)")
     return (
-        f"its forward pass fails {layer}on {place}: {reason}{_limit_of(module)}; "
+        f"its forward pass fails {layer}on {'this CPU' if on_cpu else f'this GPU ({device_name})'}: "
+        f"{type(error).__name__}: {one_line(error)[:_SHOWN_OF_ERROR]}{_limit_of(module)}; "
         f"what else may work: {', or '.join(others)}"
     )
-
-
-def _failed_in(error: BaseException, model: Any) -> tuple[str, nn.Module | None]:
-    """The innermost module that was running, with its name within the model."""
-    names = {id(module): name for name, module in model.named_modules()}
-    found: nn.Module | None = None
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        candidate = frame.f_locals.get("self")
-        if isinstance(candidate, nn.Module) and names.get(id(candidate)):
-            found = candidate
-    return ("", None) if found is None else (names[id(found)], found)
-
-
-def _shape_of(module: nn.Module) -> str:
-    kind = type(module).__name__
-    inputs, outputs = getattr(module, "in_features", None), getattr(module, "out_features", None)
-    if inputs is None or outputs is None:
-        return kind
-    return f"{kind} with {inputs} inputs and {outputs} outputs"
 
 
 def _limit_of(module: nn.Module | None) -> str:
@@ -89,20 +93,3 @@ def _limit_of(module: nn.Module | None) -> str:
         " (on CPUs with AVX512_BF16 bitsandbytes takes 4-bit layers only with inputs in blocks of "
         f"{state.blocksize} and outputs in blocks of {_OUTPUTS_PER_BLOCK})"
     )
-
-
-def _what_else(spec: ModelSpec, model: Any, module: nn.Module | None, on_cpu: bool) -> list[str]:
-    others = []
-    settings = spec.quantization_config
-    if settings is not None:
-        if is_bitsandbytes(settings) and settings.get("load_in_4bit"):
-            others.append("load_in_8bit: true in the place of load_in_4bit")
-        others.append("no quantization_config")
-    elif getattr(model.config, "quantization_config", None) is not None:
-        others.append("the checkpoint that this one was quantized from")
-    elif model.dtype is not torch.float32:
-        others.append("dtype: float32" + (" or bfloat16" if model.dtype is torch.float16 else ""))
-    attention = getattr(model.config, "_attn_implementation", None)
-    if "attention" in type(module).__name__.lower() and attention not in (None, "eager"):
-        others.append("attn_implementation: eager")
-    return [*others, "a GPU (num_gpus: 1)" if on_cpu else "the CPU (num_gpus: 0)"]

@@ -50,14 +50,14 @@ def test_the_files_that_loading_reads(tmp_path: Path) -> None:
 def test_no_more_is_read_than_allowed_and_it_ends_when_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ensemble.members.huggingface.loading import preload as ahead
+    from ensemble.members.huggingface.loading import preload
 
-    monkeypatch.setattr(ahead, "_PIECE_BYTES", 100)
+    monkeypatch.setattr(preload, "_PIECE_BYTES", 100)
     paths = [tmp_path / name for name in "abc"]
     for path in paths:
         path.write_bytes(b"x" * 250)
     for limit in (0, 90, 420, 750, 10_000):
-        reading = ahead.ReadAhead(paths, limit, lambda: None)
+        reading = preload.ReadAhead(paths, limit, lambda: None)
         reading.wait()
         assert reading.read_bytes == min(limit, 750)
     after_two = threading.Semaphore(0)
@@ -67,13 +67,13 @@ def test_no_more_is_read_than_allowed_and_it_ends_when_told(
         after_two.release()
         may_go_on.wait(10)
 
-    reading = ahead.ReadAhead(paths, 10_000, step)
+    reading = preload.ReadAhead(paths, 10_000, step)
     assert after_two.acquire(timeout=PATIENCE_SECONDS)
     reading.stop()
     may_go_on.set()
     reading.wait()
     assert reading.read_bytes == 100
-    missing = ahead.ReadAhead([tmp_path / "nothing", *paths], 10_000, lambda: None)
+    missing = preload.ReadAhead([tmp_path / "nothing", *paths], 10_000, lambda: None)
     missing.wait()
     assert missing.read_bytes == 0
 
