@@ -22,7 +22,6 @@ from transformers.modeling_layers import GenericForSequenceClassification
 
 from ensemble.common.protocol import Activation
 from ensemble.members.huggingface.loading.device_map import input_device, last_device
-from ensemble.members.huggingface.scoring.device_queue import on_device, padded, unused_token
 from ensemble.members.huggingface.scoring.encode import Encoded
 
 # Of a layer, what works on one position at a time, as the decoders of transformers that look like Llama name it.
@@ -103,8 +102,8 @@ class Classifier:
         arrays = padded(encoded, rows, filler, self._pad_left)
         if Shortcut.NO_MASK in self.taken and not with_mask:
             del arrays["attention_mask"]
-        inputs = {name: on_device(array, self.device) for name, array in arrays.items()}
-        last = on_device(encoded.lengths[rows] - 1, self.device)
+        inputs = {name: _on_device(array, self.device) for name, array in arrays.items()}
+        last = _on_device(encoded.lengths[rows] - 1, self.device)
         if self._searches_pad_token:
             # An id that no row of this batch holds, so that looking for it is exact; none where nobody looks for
             # it, since some bodies warn of it.
@@ -119,6 +118,43 @@ class Classifier:
                 hidden = getattr(model, model.base_model_prefix)(**inputs, use_cache=False).last_hidden_state
             pooled: torch.Tensor = model.score(hidden[_positions(hidden, last)])
             return pooled.float()
+
+
+def padded(
+    encoded: Encoded, rows: npt.NDArray[np.int64], pad_token_id: int, pad_left: bool = False
+) -> dict[str, npt.NDArray[np.int64]]:
+    """Rows as wide as the longest of them, and the mask of their own tokens.
+
+    Returns:
+        int64 [rows, width] for each input and for ``attention_mask``.
+    """
+    lengths = encoded.lengths[rows]
+    width = int(lengths.max())
+    positions = np.arange(width)
+    own = positions >= width - lengths[:, None] if pad_left else positions < lengths[:, None]
+    filled = {}
+    for name, arrays in encoded.inputs.items():
+        filled[name] = np.full(own.shape, pad_token_id if name == "input_ids" else 0, dtype=np.int64)
+        filled[name][own] = np.concatenate([arrays[row] for row in rows.tolist()])
+    return {**filled, "attention_mask": own.astype(np.int64)}
+
+
+def unused_token(encoded: Encoded, rows: npt.NDArray[np.int64], vocabulary: int) -> int:
+    """A token id that none of the rows holds."""
+    ids = encoded.inputs["input_ids"]
+    used = np.unique(np.concatenate([ids[row] for row in rows.tolist()]))
+    gaps = np.flatnonzero(used != np.arange(len(used)))
+    free = int(gaps[0]) if len(gaps) else len(used)
+    assert free < vocabulary, "a batch that holds every token there is"
+    return free
+
+
+def _on_device(array: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    """A copy there; to a GPU from pinned memory, so that nobody waits for it."""
+    tensor = torch.from_numpy(array)
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def probabilities(logits: torch.Tensor, activation: Activation) -> npt.NDArray[np.float64]:

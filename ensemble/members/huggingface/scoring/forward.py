@@ -6,8 +6,10 @@ overflow half precision run again in float32.
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
@@ -19,7 +21,6 @@ from ensemble.common.protocol import Counters
 from ensemble.common.torch_errors import Verdict, is_out_of_memory, judge, one_line
 from ensemble.members.huggingface.scoring.batching import MemoryLimit, make_batches
 from ensemble.members.huggingface.scoring.classifier import Classifier
-from ensemble.members.huggingface.scoring.device_queue import Passes
 from ensemble.members.huggingface.scoring.encode import Encoded
 
 Report = Callable[[int, int, int], None]
@@ -29,6 +30,9 @@ _GROW_AFTER_BATCHES = 32
 _GROWTH = 1.25
 # Never again closer than this to a size that did not fit: the error would come back at every attempt.
 _BELOW_FAILURE = 0.9
+# Passes that a GPU has been given and has not finished: enough never to run dry, few enough that what is said of
+# the progress is true.
+_MAX_QUEUED = 4
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,55 @@ class BatchSizes:
         return self._token_budget, replace(self._memory, available_bytes=self._allowed)
 
 
+class DeviceQueue:
+    """The forward passes of a chunk: how long they take, and that not too many of them queue on a GPU.
+
+    A GPU works off what it is given while the host goes on: the next batches are padded and copied in the background
+    of the passes before them, as long as nothing here asks the device for an answer.  On a CPU a pass is over when
+    its call returns.
+
+    Args:
+        device: where a pass ends.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seconds = 0.0
+        self._queued: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[None]:
+        """A pass within; one that fails is not counted.
+
+        Raises:
+            RuntimeError: an earlier pass has failed on the GPU.
+        """
+        if self._device.type != "cuda":
+            began = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - began
+            return
+        while len(self._queued) >= _MAX_QUEUED:
+            self._finish_one()
+        stream = torch.cuda.current_stream(self._device)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record(stream)
+        yield
+        end.record(stream)
+        self._queued.append((start, end))
+
+    def finish(self) -> float:
+        """Wait for all of them; the seconds that the device spent in them."""
+        while self._queued:
+            self._finish_one()
+        return self._seconds
+
+    def _finish_one(self) -> None:
+        start, end = self._queued.popleft()
+        end.synchronize()
+        self._seconds += start.elapsed_time(end) / 1000
+
+
 def compute(
     classifier: Classifier,
     encoded: Encoded,
@@ -201,7 +254,7 @@ def _run(
     too_large: set[int] = set()
     tried_alone: set[int] = set()
     counters = Counters()
-    passes = Passes(classifier.last_device)
+    queue = DeviceQueue(classifier.last_device)
     size_before = sizes.batch_size
     while batches:
         batch = batches.popleft()
@@ -209,7 +262,7 @@ def _run(
         padded = width * len(batch)
         result = None
         try:
-            result = classifier.logits(encoded, batch, with_mask, passes.one())
+            result = classifier.logits(encoded, batch, with_mask, queue.one())
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -245,6 +298,6 @@ def _run(
         rows=found[order],
         # One copy from the device per chunk: a copy per batch would wait for each of them.
         logits=torch.cat(logits).cpu()[torch.from_numpy(order)] if logits else torch.empty((0, 0)),
-        counters=replace(counters, forward_seconds=passes.finish()),
+        counters=replace(counters, forward_seconds=queue.finish()),
         too_large=tuple(sorted(too_large)),
     )

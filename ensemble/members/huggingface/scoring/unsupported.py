@@ -18,8 +18,6 @@ from ensemble.common.torch_errors import Verdict, is_out_of_memory, judge, one_l
 from ensemble.members.huggingface.loading.quantization import is_bitsandbytes
 from ensemble.members.huggingface.spec import ModelSpec
 
-# bitsandbytes' _convert_weight_packed_for_cpu cuts the outputs into blocks of so many.
-_OUTPUTS_PER_BLOCK = 32
 _SHOWN_OF_ERROR = 160
 
 
@@ -76,20 +74,6 @@ def _sentence(error: BaseException, spec: ModelSpec, model: Any, device_name: st
     others.append("a GPU (num_gpus: 1)" if on_cpu else "the CPU (num_gpus: 0)")
     return (
         f"its forward pass fails {layer}on {'this CPU' if on_cpu else f'this GPU ({device_name})'}: "
-        f"{type(error).__name__}: {one_line(error)[:_SHOWN_OF_ERROR]}{_limit_of(module)}; "
+        f"{type(error).__name__}: {one_line(error)[:_SHOWN_OF_ERROR]}; "
         f"what else may work: {', or '.join(others)}"
-    )
-
-
-def _limit_of(module: nn.Module | None) -> str:
-    """What bitsandbytes asks of a 4-bit layer where it repacks it for the CPU, if this layer does not fulfil it."""
-    state = getattr(getattr(module, "weight", None), "quant_state", None)
-    if not getattr(module, "support_avx512bf16_for_cpu", False) or state is None:
-        return ""
-    outputs, inputs = state.shape
-    if inputs % state.blocksize == 0 and outputs % _OUTPUTS_PER_BLOCK == 0:
-        return ""
-    return (
-        " (on CPUs with AVX512_BF16 bitsandbytes takes 4-bit layers only with inputs in blocks of "
-        f"{state.blocksize} and outputs in blocks of {_OUTPUTS_PER_BLOCK})"
     )

@@ -4,8 +4,8 @@ numbers as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from ensemble.common.protocol import Activation
 from ensemble.common.torch_errors import Verdict, judge
 from ensemble.members.huggingface.scoring.classifier import Classifier, Shortcut, probabilities
 from ensemble.members.huggingface.scoring.encode import Encoded
+from ensemble.members.huggingface.scoring.forward import Mode
 
 # One is short, so that beside the other it is mostly padding.
 TEXTS = ("one", "one two three four five six seven eight nine ten eleven twelve")
@@ -31,7 +32,6 @@ _EXACT, _ROUNDED = 1e-4, {"float32": 0.05, "float16": 0.05, "bfloat16": 0.15}
 # Half precision that goes beyond that is looked at in float32, on weights that stay rounded.
 _RETRIED = 1e-3
 _EAGER = "eager"
-Mode = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
