@@ -38,9 +38,6 @@ def event_sender(events_fd: int) -> Callable[[Event], None]:
 class HeartbeatThread:
     """Says how long ago the main thread took a step: when it is started, and then every ``INTERVAL_SECONDS``.
 
-    Args:
-        send: takes an event from any thread; must not come back where nobody listens any more.
-
     Attributes:
         clock: in seconds; leaves out the time in which this process was stopped.
     """
@@ -84,8 +81,7 @@ class HeartbeatThread:
 class CommandReader:
     """Commands as they arrive on standard input, which itself becomes empty, so that no library can wait on it.
 
-    Args:
-        heartbeat: is told when the main thread waits, and when it has got a command.
+    The heartbeat is told when the main thread waits, and when it has got a command.
 
     Attributes:
         on_prepare: once set, hints go straight there, in the reading thread: the main one computes meanwhile.

@@ -17,14 +17,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 from ensemble.common.files import check_unchanged
 from ensemble.common.import_guards import keep_pandas_out
 from ensemble.common.protocol import (
     ChunkFailed,
     Closed,
-    Command,
     Computed,
     Event,
     Failed,
@@ -39,8 +38,7 @@ from ensemble.common.protocol import (
 from ensemble.common.redact import Redactor, guard_output
 from ensemble.common.torch_errors import Verdict, judge, one_line
 from ensemble.members.predictor import Child
-from ensemble.worker.channel import HeartbeatThread
-from ensemble.worker.shutdown import Terminated
+from ensemble.worker.channel import CommandReader, HeartbeatThread
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,25 +47,18 @@ if TYPE_CHECKING:
 PROGRESS_SECONDS = 0.5
 
 
-class Commands(Protocol):
-    """Where commands come from; see ``channel.CommandReader``."""
-
-    on_prepare: Callable[[Prepare], None] | None
-
-    def __iter__(self) -> Iterator[Command]: ...
-    def stop(self) -> None: ...
+class Terminated(BaseException):
+    """SIGTERM has come; raised in the main thread, wherever it is."""
 
 
-def serve(commands: Commands, send: Callable[[Event], None], heartbeat: HeartbeatThread, began: float) -> int:
-    """Do as the commands say until the end, and answer with events.
+def serve(
+    commands: CommandReader, send: Callable[[Event], None], heartbeat: HeartbeatThread, began: float
+) -> int:
+    """Do as the commands say until the end, and answer with events; returns the process's exit code.
 
     Args:
-        send: takes events, from any thread.
         heartbeat: is told of every step; its clock times the chunks.
         began: when this process started, on the monotonic clock, in seconds.
-
-    Returns:
-        The process's exit code.
 
     Raises:
         Terminated: SIGTERM has come.
@@ -181,11 +172,7 @@ class Session:
         self.predictor.prepare(self._order[hint.start : hint.stop])
 
     def load(self) -> None:
-        """Put the member on its devices.
-
-        Raises:
-            FilesChanged: its files are no longer those that the run has begun with.
-        """
+        """Put the member on its devices; raises what making a session does."""
         began = time.monotonic()
         with self._unchanged():
             ready = self.predictor.load()
@@ -232,11 +219,7 @@ class Session:
         self._writing = self._writer.submit(write)
 
     def wait(self) -> None:
-        """Until the last shard stands under its name.
-
-        Raises:
-            Exception: why it could not be written; ``unwritten_chunk`` says which.
-        """
+        """Until the last shard stands under its name; raises why it could not be written."""
         if self._writing is not None:
             self._writing.result()
 
@@ -264,8 +247,7 @@ def _logged_traceback() -> str:
 
 def _peak_memory_bytes() -> int:
     # Not ru_maxrss first: on Linux it survives the exec and can be the parent's peak.
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
+    with contextlib.suppress(OSError, IndexError):
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+        return int(status.partition("\nVmHWM:")[2].split()[0]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

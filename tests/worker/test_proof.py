@@ -28,7 +28,7 @@ def checked(model: Any, dtype: str = "float32", retry: bool = False) -> str:
     from ensemble.members.huggingface.scoring.warmup import WarmUp
 
     classifier, mode = Classifier(model, 0), partial(in_float32, model) if retry else None
-    warm_up = WarmUp(classifier, encoded_of([4, 14, 60]), "softmax", dtype == "float32", True, mode)
+    warm_up = WarmUp(classifier, encoded_of([4, 14, 60]), "softmax", dtype == "float32", mode)
     return warm_up.check_attention(model, dtype)
 
 

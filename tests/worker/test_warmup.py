@@ -85,8 +85,8 @@ def warmed_up(model: Any, may_omit_mask: bool = True) -> Any:
     from ensemble.members.huggingface.scoring.classifier import Classifier
     from ensemble.members.huggingface.scoring.warmup import WarmUp
 
-    classifier = Classifier(model, 0)
-    assert WarmUp(classifier, encoded_of([4, 14]), "softmax", True, may_omit_mask).bears_padding()
+    classifier = Classifier(model, 0, may_omit_mask)
+    assert WarmUp(classifier, encoded_of([4, 14]), "softmax", True).bears_padding()
     return classifier
 
 

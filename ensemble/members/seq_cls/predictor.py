@@ -15,6 +15,7 @@ from ensemble.common.protocol import Ready
 from ensemble.data.json_cells import TemplateProblem
 from ensemble.data.published_table import PublishedTable
 from ensemble.members.huggingface.loading.checks import ROWS, check_tokenizer
+from ensemble.members.huggingface.loading.device_map import input_device
 from ensemble.members.huggingface.loading.float32_retry import (
     in_float32,
     uses_half_precision,
@@ -93,7 +94,8 @@ class SequenceClassifier(Predictor):
             self._max_length = loaded.max_length
             self._prompt = Prompt(spec, self._tokenizer, self._max_length)
             self._warmup = self._prefetch.start_over(lambda: self._prompt.encode_texts(self._warmup_texts))
-        self._classifier = Classifier(loaded.model, loaded.pad_token_id)
+        least = capability(input_device(loaded.model).type == "cuda")
+        self._classifier = Classifier(loaded.model, loaded.pad_token_id, may_omit_mask(loaded.model, least))
         notes = [*loaded.notes, *self._tokenizer_notes]
         uses_half = uses_half_precision(loaded.model)
         # Why its overflows cannot be run again in float32; empty where they can, or where there are none.
@@ -106,7 +108,6 @@ class SequenceClassifier(Predictor):
             self._warmup,
             spec.activation,
             is_exact=loaded.dtype == "float32" and spec.quantization_config is None,
-            may_omit_mask=may_omit_mask(loaded.model, capability(self._classifier.device.type == "cuda")),
             in_float32=self._in_float32,
         )
         with self._passes(first=True):

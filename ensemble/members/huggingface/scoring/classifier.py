@@ -47,33 +47,44 @@ class Classifier:
     Args:
         model: as ``AutoModelForSequenceClassification`` loads it.
         pad_token_id: what to fill up with; any id, since no result depends on it.
+        may_omit_mask: whether the device's attention does as well without one.
 
     Attributes:
         possible: the shortcuts that can be tried.
         taken: those that are known to leave the model's numbers as they are.
     """
 
-    def __init__(self, model: Any, pad_token_id: int) -> None:
+    def __init__(self, model: Any, pad_token_id: int, may_omit_mask: bool = True) -> None:
         self._model = model
         self._pad_token_id = pad_token_id
         is_generic = (
             isinstance(model, GenericForSequenceClassification)
             and type(model).forward is GenericForSequenceClassification.forward
         )
-        self._searches_pad_token = not is_generic and _searches_pad_token(model)
+        # Those pool at eos, and use the pad id for shifting.
+        is_encoder_decoder = getattr(model.config, "is_encoder_decoder", False)
+        # Whether a decoder's own forward finds the last token by the pad id (GPT-2, OPT, Falcon, Bloom, ...): along
+        # the inheritance, because some only delegate to transformers' generic forward.
+        forwards = (
+            [] if is_generic or is_encoder_decoder else [vars(c).get("forward") for c in type(model).__mro__]
+        )
+        self._searches_pad_token = any("pad_token_id" in _source(forward) for forward in forwards)
+        # Whether all of its attention says of itself that no token sees a later one, padding on the right included.
+        said = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
+        is_causal = not is_encoder_decoder and bool(said) and all(value is True for value in said)
         self._last_token_parts = _last_token_parts(model)
         # On the right, whatever side the tokenizer names: positions start at 0 there, encoders pool their first
         # token, and causal attention does not see it. Only XLNet pools whatever stands last.
         self._pad_left = model.config.model_type == "xlnet"
         can_be = {
             Shortcut.LAST_TOKEN: self._searches_pad_token and _has_body_and_score(model),
-            Shortcut.NO_MASK: not self._pad_left and _is_causal(model),
+            Shortcut.NO_MASK: may_omit_mask and is_causal and not self._pad_left,
             Shortcut.LAST_TOKEN_LAYER: bool(self._last_token_parts),
         }
         self.possible = frozenset(shortcut for shortcut, it_can in can_be.items() if it_can)
         self.taken = {Shortcut.LAST_TOKEN} if is_generic else set()
         self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
-        self.device = input_device(model)
+        self._device = input_device(model)
         self.last_device = last_device(model)
 
     def logits(
@@ -102,8 +113,8 @@ class Classifier:
         arrays = padded(encoded, rows, filler, self._pad_left)
         if Shortcut.NO_MASK in self.taken and not with_mask:
             del arrays["attention_mask"]
-        inputs = {name: _on_device(array, self.device) for name, array in arrays.items()}
-        last = _on_device(encoded.lengths[rows] - 1, self.device)
+        inputs = {name: _on_device(array, self._device) for name, array in arrays.items()}
+        last = _on_device(encoded.lengths[rows] - 1, self._device)
         if self._searches_pad_token:
             # An id that no row of this batch holds, so that looking for it is exact; none where nobody looks for
             # it, since some bodies warn of it.
@@ -173,14 +184,6 @@ def probabilities(logits: torch.Tensor, activation: Activation) -> npt.NDArray[n
     return np.asarray(values.numpy())
 
 
-def _searches_pad_token(model: Any) -> bool:
-    """Whether a decoder's own forward finds the last token by the pad id (GPT-2, OPT, Falcon, Bloom, ...)."""
-    if getattr(model.config, "is_encoder_decoder", False):
-        return False  # these pool at eos and use the pad id for shifting
-    # Along the inheritance, because some only delegate to transformers' generic forward.
-    return any("pad_token_id" in _source(vars(kind).get("forward")) for kind in type(model).__mro__)
-
-
 def _has_body_and_score(model: Any) -> bool:
     """Whether a decoder's own forward is written as its body and then ``score`` at every position."""
     body = model.base_model_prefix
@@ -188,14 +191,6 @@ def _has_body_and_score(model: Any) -> bool:
     # The last is how transformers picks a position; heads without it take the mean, or the first.
     parts = (f"self.{body}(", "self.score(hidden_states", "logits[torch.arange(")
     return all(part in text for part in parts) and isinstance(getattr(model, "score", None), nn.Module)
-
-
-def _is_causal(model: Any) -> bool:
-    """Whether all of its attention says of itself that no token sees a later one, padding on the right included."""
-    if getattr(model.config, "is_encoder_decoder", False):
-        return False
-    said = [module.is_causal for module in model.modules() if hasattr(module, "is_causal")]
-    return bool(said) and all(value is True for value in said)
 
 
 def _source(function: object) -> str:
@@ -222,10 +217,7 @@ def _is_linear(part: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def _last_token_only(parts: list[nn.Module], last: torch.Tensor) -> Iterator[None]:
-    """While this lasts, parts compute the positions ``last``, int64 [rows], whose outcome stands in all positions.
-
-    What the other positions hold afterwards is of no use, and nobody uses it.
-    """
+    """While this lasts, parts compute the positions ``last``, int64 [rows], alone; their outcome stands in all."""
     tokens = 0
 
     def take(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -46,10 +46,7 @@ class Prompt:
 
     def __init__(self, spec: ModelSpec, tokenizer: Any, max_length: int) -> None:
         self._template = compile_template(spec.prompt_template) if spec.prompt_template is not None else None
-        self._columns = spec.text_columns
-        self._tokenizer = tokenizer
-        self._max_length = max_length
-        self._add_special_tokens = spec.add_special_tokens
+        self._spec, self._tokenizer, self._max_length = spec, tokenizer, max_length
         # What an empty row consists of where the tokenizer adds nothing of its own: a model needs one token.
         ids = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, 0)
         self._lone_token = next(token for token in ids if token is not None)
@@ -58,7 +55,7 @@ class Prompt:
         """The text of one row, or the two texts of a pair."""
         if self._template is not None:
             return self._template.render(row)
-        values = (row[column] for column in self._columns)
+        values = (row[column] for column in self._spec.text_columns)
         texts = ["" if value is None else replace_lone_surrogates(str(value)) for value in values]
         return texts[0] if len(texts) == 1 else (texts[0], texts[1])
 
@@ -67,8 +64,7 @@ class Prompt:
     ) -> Encoded:
         """Token ids of the rows, cut to ``max_length``; rows that the template fails on get none.
 
-        Args:
-            step: called after each block of rows.
+        ``step`` is called after each block of rows.
         """
         inputs: dict[str, list[npt.NDArray[np.int64]]] = {}
         lengths = np.zeros(len(rows), dtype=np.int64)
@@ -114,11 +110,11 @@ class Prompt:
         self, texts: Sequence[Text]
     ) -> tuple[dict[str, list[npt.NDArray[np.int64]]], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         """Inputs, lengths, and which texts were cut."""
-        is_pair = len(self._columns) == 2
+        is_pair = len(self._spec.text_columns) == 2
         batch = self._tokenizer(
             [text[0] for text in texts] if is_pair else list(texts),
             [text[1] for text in texts] if is_pair else None,
-            add_special_tokens=self._add_special_tokens,
+            add_special_tokens=self._spec.add_special_tokens,
             truncation=True,
             max_length=self._max_length,
             padding=False,

@@ -131,14 +131,11 @@ class BatchSizes:
 
 
 class DeviceQueue:
-    """The forward passes of a chunk: how long they take, and that not too many of them queue on a GPU.
+    """The forward passes of a chunk, which end on ``device``: what they take, and that not too many queue there.
 
-    A GPU works off what it is given while the host goes on: the next batches are padded and copied in the background
-    of the passes before them, as long as nothing here asks the device for an answer.  On a CPU a pass is over when
-    its call returns.
-
-    Args:
-        device: where a pass ends.
+    A GPU works off what it is given while the host goes on: the next batches are padded and copied in the
+    background of the passes before them, as long as nothing here asks the device for an answer.  On a CPU a pass is
+    over when its call returns.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +18,6 @@ from ensemble.members.huggingface.scoring.encode import Encoded
 Rows: TypeAlias = npt.NDArray[np.int64]
 Step = Callable[[], None]
 Encode = Callable[[Rows, Step], Encoded]
-Result = TypeVar("Result")
-# The chunk that is about to be asked for, and the one after it.
-_MAX_HINTS = 2
 
 
 class _Job:
@@ -60,22 +57,17 @@ class Prefetch:
         self._change = threading.Lock()
 
     def prepare(self, rows: Rows) -> None:
-        """Begin with these rows now; older hints are dropped, but for the last one.  From any thread."""
+        """Begin with these rows when those before them are done.  From any thread."""
         if self._tokenizing is None:
             return
         with self._change:
             if not any(np.array_equal(hint.rows, rows) for hint in self._hints):
                 self._hints.append(_Job(self._tokenizing, self._encode, rows))
-                self._drop(max(0, len(self._hints) - _MAX_HINTS))
 
     def take(self, rows: Rows, step: Step) -> Encoded:
         """The token ids of these rows; what was hinted at before them is dropped.
 
-        Args:
-            step: called after each block of rows.
-
-        Raises:
-            Exception: whatever comes out of the tokenizer.
+        ``step`` is called after each block of rows.  Raises whatever comes out of the tokenizer.
         """
         if self._tokenizing is None:
             return self._encode(rows, step)
@@ -89,13 +81,13 @@ class Prefetch:
                 job = _Job(self._tokenizing, self._encode, rows, step)
         return job.future.result()
 
-    def start_over(self, function: Callable[[], Result]) -> Result:
+    def start_over(self, encode: Callable[[], Encoded]) -> Encoded:
         """Drop all that was made so far, and call a function that uses the tokenizer when no hint does."""
         if self._tokenizing is None:
-            return function()
+            return encode()
         with self._change:
             self._drop(len(self._hints))
-        return self._tokenizing.submit(function).result()
+        return self._tokenizing.submit(encode).result()
 
     def _drop(self, count: int) -> None:
         for hint in self._hints[:count]:

@@ -18,8 +18,6 @@ from ensemble.common.torch_errors import Verdict, is_out_of_memory, judge, one_l
 from ensemble.members.huggingface.loading.quantization import is_bitsandbytes
 from ensemble.members.huggingface.spec import ModelSpec
 
-_SHOWN_OF_ERROR = 160
-
 
 @contextlib.contextmanager
 def told_in_a_sentence(spec: ModelSpec, model: Any, device_name: str, first: bool = False) -> Iterator[None]:
@@ -74,6 +72,6 @@ def _sentence(error: BaseException, spec: ModelSpec, model: Any, device_name: st
     others.append("a GPU (num_gpus: 1)" if on_cpu else "the CPU (num_gpus: 0)")
     return (
         f"its forward pass fails {layer}on {'this CPU' if on_cpu else f'this GPU ({device_name})'}: "
-        f"{type(error).__name__}: {one_line(error)[:_SHOWN_OF_ERROR]}; "
+        f"{type(error).__name__}: {one_line(error)[:160]}; "
         f"what else may work: {', or '.join(others)}"
     )

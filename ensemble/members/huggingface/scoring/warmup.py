@@ -41,7 +41,6 @@ class WarmUp:
     Attributes:
         encoded: their token ids; then those of a longer text, to compare attention on.
         is_exact: whether the model computes in whole float32.
-        may_omit_mask: whether the device's attention does as well without one.
         in_float32: while entered, the model computes in float32: to tell rounding from another formula, and for
             models that overflow on these texts.  None: it cannot.
     """
@@ -50,7 +49,6 @@ class WarmUp:
     encoded: Encoded
     activation: Activation
     is_exact: bool
-    may_omit_mask: bool
     in_float32: Mode | None = None
 
     def check_attention(self, model: Any, dtype: str) -> str:
@@ -118,7 +116,7 @@ class WarmUp:
             # of queries.
             alone = np.concatenate([self._logits(_ALONE), self._logits(_OTHER_ALONE)])
             # With its padding in sight the short text keeps its numbers only where attention is causal.
-            if Shortcut.LAST_TOKEN in taken and Shortcut.NO_MASK in self._possible:
+            if Shortcut.LAST_TOKEN in taken and Shortcut.NO_MASK in self.classifier.possible:
                 both = self._takes(alone, Shortcut.NO_MASK, Shortcut.LAST_TOKEN_LAYER)
                 if both or self._takes(alone, Shortcut.NO_MASK):
                     return True
@@ -138,16 +136,12 @@ class WarmUp:
         return True
 
     @property
-    def _possible(self) -> frozenset[Shortcut]:
-        return self.classifier.possible - (set() if self.may_omit_mask else {Shortcut.NO_MASK})
-
-    @property
     def _tolerance(self) -> float:
         return 1e-4 if self.is_exact else 5e-2
 
     def _takes(self, expected: npt.NDArray[np.float64], *shortcuts: Shortcut) -> bool:
         """Whether the first rows' logits stay what they were; if so, these shortcuts are taken from now on."""
-        tried = self._possible.intersection(shortcuts)
+        tried = self.classifier.possible.intersection(shortcuts)
         if not tried:
             return False
         stays = False
