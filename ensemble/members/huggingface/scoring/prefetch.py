@@ -72,7 +72,7 @@ class Prefetch:
         if self._tokenizing is None:
             return self._encode(rows, step)
         with self._change:
-            equal = (place for place, hint in enumerate(self._hints) if np.array_equal(hint.rows, rows))
+            equal = (index for index, hint in enumerate(self._hints) if np.array_equal(hint.rows, rows))
             self._drop(next(equal, len(self._hints)))
             if self._hints:
                 job = self._hints.pop(0)
