@@ -33,11 +33,7 @@ class Child(Protocol):
     def make_predictor(
         self, common: CommonSpec, settings: Mapping[str, Any], table: PublishedTable
     ) -> Predictor:
-        """Everything that needs no device; this process may have to wait for one.
-
-        Args:
-            settings: the kind's own, as JSON gives them.
-        """
+        """Everything that needs no device; ``settings`` are the kind's own, as JSON gives them."""
 
 
 class Report(Protocol):

@@ -1,1 +1,1 @@
-"""The child process: one member on its lease.  The only room that may import torch or transformers."""
+"""The child process: one member on its devices.  The only room that may import torch or transformers."""

@@ -1,4 +1,4 @@
-"""The worker's ends of the channel to the parent: commands as they arrive, events as they are sent.
+"""The worker's ends of the channel to the parent: commands as they arrive, events as they are sent, the heartbeat.
 
 Everything a library prints goes to the log file that is this process's standard output and error; the events
 have a pipe of their own, so that no print can break the protocol.
@@ -9,45 +9,88 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 
-from ensemble.common.protocol import Command, Event, Prepare, Stop, decode, encode
-from ensemble.worker.heartbeat import HeartbeatThread
+from ensemble.common.clock import Watch
+from ensemble.common.protocol import Command, Event, Heartbeat, Prepare, Stop, decode, encode
+
+INTERVAL_SECONDS = 2.0
 
 
-class EventSender:
-    """Sends events, from any thread.
+def event_sender(events_fd: int) -> Callable[[Event], None]:
+    """What sends an event there, from any thread."""
+    os.set_inheritable(events_fd, False)
+    lock = threading.Lock()
 
-    Args:
-        events_fd: where they go.
-    """
-
-    def __init__(self, events_fd: int) -> None:
-        os.set_inheritable(events_fd, False)
-        self._events_fd = events_fd
-        self._lock = threading.Lock()
-
-    def __call__(self, event: Event) -> None:
+    def send(event: Event) -> None:
         data = encode(event).encode()
         try:
-            with self._lock:
+            with lock:
                 while data:
-                    data = data[os.write(self._events_fd, data) :]
+                    data = data[os.write(events_fd, data) :]
         except OSError:
             os._exit(1)  # the parent has gone: there is nobody to compute for
+
+    return send
+
+
+class HeartbeatThread:
+    """Says how long ago the main thread took a step: when it is started, and then every ``INTERVAL_SECONDS``.
+
+    Attributes:
+        clock: in seconds; leaves out the time in which this process was stopped.
+    """
+
+    def __init__(self, send: Callable[[Event], None]) -> None:
+        self._send = send
+        self.clock: Callable[[], float] = Watch(1.5 * INTERVAL_SECONDS)  # read at every heartbeat
+        self._last_step: float | None = self.clock()
+        self._writing_since: float | None = None
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
+
+    def step(self) -> None:
+        """The main thread got somewhere: a command has come, a batch is done."""
+        self._last_step = self.clock()
+
+    def wait(self) -> None:
+        """The main thread waits for a command; however long that takes, it does not hang."""
+        self._last_step = None
+
+    def begin_write(self) -> None:
+        """Another thread begins to write a shard: until ``end_write``, this process can hang in that."""
+        self._writing_since = self.clock()
+
+    def end_write(self) -> None:
+        self._writing_since = None
+
+    def idle_seconds(self) -> float:
+        """Seconds since the last step; 0 while there is nothing to do."""
+        now = self.clock()  # in any case, so that it is read at every heartbeat
+        last = self._last_step if self._last_step is not None else self._writing_since
+        return 0.0 if last is None else round(now - last, 3)
+
+    def _run(self) -> None:
+        while True:
+            self._send(Heartbeat(self.idle_seconds()))
+            time.sleep(INTERVAL_SECONDS)
 
 
 class CommandReader:
     """Commands as they arrive on standard input, which itself becomes empty, so that no library can wait on it.
 
-    Args:
-        heartbeat: is told when the main thread waits, and when it has got a command.
+    The heartbeat is told when the main thread waits, and when it has got a command.
+
+    Attributes:
+        on_prepare: once set, hints go straight there, in the reading thread: the main one computes meanwhile.
     """
 
     def __init__(self, heartbeat: HeartbeatThread) -> None:
         self._heartbeat = heartbeat
         self._arrived: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._on_prepare: Callable[[Prepare], None] | None = None
+        self.on_prepare: Callable[[Prepare], None] | None = None
 
     def start(self) -> None:
         """Begin to read."""
@@ -56,10 +99,6 @@ class CommandReader:
         os.dup2(null, 0)
         os.close(null)
         threading.Thread(target=self._read, args=(commands_fd,), name="commands", daemon=True).start()
-
-    def on_prepare(self, callback: Callable[[Prepare], None]) -> None:
-        """From now on hints go straight there, in the reading thread: the main one computes meanwhile."""
-        self._on_prepare = callback
 
     def stop(self) -> None:
         """Let the main thread come to its end as if it had been told to, from any thread."""
@@ -77,8 +116,8 @@ class CommandReader:
             with os.fdopen(commands_fd, encoding="utf-8") as lines:
                 for line in lines:
                     command = decode(line)
-                    if isinstance(command, Prepare) and self._on_prepare is not None:
-                        self._on_prepare(command)
+                    if isinstance(command, Prepare) and self.on_prepare is not None:
+                        self.on_prepare(command)
                     else:
                         self._arrived.put(command)
         finally:

@@ -68,40 +68,33 @@ def probe(on_gpu: bool, allocate_bytes: int, imports: list[str]) -> dict[str, An
         report["cuda"] = torch.version.cuda
         report["sees_gpu"] = torch.cuda.is_available()
         report["architectures"] = torch.cuda.get_arch_list()
-        if on_gpu and not report["sees_gpu"]:
-            with _trying("start CUDA", errors):
-                torch.cuda.init()  # type: ignore[no-untyped-call]  # is_available() swallows the reason
-        else:
-            _try_device(torch.device("cuda" if on_gpu else "cpu"), allocate_bytes, report)
-    if "torch" in report:
-        for name in imports:
-            with _trying(f"import {name}", errors):
-                importlib.import_module(name)
+    if "torch" not in report:
+        return report
+    if on_gpu and not report["sees_gpu"]:
+        with _trying("start CUDA", errors):
+            torch.cuda.init()  # type: ignore[no-untyped-call]  # is_available() swallows the reason
+    else:
+        device, names = torch.device("cuda" if on_gpu else "cpu"), ["float32"]
+        if on_gpu:
+            with _trying("ask the GPU", errors):
+                report["capability"] = torch.cuda.get_device_capability()
+                # Below 8.0 bfloat16 is only emulated, and no member gets it there.
+                names += ["float16", *(["bfloat16"] if report["capability"] >= (8, 0) else [])]
+                report["free_bytes"] = torch.cuda.mem_get_info()[0]
+                allocate_bytes = min(allocate_bytes, report["free_bytes"] // 2)
+        with _trying(f"allocate {allocate_bytes >> 20} MiB", errors):
+            torch.empty(allocate_bytes, dtype=torch.uint8, device=device).fill_(1)
+            torch.cuda.empty_cache()
+        for name in names:
+            with _trying(f"multiply in {name}", errors):
+                error = product_error(getattr(torch, name), device)
+                if not error <= _TOLERANCES[name]:  # not ">": NaN is wrong too
+                    raise ArithmeticError(f"the product is off by {error:.1e} of its largest number")
+                report["passed"].append(name)
+    for name in imports:
+        with _trying(f"import {name}", errors):
+            importlib.import_module(name)
     return report
-
-
-def _try_device(device: torch.device, allocate_bytes: int, report: dict[str, Any]) -> None:
-    import torch
-
-    errors = report["errors"]
-    names = ["float32"]
-    if device.type == "cuda":
-        with _trying("ask the GPU", errors):
-            capability = torch.cuda.get_device_capability()
-            # Below 8.0 bfloat16 is only emulated, and no member gets it there.
-            names = ["float32", "float16", *(["bfloat16"] if capability >= (8, 0) else [])]
-            report["capability"] = capability
-            report["free_bytes"] = torch.cuda.mem_get_info()[0]
-            allocate_bytes = min(allocate_bytes, report["free_bytes"] // 2)
-    with _trying(f"allocate {allocate_bytes >> 20} MiB", errors):
-        torch.empty(allocate_bytes, dtype=torch.uint8, device=device).fill_(1)
-        torch.cuda.empty_cache()
-    for name in names:
-        with _trying(f"multiply in {name}", errors):
-            error = product_error(getattr(torch, name), device)
-            if not error <= _TOLERANCES[name]:  # not ">": NaN is wrong too
-                raise ArithmeticError(f"the product is off by {error:.1e} of its largest number")
-            report["passed"].append(name)
 
 
 def product_error(dtype: torch.dtype, device: torch.device) -> float:
@@ -146,5 +139,5 @@ def _trying(what: str, errors: dict[str, str]) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # whatever it is, it is the finding
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        errors[what] = f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+        first_line = str(error).strip().partition("\n")[0].strip()
+        errors[what] = f"{type(error).__name__}: {first_line}"[:300]

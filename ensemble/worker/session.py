@@ -1,4 +1,4 @@
-"""A worker's session: commands in, events out, one member's parts on disk in between.
+"""A worker's session: commands in, events out, one member's shards on disk in between.
 
 Knows nothing of what a member is: that is its kind's, whose child side the spec names.
 """
@@ -14,17 +14,16 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 from ensemble.common.files import check_unchanged
 from ensemble.common.import_guards import keep_pandas_out
 from ensemble.common.protocol import (
-    ChunkDone,
     ChunkFailed,
     Closed,
-    Command,
     Computed,
     Event,
     Failed,
@@ -39,8 +38,7 @@ from ensemble.common.protocol import (
 from ensemble.common.redact import Redactor, guard_output
 from ensemble.common.torch_errors import Verdict, judge, one_line
 from ensemble.members.predictor import Child
-from ensemble.worker.heartbeat import HeartbeatThread
-from ensemble.worker.shutdown import Terminated
+from ensemble.worker.channel import CommandReader, HeartbeatThread
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,24 +47,18 @@ if TYPE_CHECKING:
 PROGRESS_SECONDS = 0.5
 
 
-class Commands(Protocol):
-    """Where commands come from; see ``channel.CommandReader``."""
-
-    def __iter__(self) -> Iterator[Command]: ...
-    def on_prepare(self, callback: Callable[[Prepare], None]) -> None: ...
-    def stop(self) -> None: ...
+class Terminated(BaseException):
+    """SIGTERM has come; raised in the main thread, wherever it is."""
 
 
-def serve(commands: Commands, send: Callable[[Event], None], heartbeat: HeartbeatThread, began: float) -> int:
-    """Do as the commands say until the end, and answer with events.
+def serve(
+    commands: CommandReader, send: Callable[[Event], None], heartbeat: HeartbeatThread, began: float
+) -> int:
+    """Do as the commands say until the end, and answer with events; returns the process's exit code.
 
     Args:
-        send: takes events, from any thread.
         heartbeat: is told of every step; its clock times the chunks.
         began: when this process started, on the monotonic clock, in seconds.
-
-    Returns:
-        The process's exit code.
 
     Raises:
         Terminated: SIGTERM has come.
@@ -85,7 +77,7 @@ def serve(commands: Commands, send: Callable[[Event], None], heartbeat: Heartbea
         redact = Redactor(os.environ, start.spec.settings)
         guard_output(redact)
         session = Session(start, send_redacted, heartbeat, began, commands.stop)
-        commands.on_prepare(session.prepare)
+        commands.on_prepare = session.prepare
         for command in arriving:
             if isinstance(command, Stop):
                 break
@@ -105,14 +97,17 @@ def serve(commands: Commands, send: Callable[[Event], None], heartbeat: Heartbea
                     send_redacted(ChunkFailed(chunk, type(error).__name__, one_line(error, redact), trace))
                 chunk = None
         session.close()
-    except Terminated:
-        _let_writing_end(session)
-        raise
     except BaseException as error:  # whatever it is, the parent must hear of it before this process ends
-        trace = _logged_traceback()
-        _let_writing_end(session)
-        if session is not None and session.unwritten_chunk is not None:
-            chunk = session.unwritten_chunk
+        is_told_to_end = isinstance(error, Terminated)
+        trace = "" if is_told_to_end else _logged_traceback()
+        if session is not None:
+            # A shard that is being written takes a moment, and no half of it is left behind.
+            with contextlib.suppress(Exception):
+                session.wait()
+            if session.unwritten_chunk is not None:
+                chunk = session.unwritten_chunk
+        if is_told_to_end:
+            raise
         can_retry = judge(error) is Verdict.SUSPECT
         send_redacted(Failed(type(error).__name__, one_line(error, redact), trace, chunk, can_retry))
         return 1
@@ -125,7 +120,11 @@ class Session:
     Made, it has imported the kind's libraries, said so, and holds a predictor that needs no device yet.
 
     Args:
-        failed: called by another thread when a part could not be written; ``predict`` and ``close`` raise why.
+        failed: called by another thread when a shard could not be written; ``predict`` and ``close`` raise why.
+
+    Attributes:
+        predictor: the kind's.
+        unwritten_chunk: the number of the chunk whose shard could not be written; None: there is none.
 
     Raises:
         FilesChanged: the member's files are no longer those that the run has begun with.
@@ -142,7 +141,11 @@ class Session:
     ) -> None:
         self._send = send
         self._heartbeat = heartbeat
+        self._failed = failed
         self._common = start.spec.common
+        self.unwritten_chunk: int | None = None
+        self._writer = ThreadPoolExecutor(1, "writer")
+        self._writing: Future[None] | None = None
         child = cast(Child, importlib.import_module(start.spec.kind))
         versions = {"python": platform.python_version(), **child.import_libraries()}
         # Not before: some libraries must be the first to import numpy or pyarrow.
@@ -150,13 +153,13 @@ class Session:
         import numpy as np
 
         from ensemble.data.published_table import PublishedTable
-        from ensemble.worker.shard_writer import ShardWriter
+        from ensemble.worker.shard_writer import write_shard
 
         send(Started(versions, round(time.monotonic() - began, 3)))
         heartbeat.step()
         making_since = time.monotonic()
+        self._write_shard = write_shard
         self._order: npt.NDArray[np.int64] = np.asarray(np.load(self._common.order_path, mmap_mode="r"))
-        self._writer = ShardWriter(self._common, failed)
         with self._unchanged():
             table = PublishedTable(Path(self._common.table_path))
             self.predictor = child.make_predictor(self._common, start.spec.settings, table)
@@ -164,21 +167,12 @@ class Session:
             self.predictor.preload(start.preload_bytes)
         self._making_seconds = time.monotonic() - making_since
 
-    @property
-    def unwritten_chunk(self) -> int | None:
-        """The number of the chunk whose part could not be written; None: there is none."""
-        return self._writer.failed_chunk
-
     def prepare(self, hint: Prepare) -> None:
         """Pass a hint on; from any thread."""
-        self.predictor.prepare(self._rows(hint))
+        self.predictor.prepare(self._order[hint.start : hint.stop])
 
     def load(self) -> None:
-        """Put the member on its devices.
-
-        Raises:
-            FilesChanged: its files are no longer those that the run has begun with.
-        """
+        """Put the member on its devices; raises what making a session does."""
         began = time.monotonic()
         with self._unchanged():
             ready = self.predictor.load()
@@ -186,13 +180,13 @@ class Session:
         self._send(replace(ready, load_seconds=round(seconds, 3)))
 
     def predict(self, command: Predict) -> None:
-        """Compute a chunk; a thread leaves it as its part, without the rows that cannot be computed.
+        """Compute a chunk; a thread writes its shard, without the rows that cannot be computed.
 
-        Returns when the device has nothing left to do for the chunk.  No more than one part is being written while
+        Returns when the device has nothing left to do for the chunk.  No more than one shard is being written while
         the next chunk is computed.
 
         Raises:
-            WriteError: an earlier part could not be written; ``unwritten_chunk`` says which.
+            WriteError: an earlier shard could not be written; ``unwritten_chunk`` says which.
             Exception: whatever comes out of the predictor; which row is to blame is not known then.
         """
         began, last = self._heartbeat.clock(), time.monotonic()
@@ -204,35 +198,36 @@ class Session:
                 last = time.monotonic()
                 self._send(Progress(command.chunk, rows, tokens, padded_tokens))
 
-        def written(done: ChunkDone) -> None:
-            self._heartbeat.end_write()
-            seconds = self._heartbeat.clock() - began
-            self._send(replace(done, counters=replace(done.counters, predict_seconds=seconds)))
+        def write() -> None:
+            try:
+                done = self._write_shard(self._common, command, rows, prediction)
+                self._heartbeat.end_write()
+                seconds = self._heartbeat.clock() - began
+                self._send(replace(done, counters=replace(done.counters, predict_seconds=seconds)))
+            except BaseException:  # whatever it is, the main thread must hear of it
+                self.unwritten_chunk = command.chunk
+                self._failed()
+                raise
 
-        self._writer.check()
-        rows = self._rows(command)
+        if self.unwritten_chunk is not None:
+            self.wait()
+        rows = self._order[command.start : command.stop]
         prediction = self.predictor.predict(rows, report)
-        self._writer.wait()
+        self.wait()
         self._heartbeat.begin_write()
         self._send(Computed(command.chunk))
-        self._writer.start(command, rows, prediction, written)
+        self._writing = self._writer.submit(write)
 
     def wait(self) -> None:
-        """Until the last part stands under its name.
-
-        Raises:
-            WriteError: it could not be written; ``unwritten_chunk`` says which.
-        """
-        self._writer.wait()
+        """Until the last shard stands under its name; raises why it could not be written."""
+        if self._writing is not None:
+            self._writing.result()
 
     def close(self) -> None:
         """There is nothing left to do; raises as ``wait`` does."""
         self.wait()
         self.predictor.close()
         self._send(Closed(_peak_memory_bytes(), self.predictor.peak_gpu_memory_bytes()))
-
-    def _rows(self, command: Prepare | Predict) -> npt.NDArray[np.int64]:
-        return self._order[command.start : command.stop]
 
     @contextlib.contextmanager
     def _unchanged(self) -> Iterator[None]:
@@ -243,13 +238,6 @@ class Session:
             check_unchanged(self._common.files)
 
 
-def _let_writing_end(session: Session | None) -> None:
-    # A part that is being written takes a moment, and no half of it is left behind.
-    if session is not None:
-        with contextlib.suppress(Exception):
-            session.wait()
-
-
 def _logged_traceback() -> str:
     text = traceback.format_exc()
     with contextlib.suppress(OSError):  # the disk may be full, and the parent must hear of it all the same
@@ -258,10 +246,8 @@ def _logged_traceback() -> str:
 
 
 def _peak_memory_bytes() -> int:
-    """The most resident memory this process ever had."""
     # Not ru_maxrss first: on Linux it survives the exec and can be the parent's peak.
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
+    with contextlib.suppress(OSError, IndexError):
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+        return int(status.partition("\nVmHWM:")[2].split()[0]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -29,7 +29,7 @@ QUICK = ("tests/releases", "tests/worker/test_adapter.py", "tests/worker/test_qu
 WHOLE = (
     *QUICK,
     *(f"tests/worker/test_{name}.py" for name in ("predict", "precision", "float32", "gguf", "offload")),
-    *(f"tests/worker/test_{name}.py" for name in ("serve", "compute", "repeated", "proof")),
+    *(f"tests/worker/test_{name}.py" for name in ("session", "compute", "repeated", "proof")),
     *("tests/checkpoint", "tests/test_configs.py"),
 )
 # Shown in the table.

@@ -8,7 +8,7 @@ from pathlib import Path
 from ensemble.common.clock import Watch
 from ensemble.common.protocol import Event, Heartbeat
 from ensemble.scheduling.launchers.local import LocalWorker
-from ensemble.worker.heartbeat import HeartbeatThread
+from ensemble.worker.channel import HeartbeatThread
 from tests.waiting import wait_until
 
 

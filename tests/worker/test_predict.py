@@ -15,7 +15,7 @@ from ensemble.common.protocol import CommonSpec, Event, Start, WorkerSpec
 from ensemble.data.published_table import PublishedTable
 from ensemble.members.huggingface.spec import ModelSettings, ModelSpec
 from ensemble.members.seq_cls.parent import SequenceClassification
-from ensemble.worker.heartbeat import HeartbeatThread
+from ensemble.worker.channel import HeartbeatThread
 from ensemble.worker.session import Session
 from tests.checkpoints import make_checkpoint, make_texts, reference
 

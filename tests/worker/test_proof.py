@@ -13,8 +13,8 @@ import pytest
 
 from tests.checkpoints import WORDS, make_checkpoint, make_texts
 from tests.worker.test_predict import LABELS, predictor, worker_spec
-from tests.worker.test_rehearsal import CASES, encoded_of, model_of
 from tests.worker.test_session import publish
+from tests.worker.test_warmup import CASES, encoded_of, model_of
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
@@ -25,12 +25,11 @@ def checked(model: Any, dtype: str = "float32", retry: bool = False) -> str:
 
     from ensemble.members.huggingface.loading.float32_retry import in_float32
     from ensemble.members.huggingface.scoring.classifier import Classifier
-    from ensemble.members.huggingface.scoring.warmup import Rehearsal
+    from ensemble.members.huggingface.scoring.warmup import WarmUp
 
-    rehearsal = Rehearsal(
-        Classifier(model, 0), encoded_of([4, 14, 60]), "softmax", dtype == "float32", may_omit_mask=True
-    )
-    return rehearsal.check_attention(model, dtype, partial(in_float32, model) if retry else None)
+    classifier, mode = Classifier(model, 0), partial(in_float32, model) if retry else None
+    warm_up = WarmUp(classifier, encoded_of([4, 14, 60]), "softmax", dtype == "float32", mode)
+    return warm_up.check_attention(model, dtype)
 
 
 def attentions(model: Any) -> list[str | None]:

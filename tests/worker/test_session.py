@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,13 @@ from ensemble.common.protocol import (
     Failed,
     Load,
     Predict,
-    Prepare,
     Progress,
     Ready,
     Started,
     Stop,
 )
 from ensemble.members.huggingface.spec import ModelSpec
-from ensemble.worker.heartbeat import HeartbeatThread
+from ensemble.worker.channel import CommandReader, HeartbeatThread
 from ensemble.worker.session import serve
 from tests.checkpoints import make_checkpoint, make_texts, reference
 from tests.worker.broken import BREAKING
@@ -56,14 +55,15 @@ def publish(folder: Path, columns: Mapping[str, list[Any]], order: list[int] | N
     return {key: str(folder / name) for key, name in places.items()}
 
 
-class Script(list[Command]):
+class Script(CommandReader):
     """Commands that are there from the beginning."""
 
-    def on_prepare(self, callback: Callable[[Prepare], None]) -> None:
-        pass
+    def __init__(self, heartbeat: HeartbeatThread, *commands: Command) -> None:
+        super().__init__(heartbeat)
+        self._commands = commands
 
-    def stop(self) -> None:
-        pass
+    def __iter__(self) -> Iterator[Command]:
+        return iter(self._commands)
 
 
 class Heartbeat(HeartbeatThread):
@@ -86,7 +86,9 @@ def served(spec: ModelSpec, *commands: Command, step: Callable[[], None] = lambd
     """The exit code and the events, without progress and without word that a chunk is computed."""
     events: list[Event] = []
     heartbeat = Heartbeat(events.append, step)
-    code = serve(Script([start(spec), Load(), *commands]), events.append, heartbeat, time.monotonic())
+    code = serve(
+        Script(heartbeat, start(spec), Load(), *commands), events.append, heartbeat, time.monotonic()
+    )
     return code, [event for event in events if not isinstance(event, Progress | Computed)]
 
 
@@ -183,7 +185,7 @@ def test_blocks_of_tokens_are_put_together_in_the_rows_order(
         np.testing.assert_array_equal(one, other)
 
 
-def test_a_part_that_cannot_be_written_ends_the_worker(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_shard_that_cannot_be_written_ends_the_worker(checkpoint: Path, tmp_path: Path) -> None:
     places = publish(tmp_path, {"text": make_texts(10)})
     shutil.rmtree(tmp_path / "parts")
     code, events = served(worker_spec(checkpoint, **places), Predict(0, 0, 5), Predict(1, 5, 10), Stop())

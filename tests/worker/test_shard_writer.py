@@ -1,4 +1,4 @@
-"""Parts written behind the next chunk's back: one at a time, and an error is the main thread's."""
+"""Shards written while the next chunk is computed: one at a time, and an error is the main thread's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ensemble.common.errors import WriteError
 from ensemble.common.protocol import ChunkDone, Computed, Counters, Event, Predict, Prepare, Ready
 from ensemble.members.predictor import Prediction
 from ensemble.worker.session import Session
-from ensemble.worker.shard_writer import ShardWriter
+from ensemble.worker.shard_writer import write_shard
 from tests.checkpoints import make_checkpoint, make_texts, reference
 from tests.waiting import PATIENCE_SECONDS, wait_until
 from tests.worker.test_predict import LABELS, make_session, predictor, start, worker_spec
@@ -25,7 +25,7 @@ TEXTS = make_texts(40)
 
 
 class Told:
-    """Events as they come; word of a part waits until ``may_end`` is set."""
+    """Events as they come; word of a shard waits until ``may_end`` is set."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, Any]] = []
@@ -61,23 +61,23 @@ def chunk(number: int) -> Predict:
     return Predict(number, 10 * number, 10 * number + 10)
 
 
-def test_no_more_than_one_part_waits_while_the_next_is_computed(
+def test_no_more_than_one_shard_waits_while_the_next_is_computed(
     session: Session, told: Told, tmp_path: Path
 ) -> None:
     from ensemble.common.shards import read_part
 
     told.may_end.clear()
-    session.predict(chunk(0))  # returns although its part is not done with
+    session.predict(chunk(0))  # returns although its shard is not done with
     behind = threading.Thread(target=session.predict, args=(chunk(1),))
     behind.start()
     behind.join(0.3)
-    assert behind.is_alive(), "the second part must wait for the first"
-    wait_until(lambda: bool(told.done()), "the first part")
+    assert behind.is_alive(), "the second shard must wait for the first"
+    wait_until(lambda: bool(told.done()), "the first shard")
     assert len(told.done()) == 1
     told.may_end.set()
     behind.join()
     session.wait()
-    assert [name for name, _ in told.done()] == ["writer", "writer"]
+    assert [name for name, _ in told.done()] == ["writer_0", "writer_0"]
     expected = reference(tmp_path / "m", TEXTS[:20])
     for place, (_, done) in enumerate(told.done()):
         content = read_part(tmp_path / "parts" / done.part)
@@ -118,25 +118,20 @@ def test_rows_that_are_no_probabilities_are_bad_rows(tmp_path: Path) -> None:
     ):
         places = publish(tmp_path / activation, {"text": ["a"] * 20})
         spec = start(worker_spec(tmp_path, labels=("a", "b"), activation=activation, **places)).spec.common
-        done: list[ChunkDone] = []
-        writer = ShardWriter(spec, lambda: None)
         prediction = Prediction(values, {3: "too long"}, Counters(tokens=7, rows=1), "ask for more")
-        writer.start(Predict(4, 0, 6), rows, prediction, done.append)
-        writer.wait()
-        assert dict(zip(done[0].bad_rows, done[0].bad_row_reasons, strict=True)) == reasons
-        assert list(done[0].bad_rows) == sorted(reasons)
-        assert done[0].counters == Counters(chunks=1, rows=6, bad_rows=len(reasons), tokens=7)
-        content = read_part(Path(spec.parts_dir) / done[0].part)
+        done = write_shard(spec, Predict(4, 0, 6), rows, prediction)
+        assert dict(zip(done.bad_rows, done.bad_row_reasons, strict=True)) == reasons
+        assert list(done.bad_rows) == sorted(reasons)
+        assert done.counters == Counters(chunks=1, rows=6, bad_rows=len(reasons), tokens=7)
+        content = read_part(Path(spec.parts_dir) / done.part)
         assert content is not None
         assert [int(line.split(b",")[0]) for line in content.splitlines()[1:]] == good
 
 
 def test_a_prediction_of_another_shape_is_refused(tmp_path: Path) -> None:
     spec = start(worker_spec(tmp_path, **publish(tmp_path, {"text": ["a"] * 4}))).spec.common
-    writer = ShardWriter(spec, lambda: None)
-    writer.start(Predict(0, 0, 4), np.arange(4), Prediction(np.ones((4, 2))), lambda done: None)
     with pytest.raises(ValueError, match=r"shape \(4, 2\), and \(4, 3\) was asked for"):
-        writer.wait()
+        write_shard(spec, Predict(0, 0, 4), np.arange(4), Prediction(np.ones((4, 2))))
     assert list((tmp_path / "parts").iterdir()) == []
 
 
@@ -162,8 +157,8 @@ def test_a_hint_before_loading_is_used(tmp_path: Path, told: Told) -> None:
     session = make_session(worker_spec(folder, gpus=1, **publish(tmp_path, {"text": TEXTS})), told)
     session.prepare(Prepare(0, 40))
     session.load()
-    # Whatever the table says by now, these rows have their token ids.
-    session.predictor._table = None  # type: ignore[attr-defined]
+    # These rows have their token ids by now.
+    session.predictor._prompt = None  # type: ignore[attr-defined]
     session.predict(Predict(0, 0, 40))
     session.wait()
     assert told.done()[0][1].counters.batches > 0

@@ -16,15 +16,15 @@ BEGIN = """
 import sys, time
 from pathlib import Path
 from ensemble.common.files import atomic_path
-from ensemble.worker import shutdown
+from ensemble.worker import __main__ as worker, session
 """
 # As main() ends for a worker.
 END = """
-except shutdown.Terminated:
-    shutdown.end_by(15)
+except session.Terminated:
+    worker.end_by(15)
 """
 WRITES_A_PART = """
-shutdown.end_on_sigterm()
+worker.end_on_sigterm()
 try:
     with atomic_path(Path(sys.argv[1]) / "part.csv") as temporary:
         temporary.write_text("half")
@@ -34,14 +34,14 @@ try:
 # In C, with the interpreter's lock released, for minutes: Python's own handlers wait for the end of it.
 IS_DEEP_IN_A_LIBRARY = """
 import hashlib
-shutdown.end_on_sigterm()
+worker.end_on_sigterm()
 try:
     print("ready", flush=True)
     hashlib.pbkdf2_hmac("sha256", b"", b"", 1 << 30)
 """
-TAKES_ITS_TIME = "shutdown.END_SECONDS = 1000" + IS_DEEP_IN_A_LIBRARY
+TAKES_ITS_TIME = "worker.END_SECONDS = 1000" + IS_DEEP_IN_A_LIBRARY
 SWALLOWS_IT = """
-shutdown.end_on_sigterm()
+worker.end_on_sigterm()
 try:
     while True:
         try:

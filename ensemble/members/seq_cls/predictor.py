@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from transformers import masking_utils
 
 from ensemble.common.protocol import Ready
 from ensemble.data.json_cells import TemplateProblem
 from ensemble.data.published_table import PublishedTable
 from ensemble.members.huggingface.loading.checks import ROWS, check_tokenizer
+from ensemble.members.huggingface.loading.device_map import input_device
 from ensemble.members.huggingface.loading.float32_retry import (
     in_float32,
     uses_half_precision,
@@ -30,12 +31,11 @@ from ensemble.members.huggingface.loading.preload import (
 )
 from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
 from ensemble.members.huggingface.scoring.classifier import Classifier, Shortcut, probabilities
-from ensemble.members.huggingface.scoring.device_queue import never_look_for_packed_rows
-from ensemble.members.huggingface.scoring.encode import Encoded, Prompt
-from ensemble.members.huggingface.scoring.forward import BatchSizes, Computed, Mode, compute
-from ensemble.members.huggingface.scoring.prefetch import Upcoming
+from ensemble.members.huggingface.scoring.encode import Prompt, Text
+from ensemble.members.huggingface.scoring.forward import BatchSizes, Mode, compute
+from ensemble.members.huggingface.scoring.prefetch import Prefetch
 from ensemble.members.huggingface.scoring.unsupported import told_in_a_sentence
-from ensemble.members.huggingface.scoring.warmup import LONGEST, TEXTS, Rehearsal
+from ensemble.members.huggingface.scoring.warmup import MAX_CHARACTERS, TEXTS, WarmUp
 from ensemble.members.huggingface.spec import ModelSpec
 from ensemble.members.predictor import Prediction, Predictor, Report
 
@@ -44,7 +44,7 @@ class SequenceClassifier(Predictor):
     """Made, it holds neither model nor device.
 
     Args:
-        spec: what to load, and how to feed it.
+        spec: what to load, and how its rows become token ids.
         table: its rows.
 
     Raises:
@@ -54,7 +54,6 @@ class SequenceClassifier(Predictor):
 
     def __init__(self, spec: ModelSpec, table: PublishedTable) -> None:
         self._spec = spec
-        self._table = table
         self._tokenizer = load_tokenizer(spec)
         # Of the model's own limit nothing is known yet.
         self._max_length = max_length(spec, self._tokenizer, None, [])
@@ -65,11 +64,18 @@ class SequenceClassifier(Predictor):
                 first.append(self._prompt.render(row))
         folder = checkpoint_folder(spec.model_name_or_path, spec.revision)
         plain = [part for text in first for part in ([text] if isinstance(text, str) else text)]
-        self._tokenizer_notes = tuple(check_tokenizer(spec, self._tokenizer, folder, plain))
-        self._longest = max(first, key=lambda text: len("".join(text)), default=None)
-        self._rehearsed = self._encode_rehearsal()
+        self._tokenizer_notes = check_tokenizer(spec, self._tokenizer, folder, plain)
+        is_pair = len(spec.text_columns) == 2
+        self._warmup_texts: list[Text] = [(text, text) if is_pair else text for text in TEXTS]
+        if first:
+            longest = max(first, key=lambda text: len("".join(text)))
+            cut = [part[:MAX_CHARACTERS] for part in ([longest] if isinstance(longest, str) else longest)]
+            self._warmup_texts.append((cut[0], cut[1]) if is_pair else cut[0])
+        self._warmup = self._prompt.encode_texts(self._warmup_texts)
         # On a CPU both would want the same cores.
-        self._prefetch = Upcoming(self._encode, in_background=spec.gpus > 0)
+        self._prefetch = Prefetch(
+            lambda rows, step: self._prompt.encode(table.take(rows), step), in_background=spec.gpus > 0
+        )
         self._reading: ReadAhead | None = None
         import_model_class(spec)
 
@@ -82,36 +88,47 @@ class SequenceClassifier(Predictor):
     def load(self) -> Ready:
         if self._reading is not None:
             self._reading.stop()
-        loaded = load(self._spec, self._tokenizer)
+        spec = self._spec
+        self._loaded = loaded = load(spec, self._tokenizer)
         if loaded.max_length != self._max_length:
             self._max_length = loaded.max_length
-            self._prompt = Prompt(self._spec, self._tokenizer, self._max_length)
-            self._prefetch.forget()
-            with self._prefetch.nobody_else():
-                self._rehearsed = self._encode_rehearsal()
-        self._loaded = loaded
-        self._classifier = Classifier(loaded.model, loaded.pad_token_id)
+            self._prompt = Prompt(spec, self._tokenizer, self._max_length)
+            self._warmup = self._prefetch.start_over(lambda: self._prompt.encode_texts(self._warmup_texts))
+        least = capability(input_device(loaded.model).type == "cuda")
+        self._classifier = Classifier(loaded.model, loaded.pad_token_id, may_omit_mask(loaded.model, least))
         notes = [*loaded.notes, *self._tokenizer_notes]
         uses_half = uses_half_precision(loaded.model)
         # Why its overflows cannot be run again in float32; empty where they can, or where there are none.
         self._why_not_float32 = why_not_float32(loaded.model) if uses_half else ""
         can_retry = uses_half and not self._why_not_float32
         self._in_float32: Mode | None = partial(in_float32, loaded.model) if can_retry else None
-        self._passes = partial(told_in_a_sentence, self._spec, loaded.model, loaded.device_name)
+        self._passes = partial(told_in_a_sentence, spec, loaded.model, loaded.device_name)
+        warm_up = WarmUp(
+            self._classifier,
+            self._warmup,
+            spec.activation,
+            is_exact=loaded.dtype == "float32" and spec.quantization_config is None,
+            in_float32=self._in_float32,
+        )
         with self._passes(first=True):
-            bears_padding = self._bears_padding(notes)
-        self._sizes = BatchSizes(loaded.token_budget, self._spec.batch_size, not bears_padding, loaded.memory)
+            if skipped := warm_up.check_attention(loaded.model, loaded.dtype):
+                notes.append(skipped)
+            bears_padding = warm_up.bears_padding()
+        if Shortcut.NO_MASK in self._classifier.taken:
+            # Without a mask transformers asks the device at each pass whether rows are packed into one; none are.
+            masking_utils.find_packed_sequence_indices = lambda position_ids: None
         if not bears_padding:
             notes.append(
                 "its numbers change with padding, so only rows of equal length share a batch: slower"
             )
+        self._sizes = BatchSizes(loaded.token_budget, spec.batch_size, not bears_padding, loaded.memory)
         return Ready(
             device=loaded.device_name,
             dtype=loaded.dtype,
             attn_implementation=loaded.attn_implementation,
             parameters=loaded.parameters,
             max_length=self._max_length,
-            token_budget=self._sizes.tokens_at(min(self._max_length, self._spec.width or self._max_length)),
+            token_budget=self._sizes.tokens_at(min(self._max_length, spec.width or self._max_length)),
             notes=tuple(notes),
         )
 
@@ -123,12 +140,30 @@ class SequenceClassifier(Predictor):
         if len(computed.rows):
             found = probabilities(computed.logits, self._spec.activation)
             values[computed.rows] = found[:, list(self._spec.label_order)]
-        return Prediction(
-            values=values,
-            bad_rows=encoded.problems | self._too_large(encoded, computed),
-            counters=replace(computed.counters, truncated_rows=encoded.truncated_rows),
-            advice=self._advice(computed.float32_error),
-        )
+        bad_rows = dict(encoded.problems)
+        again = f" in float32, which it needs because it overflows {self._loaded.dtype}"
+        for places, in_what in ((computed.too_large, ""), (computed.too_large_in_float32, again)):
+            for place in places:
+                bad_rows[place] = (
+                    f"{encoded.lengths[place]:,} tokens do not fit into the memory of {self._loaded.device_name} "
+                    f"even alone{in_what}; lower max_length ({self._max_length}), quantize, or give it more GPUs "
+                    "(num_gpus)"
+                )
+        # Why rows come out as no numbers, and what to do about it.
+        if self._why_not_float32:
+            advice = f"a float16 overflow is likely, and {self._why_not_float32}: set dtype: bfloat16"
+        elif computed.float32_error:
+            advice = (
+                f"it overflows {self._loaded.dtype}, and this model does not run in float32 "
+                f"({computed.float32_error}); set dtype: bfloat16 or float32"
+            )
+        else:
+            tried = (
+                "it was computed in float32" if self._in_float32 is None else "float32 gave no better numbers"
+            )
+            advice = f"{tried}, so the checkpoint's weights are damaged, or it cannot compute this row"
+        counters = replace(computed.counters, truncated_rows=encoded.truncated_rows)
+        return Prediction(values, bad_rows, counters, advice)
 
     def check_device(self) -> None:
         # Kernels run later than they are called, so that an error can show far from its cause.
@@ -140,58 +175,3 @@ class SequenceClassifier(Predictor):
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return None
         return max(torch.cuda.max_memory_reserved(index) for index in range(torch.cuda.device_count()))
-
-    def _encode(self, rows: npt.NDArray[np.int64], step: Callable[[], None]) -> Encoded:
-        return self._prompt.encode(self._table.take(rows), step)
-
-    def _encode_rehearsal(self) -> Encoded:
-        pairs = len(self._spec.text_columns) == 2
-        texts: list[str | tuple[str, str]] = [(text, text) for text in TEXTS] if pairs else list(TEXTS)
-        if isinstance(self._longest, str):
-            texts.append(self._longest[:LONGEST])
-        elif self._longest is not None:
-            texts.append((self._longest[0][:LONGEST], self._longest[1][:LONGEST]))
-        return self._prompt.encode_texts(texts)
-
-    def _bears_padding(self, notes: list[str]) -> bool:
-        loaded = self._loaded
-        rehearsal = Rehearsal(
-            self._classifier,
-            self._rehearsed,
-            self._spec.activation,
-            is_exact=loaded.dtype == "float32" and self._spec.quantization_config is None,
-            may_omit_mask=may_omit_mask(loaded.model, capability(self._classifier.device.type == "cuda")),
-        )
-        if skipped := rehearsal.check_attention(loaded.model, loaded.dtype, self._in_float32):
-            notes.append(skipped)
-        bears_padding = rehearsal.bears_padding(self._in_float32)
-        if Shortcut.NO_MASK in self._classifier.taken:
-            never_look_for_packed_rows()
-        return bears_padding
-
-    def _too_large(self, encoded: Encoded, computed: Computed) -> dict[int, str]:
-        """Rows for which there is no memory, by their places in the chunk: why, and what to do about it."""
-        again = f" in float32, which it needs because it overflows {self._loaded.dtype}"
-        detours = {
-            **dict.fromkeys(computed.too_large, ""),
-            **dict.fromkeys(computed.too_large_in_float32, again),
-        }
-        return {
-            row: (
-                f"{encoded.lengths[row]:,} tokens do not fit into the memory of {self._loaded.device_name} even "
-                f"alone{detour}; lower max_length ({self._max_length}), quantize, or give it more GPUs (num_gpus)"
-            )
-            for row, detour in detours.items()
-        }
-
-    def _advice(self, float32_error: str) -> str:
-        """Why rows come out as no numbers, and what to do about it."""
-        if self._why_not_float32:
-            return f"a float16 overflow is likely, and {self._why_not_float32}: set dtype: bfloat16"
-        if float32_error:
-            return (
-                f"it overflows {self._loaded.dtype}, and this model does not run in float32 ({float32_error}); "
-                "set dtype: bfloat16 or float32"
-            )
-        tried = "it was computed in float32" if self._in_float32 is None else "float32 gave no better numbers"
-        return f"{tried}, so the checkpoint's weights are damaged, or it cannot compute this row"

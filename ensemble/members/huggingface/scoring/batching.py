@@ -47,18 +47,17 @@ def make_batches(
     equal_lengths: bool = False,
     memory: MemoryLimit | None = None,
 ) -> list[npt.NDArray[np.int64]]:
-    """Cut rows into batches of similar length.
+    """Cut rows into batches of similar length, longest rows first.
 
-    Rows are taken longest first.  With ``batch_size`` every batch has that many rows (the last one fewer).
-    Otherwise a batch grows while its padded size, rows x longest row, stays within the budget; once it is
-    large enough to keep a device busy it also ends where the next row would make more than 2 % of it padding.
-    A row longer than the budget is a batch of its own.
+    A batch grows while its padded size, rows x longest row, stays within the budget; once it is large enough to
+    keep a device busy it also ends where the next row would make more than 2 % of it padding.  A row longer than
+    the budget is a batch of its own.
 
     Args:
         lengths: tokens per row, [rows].
         token_budget: padded tokens a batch may hold.
-        batch_size: rows a batch, at most; then neither the budget nor the memory counts.
-        equal_lengths: no padding at all, for models that cannot bear it.
+        batch_size: rows a batch, fewer in the last one; then neither the budget nor the memory counts.
+        equal_lengths: no padding at all, for models that cannot bear it; then ``batch_size`` is the most.
         memory: what a batch may take beside its budget of tokens; None where that is not known.
 
     Returns:
@@ -92,4 +91,4 @@ def make_batches(
         return batches
     # Out of memory shall show in the first pass: a wide batch leaves more of the limit unused than a narrow one.
     costs = [memory.cost(len(batch) * int(lengths[batch[0]]), int(lengths[batch[0]])) for batch in batches]
-    return [batches[place] for place in np.argsort(-np.array(costs), kind="stable")]
+    return [batches[index] for index in np.argsort(-np.array(costs), kind="stable")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ from ensemble.members.huggingface.spec import ModelSpec
 
 # Rows that the tokenizer gets at a time: enough for all of its threads, a moment's work for the slowest.
 BLOCK_ROWS = 512
+Text: TypeAlias = str | tuple[str, str]
 _NO_TOKENS: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
 
@@ -45,19 +46,17 @@ class Prompt:
 
     def __init__(self, spec: ModelSpec, tokenizer: Any, max_length: int) -> None:
         self._template = compile_template(spec.prompt_template) if spec.prompt_template is not None else None
-        self._columns = spec.text_columns
-        self._tokenizer = tokenizer
-        self._max_length = max_length
-        self._add_special_tokens = spec.add_special_tokens
+        self._spec, self._tokenizer, self._max_length = spec, tokenizer, max_length
         # What an empty row consists of where the tokenizer adds nothing of its own: a model needs one token.
         ids = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, 0)
         self._lone_token = next(token for token in ids if token is not None)
 
-    def render(self, row: Mapping[str, object]) -> str | tuple[str, str]:
+    def render(self, row: Mapping[str, object]) -> Text:
         """The text of one row, or the two texts of a pair."""
         if self._template is not None:
             return self._template.render(row)
-        texts = tuple(_text(row[column]) for column in self._columns)
+        values = (row[column] for column in self._spec.text_columns)
+        texts = ["" if value is None else replace_lone_surrogates(str(value)) for value in values]
         return texts[0] if len(texts) == 1 else (texts[0], texts[1])
 
     def encode(
@@ -65,17 +64,16 @@ class Prompt:
     ) -> Encoded:
         """Token ids of the rows, cut to ``max_length``; rows that the template fails on get none.
 
-        Args:
-            step: called after each block of rows.
+        ``step`` is called after each block of rows.
         """
         inputs: dict[str, list[npt.NDArray[np.int64]]] = {}
         lengths = np.zeros(len(rows), dtype=np.int64)
         truncated = np.zeros(len(rows), dtype=np.bool_)
         problems: dict[int, str] = {}
         first = np.arange(len(rows))
-        row_of_text: dict[str | tuple[str, str], int] = {}
+        row_of_text: dict[Text, int] = {}
         for start in range(0, len(rows), BLOCK_ROWS):
-            texts: dict[int, str | tuple[str, str]] = {}
+            texts: dict[int, Text] = {}
             for row in range(start, min(start + BLOCK_ROWS, len(rows))):
                 try:
                     text = self.render(rows[row])
@@ -89,79 +87,49 @@ class Prompt:
                 chosen = list(texts)
                 arrays_of, lengths[chosen], truncated[chosen] = self._tokenize(list(texts.values()))
                 for name, arrays in arrays_of.items():
-                    places = inputs.setdefault(name, [_NO_TOKENS] * len(rows))
+                    of_rows = inputs.setdefault(name, [_NO_TOKENS] * len(rows))
                     for row, array in zip(chosen, arrays, strict=True):
-                        places[row] = array
+                        of_rows[row] = array
             step()
-        for places in inputs.values():
-            places[:] = [places[row] for row in first.tolist()]
-        repeated = _first_of_equal_ids(inputs, lengths[first], first)
-        return Encoded(inputs, lengths[first], int(truncated[first].sum()), problems, repeated)
+        # Different texts can have the same ids: in what the tokenizer leaves out or cuts.
+        same_ids = first.copy()
+        row_of_ids: dict[bytes, int] = {}
+        for row in np.flatnonzero((first == np.arange(len(rows))) & (lengths > 0)).tolist():
+            ids = b"".join(of_rows[row].tobytes() for of_rows in inputs.values())
+            same_ids[row] = row_of_ids.setdefault(ids, row)
+        for of_rows in inputs.values():
+            of_rows[:] = [of_rows[row] for row in first.tolist()]
+        return Encoded(inputs, lengths[first], int(truncated[first].sum()), problems, same_ids[first])
 
-    def encode_texts(self, texts: Sequence[str | tuple[str, str]]) -> Encoded:
+    def encode_texts(self, texts: Sequence[Text]) -> Encoded:
         """Token ids of texts, or of pairs where the member reads two columns."""
         inputs, lengths, truncated = self._tokenize(texts)
         return Encoded(inputs, lengths, int(truncated.sum()))
 
     def _tokenize(
-        self, texts: Sequence[str | tuple[str, str]]
+        self, texts: Sequence[Text]
     ) -> tuple[dict[str, list[npt.NDArray[np.int64]]], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         """Inputs, lengths, and which texts were cut."""
-        if len(self._columns) == 2:
-            inputs, truncated = self._call([text[0] for text in texts], [text[1] for text in texts])
-        else:
-            inputs, truncated = self._call([str(text) for text in texts])
-        self._fill_empty(inputs)
-        lengths = np.fromiter((len(ids) for ids in inputs["input_ids"]), dtype=np.int64, count=len(texts))
-        return inputs, lengths, truncated
-
-    def _call(
-        self, texts: Sequence[str], seconds: Sequence[str] | None = None
-    ) -> tuple[dict[str, list[npt.NDArray[np.int64]]], npt.NDArray[np.bool_]]:
+        is_pair = len(self._spec.text_columns) == 2
         batch = self._tokenizer(
-            texts,
-            seconds,
-            add_special_tokens=self._add_special_tokens,
+            [text[0] for text in texts] if is_pair else list(texts),
+            [text[1] for text in texts] if is_pair else None,
+            add_special_tokens=self._spec.add_special_tokens,
             truncation=True,
             max_length=self._max_length,
             padding=False,
             return_attention_mask=False,
             verbose=False,
         )
-        inputs = {
-            name: [np.asarray(ids, dtype=np.int64) for ids in batch[name]]
-            for name in batch
-            if name in ("input_ids", "token_type_ids")
-        }
-        return inputs, _truncated(batch, inputs["input_ids"], self._max_length)
-
-    def _fill_empty(self, inputs: dict[str, list[npt.NDArray[np.int64]]]) -> None:
+        names = [name for name in ("input_ids", "token_type_ids") if name in batch]
+        inputs = {name: [np.asarray(ids, dtype=np.int64) for ids in batch[name]] for name in names}
+        if batch.encodings is not None:
+            truncated = [bool(encoding.overflowing) for encoding in batch.encodings]
+        else:  # tokenizers written in Python do not say; a row of exactly max_length tokens counts as cut
+            truncated = [len(ids) >= self._max_length for ids in inputs["input_ids"]]
         for index, ids in enumerate(inputs["input_ids"]):
             if len(ids) == 0:
                 for name, arrays in inputs.items():
                     arrays[index] = np.array([self._lone_token if name == "input_ids" else 0], dtype=np.int64)
-
-
-def _truncated(batch: Any, ids: Sequence[npt.NDArray[np.int64]], max_length: int) -> npt.NDArray[np.bool_]:
-    if batch.encodings is not None:
-        return np.array([bool(encoding.overflowing) for encoding in batch.encodings], dtype=np.bool_)
-    # Tokenizers written in Python do not say; a row of exactly max_length tokens counts as cut.
-    return np.array([len(array) >= max_length for array in ids], dtype=np.bool_)
-
-
-def _first_of_equal_ids(
-    inputs: dict[str, list[npt.NDArray[np.int64]]],
-    lengths: npt.NDArray[np.int64],
-    first_of_text: npt.NDArray[np.int64],
-) -> npt.NDArray[np.int64]:
-    """For each row the first one with the same ids; texts may differ in what the tokenizer leaves out or cuts."""
-    first = first_of_text.copy()
-    row_of_ids: dict[bytes, int] = {}
-    for row in np.flatnonzero((first == np.arange(len(first))) & (lengths > 0)).tolist():
-        ids = b"".join(arrays[row].tobytes() for arrays in inputs.values())
-        first[row] = row_of_ids.setdefault(ids, row)
-    return np.asarray(first[first_of_text])
-
-
-def _text(value: object) -> str:
-    return "" if value is None else replace_lone_surrogates(str(value))
+        lengths = np.fromiter((len(ids) for ids in inputs["input_ids"]), dtype=np.int64, count=len(texts))
+        return inputs, lengths, np.array(truncated, dtype=np.bool_)

@@ -6,10 +6,12 @@ overflow half precision run again in float32.
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +21,6 @@ from ensemble.common.protocol import Counters
 from ensemble.common.torch_errors import Verdict, is_out_of_memory, judge, one_line
 from ensemble.members.huggingface.scoring.batching import MemoryLimit, make_batches
 from ensemble.members.huggingface.scoring.classifier import Classifier
-from ensemble.members.huggingface.scoring.device_queue import Passes
 from ensemble.members.huggingface.scoring.encode import Encoded
 
 Report = Callable[[int, int, int], None]
@@ -29,6 +30,9 @@ _GROW_AFTER_BATCHES = 32
 _GROWTH = 1.25
 # Never again closer than this to a size that did not fit: the error would come back at every attempt.
 _BELOW_FAILURE = 0.9
+# Passes that a GPU has been given and has not finished: enough never to run dry, few enough that what is said of
+# the progress is true.
+_MAX_QUEUED = 4
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,52 @@ class BatchSizes:
         return self._token_budget, replace(self._memory, available_bytes=self._allowed)
 
 
+class DeviceQueue:
+    """The forward passes of a chunk, which end on ``device``: what they take, and that not too many queue there.
+
+    A GPU works off what it is given while the host goes on: the next batches are padded and copied in the
+    background of the passes before them, as long as nothing here asks the device for an answer.  On a CPU a pass is
+    over when its call returns.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seconds = 0.0
+        self._queued: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[None]:
+        """A pass within; one that fails is not counted.
+
+        Raises:
+            RuntimeError: an earlier pass has failed on the GPU.
+        """
+        if self._device.type != "cuda":
+            began = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - began
+            return
+        while len(self._queued) >= _MAX_QUEUED:
+            self._finish_one()
+        stream = torch.cuda.current_stream(self._device)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record(stream)
+        yield
+        end.record(stream)
+        self._queued.append((start, end))
+
+    def finish(self) -> float:
+        """Wait for all of them; the seconds that the device spent in them."""
+        while self._queued:
+            self._finish_one()
+        return self._seconds
+
+    def _finish_one(self) -> None:
+        start, end = self._queued.popleft()
+        end.synchronize()
+        self._seconds += start.elapsed_time(end) / 1000
+
+
 def compute(
     classifier: Classifier,
     encoded: Encoded,
@@ -149,79 +199,39 @@ def compute(
     copies = np.bincount(first, minlength=len(first))
     chosen = np.flatnonzero((copies > 0) & (encoded.lengths > 0))
     computed = _run(classifier, encoded, sizes, chosen, copies, report)
-    if in_float32 is not None:
-        bad = computed.rows[~torch.isfinite(computed.logits).all(dim=1).numpy()]
-        if len(bad):
-            computed = _again(classifier, encoded, sizes, bad, copies, report, in_float32, computed)
-    return _with_copies(computed, first)
+    bad = computed.rows[~torch.isfinite(computed.logits).all(dim=1).numpy()]
+    if in_float32 is not None and len(bad):
+        before = computed.counters
 
+        def report_again(rows: int, tokens: int, padded_tokens: int) -> None:
+            report(before.rows, before.tokens, before.padded_tokens + padded_tokens)
 
-def _again(
-    classifier: Classifier,
-    encoded: Encoded,
-    sizes: BatchSizes,
-    bad: npt.NDArray[np.int64],
-    copies: npt.NDArray[np.int64],
-    report: Report,
-    in_float32: Mode,
-    computed: Computed,
-) -> Computed:
-    """The same with the bad rows' logits from float32."""
-    before = computed.counters
-
-    def report_again(rows_again: int, tokens_again: int, padded_tokens: int) -> None:
-        report(before.rows, before.tokens, before.padded_tokens + padded_tokens)
-
-    try:
-        with in_float32():
-            again = _run(classifier, encoded, sizes.for_float32(), bad, copies, report_again, with_mask=True)
-    except RuntimeError as error:
-        if judge(error) is Verdict.SUSPECT:
-            raise
-        return replace(computed, float32_error=one_line(error))
-    logits = computed.logits.clone()
-    if len(again.rows):
-        logits[torch.from_numpy(np.searchsorted(computed.rows, again.rows))] = again.logits
-    # Their rows and tokens are counted already.
-    counters = before + replace(again.counters, rows=0, tokens=0, recomputed_rows=again.counters.rows)
-    return replace(computed, logits=logits, counters=counters, too_large_in_float32=again.too_large)
-
-
-def _with_copies(computed: Computed, first: npt.NDArray[np.int64]) -> Computed:
-    """The same for all rows, of which row i has the logits, or the fate, of row ``first[i]``."""
+        try:
+            with in_float32():
+                again = _run(
+                    classifier, encoded, sizes.for_float32(), bad, copies, report_again, with_mask=True
+                )
+        except RuntimeError as error:
+            if judge(error) is Verdict.SUSPECT:
+                raise
+            computed = replace(computed, float32_error=one_line(error))
+        else:
+            if len(again.rows):
+                computed.logits[torch.from_numpy(np.searchsorted(computed.rows, again.rows))] = again.logits
+            # Their rows and tokens are counted already.
+            counters = before + replace(again.counters, rows=0, tokens=0, recomputed_rows=again.counters.rows)
+            computed = replace(computed, counters=counters, too_large_in_float32=again.too_large)
+    # Row i has the logits, or the fate, of row first[i].
     rows = np.flatnonzero(np.isin(first, computed.rows))
-    if len(rows) == len(computed.rows) and not (computed.too_large or computed.too_large_in_float32):
-        return computed
-    places = np.searchsorted(computed.rows, first[rows])
+    sources = torch.from_numpy(np.searchsorted(computed.rows, first[rows]))
     return replace(
         computed,
         rows=rows,
-        logits=computed.logits[torch.from_numpy(places)] if len(rows) else computed.logits,
+        logits=computed.logits[sources],
         counters=computed.counters + Counters(repeated_rows=len(rows) - len(computed.rows)),
         too_large=tuple(np.flatnonzero(np.isin(first, computed.too_large)).tolist()),
         too_large_in_float32=tuple(np.flatnonzero(np.isin(first, computed.too_large_in_float32)).tolist()),
     )
-
-
-@dataclass
-class _Pass:
-    """What ``_run`` has so far; ``order`` and ``logits`` are by batch."""
-
-    order: list[npt.NDArray[np.int64]] = field(default_factory=list)
-    logits: list[torch.Tensor] = field(default_factory=list)
-    counters: Counters = field(default_factory=Counters)
-    too_large: list[int] = field(default_factory=list)
-
-    def computed(self, passes: Passes) -> Computed:
-        too_large = tuple(sorted(self.too_large))
-        rows, logits = np.empty(0, dtype=np.int64), torch.empty((0, 0))
-        if self.order:
-            rows = np.concatenate(self.order)
-            place = np.argsort(rows)
-            rows = rows[place]
-            # One copy from the device per chunk: a copy per batch would wait for each of them.
-            logits = torch.cat(self.logits).cpu()[torch.from_numpy(place)]
-        return Computed(rows, logits, replace(self.counters, forward_seconds=passes.finish()), too_large)
 
 
 def _run(
@@ -235,56 +245,56 @@ def _run(
 ) -> Computed:
     """Run the model over the chosen rows, each of which stands for ``copies`` rows."""
     lengths = encoded.lengths
-    waiting = sizes.cut(lengths, chosen)
-    done, passes = _Pass(), Passes(classifier.last_device)
+    batches = sizes.cut(lengths, chosen)
+    done = [np.empty(0, dtype=np.int64)]
+    logits: list[torch.Tensor] = []
+    too_large: set[int] = set()
     tried_alone: set[int] = set()
+    counters = Counters()
+    queue = DeviceQueue(classifier.last_device)
     size_before = sizes.batch_size
-    while waiting:
-        batch = waiting.popleft()
+    while batches:
+        batch = batches.popleft()
         width = int(lengths[batch].max())
         padded = width * len(batch)
-        result = _try(classifier, encoded, batch, with_mask, passes)
-        if result is None:
+        result = None
+        try:
+            result = classifier.logits(encoded, batch, with_mask, queue.one())
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+        if result is not None:
+            size_before = sizes.batch_size
+            done.append(batch)
+            logits.append(result)
+            rows, tokens = int(copies[batch].sum()), int(lengths[batch].sum())
+            counters += Counters(rows=rows, tokens=tokens, padded_tokens=padded, batches=1)
+            if sizes.grow() and batches:
+                batches = sizes.cut(lengths, np.concatenate(batches))
+        else:
             # Outside the except block: there the exception would still hold the tensors of the failed pass.
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
                 torch.cuda.empty_cache()
-            done.counters += Counters(oom_events=1)
-            left = np.concatenate([batch, *waiting])
-            if len(batch) == 1 and batch[0] in tried_alone:
-                done.too_large.append(int(batch[0]))
+            counters += Counters(oom_events=1)
+            left = np.concatenate([batch, *batches])
+            row = int(batch[0])
+            if len(batch) == 1 and row in tried_alone:
+                too_large.add(row)
                 left = left[1:]
                 sizes.batch_size = size_before  # it was this row that no size could fit
             else:
                 # One row once more, with the cache emptied, which may have been all that was wrong.
                 if len(batch) == 1:
-                    tried_alone.add(int(batch[0]))
+                    tried_alone.add(row)
                 sizes.shrink(len(batch), padded, width)
-            waiting = sizes.cut(lengths, left)
-            report(done.counters.rows, done.counters.tokens, done.counters.padded_tokens)
-            continue
-        size_before = sizes.batch_size
-        done.order.append(batch)
-        done.logits.append(result)
-        rows, tokens = int(copies[batch].sum()), int(lengths[batch].sum())
-        done.counters += Counters(rows=rows, tokens=tokens, padded_tokens=padded, batches=1)
-        report(done.counters.rows, done.counters.tokens, done.counters.padded_tokens)
-        if sizes.grow() and waiting:
-            waiting = sizes.cut(lengths, np.concatenate(waiting))
-    return done.computed(passes)
-
-
-def _try(
-    classifier: Classifier,
-    encoded: Encoded,
-    rows: npt.NDArray[np.int64],
-    with_mask: bool,
-    passes: Passes,
-) -> torch.Tensor | None:
-    try:
-        batch = classifier.batch(encoded, rows, with_mask)
-        with passes.one():
-            return classifier.run(batch)
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            return None
-        raise
+            batches = sizes.cut(lengths, left)
+        report(counters.rows, counters.tokens, counters.padded_tokens)
+    found = np.concatenate(done)
+    order = np.argsort(found)
+    return Computed(
+        rows=found[order],
+        # One copy from the device per chunk: a copy per batch would wait for each of them.
+        logits=torch.cat(logits).cpu()[torch.from_numpy(order)] if logits else torch.empty((0, 0)),
+        counters=replace(counters, forward_seconds=queue.finish()),
+        too_large=tuple(sorted(too_large)),
+    )

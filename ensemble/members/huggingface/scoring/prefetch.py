@@ -1,15 +1,13 @@
 """Token ids of the chunks that will come next, made in the background of the forward passes.
 
-A hint costs nothing but time: where it was wrong, or where making the ids failed, the chunk's rows are tokenized
-when they are asked for, and an error shows then.
+A hint costs nothing but time: where it was wrong, the chunk's rows are tokenized when they are asked for.
 """
 
 from __future__ import annotations
 
-import contextlib
-import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias
 
 import numpy as np
@@ -18,30 +16,32 @@ import numpy.typing as npt
 from ensemble.members.huggingface.scoring.encode import Encoded
 
 Rows: TypeAlias = npt.NDArray[np.int64]
-Encode = Callable[[Rows, Callable[[], None]], Encoded]
-# The chunk that is about to be asked for, and the one after it.
-_MOST_HINTS = 2
+Step = Callable[[], None]
+Encode = Callable[[Rows, Step], Encoded]
 
 
-class _Dropped(Exception):
-    """Nobody wants these rows any more."""
+class _Job:
+    """Rows that a thread tokenizes; ``drop`` ends it at once, or after the block in hand."""
 
-
-class _Hint:
-    def __init__(self, rows: Rows) -> None:
+    def __init__(
+        self, thread: ThreadPoolExecutor, encode: Encode, rows: Rows, step: Step = lambda: None
+    ) -> None:
         self.rows = rows
-        self.encoded: Encoded | None = None
-        self.is_dropped = False
-        # True for each block of rows that has its ids, False at the end.
-        self.goes_on: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self.step = step
+        self._is_dropped = False
+        self.future = thread.submit(encode, rows, self._end_block)
 
-    def step(self) -> None:
-        if self.is_dropped:
-            raise _Dropped
-        self.goes_on.put(True)
+    def drop(self) -> None:
+        self._is_dropped = True
+        self.future.cancel()
+
+    def _end_block(self) -> None:
+        if self._is_dropped:
+            raise RuntimeError("nobody wants these rows any more")
+        self.step()
 
 
-class Upcoming:
+class Prefetch:
     """Makes chunks' token ids, ahead of their time where it is told what will come.
 
     Args:
@@ -51,65 +51,45 @@ class Upcoming:
 
     def __init__(self, encode: Encode, in_background: bool) -> None:
         self._encode = encode
-        self._in_background = in_background
-        self._hints: list[_Hint] = []
+        # One thread for all: a tokenizer that sets its truncation in one while another uses it raises.
+        self._tokenizing = ThreadPoolExecutor(1, "tokenizing") if in_background else None
+        self._hints: list[_Job] = []
         self._change = threading.Lock()
-        # Tokenizers do not bear two threads: one that sets its truncation while the other uses it raises.
-        self._tokenizing = threading.Lock()
 
     def prepare(self, rows: Rows) -> None:
-        """Begin with these rows now; older hints are dropped, but for the last one.  From any thread."""
-        if not self._in_background:
+        """Begin with these rows when those before them are done.  From any thread."""
+        if self._tokenizing is None:
             return
         with self._change:
-            if any(np.array_equal(hint.rows, rows) for hint in self._hints):
-                return
-            hint = _Hint(rows)
-            self._hints.append(hint)
-            while len(self._hints) > _MOST_HINTS:
-                self._hints.pop(0).is_dropped = True
-        threading.Thread(target=self._make, args=(hint,), name="tokenizing", daemon=True).start()
+            if not any(np.array_equal(hint.rows, rows) for hint in self._hints):
+                self._hints.append(_Job(self._tokenizing, self._encode, rows))
 
-    def take(self, rows: Rows, step: Callable[[], None]) -> Encoded:
+    def take(self, rows: Rows, step: Step) -> Encoded:
         """The token ids of these rows; what was hinted at before them is dropped.
 
-        Args:
-            step: called after each block of rows.
-
-        Raises:
-            Exception: whatever comes out of the tokenizer.
+        ``step`` is called after each block of rows.  Raises whatever comes out of the tokenizer.
         """
-        with self._change:
-            place = next((i for i, hint in enumerate(self._hints) if np.array_equal(hint.rows, rows)), None)
-            hint = None if place is None else self._hints[place]
-            for passed in self._hints[:place]:
-                passed.is_dropped = True
-            self._hints = [] if place is None else self._hints[place + 1 :]
-        if hint is not None:
-            while hint.goes_on.get():
-                step()
-            if hint.encoded is not None:
-                return hint.encoded
-        with self._tokenizing:
+        if self._tokenizing is None:
             return self._encode(rows, step)
-
-    @contextlib.contextmanager
-    def nobody_else(self) -> Iterator[None]:
-        """While this lasts no hint's thread uses the tokenizer."""
-        with self._tokenizing:
-            yield
-
-    def forget(self) -> None:
-        """Drop all that was made so far."""
         with self._change:
-            for hint in self._hints:
-                hint.is_dropped = True
-            self._hints = []
+            equal = (index for index, hint in enumerate(self._hints) if np.array_equal(hint.rows, rows))
+            self._drop(next(equal, len(self._hints)))
+            if self._hints:
+                job = self._hints.pop(0)
+                job.step = step
+            else:
+                job = _Job(self._tokenizing, self._encode, rows, step)
+        return job.future.result()
 
-    def _make(self, hint: _Hint) -> None:
-        try:
-            with self._tokenizing, contextlib.suppress(Exception):
-                hint.step()
-                hint.encoded = self._encode(hint.rows, hint.step)
-        finally:
-            hint.goes_on.put(False)
+    def start_over(self, encode: Callable[[], Encoded]) -> Encoded:
+        """Drop all that was made so far, and call a function that uses the tokenizer when no hint does."""
+        if self._tokenizing is None:
+            return encode()
+        with self._change:
+            self._drop(len(self._hints))
+        return self._tokenizing.submit(encode).result()
+
+    def _drop(self, count: int) -> None:
+        for hint in self._hints[:count]:
+            hint.drop()
+        del self._hints[:count]

@@ -18,10 +18,6 @@ from ensemble.common.torch_errors import Verdict, is_out_of_memory, judge, one_l
 from ensemble.members.huggingface.loading.quantization import is_bitsandbytes
 from ensemble.members.huggingface.spec import ModelSpec
 
-# bitsandbytes' _convert_weight_packed_for_cpu cuts the outputs into blocks of so many.
-_OUTPUTS_PER_BLOCK = 32
-_SHOWN_OF_ERROR = 160
-
 
 @contextlib.contextmanager
 def told_in_a_sentence(spec: ModelSpec, model: Any, device_name: str, first: bool = False) -> Iterator[None]:
@@ -47,53 +43,21 @@ def told_in_a_sentence(spec: ModelSpec, model: Any, device_name: str, first: boo
 
 
 def _sentence(error: BaseException, spec: ModelSpec, model: Any, device_name: str) -> str:
-    name, module = _failed_in(error, model)
-    place = "this CPU" if device_name == "cpu" else f"this GPU ({device_name})"
-    layer = f"in {name} ({_shape_of(module)}) " if module is not None else ""
-    reason = f"{type(error).__name__}: {one_line(error)[:_SHOWN_OF_ERROR]}"
-    others = _what_else(spec, model, module, device_name == "cpu")
-    return (
-        f"its forward pass fails {layer}on {place}: {reason}{_limit_of(module)}; "
-        f"what else may work: {', or '.join(others)}"
-    )
-
-
-def _failed_in(error: BaseException, model: Any) -> tuple[str, nn.Module | None]:
-    """The innermost module that was running, with its name within the model."""
+    on_cpu = device_name == "cpu"
+    module, layer = None, ""
     names = {id(module): name for name, module in model.named_modules()}
-    found: nn.Module | None = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        candidate = frame.f_locals.get("self")
-        if isinstance(candidate, nn.Module) and names.get(id(candidate)):
-            found = candidate
-    return ("", None) if found is None else (names[id(found)], found)
+        running = frame.f_locals.get("self")
+        if isinstance(running, nn.Module) and names.get(id(running)):
+            module = running  # the innermost
+    if module is not None:
+        layer = f"in {names[id(module)]} ({type(module).__name__}"
+        if (inputs := getattr(module, "in_features", None)) is not None:
+            layer += f" with {inputs} inputs and {getattr(module, 'out_features', None)} outputs"
+        layer += ") "
 
-
-def _shape_of(module: nn.Module) -> str:
-    kind = type(module).__name__
-    inputs, outputs = getattr(module, "in_features", None), getattr(module, "out_features", None)
-    if inputs is None or outputs is None:
-        return kind
-    return f"{kind} with {inputs} inputs and {outputs} outputs"
-
-
-def _limit_of(module: nn.Module | None) -> str:
-    """What bitsandbytes asks of a 4-bit layer where it repacks it for the CPU, if this layer does not fulfil it."""
-    state = getattr(getattr(module, "weight", None), "quant_state", None)
-    if not getattr(module, "support_avx512bf16_for_cpu", False) or state is None:
-        return ""
-    outputs, inputs = state.shape
-    if inputs % state.blocksize == 0 and outputs % _OUTPUTS_PER_BLOCK == 0:
-        return ""
-    return (
-        " (on CPUs with AVX512_BF16 bitsandbytes takes 4-bit layers only with inputs in blocks of "
-        f"{state.blocksize} and outputs in blocks of {_OUTPUTS_PER_BLOCK})"
-    )
-
-
-def _what_else(spec: ModelSpec, model: Any, module: nn.Module | None, on_cpu: bool) -> list[str]:
-    others = []
     settings = spec.quantization_config
+    others = []
     if settings is not None:
         if is_bitsandbytes(settings) and settings.get("load_in_4bit"):
             others.append("load_in_8bit: true in the place of load_in_4bit")
@@ -105,4 +69,9 @@ def _what_else(spec: ModelSpec, model: Any, module: nn.Module | None, on_cpu: bo
     attention = getattr(model.config, "_attn_implementation", None)
     if "attention" in type(module).__name__.lower() and attention not in (None, "eager"):
         others.append("attn_implementation: eager")
-    return [*others, "a GPU (num_gpus: 1)" if on_cpu else "the CPU (num_gpus: 0)"]
+    others.append("a GPU (num_gpus: 1)" if on_cpu else "the CPU (num_gpus: 0)")
+    return (
+        f"its forward pass fails {layer}on {'this CPU' if on_cpu else f'this GPU ({device_name})'}: "
+        f"{type(error).__name__}: {one_line(error)[:160]}; "
+        f"what else may work: {', or '.join(others)}"
+    )

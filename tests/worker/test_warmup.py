@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENS = {"vocab_size": 400, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "num_labels": 3}
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
-BODY, MASKLESS, NARROW = "LAST_TOKEN", "NO_MASK", "NARROW"
+BODY, MASKLESS, LAST_LAYER = "LAST_TOKEN", "NO_MASK", "LAST_TOKEN_LAYER"
 Config = Callable[[Any], Any]
 # Their shortcuts, by what their code says: a forward of their own or not, whether attention says that it is causal,
 # and layers named as Llama's.
@@ -26,28 +26,31 @@ CASES: dict[str, tuple[Config, set[str]]] = {
     "falcon": (lambda t: t.FalconConfig(**SMALL, **TOKENS), {BODY, MASKLESS}),
     "falcon-alibi": (lambda t: t.FalconConfig(**SMALL, alibi=True, **TOKENS), {BODY, MASKLESS}),
     "bloom": (lambda t: t.BloomConfig(hidden_size=32, n_layer=2, n_head=4, **TOKENS), {BODY}),
-    "llama": (lambda t: t.LlamaConfig(**SMALL, num_key_value_heads=2, **TOKENS), {BODY, MASKLESS, NARROW}),
+    "llama": (
+        lambda t: t.LlamaConfig(**SMALL, num_key_value_heads=2, **TOKENS),
+        {BODY, MASKLESS, LAST_LAYER},
+    ),
     "llama-eager": (
         lambda t: t.LlamaConfig(**SMALL, **TOKENS, attn_implementation="eager"),
-        {BODY, MASKLESS, NARROW},
+        {BODY, MASKLESS, LAST_LAYER},
     ),
     "llama-both-ways": (
         lambda t: t.LlamaConfig(**SMALL, **TOKENS, is_causal=False, attn_implementation="eager"),
-        {BODY, NARROW},
+        {BODY, LAST_LAYER},
     ),
     "gemma2": (
         lambda t: t.Gemma2Config(**SMALL, head_dim=8, num_key_value_heads=2, sliding_window=8, **TOKENS),
-        {BODY, MASKLESS, NARROW},
+        {BODY, MASKLESS, LAST_LAYER},
     ),
     "gemma3-both-ways": (
         lambda t: t.Gemma3TextConfig(
             **SMALL, head_dim=8, sliding_window=8, use_bidirectional_attention=True, **TOKENS
         ),
-        {BODY, NARROW},
+        {BODY, LAST_LAYER},
     ),
     "mixtral": (
         lambda t: t.MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4, **TOKENS),
-        {BODY, MASKLESS, NARROW},
+        {BODY, MASKLESS, LAST_LAYER},
     ),
     # It clips queries where they stand, which is not possible where one stands in all places.
     "olmo-clipped": (lambda t: t.OlmoConfig(**SMALL, clip_qkv=2.0, **TOKENS), {BODY, MASKLESS}),
@@ -78,13 +81,12 @@ def encoded_of(lengths: list[int], seed: int = 0) -> Any:
     return Encoded({"input_ids": ids}, np.array(lengths), 0)
 
 
-def rehearsed(model: Any, may_omit_mask: bool = True) -> Any:
+def warmed_up(model: Any, may_omit_mask: bool = True) -> Any:
     from ensemble.members.huggingface.scoring.classifier import Classifier
-    from ensemble.members.huggingface.scoring.warmup import Rehearsal
+    from ensemble.members.huggingface.scoring.warmup import WarmUp
 
-    classifier = Classifier(model, 0)
-    rehearsal = Rehearsal(classifier, encoded_of([4, 14]), "softmax", True, may_omit_mask)
-    assert rehearsal.bears_padding(None)
+    classifier = Classifier(model, 0, may_omit_mask)
+    assert WarmUp(classifier, encoded_of([4, 14]), "softmax", True).bears_padding()
     return classifier
 
 
@@ -107,7 +109,7 @@ def test_every_shortcut_gives_what_the_model_itself_gives(name: str) -> None:
         plain = [
             model(input_ids=torch.from_numpy(ids)[None]).logits[0] for ids in encoded.inputs["input_ids"]
         ]
-    classifier = rehearsed(model)
+    classifier = warmed_up(model)
     assert taken(classifier) == expected
     rows = np.array([4, 0, 6, 2, 5, 1, 3])
     got = classifier.logits(encoded, rows)
@@ -118,7 +120,7 @@ def test_what_is_not_needed_is_not_computed() -> None:
     import transformers
 
     model = model_of(CASES["llama"][0](transformers))
-    classifier = rehearsed(model)
+    classifier = warmed_up(model)
     computed: dict[str, int] = {}
     watched = {
         "head": model.score,
@@ -138,9 +140,13 @@ def test_what_is_not_needed_is_not_computed() -> None:
 def test_a_mask_stays_where_the_device_is_at_its_best_with_one() -> None:
     import transformers
 
-    classifier = rehearsed(model_of(CASES["llama"][0](transformers)), may_omit_mask=False)
-    assert taken(classifier) == {BODY, NARROW}
-    assert "attention_mask" in classifier.batch(encoded_of([3, 5]), np.arange(2)).inputs
+    classifier = warmed_up(model_of(CASES["llama"][0](transformers)), may_omit_mask=False)
+    assert taken(classifier) == {BODY, LAST_LAYER}
+    given: list[str] = []
+    body = classifier._model.model
+    body.register_forward_pre_hook(lambda _, __, inputs: given.extend(inputs), with_kwargs=True)
+    classifier.logits(encoded_of([3, 5]), np.arange(2))
+    assert "attention_mask" in given
 
 
 def test_shortcuts_that_change_numbers_are_not_taken() -> None:
@@ -160,11 +166,11 @@ def test_shortcuts_that_change_numbers_are_not_taken() -> None:
 
     gpt2 = model_of(CASES["gpt2"][0](transformers))
     gpt2.score = Neighbours(32, 3)
-    assert taken(rehearsed(gpt2)) == set()
+    assert taken(warmed_up(gpt2)) == set()
     for kind in (Neighbours, Picky):
         llama = model_of(CASES["llama"][0](transformers))
         llama.model.layers[1].mlp.down_proj = kind(64, 32)
-        assert NARROW not in taken(rehearsed(llama))
+        assert LAST_LAYER not in taken(warmed_up(llama))
 
 
 def test_what_a_checkpoint_asks_for_besides_logits_is_not_computed(tmp_path: Any) -> None:

@@ -1,4 +1,4 @@
-"""Batches as transformers' own padding makes them, and the count of passes."""
+"""Batches as transformers' own padding makes them, and the count of queue."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def encoded_of(rows: list[list[int]]) -> Any:
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
 def test_batches_equal_the_tokenizers_own_padding(kind: str, side: str, tmp_path: Path) -> None:
-    from ensemble.members.huggingface.scoring.device_queue import padded
+    from ensemble.members.huggingface.scoring.classifier import padded
     from ensemble.members.huggingface.scoring.encode import Encoded
 
     tokenizer = make_tokenizer(tmp_path, kind=kind, side=side)
@@ -47,7 +47,7 @@ def test_batches_equal_the_tokenizers_own_padding(kind: str, side: str, tmp_path
 
 @given(st.lists(st.lists(st.integers(0, 12), min_size=1, max_size=9), min_size=1, max_size=6))
 def test_an_unused_token_is_held_by_none_of_the_rows(rows: list[list[int]]) -> None:
-    from ensemble.members.huggingface.scoring.device_queue import unused_token
+    from ensemble.members.huggingface.scoring.classifier import unused_token
 
     encoded = encoded_of([[99], *rows])
     found = unused_token(encoded, np.arange(1, len(rows) + 1), vocabulary=100)
@@ -57,20 +57,20 @@ def test_an_unused_token_is_held_by_none_of_the_rows(rows: list[list[int]]) -> N
 def test_passes_that_fail_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from ensemble.members.huggingface.scoring.device_queue import Passes
+    from ensemble.members.huggingface.scoring.forward import DeviceQueue
 
     clock = itertools.count()
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
-    passes = Passes(torch.device("cpu"))
+    queue = DeviceQueue(torch.device("cpu"))
 
     def failing() -> None:
-        with passes.one():
+        with queue.one():
             raise KeyError
 
     with pytest.raises(KeyError):
         failing()
-    assert passes.finish() == 0
+    assert queue.finish() == 0
     for _ in range(2):
-        with passes.one():
+        with queue.one():
             pass
-    assert passes.finish() == 2
+    assert queue.finish() == 2
