@@ -6,7 +6,6 @@ built in: to read their entry points takes longer than to check a small config.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module, metadata
@@ -14,6 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from ensemble.common.errors import ConfigError
 from ensemble.common.packages import DISTRIBUTION
+from ensemble.common.text import nearest_or_all
 
 T = TypeVar("T")
 
@@ -57,9 +57,7 @@ class Registry(Generic[T]):
         installed = self._installed()
         if name not in installed:
             known = [*self.built_in, *sorted(installed)]
-            near = difflib.get_close_matches(name, known, n=1)
-            advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-            raise ConfigError(f"unknown {self.what} {name!r}; {advice}")
+            raise ConfigError(f"unknown {self.what} {name!r}; {nearest_or_all(name, known, self.what)}")
         entry = installed[name]
         place = f"{self.what} {name}: the entry point {name} = {entry.value} of the package {_package(entry)}"
         try:

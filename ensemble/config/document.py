@@ -1,8 +1,4 @@
-"""The config while it is being read: plain data, where each value stands, and what is wrong so far.
-
-Owns how a place and a value are written in an error, and the order of the errors.  It does not read YAML
-(that is ``yamlfile``) and does not know which keys there are (that is ``schema``).
-"""
+"""The config while it is being read: plain data, where each value stands, and what is wrong so far."""
 
 from __future__ import annotations
 
@@ -59,7 +55,7 @@ class Document:
             sentence += f", not {shown(value)}"
             if isinstance(value, str) and "${" in value:
                 sentence += " (a variable always gives text)"
-        self.found.append((line, f"{self._place(loc)}: {sentence}"))
+        self.found.append((line, f"{self.where(loc)}: {sentence}"))
 
     def refuse(self, loc: Loc, sentence: str) -> None:
         """Note a problem with the value at ``loc`` that makes any other problem with it pointless."""
@@ -76,7 +72,8 @@ class Document:
                 return None
         return here
 
-    def _place(self, loc: Loc) -> str:
+    def where(self, loc: Loc) -> str:
+        """The key and its line, such as ``models[1].weight (line 7)``, or the override that it came from."""
         for size in range(len(loc), 0, -1):
             if loc[:size] in self.overrides:
                 text, target = self.overrides[loc[:size]]

@@ -102,12 +102,12 @@ def test_the_default_is_this_machine() -> None:
 
 
 WRONG = [
-    ("locla", "launcher: unknown launcher 'locla'; did you mean local?"),
-    ("agnet", "launcher: unknown launcher 'agnet'; did you mean agent?"),
-    ("agent", "launcher: agent.node: required"),
+    ("locla", "launcher=locla: unknown launcher 'locla'; did you mean local?"),
+    ("agnet", "launcher=agnet: unknown launcher 'agnet'; did you mean agent?"),
+    ("agent", "launcher=agent: agent.node: required"),
     (
         "{agent: {node: a, folder: b, disk: c}}",
-        "launcher: agent.disk: unknown key; the keys here are node, folder",
+        "disk: c}}: agent.disk: unknown key; the keys here are node, folder",
     ),
     (
         "{local: {}, agent: {}}",
