@@ -11,7 +11,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 Activation = Literal["softmax", "sigmoid", "none"]
 
@@ -25,34 +25,20 @@ class Counters:
     """What work took and what came of it, from the forward pass over the wire to run.json; ``+`` adds them up.
 
     This is the only list of these names: a new counter is a line here, and one where it is counted.
-
-    Attributes:
-        chunks: that stand as parts.
-        rows: of them, with those that cannot be computed.
-        bad_rows: that cannot be computed.
-        tokens: real ones, in forward passes.
-        padded_tokens: what was computed, real tokens and padding.
-        batches: forward passes.
-        truncated_rows: cut at max_length.
-        oom_events: forward passes that ran out of memory and were run again smaller.
-        recomputed_rows: came out non-finite and were computed again in float32.
-        repeated_rows: had the token ids of another row of the chunk and were not computed again.
-        predict_seconds: from a chunk's command to its part's rename.
-        forward_seconds: the device's time in forward passes.
     """
 
-    chunks: int = 0
-    rows: int = 0
-    bad_rows: int = 0
-    tokens: int = 0
-    padded_tokens: int = 0
-    batches: int = 0
-    truncated_rows: int = 0
-    oom_events: int = 0
-    recomputed_rows: int = 0
-    repeated_rows: int = 0
-    predict_seconds: float = 0.0
-    forward_seconds: float = 0.0
+    chunks: int = 0  # that stand as shards
+    rows: int = 0  # of these chunks, with those that cannot be computed
+    bad_rows: int = 0  # that cannot be computed
+    tokens: int = 0  # real ones, in forward passes
+    padded_tokens: int = 0  # what was computed, real tokens and padding
+    batches: int = 0  # forward passes
+    truncated_rows: int = 0  # cut at max_length
+    oom_events: int = 0  # forward passes that ran out of memory and were run again smaller
+    recomputed_rows: int = 0  # came out non-finite and were computed again in float32
+    repeated_rows: int = 0  # had the token ids of another row of the chunk and were not computed again
+    predict_seconds: float = 0.0  # from a chunk's command to its shard's rename
+    forward_seconds: float = 0.0  # the device's time in forward passes
 
     def __add__(self, other: Counters) -> Counters:
         names = Counters.__dataclass_fields__  # a report's workers are counters with more fields
@@ -65,28 +51,19 @@ class Counters:
 
 @dataclass(frozen=True, kw_only=True)
 class CommonSpec:
-    """What a worker must know whatever the kind of its member.
+    """What a worker must know whatever the kind of its member."""
 
-    ``labels`` are the config's, in its order; ``activation`` says what the member's numbers are: probabilities of
-    labels that exclude each other ("softmax") or do not ("sigmoid"), or any numbers ("none").
-    ``gpus`` counts the devices in the worker's lease (0: the CPU); ``cpu_threads`` None leaves the choice to the
-    library.
-    ``memory_limit_bytes`` is what may be used of each of the worker's devices, weights included; None: all.
-    ``table_path`` is the published table, ``order_path`` the numbers of the member's rows in the order of its
-    chunks, ``parts_dir`` where the parts go.
-    ``files`` are the states (see ``common.files``) in which the member's own files must be for as long as anything
-    is made of them, by absolute path.
-    """
-
-    labels: tuple[str, ...]
+    labels: tuple[str, ...]  # the config's, in its order
+    # Probabilities of labels that exclude each other (softmax) or do not (sigmoid), or any numbers (none).
     activation: Activation
-    gpus: int
-    cpu_threads: int | None
-    memory_limit_bytes: int | None
+    gpus: int  # how many devices the worker has; 0: the CPU
+    cpu_threads: int | None  # None leaves the choice to the library
+    memory_limit_bytes: int | None  # of each of the worker's devices, weights included; None: all
     seed: int
-    table_path: str
-    order_path: str
-    parts_dir: str
+    table_path: str  # the published table
+    order_path: str  # the numbers of the member's rows in the order of its chunks
+    parts_dir: str  # where the shards go
+    # The states (see ``common.files``) in which the member's own files must stay, by absolute path.
     files: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -129,7 +106,7 @@ class Prepare:
 
 @dataclass(frozen=True)
 class Predict:
-    """Compute rows ``order[start:stop]`` and leave them as a part; ``chunk`` is the parent's number for them."""
+    """Compute rows ``order[start:stop]`` and leave them as a shard; ``chunk`` is the parent's number for them."""
 
     chunk: int
     start: int
@@ -179,16 +156,16 @@ class Progress:
 
 @dataclass(frozen=True)
 class Computed:
-    """The chunk's forward passes are over and its part is being written: the next chunk may come."""
+    """The chunk's forward passes are over and its shard is being written: the next chunk may come."""
 
     chunk: int
 
 
 @dataclass(frozen=True)
 class ChunkDone:
-    """The chunk's part stands under its final name; ``part`` is that name, within ``parts_dir``.
+    """The chunk's shard stands under its final name; ``part`` is that name, within ``parts_dir``.
 
-    ``bad_rows`` are rows of the table that cannot be computed, each with its reason; the part does not hold them.
+    ``bad_rows`` are rows of the table that cannot be computed, each with its reason; the shard does not hold them.
     """
 
     chunk: int
@@ -248,13 +225,7 @@ Event: TypeAlias = (
     Started | Ready | Heartbeat | Progress | Computed | ChunkDone | ChunkFailed | Failed | Closed
 )
 
-_TYPES: dict[str, type[Any]] = {
-    kind.__name__: kind
-    for kind in (
-        *(Start, Load, Prepare, Predict, Stop),
-        *(Started, Ready, Heartbeat, Progress, Computed, ChunkDone, ChunkFailed, Failed, Closed),
-    )
-}
+_TYPES: dict[str, type[Any]] = {kind.__name__: kind for kind in (*get_args(Command), *get_args(Event))}
 
 
 def encode(message: Command | Event) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ensemble.common.extensions import SettingsByName
-from ensemble.common.import_guards import import_numpy
+from ensemble.common.python_process import import_numpy
 from ensemble.config import Extensions, LoadedConfig, load_config
 from ensemble.members.registry import KINDS
 

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ensemble.common.protocol import Activation
-from ensemble.common.torch_errors import Verdict, judge
+from ensemble.common.torch_errors import Verdict, classify
 from ensemble.members.huggingface.scoring.classifier import Classifier, Shortcut, probabilities
 from ensemble.members.huggingface.scoring.encode import Encoded
 
@@ -108,7 +108,7 @@ class Rehearsal:
                 with _eager(model):
                     expected = self._logits(rows, with_mask=True)
             except Exception as error:  # a class that is not written for it
-                if judge(error) is not Verdict.SOUND:
+                if classify(error) is not Verdict.SOUND:
                     raise
                 raise _NoEagerError from error
         # Half precision overflows on some texts with the one and not with the other.
@@ -163,7 +163,7 @@ class Rehearsal:
             scale = max(1.0, float(np.abs(expected).max()))
             stays = bool(np.allclose(found, expected, rtol=0, atol=self._tolerance * scale))
         except Exception as error:  # a forward that is not written for this
-            if judge(error) is Verdict.SUSPECT:  # out of memory, or CUDA is done for
+            if classify(error) is Verdict.SUSPECT:  # out of memory, or CUDA is done for
                 raise
         finally:
             if not stays:
