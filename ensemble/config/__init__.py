@@ -6,13 +6,12 @@ whether ``model_name_or_path`` is a local folder.
 
 from __future__ import annotations
 
-from ensemble.config.load import Extensions, LoadedConfig, load_config
+from ensemble.config.load import LoadedConfig, load_config
 from ensemble.config.schema import DataConfig, EnsembleConfig, MemberConfig, RunConfig, SubmissionConfig
 
 __all__ = [
     "DataConfig",
     "EnsembleConfig",
-    "Extensions",
     "LoadedConfig",
     "MemberConfig",
     "RunConfig",

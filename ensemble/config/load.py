@@ -22,24 +22,10 @@ from ensemble.common.redact import Redactor
 from ensemble.common.text import nearest_or_all
 from ensemble.config.document import Document, Loc, Problem
 from ensemble.config.overrides import apply_overrides, expand
-from ensemble.config.rules import broken
 from ensemble.config.schema import EnsembleConfig, MemberConfig, RunConfig
 from ensemble.config.yamlfile import parse, read_text
 
 M = TypeVar("M", bound=BaseModel)
-
-
-@dataclass(frozen=True)
-class Extensions:
-    """Keys that the config's own room does not know.
-
-    Attributes:
-        merge_methods: the keys below ``ensemble`` by the name of the method that they go with.
-        member_kinds: the keys of a model by the ``task_type`` that they go with.
-    """
-
-    merge_methods: Mapping[str, type[EnsembleConfig]]
-    member_kinds: Mapping[str, type[MemberConfig]]
 
 
 @dataclass(frozen=True)
@@ -61,8 +47,8 @@ class LoadedConfig:
 def load_config(
     path: Path,
     overrides: Sequence[str],
-    extensions: Extensions,
-    *,
+    merge_methods: Mapping[str, type[EnsembleConfig]],
+    member_kinds: Mapping[str, type[MemberConfig]],
     environ: Mapping[str, str] | None = None,
 ) -> LoadedConfig:
     """Read, override, expand and check a config.
@@ -70,7 +56,8 @@ def load_config(
     Args:
         path: the YAML file.
         overrides: ``a.b=value``, the value in YAML, as in ``models.gemma2.weight=0.5``; the later one wins.
-        extensions: what there is; ``ensemble.pipeline.load`` knows all that is installed.
+        merge_methods: the keys below ``ensemble`` by the name of the method that they go with.
+        member_kinds: the keys of a model by the ``task_type`` that they go with.
         environ: what ``${NAME}`` stands for; the process's environment if None.  ``${CONFIG_DIR}`` is always
             the absolute folder of the YAML file.
 
@@ -81,16 +68,21 @@ def load_config(
     document = parse(text, path)
     apply_overrides(document, overrides)
     variables = {**(os.environ if environ is None else environ), "CONFIG_DIR": str(path.absolute().parent)}
-    config = _checked(document, expand(document, variables), extensions)
+    config = _checked(document, expand(document, variables), merge_methods, member_kinds)
     if config is None or document.problems:
         raise ConfigError(document.problems)
     return LoadedConfig(config, text, path, tuple(overrides), document)
 
 
-def _checked(document: Document, values: dict[str, Any], extensions: Extensions) -> RunConfig | None:
+def _checked(
+    document: Document,
+    values: dict[str, Any],
+    merge_methods: Mapping[str, type[EnsembleConfig]],
+    member_kinds: Mapping[str, type[MemberConfig]],
+) -> RunConfig | None:
     problems: list[Problem] = []
     if isinstance(given := values.get("ensemble"), dict):
-        method, wrong = _named(EnsembleConfig, "method", given, extensions.merge_methods)
+        method, wrong = _named(EnsembleConfig, "method", given, merge_methods)
         checked, more = validate(method, given) if method is not None else (None, [])
         problems += [(("ensemble", *loc), sentence) for loc, sentence in (*wrong, *more)]
         values["ensemble"] = checked or EnsembleConfig()
@@ -110,7 +102,7 @@ def _checked(document: Document, values: dict[str, Any], extensions: Extensions)
             continue
         merged = {"task_type"} & defaults.keys() - model.keys()
         model |= {key: defaults[key] for key in merged}
-        kinds[index], wrong = _named(MemberConfig, "task_type", model, extensions.member_kinds)
+        kinds[index], wrong = _named(MemberConfig, "task_type", model, member_kinds)
         if (kind := kinds[index]) is not None:
             other = {mine: theirs for pair in kind.alternatives for mine, theirs in (pair, pair[::-1])}
             own = {"name", *model, *(other[key] for key in other if model.get(key) is not None)}
@@ -129,11 +121,11 @@ def _checked(document: Document, values: dict[str, Any], extensions: Extensions)
             problems.append((("defaults", key), "belongs to each model; two models cannot share it"))
         elif not any(kind is not None and key in kind.model_fields for kind in kinds):
             # Only now, because to know the keys of every kind means to import all that is installed.
-            every = [*dict.fromkeys([*filter(None, kinds), *extensions.member_kinds.values()])]
+            every = [*dict.fromkeys([*filter(None, kinds), *member_kinds.values()])]
             if not any(key in kind.model_fields for kind in every):
                 problems.append((("defaults", key), _unknown_key(key, every)))
     config, wrong = validate(RunConfig, {**values, "models": members} if members else values)
-    for loc, sentence in (*problems, *wrong, *broken(values, kinds)):
+    for loc, sentence in (*problems, *wrong, *RunConfig.broken_rules(values, kinds)):
         # What a default got wrong is said where it stands, which makes the members' copies of it one problem.
         document.report((*origins.get(loc[:3], loc[:3]), *loc[3:]), sentence)
     return config

@@ -1,12 +1,16 @@
 """The keys of the YAML: which there are, what each may hold, and what it is when it is left out.
 
-Kinds of members and merge methods bring more keys.  What ties keys together is in ``rules``, and ``defaults:`` is
-not here: ``load`` merges it under the models before they are checked.
+Kinds of members and merge methods bring more keys.  ``defaults:`` is not here: ``load`` merges it under the models
+before they are checked.
+
+The rules that tie keys together, ``broken_rules``, are asked of values as they stand in the YAML, so that broken
+rules are shown beside wrong types: they pass over values of the wrong type.  No sentence holds a value.
 """
 
 # No "from __future__ import annotations": pydantic would evaluate every annotation from its text again.
 
-from collections.abc import Collection, Iterator, Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from hashlib import sha256
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -33,7 +37,9 @@ from ensemble.config.values import (
     TaskType,
     TimeLimit,
     Weight,
+    as_label,
     as_tuple,
+    label_items,
 )
 
 
@@ -89,9 +95,6 @@ class MemberConfig(_Strict):
     @classmethod
     def broken_rules(cls, values: Mapping[str, Any], labels: Collection[str]) -> Iterator[Problem]:
         """The rules that tie a kind's keys together and that these values break.
-
-        Asked of values as they stand in the YAML, so that broken rules are shown beside wrong types: values of the
-        wrong type are passed over.
 
         Args:
             labels: the config's; empty where they are not known.
@@ -169,3 +172,51 @@ class RunConfig(_Strict):
         "devices": "gpus gpu_ids device_ids visible_devices",
         "limit": "max_rows n_rows nrows num_rows",
     }
+
+    @classmethod
+    def broken_rules(
+        cls, values: Mapping[str, Any], kinds: Sequence[type[MemberConfig] | None]
+    ) -> Iterator[Problem]:
+        """The rules that a whole config breaks, those of its models included.
+
+        Args:
+            kinds: the keys of each model's kind, None where that is not known.
+        """
+        listed = values.get("labels")
+        labels = [as_label(label) for label in listed] if isinstance(listed, list) else []
+        first: dict[str, int] = {}
+        for index, label in enumerate(labels):
+            if isinstance(label, str) and first.setdefault(label, index) != index:
+                yield ("labels", index), f"the same as labels[{first[label]}]; name each label once"
+        data = values.get("data")
+        id_column = data.get("id_column", "id") if isinstance(data, dict) else None
+        if isinstance(id_column, str) and id_column in first:
+            yield ("labels", first[id_column]), "the same as data.id_column; predictions hold both columns"
+        # With a label that cannot be read, what is not among the others may still be right.
+        known = set(first) if all(isinstance(label, str) for label in labels) else set()
+        models = enumerate(values["models"] if kinds else ())
+        members = [(index, member) for index, member in models if isinstance(member, dict)]
+        names: dict[str, int] = {}
+        for index, member in members:
+            kind, name = kinds[index], member.get("name")
+            for loc, sentence in kind.broken_rules(member, known) if kind is not None else ():
+                yield ("models", index, *loc), sentence
+            if isinstance(name, str) and names.setdefault(name.lower(), index) != index:
+                other = f"models[{names[name.lower()]}].name"
+                yield (
+                    ("models", index, "name"),
+                    f"the same as {other}; names must differ in more than their case",
+                )
+        weights = [member.get("weight", 1.0) for _, member in members]
+        if weights and all(isinstance(weight, int | float) and 0 <= weight < math.inf for weight in weights):
+            if not any(weights):
+                yield ("models",), "the weights are all 0; at least one must be more"
+            elif math.isinf(sum(float(weight) for weight in weights)):
+                yield ("models",), "the weights add up to more than a number can hold"
+        submission = values.get("submission")
+        columns = submission.get("columns") if isinstance(submission, dict) else None
+        for column, label in label_items(columns):
+            if known and label not in known:
+                yield ("submission", "columns", column), "must be one of the labels"
+        if values.get("fill") == "sample" and submission is None:
+            yield ("fill",), "sample needs submission.sample, the file whose values it takes"

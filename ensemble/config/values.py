@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -74,6 +75,14 @@ def _path(value: object) -> Path:
 def as_label(value: object) -> object:
     """A whole number as text; anything else as it is."""
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def label_items(mapping: object) -> Iterator[tuple[str, str]]:
+    """Each key of a mapping whose value can be a label, and that label; nothing of what is no mapping."""
+    for key, value in mapping.items() if isinstance(mapping, dict) else ():
+        label = as_label(value)
+        if isinstance(label, str):
+            yield key, label
 
 
 def as_tuple(value: object) -> object:

@@ -12,7 +12,6 @@ from pydantic import Field
 
 from ensemble.config import MemberConfig
 from ensemble.config.document import Problem, place
-from ensemble.config.rules import label_items
 from ensemble.config.values import (
     GPU_NUMBER,
     Column,
@@ -25,6 +24,7 @@ from ensemble.config.values import (
     Source,
     SplitSize,
     Text,
+    label_items,
     with_home,
 )
 
