@@ -30,31 +30,28 @@ _GRACE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Report:
-    """What a test process has to say; ``errors`` go by what was tried, ``free_bytes`` are the GPU's."""
+    """What a test process has to say."""
 
     torch: str | None = None
     cuda: str | None = None
     sees_gpu: bool = False
     architectures: tuple[str, ...] = ()
     capability: tuple[int, int] | None = None
-    free_bytes: int | None = None
+    free_bytes: int | None = None  # of the GPU
     passed: tuple[str, ...] = ()
     has_flash_attention: bool = False
-    errors: dict[str, str] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)  # by what was tried
 
 
 @dataclass(frozen=True)
 class Trial:
-    """How a test process ended: with a report, or with ``ending``, a sentence on why there is none.
-
-    ``signal_number`` is the signal that ended it, None where it was none or our own.
-    """
+    """How a test process ended."""
 
     device: Device
     seconds: float
     report: Report | None = None
-    ending: str = ""
-    signal_number: int | None = None
+    ending: str = ""  # a sentence on why there is no report
+    signal_number: int | None = None  # that ended it; None where it was none or our own
 
 
 def run_trials(

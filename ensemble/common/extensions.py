@@ -58,8 +58,8 @@ class Registry(Generic[T]):
         if name not in installed:
             known = [*self.built_in, *sorted(installed)]
             raise ConfigError(f"unknown {self.what} {name!r}; {nearest_or_all(name, known, self.what)}")
-        entry = installed[name]
-        place = f"{self.what} {name}: the entry point {name} = {entry.value} of the package {_package(entry)}"
+        entry, owner = installed[name]
+        place = f"{self.what} {name}: the entry point {name} = {entry.value} of the package {owner}"
         try:
             loaded = entry.load()
         except Exception as error:  # whatever a module raises while it is imported
@@ -73,17 +73,17 @@ class Registry(Generic[T]):
             )
         return loaded
 
-    def _installed(self) -> dict[str, metadata.EntryPoint]:
-        owners = {name: [DISTRIBUTION] for name in self.built_in}
-        found = {}
-        for entry in metadata.entry_points(group=self.group):
-            owners.setdefault(entry.name, []).append(_package(entry))
-            found[entry.name] = entry
-        clashes = [
-            f"{self.what} {name}: the packages {' and '.join(sorted(both))} both have one so named; uninstall one"
-            for name, both in sorted(owners.items())
-            if len(both) > 1
-        ]
+    def _installed(self) -> dict[str, tuple[metadata.EntryPoint, str]]:
+        """The entry point of each name, and the package that it is of."""
+        found: dict[str, tuple[metadata.EntryPoint, str]] = {}
+        clashes = []
+        for entry in sorted(metadata.entry_points(group=self.group), key=lambda entry: entry.name):
+            owner = entry.dist.name if entry.dist is not None else "?"
+            other = DISTRIBUTION if entry.name in self.built_in else found.get(entry.name, (None, ""))[1]
+            if other:
+                what, both = f"{self.what} {entry.name}", " and ".join(sorted((owner, other)))
+                clashes.append(f"{what}: the packages {both} both have one so named; uninstall one")
+            found[entry.name] = entry, owner
         if clashes:
             raise ConfigError(clashes)
         return found
@@ -111,7 +111,3 @@ class SettingsByName(Mapping[str, type[Any]]):
 
     def __len__(self) -> int:
         return len(self._registry().names())
-
-
-def _package(entry: metadata.EntryPoint) -> str:
-    return entry.dist.name if entry.dist is not None else "?"

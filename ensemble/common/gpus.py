@@ -32,17 +32,13 @@ MIN_REPORTED_BYTES = 512 << 20
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU, a MIG slice of one, or the CPU.
+    """A GPU, a MIG slice of one, or the CPU."""
 
-    ``uuid`` is what CUDA_VISIBLE_DEVICES takes ("GPU-..." or "MIG-..."; "cpu" for the CPU); ``used_bytes`` is
-    what all processes and the driver held when it was looked at.  Both sizes are 0 for the CPU.
-    """
-
-    uuid: str
+    uuid: str  # as CUDA_VISIBLE_DEVICES takes it, "GPU-..." or "MIG-..."; "cpu" for the CPU
     name: str
     compute_capability: tuple[int, int] | None
-    total_bytes: int
-    used_bytes: int
+    total_bytes: int  # 0 for the CPU
+    used_bytes: int  # what all processes and the driver held when it was looked at
 
     @property
     def is_gpu(self) -> bool:
@@ -56,19 +52,15 @@ class Device:
 
 @dataclass(frozen=True)
 class Inventory:
-    """The GPUs that a run may use.
+    """The GPUs that a run may use."""
 
-    ``gpus`` stay within the inherited CUDA_VISIBLE_DEVICES and in its order, otherwise in PCI bus order.
-    ``note`` says in a sentence why there are none, "" when there are some.  ``mask_problem`` says so where
-    CUDA_VISIBLE_DEVICES hides them all by naming one that is not there.  ``driver_version`` is None when the
-    driver does not say.
-    """
-
-    gpus: tuple[Device, ...]
-    note: str
+    gpus: tuple[
+        Device, ...
+    ]  # within the inherited CUDA_VISIBLE_DEVICES and in its order, else in PCI bus order
+    note: str  # a sentence on why there are none
     driver_version: str | None
     warnings: tuple[str, ...]
-    mask_problem: str = ""
+    mask_problem: str = ""  # where CUDA_VISIBLE_DEVICES hides them all by naming one that is not there
 
 
 @dataclass
@@ -125,10 +117,7 @@ def inventory(environ: Mapping[str, str] | None = None) -> Inventory:
 
 
 def used_memory(uuids: Iterable[str]) -> dict[str, int | None]:
-    """Bytes used now, by UUID; None where it cannot be told (a lost GPU, the CPU, no driver).
-
-    Counted as ``Device.used_bytes`` is.  An idle GPU need not show 0: the driver may count its own share.
-    """
+    """Bytes used now, by UUID; None where it cannot be told (a lost GPU, the CPU, no driver)."""
     used: dict[str, int | None] = dict.fromkeys(uuids)
     with contextlib.suppress(_NoDriverError), _driver() as nvml:
         for uuid in used:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -121,24 +120,20 @@ def find_groups(controller: str, memberships: str, mounts: str) -> Groups:
         paths |= dict.fromkeys(controllers.split(","), path)
     is_v2 = controller not in paths
     group = PurePosixPath(paths.get("" if is_v2 else controller, ""))
-    for root, point, kind, options in _mounts(mounts):
-        if group.parts and (kind == "cgroup2" if is_v2 else kind == "cgroup" and controller in options):
-            # In a container the group's path can be the host's, of which it sees only what is below root.
-            inside = group.relative_to(root) if group.is_relative_to(root) else PurePosixPath()
-            folders = (point / part for part in (inside, *inside.parents))
-            return Groups(is_v2, tuple(folder for folder in folders if folder.is_dir()))
-    return Groups(is_v2, ())
-
-
-def _mounts(text: str) -> Iterator[tuple[str, Path, str, list[str]]]:
-    """Per mount: the part of the file system that is mounted, where, its kind, its own options."""
-    for line in text.splitlines():
+    for line in mounts.splitlines() if group.parts else ():
         before, _, after = line.partition(" - ")
         # mountinfo writes spaces and the like as \040.
         fields = [re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), one) for one in before.split()]
         kind, _, *options = [*after.split(), "", ""]
-        if len(fields) >= 5:
-            yield fields[3], Path(fields[4]), kind, ",".join(options).split(",")
+        is_of_it = kind == "cgroup" and controller in ",".join(options).split(",")
+        if len(fields) >= 5 and (kind == "cgroup2" if is_v2 else is_of_it):
+            # Which part of the file system is mounted, and where.  In a container the group's path can be the
+            # host's, of which it sees only what is below that part.
+            root, point = fields[3], Path(fields[4])
+            inside = group.relative_to(root) if group.is_relative_to(root) else PurePosixPath()
+            folders = (point / part for part in (inside, *inside.parents))
+            return Groups(is_v2, tuple(folder for folder in folders if folder.is_dir()))
+    return Groups(is_v2, ())
 
 
 def _text(file: Path | str) -> str:

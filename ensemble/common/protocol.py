@@ -69,26 +69,19 @@ class CommonSpec:
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """Everything a worker must know about its member.
-
-    ``kind`` names the module that is the child side of the member's kind, such as "ensemble.members.seq_cls.child";
-    ``settings`` are that kind's own, of what JSON has.
-    """
+    """Everything a worker must know about its member."""
 
     common: CommonSpec
-    kind: str
-    settings: dict[str, Any]
+    kind: str  # the module that is the child side of its kind, such as "ensemble.members.seq_cls.child"
+    settings: dict[str, Any]  # that kind's own, of what JSON has
 
 
 @dataclass(frozen=True)
 class Start:
-    """The first command: get ready to load the member described here, with everything that needs no device.
-
-    Up to ``preload_bytes`` of its weights are read from the disk meanwhile, so that they lie in the page cache.
-    """
+    """The first command: get ready to load the member described here, with everything that needs no device."""
 
     spec: WorkerSpec
-    preload_bytes: int = 0
+    preload_bytes: int = 0  # of its weights, which are read from the disk meanwhile, into the page cache
 
 
 @dataclass(frozen=True)
@@ -128,20 +121,16 @@ class Started:
 
 @dataclass(frozen=True)
 class Ready:
-    """The member is on its devices; what its kind knows of it, for the user and for run.json.
-
-    ``device`` is a GPU's name or "cpu"; ``max_length`` counts the tokens of a row, ``token_budget`` those of a
-    batch; ``notes`` are sentences for the user.
-    """
+    """The member is on its devices; what its kind knows of it, for the user and for run.json."""
 
     load_seconds: float = 0.0
-    device: str = "cpu"
+    device: str = "cpu"  # or a GPU's name
     dtype: str = ""
     attn_implementation: str = ""
     parameters: int | None = None
-    max_length: int | None = None
-    token_budget: int | None = None
-    notes: tuple[str, ...] = ()
+    max_length: int | None = None  # tokens of a row
+    token_budget: int | None = None  # tokens of a batch
+    notes: tuple[str, ...] = ()  # sentences for the user
 
 
 @dataclass(frozen=True)
@@ -163,15 +152,12 @@ class Computed:
 
 @dataclass(frozen=True)
 class ChunkDone:
-    """The chunk's shard stands under its final name; ``part`` is that name, within ``parts_dir``.
-
-    ``bad_rows`` are rows of the table that cannot be computed, each with its reason; the shard does not hold them.
-    """
+    """The chunk's shard stands under its final name."""
 
     chunk: int
-    part: str
+    part: str  # the shard's name within ``parts_dir``
     counters: Counters
-    bad_rows: tuple[int, ...] = ()
+    bad_rows: tuple[int, ...] = ()  # rows of the table that cannot be computed; the shard does not hold them
     bad_row_reasons: tuple[str, ...] = ()
 
 
@@ -187,37 +173,30 @@ class ChunkFailed:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """The process lives; its main thread finished its last step, such as a batch, so many seconds ago.
+    """The process lives.  The first one comes before ``Started``."""
 
-    0 while it waits for a command.  The first one comes before ``Started``.
-    """
-
-    idle_seconds: float
+    idle_seconds: (
+        float  # since its main thread finished its last step, such as a batch; 0 waiting for a command
+    )
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The worker cannot go on; it exits after this.
-
-    ``can_retry`` says whether a fresh process may fare better, as after an error that poisons CUDA.
-    """
+    """The worker cannot go on; it exits after this."""
 
     error_type: str
     message: str
     traceback: str
     chunk: int | None = None
-    can_retry: bool = False
+    can_retry: bool = False  # whether a fresh process may fare better, as after an error that poisons CUDA
 
 
 @dataclass(frozen=True)
 class Closed:
-    """The last word of a worker that was told to stop.
-
-    Memory in bytes; of the GPU that held most, None on a CPU.
-    """
+    """The last word of a worker that was told to stop."""
 
     peak_memory_bytes: int
-    peak_gpu_memory_bytes: int | None = None
+    peak_gpu_memory_bytes: int | None = None  # of the GPU that held most; None on a CPU
 
 
 Command: TypeAlias = Start | Load | Prepare | Predict | Stop

@@ -40,10 +40,6 @@ class Document:
         """What is wrong, each once, from the top of the file to its end, then what has no line."""
         return tuple(dict.fromkeys(text for _, text in sorted(self.found, key=lambda item: item[0])))
 
-    def note(self, sentence: str) -> None:
-        """Note a problem that has no place in the YAML."""
-        self.found.append((AFTER_ALL_LINES, sentence))
-
     def report(self, loc: Loc, sentence: str) -> None:
         """Note a problem; after "must be ..." comes the value as it was written, never what ``${}`` gave."""
         around = (loc[:size] for size in range(len(loc), 0, -1))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ensemble.common.text import nearest
-from ensemble.config.document import INVALID, NOT_TEXT, Document, Loc, one_line, place, shown
+from ensemble.config.document import AFTER_ALL_LINES, INVALID, NOT_TEXT, Document, Loc, one_line, place, shown
 from ensemble.config.yamlfile import MAX_DEPTH, Unreadable, build_data
 
 _VARIABLE = r"\$\$\{|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)\}|\$\{"
@@ -24,7 +24,7 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
         try:
             _override(document, text, name)
         except Unreadable as error:
-            document.note(f"{name}: {error}")
+            document.found.append((AFTER_ALL_LINES, f"{name}: {error}"))
 
 
 def _override(document: Document, text: str, name: str) -> None:
@@ -65,15 +65,11 @@ def _steps(data: dict[str, Any], parts: list[str]) -> Loc:
             dicts = [(index, item) for index, item in enumerate(here) if isinstance(item, dict)]
             names = {item["name"]: index for index, item in dicts if isinstance(item.get("name"), str)}
             key, parts = _longest(parts, names)
-            number = int(key) if re.fullmatch(r"[0-9]{1,6}", key) else None
-            if number is not None and names.get(key, number) != number:
-                other = place((*loc, names[key]))
-                raise Unreadable(f"{key} is both a position and the name of {other}; rename it")
-            if key not in names and number is None:
+            if key not in names and not re.fullmatch(r"[0-9]{1,6}", key):
                 near = nearest(key, names)
                 advice = f"; did you mean {shown(near)}?" if near is not None else ""
                 raise Unreadable(f"{place(loc)} has nothing named {shown(key)}{advice}")
-            step = names[key] if number is None else number
+            step = names[key] if key in names else int(key)
             if step >= len(here):
                 raise Unreadable(f"{place(loc)} has no position {step}; it holds {len(here)}, counted from 0")
             here = here[step]
