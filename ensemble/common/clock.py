@@ -34,9 +34,8 @@ class Watch:
 
 
 def boot_seconds() -> float:
-    """Seconds since the machine was started, those included in which it was suspended or nobody ran.
+    """Seconds since the machine was started, those included in which it was suspended (clock_gettime(2)).
 
-    That is what a time limit goes by: whoever ends a session after so many hours, such as a notebook service or a
-    cluster, counts them on without us.  The monotonic clock would leave out a suspend (clock_gettime(2)).
+    A time limit goes by it: whoever ends a session after so many hours, such as a cluster, counts them on.
     """
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))

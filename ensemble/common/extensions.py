@@ -20,27 +20,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Registry(Generic[T]):
-    """The extensions of one kind, each a subclass of ``base``.
+    """The extensions of one kind, each a subclass of ``base``."""
 
-    Attributes:
-        group: of entry points, such as "ensemble.merge_methods".
-        what: what one of them is called, such as "merge method".
-        package: where the modules of those that are built in are found.
-        built_in: ".module:Class" by name.
-    """
-
-    group: str
-    what: str
+    group: str  # of entry points, such as "ensemble.merge_methods"
+    what: str  # what one of them is called, such as "merge method"
     base: type[T]
-    package: str
-    built_in: Mapping[str, str]
+    package: str  # where the modules of those that are built in are found
+    built_in: Mapping[str, str]  # ".module:Class" by name
 
     def names(self) -> list[str]:
-        """All names, those that are built in first.
-
-        Raises:
-            ConfigError: installed packages give one name to two things.
-        """
+        """All names, those that are built in first; raises as ``load`` does."""
         return [*self.built_in, *sorted(self._installed())]
 
     def load(self, name: str) -> type[T]:
@@ -64,13 +53,11 @@ class Registry(Generic[T]):
             loaded = entry.load()
         except Exception as error:  # whatever a module raises while it is imported
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise ConfigError(
-                f"{place} cannot be imported ({reason}); fix or uninstall that package"
-            ) from error
+            problem = f"{place} cannot be imported ({reason}); fix or uninstall that package"
+            raise ConfigError(problem) from error
         if not (isinstance(loaded, type) and issubclass(loaded, self.base)):
-            raise ConfigError(
-                f"{place} is no subclass of {self.base.__module__}.{self.base.__qualname__}; fix that package"
-            )
+            base = f"{self.base.__module__}.{self.base.__qualname__}"
+            raise ConfigError(f"{place} is no subclass of {base}; fix that package")
         return loaded
 
     def _installed(self) -> dict[str, tuple[metadata.EntryPoint, str]]:
@@ -90,11 +77,7 @@ class Registry(Generic[T]):
 
 
 class SettingsByName(Mapping[str, type[Any]]):
-    """The ``Settings`` of each extension, for the config; one is imported when it is looked up.
-
-    Args:
-        registry: gives the registry, which may be imported for that.
-    """
+    """The ``Settings`` of each extension, for the config; one, and the registry, is imported when it is asked for."""
 
     def __init__(self, registry: Callable[[], Registry[Any]]) -> None:
         self._registry = registry

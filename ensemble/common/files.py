@@ -41,10 +41,9 @@ def unreadable(path: Path | str, error: OSError, otherwise: str = "copy it again
     right = "r" if os.path.isfile(file) else "rx"  # noqa: PTH113
     folders = reversed(file.absolute().parents)
     closed = next((folder for folder in folders if not os.access(folder, os.X_OK)), file)
-    try:
+    user = str(os.getuid())  # one may have no name here, as in many containers
+    with contextlib.suppress(KeyError, OSError):
         user = getpass.getuser()
-    except (KeyError, OSError):  # one that has no name here, as in many containers
-        user = str(os.getuid())
     return (
         f"{path} cannot be read ({error.strerror} for user {user}); allow it, for example with "
         f"chmod a+{right} {closed}, or run as its owner"
@@ -167,19 +166,17 @@ def load_json(path: Path) -> dict[str, Any]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty where there is none, or anything else."""
-    try:
+    with contextlib.suppress(OSError, ValueError, TypeError):
         return load_json(path)
-    except (OSError, ValueError, TypeError):
-        return {}
+    return {}
 
 
 def file_state(path: str | Path) -> FileState | None:
     """The state of a file, or of what a link leads to; None: there is none."""
-    try:
+    with contextlib.suppress(OSError, ValueError):
         found = os.stat(path)  # noqa: PTH116  takes text as it is
-    except (OSError, ValueError):
-        return None
-    return found.st_size, found.st_mtime_ns, found.st_ctime_ns
+        return found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return None
 
 
 def folder_states(folder: str | Path) -> dict[str, FileState]:

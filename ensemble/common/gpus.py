@@ -65,26 +65,20 @@ class Inventory:
 
 @dataclass
 class _Gpu:
-    """A GPU of the machine.  ``devices`` is itself, or its MIG slices, or nothing when it cannot be used."""
-
     label: str
     uuid: str | None = None
     model: tuple[str, tuple[int, int] | None] | None = None
     pci: tuple[int, int, int] | None = None
-    devices: tuple[Device, ...] = ()
+    devices: tuple[Device, ...] = ()  # itself, or its MIG slices, or nothing when it cannot be used
     slices: dict[str, Device] = field(default_factory=dict)  # by CUDA's older names, which a mask may use
 
 
 class _NoDriverError(Exception):
-    """NVML cannot be asked; the message says why."""
+    """Says why NVML cannot be asked."""
 
 
 def inventory(environ: Mapping[str, str] | None = None) -> Inventory:
-    """Look at the GPUs; a missing or broken driver means that there are none.
-
-    Args:
-        environ: where CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER are read; None: this process's environment.
-    """
+    """Look at the GPUs within this process's environment, or another; without a working driver there are none."""
     environ = os.environ if environ is None else environ
     warnings: list[str] = []
     try:

@@ -1,7 +1,6 @@
 """The supported range: Python and the packages that this one asks for, and what is installed of them.
 
-The bounds stand in pyproject.toml alone.  Outside of them numbers have been seen to be wrong without a word
-(docs/releases.md), so that nothing runs there.  Asks importlib.metadata and imports none of the packages.
+The bounds stand in pyproject.toml alone.  Outside of them numbers have been seen to be wrong (docs/releases.md).
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ _BROUGHT = ("tokenizers", "safetensors")
 
 @dataclass(frozen=True)
 class Requirement:
-    """A package, its lowest version and the first that is too new ("" for any), and its extra ("" for none)."""
+    """A package that this one asks for."""
 
     name: str
     minimum: str = ""
-    below: str = ""
-    extra: str = ""
+    below: str = ""  # the first version that is too new
+    extra: str = ""  # that asks for it; "" for none
 
     @property
     def range(self) -> str:

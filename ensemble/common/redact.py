@@ -45,12 +45,7 @@ def secrets_in(settings: object) -> Iterator[str]:
 
 
 class Redactor:
-    """Puts ``***`` where a secret stands.
-
-    Args:
-        environ: the environment variables.
-        settings: a config, or parts of one.
-    """
+    """Puts ``***`` where a secret of the environment or of a config, or of parts of one, stands."""
 
     def __init__(self, environ: Mapping[str, str], settings: object = None) -> None:
         named = (name for name in environ if _VARIABLE.search(name) and not _LOCATION.search(name))
@@ -119,8 +114,7 @@ def guard_output(redactor: Redactor) -> None:
 class _Guard(io.BufferedIOBase):
     """The bytes under a text stream, so that nobody gets around it by ``.buffer``.
 
-    Redacted on their way, and dropped where they can go nowhere: EIO, EPIPE, ENOSPC, EBADF; ValueError where
-    somebody has closed the stream.
+    Dropped where they can go nowhere: EIO, EPIPE, ENOSPC, EBADF; ValueError where somebody closed the stream.
     """
 
     def __init__(self, stream: io.TextIOWrapper, redactor: Redactor) -> None:

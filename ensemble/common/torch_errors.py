@@ -80,11 +80,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def one_line(error: BaseException, redact: Callable[[str], str] = str) -> str:
-    """The error's text for a message, its type where it has none; never more than 500 characters.
-
-    Args:
-        redact: takes secrets out before the text is cut; a part of one would not be known.
-    """
+    """The error's text for a message, its type where it has none; never more than 500 characters."""
+    # Secrets go before the text is cut: a part of one would not be known.
     return " ".join(redact(str(error)).split())[:500] or redact(repr(error))[:500]
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeAlias, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -26,6 +26,11 @@ from ensemble.config.schema import EnsembleConfig, MemberConfig, RunConfig
 from ensemble.config.yamlfile import parse, read_text
 
 M = TypeVar("M", bound=BaseModel)
+_PHRASES = dict.fromkeys(("model_type", "dict_type"), "a mapping of keys to values") | {
+    "bool_type": "true or false"
+}
+Methods: TypeAlias = Mapping[str, type[EnsembleConfig]]
+Kinds: TypeAlias = Mapping[str, type[MemberConfig]]
 
 
 @dataclass(frozen=True)
@@ -47,8 +52,8 @@ class LoadedConfig:
 def load_config(
     path: Path,
     overrides: Sequence[str],
-    merge_methods: Mapping[str, type[EnsembleConfig]],
-    member_kinds: Mapping[str, type[MemberConfig]],
+    merge_methods: Methods,
+    member_kinds: Kinds,
     environ: Mapping[str, str] | None = None,
 ) -> LoadedConfig:
     """Read, override, expand and check a config.
@@ -75,10 +80,7 @@ def load_config(
 
 
 def _checked(
-    document: Document,
-    values: dict[str, Any],
-    merge_methods: Mapping[str, type[EnsembleConfig]],
-    member_kinds: Mapping[str, type[MemberConfig]],
+    document: Document, values: dict[str, Any], merge_methods: Methods, member_kinds: Kinds
 ) -> RunConfig | None:
     problems: list[Problem] = []
     if isinstance(given := values.get("ensemble"), dict):
@@ -158,9 +160,12 @@ def validate(model: type[M], values: dict[str, Any]) -> tuple[M | None, list[Pro
             owner: type[BaseModel] = model
             for step in loc[:-1]:
                 if step in owner.model_fields:
-                    owner = next(_models_in(owner.model_fields[str(step)].annotation), owner)
+                    hint = owner.model_fields[str(step)].annotation
+                    parts = [part for part in (hint, *get_args(hint)) if isinstance(part, type)]
+                    owner = next((part for part in parts if issubclass(part, BaseModel)), owner)
+            field = owner.model_fields.get(str(loc[-1]))
             if kind == "missing":
-                example = (owner.model_fields[str(loc[-1])].examples or ["..."])[0]
+                example = field.examples[0] if field is not None and field.examples else "..."
                 found[loc] = f"required, for example {loc[-1]}: {example}"
             else:
                 found[loc] = _unknown_key(str(loc[-1]), [owner])
@@ -175,10 +180,8 @@ def validate(model: type[M], values: dict[str, Any]) -> tuple[M | None, list[Pro
         if kind == "literal_error":
             words = re.findall("'(.*?)'", detail["ctx"]["expected"])
             sentence = "must be " + "one of " * (len(words) > 1) + ", ".join(words)
-        elif kind == "bool_type":
-            sentence = "must be true or false"
-        elif kind in ("model_type", "dict_type"):
-            sentence = "must be a mapping of keys to values"
+        elif kind in _PHRASES:
+            sentence = f"must be {_PHRASES[kind]}"
         else:
             # Of a package's own settings the types may have no words of ours, and rules have those of that package.
             theirs = " ".join(detail["msg"].removeprefix("Value error, ").split())
@@ -186,13 +189,6 @@ def validate(model: type[M], values: dict[str, Any]) -> tuple[M | None, list[Pro
         # Of a union each type has an error.
         found[loc] = f"{found[loc]} or {sentence.removeprefix('must be ')}" if loc in found else sentence
     return None, [*found.items()]
-
-
-def _models_in(hint: object) -> Iterator[type[BaseModel]]:
-    if isinstance(hint, type) and issubclass(hint, BaseModel):
-        yield hint
-    for part in get_args(hint):
-        yield from _models_in(part)
 
 
 def _unknown_key(key: str, models: Sequence[type[BaseModel]]) -> str:

@@ -21,46 +21,34 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
     """
     for text in overrides:
         name = f"--set {one_line(text if len(text) <= 100 else text[:97] + '...')}"
+        path, equals, value_text = text.partition("=")
+        parts = re.sub(r"\[(\d+)\]", r".\1", path.strip(), flags=re.ASCII).split(".")
         try:
-            _override(document, text, name)
+            if not equals:
+                raise Unreadable("needs the form key=value, for example --set limit=100")
+            if not all(parts) or len(parts) > MAX_DEPTH or re.search(NOT_TEXT, path):
+                raise Unreadable(f"{shown(path)} is not a path; write it like models.0.weight")
+            holder, steps, made = _find(document.data, parts)
+            for known in (document.lines, document.overrides):
+                for loc in [loc for loc in known if loc[: len(steps)] == steps]:
+                    del known[loc]
+            document.invalid = {loc for loc in document.invalid if loc[: len(steps)] != steps}
+            document.overrides |= dict.fromkeys([*made, steps], (name, steps))
+            holder[steps[-1]] = build_data(value_text, document, steps, {})
         except Unreadable as error:
             document.found.append((AFTER_ALL_LINES, f"{name}: {error}"))
 
 
-def _override(document: Document, text: str, name: str) -> None:
-    path, equals, value_text = text.partition("=")
-    parts = re.sub(r"\[(\d+)\]", r".\1", path.strip(), flags=re.ASCII).split(".")
-    if not equals:
-        raise Unreadable("needs the form key=value, for example --set limit=100")
-    if not all(parts) or len(parts) > MAX_DEPTH or re.search(NOT_TEXT, path):
-        raise Unreadable(f"{shown(path)} is not a path; write it like models.0.weight")
-    steps = _steps(document.data, parts)
-    for known in (document.lines, document.overrides):
-        for loc in [loc for loc in known if loc[: len(steps)] == steps]:
-            del known[loc]
-    document.invalid = {loc for loc in document.invalid if loc[: len(steps)] != steps}
-    document.overrides[steps] = (name, steps)
-    value = build_data(value_text, document, steps, {})
-    here: Any = document.data
-    for depth, step in enumerate(steps[:-1], start=1):
-        inner = here.get(step) if isinstance(here, dict) else here[step]
-        if inner is None:
-            inner = here[step] = {}
-            document.overrides[steps[:depth]] = (name, steps)
-        here = inner
-    here[steps[-1]] = value
-
-
-def _steps(data: dict[str, Any], parts: list[str]) -> Loc:
-    """The place that the parts of a path name, of which several can make one key: it may hold dots itself."""
+def _find(data: dict[str, Any], parts: list[str]) -> tuple[Any, Loc, list[Loc]]:
+    """What holds the value that the parts of a path name, its place, and the places of mappings that were made."""
     here: Any = data
     loc: Loc = ()
-    while parts:
+    made: list[Loc] = []
+    while True:
         step: str | int
-        here = {} if here is None else here
         if isinstance(here, dict):
             step, parts = _longest(parts, here)
-            here = here.get(step)
+            inner = here.get(step)
         elif isinstance(here, list):
             dicts = [(index, item) for index, item in enumerate(here) if isinstance(item, dict)]
             names = {item["name"]: index for index, item in dicts if isinstance(item.get("name"), str)}
@@ -72,15 +60,20 @@ def _steps(data: dict[str, Any], parts: list[str]) -> Loc:
             step = names[key] if key in names else int(key)
             if step >= len(here):
                 raise Unreadable(f"{place(loc)} has no position {step}; it holds {len(here)}, counted from 0")
-            here = here[step]
+            inner = here[step]
         else:
             raise Unreadable(f"{place(loc)} is {shown(here)} and has no keys inside")
         loc = (*loc, step)
-    return loc
+        if not parts:
+            return here, loc, made
+        if inner is None:
+            inner = here[step] = {}
+            made.append(loc)
+        here = inner
 
 
 def _longest(parts: list[str], known: Iterable[str]) -> tuple[str, list[str]]:
-    """The most parts that make a known key together, else the first one; and the parts behind them."""
+    """The most parts that make a known key together (a key may hold dots itself), else the first; and the rest."""
     joined = {".".join(parts[:size]): parts[size:] for size in range(len(parts), 0, -1)}
     key = next((key for key in joined if key in known), parts[0])
     return key, joined[key]

@@ -73,11 +73,7 @@ class DataConfig(_Strict):
 
 
 class MemberConfig(_Strict):
-    """One member of the ensemble: the keys that all kinds have.  Each kind has a subclass with its own keys.
-
-    Raises:
-        ValidationError: a value is of the wrong type or out of range.
-    """
+    """One member of the ensemble: the keys that all kinds have.  Each kind has a subclass with its own keys."""
 
     name: Name = Field(examples=["gemma2"])  # becomes a file name, so unique whatever the case
     task_type: TaskType = "seq_cls"  # the kind: seq_cls, csv, or what an installed package brings
@@ -135,11 +131,7 @@ Models = Annotated[Members, BeforeValidator(as_tuple), MustBe("a list of models"
 
 
 class RunConfig(_Strict):
-    """Everything one run is asked for.
-
-    Raises:
-        ValidationError: a value is of the wrong type or out of range.
-    """
+    """Everything one run is asked for."""
 
     data: DataConfig = Field(examples=["{path: test.csv}"])  # the table to predict
     labels: Labels = Field(examples=["[negative, positive]"])  # the predictions' columns, in this order
@@ -177,11 +169,7 @@ class RunConfig(_Strict):
     def broken_rules(
         cls, values: Mapping[str, Any], kinds: Sequence[type[MemberConfig] | None]
     ) -> Iterator[Problem]:
-        """The rules that a whole config breaks, those of its models included.
-
-        Args:
-            kinds: the keys of each model's kind, None where that is not known.
-        """
+        """The rules that a whole config breaks; ``kinds`` are the keys of each model's, None where not known."""
         listed = values.get("labels")
         labels = [as_label(label) for label in listed] if isinstance(listed, list) else []
         first: dict[str, int] = {}

@@ -60,10 +60,6 @@ def read_text(path: Path) -> str:
 def parse(text: str, path: Path) -> Document:
     """YAML text as a ``Document``; repeated and non-text keys are problems noted in it.
 
-    Args:
-        text: the YAML; may start with a byte order mark.
-        path: the file it came from, to name in errors.
-
     Raises:
         ConfigError: nothing to go on with: a syntax error, an empty file, too many values, no mapping.
     """
@@ -90,12 +86,7 @@ class Unreadable(Exception):
 
 
 def build_data(text: str, document: Document, loc: Loc, lines: dict[Loc, int]) -> object:
-    """YAML text as plain data.
-
-    Args:
-        document: takes the problems.
-        loc: where the data will stand in it.
-        lines: takes the line of each value, counted from 1.
+    """YAML text as plain data, which will stand at ``loc``; ``lines`` takes the line of each value, from 1.
 
     Raises:
         Unreadable: it is no YAML, or too large or too deep.
