@@ -77,7 +77,7 @@ class Registry(Generic[T]):
 
 
 class SettingsByName(Mapping[str, type[Any]]):
-    """The ``Settings`` of each extension, for the config; one, and the registry, is imported when it is asked for."""
+    """The ``Settings`` of each extension, for the config; one, and the registry, is imported when asked for."""
 
     def __init__(self, registry: Callable[[], Registry[Any]]) -> None:
         self._registry = registry

@@ -14,7 +14,7 @@ Problem = tuple[Loc, str]
 
 SHOWN_CHARACTERS: Final = 60
 AFTER_ALL_LINES: Final = sys.maxsize
-# NUL, and halves of characters, which is also how Python keeps bytes that are not UTF-8.
+# NUL, and half of a character, which is also how Python keeps bytes that are not UTF-8.
 NOT_TEXT: Final = r"[\x00\ud800-\udfff]"
 
 # Stands where a value could not be had: of no type that a check accepts, and already reported.

@@ -82,6 +82,7 @@ def load_config(
 def _checked(
     document: Document, values: dict[str, Any], merge_methods: Methods, member_kinds: Kinds
 ) -> RunConfig | None:
+    """The values as a config; what is wrong with them is noted in the document."""
     problems: list[Problem] = []
     if isinstance(given := values.get("ensemble"), dict):
         method, wrong = _named(EnsembleConfig, "method", given, merge_methods)
@@ -102,7 +103,7 @@ def _checked(
         members.append(model)
         if not isinstance(model, dict):
             continue
-        merged = {"task_type"} & defaults.keys() - model.keys()
+        merged = {"task_type"} & (defaults.keys() - model.keys())
         model |= {key: defaults[key] for key in merged}
         kinds[index], wrong = _named(MemberConfig, "task_type", model, member_kinds)
         if (kind := kinds[index]) is not None:
@@ -156,19 +157,19 @@ def validate(model: type[M], values: dict[str, Any]) -> tuple[M | None, list[Pro
     found: dict[Loc, str] = {}
     for detail in details:
         kind, loc = detail["type"], detail["loc"]
-        if kind in ("missing", "extra_forbidden"):
+        if kind in ("missing", "extra_forbidden") and isinstance(loc[-1], str):
             owner: type[BaseModel] = model
             for step in loc[:-1]:
                 if step in owner.model_fields:
                     hint = owner.model_fields[str(step)].annotation
                     parts = [part for part in (hint, *get_args(hint)) if isinstance(part, type)]
                     owner = next((part for part in parts if issubclass(part, BaseModel)), owner)
-            field = owner.model_fields.get(str(loc[-1]))
+            field = owner.model_fields.get(loc[-1])
             if kind == "missing":
                 example = field.examples[0] if field is not None and field.examples else "..."
                 found[loc] = f"required, for example {loc[-1]}: {example}"
             else:
-                found[loc] = _unknown_key(str(loc[-1]), [owner])
+                found[loc] = _unknown_key(loc[-1], [owner])
             continue
         stands: Any = values
         for depth, step in enumerate(loc):

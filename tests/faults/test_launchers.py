@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -131,3 +132,6 @@ def test_what_is_wrong_with_a_launcher_is_said_at_validate(project: Project, sit
         )
         assert done.returncode == 2
         assert sentence in done.stderr
+    project.write_config(project.config(launcher="locla"))
+    done = project.ensemble("validate", "config.yaml", environment=environment)
+    assert re.search(r"launcher \(line \d+\): unknown launcher 'locla'; did you mean local\?", done.stderr)
