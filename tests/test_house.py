@@ -178,7 +178,7 @@ def test_a_run_of_the_checks_imports_nothing_heavy_either(tmp_path: Path) -> Non
     code = (
         "import sys, pathlib\nfrom ensemble.pipeline.load import load\n"
         "from ensemble.common.errors import EnsembleError\n"
-        "from ensemble.common.import_guards import keep_pandas_out\n"
+        "from ensemble.common.python_process import keep_pandas_out\n"
         "from ensemble.pipeline.validate import prepare\n"
         "keep_pandas_out()\n"
         "try:\n    prepare(load(pathlib.Path('c.yaml')))\nexcept EnsembleError as error:\n    print(error)\n"

@@ -185,8 +185,8 @@ def _complain(problems: Iterable[str]) -> None:
 
 
 def _load(config: Path, sets: list[str], limit: int | None) -> LoadedConfig:
-    from ensemble.common.import_guards import import_numpy, keep_pandas_out
     from ensemble.common.packages import unsupported
+    from ensemble.common.python_process import import_numpy, keep_pandas_out
     from ensemble.pipeline.load import load
 
     if found := [*unsupported()]:

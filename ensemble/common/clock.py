@@ -1,7 +1,4 @@
-"""Clocks for patience and for limits; neither is the wall clock, which can be set while a run goes on.
-
-Shared by the parent and the worker.
-"""
+"""Clocks for deadlines and limits; neither is the wall clock, which can be set while a run goes on."""
 
 from __future__ import annotations
 
@@ -14,9 +11,8 @@ class Watch:
     """A clock, in seconds, that stands still while its own process does not run.
 
     Stopped (SIGSTOP, Ctrl-Z), frozen by a container's freezer, or in a virtual machine that is paused: the
-    monotonic clock counts that time, but nobody can be blamed for what was not done in it.  A process notices by
-    itself: far more time has passed since it last looked than it ever lets pass.  So the clock has to be read in
-    every turn of a loop, and no turn counts for more than ``longest_seconds``.
+    monotonic clock counts that time, but nobody can be blamed for what was not done in it.  So this one has to be
+    read in every turn of a loop, and no turn counts for more than ``longest_seconds``.
 
     Args:
         longest_seconds: what may pass between two readings; of anything longer only this counts.
@@ -38,9 +34,8 @@ class Watch:
 
 
 def boot_seconds() -> float:
-    """Seconds since the machine was started, those included in which it was suspended or nobody ran.
+    """Seconds since the machine was started, those included in which it was suspended (clock_gettime(2)).
 
-    That is what a time limit goes by: whoever ends a session after so many hours, such as a notebook service or a
-    cluster, counts them on without us.  The monotonic clock would leave out a suspend (clock_gettime(2)).
+    A time limit goes by it: whoever ends a session after so many hours, such as a cluster, counts them on.
     """
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))

@@ -1,11 +1,11 @@
 """Test processes: a fresh process per device, pinned as a worker would be, that tries torch there.
 
-Owns starting, timing out and ending them.  What they try is in ``ensemble.worker.probe``; what it means is the
-doctor's and the plan's to say.
+What they try is in ``ensemble.worker.probe``; what it means is the doctor's and the planner's to say.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -14,10 +14,10 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from ensemble.common.clock import Watch
 from ensemble.common.gpus import Device, worker_environment
+from ensemble.common.protocol import with_tuples
 from ensemble.common.python_process import python_command, python_environment
 
 CPU = Device("cpu", "the CPU", None, 0, 0)
@@ -30,31 +30,28 @@ _GRACE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Report:
-    """What a test process has to say; ``errors`` go by what was tried, ``free_bytes`` are the GPU's."""
+    """What a test process has to say."""
 
     torch: str | None = None
     cuda: str | None = None
     sees_gpu: bool = False
     architectures: tuple[str, ...] = ()
     capability: tuple[int, int] | None = None
-    free_bytes: int | None = None
+    free_bytes: int | None = None  # of the GPU
     passed: tuple[str, ...] = ()
     has_flash_attention: bool = False
-    errors: dict[str, str] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)  # by what was tried
 
 
 @dataclass(frozen=True)
 class Trial:
-    """How a test process ended: with a report, or with ``ending``, a sentence on why there is none.
-
-    ``signal_number`` is the signal that ended it, None where it was none or our own.
-    """
+    """How a test process ended."""
 
     device: Device
     seconds: float
     report: Report | None = None
-    ending: str = ""
-    signal_number: int | None = None
+    ending: str = ""  # a sentence on why there is no report
+    signal_number: int | None = None  # that ended it; None where it was none or our own
 
 
 def run_trials(
@@ -76,19 +73,22 @@ def run_trials(
     Returns:
         A trial per device, in their order.
     """
-    host_share = _ALLOCATE_BYTES if host_bytes is None else min(_ALLOCATE_BYTES, host_bytes // 4)
-    waiting, running = list(devices), list[_Process]()
+    to_start, running = list(devices), list[_Process]()
     done: dict[str, Trial] = {}
     try:
-        while waiting or running:
-            while waiting and len(running) < _MAX_PROCESSES:
-                device = waiting.pop(0)
-                names = imports if device is devices[0] else ()
-                size = _ALLOCATE_BYTES if device.is_gpu else host_share
-                running.append(_Process(device, names, size, timeout_seconds, flash_attention))
+        while to_start or running:
+            while to_start and len(running) < _MAX_PROCESSES:
+                device = to_start.pop(0)
+                size = _ALLOCATE_BYTES
+                if not device.is_gpu and host_bytes is not None:
+                    size = min(size, host_bytes // 4)
+                options = [f"--allocate-bytes={size}", *(["--on-gpu"] if device.is_gpu else [])]
+                options += [f"--import={name}" for name in imports if device is devices[0]]
+                options += ["--flash-attention"] if flash_attention else []
+                running.append(_Process(device, options, timeout_seconds))
             for process in list(running):
-                if process.has_exited() or process.is_late():
-                    done[process.device.uuid] = process.end()
+                if (trial := process.poll()) is not None:
+                    done[process.device.uuid] = trial
                     running.remove(process)
             time.sleep(0.02)
     finally:
@@ -98,25 +98,16 @@ def run_trials(
 
 
 class _Process:
-    def __init__(
-        self, device: Device, imports: Sequence[str], allocate: int, timeout: float, flash_attention: bool
-    ) -> None:
+    def __init__(self, device: Device, options: Sequence[str], timeout_seconds: float) -> None:
         self.device = device
-        self._timeout_seconds = timeout
+        self._timeout_seconds = timeout_seconds
         self._watch = Watch(1.0)  # the loop looks many times a second
         self._began = self._watch()
         # Files, because a pipe that nobody reads in time stops the one who writes.
         self._output, self._errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
+        limits = (f"--parent-pid={os.getpid()}", f"--seconds={int(timeout_seconds + _GRACE_SECONDS) + 1}")
         self._process = subprocess.Popen(
-            [
-                *python_command("ensemble.worker.probe"),
-                f"--parent-pid={os.getpid()}",
-                f"--allocate-bytes={allocate}",
-                f"--seconds={int(timeout + _GRACE_SECONDS) + 1}",
-                *(["--on-gpu"] if device.is_gpu else []),
-                *(f"--import={name}" for name in imports),
-                *(["--flash-attention"] if flash_attention else []),
-            ],
+            [*python_command("ensemble.worker.probe"), *limits, *options],
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=self._errors,
@@ -124,12 +115,33 @@ class _Process:
             start_new_session=True,
         )
 
-    def has_exited(self) -> bool:
+    def poll(self) -> Trial | None:
+        """How it ended; None while it runs within its time."""
+        seconds = self._watch() - self._began
         # Not reaped here: until then its group's number cannot belong to anybody else.
-        return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-    def is_late(self) -> bool:
-        return self._watch() - self._began > self._timeout_seconds
+        is_running = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        if is_running and seconds <= self._timeout_seconds:
+            return None
+        if not self.kill():
+            ending = f"test process {self._process.pid} hangs inside the driver and cannot be ended"
+            return Trial(self.device, seconds, None, ending)
+        texts = []
+        for file in (self._output, self._errors):
+            with file:
+                file.seek(0)
+                texts.append(file.read().decode("utf-8", "replace").strip())
+        if is_running:
+            ending = f"the test process gave no answer within {self._timeout_seconds:g} s and was ended"
+            return Trial(self.device, seconds, None, ending)
+        # What runs before the probe, such as a sitecustomize, may have printed too: its line is the last.
+        with contextlib.suppress(IndexError, ValueError, TypeError, AttributeError):
+            return Trial(self.device, seconds, Report(**with_tuples(json.loads(texts[0].splitlines()[-1]))))
+        code = self._process.returncode
+        if code < 0:
+            name = {one.value: one.name for one in signal.Signals}.get(-code, f"signal {-code}")
+            return Trial(self.device, seconds, None, f"the test process was ended by {name}", -code)
+        last_line = f": {texts[1].splitlines()[-1].strip()[:200]}" if texts[1] else ""
+        return Trial(self.device, seconds, None, f"the test process ended with exit code {code}{last_line}")
 
     def kill(self) -> bool:
         """End it with all it started; False where it hangs in the kernel and cannot be."""
@@ -140,38 +152,3 @@ class _Process:
             except subprocess.TimeoutExpired:
                 return False
         return True
-
-    def end(self) -> Trial:
-        """End it, and judge how it ended."""
-        seconds, is_late = self._watch() - self._began, not self.has_exited()
-        if not self.kill():
-            ending = f"test process {self._process.pid} hangs inside the driver and cannot be ended"
-            return Trial(self.device, seconds, None, ending)
-        texts = []
-        for file in (self._output, self._errors):
-            with file:
-                file.seek(0)
-                texts.append(file.read().decode("utf-8", "replace").strip())
-        report, code = _report(texts[0]), self._process.returncode
-        if is_late:
-            ending = f"the test process gave no answer within {self._timeout_seconds:g} s and was ended"
-            return Trial(self.device, seconds, None, ending)
-        if report is not None:
-            return Trial(self.device, seconds, report)
-        if code < 0:
-            name = {one.value: one.name for one in signal.Signals}.get(-code, f"signal {-code}")
-            return Trial(self.device, seconds, None, f"the test process was ended by {name}", -code)
-        last_line = f": {texts[1].splitlines()[-1].strip()[:200]}" if texts[1] else ""
-        return Trial(self.device, seconds, None, f"the test process ended with exit code {code}{last_line}")
-
-
-def _report(output: str) -> Report | None:
-    # What runs before the probe, such as a sitecustomize, may have printed too: its line is the last.
-    try:
-        facts = json.loads(output.splitlines()[-1])
-        values: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in facts.items()
-        }
-        return Report(**values)
-    except (IndexError, ValueError, TypeError, AttributeError):
-        return None

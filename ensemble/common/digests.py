@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 from ensemble.common.errors import CheckpointError
 from ensemble.common.files import FileState, file_state, unreadable
@@ -54,11 +54,7 @@ class FileDigests:
         return other
 
     def together(self, folder: Path, files: Mapping[Path, Samples | None]) -> str:
-        """One digest of many files, by their names within the folder; arguments as for ``digest``.
-
-        Raises:
-            CheckpointError: one of them cannot be read.
-        """
+        """One digest of many files, by their names within the folder; arguments and errors as for ``digest``."""
         # hashlib lets other threads run while it hashes.
         with ThreadPoolExecutor(_THREADS) as pool:
             digests = pool.map(self.digest, files, files.values())
@@ -78,17 +74,14 @@ class FileDigests:
         key, name = (os.path.realpath(path), samples is None), str(path.absolute())
         state = file_state(path)
         if key not in self._known:
+            file: Any
             try:
-                if samples is None:
-                    with path.open("rb") as file:
-                        found = hashlib.file_digest(file, _hash).hexdigest()
-                else:
-                    with path.open("rb", buffering=_BUFFER_BYTES) as sampled:
-                        found = _hash(b"".join(samples(sampled))).hexdigest()
+                with path.open("rb", buffering=_BUFFER_BYTES) as file:
+                    found = _hash(b"".join(samples(file))) if samples else hashlib.file_digest(file, _hash)
             except OSError as error:
                 raise CheckpointError(unreadable(path, error)) from error
             if state is not None:
-                self._known[key] = FileDigest(found, state)
+                self._known[key] = FileDigest(found.hexdigest(), state)
         seen = self._known.get(key)
         if seen is None or not state == file_state(path) == seen.state == self._before.get(name, state):
             raise CheckpointError(

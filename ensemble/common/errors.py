@@ -1,19 +1,5 @@
 """Every error this package raises on purpose, and the exit code each one ends the program with.
 
-    EnsembleError                 1   base class; catching it catches everything below
-    |-- ConfigError               2   the YAML, an override or an environment variable is wrong
-    |-- DataError                 2   the input table or the sample submission is wrong
-    |-- CheckpointError           2   a model folder is missing something that is known before loading
-    |-- DeviceError               2   a member asks for GPUs that are not there
-    |-- OutputError               2   the output directory cannot be written
-    |-- OutputInUse               3   another run holds the output directory
-    |-- WriteError                1   a file could not be written in mid-run, such as on a full disk
-    |-- MembersFailed             1   one or more members failed while running
-    |-- MergeError                1   the members' CSVs do not fit together
-    `-- TimeLimitReached          4   not all rows were computed in time; ensemble.csv and submission are complete
-    Interrupted     128 + its number   a signal: 130 SIGINT, 143 SIGTERM, 129 SIGHUP; no Exception, so that
-                                      nothing which survives errors swallows it
-
 Messages name the key, file, row or GPU, and say what to do.  An error can carry several problems, so that
 one run of ``validate`` shows everything there is to fix.
 """
@@ -28,7 +14,7 @@ RESUMES: Final = "the same command resumes where it stopped"
 
 
 class EnsembleError(Exception):
-    """Base of the tree.
+    """Base of all that follow but ``Interrupted``.
 
     Args:
         problems: one sentence, or several; each names where and what to do.
@@ -42,47 +28,47 @@ class EnsembleError(Exception):
 
 
 class ConfigError(EnsembleError):
-    exit_code = 2
+    exit_code = 2  # the YAML, an override or an environment variable is wrong
 
 
 class DataError(EnsembleError):
-    exit_code = 2
+    exit_code = 2  # the input table or the sample submission is wrong
 
 
 class CheckpointError(EnsembleError):
-    exit_code = 2
+    exit_code = 2  # a model folder is missing something that is known before loading
 
 
 class DeviceError(EnsembleError):
-    exit_code = 2
+    exit_code = 2  # a member asks for GPUs that are not there
 
 
 class OutputError(EnsembleError):
-    exit_code = 2
+    exit_code = 2  # the output directory cannot be written
 
 
 class OutputInUse(EnsembleError):
-    exit_code = 3
+    exit_code = 3  # another run holds the output directory
 
 
 class WriteError(EnsembleError):
-    exit_code = 1
+    exit_code = 1  # a file could not be written in mid-run, such as on a full disk
 
 
 class MembersFailed(EnsembleError):
-    exit_code = 1
+    exit_code = 1  # one or more members failed while running
 
 
 class MergeError(EnsembleError):
-    exit_code = 1
+    exit_code = 1  # the members' CSVs do not fit together
 
 
 class TimeLimitReached(EnsembleError):
-    exit_code = 4
+    exit_code = 4  # not all rows were computed in time; ensemble.csv and the submission are complete
 
 
 class Interrupted(BaseException):
-    """The run was stopped by a signal.
+    """The run was stopped by a signal; no Exception, so that nothing which survives errors swallows it.
 
     Args:
         signal_number: the signal; the exit code is 128 plus it, as shells have it.

@@ -6,7 +6,6 @@ built in: to read their entry points takes longer than to check a small config.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module, metadata
@@ -14,33 +13,23 @@ from typing import Any, Generic, TypeVar
 
 from ensemble.common.errors import ConfigError
 from ensemble.common.packages import DISTRIBUTION
+from ensemble.common.text import nearest_or_all
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Registry(Generic[T]):
-    """The extensions of one kind, each a subclass of ``base``.
+    """The extensions of one kind, each a subclass of ``base``."""
 
-    Attributes:
-        group: of entry points, such as "ensemble.merge_methods".
-        what: what one of them is called, such as "merge method".
-        package: where the modules of those that are built in are found.
-        built_in: ".module:Class" by name.
-    """
-
-    group: str
-    what: str
+    group: str  # of entry points, such as "ensemble.merge_methods"
+    what: str  # what one of them is called, such as "merge method"
     base: type[T]
-    package: str
-    built_in: Mapping[str, str]
+    package: str  # where the modules of those that are built in are found
+    built_in: Mapping[str, str]  # ".module:Class" by name
 
     def names(self) -> list[str]:
-        """All names, those that are built in first.
-
-        Raises:
-            ConfigError: installed packages give one name to two things.
-        """
+        """All names, those that are built in first; raises as ``load`` does."""
         return [*self.built_in, *sorted(self._installed())]
 
     def load(self, name: str) -> type[T]:
@@ -57,46 +46,38 @@ class Registry(Generic[T]):
         installed = self._installed()
         if name not in installed:
             known = [*self.built_in, *sorted(installed)]
-            near = difflib.get_close_matches(name, known, n=1)
-            advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-            raise ConfigError(f"unknown {self.what} {name!r}; {advice}")
-        entry = installed[name]
-        place = f"{self.what} {name}: the entry point {name} = {entry.value} of the package {_package(entry)}"
+            raise ConfigError(f"unknown {self.what} {name!r}; {nearest_or_all(name, known, self.what)}")
+        entry, owner = installed[name]
+        place = f"{self.what} {name}: the entry point {name} = {entry.value} of the package {owner}"
         try:
             loaded = entry.load()
         except Exception as error:  # whatever a module raises while it is imported
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise ConfigError(
-                f"{place} cannot be imported ({reason}); fix or uninstall that package"
-            ) from error
+            problem = f"{place} cannot be imported ({reason}); fix or uninstall that package"
+            raise ConfigError(problem) from error
         if not (isinstance(loaded, type) and issubclass(loaded, self.base)):
-            raise ConfigError(
-                f"{place} is no subclass of {self.base.__module__}.{self.base.__qualname__}; fix that package"
-            )
+            base = f"{self.base.__module__}.{self.base.__qualname__}"
+            raise ConfigError(f"{place} is no subclass of {base}; fix that package")
         return loaded
 
-    def _installed(self) -> dict[str, metadata.EntryPoint]:
-        owners = {name: [DISTRIBUTION] for name in self.built_in}
-        found = {}
-        for entry in metadata.entry_points(group=self.group):
-            owners.setdefault(entry.name, []).append(_package(entry))
-            found[entry.name] = entry
-        clashes = [
-            f"{self.what} {name}: the packages {' and '.join(sorted(both))} both have one so named; uninstall one"
-            for name, both in sorted(owners.items())
-            if len(both) > 1
-        ]
+    def _installed(self) -> dict[str, tuple[metadata.EntryPoint, str]]:
+        """The entry point of each name, and the package that it is of."""
+        found: dict[str, tuple[metadata.EntryPoint, str]] = {}
+        clashes = []
+        for entry in sorted(metadata.entry_points(group=self.group), key=lambda entry: entry.name):
+            owner = entry.dist.name if entry.dist is not None else "?"
+            other = DISTRIBUTION if entry.name in self.built_in else found.get(entry.name, (None, ""))[1]
+            if other:
+                what, both = f"{self.what} {entry.name}", " and ".join(sorted((owner, other)))
+                clashes.append(f"{what}: the packages {both} both have one so named; uninstall one")
+            found[entry.name] = entry, owner
         if clashes:
             raise ConfigError(clashes)
         return found
 
 
 class SettingsByName(Mapping[str, type[Any]]):
-    """The ``Settings`` of each extension, for the config; one is imported when it is looked up.
-
-    Args:
-        registry: gives the registry, which may be imported for that.
-    """
+    """The ``Settings`` of each extension, for the config; one, and the registry, is imported when asked for."""
 
     def __init__(self, registry: Callable[[], Registry[Any]]) -> None:
         self._registry = registry
@@ -113,7 +94,3 @@ class SettingsByName(Mapping[str, type[Any]]):
 
     def __len__(self) -> int:
         return len(self._registry().names())
-
-
-def _package(entry: metadata.EntryPoint) -> str:
-    return entry.dist.name if entry.dist is not None else "?"

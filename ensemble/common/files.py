@@ -24,7 +24,7 @@ FileState: TypeAlias = tuple[int, int, int]
 
 
 class FilesChanged(Exception):
-    """Files from which numbers were to be made are no longer those that the run has begun with."""
+    """Files from which numbers were to be made are no longer those that the run has begun with; names them."""
 
 
 def unreadable(path: Path | str, error: OSError, otherwise: str = "copy it again") -> str:
@@ -41,10 +41,9 @@ def unreadable(path: Path | str, error: OSError, otherwise: str = "copy it again
     right = "r" if os.path.isfile(file) else "rx"  # noqa: PTH113
     folders = reversed(file.absolute().parents)
     closed = next((folder for folder in folders if not os.access(folder, os.X_OK)), file)
-    try:
+    user = str(os.getuid())  # one may have no name here, as in many containers
+    with contextlib.suppress(KeyError, OSError):
         user = getpass.getuser()
-    except (KeyError, OSError):  # one that has no name here, as in many containers
-        user = str(os.getuid())
     return (
         f"{path} cannot be read ({error.strerror} for user {user}); allow it, for example with "
         f"chmod a+{right} {closed}, or run as its owner"
@@ -53,16 +52,13 @@ def unreadable(path: Path | str, error: OSError, otherwise: str = "copy it again
 
 def dangling_link(path: Path) -> str | None:
     """The sentence for a link to nothing; None for anything else."""
-    try:
-        if not path.is_symlink() or path.exists():
-            return None
-        target = path.readlink()
-    except OSError:
-        return None
-    return (
-        f"{path} is a link to {target}, which is not there; copy the files and not the links (cp -rL; the hub's "
-        "cache keeps the files themselves in its blobs folder)"
-    )
+    with contextlib.suppress(OSError):
+        if path.is_symlink() and not path.exists():
+            return (
+                f"{path} is a link to {path.readlink()}, which is not there; copy the files and not the links "
+                "(cp -rL; the hub's cache keeps the files themselves in its blobs folder)"
+            )
+    return None
 
 
 def cannot_write(key: str, path: Path, error: OSError) -> str:
@@ -86,8 +82,7 @@ def unwritable_reason(key: str, path: Path) -> str | None:
 def atomic_path(path: Path) -> Iterator[Path]:
     """A temporary path in the same directory, which becomes ``path`` when the block ends without an error.
 
-    The content is flushed to the disk before the rename and the directory entry after it, so that the name
-    stands for a complete file even after a power loss.
+    The name stands for a complete file even after a power loss.
 
     Raises:
         WriteError: the disk is full, the directory is gone, or the like.
@@ -111,23 +106,15 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 def open_log(path: Path) -> BinaryIO:
-    """Open a log to append to it; a link in its place is removed and not followed.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Open a log to append to it; a link in its place is removed and not followed."""
     remove_link(path)
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666), "ab")
 
 
 def create_empty(temporary: Path) -> None:
     """Make an empty file under a name that could be guessed: no link that waits there is written through."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-    try:
-        os.close(os.open(temporary, flags, 0o666))
-    except FileExistsError:
-        temporary.unlink()
-        os.close(os.open(temporary, flags, 0o666))
+    temporary.unlink(missing_ok=True)
+    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
 
 
 def remove_link(path: Path) -> None:
@@ -179,19 +166,17 @@ def load_json(path: Path) -> dict[str, Any]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty where there is none, or anything else."""
-    try:
+    with contextlib.suppress(OSError, ValueError, TypeError):
         return load_json(path)
-    except (OSError, ValueError, TypeError):
-        return {}
+    return {}
 
 
 def file_state(path: str | Path) -> FileState | None:
     """The state of a file, or of what a link leads to; None: there is none."""
-    try:
+    with contextlib.suppress(OSError, ValueError):
         found = os.stat(path)  # noqa: PTH116  takes text as it is
-    except (OSError, ValueError):
-        return None
-    return found.st_size, found.st_mtime_ns, found.st_ctime_ns
+        return found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return None
 
 
 def folder_states(folder: str | Path) -> dict[str, FileState]:
@@ -210,11 +195,7 @@ def changed_files(before: Mapping[str, Sequence[int]]) -> list[str]:
 
 
 def check_unchanged(before: Mapping[str, Sequence[int]]) -> None:
-    """Find all files as they were.
-
-    Raises:
-        FilesChanged: one was replaced, written to, touched or removed; the message names it.
-    """
+    """Raises ``FilesChanged`` where not all files are as they were."""
     if found := changed_files(before):
         raise FilesChanged(changed_text(found))
 

@@ -1,11 +1,8 @@
 """GPUs: which there are, how much of their memory is used, and how a worker is pinned to some of them.
 
-Owns every call to NVML, NVIDIA's driver library that answers without starting CUDA; nothing else in the
-package imports ``pynvml``.  Does not decide who runs where (planning) or who has which device (scheduling).
-
-Devices are known by UUID, because NVML's numbers and CUDA's are not the same.  The rules for
-CUDA_VISIBLE_DEVICES are those of the CUDA C++ Programming Guide ("CUDA Environment Variables") and the
-NVIDIA MIG User Guide ("Device Enumeration").
+All by NVML, NVIDIA's driver library that answers without starting CUDA.  Devices are known by UUID, because
+NVML's numbers and CUDA's are not the same.  The rules for CUDA_VISIBLE_DEVICES are those of the CUDA C++
+Programming Guide ("CUDA Environment Variables") and the NVIDIA MIG User Guide ("Device Enumeration").
 """
 
 from __future__ import annotations
@@ -23,7 +20,6 @@ from typing import TypeVar
 from ensemble.common.errors import DeviceError
 from ensemble.common.text import gib
 
-_LIBRARY = "libnvidia-ml.so.1"
 _MASK = "CUDA_VISIBLE_DEVICES"
 _ORDER = "CUDA_DEVICE_ORDER"
 _PCI_ORDER = "PCI_BUS_ID"
@@ -36,17 +32,13 @@ MIN_REPORTED_BYTES = 512 << 20
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU, a MIG slice of one, or the CPU.
+    """A GPU, a MIG slice of one, or the CPU."""
 
-    ``uuid`` is what CUDA_VISIBLE_DEVICES takes ("GPU-..." or "MIG-..."; "cpu" for the CPU); ``used_bytes`` is
-    what all processes and the driver held when it was looked at.  Both sizes are 0 for the CPU.
-    """
-
-    uuid: str
+    uuid: str  # as CUDA_VISIBLE_DEVICES takes it, "GPU-..." or "MIG-..."; "cpu" for the CPU
     name: str
     compute_capability: tuple[int, int] | None
-    total_bytes: int
-    used_bytes: int
+    total_bytes: int  # 0 for the CPU
+    used_bytes: int  # what all processes and the driver held when it was looked at
 
     @property
     def is_gpu(self) -> bool:
@@ -60,43 +52,33 @@ class Device:
 
 @dataclass(frozen=True)
 class Inventory:
-    """The GPUs that a run may use.
+    """The GPUs that a run may use."""
 
-    ``gpus`` stay within the inherited CUDA_VISIBLE_DEVICES and in its order, otherwise in PCI bus order.
-    ``note`` says in a sentence why there are none, "" when there are some.  ``mask_problem`` says so where
-    CUDA_VISIBLE_DEVICES hides them all by naming one that is not there.  ``driver_version`` is None when the
-    driver does not say.
-    """
-
-    gpus: tuple[Device, ...]
-    note: str
+    gpus: tuple[
+        Device, ...
+    ]  # within the inherited CUDA_VISIBLE_DEVICES and in its order, else in PCI bus order
+    note: str  # a sentence on why there are none
     driver_version: str | None
     warnings: tuple[str, ...]
-    mask_problem: str = ""
+    mask_problem: str = ""  # where CUDA_VISIBLE_DEVICES hides them all by naming one that is not there
 
 
 @dataclass
 class _Gpu:
-    """A GPU of the machine.  ``devices`` is itself, or its MIG slices, or nothing when it cannot be used."""
-
     label: str
     uuid: str | None = None
     model: tuple[str, tuple[int, int] | None] | None = None
     pci: tuple[int, int, int] | None = None
-    devices: tuple[Device, ...] = ()
+    devices: tuple[Device, ...] = ()  # itself, or its MIG slices, or nothing when it cannot be used
     slices: dict[str, Device] = field(default_factory=dict)  # by CUDA's older names, which a mask may use
 
 
 class _NoDriverError(Exception):
-    """NVML cannot be asked; the message says why."""
+    """Says why NVML cannot be asked."""
 
 
 def inventory(environ: Mapping[str, str] | None = None) -> Inventory:
-    """Look at the GPUs; a missing or broken driver means that there are none.
-
-    Args:
-        environ: where CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER are read; None: this process's environment.
-    """
+    """Look at the GPUs within this process's environment, or another; without a working driver there are none."""
     environ = os.environ if environ is None else environ
     warnings: list[str] = []
     try:
@@ -104,7 +86,7 @@ def inventory(environ: Mapping[str, str] | None = None) -> Inventory:
             gpus = _read_gpus(nvml, warnings)
             version = None
             with contextlib.suppress(nvml.NVMLError):
-                version = _text(nvml.nvmlSystemGetDriverVersion())
+                version = nvml.nvmlSystemGetDriverVersion()
     except _NoDriverError as error:
         other = ""  # a GPU that is there but not NVIDIA's, so that nobody wonders
         if sys.platform == "darwin":
@@ -129,10 +111,7 @@ def inventory(environ: Mapping[str, str] | None = None) -> Inventory:
 
 
 def used_memory(uuids: Iterable[str]) -> dict[str, int | None]:
-    """Bytes used now, by UUID; None where it cannot be told (a lost GPU, the CPU, no driver).
-
-    Counted as ``Device.used_bytes`` is.  An idle GPU need not show 0: the driver may count its own share.
-    """
+    """Bytes used now, by UUID; None where it cannot be told (a lost GPU, the CPU, no driver)."""
     used: dict[str, int | None] = dict.fromkeys(uuids)
     with contextlib.suppress(_NoDriverError), _driver() as nvml:
         for uuid in used:
@@ -150,19 +129,29 @@ def driver_cuda_version() -> tuple[int, int] | None:
 
 
 def processes_on(uuid: str) -> tuple[tuple[int, str | None, int | None], ...]:
-    """Who computes on a device: (process id, name, bytes used); empty when it cannot be told.
+    """Who computes on a device: (process id, name, bytes used); empty when a driver cannot tell (before R510).
 
-    For messages only: in a container the ids may be the host's, so neither an id nor a missing one proves
-    anything, and a name may belong to another process of that number.
+    For messages only: in a container the ids may be the host's, so neither an id nor a missing one proves anything.
     """
+    found: list[tuple[int, str | None, int | None]] = []
     with contextlib.suppress(_NoDriverError), _driver() as nvml:
         handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
-        try:
-            found = nvml.nvmlDeviceGetComputeRunningProcesses_v3(handle)
-        except nvml.NVMLError_FunctionNotFound:  # a driver before R510; some releases lack the call for it
-            found = getattr(nvml, "nvmlDeviceGetComputeRunningProcesses_v2", lambda _: ())(handle)
-        return tuple((one.pid, _process_name(nvml, one.pid), one.usedGpuMemory) for one in found)
-    return ()
+        for one in nvml.nvmlDeviceGetComputeRunningProcesses_v3(handle):
+            name = None
+            # The driver cuts long names anywhere, also inside a character.
+            with contextlib.suppress(nvml.NVMLError, UnicodeDecodeError):
+                name = nvml.nvmlSystemGetProcessName(one.pid)
+            found.append((one.pid, name, one.usedGpuMemory))
+    return tuple(found)
+
+
+def gpu_users(uuid: str) -> str:
+    """Who holds a GPU's memory, as far as NVML shows."""
+    found = [
+        f"process {pid}{f' ({name})' if name else ''}{f' with {gib(size)}' if size else ''}"
+        for pid, name, size in processes_on(uuid)
+    ]
+    return ", ".join(found) or "no process"
 
 
 def worker_environment(devices: Sequence[Device]) -> dict[str, str]:
@@ -184,14 +173,13 @@ def _driver() -> Iterator[ModuleType]:
     Raises:
         _NoDriverError: NVML cannot be started, or an error of it was not dealt with inside.
     """
-    if sys.platform == "linux":
-        # pynvml opens this very name; where it is missing, importing all of pynvml would be for nothing.
-        try:
-            ctypes.CDLL(_LIBRARY)
-        except OSError:
-            raise _NoDriverError("no NVIDIA driver found") from None
     try:
+        if sys.platform == "linux":
+            # pynvml opens this very name; where it is missing, importing all of pynvml would be for nothing.
+            ctypes.CDLL("libnvidia-ml.so.1")
         import pynvml
+    except OSError:
+        raise _NoDriverError("no NVIDIA driver found") from None
     except ImportError:
         raise _NoDriverError("nvidia-ml-py is not installed, so no NVIDIA GPU can be seen") from None
     try:
@@ -231,27 +219,33 @@ def _read_gpus(nvml: ModuleType, warnings: list[str]) -> list[_Gpu]:
 
 def _read_gpu(nvml: ModuleType, index: int, gpu: _Gpu) -> None:
     """Fill in ``gpu`` as far as the driver answers; the error that stops it is the caller's."""
+
+    def if_known(ask: Callable[[object], _T], handle: object, otherwise: _T) -> _T:
+        try:
+            return ask(handle)
+        except (nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound):  # by this driver or GPU
+            return otherwise
+
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    gpu.uuid = _text(nvml.nvmlDeviceGetUUID(handle))
+    gpu.uuid = nvml.nvmlDeviceGetUUID(handle)
     gpu.label += f" ({gpu.uuid})"
     address = nvml.nvmlDeviceGetPciInfo(handle)
     gpu.pci = (address.domain, address.bus, address.device)
-    capability = _if_known(nvml, nvml.nvmlDeviceGetCudaComputeCapability, handle, otherwise=None)
-    gpu.model = (name := _text(nvml.nvmlDeviceGetName(handle)), capability)
-    mode = _if_known(nvml, nvml.nvmlDeviceGetMigMode, handle, otherwise=[nvml.NVML_DEVICE_MIG_DISABLE])
+    capability = if_known(nvml.nvmlDeviceGetCudaComputeCapability, handle, None)
+    gpu.model = (name := nvml.nvmlDeviceGetName(handle), capability)
+    mode = if_known(nvml.nvmlDeviceGetMigMode, handle, [nvml.NVML_DEVICE_MIG_DISABLE])
     if mode[0] != nvml.NVML_DEVICE_MIG_ENABLE:
         gpu.devices = (Device(gpu.uuid, name, capability, *_memory(nvml, handle)),)
         return
-    slices = {}
     for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
         # Numbers have holes where no slice was made; a container may open some slices only.
         with contextlib.suppress(nvml.NVMLError_NotFound, nvml.NVMLError_NoPermission):
             part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
             ids = nvml.nvmlDeviceGetGpuInstanceId(part), nvml.nvmlDeviceGetComputeInstanceId(part)
-            part_name = _text(_if_known(nvml, nvml.nvmlDeviceGetName, part, otherwise=name))
-            device = Device(_text(nvml.nvmlDeviceGetUUID(part)), part_name, capability, *_memory(nvml, part))
-            slices[f"MIG-{gpu.uuid}/{ids[0]}/{ids[1]}"] = device
-    gpu.slices, gpu.devices = slices, tuple(slices.values())
+            part_name = if_known(nvml.nvmlDeviceGetName, part, name)
+            device = Device(nvml.nvmlDeviceGetUUID(part), part_name, capability, *_memory(nvml, part))
+            gpu.slices[f"MIG-{gpu.uuid}/{ids[0]}/{ids[1]}"] = device
+    gpu.devices = tuple(gpu.slices.values())
 
 
 def _memory(nvml: ModuleType, handle: object) -> tuple[int, int]:
@@ -265,33 +259,17 @@ def _memory(nvml: ModuleType, handle: object) -> tuple[int, int]:
     return int(info.total), int(info.used)
 
 
-def _if_known(nvml: ModuleType, ask: Callable[[object], _T], handle: object, otherwise: _T) -> _T:
-    """The driver's answer, or ``otherwise`` where this driver or GPU does not have it."""
-    try:
-        return ask(handle)
-    except (nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound):
-        return otherwise
-
-
-def _text(value: object) -> str:
-    # Older releases of nvidia-ml-py return bytes.
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
-
-
-def _process_name(nvml: ModuleType, pid: int) -> str | None:
-    # The driver cuts long names anywhere, also inside a character.
-    with contextlib.suppress(nvml.NVMLError, UnicodeDecodeError):
-        return _text(nvml.nvmlSystemGetProcessName(pid))
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/comm").read_text("utf-8", "replace").rstrip("\n")
-    return None
-
-
 def _visible(gpus: Sequence[_Gpu], environ: Mapping[str, str], warnings: list[str]) -> tuple[Device, ...]:
     """The devices within CUDA_VISIBLE_DEVICES, read as CUDA does; each surprise in it is a warning."""
     mask = environ.get(_MASK)
     if mask is None:
         return tuple(device for gpu in gpus for device in gpu.devices)
+    # What each name stands for: all slices for a GPU in MIG mode, nothing for one that is lost.
+    names: dict[str, tuple[Device, ...]] = {}
+    for index, gpu in enumerate(gpus):
+        names |= {device.uuid: (device,) for device in gpu.devices}
+        names |= {name: (device,) for name, device in gpu.slices.items()}
+        names |= {str(index): gpu.devices, gpu.uuid or str(index): gpu.devices}
     name = f"{_MASK}={mask}"
     entries = [entry.strip() for entry in mask.split(",")]
     models = {gpu.model for gpu in gpus if gpu.model}
@@ -302,44 +280,23 @@ def _visible(gpus: Sequence[_Gpu], environ: Mapping[str, str], warnings: list[st
         )
     chosen: dict[str, Device] = {}
     for position, entry in enumerate(entries, 1):
-        found = None if entry in _LIST_ENDS else _named(entry, gpus)
+        found = names.get(entry)
+        if found is None and entry.startswith(("GPU-", "MIG-")):
+            # CUDA takes the beginning of a UUID for the whole where only one fits.
+            fitting = [full for full in names if full.startswith(entry)]
+            if len(fitting) == 1:
+                found = names[fitting[0]]
+            elif not fitting and any(gpu.uuid is None for gpu in gpus):
+                continue  # a lost GPU may not tell its UUID: it must not hide the GPUs that work
         if found is None:
             if entry not in _LIST_ENDS or any(entries[position:]):
                 warnings.append(f"{name}: {entry!r} names no single GPU here; it and all after it are hidden")
             break
+        if len(found) > 1:
+            hint = f"name the slices' UUIDs to use all {len(found)}"
+            warnings.append(f"{name}: {entry!r} is in MIG mode and stands for {found[0].uuid} only; {hint}")
         for device in found[:1]:
-            if len(found) > 1:
-                hint = f"name the slices' UUIDs to use all {len(found)}"
-                warnings.append(f"{name}: {entry!r} is in MIG mode and stands for {device.uuid} only; {hint}")
             if device.uuid in chosen:
                 warnings.append(f"{name}: {entry!r} names {device.uuid} again, which CUDA refuses; kept once")
             chosen[device.uuid] = device
     return tuple(chosen.values())
-
-
-def _named(entry: str, gpus: Sequence[_Gpu]) -> tuple[Device, ...] | None:
-    """What an entry of the mask names: all slices for a GPU in MIG mode, () if lost, None if unknown."""
-    names: dict[str, tuple[Device, ...]] = {}
-    for index, gpu in enumerate(gpus):
-        by_name = {device.uuid: device for device in gpu.devices} | gpu.slices
-        names |= {name: (device,) for name, device in by_name.items()}
-        names |= {str(index): gpu.devices, gpu.uuid or str(index): gpu.devices}
-    if entry in names:
-        return names[entry]
-    if not entry.startswith(("GPU-", "MIG-")):
-        return None
-    # CUDA takes the beginning of a UUID for the whole where only one fits.
-    fitting = [name for name in names if name.startswith(entry)]
-    if len(fitting) == 1:
-        return names[fitting[0]]
-    # A lost GPU may not tell its UUID: then this entry can be it, which must not hide the GPUs that work.
-    return () if not fitting and any(gpu.uuid is None for gpu in gpus) else None
-
-
-def gpu_users(uuid: str) -> str:
-    """Who holds a GPU's memory, as far as NVML shows."""
-    found = [
-        f"process {pid}{f' ({name})' if name else ''}{f' with {gib(size)}' if size else ''}"
-        for pid, name, size in processes_on(uuid)
-    ]
-    return ", ".join(found) or "no process"

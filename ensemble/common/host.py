@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -26,10 +25,9 @@ def total_memory_bytes() -> int | None:
 
 
 def oom_kills() -> int:
-    """How many processes the kernel has ended for want of memory: of this process's group, which its workers share.
+    """How many processes the kernel has ended for want of memory: in this process's group, or the whole machine.
 
-    Where no group tells, of the whole machine.  A count that goes up between a worker's start and its end by
-    SIGKILL tells why it was killed, probably.
+    A count that goes up between a worker's start and its end by SIGKILL tells why it was killed, probably.
     """
     of_group = own_groups("memory").oom_kills()
     return of_group if of_group is not None else _statistic("/proc/vmstat", "oom_kill") or 0
@@ -42,16 +40,12 @@ def meminfo_bytes(text: str, key: str) -> int | None:
 
 
 def process_age_seconds() -> float:
-    """Seconds since this process was started, imports included; 0 where the system does not tell.
-
-    By starttime in /proc/self/stat (clock ticks after boot) and /proc/uptime.
-    """
+    """Seconds since this process was started, imports included; 0 where the system does not tell."""
     try:
-        started = int(_text("/proc/self/stat").rpartition(")")[2].split()[19])
-        uptime = float(_text("/proc/uptime").split()[0])
+        started = int(_text("/proc/self/stat").rpartition(")")[2].split()[19])  # clock ticks after boot
+        return max(0.0, float(_text("/proc/uptime").split()[0]) - started / os.sysconf("SC_CLK_TCK"))
     except (ValueError, IndexError):
         return 0.0
-    return max(0.0, uptime - started / os.sysconf("SC_CLK_TCK"))
 
 
 @dataclass(frozen=True)
@@ -81,11 +75,7 @@ class Groups:
         return min(left, default=None)
 
     def oom_kills(self) -> int | None:
-        """How many processes of the innermost group the kernel has ended for want of memory; None: it is not told.
-
-        Whether it was the group's, that of one above it or the machine's that ran out: the kernel counts it
-        where the process was.
-        """
+        """How many processes of the innermost group the kernel has ended for want of memory, its own or not."""
         names = ("memory.events.local", "memory.events") if self.is_v2 else ("memory.oom_control",)
         counts = (_statistic(folder / name, "oom_kill") for folder in self.folders[:1] for name in names)
         return next((count for count in counts if count is not None), None)
@@ -121,24 +111,20 @@ def find_groups(controller: str, memberships: str, mounts: str) -> Groups:
         paths |= dict.fromkeys(controllers.split(","), path)
     is_v2 = controller not in paths
     group = PurePosixPath(paths.get("" if is_v2 else controller, ""))
-    for root, point, kind, options in _mounts(mounts):
-        if group.parts and (kind == "cgroup2" if is_v2 else kind == "cgroup" and controller in options):
-            # In a container the group's path can be the host's, of which it sees only what is below root.
-            inside = group.relative_to(root) if group.is_relative_to(root) else PurePosixPath()
-            folders = (point / part for part in (inside, *inside.parents))
-            return Groups(is_v2, tuple(folder for folder in folders if folder.is_dir()))
-    return Groups(is_v2, ())
-
-
-def _mounts(text: str) -> Iterator[tuple[str, Path, str, list[str]]]:
-    """Per mount: the part of the file system that is mounted, where, its kind, its own options."""
-    for line in text.splitlines():
+    for line in mounts.splitlines() if group.parts else ():
         before, _, after = line.partition(" - ")
         # mountinfo writes spaces and the like as \040.
         fields = [re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), one) for one in before.split()]
         kind, _, *options = [*after.split(), "", ""]
-        if len(fields) >= 5:
-            yield fields[3], Path(fields[4]), kind, ",".join(options).split(",")
+        is_of_it = kind == "cgroup" and controller in ",".join(options).split(",")
+        if len(fields) >= 5 and (kind == "cgroup2" if is_v2 else is_of_it):
+            # Which part of the file system is mounted, and where.  In a container the group's path can be the
+            # host's, of which it sees only what is below that part.
+            root, point = fields[3], Path(fields[4])
+            inside = group.relative_to(root) if group.is_relative_to(root) else PurePosixPath()
+            folders = (point / part for part in (inside, *inside.parents))
+            return Groups(is_v2, tuple(folder for folder in folders if folder.is_dir()))
+    return Groups(is_v2, ())
 
 
 def _text(file: Path | str) -> str:

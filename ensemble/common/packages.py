@@ -1,7 +1,6 @@
 """The supported range: Python and the packages that this one asks for, and what is installed of them.
 
-The bounds stand in pyproject.toml alone.  Outside of them numbers have been seen to be wrong without a word
-(docs/releases.md), so that nothing runs there.  Asks importlib.metadata and imports none of the packages.
+The bounds stand in pyproject.toml alone.  Outside of them numbers have been seen to be wrong (docs/releases.md).
 """
 
 from __future__ import annotations
@@ -20,19 +19,16 @@ OLDEST_PYTHON = (3, 11)
 COMMAND_LINE = ("typer", "rich", "pydantic", "pyyaml", "numpy", "pyarrow", "jinja2")
 # transformers brings these; which versions go with it is its own to check, when it is imported.
 _BROUGHT = ("tokenizers", "safetensors")
-_REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)(?:\[[^]]*\])?")
-_MINIMUM, _BELOW = re.compile(r">=\s*(\d+(?:\.\d+)*)"), re.compile(r"<\s*(\d+(?:\.\d+)*)")
-_EXTRA = re.compile(r"extra\s*==\s*[\"']([\w-]+)[\"']")
 
 
 @dataclass(frozen=True)
 class Requirement:
-    """A package, its lowest version and the first that is too new ("" for any), and its extra ("" for none)."""
+    """A package that this one asks for."""
 
     name: str
     minimum: str = ""
-    below: str = ""
-    extra: str = ""
+    below: str = ""  # the first version that is too new
+    extra: str = ""  # that asks for it; "" for none
 
     @property
     def range(self) -> str:
@@ -61,14 +57,9 @@ def unsupported(
         needed: packages of extras, too, with what needs each.
     """
     needed = needed or {}
-    asked = [
-        one
-        for one in own_requirements()
-        if (one.name in needed if one.extra else names is None or one.name in names)
-    ]
-    versions = installed_versions([one.name for one in asked])
-    for one in asked:
-        version = versions.get(one.name)
+    for one in own_requirements():
+        is_asked = one.name in needed if one.extra else names is None or one.name in names
+        version = installed_versions([one.name]).get(one.name) if is_asked else None
         if version is not None and (wrong := one.wrong(version)):
             why = f", which {needed[one.name]} needs" if one.name in needed else ""
             yield f"{one.name} {version} is {wrong}{why}; {one.install}"
@@ -77,15 +68,22 @@ def unsupported(
 @cache  # asked by the command line, by every command with a config, and by the checks of extras
 def own_requirements() -> tuple[Requirement, ...]:
     """What this package asks for; empty where neither a pyproject.toml nor an installation says so."""
+    texts: list[str] = []
+    with suppress(metadata.PackageNotFoundError):
+        texts = metadata.requires(DISTRIBUTION) or []
     # A checkout on PYTHONPATH has no metadata, or that of another copy which is installed besides.
-    texts = _of_checkout(Path(__file__).resolve().parents[2] / "pyproject.toml")
-    if texts is None:
-        try:
-            texts = metadata.requires(DISTRIBUTION) or []
-        except metadata.PackageNotFoundError:
-            return ()
+    pyproject = Path(__file__).resolve().parents[2] / "pyproject.toml"
+    if pyproject.is_file():
+        import tomllib
+
+        with suppress(OSError, ValueError, KeyError):
+            project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
+            if project["name"] == DISTRIBUTION:
+                extras = project["optional-dependencies"].items()
+                texts = [f"{text}; extra == '{extra}'" for extra, named in extras for text in named]
+                texts[:0] = project["dependencies"]
     found: dict[str, Requirement] = {}
-    for requirement in (*map(parse_requirement, texts), *map(Requirement, _BROUGHT)):
+    for requirement in (*map(parse_requirement, texts), *map(Requirement, _BROUGHT if texts else ())):
         if requirement is not None:
             found.setdefault(requirement.name, requirement)
     return tuple(found.values())
@@ -93,14 +91,20 @@ def own_requirements() -> tuple[Requirement, ...]:
 
 def parse_requirement(text: str) -> Requirement | None:
     """A line of a distribution's requirements; None for those of developers only and for what is no such line."""
+
+    def found(pattern: str, where: str) -> str:
+        match = re.search(pattern, where)
+        return match[1] if match else ""
+
     line, _, marker = text.partition(";")
-    found, extra = _REQUIREMENT.match(line), _EXTRA.search(marker)
-    if found is None or (extra and extra[1] == "dev"):
-        return None
-    minimum, below = _MINIMUM.search(line), _BELOW.search(line)
-    return Requirement(
-        found[1].lower(), minimum[1] if minimum else "", below[1] if below else "", extra[1] if extra else ""
+    name, extra = (
+        found(r"^([A-Za-z0-9._-]+)", line).lower(),
+        found(r"extra\s*==\s*[\"']([\w-]+)[\"']", marker),
     )
+    version = r"\s*(\d+(?:\.\d+)*)"
+    if not name or extra == "dev":
+        return None
+    return Requirement(name, found(">=" + version, line), found("<" + version, line), extra)
 
 
 def installed_versions(names: Collection[str]) -> dict[str, str]:
@@ -108,28 +112,15 @@ def installed_versions(names: Collection[str]) -> dict[str, str]:
     versions: dict[str, str] = {}
     for name in names:
         with suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
-    return {name: version for name, version in versions.items() if version}  # None: half uninstalled
+            if version := metadata.version(name):  # None: half uninstalled
+                versions[name] = version
+    return versions
 
 
-def _of_checkout(pyproject: Path) -> list[str] | None:
-    import tomllib  # only a checkout has the file
-
-    try:
-        project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
-        if project["name"] != DISTRIBUTION:
-            return None
-        extras = project.get("optional-dependencies", {})
-        of_extras = [f"{text}; extra == '{extra}'" for extra, texts in extras.items() for text in texts]
-        return [*project["dependencies"], *of_extras]
-    except (OSError, ValueError, KeyError):
-        return None
-
-
-def _release(version: str) -> tuple[int, ...]:
+def _release(version: str) -> list[int]:
     # Only the numbers: NVIDIA's images call what they ship 2.6.0a0, and it has what 2.6 has.
     found = re.match(r"\d+(\.\d+)*", version)
     numbers = [int(part) for part in found[0].split(".")] if found else []
     while numbers and not numbers[-1]:
         numbers.pop()  # 2.6 is 2.6.0
-    return tuple(numbers)
+    return numbers

@@ -11,7 +11,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 Activation = Literal["softmax", "sigmoid", "none"]
 
@@ -25,34 +25,20 @@ class Counters:
     """What work took and what came of it, from the forward pass over the wire to run.json; ``+`` adds them up.
 
     This is the only list of these names: a new counter is a line here, and one where it is counted.
-
-    Attributes:
-        chunks: that stand as parts.
-        rows: of them, with those that cannot be computed.
-        bad_rows: that cannot be computed.
-        tokens: real ones, in forward passes.
-        padded_tokens: what was computed, real tokens and padding.
-        batches: forward passes.
-        truncated_rows: cut at max_length.
-        oom_events: forward passes that ran out of memory and were run again smaller.
-        recomputed_rows: came out non-finite and were computed again in float32.
-        repeated_rows: had the token ids of another row of the chunk and were not computed again.
-        predict_seconds: from a chunk's command to its part's rename.
-        forward_seconds: the device's time in forward passes.
     """
 
-    chunks: int = 0
-    rows: int = 0
-    bad_rows: int = 0
-    tokens: int = 0
-    padded_tokens: int = 0
-    batches: int = 0
-    truncated_rows: int = 0
-    oom_events: int = 0
-    recomputed_rows: int = 0
-    repeated_rows: int = 0
-    predict_seconds: float = 0.0
-    forward_seconds: float = 0.0
+    chunks: int = 0  # that stand as shards
+    rows: int = 0  # of these chunks, with those that cannot be computed
+    bad_rows: int = 0  # that cannot be computed
+    tokens: int = 0  # real ones, in forward passes
+    padded_tokens: int = 0  # what was computed, real tokens and padding
+    batches: int = 0  # forward passes
+    truncated_rows: int = 0  # cut at max_length
+    oom_events: int = 0  # forward passes that ran out of memory and were run again smaller
+    recomputed_rows: int = 0  # came out non-finite and were computed again in float32
+    repeated_rows: int = 0  # had the token ids of another row of the chunk and were not computed again
+    predict_seconds: float = 0.0  # from a chunk's command to its shard's rename
+    forward_seconds: float = 0.0  # the device's time in forward passes
 
     def __add__(self, other: Counters) -> Counters:
         names = Counters.__dataclass_fields__  # a report's workers are counters with more fields
@@ -65,53 +51,37 @@ class Counters:
 
 @dataclass(frozen=True, kw_only=True)
 class CommonSpec:
-    """What a worker must know whatever the kind of its member.
+    """What a worker must know whatever the kind of its member."""
 
-    ``labels`` are the config's, in its order; ``activation`` says what the member's numbers are: probabilities of
-    labels that exclude each other ("softmax") or do not ("sigmoid"), or any numbers ("none").
-    ``gpus`` counts the devices in the worker's lease (0: the CPU); ``cpu_threads`` None leaves the choice to the
-    library.
-    ``memory_limit_bytes`` is what may be used of each of the worker's devices, weights included; None: all.
-    ``table_path`` is the published table, ``order_path`` the numbers of the member's rows in the order of its
-    chunks, ``parts_dir`` where the parts go.
-    ``files`` are the states (see ``common.files``) in which the member's own files must be for as long as anything
-    is made of them, by absolute path.
-    """
-
-    labels: tuple[str, ...]
+    labels: tuple[str, ...]  # the config's, in its order
+    # Probabilities of labels that exclude each other (softmax) or do not (sigmoid), or any numbers (none).
     activation: Activation
-    gpus: int
-    cpu_threads: int | None
-    memory_limit_bytes: int | None
+    gpus: int  # how many devices the worker has; 0: the CPU
+    cpu_threads: int | None  # None leaves the choice to the library
+    memory_limit_bytes: int | None  # of each of the worker's devices, weights included; None: all
     seed: int
-    table_path: str
-    order_path: str
-    parts_dir: str
+    table_path: str  # the published table
+    order_path: str  # the numbers of the member's rows in the order of its chunks
+    parts_dir: str  # where the shards go
+    # The states (see ``common.files``) in which the member's own files must stay, by absolute path.
     files: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """Everything a worker must know about its member.
-
-    ``kind`` names the module that is the child side of the member's kind, such as "ensemble.members.seq_cls.child";
-    ``settings`` are that kind's own, of what JSON has.
-    """
+    """Everything a worker must know about its member."""
 
     common: CommonSpec
-    kind: str
-    settings: dict[str, Any]
+    kind: str  # the module that is the child side of its kind, such as "ensemble.members.seq_cls.child"
+    settings: dict[str, Any]  # that kind's own, of what JSON has
 
 
 @dataclass(frozen=True)
 class Start:
-    """The first command: get ready to load the member described here, with everything that needs no device.
-
-    Up to ``preload_bytes`` of its weights are read from the disk meanwhile, so that they lie in the page cache.
-    """
+    """The first command: get ready to load the member described here, with everything that needs no device."""
 
     spec: WorkerSpec
-    preload_bytes: int = 0
+    preload_bytes: int = 0  # of its weights, which are read from the disk meanwhile, into the page cache
 
 
 @dataclass(frozen=True)
@@ -129,7 +99,7 @@ class Prepare:
 
 @dataclass(frozen=True)
 class Predict:
-    """Compute rows ``order[start:stop]`` and leave them as a part; ``chunk`` is the parent's number for them."""
+    """Compute rows ``order[start:stop]`` and leave them as a shard; ``chunk`` is the parent's number for them."""
 
     chunk: int
     start: int
@@ -151,20 +121,16 @@ class Started:
 
 @dataclass(frozen=True)
 class Ready:
-    """The member is on its devices; what its kind knows of it, for the user and for run.json.
-
-    ``device`` is a GPU's name or "cpu"; ``max_length`` counts the tokens of a row, ``token_budget`` those of a
-    batch; ``notes`` are sentences for the user.
-    """
+    """The member is on its devices; what its kind knows of it, for the user and for run.json."""
 
     load_seconds: float = 0.0
-    device: str = "cpu"
+    device: str = "cpu"  # or a GPU's name
     dtype: str = ""
     attn_implementation: str = ""
     parameters: int | None = None
-    max_length: int | None = None
-    token_budget: int | None = None
-    notes: tuple[str, ...] = ()
+    max_length: int | None = None  # tokens of a row
+    token_budget: int | None = None  # tokens of a batch
+    notes: tuple[str, ...] = ()  # sentences for the user
 
 
 @dataclass(frozen=True)
@@ -179,22 +145,19 @@ class Progress:
 
 @dataclass(frozen=True)
 class Computed:
-    """The chunk's forward passes are over and its part is being written: the next chunk may come."""
+    """The chunk's forward passes are over and its shard is being written: the next chunk may come."""
 
     chunk: int
 
 
 @dataclass(frozen=True)
 class ChunkDone:
-    """The chunk's part stands under its final name; ``part`` is that name, within ``parts_dir``.
-
-    ``bad_rows`` are rows of the table that cannot be computed, each with its reason; the part does not hold them.
-    """
+    """The chunk's shard stands under its final name."""
 
     chunk: int
-    part: str
+    part: str  # the shard's name within ``parts_dir``
     counters: Counters
-    bad_rows: tuple[int, ...] = ()
+    bad_rows: tuple[int, ...] = ()  # rows of the table that cannot be computed; the shard does not hold them
     bad_row_reasons: tuple[str, ...] = ()
 
 
@@ -210,37 +173,30 @@ class ChunkFailed:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """The process lives; its main thread finished its last step, such as a batch, so many seconds ago.
+    """The process lives.  The first one comes before ``Started``."""
 
-    0 while it waits for a command.  The first one comes before ``Started``.
-    """
-
-    idle_seconds: float
+    idle_seconds: (
+        float  # since its main thread finished its last step, such as a batch; 0 waiting for a command
+    )
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The worker cannot go on; it exits after this.
-
-    ``can_retry`` says whether a fresh process may fare better, as after an error that poisons CUDA.
-    """
+    """The worker cannot go on; it exits after this."""
 
     error_type: str
     message: str
     traceback: str
     chunk: int | None = None
-    can_retry: bool = False
+    can_retry: bool = False  # whether a fresh process may fare better, as after an error that poisons CUDA
 
 
 @dataclass(frozen=True)
 class Closed:
-    """The last word of a worker that was told to stop.
-
-    Memory in bytes; of the GPU that held most, None on a CPU.
-    """
+    """The last word of a worker that was told to stop."""
 
     peak_memory_bytes: int
-    peak_gpu_memory_bytes: int | None = None
+    peak_gpu_memory_bytes: int | None = None  # of the GPU that held most; None on a CPU
 
 
 Command: TypeAlias = Start | Load | Prepare | Predict | Stop
@@ -248,13 +204,7 @@ Event: TypeAlias = (
     Started | Ready | Heartbeat | Progress | Computed | ChunkDone | ChunkFailed | Failed | Closed
 )
 
-_TYPES: dict[str, type[Any]] = {
-    kind.__name__: kind
-    for kind in (
-        *(Start, Load, Prepare, Predict, Stop),
-        *(Started, Ready, Heartbeat, Progress, Computed, ChunkDone, ChunkFailed, Failed, Closed),
-    )
-}
+_TYPES: dict[str, type[Any]] = {kind.__name__: kind for kind in (*get_args(Command), *get_args(Event))}
 
 
 def encode(message: Command | Event) -> str:

@@ -1,4 +1,4 @@
-"""A fresh process of this very Python: how it is started, and how it ends with the one that started it."""
+"""Processes of this very Python: how one is started, ends with the one that started it, and imports faster."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+_THREADS = "OPENBLAS_NUM_THREADS"
 
 
 def python_command(module: str) -> list[str]:
@@ -17,19 +22,18 @@ def python_command(module: str) -> list[str]:
 
 def python_environment() -> dict[str, str]:
     """What ``python_command`` needs in its environment, beyond this process's own."""
+    environment = {
+        "PYTHONSAFEPATH": "1",
+        "PYTHONUNBUFFERED": "1",
+        # transformers would look for weights that a bot has made of a pickle, in no revision that the user named.
+        "DISABLE_SAFETENSORS_CONVERSION": "1",
+    }
     # The child must find this very package, also when it was started from a checkout.
     package_root = Path(__file__).resolve().parents[2]
-    # transformers would look for weights that a bot has made of a pickle, in no revision that the user named.
-    no_conversion = {"DISABLE_SAFETENSORS_CONVERSION": "1"}
-    environment = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", **no_conversion}
     if package_root.name not in ("site-packages", "dist-packages"):
-        inherited = os.environ.get("PYTHONPATH")
-        paths = [str(package_root), *([inherited] if inherited else [])]
-        environment["PYTHONPATH"] = os.pathsep.join(paths)
+        paths = [str(package_root), os.environ.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return environment
-
-
-_PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -38,3 +42,37 @@ def die_with_parent(parent_pid: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it went before the request was made
         os._exit(1)
+
+
+def keep_pandas_out() -> None:
+    """Keep pandas out of pyarrow in a process of our own, not a notebook's; call before any other use of pyarrow.
+
+    pyarrow imports pandas the first time it turns a Python object into an Arrow value: 0.6 s and 60 MB for a
+    library that no run uses.  It tries once per process; this makes that one try find nothing.
+    """
+    import pyarrow as pa
+
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        if name == "pandas":
+            raise ImportError("pandas is not needed here")
+
+    if "pandas" not in sys.modules:
+        finder: Any = SimpleNamespace(find_spec=find_spec)
+        sys.meta_path.insert(0, finder)
+        try:
+            pa.array([0])
+        finally:
+            sys.meta_path.remove(finder)
+
+
+def import_numpy() -> None:
+    """Import numpy without a thread per CPU for its matrices, in a process of our own; call before other imports.
+
+    What the user set in the environment holds.
+    """
+    if _THREADS not in os.environ:
+        os.environ[_THREADS] = "1"  # read once, when the library is loaded
+        try:
+            import numpy  # noqa: F401
+        finally:
+            del os.environ[_THREADS]  # workers inherit this environment, and have matrices to multiply

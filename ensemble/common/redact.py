@@ -1,10 +1,8 @@
-"""Secrets out of what is printed, logged and written about a run.
+"""Secrets out of what is printed, logged and written about a run; its CSV files are never touched.
 
-Owns which values count as secrets.  A value is one by its name: that of its environment variable, or of its key in
-the config.  A variable that the config takes in under an ordinary name, such as ``${DATA}`` in a path, is none, or
-no message could name a file any more.
-
-Shared by the parent and the worker.  What a run computes, its CSV files, is never touched.
+A value is a secret by its name: that of its environment variable, or of its key in the config.  A variable that the
+config takes in under an ordinary name, such as ``${DATA}`` in a path, is none, or no message could name a file any
+more.
 """
 
 from __future__ import annotations
@@ -35,33 +33,29 @@ _KEY = re.compile(
 _BY_LOOKS = r"\bhf_[A-Za-z0-9]{16,}\b|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
 
 
-def secrets_in(settings: object) -> frozenset[str]:
+def secrets_in(settings: object) -> Iterator[str]:
     """The text values in mappings and lists whose keys say that they are secret, such as ``token``."""
-    found: set[str] = set()
     if isinstance(settings, Mapping):
         for key, value in settings.items():
             if isinstance(value, str) and _KEY.fullmatch(str(key)):
-                found.add(value.strip())
-            found |= secrets_in(value)
-    elif isinstance(settings, list | tuple):
-        for item in settings:
-            found |= secrets_in(item)
-    return frozenset(found)
+                yield value
+        settings = [*settings.values()]
+    for item in settings if isinstance(settings, list | tuple) else ():
+        yield from secrets_in(item)
 
 
 class Redactor:
-    """Puts ``***`` where a secret stands.
-
-    Args:
-        environ: the environment variables.
-        settings: a config, or parts of one.
-    """
+    """Puts ``***`` where a secret of the environment or of a config, or of parts of one, stands."""
 
     def __init__(self, environ: Mapping[str, str], settings: object = None) -> None:
         named = (name for name in environ if _VARIABLE.search(name) and not _LOCATION.search(name))
-        known = {environ[name].strip() for name in named} | secrets_in(settings)
-        forms = {form for secret in known for form in _forms(secret) if len(form) >= _MIN_CHARACTERS}
+        forms: set[str] = set()
+        for secret in map(str.strip, (*(environ[name] for name in named), *secrets_in(settings))):
+            # As it may stand in text: as it is, by its lines, and as Python, JSON or an address write it.
+            forms |= {secret, *secret.splitlines(), repr(secret)[1:-1], json.dumps(secret)[1:-1]}
+            forms.add(quote(secret, safe=""))
         # The longest first, since a secret may begin like another.
+        forms = {form for form in forms if len(form) >= _MIN_CHARACTERS}
         listed = [re.escape(form) for form in sorted(forms, key=lambda form: (-len(form), form))]
         self._pattern = re.compile("|".join([*listed, _BY_LOOKS]))
 
@@ -97,12 +91,10 @@ class RedactingFormatter(logging.Formatter):
 def guard_output(redactor: Redactor) -> None:
     """From now on, what Python prints to standard output and error goes through ``redactor``, and never fails.
 
-    A terminal that has gone, a reader that has (`| head`), a full disk behind a redirection: what cannot be printed
-    is dropped.  Characters that the stream's encoding lacks are written as escapes.  So nobody who prints has to
-    care, be it rich, typer, logging or a library in a worker.
-
-    What a library in C writes to the descriptors themselves is not redacted, nor a secret printed in
-    pieces.
+    What cannot be printed is dropped: no terminal or reader (`| head`) any more, a full disk behind a redirection.
+    Characters that the stream's encoding lacks are written as escapes.  So nobody who prints has to care, be it
+    rich, typer, logging or a library in a worker.  What a library in C writes to the descriptors themselves is not
+    redacted, nor a secret printed in pieces.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -122,8 +114,7 @@ def guard_output(redactor: Redactor) -> None:
 class _Guard(io.BufferedIOBase):
     """The bytes under a text stream, so that nobody gets around it by ``.buffer``.
 
-    Redacted on their way, and dropped where they can go nowhere: EIO, EPIPE, ENOSPC, EBADF; ValueError where
-    somebody has closed the stream.
+    Dropped where they can go nowhere: EIO, EPIPE, ENOSPC, EBADF; ValueError where somebody closed the stream.
     """
 
     def __init__(self, stream: io.TextIOWrapper, redactor: Redactor) -> None:
@@ -153,9 +144,3 @@ class _Guard(io.BufferedIOBase):
 
     def fileno(self) -> int:
         return int(self._bytes.fileno())
-
-
-def _forms(secret: str) -> Iterator[str]:
-    """A secret as it may stand in text: as it is, by its lines, and as Python, JSON or an address write it."""
-    yield from (secret, *secret.splitlines())
-    yield from (repr(secret)[1:-1], json.dumps(secret)[1:-1], quote(secret, safe=""))

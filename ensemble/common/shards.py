@@ -1,4 +1,4 @@
-"""What stands in a member's folder of parts: rows with their values, and rows that could not be computed."""
+"""What stands in a member's folder of shards: rows with their values, and rows that could not be computed."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from ensemble.common.files import read_json
 
 
 def parts_in(folder: Path, rows: int) -> Iterator[pa.Table]:
-    """The parts that hold what their names say, in the order of their names; ``rows`` are the table's."""
+    """The shards that hold what their names say, in the order of their names; ``rows`` are the table's."""
     tables = (part_table(read_part(path), rows) for path in sorted(folder.glob("*.csv")))
     yield from (table for table in tables if table is not None)
 
 
 def part_table(content: bytes | None, rows: int) -> pa.Table | None:
-    """A part as a table; None where it is none of a table of so many rows."""
+    """A shard as a table; None where it is none of a table of so many rows."""
     if content is None:
         return None
-    # Types are given, because an empty part or one of whole numbers would be taken for something else.
+    # Types are given, because an empty shard or one of whole numbers would be taken for something else.
     names = content.partition(b"\n")[0].decode("utf-8", "replace").replace('"', "").split(",")
     types = {name: pa.int64() if name == "row" else pa.float64() for name in names}
     try:
@@ -38,6 +38,26 @@ def part_table(content: bytes | None, rows: int) -> pa.Table | None:
         return None
     numbers = table.column("row").to_numpy()
     return table if not len(numbers) or (numbers.min() >= 0 and numbers.max() < rows) else None
+
+
+def gather_parts(parts: Iterable[pa.Table], rows: int, labels: int) -> npt.NDArray[np.float64]:
+    """Put every shard of a member where it belongs.
+
+    Args:
+        parts: tables with a ``row`` column and one column per label, ``p0`` and so on.  A row may stand in several,
+            where runs cut their chunks differently.
+        rows: rows of the input table.
+        labels: how many columns of probabilities there are.
+
+    Returns:
+        float64 [rows, labels], in the table's order; NaN where no shard has the row.
+    """
+    values = np.full((rows, labels), np.nan, order="F")  # columns are written, not rows
+    for part in parts:
+        numbers = part.column("row").to_numpy()
+        for label in range(labels):
+            values[numbers, label] = part.column(f"p{label}").to_numpy()
+    return values
 
 
 def bad_rows_in(folder: Path, rows: int) -> dict[int, str]:
@@ -54,33 +74,9 @@ def rows_with_reasons(found: object, rows: int) -> dict[int, str]:
 
 
 def file_sha256(path: Path) -> str:
-    """The SHA-256 of a file's content, in hex.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """The SHA-256 of a file's content, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def gather_parts(parts: Iterable[pa.Table], rows: int, labels: int) -> npt.NDArray[np.float64]:
-    """Put every part of a member where it belongs.
-
-    Args:
-        parts: tables with a ``row`` column and one column per label, ``p0`` and so on.  A row may stand in several,
-            where runs cut their chunks differently.
-        rows: rows of the input table.
-        labels: how many columns of probabilities there are.
-
-    Returns:
-        float64 [rows, labels], in the table's order; NaN where no part has the row.
-    """
-    values = np.full((rows, labels), np.nan, order="F")  # columns are written, not rows
-    for part in parts:
-        numbers = part.column("row").to_numpy()
-        for label in range(labels):
-            values[numbers, label] = part.column(f"p{label}").to_numpy()
-    return values
 
 
 def order_path(parts_dir: Path) -> Path:
@@ -89,7 +85,7 @@ def order_path(parts_dir: Path) -> Path:
 
 
 def rows_path(parts_dir: Path) -> Path:
-    """Where it stands which rows a member's parts are of."""
+    """Where it stands which rows a member's shards are of."""
     return parts_dir / "rows.bin"
 
 
@@ -99,24 +95,21 @@ def bad_rows_path(parts_dir: Path) -> Path:
 
 
 def part_name(start: int, stop: int, content: bytes) -> str:
-    """What a part is called: the rows it was made for, by their places in the order, and what it must hold."""
-    return f"{start:09d}-{stop:09d}.{_digest(content)}.csv"
+    """What a shard is called: the rows it was made for, by their places in the order, and what it must hold."""
+    return f"{start:09d}-{stop:09d}.{hashlib.sha256(content).hexdigest()[:32]}.csv"
 
 
 def read_part(path: Path) -> bytes | None:
-    """A part's content; None where that is not what its name says, or cannot be read."""
+    """A shard's content; None where that is not what its name says, or cannot be read."""
     try:
         content = path.read_bytes()
     except OSError:
         return None
-    return content if path.name.endswith(f".{_digest(content)}.csv") else None
+    has_digest = path.name.partition(".")[2] == part_name(0, 0, content).partition(".")[2]
+    return content if has_digest else None
 
 
 def part_rows(parts_dir: Path) -> int:
-    """How many rows the parts in a folder were made for, by their names alone."""
+    """How many rows the shards in a folder were made for, by their names alone."""
     done = [re.match(r"(\d+)-(\d+)\.", path.name) for path in parts_dir.glob("*.csv")]
     return sum(int(found[2]) - int(found[1]) for found in done if found)
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:32]

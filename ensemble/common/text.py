@@ -55,6 +55,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {near!r}?)" if near is not None else ""
 
 
+def nearest_or_all(name: str, known: Sequence[str], what: str) -> str:
+    """``did you mean x?`` with the name nearest to ``name``, or all that there are where none is near."""
+    near = nearest(name, known)
+    return f"did you mean {near}?" if near is not None else f"the {what}s here are {', '.join(known)}"
+
+
 def similar_file(path: Path) -> str:
     """What to add of a file that is not there: one of a like name beside it, or that the folder is missing too."""
     if not path.parent.is_dir():

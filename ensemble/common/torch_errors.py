@@ -6,7 +6,7 @@ Errors are told by name and by text: this module must answer before torch is imp
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import Enum
 
 from ensemble.common.errors import WriteError
@@ -47,10 +47,29 @@ class Verdict(Enum):
     HOPELESS = "hopeless"  # neither other rows nor a fresh process will fare better
 
 
-def judge(error: BaseException) -> Verdict:
+def classify(error: BaseException) -> Verdict:
     """What the error, or one that it came of, leaves of this process."""
-    verdicts = (_judge_one(link) for link in _chain(error))
-    return next((verdict for verdict in verdicts if verdict is not Verdict.SOUND), Verdict.SOUND)
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        text = str(link).lower() if isinstance(link, RuntimeError) else ""
+        # After FilesChanged a fresh process would make its numbers of other files.
+        if isinstance(link, (FilesChanged, WriteError)) or (
+            isinstance(link, OSError) and link.errno in _FULL
+        ):
+            return Verdict.HOPELESS
+        # Beside MemoryError and SystemError (the interpreter's own state), what is no Exception: a panic in a
+        # library written in Rust, code of a checkpoint that calls exit().
+        if isinstance(link, (MemoryError, SystemError)) or not isinstance(link, Exception):
+            return Verdict.SUSPECT
+        if any(words in text for words in _HOPELESS):
+            return Verdict.HOPELESS
+        if _is_of_torch(link, _SUSPECT_TYPES) or any(words in text for words in _STICKY):
+            return Verdict.SUSPECT
+        # As a traceback shows them: what it was raised from.
+        link = link.__cause__ if link.__cause__ is not None or link.__suppress_context__ else link.__context__
+    return Verdict.SOUND
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -61,42 +80,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def one_line(error: BaseException, redact: Callable[[str], str] = str) -> str:
-    """The error's text for a message, its type where it has none; never more than 500 characters.
-
-    Args:
-        redact: takes secrets out before the text is cut; a part of one would not be known.
-    """
+    """The error's text for a message, its type where it has none; never more than 500 characters."""
+    # Secrets go before the text is cut: a part of one would not be known.
     return " ".join(redact(str(error)).split())[:500] or redact(repr(error))[:500]
-
-
-def _judge_one(error: BaseException) -> Verdict:
-    if isinstance(error, FilesChanged):  # a fresh process would make its numbers of other files
-        return Verdict.HOPELESS
-    if isinstance(error, WriteError) or (isinstance(error, OSError) and error.errno in _FULL):
-        return Verdict.HOPELESS
-    # Beside MemoryError and SystemError (the interpreter's own state), what is no Exception: a panic in a
-    # library written in Rust, code of a checkpoint that calls exit().
-    if isinstance(error, (MemoryError, SystemError)) or not isinstance(error, Exception):
-        return Verdict.SUSPECT
-    text = str(error).lower() if isinstance(error, RuntimeError) else ""
-    if any(words in text for words in _HOPELESS):
-        return Verdict.HOPELESS
-    if _is_of_torch(error, _SUSPECT_TYPES) or any(words in text for words in _STICKY):
-        return Verdict.SUSPECT
-    return Verdict.SOUND
 
 
 def _is_of_torch(error: BaseException, names: tuple[str, ...]) -> bool:
     return any(
         kind.__module__.split(".")[0] == "torch" and kind.__name__ in names for kind in type(error).__mro__
     )
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and what it was raised from, as a traceback shows them."""
-    seen: set[int] = set()
-    link: BaseException | None = error
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
-        yield link
-        link = link.__cause__ if link.__cause__ is not None or link.__suppress_context__ else link.__context__

@@ -1,8 +1,4 @@
-"""The config while it is being read: plain data, where each value stands, and what is wrong so far.
-
-Owns how a place and a value are written in an error, and the order of the errors.  It does not read YAML
-(that is ``yamlfile``) and does not know which keys there are (that is ``schema``).
-"""
+"""The config while it is being read: plain data, where each value stands, and what is wrong so far."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ Problem = tuple[Loc, str]
 
 SHOWN_CHARACTERS: Final = 60
 AFTER_ALL_LINES: Final = sys.maxsize
-# NUL, and halves of characters, which is also how Python keeps bytes that are not UTF-8.
+# NUL, and half of a character, which is also how Python keeps bytes that are not UTF-8.
 NOT_TEXT: Final = r"[\x00\ud800-\udfff]"
 
 # Stands where a value could not be had: of no type that a check accepts, and already reported.
@@ -44,10 +40,6 @@ class Document:
         """What is wrong, each once, from the top of the file to its end, then what has no line."""
         return tuple(dict.fromkeys(text for _, text in sorted(self.found, key=lambda item: item[0])))
 
-    def note(self, sentence: str) -> None:
-        """Note a problem that has no place in the YAML."""
-        self.found.append((AFTER_ALL_LINES, sentence))
-
     def report(self, loc: Loc, sentence: str) -> None:
         """Note a problem; after "must be ..." comes the value as it was written, never what ``${}`` gave."""
         around = (loc[:size] for size in range(len(loc), 0, -1))
@@ -59,7 +51,7 @@ class Document:
             sentence += f", not {shown(value)}"
             if isinstance(value, str) and "${" in value:
                 sentence += " (a variable always gives text)"
-        self.found.append((line, f"{self._place(loc)}: {sentence}"))
+        self.found.append((line, f"{self.where(loc)}: {sentence}"))
 
     def refuse(self, loc: Loc, sentence: str) -> None:
         """Note a problem with the value at ``loc`` that makes any other problem with it pointless."""
@@ -76,7 +68,8 @@ class Document:
                 return None
         return here
 
-    def _place(self, loc: Loc) -> str:
+    def where(self, loc: Loc) -> str:
+        """The key and its line, such as ``models[1].weight (line 7)``, or the override that it came from."""
         for size in range(len(loc), 0, -1):
             if loc[:size] in self.overrides:
                 text, target = self.overrides[loc[:size]]

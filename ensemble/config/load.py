@@ -1,43 +1,36 @@
 """From a YAML file to a ``RunConfig``, step by step: read, override, expand, merge the defaults, check.
 
-Owns ``load_config`` and ``defaults:``, which is merged under each model, key by key: a mapping in a model
-replaces that of the defaults as a whole, and a key that the model's kind does not know is left out.  Each step's
-own work is done in the module named after it.
+``defaults:`` is merged under each model, key by key: a mapping in a model replaces that of the defaults as a whole,
+and a key that the model's kind does not know is left out.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
 
 from ensemble.common.errors import ConfigError
 from ensemble.common.redact import Redactor
+from ensemble.common.text import nearest_or_all
 from ensemble.config.document import Document, Loc, Problem
 from ensemble.config.overrides import apply_overrides, expand
-from ensemble.config.rules import MemberRules, broken
 from ensemble.config.schema import EnsembleConfig, MemberConfig, RunConfig
-from ensemble.config.sentences import unknown, unknown_key, validate
 from ensemble.config.yamlfile import parse, read_text
 
-
-@dataclass(frozen=True)
-class Extensions:
-    """Keys that the config's own room does not know.
-
-    Attributes:
-        merge_methods: the keys below ``ensemble`` by the name of the method that they go with.
-        member_kinds: the keys of a model by the ``task_type`` that they go with.
-    """
-
-    merge_methods: Mapping[str, type[EnsembleConfig]] = field(
-        default_factory=lambda: {"mean": EnsembleConfig}
-    )
-    member_kinds: Mapping[str, type[MemberConfig]] = field(default_factory=dict)
+M = TypeVar("M", bound=BaseModel)
+_PHRASES = dict.fromkeys(("model_type", "dict_type"), "a mapping of keys to values") | {
+    "bool_type": "true or false"
+}
+Methods: TypeAlias = Mapping[str, type[EnsembleConfig]]
+Kinds: TypeAlias = Mapping[str, type[MemberConfig]]
 
 
 @dataclass(frozen=True)
@@ -48,6 +41,7 @@ class LoadedConfig:
     text: str
     path: Path
     overrides: tuple[str, ...]
+    document: Document = field(repr=False)
 
     @cached_property
     def redactor(self) -> Redactor:
@@ -57,9 +51,9 @@ class LoadedConfig:
 
 def load_config(
     path: Path,
-    overrides: Sequence[str] = (),
-    extensions: Extensions | None = None,
-    *,
+    overrides: Sequence[str],
+    merge_methods: Methods,
+    member_kinds: Kinds,
     environ: Mapping[str, str] | None = None,
 ) -> LoadedConfig:
     """Read, override, expand and check a config.
@@ -67,7 +61,8 @@ def load_config(
     Args:
         path: the YAML file.
         overrides: ``a.b=value``, the value in YAML, as in ``models.gemma2.weight=0.5``; the later one wins.
-        extensions: what there is beside the mean; ``ensemble.pipeline.load`` knows all that is installed.
+        merge_methods: the keys below ``ensemble`` by the name of the method that they go with.
+        member_kinds: the keys of a model by the ``task_type`` that they go with.
         environ: what ``${NAME}`` stands for; the process's environment if None.  ``${CONFIG_DIR}`` is always
             the absolute folder of the YAML file.
 
@@ -78,146 +73,131 @@ def load_config(
     document = parse(text, path)
     apply_overrides(document, overrides)
     variables = {**(os.environ if environ is None else environ), "CONFIG_DIR": str(path.absolute().parent)}
-    config = _validated(document, expand(document, variables), extensions or Extensions())
+    config = _checked(document, expand(document, variables), merge_methods, member_kinds)
     if config is None or document.problems:
         raise ConfigError(document.problems)
-    return LoadedConfig(config, text, path, tuple(overrides))
+    return LoadedConfig(config, text, path, tuple(overrides), document)
 
 
-def _validated(document: Document, values: dict[str, Any], extensions: Extensions) -> RunConfig | None:
+def _checked(
+    document: Document, values: dict[str, Any], merge_methods: Methods, member_kinds: Kinds
+) -> RunConfig | None:
+    """The values as a config; what is wrong with them is noted in the document."""
     problems: list[Problem] = []
-    if isinstance(values.get("ensemble"), dict):
-        values["ensemble"], wrong = _ensemble(values["ensemble"], extensions.merge_methods)
-        problems += [(("ensemble", *loc), sentence) for loc, sentence in wrong]
+    if isinstance(given := values.get("ensemble"), dict):
+        method, wrong = _named(EnsembleConfig, "method", given, merge_methods)
+        checked, more = validate(method, given) if method is not None else (None, [])
+        problems += [(("ensemble", *loc), sentence) for loc, sentence in (*wrong, *more)]
+        values["ensemble"] = checked or EnsembleConfig()
     defaults = values.pop("defaults", None)
-    defaults = {} if defaults is None else defaults
     if not isinstance(defaults, dict):
-        problems.append((("defaults",), "must be a mapping of a model's keys to values"))
+        if defaults is not None:
+            problems.append((("defaults",), "must be a mapping of a model's keys to values"))
         defaults = {}
-    members = _Members(values.get("models"), defaults, extensions.member_kinds)
-    problems += members.problems
-    config, wrong = validate(RunConfig, {**values, "models": members.checked} if members.checked else values)
-    for loc, sentence in (*problems, *wrong, *broken(values, members.rules)):
+    models = values.get("models")
+    kinds: list[type[MemberConfig] | None] = []
+    members: list[object] = []
+    origins: dict[Loc, Loc] = {}  # where each key that came from the defaults stands in the YAML
+    for index, model in enumerate(models if isinstance(models, list) else ()):
+        kinds.append(None)
+        members.append(model)
+        if not isinstance(model, dict):
+            continue
+        merged = {"task_type"} & (defaults.keys() - model.keys())
+        model |= {key: defaults[key] for key in merged}
+        kinds[index], wrong = _named(MemberConfig, "task_type", model, member_kinds)
+        if (kind := kinds[index]) is not None:
+            other = {mine: theirs for pair in kind.alternatives for mine, theirs in (pair, pair[::-1])}
+            own = {"name", *model, *(other[key] for key in other if model.get(key) is not None)}
+            added = (defaults.keys() & kind.model_fields.keys()) - own
+            model |= {key: deepcopy(defaults[key]) for key in added}
+            merged |= added
+        origins |= {("models", index, key): ("defaults", key) for key in merged}
+        # Of a model whose kind is not known, what all kinds have.
+        known = {key: value for key, value in model.items() if kind or key in ("name", "weight")}
+        member, more = validate(kind or MemberConfig, known)
+        problems += [(("models", index, *loc), sentence) for loc, sentence in (*wrong, *more)]
+        # No name that a member can have: which are alike is told by the values in the YAML.
+        members[index] = member or MemberConfig.model_construct(name=f"#{index}")
+    for key in defaults:
+        if key == "name":
+            problems.append((("defaults", key), "belongs to each model; two models cannot share it"))
+        elif not any(kind is not None and key in kind.model_fields for kind in kinds):
+            # Only now, because to know the keys of every kind means to import all that is installed.
+            every = [*dict.fromkeys([*filter(None, kinds), *member_kinds.values()])]
+            if not any(key in kind.model_fields for kind in every):
+                problems.append((("defaults", key), _unknown_key(key, every)))
+    config, wrong = validate(RunConfig, {**values, "models": members} if members else values)
+    for loc, sentence in (*problems, *wrong, *RunConfig.broken_rules(values, kinds)):
         # What a default got wrong is said where it stands, which makes the members' copies of it one problem.
-        document.report((*members.origins.get(loc[:3], loc[:3]), *loc[3:]), sentence)
+        document.report((*origins.get(loc[:3], loc[:3]), *loc[3:]), sentence)
     return config
 
 
-def _ensemble(
-    values: dict[str, Any], methods: Mapping[str, type[EnsembleConfig]]
-) -> tuple[EnsembleConfig, list[Problem]]:
-    """The keys below ``ensemble`` as their method has them; a stand-in where something is wrong with them."""
-    stand_in = EnsembleConfig()
-    named, problems = validate(EnsembleConfig, {key: values[key] for key in ("method",) if key in values})
-    if named is None:
-        return stand_in, problems
+def _named(
+    base: type[M], key: str, values: dict[str, Any], known: Mapping[str, type[M]]
+) -> tuple[type[M] | None, list[Problem]]:
+    """The keys of the method or kind that a mapping names; None and what is wrong with the name."""
+    name = values.get(key, base.model_fields[key].default)
+    problems = [problem for problem in validate(base, {key: name})[1] if problem[0] == (key,)]
     try:
-        if named.method not in methods:
-            return stand_in, [(("method",), unknown("method", named.method, [*methods]))]
-        settings, problems = validate(methods[named.method], values)
+        if not problems and name in known:
+            return known[name], []
+        return None, problems or [((key,), f"unknown {key}; {nearest_or_all(name, [*known], key)}")]
     except ConfigError as error:  # of an installed package
-        return stand_in, [(("method",), sentence) for sentence in error.problems]
-    return settings or stand_in, problems
+        return None, [((key,), sentence) for sentence in error.problems]
 
 
-class _Members:
-    """The models of a config, each with the keys of its kind and the defaults that these keys have.
+def validate(model: type[M], values: dict[str, Any]) -> tuple[M | None, list[Problem]]:
+    """The values as a model, or None and what is wrong with them."""
+    try:
+        return model.model_validate(values), []
+    except ValidationError as error:
+        details = error.errors(include_url=False, include_input=False)
+    found: dict[Loc, str] = {}
+    for detail in details:
+        kind, loc = detail["type"], detail["loc"]
+        if kind in ("missing", "extra_forbidden") and isinstance(loc[-1], str):
+            owner: type[BaseModel] = model
+            for step in loc[:-1]:
+                if step in owner.model_fields:
+                    hint = owner.model_fields[str(step)].annotation
+                    parts = [part for part in (hint, *get_args(hint)) if isinstance(part, type)]
+                    owner = next((part for part in parts if issubclass(part, BaseModel)), owner)
+            field = owner.model_fields.get(loc[-1])
+            if kind == "missing":
+                example = field.examples[0] if field is not None and field.examples else "..."
+                found[loc] = f"required, for example {loc[-1]}: {example}"
+            else:
+                found[loc] = _unknown_key(loc[-1], [owner])
+            continue
+        stands: Any = values
+        for depth, step in enumerate(loc):
+            try:
+                stands = stands[step]
+            except (LookupError, TypeError):
+                loc = loc[:depth]  # behind it pydantic has which type of a union it tried
+                break
+        if kind == "literal_error":
+            words = re.findall("'(.*?)'", detail["ctx"]["expected"])
+            sentence = "must be " + "one of " * (len(words) > 1) + ", ".join(words)
+        elif kind in _PHRASES:
+            sentence = f"must be {_PHRASES[kind]}"
+        else:
+            # Of a package's own settings the types may have no words of ours, and rules have those of that package.
+            theirs = " ".join(detail["msg"].removeprefix("Value error, ").split())
+            sentence = theirs.replace("Input should be", "must be", 1)
+        # Of a union each type has an error.
+        found[loc] = f"{found[loc]} or {sentence.removeprefix('must be ')}" if loc in found else sentence
+    return None, [*found.items()]
 
-    Args:
-        models: as they stand in the YAML; the defaults are put into them.
-        kinds: the keys of each kind.
 
-    Attributes:
-        checked: the models as their kinds have them, a stand-in where something is wrong with one.
-        rules: of each model's kind; None where that is not known.
-        origins: where each key that came from the defaults stands in the YAML.
-        problems: what is wrong with models and defaults.
-    """
-
-    def __init__(
-        self, models: object, defaults: dict[str, Any], kinds: Mapping[str, type[MemberConfig]]
-    ) -> None:
-        self._defaults = defaults
-        self._kinds = kinds
-        self.checked: list[object] = []
-        self.rules: list[MemberRules | None] = []
-        self.origins: dict[Loc, Loc] = {}
-        self.problems: list[Problem] = []
-        used: dict[type[MemberConfig], None] = {}
-        for index, model in enumerate(models if isinstance(models, list) else ()):
-            settings = self._kind_of(model, index) if isinstance(model, dict) else None
-            self.rules.append(settings.broken_rules if settings is not None else None)
-            if settings is not None:
-                used[settings] = None
-                self._merge_defaults(model, index, settings)
-            self.checked.append(self._check(model, index, settings))
-        if not used or "task_type" in defaults:
-            usual = self._kind_of({}, None)
-            used |= {} if usual is None else {usual: None}
-        found = [(("defaults", *loc), sentence) for loc, sentence in self._wrong_in_defaults([*used])]
-        self.problems = [*found, *self.problems]
-
-    def _kind_of(self, model: dict[str, Any], index: int | None) -> type[MemberConfig] | None:
-        """The keys of a model's kind, or of that which the defaults name."""
-        loc: Loc = ("defaults", "task_type") if index is None else ("models", index, "task_type")
-        if "task_type" not in model and "task_type" in self._defaults and index is not None:
-            self.origins[loc] = ("defaults", "task_type")
-        given = {key: one[key] for one in (self._defaults, model) for key in ("task_type",) if key in one}
-        named, wrong = validate(MemberConfig, {"name": "any", **given})
-        try:
-            if named is not None and named.task_type in self._kinds:
-                return self._kinds[named.task_type]
-            if named is not None:
-                wrong = [((), unknown("task_type", named.task_type, [*self._kinds]))]
-        except ConfigError as error:  # of an installed package
-            wrong = [((), sentence) for sentence in error.problems]
-        self.problems += [(loc, sentence) for _, sentence in wrong]
-        return None
-
-    def _merge_defaults(self, model: dict[str, Any], index: int, settings: type[MemberConfig]) -> None:
-        skipped = {"name", *model}
-        for pair in settings.alternatives:
-            for mine, other in (pair, pair[::-1]):
-                if model.get(mine) is not None:
-                    skipped.add(other)
-        for key in (self._defaults.keys() & settings.model_fields.keys()) - skipped:
-            model[key] = deepcopy(self._defaults[key])
-            self.origins["models", index, key] = ("defaults", key)
-
-    def _check(self, model: object, index: int, settings: type[MemberConfig] | None) -> object:
-        if not isinstance(model, dict):
-            return model
-        if settings is not None:
-            checked, wrong = validate(settings, model)
-        else:  # what can be said of a model whose kind is not known
-            common = {key: model[key] for key in ("name", "weight") if key in model}
-            checked, wrong = validate(MemberConfig, common)
-        self.problems += [(("models", index, *loc), sentence) for loc, sentence in wrong]
-        # No name that a member can have: which are alike is told by the values in the YAML.
-        return checked or MemberConfig.model_construct(name=f"#{index}")
-
-    def _wrong_in_defaults(self, used: Sequence[type[MemberConfig]]) -> Iterator[Problem]:
-        if "name" in self._defaults:
-            yield ("name",), "belongs to each model; two models cannot share it"
-        given = {key: value for key, value in self._defaults.items() if key != "name"}
-        for settings in used:
-            # The kind itself was looked at before: it need not be this one.
-            known = {
-                key: value
-                for key, value in given.items()
-                if key in settings.model_fields and key != "task_type"
-            }
-            _, wrong = validate(settings, known)
-            # What is missing is for the models to bring, and so is what a rule demands beside what they bring.
-            optional = {key: known[key] for key in known if not settings.model_fields[key].is_required()}
-            for loc, sentence in (*wrong, *settings.broken_rules(optional, ())):
-                if loc and loc[0] in known:
-                    yield loc, sentence
-        unknown_keys = [key for key in given if not any(key in one.model_fields for one in used)]
-        if not unknown_keys:
-            return
-        # Only now, because to know the keys of every kind means to import all that is installed.
-        every = dict.fromkeys([*used, *(self._kinds[name] for name in self._kinds)])
-        for key in unknown_keys:
-            if not any(key in one.model_fields for one in every):
-                yield (key,), unknown_key(key, [*every])
+def _unknown_key(key: str, models: Sequence[type[BaseModel]]) -> str:
+    """The sentence about a key that is none of these models' keys."""
+    known: list[str] = []
+    for model in models:
+        for today, old in getattr(model, "older_keys", {}).items():
+            if key in old.split():
+                return f"unknown key; use {today}"
+        known += [*model.model_fields, *(["defaults"] if model is RunConfig else [])]
+    return f"unknown key; {nearest_or_all(key, [*dict.fromkeys(known)], 'key')}"

@@ -1,18 +1,13 @@
-"""What goes into a ``Document`` in place of what the YAML says: ``--set a.b=value``, and ``${NAME}`` in texts.
-
-Owns what the path of an override may reach, how a variable is written, and what an error may say of either.  The
-value of an override is read by ``yamlfile``, and whether the key exists or takes such a value is for ``schema`` to
-say.  Where variables come from is ``load``'s to know, which hands them in.
-"""
+"""What goes into a ``Document`` in place of what the YAML says: ``--set a.b=value``, and ``${NAME}`` in texts."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ensemble.common.text import nearest
-from ensemble.config.document import INVALID, NOT_TEXT, Document, Loc, one_line, place, shown
+from ensemble.config.document import AFTER_ALL_LINES, INVALID, NOT_TEXT, Document, Loc, one_line, place, shown
 from ensemble.config.yamlfile import MAX_DEPTH, Unreadable, build_data
 
 _VARIABLE = r"\$\$\{|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)\}|\$\{"
@@ -26,77 +21,62 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
     """
     for text in overrides:
         name = f"--set {one_line(text if len(text) <= 100 else text[:97] + '...')}"
+        path, equals, value_text = text.partition("=")
+        parts = re.sub(r"\[(\d+)\]", r".\1", path.strip(), flags=re.ASCII).split(".")
         try:
-            _override(document, text, name)
+            if not equals:
+                raise Unreadable("needs the form key=value, for example --set limit=100")
+            if not all(parts) or len(parts) > MAX_DEPTH or re.search(NOT_TEXT, path):
+                raise Unreadable(f"{shown(path)} is not a path; write it like models.0.weight")
+            holder, steps, made = _find(document.data, parts)
+            for known in (document.lines, document.overrides):
+                for loc in [loc for loc in known if loc[: len(steps)] == steps]:
+                    del known[loc]
+            document.invalid = {loc for loc in document.invalid if loc[: len(steps)] != steps}
+            document.overrides |= dict.fromkeys([*made, steps], (name, steps))
+            holder[steps[-1]] = build_data(value_text, document, steps, {})
         except Unreadable as error:
-            document.note(f"{name}: {error}")
+            document.found.append((AFTER_ALL_LINES, f"{name}: {error}"))
 
 
-def _override(document: Document, text: str, name: str) -> None:
-    path, equals, value_text = text.partition("=")
-    parts = re.sub(r"\[(\d+)\]", r".\1", path.strip(), flags=re.ASCII).split(".")
-    if not equals:
-        raise Unreadable("needs the form key=value, for example --set limit=100")
-    if not all(parts) or len(parts) > MAX_DEPTH or re.search(NOT_TEXT, path):
-        raise Unreadable(f"{shown(path)} is not a path; write it like models.0.weight")
-    steps = _find(document.data, parts)
-    for known in (document.lines, document.overrides):
-        for loc in [loc for loc in known if loc[: len(steps)] == steps]:
-            del known[loc]
-    document.invalid = {loc for loc in document.invalid if loc[: len(steps)] != steps}
-    document.overrides[steps] = (name, steps)
-    value = build_data(value_text, document, steps, with_lines=False)
-    here: Any = document.data
-    for depth, step in enumerate(steps[:-1], start=1):
-        inner = here.get(step) if isinstance(here, dict) else here[step]
-        if inner is None:
-            inner = here[step] = {}
-            document.overrides[steps[:depth]] = (name, steps)
-        here = inner
-    here[steps[-1]] = value
-
-
-def _find(data: dict[str, Any], parts: Sequence[str]) -> Loc:
+def _find(data: dict[str, Any], parts: list[str]) -> tuple[Any, Loc, list[Loc]]:
+    """What holds the value that the parts of a path name, its place, and the places of mappings that were made."""
     here: Any = data
     loc: Loc = ()
-    rest = list(parts)
-    while rest:
-        if here is None:
-            here = {}
+    made: list[Loc] = []
+    while True:
+        step: str | int
         if isinstance(here, dict):
-            used = _longest(rest, here)
-            step: str | int = ".".join(rest[:used])
+            step, parts = _longest(parts, here)
+            inner = here.get(step)
         elif isinstance(here, list):
-            step, used = _position(here, loc, rest)
+            dicts = [(index, item) for index, item in enumerate(here) if isinstance(item, dict)]
+            names = {item["name"]: index for index, item in dicts if isinstance(item.get("name"), str)}
+            key, parts = _longest(parts, names)
+            if key not in names and not re.fullmatch(r"[0-9]{1,6}", key):
+                near = nearest(key, names)
+                advice = f"; did you mean {shown(near)}?" if near is not None else ""
+                raise Unreadable(f"{place(loc)} has nothing named {shown(key)}{advice}")
+            step = names[key] if key in names else int(key)
+            if step >= len(here):
+                raise Unreadable(f"{place(loc)} has no position {step}; it holds {len(here)}, counted from 0")
+            inner = here[step]
         else:
             raise Unreadable(f"{place(loc)} is {shown(here)} and has no keys inside")
-        here = here.get(step) if isinstance(here, dict) else here[int(step)]
-        loc, rest = (*loc, step), rest[used:]
-    return loc
+        loc = (*loc, step)
+        if not parts:
+            return here, loc, made
+        if inner is None:
+            inner = here[step] = {}
+            made.append(loc)
+        here = inner
 
 
-def _longest(parts: Sequence[str], known: Mapping[str, Any]) -> int:
-    """How many parts make a known key together: a key may hold dots itself.  One if none does."""
-    return next((size for size in range(len(parts), 0, -1) if ".".join(parts[:size]) in known), 1)
-
-
-def _position(items: list[Any], loc: Loc, parts: Sequence[str]) -> tuple[int, int]:
-    dicts = [(index, item) for index, item in enumerate(items) if isinstance(item, dict)]
-    names = {item["name"]: index for index, item in dicts if isinstance(item.get("name"), str)}
-    used = _longest(parts, names)
-    key = ".".join(parts[:used])
-    number = int(key) if re.fullmatch(r"[0-9]{1,6}", key) else None
-    if number is not None and names.get(key, number) != number:
-        raise Unreadable(f"{key} is both a position and the name of {place((*loc, names[key]))}; rename it")
-    if key in names:
-        return names[key], used
-    if number is None:
-        near = nearest(key, names)
-        advice = f"; did you mean {shown(near)}?" if near is not None else ""
-        raise Unreadable(f"{place(loc)} has nothing named {shown(key)}{advice}")
-    if number >= len(items):
-        raise Unreadable(f"{place(loc)} has no position {number}; it holds {len(items)}, counted from 0")
-    return number, used
+def _longest(parts: list[str], known: Iterable[str]) -> tuple[str, list[str]]:
+    """The most parts that make a known key together (a key may hold dots itself), else the first; and the rest."""
+    joined = {".".join(parts[:size]): parts[size:] for size in range(len(parts), 0, -1)}
+    key = next((key for key in joined if key in known), parts[0])
+    return key, joined[key]
 
 
 def expand(document: Document, variables: Mapping[str, str]) -> dict[str, Any]:
@@ -106,7 +86,21 @@ def expand(document: Document, variables: Mapping[str, str]) -> dict[str, Any]:
     a problem and leaves ``INVALID``.  No variable's value gets into a message: it may be a token.
     """
 
-    def expanded(value: object, loc: Loc) -> object:
+    def replacement(match: re.Match[str]) -> str:
+        name = match["name"]
+        if match[0] == "$${":
+            return "${"
+        if name is None:
+            raise LookupError("${ is not followed by a variable's name and }; write $${ for a plain ${")
+        if name not in variables:
+            raise LookupError(
+                f"the environment variable {name} is not set; to keep {match[0]}, write ${match[0]}"
+            )
+        if re.search(NOT_TEXT, variables[name]):
+            raise LookupError(f"the value of the environment variable {name} is not UTF-8 text")
+        return variables[name]
+
+    def expanded(value: object, loc: Loc) -> Any:
         if isinstance(value, dict):
             return {key: expanded(item, (*loc, key)) for key, item in value.items()}
         if isinstance(value, list):
@@ -114,24 +108,10 @@ def expand(document: Document, variables: Mapping[str, str]) -> dict[str, Any]:
         if not isinstance(value, str):
             return value
         try:
-            return re.sub(_VARIABLE, lambda match: _replacement(match, variables), value)
+            return re.sub(_VARIABLE, replacement, value)
         except LookupError as error:
             document.refuse(loc, str(error.args[0]))
             return INVALID
 
-    return {key: expanded(value, (key,)) for key, value in document.data.items()}
-
-
-def _replacement(match: re.Match[str], variables: Mapping[str, str]) -> str:
-    name = match["name"]
-    if match[0] == "$${":
-        return "${"
-    if name is None:
-        raise LookupError("${ is not followed by a variable's name and }; write $${ for a plain ${")
-    if name not in variables:
-        raise LookupError(
-            f"the environment variable {name} is not set; to keep {match[0]}, write ${match[0]}"
-        )
-    if re.search(NOT_TEXT, variables[name]):
-        raise LookupError(f"the value of the environment variable {name} is not UTF-8 text")
-    return variables[name]
+    data: dict[str, Any] = expanded(document.data, ())
+    return data

@@ -1,26 +1,29 @@
 """The keys of the YAML: which there are, what each may hold, and what it is when it is left out.
 
-Owns ``RunConfig`` and the models it holds, without the keys that kinds of members and merge methods bring.  What a
-value may be is in ``values``, what ties keys together in ``rules``, and ``defaults:`` is not here: ``load`` merges
-it under the models before they are checked.
+Kinds of members and merge methods bring more keys.  ``defaults:`` is not here: ``load`` merges it under the models
+before they are checked.
+
+The rules that tie keys together, ``broken_rules``, are asked of values as they stand in the YAML, so that broken
+rules are shown beside wrong types: they pass over values of the wrong type.  No sentence holds a value.
 """
 
 # No "from __future__ import annotations": pydantic would evaluate every annotation from its text again.
 
-from collections.abc import Collection, Iterator, Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from hashlib import sha256
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny
 
 from ensemble.config.document import Problem
-from ensemble.config.rules import broken, checked
 from ensemble.config.values import (
     Column,
     Count,
     DeviceList,
     Duration,
     File,
+    Folder,
     HangTimeout,
     LabelMap,
     Labels,
@@ -32,8 +35,11 @@ from ensemble.config.values import (
     Retries,
     Seed,
     TaskType,
+    TimeLimit,
     Weight,
-    at_least_one,
+    as_label,
+    as_tuple,
+    label_items,
 )
 
 
@@ -47,6 +53,10 @@ class _Strict(BaseModel):
         defer_build=True,  # at first use: with its search for plugins, pydantic would slow down --help
     )
 
+    # Today's key -> what people type for it from habit, separated by spaces: what is not near today's key, or takes
+    # another value as well.
+    older_keys: ClassVar[Mapping[str, str]] = {}
+
 
 class DataConfig(_Strict):
     """The table to predict.  A relative path starts at the working directory."""
@@ -55,20 +65,20 @@ class DataConfig(_Strict):
     id_column: Column = "id"  # names each row; kept byte for byte
     label_column: Column | None = None  # the true labels, for metrics
 
+    older_keys: ClassVar[Mapping[str, str]] = {
+        "path": "file csv input input_path test",
+        "id_column": "id id_col",
+        "label_column": "label label_col target target_column",
+    }
+
 
 class MemberConfig(_Strict):
-    """One member of the ensemble: the keys that all kinds have.  Each kind has a subclass with its own keys.
-
-    Raises:
-        ValidationError: a value is of the wrong type or out of range, or two keys do not go together.
-    """
+    """One member of the ensemble: the keys that all kinds have.  Each kind has a subclass with its own keys."""
 
     name: Name = Field(examples=["gemma2"])  # becomes a file name, so unique whatever the case
     task_type: TaskType = "seq_cls"  # the kind: seq_cls, csv, or what an installed package brings
     weight: Weight = 1.0  # share in the merge, relative to the other members
 
-    # Today's key -> what people type for it from habit, separated by spaces.
-    older_keys: ClassVar[Mapping[str, str]] = {}
     # Keys of which a member has one or the other: its own takes the place of the other one under defaults.
     alternatives: ClassVar[tuple[tuple[str, str], ...]] = ()
 
@@ -82,9 +92,6 @@ class MemberConfig(_Strict):
     def broken_rules(cls, values: Mapping[str, Any], labels: Collection[str]) -> Iterator[Problem]:
         """The rules that tie a kind's keys together and that these values break.
 
-        Asked of values as they stand in the YAML, too, so that broken rules are shown beside wrong types: values of
-        the wrong type are passed over.
-
         Args:
             labels: the config's; empty where they are not known.
 
@@ -93,15 +100,16 @@ class MemberConfig(_Strict):
         """
         return iter(())
 
-    @model_validator(mode="after")
-    def _check(self) -> "MemberConfig":
-        return checked(self, self.broken_rules(dict(self), ()))
-
 
 class EnsembleConfig(_Strict):
     """How the members' probabilities become one; a merge method with keys of its own has a subclass of this."""
 
     method: Method = "mean"  # by weight: mean, geometric_mean, or what an installed package brings
+
+    older_keys: ClassVar[Mapping[str, str]] = {
+        "weight (in each model)": "weight weights",
+        "method": "type strategy",
+    }
 
 
 class SubmissionConfig(_Strict):
@@ -111,18 +119,19 @@ class SubmissionConfig(_Strict):
     path: File | None = None  # where to write; None: in the output directory
     columns: LabelMap = {}  # the sample's column -> label, where they differ
 
+    older_keys: ClassVar[Mapping[str, str]] = {
+        "sample": "sample_path template",
+        "path": "file output output_path",
+    }
 
-Ensemble = Annotated[SerializeAsAny[EnsembleConfig], MustBe("a mapping of keys to values")]
-Member = Annotated[SerializeAsAny[MemberConfig], MustBe("a mapping of keys to values")]
-Models = Annotated[tuple[Member, ...], BeforeValidator(at_least_one), MustBe("a list of models")]
+
+Ensemble = SerializeAsAny[EnsembleConfig]
+Members = tuple[SerializeAsAny[MemberConfig], ...]
+Models = Annotated[Members, BeforeValidator(as_tuple), MustBe("a list of models", list)]
 
 
 class RunConfig(_Strict):
-    """Everything one run is asked for.
-
-    Raises:
-        ValidationError: a value is of the wrong type or out of range, or two keys do not go together.
-    """
+    """Everything one run is asked for."""
 
     data: DataConfig = Field(examples=["{path: test.csv}"])  # the table to predict
     labels: Labels = Field(examples=["[negative, positive]"])  # the predictions' columns, in this order
@@ -130,7 +139,7 @@ class RunConfig(_Strict):
     models: Models = Field(examples=["[{name: a, model_name_or_path: models/a, text_column: text}]"])
     ensemble: Ensemble = Field(default_factory=EnsembleConfig)  # how probabilities are merged
     submission: SubmissionConfig | None = None  # left out: no submission is written
-    output_dir: File = Field(examples=["runs/first"])  # all that the run writes
+    output_dir: Folder = Field(examples=["runs/first"])  # all that the run writes
     limit: Count | None = None  # only so many rows from the top of the table
     seed: Seed = 0  # for whatever is random
     devices: DeviceList | None = None  # the GPUs to use, of those visible; None: all of them
@@ -140,14 +149,62 @@ class RunConfig(_Strict):
     retries: Retries = 2  # of a chunk whose worker died, each in a fresh one
     on_bad_row: Literal["fail", "uniform", "drop_member"] = "fail"  # a row that its member cannot compute
     on_member_failure: Literal["fail", "continue"] = "fail"  # continue: merge the others, by their weights
-    time_limit: Duration | None = None  # for the whole run; a submission is complete before it
+    time_limit: TimeLimit | None = None  # for the whole run; a submission is complete before it
     fill: Literal["uniform", "prior", "sample"] = "uniform"  # of rows that no member reached by then
     hang_timeout: HangTimeout = 600.0  # seconds without a batch done, after which a worker counts as hung
     hash_weights: bool = False  # all of their bytes, to know whether they changed; False: samples of them
     standby: bool = True  # the next member's process starts while this one's computes
     release_timeout: Duration = 60.0  # seconds that a GPU may take to be free after its worker has ended
 
-    @model_validator(mode="after")
-    def _check(self) -> "RunConfig":
-        rules = [member.broken_rules for member in self.models]
-        return checked(self, broken(self.model_dump(), rules))
+    older_keys: ClassVar[Mapping[str, str]] = {
+        "models": "members",
+        "labels": "classes label_names",
+        "data": "dataset input table",
+        "output_dir": "output out_dir output_path save_dir",
+        "devices": "gpus gpu_ids device_ids visible_devices",
+        "limit": "max_rows n_rows nrows num_rows",
+    }
+
+    @classmethod
+    def broken_rules(
+        cls, values: Mapping[str, Any], kinds: Sequence[type[MemberConfig] | None]
+    ) -> Iterator[Problem]:
+        """The rules that a whole config breaks; ``kinds`` are the keys of each model's, None where not known."""
+        listed = values.get("labels")
+        labels = [as_label(label) for label in listed] if isinstance(listed, list) else []
+        first: dict[str, int] = {}
+        for index, label in enumerate(labels):
+            if isinstance(label, str) and first.setdefault(label, index) != index:
+                yield ("labels", index), f"the same as labels[{first[label]}]; name each label once"
+        data = values.get("data")
+        id_column = data.get("id_column", "id") if isinstance(data, dict) else None
+        if isinstance(id_column, str) and id_column in first:
+            yield ("labels", first[id_column]), "the same as data.id_column; predictions hold both columns"
+        # With a label that cannot be read, what is not among the others may still be right.
+        known = set(first) if all(isinstance(label, str) for label in labels) else set()
+        models = enumerate(values["models"] if kinds else ())
+        members = [(index, member) for index, member in models if isinstance(member, dict)]
+        names: dict[str, int] = {}
+        for index, member in members:
+            kind, name = kinds[index], member.get("name")
+            for loc, sentence in kind.broken_rules(member, known) if kind is not None else ():
+                yield ("models", index, *loc), sentence
+            if isinstance(name, str) and names.setdefault(name.lower(), index) != index:
+                other = f"models[{names[name.lower()]}].name"
+                yield (
+                    ("models", index, "name"),
+                    f"the same as {other}; names must differ in more than their case",
+                )
+        weights = [member.get("weight", 1.0) for _, member in members]
+        if weights and all(isinstance(weight, int | float) and 0 <= weight < math.inf for weight in weights):
+            if not any(weights):
+                yield ("models",), "the weights are all 0; at least one must be more"
+            elif math.isinf(sum(float(weight) for weight in weights)):
+                yield ("models",), "the weights add up to more than a number can hold"
+        submission = values.get("submission")
+        columns = submission.get("columns") if isinstance(submission, dict) else None
+        for column, label in label_items(columns):
+            if known and label not in known:
+                yield ("submission", "columns", column), "must be one of the labels"
+        if values.get("fill") == "sample" and submission is None:
+            yield ("fill",), "sample needs submission.sample, the file whose values it takes"

@@ -1,33 +1,54 @@
-"""What a key may hold: a type for each kind of value, with the words that an error has for it.
-
-It does not know which key holds which (that is ``schema``) or what ties two keys together (that is ``rules``).
-"""
+"""What a key may hold: a type for each kind of value, with the words that an error has for it."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from annotated_types import Ge, Le, Len
-from pydantic import AfterValidator, AllowInfNan, BeforeValidator, PlainValidator, StringConstraints
+from annotated_types import Ge, Gt, Le, Len
+from pydantic import (
+    AfterValidator,
+    AllowInfNan,
+    BeforeValidator,
+    GetCoreSchemaHandler,
+    PlainValidator,
+    StringConstraints,
+)
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 MAX_NAME_CHARACTERS: Final = 100
 MAX_COUNT: Final = 2**31 - 1
 MAX_SEED: Final = 2**32 - 1
 MAX_BYTES: Final = 2**63 - 1
 GPU_NUMBER: Final = "0|[1-9][0-9]{0,5}"
-_SIZE: Final = r"(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT])(i?)B"
-_TAKEN: Final = r"ensemble|(con|prn|aux|nul|com\d|lpt\d)(\..*)?"
-_TIME: Final = r"(?:(\d{1,9})h\s*)?(?:(\d{1,9})m\s*)?(?:(\d{1,9})s)?"
 
 
 @dataclass(frozen=True)
 class MustBe:
-    """What a type's values are called in an error: "must be <phrase>"."""
+    """What a type's values are called in an error: "must be <phrase>".
+
+    ``holder`` is the type of a mapping or list of values that have words of their own: then only what is no such
+    thing, and an empty list, has these.
+    """
 
     phrase: str
+    holder: type | None = None
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        message = f"must be {self.phrase}"
+        if self.holder is None:
+            return core_schema.custom_error_schema(handler(source), "must_be", custom_error_message=message)
+
+        def check(value: object) -> object:
+            if not isinstance(value, self.holder or object) or value in ([], ()):
+                raise PydanticCustomError("must_be", message)
+            return value
+
+        return core_schema.no_info_before_validator_function(check, handler(source))
 
 
 def with_home(text: str) -> str:
@@ -39,19 +60,16 @@ def with_home(text: str) -> str:
         raise ValueError(str(error)) from None
 
 
-def _file(value: object) -> Path:
-    if isinstance(value, Path):
-        return value
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError
-    return Path(with_home(_on_one_line(value)))
-
-
-def _on_one_line(name: str) -> str:
+def _source(value: object) -> str:
     # "path: |" gives a line end after the name, and no message should be broken up by one.
-    if re.search(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", name):
+    is_text = isinstance(value, str) and value.strip()
+    if not is_text or re.search(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", str(value)):
         raise ValueError
-    return name
+    return with_home(str(value))
+
+
+def _path(value: object) -> Path:
+    return value if isinstance(value, Path) else Path(_source(value))
 
 
 def as_label(value: object) -> object:
@@ -59,22 +77,23 @@ def as_label(value: object) -> object:
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-def _sequence(value: object) -> object:
+def label_items(mapping: object) -> Iterator[tuple[str, str]]:
+    """Each key of a mapping whose value can be a label, and that label; nothing of what is no mapping."""
+    for key, value in mapping.items() if isinstance(mapping, dict) else ():
+        label = as_label(value)
+        if isinstance(label, str):
+            yield key, label
+
+
+def as_tuple(value: object) -> object:
+    """A list as a tuple; anything else as it is."""
     return tuple(value) if isinstance(value, list) else value
-
-
-def at_least_one(value: object) -> object:
-    """Refuses an empty list."""
-    # Before the items, not as min_length: older pydantic counts only the items that are right.
-    if value in ([], ()):
-        raise ValueError
-    return _sequence(value)
 
 
 def _member_name(name: str) -> str:
     # It becomes a file's name, perhaps on a disk that Windows reads, and stands in people's shell commands.
     fits = re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_-])?", name)
-    is_taken = re.fullmatch(_TAKEN, name.lower())
+    is_taken = re.fullmatch(r"ensemble|(con|prn|aux|nul|com\d|lpt\d)(\..*)?", name.lower())
     if not fits or is_taken or len(name) > MAX_NAME_CHARACTERS:
         raise ValueError
     return name
@@ -85,51 +104,31 @@ def _seconds(value: object) -> float:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         seconds = float(value)
     else:
-        found = re.fullmatch(_TIME, str(value).strip().lower())
+        units = r"(?:(\d{1,9})h\s*)?(?:(\d{1,9})m\s*)?(?:(\d{1,9})s)?"
+        found = re.fullmatch(units, str(value).strip().lower())
         if found is None or not any(found.groups()):
             raise ValueError
         hours, minutes, rest = (int(part or 0) for part in found.groups())
         seconds = 3600.0 * hours + 60.0 * minutes + rest
-    if not 0 <= seconds < float("inf"):
+    if not 0 <= seconds < inf:
         raise ValueError
     return seconds
 
 
-def as_bytes(value: object) -> int:
+def _bytes(value: object) -> int:
     """14GiB, 500MB or a plain number of bytes; units as accelerate reads them (GB is 10**9, GiB 2**30)."""
     if isinstance(value, int) and not isinstance(value, bool):
-        size = value
-    else:
-        found = re.fullmatch(_SIZE, value.strip(), re.ASCII) if isinstance(value, str) else None
-        if found is None:
-            raise ValueError
-        power = "KMGT".index(found[2]) + 1
-        size = int(float(found[1]) * (1024 if found[3] else 1000) ** power)
-    if not 0 <= size <= MAX_BYTES:
+        return value
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT])(i?)B", str(value).strip(), re.ASCII)
+    if found is None:
         raise ValueError
-    return size
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** ("KMGT".index(found[2]) + 1))
 
 
-def _max_memory(value: object) -> dict[int | str, int]:
-    """Bytes by the number of a GPU within the lease, or "cpu"."""
-    if not isinstance(value, dict) or not value:
+def _device(key: object) -> int | str:
+    if key != "cpu" and not re.fullmatch(GPU_NUMBER, str(key)):
         raise ValueError
-    sizes: dict[int | str, int] = {}
-    for key, size in value.items():
-        if key != "cpu" and not re.fullmatch(GPU_NUMBER, str(key)):
-            raise ValueError
-        sizes[key if key == "cpu" else int(key)] = as_bytes(size)
-    return sizes
-
-
-def _device_list(value: object) -> tuple[int | str, ...]:
-    if not isinstance(value, list | tuple) or not value:
-        raise ValueError
-    for item in value:
-        is_index = isinstance(item, int) and not isinstance(item, bool) and item >= 0
-        if not is_index and not (isinstance(item, str) and item.startswith(("GPU-", "MIG-"))):
-            raise ValueError
-    return tuple(value)
+    return "cpu" if key == "cpu" else int(str(key))
 
 
 # Not Field(...): in older pydantic a Field that several keys share carries the default of one to the others.
@@ -141,21 +140,16 @@ _NAME = (
 
 Text = Annotated[str, _WORD, MustBe("text, and not empty")]
 Column = Annotated[str, _WORD, MustBe("the name of a column")]
-Columns = Annotated[tuple[Column, Column], BeforeValidator(_sequence), MustBe("a list of two columns")]
+Columns = Annotated[tuple[Column, Column], BeforeValidator(as_tuple), MustBe("a list of two columns")]
 Method = Annotated[str, _WORD, MustBe("the name of a merge method, such as mean")]
 TaskType = Annotated[str, _WORD, MustBe("the name of a kind of member, such as seq_cls")]
 Name = Annotated[str, AfterValidator(_member_name), MustBe(_NAME)]
-Source = Annotated[
-    str,
-    _WORD,
-    AfterValidator(_on_one_line),
-    AfterValidator(with_home),
-    MustBe("the path of a folder or a name on the hub"),
-]
+Source = Annotated[str, _WORD, BeforeValidator(_source), MustBe("the path of a folder or a name on the hub")]
 Label = Annotated[str, BeforeValidator(as_label), _WORD, MustBe("text (true, false and 0.5 only in quotes)")]
-Labels = Annotated[tuple[Label, ...], BeforeValidator(at_least_one), MustBe("a list of one or more labels")]
-LabelMap = Annotated[dict[str, Label], MustBe("a mapping of names to labels")]
-File = Annotated[Path, PlainValidator(_file), MustBe("the path of a file or folder")]
+Labels = Annotated[tuple[Label, ...], BeforeValidator(as_tuple), MustBe("a list of one or more labels", list)]
+LabelMap = Annotated[dict[str, Label], MustBe("a mapping of names to labels", dict)]
+File = Annotated[Path, PlainValidator(_path), MustBe("the path of a file")]
+Folder = Annotated[Path, PlainValidator(_path), MustBe("the path of a folder")]
 Count = Annotated[int, Ge(1), Le(MAX_COUNT), MustBe("a whole number of at least 1")]
 # torch refuses less than 20 and older releases 20 itself.
 SplitSize = Annotated[int, Ge(21), Le(MAX_COUNT), MustBe("a whole number of at least 21")]
@@ -164,18 +158,25 @@ Devices = Annotated[int, Ge(0), MustBe("a whole number of at least 0")]
 Seed = Annotated[int, Ge(0), Le(MAX_SEED), MustBe(f"a whole number from 0 to {MAX_SEED}")]
 Weight = Annotated[float, Ge(0), AllowInfNan(False), MustBe("a number of at least 0")]
 Duration = Annotated[float, PlainValidator(_seconds), MustBe("a time such as 90s, 10m or 8h30m")]
+TimeLimit = Annotated[
+    float, PlainValidator(_seconds), Gt(0), MustBe("a time of more than 0s, such as 10m or 8h30m")
+]
 # Workers say every two seconds that they live.
 HangTimeout = Annotated[
     float, PlainValidator(_seconds), Ge(5), MustBe("a time of at least 5s, such as 90s or 10m")
 ]
 MaxMemory = Annotated[
-    dict[int | str, int],
-    PlainValidator(_max_memory),
+    dict[
+        Annotated[int | str, PlainValidator(_device)],
+        Annotated[int, PlainValidator(_bytes), Ge(0), Le(MAX_BYTES)],
+    ],
+    Len(1),
     MustBe("a mapping of GPU numbers and cpu to sizes, such as {0: 14GiB, cpu: 30GiB}"),
 ]
 DeviceList = Annotated[
-    tuple[int | str, ...],
-    PlainValidator(_device_list),
+    tuple[Annotated[int, Ge(0)] | Annotated[str, StringConstraints(pattern="^(GPU|MIG)-")], ...],
+    BeforeValidator(as_tuple),
+    Len(1),
     MustBe("a list of GPU numbers or UUIDs, such as [0, 1] or [GPU-5f3c...]"),
 ]
 Settings = Annotated[dict[str, Any], MustBe("a mapping of keys to values")]

@@ -1,8 +1,5 @@
 """YAML text -> a ``Document``: plain data that remembers on which line each value stands.
 
-Owns the reading of the file: which words are numbers, and what is too large, too deep or no YAML at all.  It
-does not know which keys there are or what they mean.
-
 Unquoted words are read as YAML 1.2 has it (its core schema), not as PyYAML does: ``yes``, ``off``, ``1:30``
 and ``2024-01-31`` are text, ``012`` is twelve, ``1e-5`` is a number.
 """
@@ -10,7 +7,7 @@ and ``2024-01-31`` are text, ``012`` is twelve, ``1e-5`` is a number.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,16 +23,6 @@ MAX_DEPTH: Final = 40
 MAX_VALUES: Final = 10_000
 MAX_DIGITS: Final = 100
 
-_TAG = "tag:yaml.org,2002:"
-_WORDS = (
-    (_TAG + "null", r"~|null|Null|NULL|"),
-    (_TAG + "bool", r"true|True|TRUE|false|False|FALSE"),
-    (_TAG + "int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+"),
-    (_TAG + "float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"),
-    (_TAG + "float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"),
-    (_TAG + "merge", r"<<"),
-)
-_KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 _HINTS = (
     ("'\\t'", "; indent with spaces, not tabs"),
     ("cannot start any token", "; a value that starts with this character must be in quotes"),
@@ -57,13 +44,10 @@ def read_text(path: Path) -> str:
             content = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         raise ConfigError(f"{name}: no such file") from None
-    except IsADirectoryError:
-        raise ConfigError(f"{name}: a folder, not a YAML file") from None
+    except PermissionError as error:
+        raise ConfigError(unreadable(name, error)) from None
     except (OSError, ValueError) as error:
-        if isinstance(error, PermissionError):
-            raise ConfigError(unreadable(name, error)) from None
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{name}: cannot be read: {reason}") from None
+        raise ConfigError(f"{name}: cannot be read: {getattr(error, 'strerror', error)}") from None
     if len(content) > MAX_BYTES:
         raise ConfigError(f"{name}: larger than {MAX_BYTES >> 20} MiB; is this the config?")
     try:
@@ -76,17 +60,13 @@ def read_text(path: Path) -> str:
 def parse(text: str, path: Path) -> Document:
     """YAML text as a ``Document``; repeated and non-text keys are problems noted in it.
 
-    Args:
-        text: the YAML; may start with a byte order mark.
-        path: the file it came from, to name in errors.
-
     Raises:
         ConfigError: nothing to go on with: a syntax error, an empty file, too many values, no mapping.
     """
     name = one_line(str(path))
     document = Document({}, {})
     try:
-        data = build_data(text.removeprefix("\ufeff"), document, ())
+        data = build_data(text.removeprefix("\ufeff"), document, (), document.lines)
     except Unreadable as error:
         raise ConfigError(f"{name}{error.position}: {error}") from None
     if data is None:
@@ -105,8 +85,61 @@ class Unreadable(Exception):
         self.position = f" (line {mark[0]}, column {mark[1]})" if mark else ""
 
 
+def build_data(text: str, document: Document, loc: Loc, lines: dict[Loc, int]) -> object:
+    """YAML text as plain data, which will stand at ``loc``; ``lines`` takes the line of each value, from 1.
+
+    Raises:
+        Unreadable: it is no YAML, or too large or too deep.
+    """
+    try:
+        loader = _Loader(text)
+        try:
+            node = loader.get_single_node()
+        finally:
+            loader.dispose()
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        column = error.position - text.rfind("\n", 0, error.position)
+        raise Unreadable(f"a character that YAML forbids, number {error.character}", (line, column)) from None
+    except yaml.MarkedYAMLError as error:
+        sentence = "not valid YAML: " + ", ".join(part for part in (error.context, error.problem) if part)
+        sentence += next((hint for words, hint in _HINTS if words in sentence), "")
+        mark = error.problem_mark or error.context_mark
+        raise Unreadable(sentence, (mark.line + 1, mark.column + 1) if mark else None) from None
+    # ValueError: "\UFFFFFFFF", a character that there is not
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        raise Unreadable(f"not valid YAML: {error}") from None
+    return None if node is None else _Builder(document, lines).build(node, loc)
+
+
 def _mark(node: yaml.Node) -> tuple[int, int]:
     return node.start_mark.line + 1, node.start_mark.column + 1
+
+
+def _integer(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise ValueError
+    return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
+
+
+_TAG = "tag:yaml.org,2002:"
+# The words of each type, what one of them is called, and how it is read.
+_SCALARS: dict[str, tuple[str, str, Callable[[str], object]]] = {
+    "null": (r"~|null|Null|NULL|", "", lambda text: None),
+    "bool": (
+        r"true|True|TRUE|false|False|FALSE",
+        "true or false",
+        lambda text: {"true": True, "false": False}[text.lower()],
+    ),
+    "int": (r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "a whole number", _integer),
+    "float": (
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        "a number",
+        lambda text: float(re.sub(r"\.(?=inf|nan)", "", text.lower())),
+    ),
+    "merge": (r"<<", "", str),
+    "str": (r"(?s:.*)", "", str),
+}
 
 
 class _Loader(yaml.SafeLoader):
@@ -116,10 +149,12 @@ class _Loader(yaml.SafeLoader):
     nodes = 0
 
     def resolve(self, kind: type[yaml.Node], value: str, implicit: tuple[bool, bool]) -> str:
-        if kind is yaml.ScalarNode:
-            unquoted = implicit[0]
-            return next((tag for tag, word in _WORDS if unquoted and re.fullmatch(word, value)), _TAG + "str")
-        return _TAG + ("seq" if kind is yaml.SequenceNode else "map")
+        if kind is not yaml.ScalarNode:
+            return _TAG + ("seq" if kind is yaml.SequenceNode else "map")
+        is_quoted = not implicit[0]
+        return _TAG + (
+            "str" if is_quoted else next(tag for tag in _SCALARS if re.fullmatch(_SCALARS[tag][0], value))
+        )
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if parent is not None and self.depth > MAX_DEPTH:
@@ -134,10 +169,10 @@ class _Loader(yaml.SafeLoader):
 
     def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
         node = super().compose_scalar_node(anchor)
-        # JSON is YAML too, and writes a character above U+FFFF as two halves.
+        # JSON is YAML too, and writes a character above U+FFFF as a pair of surrogates.
         node.value = re.sub(
             "[\ud800-\udbff][\udc00-\udfff]",
-            lambda halves: halves[0].encode("utf-16-le", "surrogatepass").decode("utf-16-le"),
+            lambda pair: pair[0].encode("utf-16-le", "surrogatepass").decode("utf-16-le"),
             node.value,
         )
         if found := re.search(NOT_TEXT, node.value):
@@ -146,61 +181,31 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-def _compose(text: str) -> yaml.Node | None:
-    try:
-        loader = _Loader(text)
-        try:
-            return loader.get_single_node()
-        finally:
-            loader.dispose()
-    except yaml.reader.ReaderError as error:
-        line = text.count("\n", 0, error.position) + 1
-        column = error.position - text.rfind("\n", 0, error.position)
-        raise Unreadable(f"a character that YAML forbids, number {error.character}", (line, column)) from None
-    except yaml.MarkedYAMLError as error:
-        parts = [part for part in (error.context, error.problem) if part]
-        sentence = "not valid YAML: " + ", ".join(parts)
-        sentence += next((hint for words, hint in _HINTS if words in sentence), "")
-        mark = error.problem_mark or error.context_mark
-        raise Unreadable(sentence, (mark.line + 1, mark.column + 1) if mark else None) from None
-    # ValueError: "\UFFFFFFFF", a character that there is not
-    except (yaml.YAMLError, ValueError, OverflowError) as error:
-        raise Unreadable(f"not valid YAML: {error}") from None
-
-
-def build_data(text: str, document: Document, loc: Loc, *, with_lines: bool = True) -> object:
-    """YAML text as plain data; ``loc`` is where it will stand in the document.
-
-    Raises:
-        Unreadable: it is no YAML, or too large or too deep.
-    """
-    node = _compose(text)
-    return None if node is None else _Builder(document, with_lines).build(node, loc)
-
-
 class _Builder:
     """Nodes -> plain data.  An alias becomes a copy, so that an override of one leaves the others alone."""
 
-    def __init__(self, document: Document, with_lines: bool) -> None:
+    def __init__(self, document: Document, lines: dict[Loc, int]) -> None:
         self.document = document
-        self.with_lines = with_lines
+        self.lines = lines
         self.values_left = MAX_VALUES
 
     def build(self, node: yaml.Node, loc: Loc) -> object:
         self._spend(node, len(loc))
-        if self.with_lines and loc:
-            self.document.lines.setdefault(loc, _mark(node)[0])
+        if loc:
+            self.lines.setdefault(loc, _mark(node)[0])
         kind = node.tag.removeprefix(_TAG)
         if isinstance(node, yaml.MappingNode) and kind == "map":
             return self._mapping(node, loc)
         if isinstance(node, yaml.SequenceNode) and kind == "seq":
             return [self.build(item, (*loc, index)) for index, item in enumerate(node.value)]
-        if isinstance(node, yaml.ScalarNode) and kind in {"str", "int", "float", "bool", "null", "merge"}:
-            return self._scalar(node, kind, loc)
-        tag = shown(node.tag.replace(_TAG, "!!"))
-        return self._refused(node, loc, f"the tag {tag} is not allowed here; leave it out")
-
-    def _refused(self, node: yaml.Node, loc: Loc, sentence: str) -> object:
+        if isinstance(node, yaml.ScalarNode) and kind in _SCALARS:
+            _, name, read = _SCALARS[kind]
+            try:
+                return read(node.value)
+            except (ValueError, KeyError):
+                sentence = f"{shown(node.value)} cannot be read as {name}"
+        else:
+            sentence = f"the tag {shown(node.tag.replace(_TAG, '!!'))} is not allowed here; leave it out"
         if not loc:
             raise Unreadable(sentence, _mark(node))
         self.document.refuse(loc, sentence)
@@ -228,12 +233,10 @@ class _Builder:
                 sentence = f"the key {shown(key)} (line {line}) must be text; put it in quotes"
                 self.document.refuse(loc, sentence)
             elif key not in values:
-                if self.with_lines:
-                    self.document.lines[*loc, key] = line
+                self.lines[*loc, key] = line
                 values[key] = self.build(value_node, (*loc, key))
             elif not merged:
-                again = f"; again on line {line}" if self.with_lines else ""
-                self.document.report((*loc, key), f"given twice{again}")
+                self.document.report((*loc, key), f"given twice; again on line {line}")
         return values
 
     def _pairs(
@@ -246,28 +249,10 @@ class _Builder:
             self._spend(key, depth)
             if key.tag != _TAG + "merge":
                 yield key, value, merged
-            elif isinstance(value, yaml.SequenceNode):
-                bases += value.value
             else:
-                bases.append(value)
+                bases += value.value if isinstance(value, yaml.SequenceNode) else [value]
         for base in bases:
             if isinstance(base, yaml.MappingNode):
                 yield from self._pairs(base, loc, depth + 1, True)
             else:
                 self.document.report(loc, f"<< on line {_mark(base)[0]} needs a mapping, such as <<: *name")
-
-    def _scalar(self, node: yaml.ScalarNode, kind: str, loc: Loc) -> object:
-        text: str = node.value
-        try:
-            if kind == "int":
-                if len(text) > MAX_DIGITS:
-                    raise ValueError
-                base = {"0o": 8, "0x": 16}.get(text[:2], 10)
-                return int(text if base == 10 else text[2:], base)
-            if kind == "float":
-                return float(re.sub(r"\.(?=inf|nan)", "", text.lower()))
-            if kind == "bool":
-                return {"true": True, "false": False}[text.lower()]
-        except (ValueError, KeyError):
-            return self._refused(node, loc, f"{shown(text)} cannot be read as {_KINDS[kind]}")
-        return None if kind == "null" else text

@@ -27,7 +27,7 @@ class Child(Protocol):
     def import_libraries(self) -> Mapping[str, str]:
         """Import what predicting takes; returns the versions of what was imported, by name.
 
-        pandas, too, where it is needed: pyarrow does without it if it comes later (``common.import_guards``).
+        pandas, too, where it is needed: pyarrow does without it if it comes later (``common.python_process``).
         """
 
     def make_predictor(
@@ -87,7 +87,7 @@ class Predictor(ABC):
         """Predict rows of the table, by their numbers; returns when the devices have nothing left to do for them.
 
         Raises:
-            Exception: whatever it is, which row is to blame is not known; see ``common.torch_errors.judge``.
+            Exception: whatever it is, which row is to blame is not known; see ``common.torch_errors.classify``.
         """
 
     def check_device(self) -> None:

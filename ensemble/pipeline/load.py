@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ensemble.common.extensions import SettingsByName
-from ensemble.common.import_guards import import_numpy
-from ensemble.config import Extensions, LoadedConfig, load_config
+from ensemble.common.python_process import import_numpy
+from ensemble.config import LoadedConfig, load_config
 from ensemble.members.registry import KINDS
 
 if TYPE_CHECKING:
@@ -24,10 +24,8 @@ def load(
     Raises:
         ConfigError: with every problem there is.
     """
-    extensions = Extensions(
-        merge_methods=SettingsByName(_merge_methods), member_kinds=SettingsByName(lambda: KINDS)
-    )
-    return load_config(path, overrides, extensions, environ=environ)
+    methods, kinds = SettingsByName(_merge_methods), SettingsByName(lambda: KINDS)
+    return load_config(path, overrides, methods, kinds, environ)
 
 
 def _merge_methods() -> Registry[MergeMethod]:

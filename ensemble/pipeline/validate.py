@@ -111,7 +111,7 @@ def prepare(loaded: LoadedConfig, must_fit: bool = True) -> Prepared:
     config = loaded.config
     problems = _Problems()
     launcher: Launcher | None = None
-    with problems.at("launcher"):
+    with problems.at(loaded.document.where(("launcher",))):
         launcher = make_launcher(config.launcher)
     kinds = [member_kind(model) for model in config.models]
     templates = compile_templates(config, problems.found)

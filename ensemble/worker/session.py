@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from ensemble.common.files import check_unchanged
-from ensemble.common.import_guards import keep_pandas_out
 from ensemble.common.protocol import (
     ChunkFailed,
     Closed,
@@ -35,8 +34,9 @@ from ensemble.common.protocol import (
     Started,
     Stop,
 )
+from ensemble.common.python_process import keep_pandas_out
 from ensemble.common.redact import Redactor, guard_output
-from ensemble.common.torch_errors import Verdict, judge, one_line
+from ensemble.common.torch_errors import Verdict, classify, one_line
 from ensemble.members.predictor import Child
 from ensemble.worker.channel import CommandReader, HeartbeatThread
 
@@ -90,7 +90,7 @@ def serve(
                 try:
                     session.predict(command)
                 except Exception as error:
-                    if judge(error) is not Verdict.SOUND or session.unwritten_chunk is not None:
+                    if classify(error) is not Verdict.SOUND or session.unwritten_chunk is not None:
                         raise
                     session.predictor.check_device()
                     trace = _logged_traceback()
@@ -108,7 +108,7 @@ def serve(
                 chunk = session.unwritten_chunk
         if is_told_to_end:
             raise
-        can_retry = judge(error) is Verdict.SUSPECT
+        can_retry = classify(error) is Verdict.SUSPECT
         send_redacted(Failed(type(error).__name__, one_line(error, redact), trace, chunk, can_retry))
         return 1
     return 0

@@ -146,19 +146,6 @@ def test_defaults_are_a_mapping(problems: Problems, defaults: str) -> None:
     assert "must be a mapping of a model's keys to values, not" in problem
 
 
-def test_defaults_are_checked_without_models(problems: Problems) -> None:
-    found = problems(
-        {**SMALL, "models": [], "defaults": {"dtype": "half", "text_column": "a", "prompt_template": "b"}}
-    )
-    assert [problem.split(" (")[0] for problem in found] == [
-        "models",
-        "defaults.dtype",
-        "defaults.prompt_template",
-    ]
-    found = problems({**SMALL, "models": 5, "defaults": {"text_column": "a", "prompt_template": "b"}})
-    assert "defaults.prompt_template (line 10): give either prompt_template or text_column, not both" in found
-
-
 def test_overrides_reach_defaults_and_members(load: Load) -> None:
     run = load(
         WHOLE,

@@ -79,12 +79,9 @@ def test_overrides_that_make_no_sense_are_named(override: str, words: str) -> No
     assert problem.isprintable()
 
 
-def test_a_name_that_looks_like_another_members_position_is_refused() -> None:
-    text = "models: [{name: a}, {name: '0'}]"
-    (problem,) = overridden(text, "models.0.weight=1").problems
-    assert "both a position and the name of models[1]" in problem
-    assert overridden("models: [{name: '0'}]", "models.0.weight=1").data == {
-        "models": [{"name": "0", "weight": 1}]
+def test_a_name_that_looks_like_a_position_is_a_name() -> None:
+    assert overridden("models: [{name: a}, {name: '0'}]", "models.0.weight=1").data == {
+        "models": [{"name": "a"}, {"name": "0", "weight": 1}]
     }
 
 

@@ -211,7 +211,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
         latin: f"{latin} (line 2): not UTF-8 text",
         wide: f"{wide} (line 1): not UTF-8 text",
         large: f"{large}: larger than 1 MiB",
-        folder: f"{folder}: a folder",
+        folder: f"{folder}: cannot be read: Is a directory",
         tmp_path / "not here.yaml": f"{tmp_path / 'not here.yaml'}: no such file",
         latin / "below": f"{latin / 'below'}: cannot be read: Not a directory",
         Path("a\0b"): "'a\\x00b': cannot be read",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -102,12 +103,12 @@ def test_the_default_is_this_machine() -> None:
 
 
 WRONG = [
-    ("locla", "launcher: unknown launcher 'locla'; did you mean local?"),
-    ("agnet", "launcher: unknown launcher 'agnet'; did you mean agent?"),
-    ("agent", "launcher: agent.node: required"),
+    ("locla", "launcher=locla: unknown launcher 'locla'; did you mean local?"),
+    ("agnet", "launcher=agnet: unknown launcher 'agnet'; did you mean agent?"),
+    ("agent", "launcher=agent: agent.node: required"),
     (
         "{agent: {node: a, folder: b, disk: c}}",
-        "launcher: agent.disk: unknown key; the keys here are node, folder",
+        "disk: c}}: agent.disk: unknown key; the keys here are node, folder",
     ),
     (
         "{local: {}, agent: {}}",
@@ -131,3 +132,6 @@ def test_what_is_wrong_with_a_launcher_is_said_at_validate(project: Project, sit
         )
         assert done.returncode == 2
         assert sentence in done.stderr
+    project.write_config(project.config(launcher="locla"))
+    done = project.ensemble("validate", "config.yaml", environment=environment)
+    assert re.search(r"launcher \(line \d+\): unknown launcher 'locla'; did you mean local\?", done.stderr)

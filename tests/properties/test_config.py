@@ -1,4 +1,4 @@
-"""Whatever a config, ``--set`` and the environment hold: a ``RunConfig``, or sentences that say what to mend."""
+"""Whatever a config, ``--set`` and the environment hold: a ``RunConfig``, or sentences that say what to fix."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def _findings(path: Path | None, overrides: Sequence[str]) -> Iterator[Finding]:
     prepared: Prepared | None = None
     if path is not None:
         try:
-            from ensemble.common.import_guards import keep_pandas_out
+            from ensemble.common.python_process import keep_pandas_out
             from ensemble.pipeline.load import load
 
             loaded = load(path, overrides)

@@ -18,7 +18,7 @@ from ensemble.config.values import (
     Columns,
     Count,
     Devices,
-    File,
+    Folder,
     MaxMemory,
     Settings,
     Source,
@@ -62,7 +62,7 @@ class HuggingFaceSettings(MemberConfig):
     replicas: Count | Literal["auto"] = "auto"  # loaded copies that share the rows
     device_map: Text | Settings | None = None  # of accelerate, such as auto or {model: 0, score: cpu}
     max_memory: MaxMemory | None = None  # the weights' share of each GPU of the lease, and of cpu: offload
-    offload_folder: File | None = None  # where weights go that fit nowhere else
+    offload_folder: Folder | None = None  # where weights go that fit nowhere else
     trust_remote_code: bool = False  # runs code from the hub, which therefore demands a revision
     allow_pickle: bool = False  # weights in .bin files, of which torch reads tensors only
     model_kwargs: Settings = Field(default_factory=dict)  # for the model's from_pretrained

@@ -8,8 +8,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from ensemble.config.document import Problem, place
-from ensemble.config.rules import label_items
-from ensemble.config.values import LabelMap, ProblemType
+from ensemble.config.values import LabelMap, ProblemType, label_items
 from ensemble.members.huggingface.settings import TextSettings
 
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from ensemble.common.protocol import Counters
-from ensemble.common.torch_errors import Verdict, is_out_of_memory, judge, one_line
+from ensemble.common.torch_errors import Verdict, classify, is_out_of_memory, one_line
 from ensemble.members.huggingface.scoring.batching import MemoryLimit, make_batches
 from ensemble.members.huggingface.scoring.classifier import Classifier
 from ensemble.members.huggingface.scoring.encode import Encoded
@@ -212,7 +212,7 @@ def compute(
                     classifier, encoded, sizes.for_float32(), bad, copies, report_again, with_mask=True
                 )
         except RuntimeError as error:
-            if judge(error) is Verdict.SUSPECT:
+            if classify(error) is Verdict.SUSPECT:
                 raise
             computed = replace(computed, float32_error=one_line(error))
         else:

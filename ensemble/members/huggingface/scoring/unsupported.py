@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ensemble.common.torch_errors import Verdict, is_out_of_memory, judge, one_line
+from ensemble.common.torch_errors import Verdict, classify, is_out_of_memory, one_line
 from ensemble.members.huggingface.loading.quantization import is_bitsandbytes
 from ensemble.members.huggingface.spec import ModelSpec
 
@@ -35,7 +35,7 @@ def told_in_a_sentence(spec: ModelSpec, model: Any, device_name: str, first: boo
     try:
         yield
     except (RuntimeError, AssertionError) as error:
-        verdict = judge(error)
+        verdict = classify(error)
         is_ours = verdict is Verdict.HOPELESS or (first and verdict is Verdict.SOUND)
         if not is_ours or is_out_of_memory(error):
             raise

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ensemble.common.protocol import Activation
-from ensemble.common.torch_errors import Verdict, judge
+from ensemble.common.torch_errors import Verdict, classify
 from ensemble.members.huggingface.scoring.classifier import Classifier, Shortcut, probabilities
 from ensemble.members.huggingface.scoring.encode import Encoded
 from ensemble.members.huggingface.scoring.forward import Mode
@@ -88,7 +88,7 @@ class WarmUp:
                         with _eager(parts):
                             expected = self._logits(rows, with_mask=True)
                     except Exception as error:  # a class that is not written for it
-                        if judge(error) is not Verdict.SOUND:
+                        if classify(error) is not Verdict.SOUND:
                             raise
                         return skipped + f"does not run with that ({type(error).__name__})"
                 # Half precision overflows on some texts with the one and not with the other.
@@ -151,7 +151,7 @@ class WarmUp:
             scale = np.abs(expected).max(initial=1)
             stays = bool(np.allclose(found, expected, rtol=0, atol=self._tolerance * scale))
         except Exception as error:  # a forward that is not written for this
-            if judge(error) is Verdict.SUSPECT:  # out of memory, or CUDA is done for
+            if classify(error) is Verdict.SUSPECT:  # out of memory, or CUDA is done for
                 raise
         finally:
             if not stays:

@@ -10,7 +10,7 @@ import pytest
 
 from ensemble.common.errors import WriteError
 from ensemble.common.files import atomic_path
-from ensemble.common.torch_errors import Verdict, is_out_of_memory, judge, one_line
+from ensemble.common.torch_errors import Verdict, classify, is_out_of_memory, one_line
 
 TOO_MUCH = 1 << 60
 
@@ -48,10 +48,10 @@ def wrapped(inner: BaseException, hidden: bool = False) -> BaseException:
 )
 def test_what_poisons_cuda_needs_a_fresh_process(text: str) -> None:
     error = RuntimeError(text)
-    assert judge(error) is Verdict.SUSPECT
-    assert judge(wrapped(error)) is Verdict.SUSPECT
-    assert judge(wrapped(error, hidden=True)) is Verdict.SOUND, "a cause that was cut off is not known"
-    assert judge(ValueError(text)) is Verdict.SOUND, "only a RuntimeError comes out of a kernel"
+    assert classify(error) is Verdict.SUSPECT
+    assert classify(wrapped(error)) is Verdict.SUSPECT
+    assert classify(wrapped(error, hidden=True)) is Verdict.SOUND, "a cause that was cut off is not known"
+    assert classify(ValueError(text)) is Verdict.SOUND, "only a RuntimeError comes out of a kernel"
     assert not is_out_of_memory(error)
 
 
@@ -60,9 +60,9 @@ def test_torchs_own_types() -> None:
 
     out_of_memory = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     assert is_out_of_memory(out_of_memory)
-    assert judge(out_of_memory) is Verdict.SUSPECT
+    assert classify(out_of_memory) is Verdict.SUSPECT
     if hasattr(torch, "AcceleratorError"):
-        assert judge(torch.AcceleratorError("launch failed")) is Verdict.SUSPECT
+        assert classify(torch.AcceleratorError("launch failed")) is Verdict.SUSPECT
         assert is_out_of_memory(torch.AcceleratorError("CUDA error: out of memory"))
 
 
@@ -74,17 +74,17 @@ def test_memory_of_the_host() -> None:
     assert type(tensor) is RuntimeError
     assert is_out_of_memory(tensor)
     array = raised(lambda: np.empty(TOO_MUCH, dtype=np.uint8))
-    assert judge(array) is Verdict.SUSPECT
-    assert judge(wrapped(array)) is Verdict.SUSPECT
+    assert classify(array) is Verdict.SUSPECT
+    assert classify(wrapped(array)) is Verdict.SUSPECT
 
 
 def test_what_is_no_exception_needs_a_fresh_process() -> None:
     class PanicException(BaseException):  # as pyo3 derives it, for libraries written in Rust
         pass
 
-    assert judge(PanicException("called `Option::unwrap()` on a `None` value")) is Verdict.SUSPECT
-    assert judge(raised(lambda: sys.exit(0))) is Verdict.SUSPECT
-    assert judge(SystemError("error return without exception set")) is Verdict.SUSPECT
+    assert classify(PanicException("called `Option::unwrap()` on a `None` value")) is Verdict.SUSPECT
+    assert classify(raised(lambda: sys.exit(0))) is Verdict.SUSPECT
+    assert classify(SystemError("error return without exception set")) is Verdict.SUSPECT
 
 
 def test_a_full_disk_is_full_for_a_fresh_process_too(tmp_path: Path) -> None:
@@ -93,10 +93,10 @@ def test_a_full_disk_is_full_for_a_fresh_process_too(tmp_path: Path) -> None:
             temporary.write_bytes(b"x")
 
     assert isinstance(raised(write), WriteError)
-    assert judge(raised(write)) is Verdict.HOPELESS
-    assert judge(raised(lambda: Path("/dev/full").write_text("x"))) is Verdict.HOPELESS
+    assert classify(raised(write)) is Verdict.HOPELESS
+    assert classify(raised(lambda: Path("/dev/full").write_text("x"))) is Verdict.HOPELESS
     missing = RuntimeError("CUDA error: no kernel image is available for execution on the device")
-    assert judge(missing) is Verdict.HOPELESS
+    assert classify(missing) is Verdict.HOPELESS
 
 
 def test_a_type_that_no_kernel_takes_is_no_rows_fault() -> None:
@@ -112,16 +112,16 @@ def test_a_type_that_no_kernel_takes_is_no_rows_fault() -> None:
             half, half, half, None, None, 1, 1, 0.0, False, False
         ),
     ):
-        assert judge(raised(action)) is Verdict.HOPELESS, raised(action)
+        assert classify(raised(action)) is Verdict.HOPELESS, raised(action)
 
 
 def test_what_a_row_can_do_leaves_the_process_sound() -> None:
     import torch
 
     ids = torch.tensor([7])
-    assert judge(raised(lambda: torch.nn.functional.embedding(ids, torch.ones(2, 2)))) is Verdict.SOUND
-    assert judge(raised(lambda: torch.ones(2, 3) @ torch.ones(2, 3))) is Verdict.SOUND
-    assert judge(raised(lambda: Path("/nowhere").read_text())) is Verdict.SOUND
+    assert classify(raised(lambda: torch.nn.functional.embedding(ids, torch.ones(2, 2)))) is Verdict.SOUND
+    assert classify(raised(lambda: torch.ones(2, 3) @ torch.ones(2, 3))) is Verdict.SOUND
+    assert classify(raised(lambda: Path("/nowhere").read_text())) is Verdict.SOUND
 
 
 def test_errors_in_one_line() -> None:
