@@ -10,11 +10,11 @@ import pyarrow.compute as pc
 
 from ensemble.common.errors import DataError
 from ensemble.common.text import error_text, quoted
-from ensemble.data.cells import is_binary
 from ensemble.data.input_file import (
     Contents,
     Wanted,
     check_names,
+    is_binary,
     is_text,
     joined_text,
     open_input,

@@ -16,16 +16,21 @@ import pyarrow.compute as pc
 
 from ensemble.common.errors import DataError, MergeError
 from ensemble.common.text import did_you_mean, listed, plural, quoted
-from ensemble.data.csv_file import csv_cells, csv_lines, header_line, read_header, read_text_csv
-from ensemble.data.input_file import missing_column
+from ensemble.data.csv_file import (
+    csv_cells,
+    csv_lines,
+    header_line,
+    read_header,
+    read_text_csv,
+    text_as_numbers,
+)
+from ensemble.data.input_file import first_ids, missing_column
 
-_SHOWN = 5
-_SHOWN_COLUMNS = 20
+_SHOWN = 20
 _WRITE_ROWS = 65_536
 # Ids in one hash table; the number of tables is limited, because each is asked for all ids.
 _LOOKED_UP_ROWS = 1 << 18
 _MAX_LOOK_UPS = 8
-_NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
 
 
 def read_sample(path: Path, id_column: str, labels: Sequence[str], columns_map: Mapping[str, str]) -> Sample:
@@ -78,13 +83,13 @@ class Sample:
                 f"has no column besides {quoted(self.id_column)}; a column per label to submit is needed"
             )
         strangers = [name for name in others if self._label(name) not in self.labels]
-        for name in strangers[:_SHOWN_COLUMNS]:
+        for name in strangers[:_SHOWN]:
             label = self._label(name)
             mapped = f" is mapped to {quoted(label)}, which" if name in self.columns_map else ""
             hint = f"{did_you_mean(label, self.labels)}; map it to one of {listed(self.labels)}"
             problems.append(f"column {quoted(name)}{mapped} is not a label{hint}")
-        if len(strangers) > _SHOWN_COLUMNS:
-            count = plural(len(strangers) - _SHOWN_COLUMNS, "more column")
+        if len(strangers) > _SHOWN:
+            count = plural(len(strangers) - _SHOWN, "more column")
             problems.append(f"{count} that are not labels; is this the sample submission?")
         problems += [
             f"has no column {quoted(name)}{did_you_mean(name, others)}, though it is mapped to a label"
@@ -103,13 +108,15 @@ class Sample:
             if pc.count_distinct(theirs, mode="all").as_py() < len(theirs):
                 counted = pc.value_counts(theirs)
                 twice = counted.field("values").filter(pc.greater(counted.field("counts"), 1))
-                problems.append(f"{plural(len(twice), 'id')} more than once: {_first(twice)}")
+                problems.append(f"{plural(len(twice), 'id')} more than once: {first_ids(twice)}")
             unknown = theirs.filter(pc.invert(pc.is_in(theirs, value_set=ours)))
             if len(unknown) and not limited:
-                problems.append(f"{plural(len(unknown), 'id')} not in the input table: {_first(unknown)}")
+                problems.append(f"{plural(len(unknown), 'id')} not in the input table: {first_ids(unknown)}")
             missing = ours.filter(pc.invert(pc.is_in(ours, value_set=theirs)))
             if len(missing):
-                problems.append(_lacks(missing))
+                problems.append(
+                    f"lacks {plural(len(missing), 'id')} of the input table: {first_ids(missing)}"
+                )
         return tuple(f"{self.path}: {problem}" for problem in problems)
 
     def value_problems(self) -> tuple[str, ...]:
@@ -142,7 +149,9 @@ class Sample:
         theirs, ours = _alike(found_ids, ids)
         places = pc.index_in(ours, value_set=theirs)
         if places.null_count:
-            raise DataError(f"{self.path}: {_lacks(ours.filter(pc.is_null(places)))}")
+            missing = ours.filter(pc.is_null(places))
+            what = f"lacks {plural(len(missing), 'id')} of the input table: {first_ids(missing)}"
+            raise DataError(f"{self.path}: {what}")
         rows = places.to_numpy()
         values = np.zeros((len(rows), len(self.labels)), order="F")
         for index, label in enumerate(self.labels):
@@ -194,11 +203,11 @@ class Sample:
         if not has_place.all() and not limited:
             lacking = theirs.filter(pa.array(~has_place))
             raise MergeError(
-                f"no prediction for {plural(len(lacking), 'id')} of the sample: {_first(lacking)}"
+                f"no prediction for {plural(len(lacking), 'id')} of the sample: {first_ids(lacking)}"
             )
         if has_place.sum() != len(ours):
             spare = ours.filter(pc.invert(pc.is_in(ours, value_set=theirs)))
-            raise MergeError(f"{plural(len(spare), 'predicted id')} not in the sample: {_first(spare)}")
+            raise MergeError(f"{plural(len(spare), 'predicted id')} not in the sample: {first_ids(spare)}")
         submitted = theirs if has_place.all() else theirs.filter(pa.array(has_place))
         rows = places[has_place]
         with path.open("wb") as stream:
@@ -221,7 +230,8 @@ class Sample:
         table = read_text_csv(self.path, [self.id_column, *names])
         by_label, problems = {}, []
         for name in names:
-            by_label[self._label(name)] = numbers = _numbers(table.column(name))
+            numbers, _ = text_as_numbers(table.column(name))
+            by_label[self._label(name)] = numbers
             bad = np.flatnonzero(~np.isfinite(numbers))
             if len(bad):
                 cell = table.column(name)[int(bad[0])].as_py()
@@ -230,17 +240,6 @@ class Sample:
                     f"first in row {bad[0] + 1:,}: {quoted(cell)}; fix the file, or choose fill: uniform or prior"
                 )
         return table.column(0), by_label, tuple(problems)
-
-
-def _numbers(cells: pa.ChunkedArray) -> npt.NDArray[np.float64]:
-    """Text as numbers, NaN where it is none; shape (rows,)."""
-    trimmed = pc.utf8_trim_whitespace(cells)
-    try:
-        numbers = pc.cast(trimmed, pa.float64())
-    except pa.ArrowInvalid:  # one cell is enough for that
-        is_number = pc.match_substring_regex(trimmed, _NUMBER)
-        numbers = pc.cast(pc.if_else(is_number, trimmed, "nan"), pa.float64())
-    return np.asarray(numbers.to_numpy(), dtype=np.float64)
 
 
 def _alike(left: pa.ChunkedArray, right: pa.ChunkedArray) -> tuple[pa.ChunkedArray, pa.ChunkedArray]:
@@ -272,11 +271,3 @@ def _places(theirs: pa.ChunkedArray, ours: pa.ChunkedArray) -> npt.NDArray[np.in
         is_there = found >= 0
         places[is_there] = found[is_there] + start
     return places
-
-
-def _lacks(ids: pa.ChunkedArray) -> str:
-    return f"lacks {plural(len(ids), 'id')} of the input table: {_first(ids)}"
-
-
-def _first(ids: pa.Array | pa.ChunkedArray) -> str:
-    return ", ".join(map(quoted, ids[:_SHOWN].to_pylist())) + (", ..." if len(ids) > _SHOWN else "")

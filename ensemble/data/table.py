@@ -19,14 +19,22 @@ import pyarrow.compute as pc
 
 from ensemble.common.errors import DataError
 from ensemble.common.text import did_you_mean, listed, plural, quoted
-from ensemble.data.cells import cell_lengths, is_binary, loaded_cell, python_cells
-from ensemble.data.digest import rows_digest
+from ensemble.data.digests import RowDigests, row_digests, rows_digest
 from ensemble.data.formats import read_contents
-from ensemble.data.input_file import Contents, Wanted, is_json_field, is_text, missing_column, shown_type
+from ensemble.data.input_file import (
+    Contents,
+    Wanted,
+    is_binary,
+    is_json_field,
+    is_text,
+    missing_column,
+    shown_type,
+)
 from ensemble.data.json_cells import TemplateProblem, parse_json_cell
-from ensemble.data.row_digests import RowDigests, row_digests
 
 PUBLISHED_ROWS_PER_BATCH = 65_536
+# Rows that are Python objects at a time.
+_PYTHON_ROWS = 8_192
 _SHOWN = 3
 
 
@@ -98,7 +106,7 @@ class InputTable:
         for name in columns:
             if name not in self._text_lengths:
                 chunks = self._columns.column(name).chunks
-                self._text_lengths[name] = np.concatenate([cell_lengths(chunk) for chunk in chunks])
+                self._text_lengths[name] = np.concatenate([_cell_lengths(chunk) for chunk in chunks])
         lengths = [self._text_lengths[name] for name in columns]
         if len(lengths) == 1:
             return lengths[0]
@@ -134,7 +142,7 @@ class InputTable:
             return [{} for _ in range(min(count, self.rows))]
         for name in [column.name for column in self._columns.schema if is_json_field(column)]:
             for row in rows:
-                row[name] = loaded_cell(row[name])
+                row[name] = _loaded_cell(row[name])
         return rows
 
     def publish(self, path: Path) -> None:
@@ -284,7 +292,7 @@ def _cell_facts(path: Path, needs: TableNeeds, contents: Contents) -> tuple[dict
                 null_texts[field.name] += pc.sum(pc.equal(column, blank)).as_py() or 0
             continue
         empty, broken, shown = 0, 0, ""
-        for row, cell in enumerate(python_cells(column, is_json_field(field))):
+        for row, cell in enumerate(_python_cells(column, is_json_field(field))):
             try:
                 value = parse_json_cell(cell)
             except TemplateProblem as problem:
@@ -311,3 +319,30 @@ def _mentions_null(cell: object) -> bool:
 def _holds_null(value: object) -> bool:
     items = list(value.values()) if isinstance(value, dict) else value
     return isinstance(items, list) and any(item is None or _holds_null(item) for item in items)
+
+
+def _python_cells(column: pa.ChunkedArray, is_json: bool) -> Iterator[object]:
+    """The cells as templates will see them, a few thousand in memory at a time."""
+    for chunk in column.chunks:
+        for start in range(0, len(chunk), _PYTHON_ROWS):
+            for cell in chunk.slice(start, _PYTHON_ROWS).to_pylist():
+                yield _loaded_cell(cell) if is_json else cell
+
+
+def _cell_lengths(chunk: pa.Array) -> npt.NDArray[np.int64]:
+    """UTF-8 bytes of each cell, shape (rows,)."""
+    if not (is_text(chunk.type) or is_binary(chunk.type)):
+        try:
+            chunk = pc.cast(chunk, pa.string())
+        except pa.ArrowException:  # nested, or a type that has no text of its own
+            return np.fromiter(map(_json_length, _python_cells(pa.chunked_array([chunk]), False)), np.int64)
+    lengths: npt.NDArray[np.int64] = pc.fill_null(pc.binary_length(chunk), 0).to_numpy().astype(np.int64)
+    return lengths
+
+
+def _loaded_cell(cell: object) -> object:
+    return json.loads(cell) if isinstance(cell, str) else cell
+
+
+def _json_length(value: object) -> int:
+    return 0 if value is None else len(json.dumps(value, ensure_ascii=False, default=str).encode())

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from ensemble.data.digest import column_digest
+from ensemble.data.digests import column_digest
 from ensemble.data.input_file import JSON_MARK
 from ensemble.data.table import InputTable, read_table
 from tests.tables.test_table import needs, write_rows
