@@ -120,10 +120,28 @@ def row_digests(columns: pa.Table, names: Sequence[str]) -> RowDigests:
     kinds = json.dumps([(field.name, _kind(field)) for field in table.schema])
     # Sets apart rows of other columns.
     mark = blake2b(kinds.encode(), digest_size=DIGEST_BYTES).digest()
-    found = np.zeros((columns.num_rows, 2), dtype="<u8")
-    start = 0
+    found, start = np.zeros((columns.num_rows, 2), dtype="<u8"), 0
     for batch in table.to_batches(max_chunksize=_ROWS):
-        found[start : start + len(batch)] = _digests(batch, mark)
+        pieces: list[pa.Array] = []
+        for column in batch.columns:
+            if not (is_text(column.type) or is_binary(column.type)):
+                try:
+                    column = pc.cast(column, pa.large_string())
+                except pa.ArrowException:  # nested, or a type that has no text of its own
+                    cells = column.to_pylist()
+                    texts = [None if cell is None else json.dumps(cell, default=str) for cell in cells]
+                    column = pa.array(texts, pa.large_string())
+            column = pc.cast(column, pa.large_binary())
+            # A length in front of each cell: no two rows have the same bytes then.  A null has none.
+            lengths = pc.cast(pc.cast(pc.binary_length(column), pa.large_string()), pa.large_binary())
+            pieces += [pc.fill_null(lengths, b"-"), pc.fill_null(column, b"")]
+        joined = pc.binary_join_element_wise(*pieces, pa.scalar(b":", pa.large_binary()))
+        view = memoryview(joined.buffers()[2])
+        digests = [
+            blake2b(view[begin:end], digest_size=DIGEST_BYTES, person=mark).digest()
+            for begin, end in pairwise(text_ends(joined).tolist())
+        ]
+        found[start : start + len(batch)] = np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)
         start += len(batch)
     return found
 
@@ -136,27 +154,3 @@ def find_rows(wanted: RowDigests, there: RowDigests) -> npt.NDArray[np.int64]:
     keys = there[order, 0]
     places = order[np.minimum(np.searchsorted(keys, wanted[:, 0]), len(keys) - 1)]
     return np.where((there[places] == wanted).all(axis=1), places, -1)
-
-
-def _digests(batch: pa.RecordBatch, mark: bytes) -> RowDigests:
-    pieces: list[pa.Array] = []
-    for column in batch.columns:
-        if not (is_text(column.type) or is_binary(column.type)):
-            try:
-                column = pc.cast(column, pa.large_string())
-            except pa.ArrowException:  # nested, or a type that has no text of its own
-                texts = [
-                    None if cell is None else json.dumps(cell, default=str) for cell in column.to_pylist()
-                ]
-                column = pa.array(texts, pa.large_string())
-        cells = pc.cast(column, pa.large_binary())
-        # A length in front of each cell: no two rows have the same bytes then.  A null has none.
-        lengths = pc.cast(pc.cast(pc.binary_length(cells), pa.large_string()), pa.large_binary())
-        pieces += [pc.fill_null(lengths, b"-"), pc.fill_null(cells, b"")]
-    joined = pc.binary_join_element_wise(*pieces, pa.scalar(b":", pa.large_binary()))
-    view = memoryview(joined.buffers()[2])
-    digests = [
-        blake2b(view[start:stop], digest_size=DIGEST_BYTES, person=mark).digest()
-        for start, stop in pairwise(text_ends(joined).tolist())
-    ]
-    return np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)

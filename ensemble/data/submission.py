@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ensemble.common.errors import DataError, MergeError
+from ensemble.common.errors import DataError
 from ensemble.common.text import did_you_mean, listed, plural, quoted
 from ensemble.data.csv_file import (
     csv_cells,
@@ -103,20 +103,17 @@ class Sample:
             if label in self.labels and given.count(label) > 1
         ]
         theirs, ours = _alike(self.ids, ids)
-        # Looked up once instead of three times where all is well; and not at all where the order is the table's.
-        if not theirs.equals(ours) and not _holds_each_once(theirs, ours):
-            if pc.count_distinct(theirs, mode="all").as_py() < len(theirs):
-                counted = pc.value_counts(theirs)
-                twice = counted.field("values").filter(pc.greater(counted.field("counts"), 1))
-                problems.append(f"{plural(len(twice), 'id')} more than once: {first_ids(twice)}")
-            unknown = theirs.filter(pc.invert(pc.is_in(theirs, value_set=ours)))
+        if not theirs.equals(ours):
+            places = _places(theirs, ours)
+            counts = np.bincount(places[places >= 0], minlength=len(ours))
+            repeated, missing = ours.filter(pa.array(counts > 1)), ours.filter(pa.array(counts == 0))
+            unknown = theirs.filter(pa.array(places < 0))
+            if len(repeated):
+                problems.append(f"{plural(len(repeated), 'id')} more than once: {first_ids(repeated)}")
             if len(unknown) and not limited:
                 problems.append(f"{plural(len(unknown), 'id')} not in the input table: {first_ids(unknown)}")
-            missing = ours.filter(pc.invert(pc.is_in(ours, value_set=theirs)))
             if len(missing):
-                problems.append(
-                    f"lacks {plural(len(missing), 'id')} of the input table: {first_ids(missing)}"
-                )
+                problems.append(_lacks(missing))
         return tuple(f"{self.path}: {problem}" for problem in problems)
 
     def value_problems(self) -> tuple[str, ...]:
@@ -149,9 +146,7 @@ class Sample:
         theirs, ours = _alike(found_ids, ids)
         places = pc.index_in(ours, value_set=theirs)
         if places.null_count:
-            missing = ours.filter(pc.is_null(places))
-            what = f"lacks {plural(len(missing), 'id')} of the input table: {first_ids(missing)}"
-            raise DataError(f"{self.path}: {what}")
+            raise DataError(f"{self.path}: {_lacks(ours.filter(pc.is_null(places)))}")
         rows = places.to_numpy()
         values = np.zeros((len(rows), len(self.labels)), order="F")
         for index, label in enumerate(self.labels):
@@ -174,49 +169,28 @@ class Sample:
             None if name == self.id_column else self.labels.index(self._label(name)) for name in self.columns
         )
 
-    def write(
-        self,
-        path: Path,
-        predicted_ids: pa.ChunkedArray,
-        probabilities: npt.NDArray[np.float64],
-        limited: bool,
-    ) -> None:
-        """Writes exactly the sample's columns, in the sample's order of columns and rows; it has no problems.
+    def write(self, path: Path, ids: pa.ChunkedArray, probabilities: npt.NDArray[np.float64]) -> None:
+        """Writes exactly the sample's columns, in the sample's order of columns and rows.
 
         Args:
             path: written in place; making that atomic is the caller's business.
-            predicted_ids: shape (rows,), strings, unique, in any order.
+            ids: shape (rows,), those for which ``problems`` found none; the sample's rows of others are left out.
             probabilities: shape (rows, labels).
-            limited: leave out the sample's rows that have no prediction; otherwise they are an error.
 
         Raises:
-            MergeError: a row of the sample has no prediction, or a prediction no row.
-            ValueError: the shapes do not agree.
             OSError: the file cannot be written.
         """
-        if probabilities.shape != (len(predicted_ids), len(self.labels)):
-            shape = (len(predicted_ids), len(self.labels))
-            raise ValueError(f"probabilities of shape {probabilities.shape}, expected {shape}")
-        theirs, ours = _alike(self.ids, predicted_ids)
+        theirs, ours = _alike(self.ids, ids)
         places = _places(theirs, ours)
         has_place = places >= 0
-        if not has_place.all() and not limited:
-            lacking = theirs.filter(pa.array(~has_place))
-            raise MergeError(
-                f"no prediction for {plural(len(lacking), 'id')} of the sample: {first_ids(lacking)}"
-            )
-        if has_place.sum() != len(ours):
-            spare = ours.filter(pc.invert(pc.is_in(ours, value_set=theirs)))
-            raise MergeError(f"{plural(len(spare), 'predicted id')} not in the sample: {first_ids(spare)}")
-        submitted = theirs if has_place.all() else theirs.filter(pa.array(has_place))
-        rows = places[has_place]
+        submitted, rows = theirs.filter(pa.array(has_place)), places[has_place]
         with path.open("wb") as stream:
             stream.write(header_line(self.columns))
             for start in range(0, len(rows), _WRITE_ROWS):  # so that no other copy of the table is made
                 taken = rows[start : start + _WRITE_ROWS]
-                ids = pa.concat_arrays(submitted.slice(start, len(taken)).chunks)
+                written = pa.concat_arrays(submitted.slice(start, len(taken)).chunks)
                 columns = (
-                    ids if n is None else pa.array(probabilities[taken, n]) for n in self.label_numbers
+                    written if n is None else pa.array(probabilities[taken, n]) for n in self.label_numbers
                 )
                 stream.write(csv_lines([csv_cells(column) for column in columns]))
 
@@ -249,16 +223,6 @@ def _alike(left: pa.ChunkedArray, right: pa.ChunkedArray) -> tuple[pa.ChunkedArr
     return pc.cast(left, pa.large_string()), pc.cast(right, pa.large_string())
 
 
-def _holds_each_once(theirs: pa.ChunkedArray, ours: pa.ChunkedArray) -> bool:
-    """Whether both hold the same ids, each once; ``ours`` are unique."""
-    places = _places(theirs, ours)
-    if len(theirs) != len(ours) or (places < 0).any():
-        return False
-    is_there = np.zeros(len(ours), dtype=np.bool_)
-    is_there[places] = True
-    return bool(is_there.all())
-
-
 def _places(theirs: pa.ChunkedArray, ours: pa.ChunkedArray) -> npt.NDArray[np.int64]:
     """Where each of their ids stands among ours, -1 where it does not; shape (rows of theirs,).
 
@@ -271,3 +235,7 @@ def _places(theirs: pa.ChunkedArray, ours: pa.ChunkedArray) -> npt.NDArray[np.in
         is_there = found >= 0
         places[is_there] = found[is_there] + start
     return places
+
+
+def _lacks(ids: pa.ChunkedArray) -> str:
+    return f"lacks {plural(len(ids), 'id')} of the input table: {first_ids(ids)}"

@@ -300,20 +300,15 @@ def _cell_facts(path: Path, needs: TableNeeds, contents: Contents) -> tuple[dict
                 if broken <= _SHOWN:
                     shown += f"; {_row(row, contents.ids)}: {problem}"
                 continue
-            empty += value in ([], "", {}) or _mentions_null(cell)
+            if isinstance(cell, str):  # most are cleared without being parsed again
+                cell = json.loads(cell) if "null" in cell else None
+            empty += value in ([], "", {}) or _holds_null(cell)
         null_texts[field.name] = empty
         if broken:
             problems.append(
                 f"{path}: column {quoted(field.name)}: broken JSON in {plural(broken, 'row')}{shown}"
             )
     return null_texts, problems
-
-
-def _mentions_null(cell: object) -> bool:
-    """Whether a cell that parses holds a null; most cells are cleared without being parsed again."""
-    return (
-        _holds_null(cell) if not isinstance(cell, str) else "null" in cell and _holds_null(json.loads(cell))
-    )
 
 
 def _holds_null(value: object) -> bool:

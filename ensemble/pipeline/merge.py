@@ -242,7 +242,7 @@ class Merge:
         written = self._rundir.submission
         if whole is not None:
             with atomic_path(written) as temporary:
-                sample.write(temporary, self._table.ids, whole, config.limit is not None)
+                sample.write(temporary, self._table.ids, whole)
         # A trial on the first rows must not take the place of a real submission.
         if config.submission.path is not None and config.limit is None:
             config.submission.path.parent.mkdir(parents=True, exist_ok=True)

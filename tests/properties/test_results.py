@@ -112,7 +112,7 @@ def test_a_submission_is_the_sample_with_other_numbers(
     assert sample.problems(table_ids, limited=True) == ()
     assert bool(sample.problems(table_ids, limited=False)) == bool(extra)
     values = np.random.default_rng(0).random((len(ids), len(labels)))
-    sample.write(target, table_ids, values, limited=True)
+    sample.write(target, table_ids, values)
     found_header, *found = by_csv_module(target)
     assert found_header == sample_header
     assert [row[sample_header.index(id_column)] for row in found] == [
