@@ -1,4 +1,4 @@
-"""Whatever a CSV file holds: the cells that Python's csv module finds, or sentences that say what to mend."""
+"""Whatever a CSV file holds: the cells that Python's csv module finds, or sentences that say what to fix."""
 
 from __future__ import annotations
 

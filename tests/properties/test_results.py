@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ensemble.data.csv_file import write_csv
 from ensemble.data.submission import read_sample
-from tests.merge.reading import read_checked
+from tests.merging.reading import read_checked
 from tests.properties import cells
 from tests.sampling import tries
 

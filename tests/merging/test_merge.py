@@ -12,7 +12,7 @@ import pytest
 from ensemble.common.errors import MergeError
 from ensemble.common.shards import gather_parts
 from ensemble.merging.metrics import Scoring
-from tests.merge.reading import read_checked
+from tests.merging.reading import read_checked
 
 LABELS = ["a", "b", "c"]
 AWKWARD_IDS = ["001", "1e5", "nan", " x", "=1+1", 'say "hi"', "a,b", "two\nlines", "ü", "NULL"]
