@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import BinaryIO
@@ -193,7 +193,7 @@ def _python_batches(
     yield pa.record_batch([pa.array([], pa.string()) for _ in names], names)
 
 
-def _records(path: Path) -> Iterator[list[str]]:
+def _records(path: Path) -> Generator[list[str], None, None]:
     """The csv module's records without the blank ones, the header first; bytes that are not UTF-8 are surrogates.
 
     Raises:

@@ -185,7 +185,13 @@ def _read_checked(path: Path, needs: TableNeeds) -> InputTable:
     pa.default_memory_pool().release_unused()
     if contents.rows == 0:
         raise DataError(f"{path}: empty table: there is a header or a schema, but no row")
-    problems = [*contents.problems, *_missing_columns(path, needs, contents)]
+    roles = dict.fromkeys(columns, "text column")
+    if needs.label_column is not None:
+        roles[needs.label_column] = "label column"
+    roles[needs.id_column] = "id column"
+    names = contents.names
+    missing = [missing_column(path, roles[name], name, names) for name in roles if name not in names]
+    problems = [*contents.problems, *missing]
     if contents.ids is not None:
         problems += _id_problems(path, needs.id_column, contents.ids)
     truth = None
@@ -204,16 +210,6 @@ def _read_checked(path: Path, needs: TableNeeds) -> InputTable:
 def _row(index: int, ids: pa.ChunkedArray | None) -> str:
     name = None if ids is None else ids[index].as_py()
     return f"row {index + 1:,}" + ("" if name is None else f" (id {quoted(name)})")
-
-
-def _missing_columns(path: Path, needs: TableNeeds, contents: Contents) -> Iterator[str]:
-    roles = dict.fromkeys(needs.columns, "text column")
-    if needs.label_column is not None:
-        roles[needs.label_column] = "label column"
-    roles[needs.id_column] = "id column"
-    for name, role in roles.items():
-        if name not in contents.names:
-            yield missing_column(path, role, name, contents.names)
 
 
 def _id_problems(path: Path, column: str, ids: pa.ChunkedArray) -> Iterator[str]:
