@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ensemble.data.input_file import is_binary, is_json_field, is_text, text_bytes, text_ends
+from ensemble.data.input_file import cell_texts, is_json_field, is_text, text_bytes, text_ends
 
 DIGEST_BYTES = 16
 RowDigests = npt.NDArray[np.uint64]
@@ -124,14 +124,7 @@ def row_digests(columns: pa.Table, names: Sequence[str]) -> RowDigests:
     for batch in table.to_batches(max_chunksize=_ROWS):
         pieces: list[pa.Array] = []
         for column in batch.columns:
-            if not (is_text(column.type) or is_binary(column.type)):
-                try:
-                    column = pc.cast(column, pa.large_string())
-                except pa.ArrowException:  # nested, or a type that has no text of its own
-                    cells = column.to_pylist()
-                    texts = [None if cell is None else json.dumps(cell, default=str) for cell in cells]
-                    column = pa.array(texts, pa.large_string())
-            column = pc.cast(column, pa.large_binary())
+            column = pc.cast(cell_texts(column), pa.large_binary())
             # A length in front of each cell: no two rows have the same bytes then.  A null has none.
             lengths = pc.cast(pc.cast(pc.binary_length(column), pa.large_string()), pa.large_binary())
             pieces += [pc.fill_null(lengths, b"-"), pc.fill_null(column, b"")]

@@ -6,6 +6,7 @@ Does not know any format.
 from __future__ import annotations
 
 import gzip
+import json
 import stat
 import zlib
 from collections import Counter
@@ -146,6 +147,22 @@ def is_text(kind: pa.DataType) -> bool:
 def is_binary(kind: pa.DataType) -> bool:
     checks = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary)
     return any(check(kind) for check in checks)
+
+
+def cell_texts(column: pa.Array) -> pa.Array:
+    """The cells as text or bytes: as they are, as Arrow spells numbers and times, or as JSON; nulls stay nulls."""
+    if is_text(column.type) or is_binary(column.type):
+        return column
+    try:
+        return pc.cast(column, pa.large_string())
+    except pa.ArrowException:  # nested, or a type that has no text of its own
+        return pa.array(
+            [
+                None if cell is None else json.dumps(cell, ensure_ascii=False, default=str)
+                for cell in column.to_pylist()
+            ],
+            pa.large_string(),
+        )
 
 
 def text_ends(cells: pa.Array) -> npt.NDArray[np.integer]:

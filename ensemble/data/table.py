@@ -24,6 +24,7 @@ from ensemble.data.formats import read_contents
 from ensemble.data.input_file import (
     Contents,
     Wanted,
+    cell_texts,
     is_binary,
     is_json_field,
     is_text,
@@ -105,12 +106,12 @@ class InputTable:
         """
         for name in columns:
             if name not in self._text_lengths:
-                chunks = self._columns.column(name).chunks
-                self._text_lengths[name] = np.concatenate([_cell_lengths(chunk) for chunk in chunks])
-        lengths = [self._text_lengths[name] for name in columns]
-        if len(lengths) == 1:
-            return lengths[0]
-        return sum(lengths, start=np.zeros(self.rows, dtype=np.int64))
+                texts = map(cell_texts, self._columns.column(name).chunks)
+                lengths = [pc.fill_null(pc.binary_length(text), 0).to_numpy() for text in texts]
+                self._text_lengths[name] = np.concatenate(lengths).astype(np.int64)
+        if len(columns) == 1:
+            return self._text_lengths[columns[0]]
+        return sum((self._text_lengths[name] for name in columns), start=np.zeros(self.rows, dtype=np.int64))
 
     @property
     def text_bytes(self) -> npt.NDArray[np.int64]:
@@ -320,20 +321,5 @@ def _python_cells(column: pa.ChunkedArray, is_json: bool) -> Iterator[object]:
                 yield _loaded_cell(cell) if is_json else cell
 
 
-def _cell_lengths(chunk: pa.Array) -> npt.NDArray[np.int64]:
-    """UTF-8 bytes of each cell, shape (rows,)."""
-    if not (is_text(chunk.type) or is_binary(chunk.type)):
-        try:
-            chunk = pc.cast(chunk, pa.string())
-        except pa.ArrowException:  # nested, or a type that has no text of its own
-            return np.fromiter(map(_json_length, _python_cells(pa.chunked_array([chunk]), False)), np.int64)
-    lengths: npt.NDArray[np.int64] = pc.fill_null(pc.binary_length(chunk), 0).to_numpy().astype(np.int64)
-    return lengths
-
-
 def _loaded_cell(cell: object) -> object:
     return json.loads(cell) if isinstance(cell, str) else cell
-
-
-def _json_length(value: object) -> int:
-    return 0 if value is None else len(json.dumps(value, ensure_ascii=False, default=str).encode())
