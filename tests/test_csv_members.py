@@ -106,7 +106,7 @@ def test_every_row_must_be_there_once(path: Path) -> None:
             "id,a,b\n1,0,1\n2,0\n",
             "1 broken row; row 2 has 2 cells instead of 3: '2,0'; rows must be complete",
         ),
-        ('id,a,b\n1,0,1\n2,0,"1\n', "row 2: a quote opens and never closes"),
+        ('id,a,b\n1,0,1\n2,0,"1\n', "a quote opens in row 2 and never closes"),
         (
             "id,a,b\n2,0,1\n1,0,high\n",
             "row 2: 'high' in column 'b' is no number; write a number in every row",

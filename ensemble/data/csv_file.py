@@ -199,7 +199,7 @@ def _records(path: Path) -> Generator[list[str], None, None]:
     Raises:
         DataError: see :func:`open_input`; also a quote that never closes and has swallowed all rows behind it.
     """
-    number = 0
+    number, advice = 0, f"check the quotes in {path.name}, or whether the file was cut short"
     before = csv.field_size_limit(_MAX_CHARACTERS)
     try:
         with open_input(path) as stream:
@@ -208,13 +208,12 @@ def _records(path: Path) -> Generator[list[str], None, None]:
                 if record == [_END]:
                     return
                 if record[-1].endswith(_END):
-                    raise csv.Error("a quote opens and never closes")
+                    where = f"row {number:,}" if number else "the header"
+                    raise DataError(f"{path}: a quote opens in {where} and never closes; {advice}")
                 yield record
                 number += 1
-    except csv.Error as error:  # besides, a cell that is too long
-        where = f"row {number:,}" if number else "the header"
-        advice = f"check the quotes in {path.name}, or whether the file was cut short"
-        raise DataError(f"{path}: {where}: {error}; {advice}") from error
+    except csv.Error as error:  # a cell that is too long
+        raise DataError(f"{path}: row {number:,} cannot be read as CSV ({error}); {advice}") from error
     finally:
         csv.field_size_limit(before)
 

@@ -226,9 +226,9 @@ def test_cells_that_are_not_utf8_are_named(tmp_path: Path) -> None:
 def test_a_quote_that_never_closes(tmp_path: Path) -> None:
     start = "id,t\n" + '1,"two\nlines"\n' * 100
     message = problem(written(tmp_path / "x.csv", start + '2,"open\n' + "3,x\n" * 500_000))
-    assert "row 101: a quote opens and never closes; check the quotes in x.csv" in message
+    assert "a quote opens in row 101 and never closes; check the quotes in x.csv" in message
     # A file that was cut short inside of a quote also lacks the cells that follow.
-    assert "row 1: a quote opens and never closes" in problem(written(tmp_path / "z.csv", 'id,t,u\n1,"cut'))
+    assert "opens in row 1 and never closes" in problem(written(tmp_path / "z.csv", 'id,t,u\n1,"cut'))
     path = written(tmp_path / "y.csv", start + '2,5" pipe\n')
     assert read_text_csv(path)["t"][-1].as_py() == '5" pipe'
 
