@@ -1,50 +1,57 @@
 """CSV files in and out, with every cell kept as the text it is.
 
 Reading: no type is guessed and no text means null, so ids such as ``001``, ``1e5``, ``nan`` or `` x`` stay
-byte for byte.  Writing: a cell is quoted only where it must be.
+byte for byte.  pyarrow reads; where it gives up, Python's csv module goes on, which takes cells of any length and
+can say what is wrong with a file.  Row 1 is the first below the header; blank lines are no rows.
+Writing: a cell is quoted only where it must be.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterator, Sequence
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from ensemble.common.errors import DataError
-from ensemble.data.csv_problems import (
-    CONVERT_ADVICE,
-    OPEN,
-    InvalidCells,
-    RaggedRows,
-    csv_records,
-    delimiter_of,
-    open_quote_problem,
-    quote_advice,
+from ensemble.common.text import plural, quoted
+from ensemble.data.input_file import (
+    Contents,
+    Wanted,
+    check_names,
+    joined_text,
+    missing_column,
+    open_input,
+    text_bytes,
 )
-from ensemble.data.input_file import Contents, Wanted, check_names, joined_text, missing_column, open_input
 
 # pyarrow reads up to 32 blocks ahead.
-_FIRST_BLOCK_BYTES = 1 << 19
-# pyarrow keeps block sizes in a signed 32-bit integer.
-_MAX_BLOCK_BYTES = (1 << 31) - 1
+_BLOCK_BYTES = 1 << 19
 # Between the columns' many small buffers the allocator keeps what the parser has freed, at worst as much again
-# as the table; giving it back this often costs next to nothing.
-_SWEEP_BYTES = 1 << 23
-# What pyarrow says where a line does not end within a block.
-_TOO_LONG = ("straddling", "cannot infer number of columns")
+# as the table; giving it back every so many blocks costs next to nothing.
+_SWEPT_BLOCKS = 16
+# Of a cell, whose UTF-8 is then less than the 2 GB that a column of strings holds.
+_MAX_CHARACTERS = (1 << 29) - 1
+_PYTHON_CELLS = 10_000
 _WRITE_ROWS = 65_536
+_SHOWN = 3
+_UTF8_ADVICE = "convert the file to UTF-8 first, for example with: iconv -f WINDOWS-1252 -t UTF-8"
 # Blanks at either end survive in plain CSV too, but some readers strip them unless they are quoted; U+FEFF at the
 # start of a file is a byte order mark.
 _MUST_QUOTE = r'[",\r\n]|^\s|\s$|^\x{feff}'
 # Without any of these bytes no cell must be quoted; \s is a tab, line feed, form feed, return or blank.
 _MAY_NEED_QUOTES = (b'"', b",", b"\r", b"\n", b"\t", b"\f", b" ", "\ufeff".encode())
-# A cell that stands in no file: U+10FFFF is no character and never will be.
+_NUMBER = r"(?i)^[+-]?((\d+\.?\d*|\.\d+)(e[+-]?\d+)?|nan|inf|infinity)$"
+# A cell that stands in no file: U+10FFFF is no character and never will be.  Put behind the last row, it comes out
+# as a row only if no quote is open there.
 _END = "\U0010ffffend of file\U0010ffff"
 
 
@@ -54,24 +61,12 @@ def read_header(path: Path) -> tuple[str, ...]:
     Raises:
         DataError: see :func:`open_input`; also a header that is not UTF-8, or that names a column twice.
     """
-    with open_input(path) as stream:
-        # Bytes that are not UTF-8 further down must not be blamed on the header, so they are let through.
-        text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
-        try:
-            header = next(csv_records(text, delimiter_of(path)))
-        except csv.Error as error:
-            what = f"holds a name of more than {csv.field_size_limit():,} characters"
-            reason = what if "field limit" in str(error) else f"cannot be read as CSV ({error})"
-            raise DataError(f"{path}: the header {reason}; {quote_advice(path)}") from error
-        finally:
-            text.detach()
-    if header == [OPEN]:
+    with contextlib.closing(_records(path)) as records:
+        header = next(records, None)
+    if header is None:
         raise DataError(f"{path}: the file holds only blank lines")
-    if header[-1].endswith(OPEN):
-        raise DataError(open_quote_problem(path))
-    for name in header:
-        if not name.isascii() and any("\ud800" <= character <= "\udfff" for character in name):
-            raise DataError(f"{path}: the header is not UTF-8; {CONVERT_ADVICE}")
+    if any(map(_utf8_error, header)):
+        raise DataError(f"{path}: the header is not UTF-8; {_UTF8_ADVICE}")
     check_names(path, header)
     return tuple(header)
 
@@ -80,140 +75,164 @@ def read_csv(path: Path, wanted: Wanted) -> Contents:
     """Reads the input table from a CSV file; its cells are text, and none of them is null.
 
     Raises:
-        DataError: see :func:`open_input`, :func:`read_header` and :func:`scan_csv`.
+        DataError: see :func:`text_batches`.
     """
     names = read_header(path)
     present = [name for name in wanted.names() if name in names]
     # With none of the columns there, one is still read, for the number of rows.
-    text = scan_csv(path, names, present or names[:1], wanted.limit)
+    table = read_text_csv(path, present or names[:1], wanted.limit)
 
     def column(name: str | None) -> pa.ChunkedArray | None:
-        return joined_text(text.table.column(name)) if name in present else None
+        return joined_text(table.column(name)) if name in present else None
 
     return Contents(
-        rows=text.table.num_rows,
+        rows=table.num_rows,
         names=names,
         ids=column(wanted.id_column),
         labels=column(wanted.label_column),
-        columns=text.table.select([name for name in wanted.columns if name in present]),
-        problems=tuple(text.problems),
+        columns=table.select([name for name in wanted.columns if name in present]),
+        problems=(),
     )
 
 
-@dataclass
-class CsvText:
-    """What :func:`scan_csv` found.
-
-    Attributes:
-        table: the asked-for columns, as ``pa.string()``.
-        problems: cells that are not UTF-8 (they stand in the table with U+FFFD in place of the bad bytes).
-    """
-
-    table: pa.Table
-    problems: list[str] = field(default_factory=list)
-
-
 def read_text_csv(path: Path, columns: Sequence[str] | None = None, limit: int | None = None) -> pa.Table:
-    """Reads a CSV file as a ``pa.Table`` of ``pa.string()`` columns, without nulls.
+    """All that :func:`text_batches` yields, for the same arguments."""
+    batches = []
+    for batch in text_batches(path, columns, limit):
+        batches.append(batch)
+        if len(batches) % _SWEPT_BLOCKS == 0:
+            pa.default_memory_pool().release_unused()
+    return pa.Table.from_batches(batches)
+
+
+def text_batches(
+    path: Path, columns: Sequence[str] | None = None, limit: int | None = None
+) -> Iterator[pa.RecordBatch]:
+    """Reads a CSV file block by block: one batch or more of ``pa.string()`` columns, without nulls.
 
     Args:
         path: ``.csv`` or ``.tsv``, each with an optional ``.gz``.
         columns: the columns to read, in this order; all of them by default.
-        limit: read no more than this many rows.
+        limit: read no more than this many rows; what is wrong behind them is not seen.
 
     Raises:
-        DataError: see :func:`open_input`, :func:`read_header` and :func:`scan_csv`; also a column that the
-            file does not have, and cells that are not UTF-8.
+        DataError: see :func:`open_input` and :func:`read_header`; also a column that the file does not have, rows
+            with too few or too many cells, cells that are not UTF-8, a quote that never closes.
     """
-    header = read_header(path)
-    wanted = header if columns is None else tuple(columns)
-    missing = [name for name in wanted if name not in header]
-    if missing:
-        raise DataError([missing_column(path, "column", name, header) for name in missing])
-    text = scan_csv(path, header, wanted, limit)
-    if text.problems:
-        raise DataError(text.problems)
-    return text.table
-
-
-def scan_csv(path: Path, header: Sequence[str], columns: Sequence[str], limit: int | None = None) -> CsvText:
-    """Reads ``columns`` (all of them in the header) block by block, stopping after ``limit`` rows.
-
-    Raises:
-        DataError: see :func:`open_input`; also rows with too few or too many cells, a quote that never
-            closes, and a cell above 2 GB.
-    """
-    block_bytes = _FIRST_BLOCK_BYTES
-    while True:
-        ragged = RaggedRows(path, limit)
-        try:
-            with ragged.without_noise():
-                return _scan(path, header, columns, limit, block_bytes, ragged)
-        except pa.ArrowInvalid as error:
-            if _END in str(error):
-                raise DataError(open_quote_problem(path)) from error
-            # A cell or a header longer than a block; rare enough to start again with bigger blocks.
-            if not any(words in str(error) for words in _TOO_LONG):
-                raise DataError(ragged.problem(error)) from error
-            if block_bytes == _MAX_BLOCK_BYTES:
-                raise DataError(f"{path}: a cell is longer than 2 GB; {quote_advice(path)}") from error
-            block_bytes = min(block_bytes * 16, _MAX_BLOCK_BYTES)
-
-
-def _scan(
-    path: Path,
-    header: Sequence[str],
-    columns: Sequence[str],
-    limit: int | None,
-    block_bytes: int,
-    ragged: RaggedRows,
-) -> CsvText:
     from pyarrow import csv as arrow_csv
 
-    invalid = {name: InvalidCells() for name in columns}
-    names, batches, unswept_bytes = list(columns), [], 0
-    rows, is_whole = 0, False
-    with open_input(path) as stream:
-        ending = "\n" + delimiter_of(path).join(_END if name == names[0] else "" for name in header)
+    header, delimiter = read_header(path), _delimiter(path)
+    names = list(header if columns is None else columns)
+    if missing := [name for name in names if name not in header]:
+        raise DataError([missing_column(path, "column", name, header) for name in missing])
+    ending = "\n" + delimiter.join(_END if name == names[0] else "" for name in header)
+    text = dict.fromkeys(names, pa.string())
+    found, rows = 0, 0
+    with contextlib.suppress(pa.ArrowInvalid), open_input(path) as stream:
         reader = arrow_csv.open_csv(
-            _EndingStream(stream, ending.encode()),
-            # Rows are numbered in the messages only when a single thread parses them.
-            read_options=arrow_csv.ReadOptions(block_size=block_bytes, use_threads=False),
-            parse_options=arrow_csv.ParseOptions(
-                delimiter=delimiter_of(path), newlines_in_values=True, invalid_row_handler=ragged
-            ),
-            # Binary: pyarrow would stop at the first cell that is not UTF-8.
-            convert_options=arrow_csv.ConvertOptions(
-                include_columns=names,
-                column_types=dict.fromkeys(names, pa.binary()),
-                strings_can_be_null=False,
-            ),
+            _WholeLineEnds(stream, ending.encode()),
+            arrow_csv.ReadOptions(block_size=_BLOCK_BYTES, use_threads=False),
+            arrow_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
+            arrow_csv.ConvertOptions(include_columns=names, column_types=text, strings_can_be_null=False),
         )
         with reader:
-            for batch in reader:
-                if batch.num_rows and batch.column(0)[-1].as_py() == _END.encode():
-                    batch, is_whole = batch.slice(0, batch.num_rows - 1), True
-                kept = batch if limit is None else batch.slice(0, limit - rows)
-                arrays = [invalid[name].decode(kept.column(name), rows) for name in columns]
-                batches.append(pa.RecordBatch.from_arrays(arrays, names=names))
-                unswept_bytes += batches[-1].nbytes
-                if unswept_bytes > _SWEEP_BYTES:
-                    unswept_bytes = 0
-                    pa.default_memory_pool().release_unused()
-                rows += kept.num_rows
-                if kept.num_rows < batch.num_rows:  # a row after the last one: no quote is open there
-                    is_whole = True
+            for batch, following in pairwise(chain(reader, [None])):
+                is_last = bool(len(batch)) and batch.column(0)[-1].as_py() == _END
+                if following is None and not is_last:
                     break
-    if not is_whole:
-        raise DataError(open_quote_problem(path))
-    if ragged.count:
-        raise DataError(ragged.problem())
-    table = pa.Table.from_batches(batches, schema=pa.schema([(name, pa.string()) for name in names]))
-    return CsvText(table, [cells.problem(path, name) for name, cells in invalid.items() if cells.count])
+                found += len(batch) - is_last
+                kept = batch.slice(0, (found if limit is None else min(found, limit)) - rows)
+                rows += len(kept)
+                yield kept
+                if is_last or rows < found:  # no quote is open where another row follows
+                    return
+    yield from _python_batches(path, header, names, rows, limit)
 
 
-class _EndingStream(io.RawIOBase):
-    """A stream with one row more at its end, which comes out as a row only if no quote is open there.
+def _python_batches(
+    path: Path, header: Sequence[str], names: Sequence[str], start: int, limit: int | None
+) -> Iterator[pa.RecordBatch]:
+    """The rows behind the first ``start``; a DataError tells all that is wrong with them."""
+    ragged: list[str] = []
+    invalid: dict[str, list[str]] = {}
+    advice = "rows must be complete"
+    with contextlib.closing(_records(path)) as records:
+        # The header is number 0.
+        rows = islice(enumerate(records), start + 1, None if limit is None else limit + 1)
+        while part := list(islice(rows, 1 + _PYTHON_CELLS // len(header))):
+            for row, record in part:
+                if len(record) != len(header):
+                    text = quoted(_delimiter(path).join(record))
+                    ragged.append(
+                        f"row {row:,} has {plural(len(record), 'cell')} instead of {len(header)}: {text}"
+                    )
+                    if len(record) > len(header) and len(ragged) <= _SHOWN:
+                        between = "tabs" if _delimiter(path) == "\t" else "commas"
+                        advice = f"put quotes around cells that hold {between}"
+            if ragged:
+                continue
+            cells = [[record[place] for _, record in part] for place in map(header.index, names)]
+            for name, column in zip(names, cells, strict=True):
+                for (row, _), cell in zip(part, column, strict=True):
+                    if error := _utf8_error(cell):
+                        where = f"the first in row {row:,}, byte {error.start + 1:,} of the cell"
+                        invalid.setdefault(name, []).append(where)
+            if not invalid:
+                yield from pa.table([pa.array(column, pa.string()) for column in cells], names).to_batches()
+    if ragged:
+        shown = "; ".join(ragged[:_SHOWN])
+        raise DataError(f"{path}: {plural(len(ragged), 'broken row')}; {shown}; {advice}")
+    if invalid:
+        problems = []
+        for name, found in invalid.items():
+            count = plural(len(found), "cell")
+            problems.append(
+                f"{path}: column {quoted(name)}: {count} not in UTF-8, {found[0]}; {_UTF8_ADVICE}"
+            )
+        raise DataError(problems)
+    yield pa.record_batch([pa.array([], pa.string()) for _ in names], names)
+
+
+def _records(path: Path) -> Generator[list[str], None, None]:
+    """The csv module's records without the blank ones, the header first; bytes that are not UTF-8 are surrogates.
+
+    Raises:
+        DataError: see :func:`open_input`; also a quote that never closes and has swallowed all rows behind it.
+    """
+    number, advice = 0, f"check the quotes in {path.name}, or whether the file was cut short"
+    before = csv.field_size_limit(_MAX_CHARACTERS)
+    try:
+        with open_input(path) as stream:
+            text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
+            for record in filter(None, csv.reader(chain(text, [_END]), delimiter=_delimiter(path))):
+                if record == [_END]:
+                    return
+                if record[-1].endswith(_END):
+                    where = f"row {number:,}" if number else "the header"
+                    raise DataError(f"{path}: a quote opens in {where} and never closes; {advice}")
+                yield record
+                number += 1
+    except csv.Error as error:  # a cell that is too long
+        raise DataError(f"{path}: row {number:,} cannot be read as CSV ({error}); {advice}") from error
+    finally:
+        csv.field_size_limit(before)
+
+
+def _utf8_error(cell: str) -> UnicodeDecodeError | None:
+    if not cell.isascii():
+        try:
+            cell.encode("utf-8", "surrogateescape").decode()
+        except UnicodeDecodeError as error:
+            return error
+    return None
+
+
+def _delimiter(path: Path) -> str:
+    return "\t" if ".tsv" in [suffix.lower() for suffix in path.suffixes[-2:]] else ","
+
+
+class _WholeLineEnds(io.RawIOBase):
+    """A stream for pyarrow's reader of CSV, with something put behind it.
 
     pyarrow takes whatever one call gives for a block.  Where a block ends with ``\\r`` it drops a ``\\n`` at the
     start of the next, within quotes too; so no block ends with one here.
@@ -222,19 +241,31 @@ class _EndingStream(io.RawIOBase):
     def __init__(self, stream: BinaryIO, ending: bytes) -> None:
         self._stream = stream
         self._ending = ending
-        self._held = b""
+        self._kept = b""
 
     def readable(self) -> bool:
         return True
 
-    def read(self, size: int = _FIRST_BLOCK_BYTES) -> bytes:
-        wanted = size - len(self._held)
-        data = self._held + self._stream.read(wanted)
-        if len(data) < size:
-            room = size - len(data)
+    def read(self, size: int = _BLOCK_BYTES) -> bytes:
+        data = self._kept + self._stream.read(size - len(self._kept))
+        if room := size - len(data):
             data, self._ending = data + self._ending[:room], self._ending[room:]
-        self._held = b"\r" if data.endswith(b"\r") else b""
+        self._kept = b"\r" if data.endswith(b"\r") else b""
         return data.removesuffix(b"\r")
+
+
+def text_as_numbers(
+    cells: pa.Array | pa.ChunkedArray,
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
+    """Text as float64 [rows], NaN where it is no number; and which of the cells are no number, [rows]."""
+    try:
+        found, is_text = pc.cast(cells, pa.float64()), np.zeros(len(cells), dtype=np.bool_)
+    except pa.ArrowInvalid:  # one cell is enough for that
+        cells = pc.utf8_trim_whitespace(cells)
+        is_number = pc.match_substring_regex(cells, _NUMBER)
+        found = pc.cast(pc.if_else(is_number, cells, "nan"), pa.float64())
+        is_text = ~np.asarray(is_number)
+    return np.asarray(found.to_numpy()), is_text
 
 
 def write_csv(path: Path, header: Sequence[str], columns: Sequence[pa.Array | pa.ChunkedArray]) -> None:
@@ -276,7 +307,7 @@ def csv_cells(column: pa.Array) -> pa.Array:
         cells = pc.fill_null(cells, "")
     if pa.types.is_integer(column.type) or pa.types.is_floating(column.type):
         return cells
-    text = _text_of(cells).to_pybytes()
+    text = text_bytes(cells).to_pybytes()
     if not any(mark in text for mark in _MAY_NEED_QUOTES):  # a search for bytes takes next to nothing
         return cells
     must = pc.match_substring_regex(cells, _MUST_QUOTE)
@@ -299,20 +330,8 @@ def csv_lines(cells: Sequence[pa.Array]) -> pa.Buffer:
     lines = pc.binary_join_element_wise(*cells, _large(","))
     # Joined as one list, with an empty line at its end, because joining row by row takes three times as long.
     lines = pa.concat_arrays([lines, pa.array([""], pa.large_string())])
-    return _text_of(pc.binary_join(pa.LargeListArray.from_arrays([0, len(lines)], lines), _large("\n")))
+    return text_bytes(pc.binary_join(pa.LargeListArray.from_arrays([0, len(lines)], lines), _large("\n")))
 
 
 def _large(text: str) -> pa.Scalar:
     return pa.scalar(text, pa.large_string())
-
-
-def _text_of(cells: pa.Array) -> pa.Buffer:
-    """The text of a large-string array, all in one piece and without a copy."""
-    _, offsets, text = cells.buffers()
-    if text is None:
-        return pa.py_buffer(b"")
-    first, last = (
-        int.from_bytes(offsets[8 * row : 8 * row + 8], "little")
-        for row in (cells.offset, cells.offset + len(cells))
-    )
-    return text.slice(first, last - first)

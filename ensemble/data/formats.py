@@ -46,11 +46,9 @@ def read_contents(path: Path, wanted: Wanted) -> Contents:
     """
     suffixes = [suffix.lower() for suffix in path.suffixes]
     gzipped = suffixes[-1:] == [".gz"]
-    suffix = suffixes[-2] if gzipped and len(suffixes) > 1 else "".join(suffixes[-1:])
+    extension = "".join(suffixes[-2:] if gzipped else suffixes[-1:])
     for known in FORMATS:
-        if suffix in known.extensions and known.gzipped >= gzipped:
+        if extension.removesuffix(".gz") in known.extensions and known.gzipped >= gzipped:
             return known.read(path, wanted)
-    kind = (
-        f"of type {''.join(suffixes[-2:] if gzipped else suffixes[-1:])}" if suffix else "without extension"
-    )
+    kind = f"of type {extension}" if extension else "without extension"
     raise DataError(f"{path}: cannot read files {kind}; use {', '.join(map(str, FORMATS))}")

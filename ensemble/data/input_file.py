@@ -6,6 +6,8 @@ Does not know any format.
 from __future__ import annotations
 
 import gzip
+import json
+import stat
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -14,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, cast
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -78,15 +82,13 @@ def open_input(path: Path) -> Iterator[BinaryIO]:
     """
     if link := dangling_link(path):
         raise DataError(link)
-    if path.is_dir():
-        raise DataError(f"{path}: is a directory; name the file inside it")
-    if not path.exists():
-        raise DataError(f"{path}: no such file{similar_file(path)}")
-    if not path.is_file():
-        raise DataError(
-            f"{path}: is not a regular file, and it must be read more than once; save its content to a file first"
-        )
     try:
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
+            raise DataError(f"{path}: is a directory; name the file inside it")
+        if not stat.S_ISREG(mode):
+            what = "is not a regular file, and it must be read more than once"
+            raise DataError(f"{path}: {what}; save its content to a file first")
         opened = gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb")  # noqa: SIM115
         with cast(BinaryIO, opened) as stream:
             start = stream.read(4)
@@ -100,6 +102,8 @@ def open_input(path: Path) -> Iterator[BinaryIO]:
         raise DataError(
             f"{path}: not a whole gzip file ({error_text(error)}); copy or download it again"
         ) from error
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise DataError(f"{path}: no such file{similar_file(path)}") from error
     except OSError as error:
         raise DataError(unreadable(path, error)) from error
 
@@ -119,6 +123,11 @@ def missing_column(path: Path, role: str, name: str, present: Sequence[str]) -> 
     return f"{path}: no {role} {quoted(name)}{hint}; the columns are {listed(present)}"
 
 
+def first_ids(ids: pa.Array | pa.ChunkedArray, most: int = 3) -> str:
+    """The first few of some ids, for a message."""
+    return ", ".join(map(quoted, ids[:most].to_pylist())) + (", ..." if len(ids) > most else "")
+
+
 def is_json_field(column: pa.Field) -> bool:
     """Whether a column's text is JSON for values that are not text."""
     return bool(column.metadata) and column.metadata.get(b"ensemble") == b"json"
@@ -133,3 +142,39 @@ def joined_text(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 def is_text(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def is_binary(kind: pa.DataType) -> bool:
+    checks = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary)
+    return any(check(kind) for check in checks)
+
+
+def cell_texts(column: pa.Array) -> pa.Array:
+    """The cells as text or bytes: as they are, as Arrow spells numbers and times, or as JSON; nulls stay nulls."""
+    if is_text(column.type) or is_binary(column.type):
+        return column
+    try:
+        return pc.cast(column, pa.large_string())
+    except pa.ArrowException:  # nested, or a type that has no text of its own
+        return pa.array(
+            [
+                None if cell is None else json.dumps(cell, ensure_ascii=False, default=str)
+                for cell in column.to_pylist()
+            ],
+            pa.large_string(),
+        )
+
+
+def text_ends(cells: pa.Array) -> npt.NDArray[np.integer]:
+    """Where each cell's text ends in the array's third buffer, [rows + 1]; before that, where the first begins."""
+    width = 8 if cells.type in (pa.large_string(), pa.large_binary()) else 4
+    offsets = cells.buffers()[1]
+    if not len(cells):  # for which Arrow may keep a buffer or not
+        return np.zeros(1, np.int64)
+    return np.frombuffer(offsets, f"<i{width}", len(cells) + 1, cells.offset * width)
+
+
+def text_bytes(cells: pa.Array) -> pa.Buffer:
+    """The bytes of all cells in one piece, without a copy; none of them is null."""
+    data, ends = cells.buffers()[2], text_ends(cells)
+    return pa.py_buffer(b"") if data is None else data.slice(int(ends[0]), int(ends[-1] - ends[0]))

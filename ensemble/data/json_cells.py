@@ -68,6 +68,8 @@ def json_detail(error: ValueError | RecursionError) -> str:
     """What is wrong with JSON, by what Python's decoder has raised."""
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8 at byte {error.start + 1:,}"
     if isinstance(error, RecursionError):
         return f"nested more than {MAX_JSON_LEVELS} levels deep"
     # From Python itself comes advice on how to allow for more.
@@ -96,8 +98,9 @@ def without_nulls(value: object, null: str = "") -> object:
     return value
 
 
-def _refuse_constant(name: str) -> NoReturn:
+def refuse_constant(name: str) -> NoReturn:
+    """For ``json``: NaN and Infinity are no JSON."""
     raise ValueError(f"{name} is not a JSON number")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+_DECODER = json.JSONDecoder(parse_constant=refuse_constant)

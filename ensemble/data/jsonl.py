@@ -7,46 +7,42 @@ lists, numbers and objects back.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any
 
 import pyarrow as pa
 
 from ensemble.common.errors import DataError
 from ensemble.common.text import plural, quoted
 from ensemble.data.input_file import JSON_MARK, Contents, Wanted, joined_text, open_input
-from ensemble.data.json_cells import MAX_JSON_LEVELS, is_too_deep, json_detail, replace_lone_surrogates
+from ensemble.data.json_cells import (
+    MAX_JSON_LEVELS,
+    is_too_deep,
+    json_detail,
+    refuse_constant,
+    replace_lone_surrogates,
+)
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+# Of records that are Python objects at a time.
 _ROWS = 8_192
 _BYTES = 1 << 24
 _MAX_NAMES = 10_000
 _SHOWN = 3
 
 
-class _Integer(int):
-    """An integer that remembers how the file spells it, for ids and labels."""
-
-    text: str
-
-
 class _Float(float):
-    """The same for other numbers: ``1.50`` is not the id ``1.5``."""
+    """A number that remembers how the file spells it: ``1.50`` is not the id ``1.5``."""
 
     text: str
 
 
-def _number(kind: type[_Integer] | type[_Float], text: str) -> _Integer | _Float:
-    number = kind(text)
+def _float(text: str) -> _Float:
+    number = _Float(text)
     number.text = text
     return number
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON; write null or a string")
 
 
 @dataclass
@@ -55,56 +51,36 @@ class _Column:
 
     is_json: bool = False
     chunks: list[pa.Array] = field(default_factory=list)
-    values: list[object] = field(default_factory=list)
 
-    def flush(self) -> None:
-        if not self.is_json and not all(value is None or isinstance(value, str) for value in self.values):
+    def add(self, values: Sequence[object]) -> None:
+        if not self.is_json and not all(value is None or isinstance(value, str) for value in values):
             self.is_json = True
             self.chunks = [pa.array(map(_json_text, chunk.to_pylist()), pa.string()) for chunk in self.chunks]
-        cells = map(_json_text, self.values) if self.is_json else map(_clean, self.values)
-        self.chunks.append(pa.array(cells, pa.string()))
-        self.values = []
+        self.chunks.append(pa.array(map(_json_text if self.is_json else _clean, values), pa.string()))
 
 
 @dataclass
-class _TextCells:
+class _Keys:
     """Ids or labels while they grow: text, numbers as the file spells them, nothing else."""
 
     role: str
-    name: str
+    name: str | None
     chunks: list[pa.Array] = field(default_factory=list)
-    values: list[str | None] = field(default_factory=list)
-    refused: int = 0
-    first_refused: str = ""
+    refused: list[str] = field(default_factory=list)
 
-    def add(self, value: object, row: int) -> None:
-        text: str | None
-        if value is None or isinstance(value, str):
-            text = value
-        elif isinstance(value, (_Integer, _Float)):
-            text = value.text
-        else:
-            text = _json_text(value)
-        clean = None if text is None else replace_lone_surrogates(text)
-        if clean != text or isinstance(value, (list, dict)):
-            self.refused += 1
-            reason = "half of a character" if isinstance(value, str) else "neither text nor a number"
-            self.first_refused = self.first_refused or f"row {row:,}: {json.dumps(value)[:60]} ({reason})"
-        self.values.append(clean)
-
-    def flush(self) -> None:
-        self.chunks.append(pa.array(self.values, pa.string()))
-        self.values = []
-
-    def column(self) -> pa.ChunkedArray:
-        return joined_text(pa.chunked_array(self.chunks, pa.string()))
-
-    def problems(self, path: Path) -> list[str]:
-        if not self.refused:
-            return []
-        count = plural(self.refused, "value")
-        where = f"{path}: {self.role} column {quoted(self.name)}"
-        return [f"{where}: {count} no {self.role} can have, the first in {self.first_refused}"]
+    def add(self, values: Sequence[Any], first_row: int) -> None:
+        texts = []
+        for row, value in enumerate(values, first_row):
+            is_text = isinstance(value, str)
+            if type(value) is int:
+                text: str | None = str(value)
+            else:
+                text = value if is_text else value.text if isinstance(value, _Float) else _json_text(value)
+            texts.append(_clean(text))
+            if texts[-1] != text or isinstance(value, list | dict):
+                reason = "half of a character" if is_text else "neither text nor a number"
+                self.refused.append(f"row {row:,}: {json.dumps(value)[:60]} ({reason})")
+        self.chunks.append(pa.array(texts, pa.string()))
 
 
 def _json_text(value: object) -> str | None:
@@ -115,70 +91,66 @@ def _json_text(value: object) -> str | None:
     return text if replace_lone_surrogates(text) == text else json.dumps(value)
 
 
-def _clean(value: object) -> str | None:
-    return replace_lone_surrogates(value) if isinstance(value, str) else None
+def _clean(text: Any) -> str | None:
+    return None if text is None else replace_lone_surrogates(text)
 
 
 def read_jsonl(path: Path, wanted: Wanted) -> Contents:
     """Reads a file of JSON lines; a key that a line lacks is a null.
 
     Raises:
-        DataError: see ``inputfile.open_input``; also lines that are not JSON objects in UTF-8.
+        DataError: see ``input_file.open_input``; also lines that are not JSON objects in UTF-8.
     """
-    ids = _TextCells("id", wanted.id_column)
-    labels = None if wanted.label_column is None else _TextCells("label", wanted.label_column)
+    keys = _Keys("id", wanted.id_column), _Keys("label", wanted.label_column)
     columns = {name: _Column() for name in wanted.columns}
     names: dict[str, None] = {}
     wanted_names = set(wanted.names())
-    rows, pending_bytes = 0, 0
-    growing: list[_TextCells | _Column] = [ids, *columns.values()]
-    if labels is not None:
-        growing.append(labels)
-    for record, size in _records(path, wanted.limit):
-        rows += 1
-        names.update(dict.fromkeys(record if len(names) < _MAX_NAMES else wanted_names & record.keys()))
-        ids.add(record.get(wanted.id_column), rows)
-        if labels is not None:
-            labels.add(record.get(labels.name), rows)
+    rows = 0
+    for records in _blocks(path, wanted.limit):
+        for record in records:
+            names.update(dict.fromkeys(record if len(names) < _MAX_NAMES else wanted_names & record.keys()))
+        for key in keys:
+            key.add([record.get(key.name) for record in records], rows + 1)
         for name, column in columns.items():
-            column.values.append(record.get(name))
-        pending_bytes += size
-        if rows % _ROWS == 0 or pending_bytes > _BYTES:
-            pending_bytes = 0
-            for part in growing:
-                part.flush()
-    for part in growing:
-        part.flush()
+            column.add([record.get(name) for record in records])
+        rows += len(records)
     present = {name: column for name, column in columns.items() if name in names}
+    fields = [
+        pa.field(name, pa.string(), metadata=JSON_MARK if column.is_json else None)
+        for name, column in present.items()
+    ]
+    texts = [
+        joined_text(pa.chunked_array(key.chunks, pa.string())) if key.name in names else None for key in keys
+    ]
+    problems = [
+        f"{path}: {key.role} column {quoted(str(key.name))}: {plural(len(key.refused), 'value')} no {key.role} can "
+        f"have, the first in {key.refused[0]}"
+        for key in keys
+        if key.refused
+    ]
     return Contents(
         rows=rows,
         names=tuple(names),
-        ids=ids.column() if ids.name in names else None,
-        labels=labels.column() if labels is not None and labels.name in names else None,
+        ids=texts[0],
+        labels=texts[1],
         columns=pa.Table.from_arrays(
             [pa.chunked_array(column.chunks, pa.string()) for column in present.values()],
-            schema=pa.schema(
-                pa.field(name, pa.string(), metadata=JSON_MARK if column.is_json else None)
-                for name, column in present.items()
-            ),
+            schema=pa.schema(fields),
         ),
-        problems=tuple(ids.problems(path) + ([] if labels is None else labels.problems(path))),
+        problems=tuple(problems),
     )
 
 
-def _records(path: Path, limit: int | None) -> Iterator[tuple[dict[str, object], int]]:
-    """Yields (record, bytes in its line) for every line that is not blank.
+def _blocks(path: Path, limit: int | None) -> Iterator[list[dict[Any, object]]]:
+    """Yields the objects of the lines that are not blank, a few thousand at a time.
 
     Raises:
         DataError: once at the end, for every line that is not a JSON object in UTF-8.
     """
-    decoder = json.JSONDecoder(
-        parse_int=partial(_number, _Integer),
-        parse_float=partial(_number, _Float),
-        parse_constant=_refuse_constant,
-    )
-    broken, found = 0, 0
+    decoder = json.JSONDecoder(parse_float=_float, parse_constant=refuse_constant)
+    broken, found, pending_bytes = 0, 0, 0
     shown: list[str] = []
+    records: list[dict[Any, object]] = []
     is_json = path.name.lower().removesuffix(".gz").endswith(".json")
     with open_input(path) as stream:
         for number, line in enumerate(stream, 1):
@@ -193,17 +165,18 @@ def _records(path: Path, limit: int | None) -> Iterator[tuple[dict[str, object],
                 if not isinstance(record, dict):
                     raise ValueError(f"an object was expected, not {data[:40].decode(errors='replace')!r}")
                 brackets = data.count(b"[") + data.count(b"{")  # counted, because most lines hold few
-                if brackets > MAX_JSON_LEVELS and is_too_deep([*record.values()], MAX_JSON_LEVELS + 1):
+                if brackets > MAX_JSON_LEVELS and is_too_deep(record, MAX_JSON_LEVELS + 1):
                     raise RecursionError
+                records.append(record)
             except (ValueError, RecursionError) as error:
                 broken += 1
-                detail = json_detail(error)
-                if isinstance(error, UnicodeDecodeError):
-                    detail = f"not UTF-8 at byte {error.start + 1:,}"
-                shown += [f"line {number:,}: {detail}"][: _SHOWN - len(shown)]
-            else:
-                yield record, len(data)
+                shown += [f"line {number:,}: {json_detail(error)}"][: _SHOWN - len(shown)]
+            pending_bytes += len(data)
+            if len(records) == _ROWS or pending_bytes > _BYTES:
+                yield records
+                records, pending_bytes = [], 0
             if found == limit:
                 break
+    yield records
     if broken:
         raise DataError(f"{path}: {plural(broken, 'broken line')}; {'; '.join(shown)}")

@@ -10,11 +10,11 @@ import pyarrow.compute as pc
 
 from ensemble.common.errors import DataError
 from ensemble.common.text import error_text, quoted
-from ensemble.data.cells import is_binary
 from ensemble.data.input_file import (
     Contents,
     Wanted,
     check_names,
+    is_binary,
     is_text,
     joined_text,
     open_input,
@@ -28,7 +28,7 @@ def read_parquet(path: Path, wanted: Wanted) -> Contents:
     """Reads a Parquet file, no further than the wanted rows.
 
     Raises:
-        DataError: see ``inputfile.open_input`` and :func:`arrow_contents`; also what is no Parquet.
+        DataError: see ``input_file.open_input`` and :func:`arrow_contents`; also what is no Parquet.
     """
     from pyarrow import parquet
 
@@ -38,17 +38,15 @@ def read_parquet(path: Path, wanted: Wanted) -> Contents:
         with parquet.ParquetFile(path) as file:
 
             def batches(columns: list[str]) -> Iterable[pa.RecordBatch]:
-                for group in range(
-                    file.num_row_groups
-                ):  # one by one: dictionaries in structs do not go together
+                # One by one: dictionaries in structs do not go together.
+                for group in range(file.num_row_groups):
                     yield from file.iter_batches(batch_size=_ROWS, row_groups=[group], columns=columns)
 
             return arrow_contents(path, wanted, file.schema_arrow, file.metadata.num_rows, batches)
     # UnicodeDecodeError: damaged names, which pyarrow hands over unchecked
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"{path}: cannot be read as Parquet ({error_text(error)}); write the file again"
-        ) from error
+        what = f"cannot be read as Parquet ({error_text(error)})"
+        raise DataError(f"{path}: {what}; write the file again") from error
 
 
 def arrow_contents(
@@ -122,15 +120,14 @@ def _checked(
         schema: what the batch is to have.
         columns: those whose values templates will see.
     """
-    place, arrays = f"near row {first_row + 1:,}", []
+    arrays, near = [], f"near row {first_row + 1:,}"
     for field, column in zip(schema, batch.columns, strict=True):
         where = f"{path}: column {quoted(field.name)}"
         try:
             column.validate(full=True)
         except pa.ArrowInvalid as error:
-            raise DataError(
-                f"{where} is broken {place} ({error_text(error)}); write the file again"
-            ) from error
+            what = f"is broken {near} ({error_text(error)})"
+            raise DataError(f"{where} {what}; write the file again") from error
         arrays.append(column if column.type == field.type else pc.cast(column, field.type))
         if field.name in columns and len(column) and not _is_plain(field.type):
             try:
@@ -142,10 +139,9 @@ def _checked(
                 arrays[-1].take(pa.array([0])).to_pylist()
                 arrays[-1].to_pylist()
             except (ArithmeticError, LookupError, TypeError, ValueError, pa.ArrowException) as error:
-                reason = (
-                    error_text(error).partition(". ")[0].rstrip(".")
-                )  # what follows is advice for programmers
-                what = f"holds {shown_type(field.type)} values that cannot be used, {place}"
+                # What follows is advice for programmers.
+                reason = error_text(error).partition(". ")[0].rstrip(".")
+                what = f"holds {shown_type(field.type)} values that cannot be used, {near}"
                 raise DataError(f"{where} {what} ({reason}); write it as text") from error
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
@@ -155,10 +151,8 @@ def _is_plain(kind: pa.DataType) -> bool:
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         return _is_plain(kind.value_type)
     if pa.types.is_struct(kind):
-        inner = [kind.field(index) for index in range(kind.num_fields)]
-        return len({field.name for field in inner}) == len(inner) and all(
-            _is_plain(field.type) for field in inner
-        )
+        names = {field.name for field in kind}
+        return len(names) == kind.num_fields and all(_is_plain(field.type) for field in kind)
     checks = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_null, is_binary)
     return is_text(kind) or any(check(kind) for check in checks)
 
@@ -171,8 +165,7 @@ def _plain_type(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_large_list(kind):
         return pa.large_list(kind.value_field.with_type(_plain_type(kind.value_type)))
     if pa.types.is_struct(kind):
-        inner = [kind.field(index) for index in range(kind.num_fields)]
-        return pa.struct([field.with_type(_plain_type(field.type)) for field in inner])
+        return pa.struct([field.with_type(_plain_type(field.type)) for field in kind])
     if pa.types.is_binary_view(kind):
         return pa.large_binary()
     return pa.large_string() if pa.types.is_string_view(kind) else kind

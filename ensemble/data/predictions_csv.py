@@ -1,11 +1,13 @@
-"""Members' CSVs -> arrays whose rows mean the same ids, a block of rows at a time.
+"""Predictions CSVs -> arrays whose rows mean the table's ids.
 
 All that a run writes stands in the table's order and is read from top to bottom, in little memory.  A file in
-another order is joined as a whole, by its ids.
+another order, or of ids that take whole blocks or lines, is joined as a whole, by its ids.
 """
 
 from __future__ import annotations
 
+import os
+import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,42 +18,78 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as pa_csv
 
-from ensemble.common.errors import MergeError
-from ensemble.common.text import plural
-from ensemble.data.disk_rows import SpilledRows
+from ensemble.common.errors import DataError, MergeError, WriteError
+from ensemble.common.text import plural, quoted
+from ensemble.data.csv_file import text_as_numbers, text_batches
+from ensemble.data.input_file import first_ids
 
 # pyarrow reads up to 32 blocks of a file ahead; all files together have this much in a round.
 _ROUND_BYTES = 1 << 22
 _BLOCK_BYTES = 1 << 18
-_MAX_BLOCK_BYTES = (1 << 31) - 1
+_ITEM_BYTES = 8
+# Held while a whole file is in memory, so that files are joined one after the other.
+_JOINING = threading.Lock()
+_Values = npt.NDArray[np.float64]
 
 
-class WantedRows:
-    """The ids that every file must hold, each once, and what is to be known of them to read a file.
-
-    Attributes:
-        ids: text, [rows], unique.
-        longest_bytes: of the longest id.
-        has_lines: some id holds a line feed or a carriage return.
-        joining: held while a whole file is in memory, so that they are joined one after the other.
-    """
-
-    def __init__(self, ids: pa.ChunkedArray) -> None:
-        self.ids = ids
-        self.joining = threading.Lock()
-        self.longest_bytes = int(pc.max(pc.binary_length(ids)).as_py() or 0)
-        # To search the bytes takes a twentieth of the time; they may be those of more rows than these.
-        texts = (bytes(chunk.buffers()[2] or b"") for chunk in ids.chunks)
-        self.has_lines = any(b"\n" in text or b"\r" in text for text in texts) and any(
-            pc.any(pc.match_substring(ids, mark)).as_py() for mark in "\r\n"
-        )
-
-
-class PredictionsReader:
-    """Reads a predictions CSV from its first row to its last.
+def read_by_id(
+    path: Path, id_column: str, labels: Sequence[str], ids: pa.ChunkedArray, may_have_others: bool
+) -> tuple[_Values, int]:
+    """Reads a CSV whose rows stand in any order, in blocks: what stays of them are ids and numbers.
 
     Args:
         labels: the columns to read, in this order, wherever they stand in the file.
+        ids: text, [rows], unique; each of them must be there once.
+        may_have_others: rows of other ids are left out and counted.
+
+    Returns:
+        float64 [rows, labels], each column in one piece, and the number of rows left out.
+
+    Raises:
+        DataError: missing, repeated or additional ids, a cell that is no number; also what ``text_batches`` raises.
+    """
+    chunks, blocks, rows = [], [], 0
+    for batch in text_batches(path, [id_column, *labels]):
+        chunks.append(batch.column(0))
+        blocks.append(np.empty((len(batch), len(labels))))
+        for index, label in enumerate(labels):
+            cells = batch.column(1 + index)
+            blocks[-1][:, index], is_text = text_as_numbers(cells)
+            if is_text.any():
+                bad = int(is_text.argmax())
+                what = f"{quoted(cells[bad].as_py())} in column {quoted(label)} is no number"
+                raise DataError(f"{path}: row {rows + bad + 1:,}: {what}; write a number in every row")
+        rows += len(batch)
+    found = pa.chunked_array(chunks).cast(ids.type)
+    place = pc.index_in(found, value_set=ids)  # of each row of the file in the table
+    is_known, rows_of_ids = place.is_valid(), place.drop_null().to_numpy()
+    counts = np.bincount(rows_of_ids, minlength=len(ids))
+    repeated, missing = ids.filter(pa.array(counts > 1)), ids.filter(pa.array(counts == 0))
+    problems = []
+    if len(repeated):
+        count = plural(len(repeated), "id")
+        problems.append(f"{count} more than once ({first_ids(repeated)}); keep one row for each id")
+    if len(missing):
+        count = plural(len(missing), "id")
+        problems.append(
+            f"{count} of the table missing ({first_ids(missing)}); a row is needed for each of them"
+        )
+    if place.null_count and not may_have_others:
+        others = found.filter(pc.invert(is_known))
+        problems.append(f"{plural(len(others), 'id')} not in the table ({first_ids(others)})")
+    if problems:
+        raise DataError([f"{path}: {problem}" for problem in problems])
+    values = np.empty((len(ids), len(labels)), order="F")
+    values[rows_of_ids] = np.concatenate(blocks)[is_known.to_numpy()]
+    return values, place.null_count
+
+
+class PredictionsReader:
+    """Reads a predictions CSV from its first row to its last, in the order of the table's ids.
+
+    Args:
+        labels: the columns to read, in this order, wherever they stand in the file.
+        ids: text, [rows], unique; the file must hold each of them once and no other.
         folder: where the rows of a file in another order may be kept meanwhile.
         files: how many are read at the same time.
     """
@@ -61,38 +99,41 @@ class PredictionsReader:
         path: Path,
         id_column: str,
         labels: Sequence[str],
-        wanted: WantedRows,
+        ids: pa.ChunkedArray,
         folder: Path,
         files: int = 1,
     ) -> None:
         self._path = path
         self._id_column = id_column
         self._labels = list(labels)
-        self._wanted = wanted
+        self._ids = ids
         self._folder = folder
-        self._block_bytes = max(min(_BLOCK_BYTES, _ROUND_BYTES // files), 4 * wanted.longest_bytes)
+        self._block_bytes = min(_BLOCK_BYTES, _ROUND_BYTES // files)
         self._start = 0
         self._batches: pa_csv.CSVStreamingReader | None = None
         self._batch: pa.RecordBatch | None = None
         self._joined: SpilledRows | None = None
 
-    def read(self, values: npt.NDArray[np.float64]) -> None:
-        """Read the next rows, in the order of the wanted ids; the last of them end the look at the whole file.
+    def read(self, values: _Values) -> None:
+        """Read the next rows; the last of them end the look at the whole file.
 
         Args:
             values: takes them, whatever numbers stand there; float64 [rows, labels], each column in one piece.
 
         Raises:
-            MergeError: missing, repeated or additional ids, other columns, cells that are not numbers.
+            MergeError: missing, repeated or additional ids, missing columns, cells that are not numbers.
         """
         try:
-            if self._joined is None and (self._wanted.has_lines or not self._read_in_order(values)):
+            if self._joined is None and not self._read_in_order(values):
                 self.close()
-                with self._wanted.joining:
-                    self._joined = SpilledRows(self._read_and_join(), self._folder, self._start)
+                with _JOINING:
+                    whole, _ = read_by_id(self._path, self._id_column, self._labels, self._ids, False)
+                    self._joined = SpilledRows(whole, self._folder, self._start)
             if self._joined is not None:
                 self._joined.read(values)
-        except (pa.ArrowInvalid, OSError) as error:
+        except DataError as error:
+            raise MergeError(error.problems) from error
+        except OSError as error:
             raise MergeError(f"{self._path}: cannot be read ({error})") from error
         self._start += len(values)
 
@@ -111,30 +152,40 @@ class PredictionsReader:
         for opened in filter(None, (self._batches, self._joined)):
             opened.close()
 
-    def _read_in_order(self, values: npt.NDArray[np.float64]) -> bool:
+    def _read_in_order(self, values: _Values) -> bool:
         """False where the file is not what this tool writes; then a join says what it is."""
         rows, filled = len(values), 0
         try:
             if self._batches is None:
-                # An empty cell is no number here, and nothing is looked up for each cell.
-                self._batches = self._open(self._wanted.ids.type, False, self._block_bytes, null_values=[])
+                types = {self._id_column: self._ids.type} | dict.fromkeys(self._labels, pa.float64())
+                self._batches = pa_csv.open_csv(
+                    self._path,
+                    # Several files are read at once; threads of their own would not make them faster.
+                    pa_csv.ReadOptions(block_size=self._block_bytes, use_threads=False),
+                    # An empty cell is no number here, and nothing is looked up for each cell.
+                    convert_options=pa_csv.ConvertOptions(
+                        column_types=types,
+                        include_columns=list(types),
+                        strings_can_be_null=False,
+                        null_values=[],
+                    ),
+                )
             while filled < rows:
                 batch = self._next_batch()
                 if batch is None:
                     return False
                 count = min(len(batch), rows - filled)
                 taken, self._batch = batch.slice(0, count), batch.slice(count)
-                ids = pa.chunked_array([taken.column(self._id_column)])
-                if not ids.equals(self._wanted.ids.slice(self._start + filled, count)):
+                if not pa.chunked_array([taken.column(0)]).equals(
+                    self._ids.slice(self._start + filled, count)
+                ):
                     return False
-                for index, label in enumerate(self._labels):
-                    values[filled : filled + count, index] = taken.column(label).to_numpy()
+                for index in range(len(self._labels)):
+                    values[filled : filled + count, index] = taken.column(1 + index).to_numpy()
                 filled += count
-            if self._start + rows == len(self._wanted.ids) and self._next_batch() is not None:
-                return False
-        except pa.ArrowInvalid:
+            return self._start + rows < len(self._ids) or self._next_batch() is None
+        except (pa.ArrowInvalid, pa.ArrowKeyError, UnicodeDecodeError):
             return False
-        return True
 
     def _next_batch(self) -> pa.RecordBatch | None:
         """The rows that are left of a batch, or a new one; None at the end of the file."""
@@ -146,59 +197,47 @@ class PredictionsReader:
                 return None
         return self._batch
 
-    def _read_and_join(self) -> npt.NDArray[np.float64]:
-        # One block for all, where ids need it: pyarrow refuses a cell that is longer than a block, and loses the
-        # second half of a \r\n that two blocks share, within quotes too.
-        block_bytes = _BLOCK_BYTES
-        if self._wanted.has_lines or self._wanted.longest_bytes >= _BLOCK_BYTES // 4:
-            block_bytes = min(max(self._path.stat().st_size + 1, _BLOCK_BYTES), _MAX_BLOCK_BYTES)
-        with self._open(pa.large_string(), True, block_bytes) as reader:
-            table = reader.read_all()
-        order = _order(self._path, table.column(self._id_column), self._wanted.ids.cast(pa.large_string()))
-        values = np.empty((len(order), len(self._labels)), order="F")
-        for index, label in enumerate(self._labels):
-            values[:, index] = table.column(label).to_numpy()[order]
-        return values
 
-    def _open(
-        self, id_type: pa.DataType, newlines_in_values: bool, block_bytes: int, **convert: list[str]
-    ) -> pa_csv.CSVStreamingReader:
-        types = {self._id_column: id_type} | dict.fromkeys(self._labels, pa.float64())
-        reader = pa_csv.open_csv(
-            self._path,
-            # Several files are read at once; threads of their own would not make them faster.
-            read_options=pa_csv.ReadOptions(block_size=block_bytes, use_threads=False),
-            parse_options=pa_csv.ParseOptions(newlines_in_values=newlines_in_values),
-            convert_options=pa_csv.ConvertOptions(column_types=types, strings_can_be_null=False, **convert),
-        )
-        if sorted(reader.schema.names) != sorted(types):
-            found, expected = ", ".join(reader.schema.names), ", ".join(types)
-            raise MergeError(f"{self._path}: its columns are {found}, expected {expected}")
-        return reader
+class SpilledRows:
+    """Values in a file without a name, which is gone when nobody has it open, however the process ends.
 
-
-def _order(path: Path, found: pa.ChunkedArray, wanted: pa.ChunkedArray) -> npt.NDArray[np.int64]:
-    """Where each wanted id stands among the found ones.
+    Args:
+        values: float64 [rows, labels]; not needed any more afterwards.
+        folder: where there is room for them.
+        start: the row that is read first.
 
     Raises:
-        MergeError: the ids are not the same, each once.
+        WriteError: the disk is full or the like.
     """
-    place = pc.index_in(wanted, value_set=found.combine_chunks())
-    if not place.null_count and len(found) == len(wanted):  # each of them, so none twice and no other
-        return np.asarray(place.to_numpy(), dtype=np.int64)
-    problems = []
-    if pc.count_distinct(found).as_py() != len(found):
-        counts = pc.value_counts(found.combine_chunks())
-        twice = [pair["values"].as_py() for pair in counts if pair["counts"].as_py() > 1]
-        problems.append(f"{plural(len(twice), 'id')} more than once ({_first(twice)})")
-    missing = wanted.filter(pc.is_null(place))
-    if len(missing):
-        problems.append(f"{plural(len(missing), 'id')} missing ({_first(missing[:3].to_pylist())})")
-    extra = found.filter(pc.is_null(pc.index_in(found, value_set=wanted.combine_chunks())))
-    if len(extra):
-        problems.append(f"{plural(len(extra), 'id')} not in the table ({_first(extra[:3].to_pylist())})")
-    raise MergeError(f"{path}: {'; '.join(problems)}")
 
+    def __init__(self, values: _Values, folder: Path, start: int = 0) -> None:
+        self._rows = len(values)
+        self._start = start
+        try:
+            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+            for column in values.T:
+                self._file.write(np.ascontiguousarray(column).data)
+            self._file.flush()
+        except OSError as error:
+            raise WriteError(
+                f"cannot write to {folder} ({error.strerror or error}); make room there, or change output_dir"
+            ) from error
 
-def _first(ids: Sequence[str]) -> str:
-    return ", ".join(repr(text) for text in ids[:3]) + (", ..." if len(ids) > 3 else "")
+    def close(self) -> None:
+        self._file.close()
+
+    def read(self, values: _Values) -> None:
+        """Read the next rows into float64 [rows, labels], each column in one piece.
+
+        Raises:
+            OSError: the file was cut short.
+        """
+        for label, column in enumerate(values.T):
+            place = (label * self._rows + self._start) * _ITEM_BYTES
+            if os.preadv(self._file.fileno(), [column.data], place) != column.nbytes:
+                raise OSError("a temporary file has been cut short")
+        self._start += len(values)
+
+    def rewind(self) -> None:
+        """Begin again with the first row."""
+        self._start = 0

@@ -33,10 +33,7 @@ class PublishedTable:
         self._ends = np.cumsum([batch.num_rows for batch in self._batches], dtype=np.int64)
         self.columns: tuple[str, ...] = tuple(reader.schema.names)
         self._json_columns = json_columns(reader.schema)
-        counted = (reader.schema.metadata or {}).get(b"ensemble.rows")
-        self.rows = (
-            int(counted) if counted is not None else int(sum(batch.num_rows for batch in self._batches))
-        )
+        self.rows = int(reader.schema.metadata[b"ensemble.rows"])
 
     def take(self, indices: npt.NDArray[np.integer]) -> list[dict[str, object]]:
         """Rows ``indices`` (shape (n,), integers from 0 to ``rows`` - 1, repeats allowed), in that order.
@@ -59,15 +56,12 @@ class PublishedTable:
             batch = self._batches[home]
             local = wanted[places] - (self._ends[home] - batch.num_rows)
             for place, row in zip(places.tolist(), batch.take(pa.array(local)).to_pylist(), strict=True):
-                taken[place] = self._parsed(row)
+                for name in self._json_columns:
+                    cell = row[name]
+                    if isinstance(cell, str):
+                        row[name] = json.loads(cell)
+                taken[place] = row
         return taken
-
-    def _parsed(self, row: dict[str, object]) -> dict[str, object]:
-        for name in self._json_columns:
-            cell = row[name]
-            if isinstance(cell, str):
-                row[name] = json.loads(cell)
-        return row
 
 
 def json_columns(schema: pa.Schema) -> tuple[str, ...]:

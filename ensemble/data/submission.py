@@ -14,18 +14,23 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ensemble.common.errors import DataError, MergeError
+from ensemble.common.errors import DataError
 from ensemble.common.text import did_you_mean, listed, plural, quoted
-from ensemble.data.csv_file import csv_cells, csv_lines, header_line, read_header, read_text_csv
-from ensemble.data.input_file import missing_column
+from ensemble.data.csv_file import (
+    csv_cells,
+    csv_lines,
+    header_line,
+    read_header,
+    read_text_csv,
+    text_as_numbers,
+)
+from ensemble.data.input_file import first_ids, missing_column
 
-_SHOWN = 5
-_SHOWN_COLUMNS = 20
+_SHOWN = 20
 _WRITE_ROWS = 65_536
 # Ids in one hash table; the number of tables is limited, because each is asked for all ids.
 _LOOKED_UP_ROWS = 1 << 18
 _MAX_LOOK_UPS = 8
-_NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
 
 
 def read_sample(path: Path, id_column: str, labels: Sequence[str], columns_map: Mapping[str, str]) -> Sample:
@@ -78,13 +83,13 @@ class Sample:
                 f"has no column besides {quoted(self.id_column)}; a column per label to submit is needed"
             )
         strangers = [name for name in others if self._label(name) not in self.labels]
-        for name in strangers[:_SHOWN_COLUMNS]:
+        for name in strangers[:_SHOWN]:
             label = self._label(name)
             mapped = f" is mapped to {quoted(label)}, which" if name in self.columns_map else ""
             hint = f"{did_you_mean(label, self.labels)}; map it to one of {listed(self.labels)}"
             problems.append(f"column {quoted(name)}{mapped} is not a label{hint}")
-        if len(strangers) > _SHOWN_COLUMNS:
-            count = plural(len(strangers) - _SHOWN_COLUMNS, "more column")
+        if len(strangers) > _SHOWN:
+            count = plural(len(strangers) - _SHOWN, "more column")
             problems.append(f"{count} that are not labels; is this the sample submission?")
         problems += [
             f"has no column {quoted(name)}{did_you_mean(name, others)}, though it is mapped to a label"
@@ -98,16 +103,15 @@ class Sample:
             if label in self.labels and given.count(label) > 1
         ]
         theirs, ours = _alike(self.ids, ids)
-        # Looked up once instead of three times where all is well; and not at all where the order is the table's.
-        if not theirs.equals(ours) and not _holds_each_once(theirs, ours):
-            if pc.count_distinct(theirs, mode="all").as_py() < len(theirs):
-                counted = pc.value_counts(theirs)
-                twice = counted.field("values").filter(pc.greater(counted.field("counts"), 1))
-                problems.append(f"{plural(len(twice), 'id')} more than once: {_first(twice)}")
-            unknown = theirs.filter(pc.invert(pc.is_in(theirs, value_set=ours)))
+        if not theirs.equals(ours):
+            places = _places(theirs, ours)
+            counts = np.bincount(places[places >= 0], minlength=len(ours))
+            repeated, missing = ours.filter(pa.array(counts > 1)), ours.filter(pa.array(counts == 0))
+            unknown = theirs.filter(pa.array(places < 0))
+            if len(repeated):
+                problems.append(f"{plural(len(repeated), 'id')} more than once: {first_ids(repeated)}")
             if len(unknown) and not limited:
-                problems.append(f"{plural(len(unknown), 'id')} not in the input table: {_first(unknown)}")
-            missing = ours.filter(pc.invert(pc.is_in(ours, value_set=theirs)))
+                problems.append(f"{plural(len(unknown), 'id')} not in the input table: {first_ids(unknown)}")
             if len(missing):
                 problems.append(_lacks(missing))
         return tuple(f"{self.path}: {problem}" for problem in problems)
@@ -165,49 +169,28 @@ class Sample:
             None if name == self.id_column else self.labels.index(self._label(name)) for name in self.columns
         )
 
-    def write(
-        self,
-        path: Path,
-        predicted_ids: pa.ChunkedArray,
-        probabilities: npt.NDArray[np.float64],
-        limited: bool,
-    ) -> None:
-        """Writes exactly the sample's columns, in the sample's order of columns and rows; it has no problems.
+    def write(self, path: Path, ids: pa.ChunkedArray, probabilities: npt.NDArray[np.float64]) -> None:
+        """Writes exactly the sample's columns, in the sample's order of columns and rows.
 
         Args:
             path: written in place; making that atomic is the caller's business.
-            predicted_ids: shape (rows,), strings, unique, in any order.
+            ids: shape (rows,), those for which ``problems`` found none; the sample's rows of others are left out.
             probabilities: shape (rows, labels).
-            limited: leave out the sample's rows that have no prediction; otherwise they are an error.
 
         Raises:
-            MergeError: a row of the sample has no prediction, or a prediction no row.
-            ValueError: the shapes do not agree.
             OSError: the file cannot be written.
         """
-        if probabilities.shape != (len(predicted_ids), len(self.labels)):
-            shape = (len(predicted_ids), len(self.labels))
-            raise ValueError(f"probabilities of shape {probabilities.shape}, expected {shape}")
-        theirs, ours = _alike(self.ids, predicted_ids)
+        theirs, ours = _alike(self.ids, ids)
         places = _places(theirs, ours)
         has_place = places >= 0
-        if not has_place.all() and not limited:
-            lacking = theirs.filter(pa.array(~has_place))
-            raise MergeError(
-                f"no prediction for {plural(len(lacking), 'id')} of the sample: {_first(lacking)}"
-            )
-        if has_place.sum() != len(ours):
-            spare = ours.filter(pc.invert(pc.is_in(ours, value_set=theirs)))
-            raise MergeError(f"{plural(len(spare), 'predicted id')} not in the sample: {_first(spare)}")
-        submitted = theirs if has_place.all() else theirs.filter(pa.array(has_place))
-        rows = places[has_place]
+        submitted, rows = theirs.filter(pa.array(has_place)), places[has_place]
         with path.open("wb") as stream:
             stream.write(header_line(self.columns))
             for start in range(0, len(rows), _WRITE_ROWS):  # so that no other copy of the table is made
                 taken = rows[start : start + _WRITE_ROWS]
-                ids = pa.concat_arrays(submitted.slice(start, len(taken)).chunks)
+                written = pa.concat_arrays(submitted.slice(start, len(taken)).chunks)
                 columns = (
-                    ids if n is None else pa.array(probabilities[taken, n]) for n in self.label_numbers
+                    written if n is None else pa.array(probabilities[taken, n]) for n in self.label_numbers
                 )
                 stream.write(csv_lines([csv_cells(column) for column in columns]))
 
@@ -221,7 +204,8 @@ class Sample:
         table = read_text_csv(self.path, [self.id_column, *names])
         by_label, problems = {}, []
         for name in names:
-            by_label[self._label(name)] = numbers = _numbers(table.column(name))
+            numbers, _ = text_as_numbers(table.column(name))
+            by_label[self._label(name)] = numbers
             bad = np.flatnonzero(~np.isfinite(numbers))
             if len(bad):
                 cell = table.column(name)[int(bad[0])].as_py()
@@ -232,32 +216,11 @@ class Sample:
         return table.column(0), by_label, tuple(problems)
 
 
-def _numbers(cells: pa.ChunkedArray) -> npt.NDArray[np.float64]:
-    """Text as numbers, NaN where it is none; shape (rows,)."""
-    trimmed = pc.utf8_trim_whitespace(cells)
-    try:
-        numbers = pc.cast(trimmed, pa.float64())
-    except pa.ArrowInvalid:  # one cell is enough for that
-        is_number = pc.match_substring_regex(trimmed, _NUMBER)
-        numbers = pc.cast(pc.if_else(is_number, trimmed, "nan"), pa.float64())
-    return np.asarray(numbers.to_numpy(), dtype=np.float64)
-
-
 def _alike(left: pa.ChunkedArray, right: pa.ChunkedArray) -> tuple[pa.ChunkedArray, pa.ChunkedArray]:
     """Both columns as large strings, unless both are plain ones already."""
     if left.type == right.type == pa.string():
         return left, right
     return pc.cast(left, pa.large_string()), pc.cast(right, pa.large_string())
-
-
-def _holds_each_once(theirs: pa.ChunkedArray, ours: pa.ChunkedArray) -> bool:
-    """Whether both hold the same ids, each once; ``ours`` are unique."""
-    places = _places(theirs, ours)
-    if len(theirs) != len(ours) or (places < 0).any():
-        return False
-    is_there = np.zeros(len(ours), dtype=np.bool_)
-    is_there[places] = True
-    return bool(is_there.all())
 
 
 def _places(theirs: pa.ChunkedArray, ours: pa.ChunkedArray) -> npt.NDArray[np.int64]:
@@ -275,8 +238,4 @@ def _places(theirs: pa.ChunkedArray, ours: pa.ChunkedArray) -> npt.NDArray[np.in
 
 
 def _lacks(ids: pa.ChunkedArray) -> str:
-    return f"lacks {plural(len(ids), 'id')} of the input table: {_first(ids)}"
-
-
-def _first(ids: pa.Array | pa.ChunkedArray) -> str:
-    return ", ".join(map(quoted, ids[:_SHOWN].to_pylist())) + (", ..." if len(ids) > _SHOWN else "")
+    return f"lacks {plural(len(ids), 'id')} of the input table: {first_ids(ids)}"

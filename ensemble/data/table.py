@@ -19,14 +19,23 @@ import pyarrow.compute as pc
 
 from ensemble.common.errors import DataError
 from ensemble.common.text import did_you_mean, listed, plural, quoted
-from ensemble.data.cells import cell_lengths, is_binary, loaded_cell, python_cells
-from ensemble.data.digest import rows_digest
+from ensemble.data.digests import RowDigests, row_digests, rows_digest
 from ensemble.data.formats import read_contents
-from ensemble.data.input_file import Contents, Wanted, is_json_field, is_text, missing_column, shown_type
+from ensemble.data.input_file import (
+    Contents,
+    Wanted,
+    cell_texts,
+    is_binary,
+    is_json_field,
+    is_text,
+    missing_column,
+    shown_type,
+)
 from ensemble.data.json_cells import TemplateProblem, parse_json_cell
-from ensemble.data.row_digests import RowDigests, row_digests
 
 PUBLISHED_ROWS_PER_BATCH = 65_536
+# Rows that are Python objects at a time.
+_PYTHON_ROWS = 8_192
 _SHOWN = 3
 
 
@@ -97,12 +106,12 @@ class InputTable:
         """
         for name in columns:
             if name not in self._text_lengths:
-                chunks = self._columns.column(name).chunks
-                self._text_lengths[name] = np.concatenate([cell_lengths(chunk) for chunk in chunks])
-        lengths = [self._text_lengths[name] for name in columns]
-        if len(lengths) == 1:
-            return lengths[0]
-        return sum(lengths, start=np.zeros(self.rows, dtype=np.int64))
+                texts = map(cell_texts, self._columns.column(name).chunks)
+                lengths = [pc.fill_null(pc.binary_length(text), 0).to_numpy() for text in texts]
+                self._text_lengths[name] = np.concatenate(lengths).astype(np.int64)
+        if len(columns) == 1:
+            return self._text_lengths[columns[0]]
+        return sum((self._text_lengths[name] for name in columns), start=np.zeros(self.rows, dtype=np.int64))
 
     @property
     def text_bytes(self) -> npt.NDArray[np.int64]:
@@ -134,7 +143,7 @@ class InputTable:
             return [{} for _ in range(min(count, self.rows))]
         for name in [column.name for column in self._columns.schema if is_json_field(column)]:
             for row in rows:
-                row[name] = loaded_cell(row[name])
+                row[name] = _loaded_cell(row[name])
         return rows
 
     def publish(self, path: Path) -> None:
@@ -177,7 +186,13 @@ def _read_checked(path: Path, needs: TableNeeds) -> InputTable:
     pa.default_memory_pool().release_unused()
     if contents.rows == 0:
         raise DataError(f"{path}: empty table: there is a header or a schema, but no row")
-    problems = [*contents.problems, *_missing_columns(path, needs, contents)]
+    roles = dict.fromkeys(columns, "text column")
+    if needs.label_column is not None:
+        roles[needs.label_column] = "label column"
+    roles[needs.id_column] = "id column"
+    names = contents.names
+    missing = [missing_column(path, roles[name], name, names) for name in roles if name not in names]
+    problems = [*contents.problems, *missing]
     if contents.ids is not None:
         problems += _id_problems(path, needs.id_column, contents.ids)
     truth = None
@@ -196,16 +211,6 @@ def _read_checked(path: Path, needs: TableNeeds) -> InputTable:
 def _row(index: int, ids: pa.ChunkedArray | None) -> str:
     name = None if ids is None else ids[index].as_py()
     return f"row {index + 1:,}" + ("" if name is None else f" (id {quoted(name)})")
-
-
-def _missing_columns(path: Path, needs: TableNeeds, contents: Contents) -> Iterator[str]:
-    roles = dict.fromkeys(needs.columns, "text column")
-    if needs.label_column is not None:
-        roles[needs.label_column] = "label column"
-    roles[needs.id_column] = "id column"
-    for name, role in roles.items():
-        if name not in contents.names:
-            yield missing_column(path, role, name, contents.names)
 
 
 def _id_problems(path: Path, column: str, ids: pa.ChunkedArray) -> Iterator[str]:
@@ -284,7 +289,7 @@ def _cell_facts(path: Path, needs: TableNeeds, contents: Contents) -> tuple[dict
                 null_texts[field.name] += pc.sum(pc.equal(column, blank)).as_py() or 0
             continue
         empty, broken, shown = 0, 0, ""
-        for row, cell in enumerate(python_cells(column, is_json_field(field))):
+        for row, cell in enumerate(_python_cells(column, is_json_field(field))):
             try:
                 value = parse_json_cell(cell)
             except TemplateProblem as problem:
@@ -292,7 +297,9 @@ def _cell_facts(path: Path, needs: TableNeeds, contents: Contents) -> tuple[dict
                 if broken <= _SHOWN:
                     shown += f"; {_row(row, contents.ids)}: {problem}"
                 continue
-            empty += value in ([], "", {}) or _mentions_null(cell)
+            if isinstance(cell, str):  # most are cleared without being parsed again
+                cell = json.loads(cell) if "null" in cell else None
+            empty += value in ([], "", {}) or _holds_null(cell)
         null_texts[field.name] = empty
         if broken:
             problems.append(
@@ -301,13 +308,18 @@ def _cell_facts(path: Path, needs: TableNeeds, contents: Contents) -> tuple[dict
     return null_texts, problems
 
 
-def _mentions_null(cell: object) -> bool:
-    """Whether a cell that parses holds a null; most cells are cleared without being parsed again."""
-    return (
-        _holds_null(cell) if not isinstance(cell, str) else "null" in cell and _holds_null(json.loads(cell))
-    )
-
-
 def _holds_null(value: object) -> bool:
     items = list(value.values()) if isinstance(value, dict) else value
     return isinstance(items, list) and any(item is None or _holds_null(item) for item in items)
+
+
+def _python_cells(column: pa.ChunkedArray, is_json: bool) -> Iterator[object]:
+    """The cells as templates will see them, a few thousand in memory at a time."""
+    for chunk in column.chunks:
+        for start in range(0, len(chunk), _PYTHON_ROWS):
+            for cell in chunk.slice(start, _PYTHON_ROWS).to_pylist():
+                yield _loaded_cell(cell) if is_json else cell
+
+
+def _loaded_cell(cell: object) -> object:
+    return json.loads(cell) if isinstance(cell, str) else cell

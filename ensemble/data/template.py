@@ -19,6 +19,7 @@ from typing import Final
 
 from jinja2 import Template, TemplateError, TemplateSyntaxError, meta, nodes
 
+from ensemble.common.text import error_text
 from ensemble.data.json_cells import TemplateProblem, parse_json_cell, replace_lone_surrogates, without_nulls
 from ensemble.data.template_sandbox import Sandbox, metered
 
@@ -65,7 +66,14 @@ class PromptTemplate:
             with metered():
                 return replace_lone_surrogates(self._template.render(cells))
         except Exception as error:
-            raise _render_problem(error) from error
+            # From the frames that Jinja2 rewrites, the line of the template.
+            frames = traceback.walk_tb(error.__traceback__)
+            lines = [line for frame, line in frames if frame.f_code.co_filename == "<template>"]
+            where = f"line {lines[-1]}: " if lines else ""
+            text = (
+                error if isinstance(error, TemplateProblem) else f"{type(error).__name__}: {_sentence(error)}"
+            )
+            raise TemplateProblem(f"{where}{text}") from error
 
 
 def compile_template(source: str) -> PromptTemplate:
@@ -132,17 +140,5 @@ def _check_tree(tree: nodes.Template, environment: Sandbox) -> None:
             raise TemplateProblem(f"line {node.lineno}: {problem}")
 
 
-def _render_problem(error: Exception) -> TemplateProblem:
-    """Names the exception and, from the frames that Jinja2 rewrites, the line of the template."""
-    where = ""
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        if frame.f_code.co_filename == "<template>":
-            where = f"line {line}: "
-    if isinstance(error, TemplateProblem):
-        return TemplateProblem(f"{where}{error}")
-    return TemplateProblem(f"{where}{type(error).__name__}: {_sentence(error)}")
-
-
 def _sentence(error: Exception) -> str:
-    text = " ".join(str(error)[:_MAX_MESSAGE].split())
-    return text.rstrip(".") or "no further detail"
+    return error_text(error, _MAX_MESSAGE).rstrip(".") or "no further detail"

@@ -119,9 +119,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return self.from_string(_Metering().visit(tree).set_environment(self))
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        _METER.get().spend(
-            _STEPS_PER_CALL
-        )  # this also bounds how deep a namespace can nest tuples; hash() crashes
+        # This also bounds how deep a namespace can nest tuples; hash() crashes.
+        _METER.get().spend(_STEPS_PER_CALL)
         return super().getattr(obj, attribute)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
@@ -292,16 +291,16 @@ def _characters(value: Any) -> int:
     """About how long a value is as text; no further than the meter goes."""
     if isinstance(value, str):
         return len(value)
-    found, waiting = 0, [value]
-    while waiting and found <= MAX_CHARACTERS:
-        item = waiting.pop()
+    found, pending = 0, [value]
+    while pending and found <= MAX_CHARACTERS:
+        item = pending.pop()
         if isinstance(item, str):
             found += len(item)
         elif isinstance(item, int):
             found += item.bit_length() // 3
         elif isinstance(item, _CONTAINERS):
             found += _CHARACTERS_PER_PLACE * len(item)
-            waiting += [*item, *item.values()] if isinstance(item, dict) else item
+            pending += [*item, *item.values()] if isinstance(item, dict) else item
         elif isinstance(item, Namespace):  # shows all that is in it
             raise TemplateProblem("a value of type Namespace cannot be put into the text")
     return found

@@ -1,8 +1,6 @@
-"""Whether a member's values are what they should be: the last look before they go into the mean."""
+"""Whether a member's values are what they should be: the last look before they are merged."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -14,20 +12,11 @@ from ensemble.common.text import plural
 
 # What the worker allows a row's sum to be off: probabilities are written in full.
 _SUM_TOLERANCE = 1e-3
-
-
-@dataclass
-class _Bad:
-    """Rows of one kind: how many, and the first."""
-
-    count: int = 0
-    first: int = 0
-
-    def note(self, start: int, is_bad: npt.NDArray[np.bool_]) -> None:
-        rows = np.flatnonzero(is_bad)
-        if len(rows) and not self.count:
-            self.first = start + int(rows[0])
-        self.count += len(rows)
+# What may be wrong with rows, the worst first.
+_IN_PART = "infinite values or NaN in part"
+_NOT_FINITE = "no finite number"
+_OUTSIDE = "values below 0 or above 1"
+_OTHER_SUMS = "values that do not sum to 1"
 
 
 class RowCheck:
@@ -57,12 +46,12 @@ class RowCheck:
         self._activation = activation
         self._ids = ids
         self._may_lack_rows = may_lack_rows
-        self._not_finite, self._outside, self._other_sums = _Bad(), _Bad(), _Bad()
+        self._bad: dict[str, tuple[int, int]] = {}  # what is wrong with how many rows, and the first of them
         self.reached = 0
 
     @property
     def has_found_any(self) -> bool:
-        return bool(self._not_finite.count or self._outside.count or self._other_sums.count)
+        return bool(self._bad)
 
     def look(self, start: int, values: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
         """Look at the rows from ``start`` on, float64 [rows, labels]; returns which of them are there, [rows]."""
@@ -73,12 +62,16 @@ class RowCheck:
         odd = np.logical_or.reduce([~np.isfinite(column) for column in columns])
         missing = np.logical_and.reduce([np.isnan(column) for column in columns])
         self.reached += len(values) - int(missing.sum())
-        self._not_finite.note(start, odd & ~missing if self._may_lack_rows else odd)
+        wrong = {_IN_PART: odd & ~missing} if self._may_lack_rows else {_NOT_FINITE: odd}
         if self._activation != "none":  # comparing NaN is False
-            self._outside.note(start, np.logical_or.reduce([(one < 0) | (one > 1) for one in columns]))
+            wrong[_OUTSIDE] = np.logical_or.reduce([(one < 0) | (one > 1) for one in columns])
         if self._activation == "softmax":
             with np.errstate(invalid="ignore"):  # infinite values
-                self._other_sums.note(start, np.abs(_sums(values) - 1) > _SUM_TOLERANCE)
+                wrong[_OTHER_SUMS] = np.abs(_sums(values) - 1) > _SUM_TOLERANCE
+        for what, is_wrong in wrong.items():
+            if len(rows := np.flatnonzero(is_wrong)):
+                count, first = self._bad.get(what, (0, start + int(rows[0])))
+                self._bad[what] = count + len(rows), first
         is_present: npt.NDArray[np.bool_] = ~missing
         return is_present
 
@@ -88,13 +81,11 @@ class RowCheck:
         Raises:
             MergeError: values that are not finite, below 0 or above 1, or that do not sum to 1; the first is named.
         """
-        if self._not_finite.count:
-            what = "infinite values or NaN in part" if self._may_lack_rows else "no finite number"
-            self._raise(self._not_finite, what)
-        if self._outside.count:
-            self._raise(self._outside, "values below 0 or above 1")
-        if self._other_sums.count:
-            self._raise(self._other_sums, "values that do not sum to 1")
+        for what in (_IN_PART, _NOT_FINITE, _OUTSIDE, _OTHER_SUMS):
+            if what in self._bad:
+                count, first = self._bad[what]
+                where = f"{plural(count, 'row')} with {what}, the first is id {self._ids[first]}"
+                raise MergeError(f"{self._source}: {where}; {self._advice}")
 
     def _is_all_good(self, values: npt.NDArray[np.float64]) -> bool:
         """By a few passes over columns that lie in one piece; False where there is a closer look to take."""
@@ -106,12 +97,6 @@ class RowCheck:
             return True
         sums = _sums(values)
         return bool(sums.min() >= 1 - _SUM_TOLERANCE and sums.max() <= 1 + _SUM_TOLERANCE)
-
-    def _raise(self, bad: _Bad, what: str) -> None:
-        raise MergeError(
-            f"{self._source}: {plural(bad.count, 'row')} with {what}, the first is id {self._ids[bad.first]}; "
-            f"{self._advice}"
-        )
 
 
 def _sums(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -23,8 +23,7 @@ from ensemble.common.errors import MergeError
 from ensemble.common.files import atomic_path
 from ensemble.common.text import plural
 from ensemble.data.csv_file import csv_cells, csv_lines, header_line
-from ensemble.data.disk_rows import SpilledRows
-from ensemble.data.predictions_csv import PredictionsReader, WantedRows
+from ensemble.data.predictions_csv import PredictionsReader, SpilledRows
 from ensemble.merging.blocks import MergedMember, RowSource, block_spans, merge_blocks
 from ensemble.merging.methods import merge_method
 from ensemble.merging.methods.base import Members
@@ -117,7 +116,7 @@ class Merge:
             for start, stop in block_spans(table.rows, len(self._labels)):
                 yield start, np.full((stop - start, len(self._labels)), np.nan, order="F")
             return
-        wanted, folder = WantedRows(table.ids), self._rundir.work_dir
+        folder = self._rundir.work_dir
         sealed = sum(one.predictions is not None for one in inputs)
         sources: list[RowSource] = []
         for one in inputs:
@@ -125,7 +124,9 @@ class Merge:
                 sources.append(SpilledRows(one.gathered(), folder))
             else:
                 id_column = self._config.data.id_column
-                reader = PredictionsReader(one.predictions, id_column, self._labels, wanted, folder, sealed)
+                reader = PredictionsReader(
+                    one.predictions, id_column, self._labels, table.ids, folder, sealed
+                )
                 sources.append(reader)
             opened.callback(sources[-1].close)
         names = tuple(one.name for one in inputs)
@@ -241,7 +242,7 @@ class Merge:
         written = self._rundir.submission
         if whole is not None:
             with atomic_path(written) as temporary:
-                sample.write(temporary, self._table.ids, whole, config.limit is not None)
+                sample.write(temporary, self._table.ids, whole)
         # A trial on the first rows must not take the place of a real submission.
         if config.submission.path is not None and config.limit is None:
             config.submission.path.parent.mkdir(parents=True, exist_ok=True)

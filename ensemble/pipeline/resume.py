@@ -33,7 +33,7 @@ from ensemble.common.shards import (
 )
 from ensemble.common.text import plural
 from ensemble.config import MemberConfig
-from ensemble.data.row_digests import RowDigests
+from ensemble.data.digests import RowDigests
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.fingerprint import Fingerprint, member_fingerprint
 from ensemble.pipeline.reuse import matches, sources, write_row_file, write_rows

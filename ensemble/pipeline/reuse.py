@@ -27,7 +27,7 @@ from ensemble.common.shards import (
     parts_in,
     rows_with_reasons,
 )
-from ensemble.data.row_digests import DIGEST_BYTES, RowDigests, find_rows
+from ensemble.data.digests import DIGEST_BYTES, RowDigests, find_rows
 from ensemble.pipeline.fingerprint import Fingerprint
 from ensemble.pipeline.run_dir import RunDir
 

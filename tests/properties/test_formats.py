@@ -1,4 +1,4 @@
-"""Whatever JSON lines and Parquet hold: what json and pyarrow find in it, or sentences that say what to mend."""
+"""Whatever JSON lines and Parquet hold: what json and pyarrow find in it, or sentences that say what to fix."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ensemble.data.csv_file import write_csv
 from ensemble.data.submission import read_sample
-from tests.merge.reading import read_checked
+from tests.merging.reading import read_checked
 from tests.properties import cells
 from tests.sampling import tries
 
@@ -112,7 +112,7 @@ def test_a_submission_is_the_sample_with_other_numbers(
     assert sample.problems(table_ids, limited=True) == ()
     assert bool(sample.problems(table_ids, limited=False)) == bool(extra)
     values = np.random.default_rng(0).random((len(ids), len(labels)))
-    sample.write(target, table_ids, values, limited=True)
+    sample.write(target, table_ids, values)
     found_header, *found = by_csv_module(target)
     assert found_header == sample_header
     assert [row[sample_header.index(id_column)] for row in found] == [

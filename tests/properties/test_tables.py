@@ -1,4 +1,4 @@
-"""Whatever a table's cells hold, and in whatever format: its very cells, or sentences that say what to mend."""
+"""Whatever a table's cells hold, and in whatever format: its very cells, or sentences that say what to fix."""
 
 from __future__ import annotations
 

@@ -40,9 +40,8 @@ class GeometricMean(MergeMethod):
             logs = (np.maximum(log(values), smallest) for values in block.probabilities)
             return weighted_mean(weights, logs, block.is_present)
 
-        with np.errstate(
-            divide="ignore", over="ignore"
-        ):  # log 0 is -inf, and exp of much is inf: both are meant
+        # log 0 is -inf, and exp of much is inf: both are meant.
+        with np.errstate(divide="ignore", over="ignore"):
             if all(activation == "softmax" for activation in self.members.activations):
                 logs = mean_log(np.log)
                 ruled_out = np.isneginf(logs).all(axis=1)

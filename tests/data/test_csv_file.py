@@ -226,7 +226,7 @@ def test_cells_that_are_not_utf8_are_named(tmp_path: Path) -> None:
 def test_a_quote_that_never_closes(tmp_path: Path) -> None:
     start = "id,t\n" + '1,"two\nlines"\n' * 100
     message = problem(written(tmp_path / "x.csv", start + '2,"open\n' + "3,x\n" * 500_000))
-    assert "a quote opens in row 101 and never closes" in message
+    assert "a quote opens in row 101 and never closes; check the quotes in x.csv" in message
     # A file that was cut short inside of a quote also lacks the cells that follow.
     assert "opens in row 1 and never closes" in problem(written(tmp_path / "z.csv", 'id,t,u\n1,"cut'))
     path = written(tmp_path / "y.csv", start + '2,5" pipe\n')
@@ -237,3 +237,9 @@ def test_did_you_mean() -> None:
     assert did_you_mean("Prompt ", ["prompt", "response"]) == " (did you mean 'prompt'?)"
     assert did_you_mean("zzz", ["prompt"]) == ""
     assert did_you_mean("x", []) == ""
+
+
+def test_a_header_longer_than_a_block_and_no_row(tmp_path: Path) -> None:
+    names = [f"column {number}" for number in range(60_000)]
+    path = written(tmp_path / "x.csv", ",".join(names) + "\n")
+    assert read_text_csv(path, ["column 7"]).to_pydict() == {"column 7": []}

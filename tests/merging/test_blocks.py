@@ -17,8 +17,7 @@ from ensemble.common.errors import MergeError
 from ensemble.common.protocol import Activation
 from ensemble.config import EnsembleConfig
 from ensemble.data.csv_file import write_csv
-from ensemble.data.disk_rows import SpilledRows
-from ensemble.data.predictions_csv import PredictionsReader, WantedRows
+from ensemble.data.predictions_csv import PredictionsReader, SpilledRows
 from ensemble.merging.blocks import MergedMember, RowSource, block_spans, merge_blocks
 from ensemble.merging.methods import merge_method
 from ensemble.merging.methods.base import Block, Members, MergeMethod
@@ -60,11 +59,10 @@ def merge(
 ) -> tuple[Values, list[int]]:
     """The merged rows, and how many rows each member gave."""
     table_ids = pa.chunked_array([pa.array(ids[:50_000]), pa.array(ids[50_000:])])
-    wanted = WantedRows(table_ids)
     members: list[MergedMember] = []
     with ThreadPoolExecutor(2) as pool, ExitStack() as opened:
         readers = [
-            PredictionsReader(source, "id", LABELS, wanted, folder) if isinstance(source, Path) else source
+            PredictionsReader(source, "id", LABELS, table_ids, folder) if isinstance(source, Path) else source
             for source in sources
         ]
         for reader in readers:
@@ -177,17 +175,17 @@ def test_what_does_not_fit_is_found_in_the_first_pass(ids: list[str], tmp_path: 
 def broken_files(ids: list[str], folder: Path) -> Iterator[tuple[Path, str]]:
     values = values_of(1)
     less = write(folder / "less.csv", ids[:-1], values[:-1])
-    yield less, r"less.csv: 1 id missing .'row 69989'."
+    yield less, r"less.csv: 1 id of the table missing .'row 69989'."
     more = write(folder / "more.csv", [*ids, "other"], np.vstack([values, values[:1]]))
     yield more, r"more.csv: 1 id not in the table .'other'."
     twice = write(folder / "twice.csv", [*ids[:-1], ids[60_000]], values)
-    yield twice, r"1 id more than once .'row 59990'.; 1 id missing .'row 69989'."
+    yield twice, r"(?s)1 id more than once .'row 59990'.*1 id of the table missing .'row 69989'."
     text = write(folder / "text.csv", ids, values)
     text.write_text(text.read_text().rpartition(",")[0] + ",x\n")
-    yield text, "text.csv: cannot be read"
+    yield text, "text.csv: row 70,000: 'x' in column 'c' is no number"
     gap = write(folder / "gap.csv", ids, values)
     gap.write_text(gap.read_text().rpartition(",")[0] + ",\n")
-    yield gap, "member 1: 1 row with no finite number, the first is id row 69989"
+    yield gap, "gap.csv: row 70,000: '' in column 'c' is no number"
     outside = values.copy()
     outside[[5, 40_000, 69_999], 0] += 2
     path = write(folder / "outside.csv", ids, outside)

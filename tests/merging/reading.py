@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ensemble.data.predictions_csv import PredictionsReader, WantedRows
+from ensemble.data.predictions_csv import PredictionsReader
 from ensemble.merging.row_checks import RowCheck
 
 
@@ -17,9 +17,9 @@ def read_checked(
     path: Path, id_column: str, labels: Sequence[str], ids: Sequence[str], rows_at_once: int = 3
 ) -> npt.NDArray[np.float64]:
     """All rows, in the order of ``ids``: float64 [rows, labels]."""
-    wanted = WantedRows(pa.chunked_array([pa.array(ids[:2], pa.string()), pa.array(ids[2:], pa.string())]))
-    reader = PredictionsReader(path, id_column, labels, wanted, path.parent)
-    check = RowCheck(str(path), "none", wanted.ids, may_lack_rows=False)
+    table_ids = pa.chunked_array([pa.array(ids[:2], pa.string()), pa.array(ids[2:], pa.string())])
+    reader = PredictionsReader(path, id_column, labels, table_ids, path.parent)
+    check = RowCheck(str(path), "none", table_ids, may_lack_rows=False)
     values = np.empty((len(ids), len(labels)), order="F")
     try:
         for start in range(0, len(ids), rows_at_once):

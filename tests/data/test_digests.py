@@ -12,10 +12,10 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from ensemble.data.digest import column_digest
+from ensemble.data.digests import column_digest
 from ensemble.data.input_file import JSON_MARK
 from ensemble.data.table import InputTable, read_table
-from tests.tables.test_table import needs, write_rows
+from tests.data.test_table import needs, write_rows
 
 DAY = datetime.date(2024, 2, 29)
 # No two of them are the same to a member that reads them.

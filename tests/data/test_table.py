@@ -223,14 +223,6 @@ def test_published_batches_and_chunks(tmp_path: Path) -> None:
     assert sum(sizes) == rows
 
 
-def test_bad_utf8_and_bad_json_together(tmp_path: Path) -> None:
-    path = tmp_path / "x.csv"
-    path.write_bytes(b'id,text\n1,"[""\xe9""]"\n2,[\n')
-    encoding, broken = problems(path, needs(json_columns=("text",)))
-    assert "1 cell not in UTF-8, the first in row 1" in encoding
-    assert "broken JSON in 1 row; row 2 (id '2')" in broken
-
-
 def test_compressed_tabs(tmp_path: Path) -> None:
     path = tmp_path / "x.tsv.gz"
     path.write_bytes(gzip.compress(b"id\ttext\n1\ta,b\n"))
