@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def _ours(folder: Path) -> Callable[[], object]:
-    """From sealed predictions to files, as a run does it whose members are done."""
+    """From complete predictions to files, as a run does it whose members are done."""
     from ensemble.pipeline.load import load as load_config
     from ensemble.pipeline.results import Handover
     from ensemble.pipeline.resume import find_works
@@ -25,7 +25,7 @@ def _ours(folder: Path) -> Callable[[], object]:
     prepared = prepare(load_config(folder.with_suffix(".yaml")))
     rundir = RunDir(prepared.config.output_dir)
     works = find_works(prepared, rundir, lambda text: None)
-    assert all(work.is_sealed for work in works.values())
+    assert all(work.is_complete for work in works.values())
     prepared.table.forget_columns()
     handover = Handover(prepared, rundir, works)
     states = [MemberState.of(member) for member in prepared.plan.members]

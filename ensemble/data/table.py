@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 
 from ensemble.common.errors import DataError
 from ensemble.common.text import did_you_mean, listed, plural, quoted
-from ensemble.data.cells import cell_lengths, is_binary, loaded_cell, python_cells
+from ensemble.data.cells import cell_lengths, is_binary, loaded_cell, malloc_for_arrow, python_cells
 from ensemble.data.digest import rows_digest
 from ensemble.data.formats import read_contents
 from ensemble.data.input_file import Contents, Wanted, is_json_field, is_text, missing_column, shown_type
@@ -162,13 +162,8 @@ def read_table(path: Path, needs: TableNeeds) -> InputTable:
         DataError: with every problem found.  A broken structure (see ``readers.read_contents``) is reported
             alone, because nothing after it can be counted on.
     """
-    before = pa.default_memory_pool()
-    # pyarrow's own holds on to about 100 MB more than malloc for a table of a million rows.
-    pa.set_memory_pool(pa.system_memory_pool())
-    try:
+    with malloc_for_arrow():
         return _read_checked(path, needs)
-    finally:
-        pa.set_memory_pool(before)
 
 
 def _read_checked(path: Path, needs: TableNeeds) -> InputTable:

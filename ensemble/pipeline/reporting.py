@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from ensemble import __version__
 from ensemble.common.gpus import Device
-from ensemble.pipeline.results import Results
+from ensemble.pipeline.merge import Results
 from ensemble.pipeline.resume import MemberWork
 from ensemble.pipeline.run_report import (
     MemberReport,
@@ -28,6 +29,9 @@ from ensemble.planning.forecast import total_seconds
 from ensemble.planning.time_limit import calibrated
 from ensemble.scheduling.device_pool import DevicePool
 from ensemble.scheduling.state import Failure, Gap, MemberState, WorkerRecord
+
+# What a worker reports as it has said it when it was ready.
+_OF_READY = ("dtype", "attn_implementation", "parameters", "max_length", "token_budget")
 
 
 def report_of(
@@ -51,7 +55,7 @@ def report_of(
         seconds: since the run began.
         left_out: members that the others were merged without.
     """
-    loaded, gpus = prepared.loaded, prepared.outlook.gpus
+    loaded, gpus, libc = prepared.loaded, prepared.outlook.gpus, "".join(platform.libc_ver())
     # The parent never imports torch; the workers say what they ran with.
     versions = next((one.versions for state in members for one in state.workers if one.versions), {})
     report = RunReport(
@@ -64,7 +68,8 @@ def report_of(
         },
         written_at=datetime.now(UTC).isoformat(timespec="seconds"),
         seconds_left=_seconds_left(prepared, members) if status == "running" else None,
-        platform=_platform(),
+        # As platform.platform() has it, which starts a process (uname -p) to know less.
+        platform="-".join((platform.system(), platform.release(), platform.machine(), "with", libc)),
         devices=gpus or (Device("cpu", _cpu_name(), None, 0, 0),),
         driver_version=prepared.inventory.driver_version,
         rows=prepared.table.rows,
@@ -102,12 +107,6 @@ def speed_report(state: MemberState) -> SpeedReport:
     return SpeedReport(speed.startup_seconds or None, speed.seconds_per_work or None)
 
 
-def _platform() -> str:
-    # As platform.platform() has it, which starts a process (uname -p) to know less.
-    libc = "".join(platform.libc_ver())
-    return "-".join((platform.system(), platform.release(), platform.machine(), "with", libc))
-
-
 def _cpu_name() -> str:
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
@@ -117,9 +116,20 @@ def _cpu_name() -> str:
 
 
 def _member(state: MemberState, work: MemberWork | None) -> MemberReport:
-    plan, counters = state.plan, state.counters
+    plan, counters, needed, forecast = state.plan, state.counters, state.plan.placement.footprint, None
+    if needed is not None:
+        budgets = [record.ready.token_budget for record in state.workers if record.ready is not None]
+        tokens = max(filter(None, budgets), default=needed.width)
+        forecast = MemoryForecast(
+            parameters=needed.weights.parameters,
+            weight_bytes=needed.weights.bytes,
+            context_bytes=needed.context_bytes,
+            peak_bytes=needed.peak_bytes(plan.gpus, tokens),
+            token_budget=tokens,
+            width=needed.width,
+        )
     # Of a member that an earlier run did, what that run's workers did.
-    is_reused = work is not None and work.is_sealed and not state.workers
+    is_reused = work is not None and work.is_complete and not state.workers
     return MemberReport(
         name=plan.name,
         phase=state.phase,
@@ -129,12 +139,12 @@ def _member(state: MemberState, work: MemberWork | None) -> MemberReport:
         replicas=plan.replicas,
         first_replicas=plan.first_replicas,
         fingerprint=work.fingerprint.digest if work is not None else None,
-        reused_rows=state.reused_rows,
+        reused_rows=0 if work is not None and work.is_new else state.reused_rows,
         taken_over=dict(work.taken) if work is not None else {},
         work=work.worked if work is not None and is_reused else plan.work * state.computed_cost,
         computed_as=plan.model.computed_as,
         speed=speed_report(state),
-        forecast=_forecast(state),
+        forecast=forecast,
         progress=ProgressReport(
             rows_done=state.rows_done,
             share=round(state.fraction, 4),
@@ -181,24 +191,9 @@ def _seconds_left(prepared: Prepared, members: Sequence[MemberState]) -> float |
     return round(total_seconds(jobs, places), 3)
 
 
-def _forecast(state: MemberState) -> MemoryForecast | None:
-    needed = state.plan.placement.footprint
-    if needed is None:
-        return None
-    budgets = [record.ready.token_budget for record in state.workers if record.ready is not None]
-    tokens = max(filter(None, budgets), default=needed.width)
-    return MemoryForecast(
-        parameters=needed.weights.parameters,
-        weight_bytes=needed.weights.bytes,
-        context_bytes=needed.context_bytes,
-        peak_bytes=needed.peak_bytes(state.plan.gpus, tokens),
-        token_budget=tokens,
-        width=needed.width,
-    )
-
-
 def _worker(record: WorkerRecord) -> WorkerReport:
     ready, closed = record.ready, record.closed
+    as_ready: dict[str, Any] = {name: getattr(ready, name, None) for name in _OF_READY}
     return WorkerReport(
         replica=record.replica,
         devices=tuple(record.devices),
@@ -213,13 +208,9 @@ def _worker(record: WorkerRecord) -> WorkerReport:
         peak_memory_bytes=closed.peak_memory_bytes if closed else None,
         peak_gpu_memory_bytes=closed.peak_gpu_memory_bytes if closed else None,
         device_name=ready.device if ready else None,
-        dtype=ready.dtype if ready else None,
-        attn_implementation=ready.attn_implementation if ready else None,
-        parameters=ready.parameters if ready else None,
-        max_length=ready.max_length if ready else None,
-        token_budget=ready.token_budget if ready else None,
         notes=ready.notes if ready else (),
         log=record.log_path,
+        **as_ready,
         **record.counters.rounded(3),
     )
 

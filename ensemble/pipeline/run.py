@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -13,12 +15,20 @@ import numpy as np
 
 from ensemble.common.clock import Watch, boot_seconds
 from ensemble.common.errors import DataError, Interrupted, MergeError, WriteError
-from ensemble.common.files import atomic_path, file_state, remove_temporary_files, sync_directory, write_text
+from ensemble.common.files import (
+    FileState,
+    atomic_path,
+    file_state,
+    remove_temporary_files,
+    sync_directory,
+    write_text,
+)
 from ensemble.common.gpus import Device
+from ensemble.common.protocol import CommonSpec, Start, WorkerSpec
 from ensemble.common.shards import order_path
 from ensemble.common.text import duration, plural, shown_path
 from ensemble.config import LoadedConfig
-from ensemble.pipeline.launch import WorkerStarts
+from ensemble.members.registry import member_kind
 from ensemble.pipeline.reporting import report_of, worker_reports
 from ensemble.pipeline.results import Handover
 from ensemble.pipeline.resume import MemberWork, find_works, refuse_trial, write_bad_rows
@@ -108,6 +118,7 @@ class _Run:
         self._works: dict[str, MemberWork] = {}
         self._not_given: dict[str, Failure] = {}
         self._handover = Handover(prepared, rundir, self._works)
+        self._offload_folders: list[Path] = []
         self._status: Status = "failed"
         self._members: list[MemberState] = []
         self._left_out: list[Failure] = []
@@ -125,22 +136,22 @@ class _Run:
         try:
             if config.time_limit is not None and config.hash_weights and not rundir.ensemble.exists():
                 handover.merge([])  # to read all weights can take minutes
-            self._works.update(find_works(self._prepared, rundir, self._display.say))
+            self._works.update(find_works(self._prepared, rundir, self.say))
             self._take_given()
             self._plan_what_is_left()
             self._report("running").write(rundir.run_json)
-            if self._is_work_left:
+            is_work_left = any(state.pending for state in self._members)
+            if is_work_left:
                 rundir.forget_results()
             loaded = self._prepared.loaded
             write_text(rundir.config, loaded.redactor(loaded.text))
-            reserve = self._first_submission()
-            if self._is_work_left:
+            reserve = self._first_submission() if is_work_left else 0.0
+            if is_work_left:
                 self._wait_for_room(reserve)
                 self._publish()
             self._run_members(reserve)
-            self._hand_over()
-            self._look_at_table()
-            self._reckon(reserve)
+            self._merge()
+            self._look_back(reserve)
         except Interrupted as stopped:
             self._status = "interrupted"
             log.warning("interrupted: %s", stopped)
@@ -151,24 +162,27 @@ class _Run:
                 with contextlib.nullcontext() if self._status in MERGED else contextlib.suppress(WriteError):
                     handover.results.files["report"] = rundir.run_json
                     self._report().write(rundir.run_json)
-        if self._status == "complete" and not self._left_out:  # who was left out can go on from its parts
-            rundir.remove_work(self._done_folders())
+        if self._status == "complete" and not self._left_out:  # who was left out can resume from its shards
+            # Not those of members that this config leaves out, which another run may resume; of a trial its own.
+            done = [work.shards_dir for work in self._works.values()]
+            for name, work in self._works.items() if config.limit is None else ():
+                done += rundir.shards_dirs(name)
+                done += [rundir.root / place for place in work.taken if place.startswith("work/")]
+            rundir.remove_work(done)
         return self._report()
 
-    def _done_folders(self) -> Iterator[Path]:
-        """The folders of parts that nobody needs any more.
-
-        Not those of members that this config leaves out, which another run may resume; of a trial only its own.
-        """
-        for name, work in self._works.items():
-            yield work.parts_dir
-            if self._config.limit is None:
-                yield from self._rundir.parts_dirs(name)
-                yield from (self._rundir.root / place for place in work.taken if place.startswith("work/"))
-
-    @property
-    def _is_work_left(self) -> bool:
-        return any(state.pending for state in self._members)
+    def _take_given(self) -> None:
+        """Write the predictions of members that need no worker: first, so that the first submission has them."""
+        for member in self._prepared.plan.members:
+            if member.needs_worker or self._works[member.name].is_complete:
+                continue
+            self._signals.check()
+            self._rundir.forget_results()
+            try:
+                self._handover.write_given(member)
+            except (DataError, MergeError) as error:
+                log.error("%s failed: %s", member.name, error)
+                self._not_given[member.name] = Failure(member.name, "; ".join(error.problems))
 
     def _plan_what_is_left(self) -> None:
         outlook = self._prepared.outlook
@@ -186,27 +200,14 @@ class _Run:
             if (failure := self._not_given.get(state.plan.name)) is not None:
                 state.fail(failure)
 
-    def _take_given(self) -> None:
-        """Seal the predictions of members that need no worker: first, so that the first submission has them."""
-        for member in self._prepared.plan.members:
-            if member.needs_worker or self._works[member.name].is_sealed:
-                continue
-            self._signals.check()
-            self._rundir.forget_results()
-            try:
-                self._handover.write_given(member)
-            except (DataError, MergeError) as error:
-                log.error("%s failed: %s", member.name, error)
-                self._not_given[member.name] = Failure(member.name, "; ".join(error.problems))
-
     def _first_submission(self) -> float:
         """Under a time limit: a submission of what there is; returns the seconds to keep for the last one."""
         limit = self._config.time_limit
-        if limit is None or not self._is_work_left:
+        if limit is None:
             return 0.0
         began = self._clock()
         self._handover.merge([one for one in self._members if self._works[one.plan.name].is_done.any()])
-        self._display.say(
+        self.say(
             f"time limit {duration(limit)}: a first submission is written; rows that no member reaches are filled "
             f"in (fill: {self._config.fill})"
         )
@@ -215,13 +216,13 @@ class _Run:
     def _wait_for_room(self, reserve: float) -> None:
         limit = self._config.time_limit
         left = math.inf if limit is None else self._began + limit - reserve - self._clock()
-        prepared, say = self._prepared, self._display.say
-        outlook = wait_for_room(prepared.outlook, prepared.launcher, say, left)
+        prepared = self._prepared
+        outlook = wait_for_room(prepared.outlook, prepared.launcher, self.say, left)
         if outlook is not prepared.outlook:
             self._prepared = replace(prepared, outlook=outlook)
             self._plan_what_is_left()
         for text in filter(None, (*outlook.plan.warnings, outlook.plan.why)):
-            say(text)
+            self.say(text)
 
     def _publish(self) -> None:
         rundir, prepared = self._rundir, self._prepared
@@ -230,14 +231,13 @@ class _Run:
         for member in prepared.plan.members:
             work = self._works[member.name]
             if member.chunks:
-                work.make_parts_dir()
-                with atomic_path(order_path(work.parts_dir)) as temporary, temporary.open("wb") as file:
+                work.make_shards_dir()
+                with atomic_path(order_path(work.shards_dir)) as temporary, temporary.open("wb") as file:
                     np.save(file, member.order)
         sync_directory(rundir.work_dir)  # so that the new folders are there after a power cut
 
     def _run_members(self, reserve: float) -> None:
         config, display, prepared = self._config, self._display, self._prepared
-        self._starts = WorkerStarts(prepared, self._rundir, self._works)
         prepared.table.forget_columns()  # the workers have them now
         gpus, launcher = prepared.outlook.gpus, prepared.launcher
         self._pool = DevicePool(
@@ -259,12 +259,26 @@ class _Run:
         finally:
             display.stop()
             launcher.close()
-            self._starts.remove_offloaded()
+            for folder in self._offload_folders:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def worker_start(
         self, member: MemberPlan, replica: int, devices: Sequence[Device], preload_bytes: int
     ) -> WorkerStart:
-        return self._starts(member, replica, devices, preload_bytes)
+        work, folder = self._works[member.name], None
+        if member.request.offload_folder is not None:
+            # transformers names its files there after parameters, which are alike in every model.
+            folder = member.request.offload_folder / f"{member.name}-{replica}-{os.getpid()}"
+            folder.mkdir(parents=True)
+            self._offload_folders.append(folder)
+        files = {path: seen.state for path, seen in work.files.items()}
+        spec = worker_spec(self._prepared, self._rundir, member, work.shards_dir, folder, files)
+        return WorkerStart(
+            command=Start(spec, preload_bytes),
+            devices=tuple(devices),
+            environment=member_kind(member.model).environment() if devices else {},
+            log=self._rundir.log(member.name, replica),
+        )
 
     def on_bad_rows(self, state: MemberState) -> None:
         write_bad_rows(self._works[state.plan.name], state.bad_rows)
@@ -281,43 +295,39 @@ class _Run:
                 self._report("running").write(self._rundir.run_json)
         self._signals.check()
 
-    def _hand_over(self) -> None:
+    def _merge(self) -> None:
         """Merge what may be merged."""
         good = [state for state in self._members if state.failure is None]
         failures = [state.failure for state in self._members if state.failure is not None]
         may_go_on = self._config.on_member_failure == "continue"
         is_timed = self._config.time_limit is not None
-        counts = any(state.plan.model.weight for state in good)
-        if not counts or not all(failure.is_dropped or may_go_on for failure in failures):
-            if is_timed and any(state.rows_done and state.plan.model.weight for state in good):
+        counting = [state for state in good if state.plan.model.weight]
+        if not counting or not all(failure.is_dropped or may_go_on for failure in failures):
+            if is_timed and any(state.rows_done for state in counting):
                 self._handover.merge(good)  # better than the first submission, which is there in any case
                 names = ", ".join(failure.member for failure in failures)
-                self._display.say(f"the submission holds what there is, without {names}")
+                self.say(f"the submission holds what there is, without {names}")
             return
         self._handover.merge(good)
         self._left_out = failures
-        # One whose CSV was not written in time has its parts, which must stay.
-        unfinished = is_timed and not all(self._works[state.plan.name].is_sealed for state in good)
+        # One whose CSV was not written in time has its shards, which must stay.
+        unfinished = is_timed and not all(self._works[state.plan.name].is_complete for state in good)
         self._status = "time_limit" if unfinished else "complete"
 
-    def _reckon(self, reserve: float) -> None:
-        """Say where the time went of a limit that left none to compute anything."""
-        limit = self._config.time_limit
+    def _look_back(self, reserve: float) -> None:
+        """Say that the table changed, and where the time went of a limit that left none to compute anything."""
+        path, limit = self._config.data.path, self._config.time_limit
+        if file_state(path) != self._prepared.table_state:
+            self.say(
+                f"{shown_path(path)} changed during the run; the results are of the rows as they were read at its "
+                "start: run the same command again for the rows that are new"
+            )
         # What a worker wrote in its last moment counts, though nobody heard of it.
         reached = self._handover.results.merged_rows
         has_got_further = any(reached.get(one.plan.name, 0) > one.reused_rows for one in self._members)
         if limit is not None and self._status == "time_limit" and not has_got_further:
             self._reckoning = time_limit_text(self._members, limit, self._before_seconds, reserve)
             log.warning("%s", self._reckoning)
-
-    def _look_at_table(self) -> None:
-        """Say that the table changed: what was made is of the rows that were read, once, at the beginning."""
-        path = self._config.data.path
-        if file_state(path) != self._prepared.table_state:
-            self._display.say(
-                f"{shown_path(path)} changed during the run; the results are of the rows as they were read at its "
-                "start: run the same command again for the rows that are new"
-            )
 
     def _report(self, status: Status | None = None) -> RunReport:
         self._reported_at = self._clock()
@@ -333,6 +343,42 @@ class _Run:
             seconds=self._clock() - self._began,
             reckoning=self._reckoning,
         )
+
+
+def worker_spec(
+    prepared: Prepared,
+    rundir: RunDir,
+    member: MemberPlan,
+    shards_dir: Path,
+    offload_folder: Path | None,
+    files: Mapping[str, FileState],
+) -> WorkerSpec:
+    """What a worker is told of its member; ``offload_folder`` is for it alone, ``files`` must stay as they are."""
+    kind, inspected = member_kind(member.model), prepared.inspected[member.name]
+    cpu_threads = None  # torch's own choice
+    if member.replicas > 1:
+        cpu_threads = max(1, len(os.sched_getaffinity(0)) // member.replicas)
+    # A worker's share of a GPU that it does not have to itself, without what CUDA takes of it.
+    memory_limit = None
+    if member.gpus and (sharing := prepared.config.max_workers_per_gpu) > 1:
+        gpus = [gpu for gpu in prepared.outlook.gpus if gpu.uuid in member.placement.devices]
+        memory_limit = min(gpu.total_bytes - gpu.used_bytes for gpu in gpus) // sharing
+        if (needed := member.placement.footprint) is not None:
+            memory_limit -= needed.context_bytes
+    common = CommonSpec(
+        labels=prepared.config.labels,
+        activation=inspected.activation,
+        gpus=member.gpus,
+        cpu_threads=cpu_threads,
+        memory_limit_bytes=memory_limit,
+        seed=prepared.config.seed,
+        table_path=str(rundir.table.resolve()),
+        order_path=str(order_path(shards_dir).resolve()),
+        parts_dir=str(shards_dir.resolve()),
+        files=dict(files),
+    )
+    settings = kind.worker_settings(inspected, member.placement, offload_folder)
+    return WorkerSpec(common, kind.child, dict(settings))
 
 
 def _opening(prepared: Prepared) -> Iterator[str]:

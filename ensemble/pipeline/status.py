@@ -75,12 +75,12 @@ class RunStatus:
 
 def _member(rundir: RunDir, rows: int, member: MemberReport, age: float, is_running: bool) -> MemberStatus:
     name, fingerprint, progress = member.name, str(member.fingerprint), member.progress
-    made_of = Fingerprint.from_dict(read_json(rundir.seal(name)).get("fingerprint"))
+    made_of = Fingerprint.from_dict(read_json(rundir.manifest(name)).get("fingerprint"))
     if made_of is not None and made_of.digest == fingerprint and rundir.predictions(name).is_file():
         state, done = "done", rows
     else:
         state = "failed" if member.failure else member.phase if is_running else "unfinished"
-        done = min(part_rows(rundir.parts_dir(name, fingerprint)), rows)
+        done = min(part_rows(rundir.shards_dir(name, fingerprint)), rows)
     if is_running:  # a chunk in hand counts as far as it has come
         done = min(max(done, progress.rows_done), rows)
     seconds, left = progress.seconds, progress.seconds_left
