@@ -28,8 +28,7 @@ from ensemble.members.huggingface.checkpoint.adapter_files import inspect_adapte
 from ensemble.members.huggingface.checkpoint.inspect import inspect_checkpoint
 from ensemble.members.huggingface.checkpoint.remote_code import Trust
 from ensemble.pipeline.load import load as load_config
-from ensemble.pipeline.run_dir import RunDir, hold, holder
-from ensemble.pipeline.run_log import logging_to
+from ensemble.pipeline.run_dir import RunDir, hold, holder, logging_to
 from ensemble.pipeline.validate import prepare
 from tests.checkpoints import make_adapter, make_base
 from tests.project import LABELS, ROOT, Project

@@ -6,9 +6,10 @@ other uses for pandas and for numpy's threads.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -43,15 +44,17 @@ def keep_pandas_out() -> None:
         sys.meta_path.remove(finder)
 
 
-def import_numpy() -> None:
-    """Import numpy without a thread per CPU for its matrices; call before any other import of it.
+@contextlib.contextmanager
+def one_thread_for_numpy() -> Iterator[None]:
+    """If numpy is imported within, it gets no thread per CPU for its matrices.
 
     What the user set in the environment holds.
     """
     if _THREADS in os.environ:
+        yield
         return
     os.environ[_THREADS] = "1"  # read once, when the library is loaded
     try:
-        import numpy  # noqa: F401
+        yield
     finally:
         del os.environ[_THREADS]  # workers inherit this environment, and have matrices to multiply

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from ensemble import __version__
 from ensemble.common.gpus import Device
-from ensemble.pipeline.merge import Results
+from ensemble.pipeline.results import Results
 from ensemble.pipeline.resume import MemberWork
 from ensemble.pipeline.run_report import (
     MemberReport,
@@ -30,70 +30,76 @@ from ensemble.planning.time_limit import calibrated
 from ensemble.scheduling.device_pool import DevicePool
 from ensemble.scheduling.state import Failure, Gap, MemberState, WorkerRecord
 
-# What a worker reports as it has said it when it was ready.
-_OF_READY = ("dtype", "attn_implementation", "parameters", "max_length", "token_budget")
 
+@dataclass
+class RunState:
+    """A run as it stands.
 
-def report_of(
-    *,
-    status: Status,
-    prepared: Prepared,
-    members: Sequence[MemberState],
-    works: Mapping[str, MemberWork],
-    pool: DevicePool | None,
-    gaps: Sequence[Gap],
-    results: Results,
-    left_out: Sequence[Failure],
-    seconds: float,
-    reckoning: str,
-) -> RunReport:
-    """The report of a run as it stands; no text in it is a secret.
-
-    Args:
+    Attributes:
+        began: when, by ``clock``, in seconds.
         works: by member name, as far as it is known yet.
         pool: None before there is one.
-        seconds: since the run began.
         left_out: members that the others were merged without.
+        reckoning: see ``RunReport``.
     """
-    loaded, gpus, libc = prepared.loaded, prepared.outlook.gpus, "".join(platform.libc_ver())
-    # The parent never imports torch; the workers say what they ran with.
-    versions = next((one.versions for state in members for one in state.workers if one.versions), {})
-    report = RunReport(
-        status=status,
-        pid=os.getpid(),
-        versions={
-            "ensemble": __version__,
-            "python": platform.python_version(),
-            **{name: version for name, version in versions.items() if version},
-        },
-        written_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        seconds_left=_seconds_left(prepared, members) if status == "running" else None,
-        # As platform.platform() has it, which starts a process (uname -p) to know less.
-        platform="-".join((platform.system(), platform.release(), platform.machine(), "with", libc)),
-        devices=gpus or (Device("cpu", _cpu_name(), None, 0, 0),),
-        driver_version=prepared.inventory.driver_version,
-        rows=prepared.table.rows,
-        null_texts=dict(prepared.table.null_texts),
-        timing={"total_seconds": round(seconds, 3)},
-        idle_gaps=tuple(gaps),
-        releases=tuple(pool.releases) if pool else (),
-        device_memory=dict(pool.curves) if pool else {},
-        members=tuple(_member(state, works.get(state.plan.name)) for state in members),
-        left_out=tuple(failure.member for failure in left_out),
-        merged_rows=dict(results.merged_rows),
-        filled_rows=results.filled_rows,
-        scores=dict(results.scores),
-        on_bad_row=prepared.config.on_bad_row,
-        reckoning=reckoning,
-        ensemble=prepared.config.ensemble.model_dump(mode="json"),
-        warnings=tuple(prepared.warnings),
-        # A copy: members are finished in another thread meanwhile.
-        files={name: str(path) for name, path in dict(results.files).items()},
-        config=loaded.text,
-        overrides=tuple(loaded.overrides),
-    )
-    redacted: RunReport = loaded.redactor.document(report)
-    return redacted
+
+    prepared: Prepared
+    began: float
+    clock: Callable[[], float]
+    status: Status = "failed"
+    members: list[MemberState] = field(default_factory=list)
+    works: dict[str, MemberWork] = field(default_factory=dict)
+    pool: DevicePool | None = None
+    gaps: Sequence[Gap] = ()
+    left_out: Sequence[Failure] = ()
+    reckoning: str = ""
+
+    def report(self, results: Results, status: Status | None = None) -> RunReport:
+        """Its report; no text in it is a secret.
+
+        Args:
+            status: instead of its own.
+        """
+        prepared, status = self.prepared, status or self.status
+        loaded, gpus, libc = prepared.loaded, prepared.outlook.gpus, "".join(platform.libc_ver())
+        # The parent never imports torch; the workers say what they ran with.
+        versions = next((one.versions for state in self.members for one in state.workers if one.versions), {})
+        report = RunReport(
+            status=status,
+            pid=os.getpid(),
+            versions={
+                "ensemble": __version__,
+                "python": platform.python_version(),
+                **{name: version for name, version in versions.items() if version},
+            },
+            written_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            seconds_left=_seconds_left(prepared, self.members) if status == "running" else None,
+            # As platform.platform() has it, which starts a process (uname -p) to know less.
+            platform="-".join((platform.system(), platform.release(), platform.machine(), "with", libc)),
+            devices=gpus or (Device("cpu", _cpu_name(), None, 0, 0),),
+            driver_version=prepared.inventory.driver_version,
+            rows=prepared.table.rows,
+            null_texts=dict(prepared.table.null_texts),
+            timing={"total_seconds": round(self.clock() - self.began, 3)},
+            idle_gaps=tuple(self.gaps),
+            releases=tuple(self.pool.releases) if self.pool else (),
+            device_memory=dict(self.pool.curves) if self.pool else {},
+            members=tuple(_member(state, self.works.get(state.plan.name)) for state in self.members),
+            left_out=tuple(failure.member for failure in self.left_out),
+            merged_rows=dict(results.merged_rows),
+            filled_rows=results.filled_rows,
+            scores=dict(results.scores),
+            on_bad_row=prepared.config.on_bad_row,
+            reckoning=self.reckoning,
+            ensemble=prepared.config.ensemble.model_dump(mode="json"),
+            warnings=tuple(prepared.warnings),
+            # A copy: members are finished in another thread meanwhile.
+            files={name: str(path) for name, path in dict(results.files).items()},
+            config=loaded.text,
+            overrides=tuple(loaded.overrides),
+        )
+        redacted: RunReport = loaded.redactor.document(report)
+        return redacted
 
 
 def worker_reports(state: MemberState) -> tuple[WorkerReport, ...]:
@@ -192,25 +198,25 @@ def _seconds_left(prepared: Prepared, members: Sequence[MemberState]) -> float |
 
 
 def _worker(record: WorkerRecord) -> WorkerReport:
-    ready, closed = record.ready, record.closed
-    as_ready: dict[str, Any] = {name: getattr(ready, name, None) for name in _OF_READY}
+    ready = record.ready
+    sources = (
+        (
+            record,
+            ("replica", "devices", "process", "exit_code", "life_seconds", "start_seconds", "load_seconds"),
+        ),
+        (record, ("started_after_seconds", "leased_after_seconds")),
+        (ready, ("dtype", "attn_implementation", "parameters", "max_length", "token_budget")),
+        (record.closed, ("peak_memory_bytes", "peak_gpu_memory_bytes")),
+    )
+    fields: dict[str, Any] = {
+        name: getattr(source, name, None) for source, names in sources for name in names
+    }
     return WorkerReport(
-        replica=record.replica,
-        devices=tuple(record.devices),
-        process=record.process,
-        exit_code=record.exit_code,
-        started_after_seconds=record.started_after_seconds,
-        leased_after_seconds=record.leased_after_seconds,
-        start_seconds=record.start_seconds,
-        load_seconds=record.load_seconds,
-        life_seconds=record.life_seconds,
         forward_share=_share(record.counters.forward_seconds, record.life_seconds),
-        peak_memory_bytes=closed.peak_memory_bytes if closed else None,
-        peak_gpu_memory_bytes=closed.peak_gpu_memory_bytes if closed else None,
         device_name=ready.device if ready else None,
         notes=ready.notes if ready else (),
         log=record.log_path,
-        **as_ready,
+        **fields,
         **record.counters.rounded(3),
     )
 

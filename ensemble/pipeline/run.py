@@ -29,11 +29,10 @@ from ensemble.common.shards import order_path
 from ensemble.common.text import duration, plural, shown_path
 from ensemble.config import LoadedConfig
 from ensemble.members.registry import member_kind
-from ensemble.pipeline.reporting import report_of, worker_reports
+from ensemble.pipeline.reporting import RunState, worker_reports
 from ensemble.pipeline.results import Handover
-from ensemble.pipeline.resume import MemberWork, find_works, refuse_trial, write_bad_rows
-from ensemble.pipeline.run_dir import RunDir, hold
-from ensemble.pipeline.run_log import log, logging_to
+from ensemble.pipeline.resume import find_works, refuse_trial, write_bad_rows
+from ensemble.pipeline.run_dir import RunDir, hold, log, logging_to
 from ensemble.pipeline.run_report import MERGED, RunReport, Status
 from ensemble.pipeline.signals import Signals, heed_signals
 from ensemble.pipeline.validate import Prepared, prepare
@@ -44,7 +43,7 @@ from ensemble.scheduling.deadline import Deadline, time_limit_text
 from ensemble.scheduling.device_pool import DevicePool
 from ensemble.scheduling.launchers.base import WorkerStart
 from ensemble.scheduling.scheduler import MAX_TURN_SECONDS, Rules, Scheduler
-from ensemble.scheduling.state import Failure, Gap, MemberState, Phase
+from ensemble.scheduling.state import Failure, MemberState, Phase
 
 # How old what ``status`` shows of a running run may be; short enough for people, long enough for slow disks.
 _REPORT_SECONDS = 5.0
@@ -92,39 +91,30 @@ def run(
         with logging_to(rundir.run_log, loaded.redactor):
             for ignored in signals.ignored:
                 log.info("%s is ignored: this process was started so", ignored.name)
-            return _Run(prepared, rundir, display, signals, began, clock).go()
+            return _Run(prepared, began, clock, rundir, display, signals).go()
 
 
-class _Run:
-    """One run, with what its steps share."""
+class _Run(RunState):
+    """One run, with what its steps share beside its report."""
 
     def __init__(
         self,
         prepared: Prepared,
+        began: float,
+        clock: Callable[[], float],
         rundir: RunDir,
         display: Display,
         signals: Signals,
-        began: float,
-        clock: Callable[[], float],
     ) -> None:
-        self._prepared = prepared
+        super().__init__(prepared, began, clock)
         self._config = prepared.config
         self._rundir = rundir
         self._display = display
         self.say = display.say
         self._signals = signals
-        self._began = began
-        self._clock = clock
-        self._works: dict[str, MemberWork] = {}
         self._not_given: dict[str, Failure] = {}
-        self._handover = Handover(prepared, rundir, self._works)
+        self._handover = Handover(prepared, rundir, self.works)
         self._offload_folders: list[Path] = []
-        self._status: Status = "failed"
-        self._members: list[MemberState] = []
-        self._left_out: list[Failure] = []
-        self._gaps: Sequence[Gap] = ()
-        self._reckoning = ""
-        self._pool: DevicePool | None = None
         # What workers are given goes by this one, and what is told of them.
         self._watch = Watch(MAX_TURN_SECONDS)
         self._phases: list[Phase] = []
@@ -136,14 +126,14 @@ class _Run:
         try:
             if config.time_limit is not None and config.hash_weights and not rundir.ensemble.exists():
                 handover.merge([])  # to read all weights can take minutes
-            self._works.update(find_works(self._prepared, rundir, self.say))
+            self.works.update(find_works(self.prepared, rundir, self.say))
             self._take_given()
             self._plan_what_is_left()
             self._report("running").write(rundir.run_json)
-            is_work_left = any(state.pending for state in self._members)
+            is_work_left = any(state.pending for state in self.members)
             if is_work_left:
                 rundir.forget_results()
-            loaded = self._prepared.loaded
+            loaded = self.prepared.loaded
             write_text(rundir.config, loaded.redactor(loaded.text))
             reserve = self._first_submission() if is_work_left else 0.0
             if is_work_left:
@@ -153,19 +143,19 @@ class _Run:
             self._merge()
             self._look_back(reserve)
         except Interrupted as stopped:
-            self._status = "interrupted"
+            self.status = "interrupted"
             log.warning("interrupted: %s", stopped)
             raise
         finally:
-            if self._members:  # else the report of an earlier run says more
+            if self.members:  # else the report of an earlier run says more
                 # What ended the run says more than this; what nothing ended is not done without its report.
-                with contextlib.nullcontext() if self._status in MERGED else contextlib.suppress(WriteError):
+                with contextlib.nullcontext() if self.status in MERGED else contextlib.suppress(WriteError):
                     handover.results.files["report"] = rundir.run_json
                     self._report().write(rundir.run_json)
-        if self._status == "complete" and not self._left_out:  # who was left out can resume from its shards
+        if self.status == "complete" and not self.left_out:  # who was left out can resume from its shards
             # Not those of members that this config leaves out, which another run may resume; of a trial its own.
-            done = [work.shards_dir for work in self._works.values()]
-            for name, work in self._works.items() if config.limit is None else ():
+            done = [work.shards_dir for work in self.works.values()]
+            for name, work in self.works.items() if config.limit is None else ():
                 done += rundir.shards_dirs(name)
                 done += [rundir.root / place for place in work.taken if place.startswith("work/")]
             rundir.remove_work(done)
@@ -173,8 +163,8 @@ class _Run:
 
     def _take_given(self) -> None:
         """Write the predictions of members that need no worker: first, so that the first submission has them."""
-        for member in self._prepared.plan.members:
-            if member.needs_worker or self._works[member.name].is_complete:
+        for member in self.prepared.plan.members:
+            if member.needs_worker or self.works[member.name].is_complete:
                 continue
             self._signals.check()
             self._rundir.forget_results()
@@ -185,18 +175,17 @@ class _Run:
                 self._not_given[member.name] = Failure(member.name, "; ".join(error.problems))
 
     def _plan_what_is_left(self) -> None:
-        outlook = self._prepared.outlook
+        outlook = self.prepared.outlook
         is_timed = self._config.time_limit is not None
         members = tuple(
-            without_done(member, self._works[member.name].is_done, is_timed)
-            for member in outlook.plan.members
+            without_done(member, self.works[member.name].is_done, is_timed) for member in outlook.plan.members
         )
         plan = replace(outlook.plan, members=members)
-        self._prepared = replace(self._prepared, outlook=replace(outlook, plan=plan))
-        self._members = [
-            MemberState.of(member, self._works[member.name].bad_rows, self._watch) for member in members
+        self.prepared = replace(self.prepared, outlook=replace(outlook, plan=plan))
+        self.members = [
+            MemberState.of(member, self.works[member.name].bad_rows, self._watch) for member in members
         ]
-        for state in self._members:
+        for state in self.members:
             if (failure := self._not_given.get(state.plan.name)) is not None:
                 state.fail(failure)
 
@@ -205,31 +194,31 @@ class _Run:
         limit = self._config.time_limit
         if limit is None:
             return 0.0
-        began = self._clock()
-        self._handover.merge([one for one in self._members if self._works[one.plan.name].is_done.any()])
+        began = self.clock()
+        self._handover.merge([one for one in self.members if self.works[one.plan.name].is_done.any()])
         self.say(
             f"time limit {duration(limit)}: a first submission is written; rows that no member reaches are filled "
             f"in (fill: {self._config.fill})"
         )
-        return reserve_seconds(self._clock() - began, len(self._config.models), limit)
+        return reserve_seconds(self.clock() - began, len(self._config.models), limit)
 
     def _wait_for_room(self, reserve: float) -> None:
         limit = self._config.time_limit
-        left = math.inf if limit is None else self._began + limit - reserve - self._clock()
-        prepared = self._prepared
+        left = math.inf if limit is None else self.began + limit - reserve - self.clock()
+        prepared = self.prepared
         outlook = wait_for_room(prepared.outlook, prepared.launcher, self.say, left)
         if outlook is not prepared.outlook:
-            self._prepared = replace(prepared, outlook=outlook)
+            self.prepared = replace(prepared, outlook=outlook)
             self._plan_what_is_left()
         for text in filter(None, (*outlook.plan.warnings, outlook.plan.why)):
             self.say(text)
 
     def _publish(self) -> None:
-        rundir, prepared = self._rundir, self._prepared
+        rundir, prepared = self._rundir, self.prepared
         with atomic_path(rundir.table) as temporary:
             prepared.table.publish(temporary)
         for member in prepared.plan.members:
-            work = self._works[member.name]
+            work = self.works[member.name]
             if member.chunks:
                 work.make_shards_dir()
                 with atomic_path(order_path(work.shards_dir)) as temporary, temporary.open("wb") as file:
@@ -237,10 +226,10 @@ class _Run:
         sync_directory(rundir.work_dir)  # so that the new folders are there after a power cut
 
     def _run_members(self, reserve: float) -> None:
-        config, display, prepared = self._config, self._display, self._prepared
+        config, display, prepared = self._config, self._display, self.prepared
         prepared.table.forget_columns()  # the workers have them now
         gpus, launcher = prepared.outlook.gpus, prepared.launcher
-        self._pool = DevicePool(
+        self.pool = DevicePool(
             gpus, config.max_workers_per_gpu, config.release_timeout, launcher, display.say, self._watch
         )
         rules = Rules(config.retries, config.on_bad_row, config.hang_timeout, config.standby)
@@ -248,10 +237,10 @@ class _Run:
         if config.time_limit is not None:
             on_cpu = [member.replicas for member in prepared.plan.members if not member.gpus]
             workers = len(gpus) * config.max_workers_per_gpu + max(on_cpu, default=0)
-            deadline = Deadline(self._began + config.time_limit - reserve, workers, self._clock)
-        scheduler = Scheduler(self._members, self._pool, launcher, self, rules, self._watch, deadline)
-        self._gaps = scheduler.gaps.found
-        self._before_seconds = self._clock() - self._began
+            deadline = Deadline(self.began + config.time_limit - reserve, workers, self.clock)
+        scheduler = Scheduler(self.members, self.pool, launcher, self, rules, self._watch, deadline)
+        self.gaps = scheduler.gaps.found
+        self._before_seconds = self.clock() - self.began
         try:
             with self._signals.postponed():
                 scheduler.run()
@@ -265,14 +254,14 @@ class _Run:
     def worker_start(
         self, member: MemberPlan, replica: int, devices: Sequence[Device], preload_bytes: int
     ) -> WorkerStart:
-        work, folder = self._works[member.name], None
+        work, folder = self.works[member.name], None
         if member.request.offload_folder is not None:
             # transformers names its files there after parameters, which are alike in every model.
             folder = member.request.offload_folder / f"{member.name}-{replica}-{os.getpid()}"
             folder.mkdir(parents=True)
             self._offload_folders.append(folder)
         files = {path: seen.state for path, seen in work.files.items()}
-        spec = worker_spec(self._prepared, self._rundir, member, work.shards_dir, folder, files)
+        spec = worker_spec(self.prepared, self._rundir, member, work.shards_dir, folder, files)
         return WorkerStart(
             command=Start(spec, preload_bytes),
             devices=tuple(devices),
@@ -281,7 +270,7 @@ class _Run:
         )
 
     def on_bad_rows(self, state: MemberState) -> None:
-        write_bad_rows(self._works[state.plan.name], state.bad_rows)
+        write_bad_rows(self.works[state.plan.name], state.bad_rows)
 
     def on_finished(self, state: MemberState) -> None:
         self._handover.write_predictions(state, worker_reports(state))
@@ -289,7 +278,7 @@ class _Run:
     def on_change(self, members: Sequence[MemberState]) -> None:
         self._display.update(members)
         phases = [state.phase for state in members]
-        if phases != self._phases or self._clock() - self._reported_at >= _REPORT_SECONDS:
+        if phases != self._phases or self.clock() - self._reported_at >= _REPORT_SECONDS:
             self._phases = phases
             with contextlib.suppress(WriteError):  # a full disk ends the run when a result cannot be written
                 self._report("running").write(self._rundir.run_json)
@@ -297,8 +286,8 @@ class _Run:
 
     def _merge(self) -> None:
         """Merge what may be merged."""
-        good = [state for state in self._members if state.failure is None]
-        failures = [state.failure for state in self._members if state.failure is not None]
+        good = [state for state in self.members if state.failure is None]
+        failures = [state.failure for state in self.members if state.failure is not None]
         may_go_on = self._config.on_member_failure == "continue"
         is_timed = self._config.time_limit is not None
         counting = [state for state in good if state.plan.model.weight]
@@ -309,40 +298,29 @@ class _Run:
                 self.say(f"the submission holds what there is, without {names}")
             return
         self._handover.merge(good)
-        self._left_out = failures
+        self.left_out = failures
         # One whose CSV was not written in time has its shards, which must stay.
-        unfinished = is_timed and not all(self._works[state.plan.name].is_complete for state in good)
-        self._status = "time_limit" if unfinished else "complete"
+        unfinished = is_timed and not all(self.works[state.plan.name].is_complete for state in good)
+        self.status = "time_limit" if unfinished else "complete"
 
     def _look_back(self, reserve: float) -> None:
         """Say that the table changed, and where the time went of a limit that left none to compute anything."""
         path, limit = self._config.data.path, self._config.time_limit
-        if file_state(path) != self._prepared.table_state:
+        if file_state(path) != self.prepared.table_state:
             self.say(
                 f"{shown_path(path)} changed during the run; the results are of the rows as they were read at its "
                 "start: run the same command again for the rows that are new"
             )
         # What a worker wrote in its last moment counts, though nobody heard of it.
         reached = self._handover.results.merged_rows
-        has_got_further = any(reached.get(one.plan.name, 0) > one.reused_rows for one in self._members)
-        if limit is not None and self._status == "time_limit" and not has_got_further:
-            self._reckoning = time_limit_text(self._members, limit, self._before_seconds, reserve)
-            log.warning("%s", self._reckoning)
+        has_got_further = any(reached.get(one.plan.name, 0) > one.reused_rows for one in self.members)
+        if limit is not None and self.status == "time_limit" and not has_got_further:
+            self.reckoning = time_limit_text(self.members, limit, self._before_seconds, reserve)
+            log.warning("%s", self.reckoning)
 
     def _report(self, status: Status | None = None) -> RunReport:
-        self._reported_at = self._clock()
-        return report_of(
-            status=status or self._status,
-            prepared=self._prepared,
-            members=self._members,
-            works=self._works,
-            pool=self._pool,
-            gaps=self._gaps,
-            results=self._handover.results,
-            left_out=self._left_out,
-            seconds=self._clock() - self._began,
-            reckoning=self._reckoning,
-        )
+        self._reported_at = self.clock()
+        return self.report(self._handover.results, status)
 
 
 def worker_spec(

@@ -1,17 +1,15 @@
-"""Every path in a run directory, the lock on it, and writing so that a name means a complete file.
+"""Every path in a run directory, its lock and its log, and what proves that a run has made it.
 
-    output_dir/
-      config.yaml              as given
-      run.json                 versions, devices, what each worker did, scores
-      predictions/<member>.csv id and one column per label, in the table's order; <member>.json: its manifest, which
-                               says what it was made of; <member>.rows: which rows it is of
-      ensemble.csv             the merged predictions
-      submission.csv           the sample submission's columns and row order, where one is named
-      logs/run.log             what the parent did; logs/<member>-<replica>.log: all a worker printed
-      work/                    the table as Arrow; <member>.<fingerprint>/: which rows, their order, shards, bad
-                               rows; removed when the member is complete
-
-This module does not know what is in those files.
+output_dir/
+  config.yaml              as given
+  run.json                 versions, devices, what each worker did, scores
+  predictions/<member>.csv id and one column per label, in the table's order; <member>.json: its manifest, which
+                           says what it was made of; <member>.rows: which rows it is of
+  ensemble.csv             the merged predictions
+  submission.csv           the sample submission's columns and row order, where one is named
+  logs/run.log             what the parent did; logs/<member>-<replica>.log: all a worker printed
+  work/                    the table as Arrow; <member>.<fingerprint>/: which rows, their order, shards, bad
+                           rows; removed when the member is complete
 """
 
 from __future__ import annotations
@@ -19,6 +17,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import io
+import logging
 import os
 import re
 import shutil
@@ -26,15 +26,18 @@ import socket
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, TextIO
 
+from ensemble import __version__
 from ensemble.common.errors import OutputError, OutputInUse
-from ensemble.common.files import TEMPORARY, cannot_write, create_empty, remove_link
+from ensemble.common.files import TEMPORARY, cannot_write, create_empty, open_log, remove_link
+from ensemble.common.redact import RedactingFormatter, Redactor
 from ensemble.common.shards import read_part
-from ensemble.pipeline.run_log import FIRST_LINE
 
 _LOCK_ATTEMPTS = 5
+log = logging.getLogger("ensemble")
 # How files begin that only runs write.
+_RUN_LOG = rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO ensemble \S+ runs as process \d+ on "
 _RUN_JSON = rb'\{\s*"status": "\w+",\s*"pid": \d+,\s*"versions": \{\s*"ensemble": "'
 _MADE_OF = rb'\{\s*"fingerprint": \{\s*"scheme": \d+,\s*"settings": "[0-9a-f]{64}"'
 _HEAD_BYTES = 4_096
@@ -103,7 +106,7 @@ class RunDir:
 
     def is_made_by_runs(self) -> bool:
         """Whether something in the directory proves that a run has made it."""
-        heads = {self.run_json: _RUN_JSON, self.run_log: FIRST_LINE}
+        heads = {self.run_json: _RUN_JSON, self.run_log: _RUN_LOG}
         for folder, pattern in (
             (self.predictions_dir, "*.json"),
             (self.predictions_dir, "*.rows"),
@@ -232,6 +235,33 @@ def _open_lock(rundir: RunDir, flags: int, mode: str) -> IO[str]:
         lock.close()
         raise OutputError(refused)
     return lock
+
+
+class _Log(logging.StreamHandler[TextIO]):
+    """The run's log; where the disk is full it goes without."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  the name is logging's
+        pass
+
+
+@contextlib.contextmanager
+def logging_to(path: Path, redactor: Redactor) -> Iterator[None]:
+    """Write the package's log to a file, without secrets, and nowhere else."""
+    handler = _Log(io.TextIOWrapper(open_log(path), encoding="utf-8", errors="backslashreplace"))
+    handler.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(message)s", redactor))
+    log.addHandler(handler)
+    level, propagate = log.level, log.propagate
+    log.setLevel(logging.INFO)
+    log.propagate = False  # or it would stand in the notebook of whoever has set up logging
+    try:
+        log.info("ensemble %s runs as process %d on %s", __version__, os.getpid(), socket.gethostname())
+        yield
+    finally:
+        log.setLevel(level)
+        log.propagate = propagate
+        log.removeHandler(handler)
+        with contextlib.suppress(OSError):
+            handler.stream.close()
 
 
 def _files(folder: Path, pattern: str) -> Iterator[Path]:

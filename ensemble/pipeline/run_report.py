@@ -233,7 +233,7 @@ def workers_from(documents: object) -> tuple[WorkerReport, ...]:
         return ()
 
 
-@cache
+@cache  # it takes 6 ms to make, and there may be many members
 def _workers() -> TypeAdapter[tuple[WorkerReport, ...]]:
     from pydantic import TypeAdapter
 

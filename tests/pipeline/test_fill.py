@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ensemble.pipeline.merge import fill_rows
+from ensemble.pipeline.results import fill_rows
 from tests.sampling import tries
 
 NAN = float("nan")

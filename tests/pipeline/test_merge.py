@@ -19,8 +19,7 @@ from bench.merge_files import label_names, make_files, member_names
 from ensemble.common.errors import MergeError
 from ensemble.common.shards import part_name
 from ensemble.pipeline.load import load as load_config
-from ensemble.pipeline.merge import Results
-from ensemble.pipeline.results import Handover
+from ensemble.pipeline.results import Handover, Results
 from ensemble.pipeline.resume import find_works
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.validate import prepare
