@@ -63,7 +63,7 @@ def make_files(folder: Path, rows: int, members: int, labels: int) -> int:
                 os.link(first, rundir.predictions(name))
             fingerprint = member_fingerprint(prepared, prepared.plan.members[index], FileDigests(False))
             work = find_work(rundir, name, fingerprint, rows, keeps_bad_rows=False)
-            write_manifest(rundir, work, file_sha256(first), {}, [], 0.0)
+            write_manifest(rundir, work, file_sha256(first))
     return written
 
 

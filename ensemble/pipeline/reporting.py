@@ -28,7 +28,7 @@ from ensemble.pipeline.validate import Prepared
 from ensemble.planning.forecast import total_seconds
 from ensemble.planning.time_limit import calibrated
 from ensemble.scheduling.device_pool import DevicePool
-from ensemble.scheduling.state import Failure, Gap, MemberState, WorkerRecord
+from ensemble.scheduling.state import Failure, Gap, MemberState
 
 
 @dataclass
@@ -49,18 +49,15 @@ class RunState:
     status: Status = "failed"
     members: list[MemberState] = field(default_factory=list)
     works: dict[str, MemberWork] = field(default_factory=dict)
+    results: Results = field(default_factory=Results)
     pool: DevicePool | None = None
     gaps: Sequence[Gap] = ()
     left_out: Sequence[Failure] = ()
     reckoning: str = ""
 
-    def report(self, results: Results, status: Status | None = None) -> RunReport:
-        """Its report; no text in it is a secret.
-
-        Args:
-            status: instead of its own.
-        """
-        prepared, status = self.prepared, status or self.status
+    def report(self, status: Status) -> RunReport:
+        """Its report; no text in it is a secret."""
+        prepared, results = self.prepared, self.results
         loaded, gpus, libc = prepared.loaded, prepared.outlook.gpus, "".join(platform.libc_ver())
         # The parent never imports torch; the workers say what they ran with.
         versions = next((one.versions for state in self.members for one in state.workers if one.versions), {})
@@ -104,7 +101,22 @@ class RunState:
 
 def worker_reports(state: MemberState) -> tuple[WorkerReport, ...]:
     """What a member's workers did."""
-    return tuple(map(_worker, state.workers))
+    reports = []
+    for record in state.workers:
+        ready, life, counters = record.ready, record.life_seconds, record.counters
+        sources = (
+            (record, ("replica", "devices", "process", "exit_code", "start_seconds", "load_seconds")),
+            (record, ("started_after_seconds", "leased_after_seconds", "life_seconds")),
+            (ready, ("dtype", "attn_implementation", "parameters", "max_length", "token_budget")),
+            (record.closed, ("peak_memory_bytes", "peak_gpu_memory_bytes")),
+        )
+        fields: dict[str, Any] = {
+            name: getattr(source, name, None) for source, names in sources for name in names
+        }
+        fields |= {"device_name": ready.device if ready else None, "notes": ready.notes if ready else ()}
+        fields |= {"forward_share": _share(counters.forward_seconds, life), "log": record.log_path}
+        reports.append(WorkerReport(**fields, **counters.rounded(3)))
+    return tuple(reports)
 
 
 def speed_report(state: MemberState) -> SpeedReport:
@@ -195,30 +207,6 @@ def _seconds_left(prepared: Prepared, members: Sequence[MemberState]) -> float |
         jobs.append(replace(state.plan.job, startup_seconds=startup, compute_seconds=left))
     places = {gpu.uuid: prepared.config.max_workers_per_gpu for gpu in prepared.outlook.gpus}
     return round(total_seconds(jobs, places), 3)
-
-
-def _worker(record: WorkerRecord) -> WorkerReport:
-    ready = record.ready
-    sources = (
-        (
-            record,
-            ("replica", "devices", "process", "exit_code", "life_seconds", "start_seconds", "load_seconds"),
-        ),
-        (record, ("started_after_seconds", "leased_after_seconds")),
-        (ready, ("dtype", "attn_implementation", "parameters", "max_length", "token_budget")),
-        (record.closed, ("peak_memory_bytes", "peak_gpu_memory_bytes")),
-    )
-    fields: dict[str, Any] = {
-        name: getattr(source, name, None) for source, names in sources for name in names
-    }
-    return WorkerReport(
-        forward_share=_share(record.counters.forward_seconds, record.life_seconds),
-        device_name=ready.device if ready else None,
-        notes=ready.notes if ready else (),
-        log=record.log_path,
-        **fields,
-        **record.counters.rounded(3),
-    )
 
 
 def _share(part: float, whole: float | None) -> float | None:

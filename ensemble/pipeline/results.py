@@ -68,15 +68,18 @@ class Handover:
 
     Args:
         works: by member name.
+        results: takes what comes of it.
     """
 
-    def __init__(self, prepared: Prepared, rundir: RunDir, works: Mapping[str, MemberWork]) -> None:
+    def __init__(
+        self, prepared: Prepared, rundir: RunDir, works: Mapping[str, MemberWork], results: Results
+    ) -> None:
         self._prepared = prepared
         self._config = prepared.config
         self._rundir = rundir
         self._works = works
         self._labels = prepared.config.labels
-        self.results = Results()
+        self.results = results
 
     def write_predictions(self, state: MemberState, workers: Sequence[WorkerReport]) -> None:
         """Gather a finished member's shards into its CSV, and complete it with its manifest.
@@ -101,7 +104,9 @@ class Handover:
                     "were removed or changed; run the same command again"
                 )
             values[list(state.bad_rows)] = self._prepared.even_value(name)
-            self._complete(state.plan, values, state.bad_rows, workers, state.plan.work * state.computed_cost)
+            work.bad_rows, work.workers = dict(state.bad_rows), tuple(workers)
+            work.worked = state.plan.work * state.computed_cost
+            self._complete(state.plan, values)
         self.results.files[f"predictions of {name}"] = self._rundir.predictions(name)
 
     def write_given(self, member: MemberPlan) -> None:
@@ -115,24 +120,17 @@ class Handover:
         columns = OutputColumns(self._config.data.id_column, self._labels)
         kind, inspected = member_kind(member.model), self._prepared.inspected[member.name]
         given = given_predictions(kind, inspected, self._prepared.table, columns)
-        self._complete(member, given.values, {}, [], 0.0)
+        self._complete(member, given.values)
         self._works[member.name].is_new = True
 
-    def _complete(
-        self,
-        member: MemberPlan,
-        values: npt.NDArray[np.float64],
-        bad_rows: Mapping[int, str],
-        workers: Sequence[WorkerReport],
-        worked: float,
-    ) -> None:
+    def _complete(self, member: MemberPlan, values: _Values) -> None:
         table, work = self._prepared.table, self._works[member.name]
         demand_unchanged(self._prepared, member.model, work)
         with atomic_path(self._rundir.predictions(member.name)) as temporary:
             names = [self._config.data.id_column, *self._labels]
             write_csv(temporary, names, [table.ids, *map(pa.array, values.T)])
             sha256 = file_sha256(temporary)
-        write_manifest(self._rundir, work, sha256, bad_rows, workers, worked)
+        write_manifest(self._rundir, work, sha256)
         work.is_done[:] = True
         work.is_complete = True
 
@@ -150,8 +148,8 @@ class Handover:
         """
         if not any(state.plan.model.weight for state in members):
             members = ()
-        # Nothing of a first submission but its files.
-        self.results = results = Results(files=self.results.files)
+        results = self.results
+        results.scores, results.merged_rows, results.filled_rows = {}, {}, 0  # those of a first submission
         table, merged = self._prepared.table, list[MergedMember]()
         scoring = self._scoring() if members else None
         threads = min(len(os.sched_getaffinity(0)), _MAX_THREADS)

@@ -2,6 +2,7 @@
 
 A run asks here what is left to do.  Nothing is believed that cannot be proved: a shard must hold what its name
 says, predictions what their manifest says, and both must carry the fingerprint of the work that is asked for now.
+Whatever writes here raises ``WriteError`` where the disk is full or the like.
 """
 
 from __future__ import annotations
@@ -9,14 +10,13 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from ensemble.common.digests import FileDigest, FileDigests
 from ensemble.common.errors import CheckpointError, ConfigError, MergeError
@@ -49,10 +49,10 @@ class MemberWork:
 
     Attributes:
         is_done: bool [rows], the rows whose probabilities stand in shards or in the complete predictions.
-        bad_rows: table row to reason, of rows that an earlier run could not compute.
+        bad_rows: table row to reason, of rows that could not be computed.
         is_complete: the predictions and their manifest are there, and are what this run would write.
         is_new: this run made them, without any worker.
-        workers: what the workers of the run that made the predictions did.
+        workers: what the workers of the run did that made the predictions.
         worked: what they did of the member's work, in bytes of text.
         why_again: why predictions that are there do not count, in words; empty without any.
         files: what the files that it is made of held when the run began, by absolute path.
@@ -74,20 +74,12 @@ class MemberWork:
     row_digests: RowDigests | None = None
     taken: dict[str, int] = field(default_factory=dict)
 
-    def shards(self) -> Iterator[pa.Table]:
-        """Those that hold what their names say, in the order of their names."""
-        return parts_in(self.shards_dir, len(self.is_done))
-
     def values(self, labels: int) -> npt.NDArray[np.float64]:
         """What the shards hold, [rows, labels]; NaN where none has the row."""
-        return gather_parts(self.shards(), len(self.is_done), labels)
+        return gather_parts(parts_in(self.shards_dir, len(self.is_done)), len(self.is_done), labels)
 
     def make_shards_dir(self) -> None:
-        """Make the folder of its shards, with what says which rows they are of.
-
-        Raises:
-            WriteError: the disk is full or the like.
-        """
+        """Make the folder of its shards, with what says which rows they are of."""
         self.shards_dir.mkdir(exist_ok=True)
         if self.row_digests is not None:
             write_row_file(rows_path(self.shards_dir), self.fingerprint, self.row_digests)
@@ -202,9 +194,6 @@ def take_over(rundir: RunDir, work: MemberWork, labels: int, keeps_bad_rows: boo
     Args:
         labels: how many values a row has.
         keeps_bad_rows: as for ``find_work``.
-
-    Raises:
-        WriteError: the disk is full or the like.
     """
     assert work.row_digests is not None
     for source in EarlierWork.all_in(rundir):
@@ -257,39 +246,19 @@ def demand_unchanged(prepared: Prepared, model: MemberConfig, work: MemberWork) 
 
 
 def write_bad_rows(work: MemberWork, bad_rows: Mapping[int, str]) -> None:
-    """Keep which rows could not be computed, for the next run.
-
-    Raises:
-        WriteError: the disk is full or the like.
-    """
+    """Keep which rows could not be computed, for the next run."""
     write_text(bad_rows_path(work.shards_dir), _json(dict(sorted(bad_rows.items()))))
 
 
-def write_manifest(
-    rundir: RunDir,
-    work: MemberWork,
-    sha256: str,
-    bad_rows: Mapping[int, str],
-    workers: Sequence[WorkerReport],
-    worked: float,
-) -> None:
-    """Say beside a member's predictions what they were made of.
-
-    Args:
-        sha256: of the predictions CSV.
-        workers: what they did.
-        worked: how much that was, in bytes of text.
-
-    Raises:
-        WriteError: the disk is full or the like.
-    """
+def write_manifest(rundir: RunDir, work: MemberWork, sha256: str) -> None:
+    """Say beside a member's predictions what they were made of; ``sha256`` is theirs."""
     document = {
         "fingerprint": work.fingerprint.to_dict(),
         "sha256": sha256,
         "rows": len(work.is_done),
-        "bad_rows": dict(sorted(bad_rows.items())),
-        "workers": [asdict(worker) for worker in workers],
-        "work": worked,
+        "bad_rows": dict(sorted(work.bad_rows.items())),
+        "workers": [asdict(worker) for worker in work.workers],
+        "work": work.worked,
     }
     if work.row_digests is not None:
         write_row_file(rundir.rows(work.member), work.fingerprint, work.row_digests)

@@ -1,7 +1,7 @@
 """Rows that other work has computed already: of a trial, of the table as it was, of a member under another name.
 
 Settings, weights and tokenizer must be the same; rows are known by their digests, never by their ids.  What is
-taken over becomes a shard like any other.
+taken over becomes a shard like any other.  Whatever writes here raises ``WriteError`` where the disk is full.
 """
 
 from __future__ import annotations
@@ -127,11 +127,7 @@ class EarlierWork:
 
 
 def write_row_file(path: Path, fingerprint: Fingerprint, digests: RowDigests) -> None:
-    """Write the file that says which rows a member's work is of, unless it is there already.
-
-    Raises:
-        WriteError: the disk is full or the like.
-    """
+    """Write the file that says which rows a member's work is of, unless it is there already."""
     there = EarlierWork.at(path)
     content = np.ascontiguousarray(digests, "<u8").data.cast("B")
     sha256 = hashlib.sha256(content).hexdigest()
@@ -149,9 +145,6 @@ def write_shards(folder: Path, rows: npt.NDArray[np.int64], values: npt.NDArray[
     Args:
         rows: of the table, [n].
         values: theirs, [n, labels].
-
-    Raises:
-        WriteError: the disk is full or the like.
     """
     names = ["row", *(f"p{label}" for label in range(values.shape[1]))]
     for start in range(0, len(rows), _ROWS_PER_SHARD):

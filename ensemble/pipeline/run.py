@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -33,7 +33,7 @@ from ensemble.pipeline.reporting import RunState, worker_reports
 from ensemble.pipeline.results import Handover
 from ensemble.pipeline.resume import find_works, refuse_trial, write_bad_rows
 from ensemble.pipeline.run_dir import RunDir, hold, log, logging_to
-from ensemble.pipeline.run_report import MERGED, RunReport, Status
+from ensemble.pipeline.run_report import MERGED, RunReport
 from ensemble.pipeline.signals import Signals, heed_signals
 from ensemble.pipeline.validate import Prepared, prepare
 from ensemble.pipeline.wait_for_gpus import held_texts, wait_for_room
@@ -74,24 +74,35 @@ def run(
     """
     began = clock() - elapsed_seconds
     prepared = prepare(loaded)
-    for text in _opening(prepared):
+    config, rundir = prepared.config, RunDir(prepared.config.output_dir)
+    target = None if config.submission is None else config.submission.path
+    said = [f"{shown_path(config.data.path)}: {plural(prepared.table.rows, 'row')}", *prepared.table.remarks]
+    if config.limit is not None and target is not None:
+        said.append(f"a trial on the first rows: {shown_path(target)} will not be written")
+    said += [prepared.inventory.note, *prepared.warnings, *held_texts(prepared.outlook.gpus)]
+    for text in filter(None, said):
         display.say(text)
-    rundir = RunDir(prepared.config.output_dir)
-    if not prepared.config.wait_for_gpu and not rundir.run_json.exists():
+    if not config.wait_for_gpu and not rundir.run_json.exists():
         # Before anything is written; a run that goes on may have nothing left that needs a GPU.
         wait_for_room(prepared.outlook, prepared.launcher, lambda text: None)
     rundir.create()
-    with _other_disk_errors(rundir), hold(rundir), heed_signals(owns_process) as signals:
-        refuse_trial(prepared, rundir)
-        if fresh:
-            rundir.clear()
-        rundir.tidy()
-        if prepared.config.submission is not None and prepared.config.submission.path is not None:
-            remove_temporary_files(prepared.config.submission.path)
-        with logging_to(rundir.run_log, loaded.redactor):
-            for ignored in signals.ignored:
-                log.info("%s is ignored: this process was started so", ignored.name)
-            return _Run(prepared, began, clock, rundir, display, signals).go()
+    try:
+        with hold(rundir), heed_signals(owns_process) as signals:
+            refuse_trial(prepared, rundir)
+            if fresh:
+                rundir.clear()
+            rundir.tidy()
+            if target is not None:
+                remove_temporary_files(target)
+            with logging_to(rundir.run_log, loaded.redactor):
+                for ignored in signals.ignored:
+                    log.info("%s is ignored: this process was started so", ignored.name)
+                return _Run(prepared, began, clock, rundir, display, signals).go()
+    except OSError as error:  # outside of the writing of a file, such as in the making of a folder
+        place = error.filename or rundir.root
+        raise WriteError(
+            f"cannot write to {place} ({error.strerror or error}); free it or change output_dir"
+        ) from error
 
 
 class _Run(RunState):
@@ -113,7 +124,7 @@ class _Run(RunState):
         self.say = display.say
         self._signals = signals
         self._not_given: dict[str, Failure] = {}
-        self._handover = Handover(prepared, rundir, self.works)
+        self._handover = Handover(prepared, rundir, self.works, self.results)
         self._offload_folders: list[Path] = []
         # What workers are given goes by this one, and what is told of them.
         self._watch = Watch(MAX_TURN_SECONDS)
@@ -129,7 +140,7 @@ class _Run(RunState):
             self.works.update(find_works(self.prepared, rundir, self.say))
             self._take_given()
             self._plan_what_is_left()
-            self._report("running").write(rundir.run_json)
+            self.report("running").write(rundir.run_json)
             is_work_left = any(state.pending for state in self.members)
             if is_work_left:
                 rundir.forget_results()
@@ -150,8 +161,8 @@ class _Run(RunState):
             if self.members:  # else the report of an earlier run says more
                 # What ended the run says more than this; what nothing ended is not done without its report.
                 with contextlib.nullcontext() if self.status in MERGED else contextlib.suppress(WriteError):
-                    handover.results.files["report"] = rundir.run_json
-                    self._report().write(rundir.run_json)
+                    self.results.files["report"] = rundir.run_json
+                    self.report(self.status).write(rundir.run_json)
         if self.status == "complete" and not self.left_out:  # who was left out can resume from its shards
             # Not those of members that this config leaves out, which another run may resume; of a trial its own.
             done = [work.shards_dir for work in self.works.values()]
@@ -159,7 +170,7 @@ class _Run(RunState):
                 done += rundir.shards_dirs(name)
                 done += [rundir.root / place for place in work.taken if place.startswith("work/")]
             rundir.remove_work(done)
-        return self._report()
+        return self.report(self.status)
 
     def _take_given(self) -> None:
         """Write the predictions of members that need no worker: first, so that the first submission has them."""
@@ -279,9 +290,9 @@ class _Run(RunState):
         self._display.update(members)
         phases = [state.phase for state in members]
         if phases != self._phases or self.clock() - self._reported_at >= _REPORT_SECONDS:
-            self._phases = phases
+            self._phases, self._reported_at = phases, self.clock()
             with contextlib.suppress(WriteError):  # a full disk ends the run when a result cannot be written
-                self._report("running").write(self._rundir.run_json)
+                self.report("running").write(self._rundir.run_json)
         self._signals.check()
 
     def _merge(self) -> None:
@@ -312,15 +323,11 @@ class _Run(RunState):
                 "start: run the same command again for the rows that are new"
             )
         # What a worker wrote in its last moment counts, though nobody heard of it.
-        reached = self._handover.results.merged_rows
+        reached = self.results.merged_rows
         has_got_further = any(reached.get(one.plan.name, 0) > one.reused_rows for one in self.members)
         if limit is not None and self.status == "time_limit" and not has_got_further:
             self.reckoning = time_limit_text(self.members, limit, self._before_seconds, reserve)
             log.warning("%s", self.reckoning)
-
-    def _report(self, status: Status | None = None) -> RunReport:
-        self._reported_at = self.clock()
-        return self.report(self._handover.results, status)
 
 
 def worker_spec(
@@ -357,28 +364,6 @@ def worker_spec(
     )
     settings = kind.worker_settings(inspected, member.placement, offload_folder)
     return WorkerSpec(common, kind.child, dict(settings))
-
-
-def _opening(prepared: Prepared) -> Iterator[str]:
-    config = prepared.config
-    yield f"{shown_path(config.data.path)}: {plural(prepared.table.rows, 'row')}"
-    yield from prepared.table.remarks
-    if config.limit is not None and config.submission is not None and config.submission.path is not None:
-        yield f"a trial on the first rows: {shown_path(config.submission.path)} will not be written"
-    yield from filter(None, (prepared.inventory.note, *prepared.warnings))
-    yield from held_texts(prepared.outlook.gpus)
-
-
-@contextlib.contextmanager
-def _other_disk_errors(rundir: RunDir) -> Iterator[None]:
-    """Names the place of disk errors outside of the writing of a file, such as the making of a folder."""
-    try:
-        yield
-    except OSError as error:
-        place = error.filename or rundir.root
-        raise WriteError(
-            f"cannot write to {place} ({error.strerror or error}); free it or change output_dir"
-        ) from error
 
 
 class Display(Protocol):

@@ -197,16 +197,14 @@ class RunReport:
         from pydantic import TypeAdapter, ValidationError
 
         try:
-            content = path.read_bytes()
+            document = json.loads(path.read_bytes())
+            report: RunReport = TypeAdapter(cls).validate_python(document)
         except FileNotFoundError:
             raise DataError(
                 f"{path.parent}: there is no run.json that can be read; name the output_dir of a run"
             ) from None
         except OSError as error:
             raise DataError(unreadable(path, error)) from error
-        try:
-            document = json.loads(content)
-            report: RunReport = TypeAdapter(cls).validate_python(document)
         except ValidationError as error:
             versions = document.get("versions") if isinstance(document, dict) else None
             version = versions.get("ensemble") if isinstance(versions, dict) else None

@@ -203,8 +203,13 @@ def prepare(loaded: LoadedConfig, must_fit: bool = True) -> Prepared:
     left_out: list[str] = []
     if table is not None:
         for name, compiled in templates.items():
-            with problems.at(f"{keys[name]}.prompt_template"):
-                previews[name] = _first_rendered(compiled, table)
+            for number, row in enumerate(table.head(_RENDERED_ROWS)):
+                try:
+                    previews.setdefault(name, compiled.render(row))
+                except TemplateProblem as error:
+                    place = f"row {number + 1} (id {table.ids[number].as_py()!r})"
+                    problems.add([f"{keys[name]}.prompt_template: {place}: {error}"], DataError)
+                    break
         for name, kind in kinds.items():
             with problems.at(f"{keys[name]} ({name})"):
                 if kind.needs_worker or name not in inspected:
@@ -292,17 +297,6 @@ def may_use_gpus(config: RunConfig) -> list[bool]:
 def _is_exclusive(inspected: Mapping[str, Inspection]) -> bool:
     """Log loss and accuracy are defined where every member gives probabilities of exclusive labels."""
     return all(one.activation == "softmax" for one in inspected.values())
-
-
-def _first_rendered(template: PromptTemplate, table: InputTable) -> str:
-    """The first row's text; some more are tried."""
-    texts = []
-    for number, row in enumerate(table.head(_RENDERED_ROWS)):
-        try:
-            texts.append(template.render(row))
-        except TemplateProblem as error:
-            raise DataError(f"row {number + 1} (id {table.ids[number].as_py()!r}): {error}") from None
-    return texts[0]
 
 
 def _outlook(

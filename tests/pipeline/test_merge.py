@@ -42,7 +42,7 @@ def merge(config: Path) -> Results:
     prepared = prepare(load_config(config))
     rundir = RunDir(prepared.config.output_dir)
     works = find_works(prepared, rundir, lambda text: None)
-    handover = Handover(prepared, rundir, works)
+    handover = Handover(prepared, rundir, works, Results())
     handover.merge([MemberState.of(member) for member in prepared.plan.members])
     return handover.results
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ensemble.common.shards import file_sha256, part_name
+from ensemble.common.shards import file_sha256, part_name, parts_in
 from ensemble.pipeline.fingerprint import Fingerprint
 from ensemble.pipeline.resume import MemberWork, find_work, take_over, write_bad_rows, write_manifest
 from ensemble.pipeline.run_dir import RunDir
@@ -49,14 +49,10 @@ def complete(rundir: RunDir, bad_rows: dict[int, str] | None = None) -> None:
     lines = ["id,a,b", *(f'"{row}\n",0.{row + 1},1' for row in range(ROWS))]
     rundir.predictions("m").write_text("\n".join([*lines, ""]))
     digest = file_sha256(rundir.predictions("m"))
-    write_manifest(
-        rundir,
-        find(rundir),
-        digest,
-        bad_rows or {},
-        [worker(replica=3, devices=("GPU-1", "GPU-2"), rows=ROWS)],
-        12.0,
-    )
+    work = find(rundir)
+    work.bad_rows, work.worked = bad_rows or {}, 12.0
+    work.workers = (worker(replica=3, devices=("GPU-1", "GPU-2"), rows=ROWS),)
+    write_manifest(rundir, work, digest)
 
 
 @pytest.mark.fault(17)
@@ -70,7 +66,7 @@ def test_shards_that_are_not_what_their_names_say_are_done_again(rundir: RunDir)
     assert work.is_done.tolist() == [False, True, False, False, True, False]
     assert not cut.exists()
     assert not edited.exists()
-    (shard,) = work.shards()
+    (shard,) = parts_in(work.shards_dir, ROWS)
     assert shard.column("row").to_pylist() == [4, 1]
     assert shard.column("p1").to_pylist() == [0.75, 0.75]
 
@@ -79,7 +75,7 @@ def test_an_empty_shard_is_a_shard(rundir: RunDir) -> None:
     write_shard(rundir, [])
     work = find(rundir)
     assert not work.is_done.any()
-    assert [len(shard) for shard in work.shards()] == [0]
+    assert [len(shard) for shard in parts_in(work.shards_dir, ROWS)] == [0]
 
 
 def test_shards_of_other_work_are_not_taken(rundir: RunDir) -> None:
@@ -137,5 +133,5 @@ def test_rows_that_could_not_be_computed_are_tried_again_unless_they_are_to_be_u
     again = find(rundir)
     take_over(rundir, again, 2, keeps_bad_rows=False)
     assert np.flatnonzero(~again.is_done).tolist() == [5], "and where they are gone, the predictions"
-    (shard,) = again.shards()
+    (shard,) = parts_in(again.shards_dir, ROWS)
     assert shard.column("p0").to_pylist() == [0.1, 0.2, 0.3, 0.4, 0.5]

@@ -35,7 +35,7 @@ def rundir(tmp_path: Path) -> RunDir:
     made.create()
     made.tidy()
     made.predictions("done").write_text("id,a\n")
-    write_manifest(made, find_work(made, "done", DONE, 1000, False), "f" * 64, {}, [], 1.0)
+    write_manifest(made, find_work(made, "done", DONE, 1000, False), "f" * 64)
     shards = made.shards_dir("half", HALF.digest)
     shards.mkdir()
     (shards / part_name(0, 200, b"x")).write_bytes(b"x")
@@ -86,7 +86,7 @@ def test_a_run_with_a_failed_member(rundir: RunDir) -> None:
 
 def test_predictions_of_other_work_are_not_done(rundir: RunDir) -> None:
     rundir.predictions("later").write_text("id,a\n")
-    write_manifest(rundir, find_work(rundir, "later", DONE, 1000, False), "f" * 64, {}, [], 1.0)
+    write_manifest(rundir, find_work(rundir, "later", DONE, 1000, False), "f" * 64)
     write_run_json(rundir, "interrupted")
     assert "later unfinished 0 1,000" in shown(rundir)
 
