@@ -16,7 +16,7 @@ from pathlib import Path
 def _ours(folder: Path) -> Callable[[], object]:
     """From complete predictions to files, as a run does it whose members are done."""
     from ensemble.pipeline.load import load as load_config
-    from ensemble.pipeline.results import Handover, Results
+    from ensemble.pipeline.results import Results, ResultWriter
     from ensemble.pipeline.resume import find_works
     from ensemble.pipeline.run_dir import RunDir
     from ensemble.pipeline.validate import prepare
@@ -27,9 +27,9 @@ def _ours(folder: Path) -> Callable[[], object]:
     works = find_works(prepared, rundir, lambda text: None)
     assert all(work.is_complete for work in works.values())
     prepared.table.forget_columns()
-    handover = Handover(prepared, rundir, works, Results())
+    writer = ResultWriter(prepared, rundir, works, Results())
     states = [MemberState.of(member) for member in prepared.plan.members]
-    return lambda: handover.merge(states)
+    return lambda: writer.merge(states)
 
 
 def _pyarrow_reads(folder: Path) -> Callable[[], object]:

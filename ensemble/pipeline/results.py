@@ -63,8 +63,8 @@ class Results:
     filled_rows: int = 0
 
 
-class Handover:
-    """Writes a run's results.
+class ResultWriter:
+    """Writes a run's results; raises ``WriteError`` where the disk is full or the like.
 
     Args:
         works: by member name.
@@ -91,7 +91,6 @@ class Handover:
 
         Raises:
             MergeError: a row is missing, or the checkpoint's files changed since the run began.
-            WriteError: the disk is full or the like.
         """
         name, work = state.plan.name, self._works[state.plan.name]
         if not work.is_complete:
@@ -115,7 +114,6 @@ class Handover:
         Raises:
             DataError: they cannot be had, or are no probabilities.
             MergeError: a file that they are made of changed since the run began.
-            WriteError: the disk is full or the like.
         """
         columns = OutputColumns(self._config.data.id_column, self._labels)
         kind, inspected = member_kind(member.model), self._prepared.inspected[member.name]
@@ -144,7 +142,6 @@ class Handover:
 
         Raises:
             MergeError: the CSVs do not fit together, or rows are missing.
-            WriteError: the disk is full or the like.
         """
         if not any(state.plan.model.weight for state in members):
             members = ()

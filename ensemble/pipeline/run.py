@@ -30,7 +30,7 @@ from ensemble.common.text import duration, plural, shown_path
 from ensemble.config import LoadedConfig
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.reporting import RunState, worker_reports
-from ensemble.pipeline.results import Handover
+from ensemble.pipeline.results import ResultWriter
 from ensemble.pipeline.resume import find_works, refuse_trial, write_bad_rows
 from ensemble.pipeline.run_dir import RunDir, hold, log, logging_to
 from ensemble.pipeline.run_report import MERGED, RunReport
@@ -124,7 +124,7 @@ class _Run(RunState):
         self.say = display.say
         self._signals = signals
         self._not_given: dict[str, Failure] = {}
-        self._handover = Handover(prepared, rundir, self.works, self.results)
+        self._writer = ResultWriter(prepared, rundir, self.works, self.results)
         self._offload_folders: list[Path] = []
         # What workers are given goes by this one, and what is told of them.
         self._watch = Watch(MAX_TURN_SECONDS)
@@ -133,10 +133,10 @@ class _Run(RunState):
         self._reported_at = -math.inf
 
     def go(self) -> RunReport:
-        rundir, config, handover = self._rundir, self._config, self._handover
+        rundir, config, writer = self._rundir, self._config, self._writer
         try:
             if config.time_limit is not None and config.hash_weights and not rundir.ensemble.exists():
-                handover.merge([])  # to read all weights can take minutes
+                writer.merge([])  # to read all weights can take minutes
             self.works.update(find_works(self.prepared, rundir, self.say))
             self._take_given()
             self._plan_what_is_left()
@@ -149,7 +149,18 @@ class _Run(RunState):
             reserve = self._first_submission() if is_work_left else 0.0
             if is_work_left:
                 self._wait_for_room(reserve)
-                self._publish()
+                with atomic_path(rundir.table) as temporary:
+                    self.prepared.table.publish(temporary)
+                for member in self.prepared.plan.members:
+                    if member.chunks:
+                        work = self.works[member.name]
+                        work.make_shards_dir()
+                        with (
+                            atomic_path(order_path(work.shards_dir)) as temporary,
+                            temporary.open("wb") as file,
+                        ):
+                            np.save(file, member.order)
+                sync_directory(rundir.work_dir)  # so that the new folders are there after a power cut
             self._run_members(reserve)
             self._merge()
             self._look_back(reserve)
@@ -180,7 +191,7 @@ class _Run(RunState):
             self._signals.check()
             self._rundir.forget_results()
             try:
-                self._handover.write_given(member)
+                self._writer.write_given(member)
             except (DataError, MergeError) as error:
                 log.error("%s failed: %s", member.name, error)
                 self._not_given[member.name] = Failure(member.name, "; ".join(error.problems))
@@ -206,7 +217,7 @@ class _Run(RunState):
         if limit is None:
             return 0.0
         began = self.clock()
-        self._handover.merge([one for one in self.members if self.works[one.plan.name].is_done.any()])
+        self._writer.merge([one for one in self.members if self.works[one.plan.name].is_done.any()])
         self.say(
             f"time limit {duration(limit)}: a first submission is written; rows that no member reaches are filled "
             f"in (fill: {self._config.fill})"
@@ -223,18 +234,6 @@ class _Run(RunState):
             self._plan_what_is_left()
         for text in filter(None, (*outlook.plan.warnings, outlook.plan.why)):
             self.say(text)
-
-    def _publish(self) -> None:
-        rundir, prepared = self._rundir, self.prepared
-        with atomic_path(rundir.table) as temporary:
-            prepared.table.publish(temporary)
-        for member in prepared.plan.members:
-            work = self.works[member.name]
-            if member.chunks:
-                work.make_shards_dir()
-                with atomic_path(order_path(work.shards_dir)) as temporary, temporary.open("wb") as file:
-                    np.save(file, member.order)
-        sync_directory(rundir.work_dir)  # so that the new folders are there after a power cut
 
     def _run_members(self, reserve: float) -> None:
         config, display, prepared = self._config, self._display, self.prepared
@@ -284,7 +283,7 @@ class _Run(RunState):
         write_bad_rows(self.works[state.plan.name], state.bad_rows)
 
     def on_finished(self, state: MemberState) -> None:
-        self._handover.write_predictions(state, worker_reports(state))
+        self._writer.write_predictions(state, worker_reports(state))
 
     def on_change(self, members: Sequence[MemberState]) -> None:
         self._display.update(members)
@@ -304,11 +303,11 @@ class _Run(RunState):
         counting = [state for state in good if state.plan.model.weight]
         if not counting or not all(failure.is_dropped or may_go_on for failure in failures):
             if is_timed and any(state.rows_done for state in counting):
-                self._handover.merge(good)  # better than the first submission, which is there in any case
+                self._writer.merge(good)  # better than the first submission, which is there in any case
                 names = ", ".join(failure.member for failure in failures)
                 self.say(f"the submission holds what there is, without {names}")
             return
-        self._handover.merge(good)
+        self._writer.merge(good)
         self.left_out = failures
         # One whose CSV was not written in time has its shards, which must stay.
         unfinished = is_timed and not all(self.works[state.plan.name].is_complete for state in good)
@@ -340,9 +339,8 @@ def worker_spec(
 ) -> WorkerSpec:
     """What a worker is told of its member; ``offload_folder`` is for it alone, ``files`` must stay as they are."""
     kind, inspected = member_kind(member.model), prepared.inspected[member.name]
-    cpu_threads = None  # torch's own choice
-    if member.replicas > 1:
-        cpu_threads = max(1, len(os.sched_getaffinity(0)) // member.replicas)
+    cpus = len(os.sched_getaffinity(0))
+    cpu_threads = max(1, cpus // member.replicas) if member.replicas > 1 else None  # torch's own choice
     # A worker's share of a GPU that it does not have to itself, without what CUDA takes of it.
     memory_limit = None
     if member.gpus and (sharing := prepared.config.max_workers_per_gpu) > 1:

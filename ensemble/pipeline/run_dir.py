@@ -58,6 +58,9 @@ class RunDir:
         self.work_dir = root / "work"
         self.table = self.work_dir / "table.arrow"
         self.lock = root / ".lock"
+        self._folders = (self.predictions_dir, self.work_dir, self.logs_dir)
+        # All that a run uses, but for its lock.
+        self._own = (*self._folders, self.config, self.run_json, self.ensemble, self.submission)
 
     def predictions(self, member: str) -> Path:
         return self.predictions_dir / f"{member}.csv"
@@ -117,12 +120,6 @@ class RunDir:
             return True
         return any(read_part(path) is not None for path in _files(self.work_dir, "*/*.csv"))
 
-    @property
-    def _own(self) -> tuple[Path, ...]:
-        """The folders and files that a run uses, but for its lock."""
-        folders = (self.predictions_dir, self.work_dir, self.logs_dir)
-        return (*folders, self.config, self.run_json, self.ensemble, self.submission)
-
     def _is_own(self, path: Path) -> bool:
         return any(path.resolve().is_relative_to(own.resolve()) for own in (*self._own, self.lock))
 
@@ -145,7 +142,7 @@ class RunDir:
 
     def tidy(self) -> None:
         """Make the folders and remove the halves of files that a killed run left; what is whole stays."""
-        for folder in (self.predictions_dir, self.work_dir, self.logs_dir):
+        for folder in self._folders:
             if folder.is_symlink():
                 folder.unlink()
             folder.mkdir(exist_ok=True)
@@ -165,7 +162,7 @@ class RunDir:
         """Remove all that earlier runs left."""
         self.forget_results()
         self.run_json.unlink(missing_ok=True)
-        for folder in (self.predictions_dir, self.work_dir, self.logs_dir):
+        for folder in self._folders:
             if folder.is_dir() and not folder.is_symlink():
                 shutil.rmtree(folder)  # what stayed would be taken for this run's work
         self.tidy()
@@ -183,14 +180,11 @@ class RunDir:
 
 def holder(rundir: RunDir) -> str | None:
     """Who holds the directory, such as "process 12 on a host"; None: nobody."""
-    try:
-        with _open_lock(rundir, os.O_RDONLY, "r") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return lock.read().strip() or "another process"
-    except (OSError, OutputError):
-        return None
+    with contextlib.suppress(OSError, OutputError), _open_lock(rundir, os.O_RDONLY, "r") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return lock.read().strip() or "another process"
     return None
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # How a run stands, or how it ended; ``time_limit`` is merged too, but not of all rows.
 Status = Literal["running", "complete", "time_limit", "failed", "interrupted"]
 # More than any run, and than any table has bytes.
-_LONGEST_SECONDS: Final = 1e15
+_MAX_SECONDS: Final = 1e15
 # Those of runs that have handed over an ensemble.
 MERGED: Final = ("complete", "time_limit")
 
@@ -254,7 +254,7 @@ def measured_speeds(
         startup, per_work = member.speed.startup_seconds, member.speed.seconds_per_work
         values = [value for value in (startup, per_work) if value is not None]
         is_same = member.computed_as == computed_as.get(member.name)
-        if is_same and values and all(0 < value < _LONGEST_SECONDS for value in values):
+        if is_same and values and all(0 < value < _MAX_SECONDS for value in values):
             found[member.name] = Speed(
                 startup or 0.0, per_work or 0.0, per_work is not None, startup is not None
             )

@@ -64,11 +64,10 @@ def heed_signals(owns_process: bool = True) -> Iterator[Signals]:
     handlers = {number: signal.getsignal(number) for number in _HEEDED}
     ignored = [number for number in _MAY_BE_IGNORED if handlers[number] is signal.SIG_IGN]
     signals = Signals(ignored, owns_process)
-    is_main = threading.current_thread() is threading.main_thread()
     # None is a handler that was not set by Python, which could not be put back.
-    heeded = [
-        one for one, handler in handlers.items() if is_main and one not in ignored and handler is not None
-    ]
+    heeded = [number for number in _HEEDED if number not in ignored and handlers[number] is not None]
+    if threading.current_thread() is not threading.main_thread():
+        heeded = []
     for number in heeded:
         signal.signal(number, signals.handle)
     try:

@@ -375,7 +375,5 @@ def _unfit_places(loaded: LoadedConfig, kinds: _Kinds) -> Iterator[str]:
         folders["submission.path"] = target.parent
     reasons = (unwritable_reason(key, folder) for key, folder in folders.items() if folder is not None)
     yield from filter(None, reasons)
-    if target is not None and any(
-        path.resolve() in (target.resolve(), *target.resolve().parents) for path in inputs
-    ):
+    if target is not None and any(target.resolve().is_relative_to(path.resolve()) for path in inputs):
         yield f"submission.path: {target} would replace what the run reads; choose another name"

@@ -19,7 +19,7 @@ from bench.merge_files import label_names, make_files, member_names
 from ensemble.common.errors import MergeError
 from ensemble.common.shards import part_name
 from ensemble.pipeline.load import load as load_config
-from ensemble.pipeline.results import Handover, Results
+from ensemble.pipeline.results import Results, ResultWriter
 from ensemble.pipeline.resume import find_works
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.validate import prepare
@@ -42,9 +42,9 @@ def merge(config: Path) -> Results:
     prepared = prepare(load_config(config))
     rundir = RunDir(prepared.config.output_dir)
     works = find_works(prepared, rundir, lambda text: None)
-    handover = Handover(prepared, rundir, works, Results())
-    handover.merge([MemberState.of(member) for member in prepared.plan.members])
-    return handover.results
+    writer = ResultWriter(prepared, rundir, works, Results())
+    writer.merge([MemberState.of(member) for member in prepared.plan.members])
+    return writer.results
 
 
 def read(path: Path) -> pd.DataFrame:
