@@ -1,6 +1,6 @@
 """The merge of large tables, beside reading the same files with pyarrow and merging them with pandas.
 
-``python -m bench.merge --rows 2000000 --members 5`` makes sealed predictions, then lets everybody have them in
+``python -m bench.merge --rows 2000000 --members 5`` makes complete predictions, then lets everybody have them in
 turn, each in a fresh process: seconds from the first byte read to the last one written, and the most memory that
 the process ever held.
 """

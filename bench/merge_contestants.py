@@ -14,9 +14,9 @@ from pathlib import Path
 
 
 def _ours(folder: Path) -> Callable[[], object]:
-    """From sealed predictions to files, as a run does it whose members are done."""
+    """From complete predictions to files, as a run does it whose members are done."""
     from ensemble.pipeline.load import load as load_config
-    from ensemble.pipeline.results import Handover
+    from ensemble.pipeline.results import Results, ResultWriter
     from ensemble.pipeline.resume import find_works
     from ensemble.pipeline.run_dir import RunDir
     from ensemble.pipeline.validate import prepare
@@ -25,11 +25,11 @@ def _ours(folder: Path) -> Callable[[], object]:
     prepared = prepare(load_config(folder.with_suffix(".yaml")))
     rundir = RunDir(prepared.config.output_dir)
     works = find_works(prepared, rundir, lambda text: None)
-    assert all(work.is_sealed for work in works.values())
+    assert all(work.is_complete for work in works.values())
     prepared.table.forget_columns()
-    handover = Handover(prepared, rundir, works)
+    writer = ResultWriter(prepared, rundir, works, Results())
     states = [MemberState(member) for member in prepared.plan.members]
-    return lambda: handover.merge(states)
+    return lambda: writer.merge(states)
 
 
 def _pyarrow_reads(folder: Path) -> Callable[[], object]:

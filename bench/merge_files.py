@@ -1,4 +1,4 @@
-"""What a merge starts from: tables, configs, and sealed predictions as a run leaves them.
+"""What a merge starts from: tables, configs, and complete predictions as a run leaves them.
 
 The models are a header each: a merge asks what kind of values they give and whether they are still the same.
 """
@@ -18,7 +18,7 @@ from ensemble.common.shards import file_sha256
 from ensemble.data.csv_file import write_csv
 from ensemble.pipeline.fingerprint import member_fingerprint
 from ensemble.pipeline.load import load as load_config
-from ensemble.pipeline.resume import find_work, seal
+from ensemble.pipeline.resume import find_work, write_manifest
 from ensemble.pipeline.run_dir import RunDir, hold
 from ensemble.pipeline.validate import Prepared, prepare
 
@@ -63,7 +63,7 @@ def make_files(folder: Path, rows: int, members: int, labels: int) -> int:
                 os.link(first, rundir.predictions(name))
             fingerprint = member_fingerprint(prepared, prepared.plan.members[index], FileDigests(False))
             work = find_work(rundir, name, fingerprint, rows, keeps_bad_rows=False)
-            seal(rundir, work, file_sha256(first), {}, [], 0.0)
+            write_manifest(rundir, work, file_sha256(first))
     return written
 
 

@@ -31,8 +31,8 @@ from bench.sections import show
 from bench.table import Spread
 from ensemble.common.protocol import Load, Ready, Start
 from ensemble.common.shards import order_path
-from ensemble.pipeline.launch import worker_spec
 from ensemble.pipeline.load import load as load_config
+from ensemble.pipeline.run import worker_spec
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.validate import Prepared, prepare
 from ensemble.planning.plan import MemberPlan

@@ -219,6 +219,7 @@ def test_a_run_beside_a_real_model(project: Project) -> None:
     report = project.run_json()
     of_llama, of_mate = report["members"]
     assert (of_mate["status"], of_mate["phase"], of_mate["workers"]) == ("complete", "done", [])
+    assert of_mate["reused_rows"] == 0
     assert (len(of_llama["workers"]), report["status"]) == (1, "complete")
     assert set(report["scores"]) == {"llama", "mate", "ensemble"}
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("mate ")]
@@ -233,6 +234,7 @@ def test_a_run_beside_a_real_model(project: Project) -> None:
     again = project.ensemble("run", "config.yaml")
     assert again.returncode == 0, again.stderr
     assert "mate: done by an earlier run, reused" in again.stdout
+    assert project.run_json()["members"][1]["reused_rows"] == 300
     values = np.array(write_mate(project, shift=0.05))
     changed = project.ensemble("run", "config.yaml")
     assert changed.returncode == 0, changed.stderr
@@ -249,8 +251,9 @@ def test_a_run_of_nothing_but_predictions(project: Project) -> None:
     project.write_config(with_mate(project, other))
     planned = project.ensemble("plan", "config.yaml").stdout
     assert "how long" not in planned
-    done = project.ensemble("run", "config.yaml")
+    done = project.ensemble("run", "config.yaml", "--set", "devices=[0]")
     assert done.returncode == 0, done.stderr + done.stdout
+    assert "running on the CPU" not in planned + done.stdout, "nobody asked for GPUs"
     np.testing.assert_allclose(values_of(project, "runs/first/ensemble.csv"), values, rtol=1e-12)
 
 

@@ -26,8 +26,7 @@ from ensemble.data.json_cells import TemplateProblem
 from ensemble.data.template import compile_template
 from ensemble.members.huggingface.checkpoint.adapter_files import inspect_adapter
 from ensemble.pipeline.load import load as load_config
-from ensemble.pipeline.run_dir import RunDir, hold, holder
-from ensemble.pipeline.run_log import logging_to
+from ensemble.pipeline.run_dir import RunDir, hold, holder, logging_to
 from ensemble.pipeline.validate import prepare
 from tests.checkpoints import inspect_folder, make_adapter, make_base
 from tests.project import LABELS, ROOT, Project
@@ -324,9 +323,9 @@ def test_good_names_have_files_of_their_own(tmp_path: Path) -> None:
         "run-0.log",
     ]
     own = [rundir.run_log, rundir.table, rundir.config, rundir.run_json, rundir.ensemble, rundir.submission]
-    found = [path for name in names for path in (rundir.predictions(name), rundir.seal(name))]
+    found = [path for name in names for path in (rundir.predictions(name), rundir.manifest(name))]
     found += [rundir.log(name, replica) for name in names for replica in (0, 10)]
-    found += [rundir.parts_dir(name, fingerprint * 64) for name in names for fingerprint in "01"]
+    found += [rundir.shards_dir(name, fingerprint * 64) for name in names for fingerprint in "01"]
     everything = [str(path).lower() for path in (*own, *found)]
     assert len(set(everything)) == len(everything)
     assert {path.parent for path in found} == {rundir.predictions_dir, rundir.logs_dir, rundir.work_dir}
@@ -401,7 +400,7 @@ def test_links_that_wait_for_a_temporary_file_are_removed(
 @pytest.mark.parametrize("fresh", [False, True])
 def test_folders_that_are_links_are_replaced(fresh: bool, tmp_path: Path, precious: Path) -> None:
     rundir = RunDir(tmp_path / "run")
-    parts_dir = rundir.parts_dir("m", "0" * 64)
+    parts_dir = rundir.shards_dir("m", "0" * 64)
     for folder in (rundir.predictions_dir, rundir.logs_dir):
         link(folder, precious, "symlink")
     link(parts_dir, precious, "symlink")
@@ -419,7 +418,7 @@ def test_folders_that_are_links_are_replaced(fresh: bool, tmp_path: Path, precio
 def test_work_that_became_a_link_is_not_removed_through_it(tmp_path: Path, precious: Path) -> None:
     rundir = RunDir(tmp_path / "run")
     link(rundir.work_dir, precious, "symlink")
-    rundir.remove_work([rundir.parts_dir("m", "0" * 64)])
+    rundir.remove_work([rundir.shards_dir("m", "0" * 64)])
     assert untouched(precious)
 
 

@@ -186,13 +186,13 @@ def _complain(problems: Iterable[str]) -> None:
 
 def _load(config: Path, sets: list[str], limit: int | None) -> LoadedConfig:
     from ensemble.common.packages import unsupported
-    from ensemble.common.python_process import import_numpy, keep_pandas_out
+    from ensemble.common.python_process import keep_pandas_out, one_thread_for_numpy
     from ensemble.pipeline.load import load
 
     if found := [*unsupported()]:
         raise ConfigError(found)
-    loaded = load(config, [*sets, *([f"limit={limit}"] if limit is not None else [])])
-    guard_output(loaded.redactor)  # now that its own secrets are known
-    import_numpy()
-    keep_pandas_out()
+    with one_thread_for_numpy():
+        loaded = load(config, [*sets, *([f"limit={limit}"] if limit is not None else [])])
+        guard_output(loaded.redactor)  # now that its own secrets are known
+        keep_pandas_out()  # with pyarrow, which imports numpy
     return loaded

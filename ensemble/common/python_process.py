@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,14 +67,17 @@ def keep_pandas_out() -> None:
             sys.meta_path.remove(finder)
 
 
-def import_numpy() -> None:
-    """Import numpy without a thread per CPU for its matrices, in a process of our own; call before other imports.
+@contextlib.contextmanager
+def one_thread_for_numpy() -> Iterator[None]:
+    """If numpy is imported within, in a process of our own, it gets no thread per CPU for its matrices.
 
     What the user set in the environment holds.
     """
-    if _THREADS not in os.environ:
-        os.environ[_THREADS] = "1"  # read once, when the library is loaded
-        try:
-            import numpy  # noqa: F401
-        finally:
-            del os.environ[_THREADS]  # workers inherit this environment, and have matrices to multiply
+    if _THREADS in os.environ:
+        yield
+        return
+    os.environ[_THREADS] = "1"  # read once, when the library is loaded
+    try:
+        yield
+    finally:
+        del os.environ[_THREADS]  # workers inherit this environment, and have matrices to multiply

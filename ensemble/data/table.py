@@ -28,6 +28,7 @@ from ensemble.data.input_file import (
     is_binary,
     is_json_field,
     is_text,
+    malloc_for_arrow,
     missing_column,
     shown_type,
 )
@@ -171,13 +172,8 @@ def read_table(path: Path, needs: TableNeeds) -> InputTable:
         DataError: with every problem found.  A broken structure (see ``readers.read_contents``) is reported
             alone, because nothing after it can be counted on.
     """
-    before = pa.default_memory_pool()
-    # pyarrow's own holds on to about 100 MB more than malloc for a table of a million rows.
-    pa.set_memory_pool(pa.system_memory_pool())
-    try:
+    with malloc_for_arrow():
         return _read_checked(path, needs)
-    finally:
-        pa.set_memory_pool(before)
 
 
 def _read_checked(path: Path, needs: TableNeeds) -> InputTable:

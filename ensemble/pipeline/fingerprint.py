@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from ensemble.common.digests import FileDigests, digest_of
 from ensemble.members.registry import member_kind
-from ensemble.pipeline.validate import Prepared, columns_read
+from ensemble.pipeline.validate import Prepared
 from ensemble.planning.plan import MemberPlan
 
 # To be raised where the same digests come to mean something else; older work then counts as another's.
@@ -39,12 +39,12 @@ class Fingerprint:
 
     def changed_from(self, other: Fingerprint) -> tuple[str, ...]:
         """What differs, in words that can follow "its": settings, weights, tokenizer, rows."""
-        mine, theirs = self._components(), other._components()
+        mine, theirs = self.to_dict(), other.to_dict()
         return tuple(name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name))
 
     def to_dict(self) -> dict[str, str | int]:
         """As JSON can hold it, for ``from_dict``."""
-        return {"scheme": SCHEME, **self._components()}
+        return {"scheme": SCHEME, "settings": self.settings, **self.content, "rows": self.rows}
 
     @classmethod
     def from_dict(cls, document: object) -> Fingerprint | None:
@@ -56,9 +56,6 @@ class Fingerprint:
             return None
         settings, rows = content.pop("settings", None), content.pop("rows", None)
         return None if settings is None or rows is None else cls(settings, content, rows)
-
-    def _components(self) -> dict[str, str]:
-        return {"settings": self.settings, **self.content, "rows": self.rows}
 
 
 def member_fingerprint(
@@ -85,5 +82,5 @@ def member_fingerprint(
     return Fingerprint(
         settings=digest_of(settings),
         content=kind.content(inspected, files or FileDigests(config.hash_weights)),
-        rows=prepared.table.digest(columns_read(member.model)),
+        rows=prepared.table.digest(prepared.columns[member.name]),
     )

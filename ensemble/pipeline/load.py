@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ensemble.common.extensions import SettingsByName
-from ensemble.common.python_process import import_numpy
 from ensemble.config import LoadedConfig, load_config
 from ensemble.members.registry import KINDS
 
@@ -29,8 +28,7 @@ def load(
 
 
 def _merge_methods() -> Registry[MergeMethod]:
-    # Only for a config that names a method: a typo in a key shall be told at once.
-    import_numpy()
+    # With numpy, so only for a config that names a method: a typo in a key shall be told at once.
     from ensemble.merging.methods import METHODS
 
     return METHODS

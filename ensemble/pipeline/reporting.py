@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from ensemble import __version__
 from ensemble.common.gpus import Device
@@ -26,85 +27,101 @@ from ensemble.pipeline.run_report import (
 from ensemble.pipeline.validate import Prepared
 from ensemble.planning.forecast import calibrated, total_seconds
 from ensemble.scheduling.device_pool import DevicePool
-from ensemble.scheduling.state import Failure, Gap, MemberState, WorkerRecord
+from ensemble.scheduling.state import Failure, Gap, MemberState
 
 
-def report_of(
-    *,
-    status: Status,
-    prepared: Prepared,
-    members: Sequence[MemberState],
-    works: Mapping[str, MemberWork],
-    pool: DevicePool | None,
-    gaps: Sequence[Gap],
-    results: Results,
-    left_out: Sequence[Failure],
-    seconds: float,
-    reckoning: str,
-) -> RunReport:
-    """The report of a run as it stands; no text in it is a secret.
+@dataclass
+class RunState:
+    """A run as it stands.
 
-    Args:
+    Attributes:
+        began: when, by ``clock``, in seconds.
         works: by member name, as far as it is known yet.
         pool: None before there is one.
-        seconds: since the run began.
         left_out: members that the others were merged without.
+        reckoning: see ``RunReport``.
     """
-    loaded, gpus = prepared.loaded, prepared.plan.gpus
-    # The parent never imports torch; the workers say what they ran with.
-    versions = next((one.versions for state in members for one in state.workers if one.versions), {})
-    report = RunReport(
-        status=status,
-        pid=os.getpid(),
-        versions={
-            "ensemble": __version__,
-            "python": platform.python_version(),
-            **{name: version for name, version in versions.items() if version},
-        },
-        written_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        seconds_left=_seconds_left(prepared, members) if status == "running" else None,
-        platform=_platform(),
-        devices=gpus or (Device("cpu", _cpu_name(), None, 0, 0),),
-        driver_version=prepared.inventory.driver_version,
-        rows=prepared.table.rows,
-        null_texts=dict(prepared.table.null_texts),
-        timing={"total_seconds": round(seconds, 3)},
-        idle_gaps=tuple(gaps),
-        releases=tuple(pool.releases) if pool else (),
-        device_memory=dict(pool.curves) if pool else {},
-        members=tuple(_member(state, works.get(state.plan.name)) for state in members),
-        left_out=tuple(failure.member for failure in left_out),
-        merged_rows=dict(results.merged_rows),
-        filled_rows=results.filled_rows,
-        scores=dict(results.scores),
-        on_bad_row=prepared.config.on_bad_row,
-        reckoning=reckoning,
-        ensemble=prepared.config.ensemble.model_dump(mode="json"),
-        warnings=tuple(prepared.warnings),
-        # A copy: members are finished in another thread meanwhile.
-        files={name: str(path) for name, path in dict(results.files).items()},
-        config=loaded.text,
-        overrides=tuple(loaded.overrides),
-    )
-    redacted: RunReport = loaded.redactor.document(report)
-    return redacted
+
+    prepared: Prepared
+    began: float
+    clock: Callable[[], float]
+    status: Status = "failed"
+    members: list[MemberState] = field(default_factory=list)
+    works: dict[str, MemberWork] = field(default_factory=dict)
+    results: Results = field(default_factory=Results)
+    pool: DevicePool | None = None
+    gaps: Sequence[Gap] = ()
+    left_out: Sequence[Failure] = ()
+    reckoning: str = ""
+
+    def report(self, status: Status) -> RunReport:
+        """Its report; no text in it is a secret."""
+        prepared, results = self.prepared, self.results
+        loaded, gpus, libc = prepared.loaded, prepared.plan.gpus, "".join(platform.libc_ver())
+        # The parent never imports torch; the workers say what they ran with.
+        versions = next((one.versions for state in self.members for one in state.workers if one.versions), {})
+        report = RunReport(
+            status=status,
+            pid=os.getpid(),
+            versions={
+                "ensemble": __version__,
+                "python": platform.python_version(),
+                **{name: version for name, version in versions.items() if version},
+            },
+            written_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            seconds_left=_seconds_left(prepared, self.members) if status == "running" else None,
+            # As platform.platform() has it, which starts a process (uname -p) to know less.
+            platform="-".join((platform.system(), platform.release(), platform.machine(), "with", libc)),
+            devices=gpus or (Device("cpu", _cpu_name(), None, 0, 0),),
+            driver_version=prepared.inventory.driver_version,
+            rows=prepared.table.rows,
+            null_texts=dict(prepared.table.null_texts),
+            timing={"total_seconds": round(self.clock() - self.began, 3)},
+            idle_gaps=tuple(self.gaps),
+            releases=tuple(self.pool.releases) if self.pool else (),
+            device_memory=dict(self.pool.curves) if self.pool else {},
+            members=tuple(_member(state, self.works.get(state.plan.name)) for state in self.members),
+            left_out=tuple(failure.member for failure in self.left_out),
+            merged_rows=dict(results.merged_rows),
+            filled_rows=results.filled_rows,
+            scores=dict(results.scores),
+            on_bad_row=prepared.config.on_bad_row,
+            reckoning=self.reckoning,
+            ensemble=prepared.config.ensemble.model_dump(mode="json"),
+            warnings=tuple(prepared.warnings),
+            # A copy: members are finished in another thread meanwhile.
+            files={name: str(path) for name, path in dict(results.files).items()},
+            config=loaded.text,
+            overrides=tuple(loaded.overrides),
+        )
+        redacted: RunReport = loaded.redactor.document(report)
+        return redacted
 
 
 def worker_reports(state: MemberState) -> tuple[WorkerReport, ...]:
     """What a member's workers did."""
-    return tuple(map(_worker, state.workers))
+    reports = []
+    for record in state.workers:
+        ready, life, counters = record.ready, record.life_seconds, record.counters
+        sources = (
+            (record, ("replica", "devices", "process", "exit_code", "start_seconds", "load_seconds")),
+            (record, ("started_after_seconds", "leased_after_seconds", "life_seconds")),
+            (ready, ("dtype", "attn_implementation", "parameters", "max_length", "token_budget")),
+            (record.closed, ("peak_memory_bytes", "peak_gpu_memory_bytes")),
+        )
+        fields: dict[str, Any] = {
+            name: getattr(source, name, None) for source, names in sources for name in names
+        }
+        fields |= {"device_name": ready.device if ready else None, "notes": ready.notes if ready else ()}
+        fields |= {"forward_share": _share(counters.forward_seconds, life), "log": record.log_path}
+        reports.append(WorkerReport(**fields, **counters.rounded(3)))
+    return tuple(reports)
 
 
 def speed_report(state: MemberState) -> SpeedReport:
     """What was measured of a member by now, for the next plan; see ``forecast.measured_speeds``."""
     speed = state.speed
     return SpeedReport(speed.startup_seconds or None, speed.seconds_per_work or None)
-
-
-def _platform() -> str:
-    # As platform.platform() has it, which starts a process (uname -p) to know less.
-    libc = "".join(platform.libc_ver())
-    return "-".join((platform.system(), platform.release(), platform.machine(), "with", libc))
 
 
 def _cpu_name() -> str:
@@ -116,9 +133,20 @@ def _cpu_name() -> str:
 
 
 def _member(state: MemberState, work: MemberWork | None) -> MemberReport:
-    plan, counters = state.plan, state.counters
+    plan, counters, needed, forecast = state.plan, state.counters, state.plan.placement.footprint, None
+    if needed is not None:
+        budgets = [record.ready.token_budget for record in state.workers if record.ready is not None]
+        tokens = max(filter(None, budgets), default=needed.width)
+        forecast = MemoryForecast(
+            parameters=needed.weights.parameters,
+            weight_bytes=needed.weights.bytes,
+            context_bytes=needed.context_bytes,
+            peak_bytes=needed.peak_bytes(plan.gpus, tokens),
+            token_budget=tokens,
+            width=needed.width,
+        )
     # Of a member that an earlier run did, what that run's workers did.
-    is_reused = work is not None and work.is_sealed and not state.workers
+    is_reused = work is not None and work.is_complete and not state.workers
     return MemberReport(
         name=plan.name,
         phase=state.phase,
@@ -128,12 +156,12 @@ def _member(state: MemberState, work: MemberWork | None) -> MemberReport:
         replicas=plan.replicas,
         first_replicas=plan.first_replicas,
         fingerprint=work.fingerprint.digest if work is not None else None,
-        reused_rows=state.reused_rows,
+        reused_rows=0 if work is not None and work.is_new else state.reused_rows,
         taken_over=dict(work.taken) if work is not None else {},
         work=work.worked if work is not None and is_reused else plan.work * state.computed_cost,
         computed_as=plan.model.computed_as,
         speed=speed_report(state),
-        forecast=_forecast(state),
+        forecast=forecast,
         progress=ProgressReport(
             rows_done=state.rows_done,
             share=round(state.fraction, 4),
@@ -178,49 +206,6 @@ def _seconds_left(prepared: Prepared, members: Sequence[MemberState]) -> float |
         jobs.append(replace(state.plan.job, startup_seconds=startup, compute_seconds=left))
     places = {gpu.uuid: prepared.config.max_workers_per_gpu for gpu in prepared.plan.gpus}
     return round(total_seconds(jobs, places), 3)
-
-
-def _forecast(state: MemberState) -> MemoryForecast | None:
-    needed = state.plan.placement.footprint
-    if needed is None:
-        return None
-    budgets = [record.ready.token_budget for record in state.workers if record.ready is not None]
-    tokens = max(filter(None, budgets), default=needed.width)
-    return MemoryForecast(
-        parameters=needed.weights.parameters,
-        weight_bytes=needed.weights.bytes,
-        context_bytes=needed.context_bytes,
-        peak_bytes=needed.peak_bytes(state.plan.gpus, tokens),
-        token_budget=tokens,
-        width=needed.width,
-    )
-
-
-def _worker(record: WorkerRecord) -> WorkerReport:
-    ready, closed = record.ready, record.closed
-    return WorkerReport(
-        replica=record.replica,
-        devices=tuple(record.devices),
-        process=record.process,
-        exit_code=record.exit_code,
-        started_after_seconds=record.started_after_seconds,
-        leased_after_seconds=record.leased_after_seconds,
-        start_seconds=record.start_seconds,
-        load_seconds=record.load_seconds,
-        life_seconds=record.life_seconds,
-        forward_share=_share(record.counters.forward_seconds, record.life_seconds),
-        peak_memory_bytes=closed.peak_memory_bytes if closed else None,
-        peak_gpu_memory_bytes=closed.peak_gpu_memory_bytes if closed else None,
-        device_name=ready.device if ready else None,
-        dtype=ready.dtype if ready else None,
-        attn_implementation=ready.attn_implementation if ready else None,
-        parameters=ready.parameters if ready else None,
-        max_length=ready.max_length if ready else None,
-        token_budget=ready.token_budget if ready else None,
-        notes=ready.notes if ready else (),
-        log=record.log_path,
-        **record.counters.rounded(3),
-    )
 
 
 def _share(part: float, whole: float | None) -> float | None:

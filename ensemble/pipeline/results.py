@@ -1,10 +1,20 @@
-"""What a run hands over: a CSV per member as soon as it is done, then the merge, the scores and the submission."""
+"""What a run hands over: a CSV per member as soon as it is done, then the merge, the scores and the submission.
+
+The merge goes block by block.  Owned here: where each member's rows come from, which rows are filled in and how,
+and which files the merged rows go to.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import os
+import shutil
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import BinaryIO, Final, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -12,19 +22,31 @@ import pyarrow as pa
 
 from ensemble.common.errors import MergeError
 from ensemble.common.files import atomic_path
-from ensemble.common.shards import file_sha256, gather_parts
+from ensemble.common.shards import file_sha256
 from ensemble.common.text import plural
-from ensemble.data.csv_file import write_csv
+from ensemble.data.csv_file import csv_cells, csv_lines, header_line, write_csv
+from ensemble.data.input_file import malloc_for_arrow
+from ensemble.data.predictions_csv import PredictionsReader, SpilledRows
 from ensemble.members.base import OutputColumns
 from ensemble.members.registry import member_kind
-from ensemble.merging.metrics import Score
-from ensemble.pipeline.merge import Merge, MergeInput
-from ensemble.pipeline.resume import MemberWork, demand_unchanged, seal
+from ensemble.merging.blocks import MergedMember, RowSource, block_spans, merge_blocks
+from ensemble.merging.methods import merge_method
+from ensemble.merging.methods.base import Members
+from ensemble.merging.metrics import Score, Scoring
+from ensemble.merging.row_checks import RowCheck
+from ensemble.pipeline.resume import MemberWork, demand_unchanged, write_manifest
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import WorkerReport
 from ensemble.pipeline.validate import Prepared, given_predictions
 from ensemble.planning.plan import MemberPlan
 from ensemble.scheduling.state import MemberState
+
+# The ensemble's name among the scores.
+ENSEMBLE_ROW: Final = "ensemble"
+# More than the members: their text is made meanwhile.
+_MAX_THREADS = 16
+_Values = npt.NDArray[np.float64]
+_Blocks: TypeAlias = Iterator[tuple[int, _Values]]
 
 
 @dataclass
@@ -40,69 +62,74 @@ class Results:
     filled_rows: int = 0
 
 
-class Handover:
-    """Writes a run's results.
+class ResultWriter:
+    """Writes a run's results; raises ``WriteError`` where the disk is full or the like.
 
     Args:
         works: by member name.
+        results: takes what comes of it.
     """
 
-    def __init__(self, prepared: Prepared, rundir: RunDir, works: Mapping[str, MemberWork]) -> None:
+    def __init__(
+        self, prepared: Prepared, rundir: RunDir, works: Mapping[str, MemberWork], results: Results
+    ) -> None:
         self._prepared = prepared
+        self._config = prepared.config
         self._rundir = rundir
         self._works = works
-        self.results = Results()
+        self._labels = prepared.config.labels
+        self.results = results
 
     def write_predictions(self, state: MemberState, workers: Sequence[WorkerReport]) -> None:
-        """Gather a finished member's parts into its CSV, and seal it.
+        """Gather a finished member's shards into its CSV, and complete it with its manifest.
 
         Rows that could not be computed get equal probabilities.
 
         Args:
-            workers: what its workers did, for the seal.
+            workers: what its workers did, for the manifest.
 
         Raises:
             MergeError: a row is missing, or the checkpoint's files changed since the run began.
-            WriteError: the disk is full or the like.
         """
         name, work = state.plan.name, self._works[state.plan.name]
-        path, what = self._rundir.predictions(name), f"predictions of {name}"
-        if work.is_sealed:
-            self.results.files[what] = path
-            return
-        values = self._gathered(work)
-        missing = np.setdiff1d(np.flatnonzero(np.isnan(values).any(axis=1)), list(state.bad_rows))
-        if len(missing):
-            shown = ", ".join(f"row {row + 1}" for row in missing[:3])
-            raise MergeError(
-                f"{plural(len(missing), 'row')} missing in its parts in {work.parts_dir} ({shown}): some were "
-                "removed or changed; run the same command again"
-            )
-        values[list(state.bad_rows)] = self._even(name)
-        demand_unchanged(self._prepared, state.plan.model, work)
-        sha256 = self._write_probabilities(path, values)
-        seal(self._rundir, work, sha256, state.bad_rows, workers, state.plan.work * state.computed_cost)
-        work.is_sealed = True
-        self.results.files[what] = path
+        if not work.is_complete:
+            values = work.values(len(self._labels))
+            missing = np.setdiff1d(np.flatnonzero(np.isnan(values).any(axis=1)), list(state.bad_rows))
+            if len(missing):
+                shown = ", ".join(f"row {row + 1}" for row in missing[:3])
+                raise MergeError(
+                    f"{plural(len(missing), 'row')} missing in its shards in {work.shards_dir} ({shown}): some "
+                    "were removed or changed; run the same command again"
+                )
+            values[list(state.bad_rows)] = self._prepared.even_value(name)
+            work.bad_rows, work.workers = dict(state.bad_rows), tuple(workers)
+            work.worked = state.plan.work * state.computed_cost
+            self._complete(state.plan, values)
+        self.results.files[f"predictions of {name}"] = self._rundir.predictions(name)
 
     def write_given(self, member: MemberPlan) -> None:
-        """Write and seal the predictions of a member that needs no worker.
+        """Write the predictions of a member that needs no worker, with their manifest.
 
         Raises:
             DataError: they cannot be had, or are no probabilities.
             MergeError: a file that they are made of changed since the run began.
-            WriteError: the disk is full or the like.
         """
-        prepared, name, work = self._prepared, member.name, self._works[member.name]
-        columns = OutputColumns(prepared.config.data.id_column, prepared.config.labels)
-        given = given_predictions(
-            member_kind(member.model), prepared.inspected[name], prepared.table, columns
-        )
-        demand_unchanged(prepared, member.model, work)
-        sha256 = self._write_probabilities(self._rundir.predictions(name), given.values)
-        seal(self._rundir, work, sha256, {}, [], 0.0)
+        columns = OutputColumns(self._config.data.id_column, self._labels)
+        kind, inspected = member_kind(member.model), self._prepared.inspected[member.name]
+        given = given_predictions(kind, inspected, self._prepared.table, columns)
+        self._complete(member, given.values)
+        self._works[member.name].is_new = True
+
+    def _complete(self, member: MemberPlan, values: _Values) -> None:
+        table, work = self._prepared.table, self._works[member.name]
+        demand_unchanged(self._prepared, member.model, work)
+        with atomic_path(self._rundir.predictions(member.name)) as temporary:
+            names = [self._config.data.id_column, *self._labels]
+            write_csv(temporary, names, [table.ids, *map(pa.array, values.T)])
+            sha256 = file_sha256(temporary)
+        write_manifest(self._rundir, work, sha256)
         work.is_done[:] = True
-        work.is_sealed = True
+        work.is_complete = True
 
     def merge(self, members: Sequence[MemberState]) -> None:
         """Merge the members' values, score them where the truth is known, write ensemble and submission.
@@ -110,50 +137,205 @@ class Handover:
         A row that some of them did not reach is merged from the others; one that none reached is filled in.
 
         Args:
-            members: those to merge, finished or not; none of them, and every row is filled in.
+            members: those to merge, finished or not; none, or none with a weight, and every row is filled in.
 
         Raises:
-            MergeError: the CSVs do not fit together.
-            WriteError: the disk is full or the like.
+            MergeError: the CSVs do not fit together, or rows are missing.
         """
-        self.results.scores, self.results.merged_rows = {}, {}  # those of a first submission
-        even = self._even(self._prepared.config.models[0].name)
-        merge = Merge(self._prepared, self._rundir, even)
-        merged = merge.write([self._input(state) for state in members])
-        self.results.scores, self.results.merged_rows = merged.scores, merged.rows
-        self.results.filled_rows = merged.filled_rows
-        self.results.files.update(merged.files)
+        if not any(state.plan.model.weight for state in members):
+            members = ()
+        results = self.results
+        results.scores, results.merged_rows, results.filled_rows = {}, {}, 0  # those of a first submission
+        table, merged = self._prepared.table, list[MergedMember]()
+        scoring = self._scoring() if members else None
+        threads = min(len(os.sched_getaffinity(0)), _MAX_THREADS)
+        with (
+            malloc_for_arrow(),
+            ExitStack() as opened,  # closed when the pool's threads are done with them
+            ThreadPoolExecutor(threads, "merge") as pool,
+        ):
+            blocks = self._merged_blocks(members, merged, opened, pool)
+            if self._config.time_limit is not None:
+                blocks = self._filled(blocks)
+            whole = self._write_blocks(blocks, pool, threads, scoring)
+        for member in merged:
+            results.merged_rows[member.name] = member.check.reached
+            if member.scoring is not None and member.check.reached == table.rows:
+                results.scores[member.name] = member.scoring.score()
+        if scoring is not None:
+            # What fills rows that no member reached says nothing of the members.
+            changes = {"no_better_than_prior": False} if results.filled_rows else {}
+            results.scores[ENSEMBLE_ROW] = replace(scoring.score(), **changes)
+        asked, sample, written = self._config.submission, self._prepared.sample, self._rundir.submission
+        if asked is None or sample is None:
+            return
+        is_trial = self._config.limit is not None
+        if whole is not None:
+            with atomic_path(written) as temporary:
+                sample.write(temporary, table.ids, whole)
+        # A trial on the first rows must not take the place of a real submission.
+        if asked.path is not None and not is_trial:
+            asked.path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_path(asked.path) as temporary:
+                shutil.copyfile(written, temporary)
+            written = asked.path
+        results.files["submission"] = written
 
-    def _input(self, state: MemberState) -> MergeInput:
-        name = state.plan.name
-        work, path = self._works[name], self._rundir.predictions(name)
-        return MergeInput(
-            name,
-            state.plan.model.weight,
-            path if work.is_sealed else None,
-            lambda: self._unfinished(state),
-            path if work.is_sealed else work.parts_dir,
-        )
+    def _scoring(self) -> Scoring | None:
+        return None if (truth := self._prepared.truth) is None else Scoring(truth)
 
-    def _unfinished(self, state: MemberState) -> npt.NDArray[np.float64]:
-        values = self._gathered(self._works[state.plan.name])
-        if self._prepared.config.on_bad_row == "uniform":
-            values[list(state.bad_rows)] = self._even(state.plan.name)
+    def _merged_blocks(
+        self,
+        members: Sequence[MemberState],
+        merged: list[MergedMember],
+        opened: ExitStack,
+        pool: ThreadPoolExecutor,
+    ) -> _Blocks:
+        """The blocks; ``merged`` takes the members as they are read, ``opened`` what is to be closed."""
+        table, folder, config = self._prepared.table, self._rundir.work_dir, self._config
+        if not members:
+            for start, stop in block_spans(table.rows, len(self._labels)):
+                yield start, np.full((stop - start, len(self._labels)), np.nan, order="F")
+            return
+        names = tuple(state.plan.name for state in members)
+        complete = [name for name in names if self._works[name].is_complete]
+        sources: list[RowSource] = []
+        for state, name in zip(members, names, strict=True):
+            if name in complete:
+                path, id_column = self._rundir.predictions(name), config.data.id_column
+                sources.append(
+                    PredictionsReader(path, id_column, self._labels, table.ids, folder, len(complete))
+                )
+            else:
+                sources.append(SpilledRows(self._unfinished(state), folder))
+            opened.callback(sources[-1].close)
+        activations = tuple(self._prepared.inspected[name].activation for name in names)
+
+        def open_members() -> list[MergedMember]:
+            merged.clear()
+            for state, source, activation in zip(members, sources, activations, strict=True):
+                source.rewind()
+                name, is_complete = state.plan.name, state.plan.name in complete
+                place = self._rundir.predictions(name) if is_complete else self._works[name].shards_dir
+                check = RowCheck(str(place), activation, table.ids, may_lack_rows=not is_complete)
+                weight = state.plan.model.weight
+                merged.append(MergedMember(name, weight, source, check, self._scoring()))
+            return merged
+
+        method = merge_method(config.ensemble, Members(names, activations, self._labels))
+        yield from merge_blocks(method, open_members, table.ids, table.text_bytes, pool)
+
+    def _unfinished(self, state: MemberState) -> _Values:
+        values = self._works[state.plan.name].values(len(self._labels))
+        if self._config.on_bad_row == "uniform":
+            values[list(state.bad_rows)] = self._prepared.even_value(state.plan.name)
         return values
 
-    def _gathered(self, work: MemberWork) -> npt.NDArray[np.float64]:
-        return gather_parts(work.parts(), self._prepared.table.rows, len(self._prepared.config.labels))
+    def _filled(self, blocks: _Blocks) -> _Blocks:
+        """The blocks with something in each row, where the config says what."""
+        rule, table, sample, sample_values = (
+            self._config.fill,
+            self._prepared.table,
+            self._prepared.sample,
+            None,
+        )
+        even = self._prepared.even_value(self._config.models[0].name)
+        if rule == "prior":  # the mean of all rows must be known first
+            whole = np.empty((table.rows, len(self._labels)), order="F")
+            for start, values in blocks:
+                whole[start : start + len(values)] = values
+            self.results.filled_rows = fill_rows(whole, rule, None, even)
+            for start, stop in block_spans(*whole.shape):
+                yield start, whole[start:stop]
+            return
+        for start, values in blocks:
+            if np.isnan(values[:, 0]).any():
+                if rule == "sample" and sample is not None and sample_values is None:
+                    sample_values = sample.values(table.ids)
+                own = None if sample_values is None else sample_values[start : start + len(values)]
+                self.results.filled_rows += fill_rows(values, rule, own, even)
+            yield start, values
 
-    def _even(self, member: str) -> float:
-        labels = len(self._prepared.config.labels)
-        return 0.5 if self._prepared.inspected[member].activation == "sigmoid" else 1 / labels
+    def _write_blocks(
+        self, blocks: _Blocks, pool: ThreadPoolExecutor, threads: int, scoring: Scoring | None
+    ) -> _Values | None:
+        """Write the files whose rows stand in the table's order; returns all rows where the submission's do not."""
+        rundir, table, sample = self._rundir, self._prepared.table, self._prepared.sample
+        # A path and its columns: names, and labels by number, None for the ids.
+        targets: list[tuple[Path, Sequence[str], Sequence[int | None]]] = [
+            (rundir.ensemble, (self._config.data.id_column, *self._labels), (None, *range(len(self._labels))))
+        ]
+        whole: _Values | None = None
+        if sample is not None and sample.is_in_order(table.ids):
+            targets.append((rundir.submission, sample.columns, sample.label_numbers))
+        elif sample is not None:
+            whole = np.empty((table.rows, len(self._labels)), order="F")
+        texts: deque[Future[list[pa.Buffer]]] = deque()
+        missing = 0
+        with ExitStack() as files:
+            streams: list[BinaryIO] = []
+            for path, header, _ in reversed(targets):  # because the first then gets its name first
+                # Under another name, which becomes its own where nothing goes wrong before the end of the "with".
+                temporary = files.enter_context(atomic_path(path))
+                streams.insert(0, files.enter_context(temporary.open("wb")))
+                streams[0].write(header_line(header))
 
-    def _write_probabilities(self, path: Path, values: npt.NDArray[np.float64]) -> str:
-        """Write a CSV of ids and labels; returns its SHA-256."""
-        config = self._prepared.config
-        columns = [pa.array(column) for column in values.T]
-        with atomic_path(path) as temporary:
-            write_csv(
-                temporary, [config.data.id_column, *config.labels], [self._prepared.table.ids, *columns]
-            )
-            return file_sha256(temporary)
+            def write_text(text: Future[list[pa.Buffer]]) -> None:
+                for stream, lines in zip(streams, text.result(), strict=True):
+                    stream.write(lines)
+
+            def text_of(start: int, values: _Values) -> list[pa.Buffer]:
+                """The lines of a block for each target; numbers become text once for all."""
+                ids = csv_cells(pa.concat_arrays(table.ids.slice(start, len(values)).chunks))
+                cells = [csv_cells(pa.array(column)) for column in values.T]
+                return [
+                    csv_lines([ids if number is None else cells[number] for number in numbers])
+                    for *_, numbers in targets
+                ]
+
+            for start, values in blocks:
+                missing += int(np.isnan(values[:, 0]).sum())
+                if whole is not None:
+                    whole[start : start + len(values)] = values
+                if scoring is not None:
+                    scoring.add(start, values)
+                texts.append(pool.submit(text_of, start, values))
+                if len(texts) > threads:
+                    write_text(texts.popleft())
+            for text in texts:
+                write_text(text)
+            if missing:
+                raise MergeError(
+                    f"no member has probabilities for {plural(missing, 'row')}; run the same command again"
+                )
+        self.results.files["ensemble"] = rundir.ensemble
+        return whole
+
+
+def fill_rows(
+    values: _Values,
+    rule: Literal["uniform", "prior", "sample"],
+    sample_values: _Values | None,
+    even: float,
+) -> int:
+    """Fill the rows that hold NaN, in place; the others stay as they are, bit for bit.
+
+    Args:
+        values: float64 [rows, labels].
+        rule: ``uniform``: ``even`` in each column; ``prior``: the mean of the other rows, uniform where there are
+            none; ``sample``: the row of ``sample_values``.
+        sample_values: float64 [rows, labels], all finite; only ``sample`` needs them.
+
+    Returns:
+        how many rows were filled.
+    """
+    empty = np.isnan(values).any(axis=1)
+    if rule == "sample":
+        assert sample_values is not None
+        values[empty] = sample_values[empty]
+    elif rule == "prior" and not empty.all():
+        # Column by column, where the rows need not be copied.
+        values[empty] = [column.mean(where=~empty) for column in values.T]
+    else:
+        values[empty] = even
+    return int(empty.sum())

@@ -1,22 +1,22 @@
-"""What stands on disk of a member's work: parts, rows that could not be computed, sealed predictions.
+"""What stands on disk of a member's work: shards, rows that could not be computed, complete predictions.
 
-A run asks here what is left to do.  Nothing is believed that cannot be proved: a part must hold what its name says,
-predictions what their seal says, and both must carry the fingerprint of the work that is asked for now.
+A run asks here what is left to do.  Nothing is believed that cannot be proved: a shard must hold what its name
+says, predictions what their manifest says, and both must carry the fingerprint of the work that is asked for now.
+Whatever writes here raises ``WriteError`` where the disk is full or the like.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from ensemble.common.digests import FileDigest, FileDigests
 from ensemble.common.errors import CheckpointError, ConfigError, MergeError
@@ -25,6 +25,7 @@ from ensemble.common.shards import (
     bad_rows_in,
     bad_rows_path,
     file_sha256,
+    gather_parts,
     part_table,
     parts_in,
     read_part,
@@ -36,10 +37,10 @@ from ensemble.config import MemberConfig
 from ensemble.data.digests import RowDigests
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.fingerprint import Fingerprint, member_fingerprint
-from ensemble.pipeline.reuse import matches, sources, write_row_file, write_rows
+from ensemble.pipeline.reuse import EarlierWork, write_row_file, write_shards
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import WorkerReport, workers_from
-from ensemble.pipeline.validate import Prepared, columns_read
+from ensemble.pipeline.validate import Prepared
 
 
 @dataclass
@@ -47,14 +48,13 @@ class MemberWork:
     """A member's work, as far as it is done.
 
     Attributes:
-        is_done: bool [rows], the rows whose probabilities stand in parts or in the sealed predictions.
-        bad_rows: table row to reason, of rows that an earlier run could not compute.
-        is_sealed: the predictions CSV is complete and is what this run would write.
-        workers: what the workers of the run that sealed the predictions did.
+        is_done: bool [rows], the rows whose probabilities stand in shards or in the complete predictions.
+        bad_rows: table row to reason, of rows that could not be computed.
+        is_complete: the predictions and their manifest are there, and are what this run would write.
+        is_new: this run made them, without any worker.
+        workers: what the workers of the run did that made the predictions.
         worked: what they did of the member's work, in bytes of text.
-        is_damaged: there are predictions of this very work, but they were changed or cut since.
-        changed: what is no longer as it was when the predictions were made, in words; empty without any.
-        is_older: there are predictions that an earlier version of this program made.
+        why_again: why predictions that are there do not count, in words; empty without any.
         files: what the files that it is made of held when the run began, by absolute path.
         row_digests: of the table's rows, [rows, 2]; None where nothing is left to do, or nobody asked.
         taken: how many rows are of other work, and whose: places within the run directory.
@@ -62,32 +62,33 @@ class MemberWork:
 
     member: str
     fingerprint: Fingerprint
-    parts_dir: Path
+    shards_dir: Path
     is_done: npt.NDArray[np.bool_]
     bad_rows: dict[int, str] = field(default_factory=dict)
-    is_sealed: bool = False
+    is_complete: bool = False
+    is_new: bool = False
     workers: tuple[WorkerReport, ...] = ()
     worked: float = 0.0
-    is_damaged: bool = False
-    changed: tuple[str, ...] = ()
-    is_older: bool = False
+    why_again: str = ""
     files: dict[str, FileDigest] = field(default_factory=dict)
     row_digests: RowDigests | None = None
     taken: dict[str, int] = field(default_factory=dict)
 
-    def parts(self) -> Iterator[pa.Table]:
-        """The parts that hold what their names say, in the order of their names."""
-        return parts_in(self.parts_dir, len(self.is_done))
+    def values(self, labels: int) -> npt.NDArray[np.float64]:
+        """What the shards hold, [rows, labels]; NaN where none has the row."""
+        return gather_parts(parts_in(self.shards_dir, len(self.is_done)), len(self.is_done), labels)
 
-    def make_parts_dir(self) -> None:
-        """Make the folder of its parts, with what says which rows they are of.
-
-        Raises:
-            WriteError: the disk is full or the like.
-        """
-        self.parts_dir.mkdir(exist_ok=True)
+    def make_shards_dir(self) -> None:
+        """Make the folder of its shards, with what says which rows they are of."""
+        self.shards_dir.mkdir(exist_ok=True)
         if self.row_digests is not None:
-            write_row_file(rows_path(self.parts_dir), self.fingerprint, self.row_digests)
+            write_row_file(rows_path(self.shards_dir), self.fingerprint, self.row_digests)
+
+    def keep_bad_rows(self, noted: Mapping[int, str]) -> None:
+        """Count rows as done that could not be computed."""
+        bad_rows = {row: reason for row, reason in noted.items() if not self.is_done[row]}
+        self.bad_rows |= bad_rows
+        self.is_done[list(bad_rows)] = True
 
 
 def refuse_trial(prepared: Prepared, rundir: RunDir) -> None:
@@ -97,10 +98,10 @@ def refuse_trial(prepared: Prepared, rundir: RunDir) -> None:
         ConfigError: the directory holds predictions of more rows.
     """
     for member in prepared.plan.members if prepared.config.limit is not None else ():
-        sealed = read_json(rundir.seal(member.name)).get("rows")
-        if isinstance(sealed, int) and sealed > prepared.table.rows:
+        rows = read_json(rundir.manifest(member.name)).get("rows")
+        if isinstance(rows, int) and rows > prepared.table.rows:
             raise ConfigError(
-                f"output_dir: {rundir.root} holds {member.name}'s predictions of {sealed:,} rows, which a trial on "
+                f"output_dir: {rundir.root} holds {member.name}'s predictions of {rows:,} rows, which a trial on "
                 f"{prepared.table.rows:,} rows would replace; give the trial its own: --set output_dir=trial"
             )
 
@@ -117,78 +118,73 @@ def find_works(prepared: Prepared, rundir: RunDir, say: Callable[[str], None]) -
     works = {}
     files = FileDigests(prepared.config.hash_weights, prepared.file_states)
     keeps_bad_rows = prepared.config.on_bad_row == "uniform"
-    labels = len(prepared.config.labels)
+    rows = prepared.table.rows
     for member in prepared.plan.members:
         own = files.for_another()
         fingerprint = member_fingerprint(prepared, member, own)
-        work = find_work(rundir, member.name, fingerprint, prepared.table.rows, keeps_bad_rows)
+        work = find_work(rundir, member.name, fingerprint, rows, keeps_bad_rows)
         work.files = own.seen
         works[member.name] = work
-        if not work.is_sealed and member.needs_worker:
-            work.row_digests = prepared.table.row_digests(columns_read(member.model))
-    computed = {member.name for member in prepared.plan.members if member.needs_worker}
-    for work in works.values():  # before any of them is sealed, in the place of what another may need
+        if not work.is_complete and member.needs_worker:
+            work.row_digests = prepared.table.row_digests(prepared.columns[member.name])
+    for member in prepared.plan.members:  # before any is completed, in the place of what another may need
+        name, work = member.name, works[member.name]
         if work.row_digests is not None and not work.is_done.all():
-            take_over(rundir, work, labels, keeps_bad_rows)
-        for text in _found(rundir, work, "it runs again" if work.member in computed else "it is read again"):
-            say(text)
+            take_over(rundir, work, len(prepared.config.labels), keeps_bad_rows)
+        done = int(work.is_done.sum())
+        own_rows = 0 if work.is_complete else done - sum(work.taken.values())
+        if work.is_complete:
+            say(f"{name}: done by an earlier run, reused")
+        elif work.why_again and not own_rows:
+            again = "it runs again" if member.needs_worker else "it is read again"
+            say(f"{name}: {work.why_again}; {'rows that are as they were are kept' if done else again}")
+        if own_rows:
+            say(f"{name}: {own_rows:,} of {plural(rows, 'row')} kept from an earlier run")
+        for place, count in work.taken.items():
+            say(f"{name}: {count:,} of {plural(rows, 'row')} taken over from {place}")
     return works
-
-
-def _found(rundir: RunDir, work: MemberWork, again: str) -> Iterator[str]:
-    name, rows, done = work.member, len(work.is_done), int(work.is_done.sum())
-    own = done - sum(work.taken.values())
-    if work.is_sealed:
-        yield f"{name}: done by an earlier run, reused"
-    elif work.is_damaged:
-        yield f"{name}: {rundir.predictions(name)} has been changed; {again}"
-    elif work.changed and not own:
-        then = "rows that are as they were are kept" if done else again
-        yield f"{name}: {', '.join(work.changed)} changed since its predictions were made; {then}"
-    elif work.is_older and not done:
-        yield f"{name}: its predictions are of another version of this program; {again}"
-    if own and not work.is_sealed:
-        yield f"{name}: {own:,} of {plural(rows, 'row')} kept from an earlier run"
-    for place, count in work.taken.items():
-        yield f"{name}: {count:,} of {plural(rows, 'row')} taken over from {place}"
 
 
 def find_work(
     rundir: RunDir, member: str, fingerprint: Fingerprint, rows: int, keeps_bad_rows: bool
 ) -> MemberWork:
-    """What is done of a member under its own name; parts that are not what their names say are removed.
+    """What is done of a member under its own name; shards that are not what their names say are removed.
 
     Args:
         rows: of the table.
         keeps_bad_rows: rows that could not be computed count as done (``on_bad_row: uniform``); else they are
             tried again.
     """
-    work = MemberWork(
-        member, fingerprint, rundir.parts_dir(member, fingerprint.digest), np.zeros(rows, dtype=np.bool_)
-    )
-    sealed = read_json(rundir.seal(member))
-    made_of = Fingerprint.from_dict(sealed.get("fingerprint"))
-    work.is_older = made_of is None and isinstance(sealed.get("fingerprint"), dict)
-    if made_of is not None:
-        work.changed = fingerprint.changed_from(made_of)
-        bad_rows = rows_with_reasons(sealed.get("bad_rows"), rows)
-        is_as_sealed = not work.changed and sealed.get("sha256") == _file_digest(rundir.predictions(member))
-        if is_as_sealed and (keeps_bad_rows or not bad_rows):
+    folder, predictions = rundir.shards_dir(member, fingerprint.digest), rundir.predictions(member)
+    work = MemberWork(member, fingerprint, folder, np.zeros(rows, dtype=np.bool_))
+    manifest = read_json(rundir.manifest(member))
+    made_of = Fingerprint.from_dict(manifest.get("fingerprint"))
+    if made_of is None:
+        if isinstance(manifest.get("fingerprint"), dict):
+            work.why_again = "its predictions are of another version of this program"
+    elif changed := fingerprint.changed_from(made_of):
+        work.why_again = f"{', '.join(changed)} changed since its predictions were made"
+    else:
+        bad_rows = rows_with_reasons(manifest.get("bad_rows"), rows)
+        is_whole = False
+        with suppress(OSError):
+            is_whole = manifest.get("sha256") == file_sha256(predictions)
+        if is_whole and (keeps_bad_rows or not bad_rows):
             work.is_done[:] = True
-            work.is_sealed, work.bad_rows = True, bad_rows
-            worked = sealed.get("work")
-            work.workers = workers_from(sealed.get("workers"))
+            work.is_complete, work.bad_rows = True, bad_rows
+            worked = manifest.get("work")
+            work.workers = workers_from(manifest.get("workers"))
             work.worked = worked if isinstance(worked, float) and math.isfinite(worked) else 0.0
             return work
-        work.is_damaged = not work.changed and not is_as_sealed
-    for path in sorted(work.parts_dir.glob("*.csv")):
+        work.why_again = "" if is_whole else f"{predictions} has been changed"
+    for path in sorted(folder.glob("*.csv")):
         table = part_table(read_part(path), rows)
         if table is not None:
             work.is_done[table.column("row").to_numpy()] = True
         elif path.is_file():
             path.unlink()
     if keeps_bad_rows:
-        _keep_bad_rows(work, bad_rows_in(work.parts_dir, rows))
+        work.keep_bad_rows(bad_rows_in(folder, rows))
     return work
 
 
@@ -198,122 +194,75 @@ def take_over(rundir: RunDir, work: MemberWork, labels: int, keeps_bad_rows: boo
     Args:
         labels: how many values a row has.
         keeps_bad_rows: as for ``find_work``.
-
-    Raises:
-        WriteError: the disk is full or the like.
     """
     assert work.row_digests is not None
-    for source in sources(rundir):
-        if work.is_done.all() or source.parts_dir == work.parts_dir:
+    for source in EarlierWork.all_in(rundir):
+        if work.is_done.all() or source.values_path == work.shards_dir:
             continue
-        places = matches(source, work.fingerprint, work.row_digests)
+        places = source.places_of(work.fingerprint, work.row_digests)
         if places is None or not ((places >= 0) & ~work.is_done).any():
             continue
-        found = source.rows(labels)
-        if found is None:
+        if (found := source.values(labels)) is None:
             continue
         values, bad_rows = found
-        is_new = (places >= 0) & ~work.is_done
-        is_new &= ~np.isnan(values[places]).any(axis=1)
-        rows = np.flatnonzero(is_new)
+        rows = np.flatnonzero((places >= 0) & ~work.is_done & ~np.isnan(values[places]).any(axis=1))
         if len(rows):
-            work.make_parts_dir()
-            write_rows(work.parts_dir, rows, values[places[rows]])
+            work.make_shards_dir()
+            write_shards(work.shards_dir, rows, values[places[rows]])
             work.is_done[rows] = True
             work.taken[source.place] = len(rows)
         if keeps_bad_rows and bad_rows:
             known = len(work.bad_rows)
-            _keep_bad_rows(work, {int(row): bad_rows[place] for row, place in _places_of(places, bad_rows)})
+            bad = np.flatnonzero(np.isin(places, list(bad_rows))).tolist()
+            work.keep_bad_rows({row: bad_rows[int(places[row])] for row in bad})
             if len(work.bad_rows) > known:
-                work.make_parts_dir()
+                work.make_shards_dir()
                 write_bad_rows(work, work.bad_rows)
 
 
-def _places_of(places: npt.NDArray[np.int64], wanted: Mapping[int, str]) -> Iterator[tuple[int, int]]:
-    """Which rows have one of the wanted places: pairs of row and place."""
-    rows = np.flatnonzero(np.isin(places, list(wanted)))
-    return zip(rows.tolist(), places[rows].tolist(), strict=True)
-
-
-def _keep_bad_rows(work: MemberWork, noted: Mapping[int, str]) -> None:
-    """Count rows as done that could not be computed."""
-    bad_rows = {row: reason for row, reason in noted.items() if not work.is_done[row]}
-    work.bad_rows |= bad_rows
-    work.is_done[list(bad_rows)] = True
-
-
 def demand_unchanged(prepared: Prepared, model: MemberConfig, work: MemberWork) -> None:
-    """Find a member's files as they were when the run began, before its predictions are sealed.
+    """Find a member's files as they were when the run began, before its predictions count as complete.
 
     Its workers have looked at the files' states; here their content is looked at once more, and whether there
-    are others by now.  Where the content differs and the states have not told, nothing proves any of its parts:
+    are others by now.  Where the content differs and the states have not told, nothing proves any of its shards:
     they are removed.
 
     Raises:
         MergeError: they are not; names them.
     """
+    files, is_same = FileDigests(prepared.config.hash_weights), False
+    with suppress(CheckpointError):  # one of them is being replaced now
+        content = member_kind(model).content(prepared.inspected[model.name], files)
+        is_same = content == work.fingerprint.content
     changed = set(changed_files({path: seen.state for path, seen in work.files.items()}))
-    files = FileDigests(prepared.config.hash_weights)
+    if is_same and not changed:
+        return
     if not changed:
-        try:
-            content = member_kind(model).content(prepared.inspected[model.name], files)
-        except CheckpointError:  # one of them is being replaced now
-            changed |= set(changed_files({path: seen.state for path, seen in work.files.items()}))
-            content = {}
-        if content == work.fingerprint.content:
-            return
-        if not changed:
-            shutil.rmtree(work.parts_dir, ignore_errors=True)
-            before = {path: seen.digest for path, seen in work.files.items()}
-            now = {path: seen.digest for path, seen in files.seen.items()}
-            changed = {path for path, _ in before.items() ^ now.items()}
+        shutil.rmtree(work.shards_dir, ignore_errors=True)
+        before = {path: seen.digest for path, seen in work.files.items()}
+        now = {path: seen.digest for path, seen in files.seen.items()}
+        changed = {path for path, _ in before.items() ^ now.items()}
     raise MergeError(changed_text(changed))
 
 
 def write_bad_rows(work: MemberWork, bad_rows: Mapping[int, str]) -> None:
-    """Keep which rows could not be computed, for the next run.
-
-    Raises:
-        WriteError: the disk is full or the like.
-    """
-    write_text(bad_rows_path(work.parts_dir), _json(dict(sorted(bad_rows.items()))))
+    """Keep which rows could not be computed, for the next run."""
+    write_text(bad_rows_path(work.shards_dir), _json(dict(sorted(bad_rows.items()))))
 
 
-def seal(
-    rundir: RunDir,
-    work: MemberWork,
-    sha256: str,
-    bad_rows: Mapping[int, str],
-    workers: Sequence[WorkerReport],
-    worked: float,
-) -> None:
-    """Say beside a member's predictions what they were made of.
-
-    Args:
-        sha256: of the predictions CSV.
-        workers: what they did.
-        worked: how much that was, in bytes of text.
-
-    Raises:
-        WriteError: the disk is full or the like.
-    """
+def write_manifest(rundir: RunDir, work: MemberWork, sha256: str) -> None:
+    """Say beside a member's predictions what they were made of; ``sha256`` is theirs."""
     document = {
         "fingerprint": work.fingerprint.to_dict(),
         "sha256": sha256,
         "rows": len(work.is_done),
-        "bad_rows": dict(sorted(bad_rows.items())),
-        "workers": [asdict(worker) for worker in workers],
-        "work": worked,
+        "bad_rows": dict(sorted(work.bad_rows.items())),
+        "workers": [asdict(worker) for worker in work.workers],
+        "work": work.worked,
     }
     if work.row_digests is not None:
         write_row_file(rundir.rows(work.member), work.fingerprint, work.row_digests)
-    write_text(rundir.seal(work.member), _json(document))
-
-
-def _file_digest(path: Path) -> str | None:
-    with contextlib.suppress(OSError):
-        return file_sha256(path)
-    return None
+    write_text(rundir.manifest(work.member), _json(document))
 
 
 def _json(document: object) -> str:

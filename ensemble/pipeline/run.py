@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -13,18 +15,25 @@ import numpy as np
 
 from ensemble.common.clock import Watch, boot_seconds
 from ensemble.common.errors import DataError, Interrupted, MergeError, WriteError
-from ensemble.common.files import atomic_path, file_state, remove_temporary_files, sync_directory, write_text
+from ensemble.common.files import (
+    FileState,
+    atomic_path,
+    file_state,
+    remove_temporary_files,
+    sync_directory,
+    write_text,
+)
 from ensemble.common.gpus import Device
+from ensemble.common.protocol import CommonSpec, Start, WorkerSpec
 from ensemble.common.shards import order_path
 from ensemble.common.text import duration, plural, shown_path
 from ensemble.config import LoadedConfig
-from ensemble.pipeline.launch import WorkerStarts
-from ensemble.pipeline.reporting import report_of, worker_reports
-from ensemble.pipeline.results import Handover
-from ensemble.pipeline.resume import MemberWork, find_works, refuse_trial, write_bad_rows
-from ensemble.pipeline.run_dir import RunDir, hold
-from ensemble.pipeline.run_log import log, logging_to
-from ensemble.pipeline.run_report import MERGED, RunReport, Status
+from ensemble.members.registry import member_kind
+from ensemble.pipeline.reporting import RunState, worker_reports
+from ensemble.pipeline.results import ResultWriter
+from ensemble.pipeline.resume import find_works, refuse_trial, write_bad_rows
+from ensemble.pipeline.run_dir import RunDir, hold, log, logging_to
+from ensemble.pipeline.run_report import MERGED, RunReport
 from ensemble.pipeline.signals import Signals, heed_signals
 from ensemble.pipeline.validate import Prepared, prepare
 from ensemble.pipeline.wait_for_gpus import held_texts, wait_for_room
@@ -34,7 +43,7 @@ from ensemble.scheduling.device_pool import DevicePool
 from ensemble.scheduling.launchers.base import WorkerStart
 from ensemble.scheduling.retry import Rules
 from ensemble.scheduling.scheduler import MAX_TURN_SECONDS, Scheduler
-from ensemble.scheduling.state import Failure, Gap, MemberState, Phase
+from ensemble.scheduling.state import Failure, MemberState, Phase
 
 # How old what ``status`` shows of a running run may be; short enough for people, long enough for slow disks.
 _REPORT_SECONDS = 5.0
@@ -65,55 +74,58 @@ def run(
     """
     began = clock() - elapsed_seconds
     prepared = prepare(loaded)
-    for text in _opening(prepared):
+    config, rundir = prepared.config, RunDir(prepared.config.output_dir)
+    target = None if config.submission is None else config.submission.path
+    said = [f"{shown_path(config.data.path)}: {plural(prepared.table.rows, 'row')}", *prepared.table.remarks]
+    if config.limit is not None and target is not None:
+        said.append(f"a trial on the first rows: {shown_path(target)} will not be written")
+    said += [prepared.inventory.note, *prepared.warnings, *held_texts(prepared.plan.gpus)]
+    for text in filter(None, said):
         display.say(text)
-    rundir = RunDir(prepared.config.output_dir)
-    if not prepared.config.wait_for_gpu and not rundir.run_json.exists():
+    if not config.wait_for_gpu and not rundir.run_json.exists():
         # Before anything is written; a run that goes on may have nothing left that needs a GPU.
         wait_for_room(prepared.plan, prepared.launcher, lambda text: None)
     rundir.create()
-    with _other_disk_errors(rundir), hold(rundir), heed_signals(owns_process) as signals:
-        refuse_trial(prepared, rundir)
-        if fresh:
-            rundir.clear()
-        rundir.tidy()
-        if prepared.config.submission is not None and prepared.config.submission.path is not None:
-            remove_temporary_files(prepared.config.submission.path)
-        with logging_to(rundir.run_log, loaded.redactor):
-            for ignored in signals.ignored:
-                log.info("%s is ignored: this process was started so", ignored.name)
-            return _Run(prepared, rundir, display, signals, began, clock).go()
+    try:
+        with hold(rundir), heed_signals(owns_process) as signals:
+            refuse_trial(prepared, rundir)
+            if fresh:
+                rundir.clear()
+            rundir.tidy()
+            if target is not None:
+                remove_temporary_files(target)
+            with logging_to(rundir.run_log, loaded.redactor):
+                for ignored in signals.ignored:
+                    log.info("%s is ignored: this process was started so", ignored.name)
+                return _Run(prepared, began, clock, rundir, display, signals).go()
+    except OSError as error:  # outside of the writing of a file, such as in the making of a folder
+        place = error.filename or rundir.root
+        raise WriteError(
+            f"cannot write to {place} ({error.strerror or error}); free it or change output_dir"
+        ) from error
 
 
-class _Run:
-    """One run, with what its steps share."""
+class _Run(RunState):
+    """One run, with what its steps share beside its report."""
 
     def __init__(
         self,
         prepared: Prepared,
+        began: float,
+        clock: Callable[[], float],
         rundir: RunDir,
         display: Display,
         signals: Signals,
-        began: float,
-        clock: Callable[[], float],
     ) -> None:
-        self._prepared = prepared
+        super().__init__(prepared, began, clock)
         self._config = prepared.config
         self._rundir = rundir
         self._display = display
         self.say = display.say
         self._signals = signals
-        self._began = began
-        self._clock = clock
-        self._works: dict[str, MemberWork] = {}
         self._not_given: dict[str, Failure] = {}
-        self._handover = Handover(prepared, rundir, self._works)
-        self._status: Status = "failed"
-        self._members: list[MemberState] = []
-        self._left_out: list[Failure] = []
-        self._gaps: Sequence[Gap] = ()
-        self._reckoning = ""
-        self._pool: DevicePool | None = None
+        self._writer = ResultWriter(prepared, rundir, self.works, self.results)
+        self._offload_folders: list[Path] = []
         # What workers are given goes by this one, and what is told of them.
         self._watch = Watch(MAX_TURN_SECONDS)
         self._phases: list[Phase] = []
@@ -121,124 +133,112 @@ class _Run:
         self._reported_at = -math.inf
 
     def go(self) -> RunReport:
-        rundir, config, handover = self._rundir, self._config, self._handover
+        rundir, config, writer = self._rundir, self._config, self._writer
         try:
             if config.time_limit is not None and config.hash_weights and not rundir.ensemble.exists():
-                handover.merge([])  # to read all weights can take minutes
-            self._works.update(find_works(self._prepared, rundir, self._display.say))
+                writer.merge([])  # to read all weights can take minutes
+            self.works.update(find_works(self.prepared, rundir, self.say))
             self._take_given()
             self._plan_what_is_left()
-            self._report("running").write(rundir.run_json)
-            if self._is_work_left:
+            self.report("running").write(rundir.run_json)
+            is_work_left = any(state.pending for state in self.members)
+            if is_work_left:
                 rundir.forget_results()
-            loaded = self._prepared.loaded
+            loaded = self.prepared.loaded
             write_text(rundir.config, loaded.redactor(loaded.text))
-            reserve = self._first_submission()
-            if self._is_work_left:
+            reserve = self._first_submission() if is_work_left else 0.0
+            if is_work_left:
                 self._wait_for_room(reserve)
-                self._publish()
+                with atomic_path(rundir.table) as temporary:
+                    self.prepared.table.publish(temporary)
+                for member in self.prepared.plan.members:
+                    if member.chunks:
+                        work = self.works[member.name]
+                        work.make_shards_dir()
+                        with (
+                            atomic_path(order_path(work.shards_dir)) as temporary,
+                            temporary.open("wb") as file,
+                        ):
+                            np.save(file, member.order)
+                sync_directory(rundir.work_dir)  # so that the new folders are there after a power cut
             self._run_members(reserve)
-            self._hand_over()
-            self._look_at_table()
-            self._reckon(reserve)
+            self._merge()
+            self._look_back(reserve)
         except Interrupted as stopped:
-            self._status = "interrupted"
+            self.status = "interrupted"
             log.warning("interrupted: %s", stopped)
             raise
         finally:
-            if self._members:  # else the report of an earlier run says more
+            if self.members:  # else the report of an earlier run says more
                 # What ended the run says more than this; what nothing ended is not done without its report.
-                with contextlib.nullcontext() if self._status in MERGED else contextlib.suppress(WriteError):
-                    handover.results.files["report"] = rundir.run_json
-                    self._report().write(rundir.run_json)
-        if self._status == "complete" and not self._left_out:  # who was left out can go on from its parts
-            rundir.remove_work(self._done_folders())
-        return self._report()
-
-    def _done_folders(self) -> Iterator[Path]:
-        """The folders of parts that nobody needs any more.
-
-        Not those of members that this config leaves out, which another run may resume; of a trial only its own.
-        """
-        for name, work in self._works.items():
-            yield work.parts_dir
-            if self._config.limit is None:
-                yield from self._rundir.parts_dirs(name)
-                yield from (self._rundir.root / place for place in work.taken if place.startswith("work/"))
-
-    @property
-    def _is_work_left(self) -> bool:
-        return any(state.pending for state in self._members)
-
-    def _plan_what_is_left(self) -> None:
-        plan = self._prepared.plan
-        is_timed = self._config.time_limit is not None
-        members = tuple(
-            without_done(member, self._works[member.name].is_done, is_timed) for member in plan.members
-        )
-        self._prepared = replace(self._prepared, plan=replace(plan, members=members))
-        self._members = [
-            MemberState(member, self._works[member.name].bad_rows, self._watch) for member in members
-        ]
-        for state in self._members:
-            if (failure := self._not_given.get(state.plan.name)) is not None:
-                state.fail(failure)
+                with contextlib.nullcontext() if self.status in MERGED else contextlib.suppress(WriteError):
+                    self.results.files["report"] = rundir.run_json
+                    self.report(self.status).write(rundir.run_json)
+        if self.status == "complete" and not self.left_out:  # who was left out can resume from its shards
+            # Not those of members that this config leaves out, which another run may resume; of a trial its own.
+            done = [work.shards_dir for work in self.works.values()]
+            for name, work in self.works.items() if config.limit is None else ():
+                done += rundir.shards_dirs(name)
+                done += [rundir.root / place for place in work.taken if place.startswith("work/")]
+            rundir.remove_work(done)
+        return self.report(self.status)
 
     def _take_given(self) -> None:
-        """Seal the predictions of members that need no worker: first, so that the first submission has them."""
-        for member in self._prepared.plan.members:
-            if member.needs_worker or self._works[member.name].is_sealed:
+        """Write the predictions of members that need no worker: first, so that the first submission has them."""
+        for member in self.prepared.plan.members:
+            if member.needs_worker or self.works[member.name].is_complete:
                 continue
             self._signals.check()
             self._rundir.forget_results()
             try:
-                self._handover.write_given(member)
+                self._writer.write_given(member)
             except (DataError, MergeError) as error:
                 log.error("%s failed: %s", member.name, error)
                 self._not_given[member.name] = Failure(member.name, "; ".join(error.problems))
 
+    def _plan_what_is_left(self) -> None:
+        plan = self.prepared.plan
+        is_timed = self._config.time_limit is not None
+        members = tuple(
+            without_done(member, self.works[member.name].is_done, is_timed) for member in plan.members
+        )
+        self.prepared = replace(self.prepared, plan=replace(plan, members=members))
+        self.members = [
+            MemberState(member, self.works[member.name].bad_rows, self._watch) for member in members
+        ]
+        for state in self.members:
+            if (failure := self._not_given.get(state.plan.name)) is not None:
+                state.fail(failure)
+
     def _first_submission(self) -> float:
         """Under a time limit: a submission of what there is; returns the seconds to keep for the last one."""
         limit = self._config.time_limit
-        if limit is None or not self._is_work_left:
+        if limit is None:
             return 0.0
-        began = self._clock()
-        self._handover.merge([one for one in self._members if self._works[one.plan.name].is_done.any()])
-        self._display.say(
+        began = self.clock()
+        self._writer.merge([one for one in self.members if self.works[one.plan.name].is_done.any()])
+        self.say(
             f"time limit {duration(limit)}: a first submission is written; rows that no member reaches are filled "
             f"in (fill: {self._config.fill})"
         )
-        return reserve_seconds(self._clock() - began, len(self._config.models), limit)
+        return reserve_seconds(self.clock() - began, len(self._config.models), limit)
 
     def _wait_for_room(self, reserve: float) -> None:
         limit = self._config.time_limit
-        left = math.inf if limit is None else self._began + limit - reserve - self._clock()
-        prepared, say = self._prepared, self._display.say
-        plan = wait_for_room(prepared.plan, prepared.launcher, say, left)
+        left = math.inf if limit is None else self.began + limit - reserve - self.clock()
+        prepared = self.prepared
+        plan = wait_for_room(prepared.plan, prepared.launcher, self.say, left)
         if plan is not prepared.plan:
-            self._prepared = replace(prepared, plan=plan)
+            self.prepared = replace(prepared, plan=plan)
             self._plan_what_is_left()
         for text in filter(None, (*plan.warnings, plan.why)):
-            say(text)
-
-    def _publish(self) -> None:
-        rundir, prepared = self._rundir, self._prepared
-        with atomic_path(rundir.table) as temporary:
-            prepared.table.publish(temporary)
-        for member in prepared.plan.members:
-            work = self._works[member.name]
-            if member.chunks:
-                work.make_parts_dir()
-                with atomic_path(order_path(work.parts_dir)) as temporary, temporary.open("wb") as file:
-                    np.save(file, member.order)
-        sync_directory(rundir.work_dir)  # so that the new folders are there after a power cut
+            self.say(text)
 
     def _run_members(self, reserve: float) -> None:
-        config, display, prepared = self._config, self._display, self._prepared
-        self._starts = WorkerStarts(prepared, self._rundir, self._works)
+        config, display, prepared = self._config, self._display, self.prepared
         prepared.table.forget_columns()  # the workers have them now
         gpus, launcher = prepared.plan.gpus, prepared.launcher
-        self._pool = DevicePool(
+        self.pool = DevicePool(
             gpus, config.max_workers_per_gpu, config.release_timeout, launcher, display.say, self._watch
         )
         rules = Rules(config.retries, config.on_bad_row, config.hang_timeout, config.standby)
@@ -246,10 +246,10 @@ class _Run:
         if config.time_limit is not None:
             on_cpu = [member.replicas for member in prepared.plan.members if not member.gpus]
             workers = len(gpus) * config.max_workers_per_gpu + max(on_cpu, default=0)
-            deadline = Deadline(self._began + config.time_limit - reserve, workers, self._clock)
-        scheduler = Scheduler(self._members, self._pool, launcher, self, rules, self._watch, deadline)
-        self._gaps = scheduler.gaps.found
-        self._before_seconds = self._clock() - self._began
+            deadline = Deadline(self.began + config.time_limit - reserve, workers, self.clock)
+        scheduler = Scheduler(self.members, self.pool, launcher, self, rules, self._watch, deadline)
+        self.gaps = scheduler.gaps.found
+        self._before_seconds = self.clock() - self.began
         try:
             with self._signals.postponed():
                 scheduler.run()
@@ -257,102 +257,110 @@ class _Run:
         finally:
             display.stop()
             launcher.close()
-            self._starts.remove_offloaded()
+            for folder in self._offload_folders:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def worker_start(
         self, member: MemberPlan, replica: int, devices: Sequence[Device], preload_bytes: int
     ) -> WorkerStart:
-        return self._starts(member, replica, devices, preload_bytes)
+        work, folder = self.works[member.name], None
+        if member.request.offload_folder is not None:
+            # transformers names its files there after parameters, which are alike in every model.
+            folder = member.request.offload_folder / f"{member.name}-{replica}-{os.getpid()}"
+            folder.mkdir(parents=True)
+            self._offload_folders.append(folder)
+        files = {path: seen.state for path, seen in work.files.items()}
+        spec = worker_spec(self.prepared, self._rundir, member, work.shards_dir, folder, files)
+        return WorkerStart(
+            command=Start(spec, preload_bytes),
+            devices=tuple(devices),
+            environment=member_kind(member.model).environment() if devices else {},
+            log=self._rundir.log(member.name, replica),
+        )
 
     def on_bad_rows(self, state: MemberState) -> None:
-        write_bad_rows(self._works[state.plan.name], state.bad_rows)
+        write_bad_rows(self.works[state.plan.name], state.bad_rows)
 
     def on_finished(self, state: MemberState) -> None:
-        self._handover.write_predictions(state, worker_reports(state))
+        self._writer.write_predictions(state, worker_reports(state))
 
     def on_change(self, members: Sequence[MemberState]) -> None:
         self._display.update(members)
         phases = [state.phase for state in members]
-        if phases != self._phases or self._clock() - self._reported_at >= _REPORT_SECONDS:
-            self._phases = phases
+        if phases != self._phases or self.clock() - self._reported_at >= _REPORT_SECONDS:
+            self._phases, self._reported_at = phases, self.clock()
             with contextlib.suppress(WriteError):  # a full disk ends the run when a result cannot be written
-                self._report("running").write(self._rundir.run_json)
+                self.report("running").write(self._rundir.run_json)
         self._signals.check()
 
-    def _hand_over(self) -> None:
+    def _merge(self) -> None:
         """Merge what may be merged."""
-        good = [state for state in self._members if state.failure is None]
-        failures = [state.failure for state in self._members if state.failure is not None]
+        good = [state for state in self.members if state.failure is None]
+        failures = [state.failure for state in self.members if state.failure is not None]
         may_go_on = self._config.on_member_failure == "continue"
         is_timed = self._config.time_limit is not None
-        counts = any(state.plan.model.weight for state in good)
-        if not counts or not all(failure.is_dropped or may_go_on for failure in failures):
-            if is_timed and any(state.rows_done and state.plan.model.weight for state in good):
-                self._handover.merge(good)  # better than the first submission, which is there in any case
+        counting = [state for state in good if state.plan.model.weight]
+        if not counting or not all(failure.is_dropped or may_go_on for failure in failures):
+            if is_timed and any(state.rows_done for state in counting):
+                self._writer.merge(good)  # better than the first submission, which is there in any case
                 names = ", ".join(failure.member for failure in failures)
-                self._display.say(f"the submission holds what there is, without {names}")
+                self.say(f"the submission holds what there is, without {names}")
             return
-        self._handover.merge(good)
-        self._left_out = failures
-        # One whose CSV was not written in time has its parts, which must stay.
-        unfinished = is_timed and not all(self._works[state.plan.name].is_sealed for state in good)
-        self._status = "time_limit" if unfinished else "complete"
+        self._writer.merge(good)
+        self.left_out = failures
+        # One whose CSV was not written in time has its shards, which must stay.
+        unfinished = is_timed and not all(self.works[state.plan.name].is_complete for state in good)
+        self.status = "time_limit" if unfinished else "complete"
 
-    def _reckon(self, reserve: float) -> None:
-        """Say where the time went of a limit that left none to compute anything."""
-        limit = self._config.time_limit
-        # What a worker wrote in its last moment counts, though nobody heard of it.
-        reached = self._handover.results.merged_rows
-        has_got_further = any(reached.get(one.plan.name, 0) > one.reused_rows for one in self._members)
-        if limit is not None and self._status == "time_limit" and not has_got_further:
-            self._reckoning = time_limit_text(self._members, limit, self._before_seconds, reserve)
-            log.warning("%s", self._reckoning)
-
-    def _look_at_table(self) -> None:
-        """Say that the table changed: what was made is of the rows that were read, once, at the beginning."""
-        path = self._config.data.path
-        if file_state(path) != self._prepared.table_state:
-            self._display.say(
+    def _look_back(self, reserve: float) -> None:
+        """Say that the table changed, and where the time went of a limit that left none to compute anything."""
+        path, limit = self._config.data.path, self._config.time_limit
+        if file_state(path) != self.prepared.table_state:
+            self.say(
                 f"{shown_path(path)} changed during the run; the results are of the rows as they were read at its "
                 "start: run the same command again for the rows that are new"
             )
-
-    def _report(self, status: Status | None = None) -> RunReport:
-        self._reported_at = self._clock()
-        return report_of(
-            status=status or self._status,
-            prepared=self._prepared,
-            members=self._members,
-            works=self._works,
-            pool=self._pool,
-            gaps=self._gaps,
-            results=self._handover.results,
-            left_out=self._left_out,
-            seconds=self._clock() - self._began,
-            reckoning=self._reckoning,
-        )
+        # What a worker wrote in its last moment counts, though nobody heard of it.
+        reached = self.results.merged_rows
+        has_got_further = any(reached.get(one.plan.name, 0) > one.reused_rows for one in self.members)
+        if limit is not None and self.status == "time_limit" and not has_got_further:
+            self.reckoning = time_limit_text(self.members, limit, self._before_seconds, reserve)
+            log.warning("%s", self.reckoning)
 
 
-def _opening(prepared: Prepared) -> Iterator[str]:
-    config = prepared.config
-    yield f"{shown_path(config.data.path)}: {plural(prepared.table.rows, 'row')}"
-    yield from prepared.table.remarks
-    if config.limit is not None and config.submission is not None and config.submission.path is not None:
-        yield f"a trial on the first rows: {shown_path(config.submission.path)} will not be written"
-    yield from filter(None, (prepared.inventory.note, *prepared.warnings))
-    yield from held_texts(prepared.plan.gpus)
-
-
-@contextlib.contextmanager
-def _other_disk_errors(rundir: RunDir) -> Iterator[None]:
-    """Names the place of disk errors outside of the writing of a file, such as the making of a folder."""
-    try:
-        yield
-    except OSError as error:
-        place = error.filename or rundir.root
-        raise WriteError(
-            f"cannot write to {place} ({error.strerror or error}); free it or change output_dir"
-        ) from error
+def worker_spec(
+    prepared: Prepared,
+    rundir: RunDir,
+    member: MemberPlan,
+    shards_dir: Path,
+    offload_folder: Path | None,
+    files: Mapping[str, FileState],
+) -> WorkerSpec:
+    """What a worker is told of its member; ``offload_folder`` is for it alone, ``files`` must stay as they are."""
+    kind, inspected = member_kind(member.model), prepared.inspected[member.name]
+    cpus = len(os.sched_getaffinity(0))
+    cpu_threads = max(1, cpus // member.replicas) if member.replicas > 1 else None  # torch's own choice
+    # A worker's share of a GPU that it does not have to itself, without what CUDA takes of it.
+    memory_limit = None
+    if member.gpus and (sharing := prepared.config.max_workers_per_gpu) > 1:
+        gpus = [gpu for gpu in prepared.plan.gpus if gpu.uuid in member.placement.devices]
+        memory_limit = min(gpu.total_bytes - gpu.used_bytes for gpu in gpus) // sharing
+        if (needed := member.placement.footprint) is not None:
+            memory_limit -= needed.context_bytes
+    common = CommonSpec(
+        labels=prepared.config.labels,
+        activation=inspected.activation,
+        gpus=member.gpus,
+        cpu_threads=cpu_threads,
+        memory_limit_bytes=memory_limit,
+        seed=prepared.config.seed,
+        table_path=str(rundir.table.resolve()),
+        order_path=str(order_path(shards_dir).resolve()),
+        parts_dir=str(shards_dir.resolve()),
+        files=dict(files),
+    )
+    settings = kind.worker_settings(inspected, member.placement, offload_folder)
+    return WorkerSpec(common, kind.child, dict(settings))
 
 
 class Display(Protocol):

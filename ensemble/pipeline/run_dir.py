@@ -1,17 +1,15 @@
-"""Every path in a run directory, the lock on it, and writing so that a name means a complete file.
+"""Every path in a run directory, its lock and its log, and what proves that a run has made it.
 
-    output_dir/
-      config.yaml              as given
-      run.json                 versions, devices, what each worker did, scores
-      predictions/<member>.csv id and one column per label, in the table's order; <member>.json: its seal, which
-                               says what it was made of; <member>.rows: which rows it is of
-      ensemble.csv             the merged predictions
-      submission.csv           the sample submission's columns and row order, where one is named
-      logs/run.log             what the parent did; logs/<member>-<replica>.log: all a worker printed
-      work/                    the table as Arrow; <member>.<fingerprint>/: which rows, their order, parts, bad
-                               rows; removed when the member is complete
-
-This module does not know what is in those files.
+output_dir/
+  config.yaml              as given
+  run.json                 versions, devices, what each worker did, scores
+  predictions/<member>.csv id and one column per label, in the table's order; <member>.json: its manifest, which
+                           says what it was made of; <member>.rows: which rows it is of
+  ensemble.csv             the merged predictions
+  submission.csv           the sample submission's columns and row order, where one is named
+  logs/run.log             what the parent did; logs/<member>-<replica>.log: all a worker printed
+  work/                    the table as Arrow; <member>.<fingerprint>/: which rows, their order, shards, bad
+                           rows; removed when the member is complete
 """
 
 from __future__ import annotations
@@ -19,21 +17,30 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import io
+import logging
 import os
 import re
 import shutil
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, TextIO
 
+from ensemble import __version__
 from ensemble.common.errors import OutputError, OutputInUse
-from ensemble.common.files import TEMPORARY, cannot_write, create_empty, remove_link
+from ensemble.common.files import TEMPORARY, cannot_write, create_empty, open_log, remove_link
+from ensemble.common.redact import RedactingFormatter, Redactor
 from ensemble.common.shards import read_part
-from ensemble.pipeline.run_log import FIRST_LINE
 
 _LOCK_ATTEMPTS = 5
+log = logging.getLogger("ensemble")
+# How files begin that only runs write.
+_RUN_LOG = rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO ensemble \S+ runs as process \d+ on "
+_RUN_JSON = rb'\{\s*"status": "\w+",\s*"pid": \d+,\s*"versions": \{\s*"ensemble": "'
+_MADE_OF = rb'\{\s*"fingerprint": \{\s*"scheme": \d+,\s*"settings": "[0-9a-f]{64}"'
+_HEAD_BYTES = 4_096
 
 
 class RunDir:
@@ -51,11 +58,14 @@ class RunDir:
         self.work_dir = root / "work"
         self.table = self.work_dir / "table.arrow"
         self.lock = root / ".lock"
+        self._folders = (self.predictions_dir, self.work_dir, self.logs_dir)
+        # All that a run uses, but for its lock.
+        self._own = (*self._folders, self.config, self.run_json, self.ensemble, self.submission)
 
     def predictions(self, member: str) -> Path:
         return self.predictions_dir / f"{member}.csv"
 
-    def seal(self, member: str) -> Path:
+    def manifest(self, member: str) -> Path:
         return self.predictions_dir / f"{member}.json"
 
     def rows(self, member: str) -> Path:
@@ -64,29 +74,21 @@ class RunDir:
     def log(self, member: str, replica: int) -> Path:
         return self.logs_dir / f"{member}-{replica}.log"
 
-    def parts_dir(self, member: str, fingerprint: str) -> Path:
+    def shards_dir(self, member: str, fingerprint: str) -> Path:
         return self.work_dir / f"{member}.{fingerprint[:16]}"
 
-    def parts_dirs(self, member: str) -> list[Path]:
-        """The folders of a member's parts, whatever they are made of."""
+    def shards_dirs(self, member: str) -> list[Path]:
+        """The folders of a member's shards, whatever they are made of."""
         return [path for path in self.work_dir.glob("*.*") if path.name.rpartition(".")[0] == member]
 
-    def own_places(self) -> tuple[Path, ...]:
-        """The folders and files that a run uses, but for its lock."""
-        folders = (self.predictions_dir, self.work_dir, self.logs_dir)
-        return (*folders, self.config, self.run_json, self.ensemble, self.submission)
-
-    def endangered(
-        self, strangers: Sequence[str], inputs: Iterable[Path], target: Path | None
-    ) -> Iterator[str]:
+    def endangered(self, inputs: Iterable[Path], target: Path | None) -> Iterator[str]:
         """Why a run here would destroy something: files that no run has made, its own inputs, its own files.
 
         Args:
-            strangers: names of what no run has made.
             inputs: what the run reads.
             target: where the submission goes, if that is said.
         """
-        if strangers:
+        if strangers := self.strangers():
             yield (
                 f"output_dir: {self.root} holds {', '.join(strangers)}, which no run has made and this one "
                 "would replace; choose another output_dir"
@@ -97,13 +99,29 @@ class RunDir:
             if self._is_own(path):
                 yield f"output_dir: {path} is read by this run and would be overwritten; choose another output_dir"
 
+    def strangers(self) -> list[str]:
+        """The names that a run would use and that stand for something to lose; none in a directory of runs.
+
+        Empty files and folders are none, nor are links that lead nowhere.
+        """
+        named = [path for path in self._own if _holds_something(path)]
+        return [] if not named or self.is_made_by_runs() else [path.name for path in named]
+
+    def is_made_by_runs(self) -> bool:
+        """Whether something in the directory proves that a run has made it."""
+        heads = {self.run_json: _RUN_JSON, self.run_log: _RUN_LOG}
+        for folder, pattern in (
+            (self.predictions_dir, "*.json"),
+            (self.predictions_dir, "*.rows"),
+            (self.work_dir, "*/rows.bin"),
+        ):
+            heads |= dict.fromkeys(_files(folder, pattern), _MADE_OF)
+        if any(re.match(beginning, _head(path)) for path, beginning in heads.items()):
+            return True
+        return any(read_part(path) is not None for path in _files(self.work_dir, "*/*.csv"))
+
     def _is_own(self, path: Path) -> bool:
-        place = path.resolve()
-        files = (self.config, self.run_json, self.ensemble, self.submission, self.lock)
-        folders = (self.predictions_dir, self.work_dir, self.logs_dir)
-        return place in [file.resolve() for file in files] or any(
-            place.is_relative_to(folder.resolve()) for folder in folders
-        )
+        return any(path.resolve().is_relative_to(own.resolve()) for own in (*self._own, self.lock))
 
     def create(self) -> None:
         """Make the directory and prove that it can be written.
@@ -124,14 +142,14 @@ class RunDir:
 
     def tidy(self) -> None:
         """Make the folders and remove the halves of files that a killed run left; what is whole stays."""
-        for folder in (self.predictions_dir, self.work_dir, self.logs_dir):
+        for folder in self._folders:
             if folder.is_symlink():
                 folder.unlink()
             folder.mkdir(exist_ok=True)
         for path in (*self.work_dir.iterdir(), *self.logs_dir.iterdir()):
             remove_link(path)
-        parts = [path for path in self.work_dir.iterdir() if path.is_dir() and not path.is_symlink()]
-        for folder in (self.root, self.predictions_dir, self.work_dir, *parts):
+        shards = [path for path in self.work_dir.iterdir() if path.is_dir() and not path.is_symlink()]
+        for folder in (self.root, self.predictions_dir, self.work_dir, *shards):
             for leftover in folder.glob(f".*{TEMPORARY}*"):
                 leftover.unlink(missing_ok=True)
 
@@ -144,16 +162,16 @@ class RunDir:
         """Remove all that earlier runs left."""
         self.forget_results()
         self.run_json.unlink(missing_ok=True)
-        for folder in (self.predictions_dir, self.work_dir, self.logs_dir):
+        for folder in self._folders:
             if folder.is_dir() and not folder.is_symlink():
                 shutil.rmtree(folder)  # what stayed would be taken for this run's work
         self.tidy()
 
-    def remove_work(self, parts_dirs: Iterable[Path]) -> None:
-        """Remove these folders of parts, and the published table; of other members' work nothing."""
+    def remove_work(self, shards_dirs: Iterable[Path]) -> None:
+        """Remove these folders of shards, and the published table; of other members' work nothing."""
         if self.work_dir.is_symlink():
             return
-        for folder in parts_dirs:
+        for folder in shards_dirs:
             shutil.rmtree(folder, ignore_errors=True)
         self.table.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # what others have not finished is in it
@@ -162,14 +180,11 @@ class RunDir:
 
 def holder(rundir: RunDir) -> str | None:
     """Who holds the directory, such as "process 12 on a host"; None: nobody."""
-    try:
-        with _open_lock(rundir, os.O_RDONLY, "r") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return lock.read().strip() or "another process"
-    except (OSError, OutputError):
-        return None
+    with contextlib.suppress(OSError, OutputError), _open_lock(rundir, os.O_RDONLY, "r") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return lock.read().strip() or "another process"
     return None
 
 
@@ -182,26 +197,22 @@ def hold(rundir: RunDir) -> Iterator[IO[str]]:
         OutputError: the lock is a link.
     """
     with _open_lock(rundir, os.O_RDWR | os.O_CREAT, "r+") as lock:
-        if not _locked(lock):
-            holder = lock.read().strip() or "another process"
-            raise OutputInUse(
-                f"output_dir: {rundir.root} is in use by {holder}; wait for it, or choose another output_dir"
-            )
+        for left in reversed(range(_LOCK_ATTEMPTS)):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:  # perhaps only a look by ``holder``
+                if left:
+                    time.sleep(0.1)
+                    continue
+                holder = lock.read().strip() or "another process"
+                raise OutputInUse(
+                    f"output_dir: {rundir.root} is in use by {holder}; wait for it, or choose another output_dir"
+                ) from None
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         lock.flush()
         yield lock
-
-
-def _locked(lock: IO[str]) -> bool:
-    for attempt in range(_LOCK_ATTEMPTS):
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # perhaps only a look by ``holder``
-            time.sleep(0.1 if attempt < _LOCK_ATTEMPTS - 1 else 0)
-        else:
-            return True
-    return False
 
 
 def _open_lock(rundir: RunDir, flags: int, mode: str) -> IO[str]:
@@ -220,33 +231,31 @@ def _open_lock(rundir: RunDir, flags: int, mode: str) -> IO[str]:
     return lock
 
 
-_RUN_JSON = re.compile(rb'\{\s*"status": "\w+",\s*"pid": \d+,\s*"versions": \{\s*"ensemble": "')
-_MADE_OF = rb'"fingerprint": \{\s*"scheme": \d+,\s*"settings": "[0-9a-f]{64}"'
-_SEAL = re.compile(rb"\{\s*" + _MADE_OF)
-_HEAD_BYTES = 4_096
+class _Log(logging.StreamHandler[TextIO]):
+    """The run's log; where the disk is full it goes without."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  the name is logging's
+        pass
 
 
-def is_made_by_runs(rundir: RunDir) -> bool:
-    """Whether something in the directory proves that a run has made it."""
-    return any(_proofs(rundir))
-
-
-def strangers(rundir: RunDir) -> list[str]:
-    """The names that a run would use and that stand for something to lose; none in a directory of runs.
-
-    Empty files and folders are none, nor are links that lead nowhere.
-    """
-    named = [path for path in rundir.own_places() if _holds_something(path)]
-    return [] if not named or is_made_by_runs(rundir) else [path.name for path in named]
-
-
-def _proofs(rundir: RunDir) -> Iterator[bool]:
-    yield bool(_RUN_JSON.match(_head(rundir.run_json)))
-    yield bool(re.match(FIRST_LINE, _head(rundir.run_log)))
-    yield from (bool(_SEAL.match(_head(path))) for path in _files(rundir.predictions_dir, "*.json"))
-    yield from (bool(_SEAL.match(_head(path))) for path in _files(rundir.predictions_dir, "*.rows"))
-    yield from (bool(_SEAL.match(_head(path))) for path in _files(rundir.work_dir, "*/rows.bin"))
-    yield from (read_part(path) is not None for path in _files(rundir.work_dir, "*/*.csv"))
+@contextlib.contextmanager
+def logging_to(path: Path, redactor: Redactor) -> Iterator[None]:
+    """Write the package's log to a file, without secrets, and nowhere else."""
+    handler = _Log(io.TextIOWrapper(open_log(path), encoding="utf-8", errors="backslashreplace"))
+    handler.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(message)s", redactor))
+    log.addHandler(handler)
+    level, propagate = log.level, log.propagate
+    log.setLevel(logging.INFO)
+    log.propagate = False  # or it would stand in the notebook of whoever has set up logging
+    try:
+        log.info("ensemble %s runs as process %d on %s", __version__, os.getpid(), socket.gethostname())
+        yield
+    finally:
+        log.setLevel(level)
+        log.propagate = propagate
+        log.removeHandler(handler)
+        with contextlib.suppress(OSError):
+            handler.stream.close()
 
 
 def _files(folder: Path, pattern: str) -> Iterator[Path]:
@@ -254,16 +263,14 @@ def _files(folder: Path, pattern: str) -> Iterator[Path]:
 
 
 def _head(path: Path) -> bytes:
-    """The first bytes of a file; nothing of a link, or where there is none."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return b""
-    with os.fdopen(descriptor, "rb") as file:
-        try:
-            return file.read(_HEAD_BYTES) or b""
-        except OSError:  # a folder
-            return b""
+    """The first bytes of a file; nothing of a link or a folder, or where there is none."""
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+    with contextlib.suppress(OSError), open(path, "rb", 0, opener=opener) as file:
+        return file.read(_HEAD_BYTES) or b""
+    return b""
 
 
 def _holds_something(path: Path) -> bool:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # How a run stands, or how it ended; ``time_limit`` is merged too, but not of all rows.
 Status = Literal["running", "complete", "time_limit", "failed", "interrupted"]
 # More than any run, and than any table has bytes.
-_LONGEST_SECONDS: Final = 1e15
+_MAX_SECONDS: Final = 1e15
 # Those of runs that have handed over an ensemble.
 MERGED: Final = ("complete", "time_limit")
 
@@ -197,16 +197,14 @@ class RunReport:
         from pydantic import TypeAdapter, ValidationError
 
         try:
-            content = path.read_bytes()
+            document = json.loads(path.read_bytes())
+            report: RunReport = TypeAdapter(cls).validate_python(document)
         except FileNotFoundError:
             raise DataError(
                 f"{path.parent}: there is no run.json that can be read; name the output_dir of a run"
             ) from None
         except OSError as error:
             raise DataError(unreadable(path, error)) from error
-        try:
-            document = json.loads(content)
-            report: RunReport = TypeAdapter(cls).validate_python(document)
         except ValidationError as error:
             versions = document.get("versions") if isinstance(document, dict) else None
             version = versions.get("ensemble") if isinstance(versions, dict) else None
@@ -233,7 +231,7 @@ def workers_from(documents: object) -> tuple[WorkerReport, ...]:
         return ()
 
 
-@cache
+@cache  # it takes 6 ms to make, and there may be many members
 def _workers() -> TypeAdapter[tuple[WorkerReport, ...]]:
     from pydantic import TypeAdapter
 
@@ -256,7 +254,7 @@ def measured_speeds(
         startup, per_work = member.speed.startup_seconds, member.speed.seconds_per_work
         values = [value for value in (startup, per_work) if value is not None]
         is_same = member.computed_as == computed_as.get(member.name)
-        if is_same and values and all(0 < value < _LONGEST_SECONDS for value in values):
+        if is_same and values and all(0 < value < _MAX_SECONDS for value in values):
             found[member.name] = Speed(
                 startup or 0.0, per_work or 0.0, per_work is not None, startup is not None
             )

@@ -68,9 +68,10 @@ def heed_signals(owns_process: bool = True) -> Iterator[Signals]:
     heeded = [number for number in _HEEDED if number not in ignored and handlers[number] is not None]
     if threading.current_thread() is not threading.main_thread():
         heeded = []
-    before = [signal.signal(number, signals.handle) for number in heeded]
+    for number in heeded:
+        signal.signal(number, signals.handle)
     try:
         yield signals
     finally:
-        for number, handler in zip(heeded, before, strict=True):
-            signal.signal(number, handler)
+        for number in heeded:
+            signal.signal(number, handlers[number])

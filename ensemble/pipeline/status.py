@@ -11,7 +11,7 @@ from ensemble.common.files import read_json
 from ensemble.common.shards import part_rows
 from ensemble.pipeline.fingerprint import Fingerprint
 from ensemble.pipeline.run_dir import RunDir, holder
-from ensemble.pipeline.run_report import MemberReport, RunReport
+from ensemble.pipeline.run_report import RunReport
 
 
 @dataclass(frozen=True)
@@ -62,34 +62,26 @@ class RunStatus:
         # What a running one wrote some seconds ago; its clock and this one's are taken to agree.
         written_at = datetime.fromisoformat(report.written_at)
         age = max(0.0, ((now or datetime.now(UTC)) - written_at).total_seconds()) if by else 0.0
-        left = report.seconds_left
-        return cls(
-            folder,
-            by,
-            report,
-            report.timing["total_seconds"] + age,
-            None if left is None else max(0.0, left - age),
-            tuple(_member(rundir, report.rows, member, age, by is not None) for member in report.members),
-        )
+        members = []
+        for member in report.members:
+            name, fingerprint, progress = member.name, str(member.fingerprint), member.progress
+            made_of = Fingerprint.from_dict(read_json(rundir.manifest(name)).get("fingerprint"))
+            is_same = made_of is not None and made_of.digest == fingerprint
+            if is_same and rundir.predictions(name).is_file():
+                state, done = "done", report.rows
+            else:
+                state = "failed" if member.failure else member.phase if by else "unfinished"
+                done = min(part_rows(rundir.shards_dir(name, fingerprint)), report.rows)
+            if by:  # a chunk in hand counts as far as it has come
+                done = min(max(done, progress.rows_done), report.rows)
+            seconds, left, more = progress.seconds, None, 0.0
+            if by and state == "predicting":
+                left, more = _left(progress.seconds_left, age), age
+            speed = progress.tokens / seconds if seconds else None
+            members.append(MemberStatus(name, state, done, speed, seconds + more if seconds else None, left))
+        total = report.timing["total_seconds"] + age
+        return cls(folder, by, report, total, _left(report.seconds_left, age), tuple(members))
 
 
-def _member(rundir: RunDir, rows: int, member: MemberReport, age: float, is_running: bool) -> MemberStatus:
-    name, fingerprint, progress = member.name, str(member.fingerprint), member.progress
-    made_of = Fingerprint.from_dict(read_json(rundir.seal(name)).get("fingerprint"))
-    if made_of is not None and made_of.digest == fingerprint and rundir.predictions(name).is_file():
-        state, done = "done", rows
-    else:
-        state = "failed" if member.failure else member.phase if is_running else "unfinished"
-        done = min(part_rows(rundir.parts_dir(name, fingerprint)), rows)
-    if is_running:  # a chunk in hand counts as far as it has come
-        done = min(max(done, progress.rows_done), rows)
-    seconds, left = progress.seconds, progress.seconds_left
-    is_computing = is_running and state == "predicting"
-    return MemberStatus(
-        name,
-        state,
-        done,
-        progress.tokens / seconds if seconds else None,
-        seconds + (age if is_computing else 0.0) if seconds else None,
-        max(0.0, left - age) if is_computing and left is not None else None,
-    )
+def _left(seconds: float | None, age: float) -> float | None:
+    return None if seconds is None else max(0.0, seconds - age)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from ensemble.common.errors import DeviceError
 from ensemble.common.gpus import MIN_REPORTED_BYTES, Device, gpu_users
 from ensemble.common.text import gib
-from ensemble.planning.plan import MemberPlan, Plan
+from ensemble.planning.plan import Plan
 from ensemble.scheduling.launchers.base import Launcher
 
 _LOOK_SECONDS = 1.0
@@ -60,27 +60,27 @@ def wait_for_room(
         if gpus != list(plan.gpus):
             plan = plan.again(gpus)
     members = plan.members
-    homeless = [member for member in members if member.gpus > len(member.placement.devices)]
-    if homeless:
-        raise DeviceError([_no_room(member, plan.gpus, wait_seconds) for member in homeless])
+    problems = []
+    for member in members:
+        placement = member.placement
+        if member.gpus <= len(placement.devices):
+            continue
+        assert placement.footprint is not None
+        states = "; ".join(
+            f"{device.name} ({device.uuid}) has {gib(device.total_bytes - device.used_bytes)} free, NVML shows "
+            f"{gpu_users(device.uuid)} there"
+            for device in plan.gpus
+            if device.uuid in placement.held
+        )
+        waited = f" after {wait_seconds:g} s" if wait_seconds else ""
+        needed = gib(placement.footprint.resident_bytes(placement.gpus))
+        problems.append(
+            f"models[{member.index}] ({member.name}) needs {needed} of a GPU: {states}{waited}; end what runs "
+            f"there, or set wait_for_gpu: {'1h' if wait_seconds else '10m'}"
+        )
+    if problems:
+        raise DeviceError(problems)
     for member in members:
         if left_out := [uuid for uuid in member.placement.held if uuid not in member.placement.devices]:
             say(f"{member.name} leaves out {', '.join(left_out)}: too little of it is free")
     return plan
-
-
-def _no_room(member: MemberPlan, devices: Sequence[Device], wait_seconds: float) -> str:
-    placement = member.placement
-    assert placement.footprint is not None
-    states = "; ".join(
-        f"{device.name} ({device.uuid}) has {gib(device.total_bytes - device.used_bytes)} free, NVML shows "
-        f"{gpu_users(device.uuid)} there"
-        for device in devices
-        if device.uuid in placement.held
-    )
-    waited = f" after {wait_seconds:g} s" if wait_seconds else ""
-    needed = gib(placement.footprint.resident_bytes(placement.gpus))
-    return (
-        f"models[{member.index}] ({member.name}) needs {needed} of a GPU: {states}{waited}; end what runs there, "
-        f"or set wait_for_gpu: {'1h' if wait_seconds else '10m'}"
-    )

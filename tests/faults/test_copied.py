@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ensemble.pipeline.run_dir import RunDir, is_made_by_runs, strangers
+from ensemble.pipeline.run_dir import RunDir
 from tests.faults.chunky import ROWS, ROWS_PER_CHUNK, ids_of, results
 from tests.faults.forked.runs import ForkedRuns
 from tests.faults.inject import Fault, Injected
@@ -255,10 +255,10 @@ def test_empty_files_and_folders_are_nothing_to_lose(tmp_path: Path, project: Pr
         (folder / name).mkdir(parents=True)
     (folder / "logs/run.log").touch()
     (folder / "ensemble.csv").symlink_to(tmp_path / "precious")
-    assert not is_made_by_runs(RunDir(folder))
-    assert strangers(RunDir(folder)) == []
+    assert not RunDir(folder).is_made_by_runs()
+    assert RunDir(folder).strangers() == []
     (tmp_path / "precious").write_text("precious")
-    assert strangers(RunDir(folder)) == ["ensemble.csv"]
+    assert RunDir(folder).strangers() == ["ensemble.csv"]
     project.write_config(project.config())
     assert project.ensemble("validate", "config.yaml").returncode == 2
     (tmp_path / "precious").unlink()

@@ -167,7 +167,7 @@ def test_a_file_replaced_while_chunks_are_computed(
     message = two.failures()["a"] or ""
     assert f"{name} {CHANGED}" in message
     assert two.failures()["b"] is None
-    assert [*two.files()] == [B], "the other one finishes; nothing of this one is sealed"
+    assert [*two.files()] == [B], "the other one finishes; nothing of this one is complete"
     # Files that are back are the ones whose first chunk was done; where one is new, nothing tells since when.
     check_next_run(two, forked, ROWS_PER_CHUNK if change in BACK else 0)
 
@@ -190,7 +190,7 @@ def test_an_adapter_replaced(two: Two, forked: ForkedRuns, tmp_path: Path) -> No
 
 @pytest.mark.fault(27)
 @pytest.mark.timeout(300)
-def test_weights_replaced_between_the_last_chunk_and_the_seal(two: Two, forked: ForkedRuns) -> None:
+def test_weights_replaced_between_the_last_chunk_and_the_manifest(two: Two, forked: ForkedRuns) -> None:
     seen = 0
 
     def judge(step: Step) -> Verdict:
@@ -238,7 +238,7 @@ def test_a_file_replaced_while_its_member_waits_its_turn(
 @pytest.mark.fault(27)
 @pytest.mark.timeout(300)
 def test_weights_replaced_under_a_time_limit(two: Two, forked: ForkedRuns, tmp_path: Path) -> None:
-    """The submission is of what there was before; of the files that are gone nothing is ever sealed."""
+    """The submission is of what there was before; of the files that are gone nothing is ever complete."""
     two.write_config(time_limit="10m")
     injected = Injected(tmp_path, Fault("wait", ids_of(two.project, 5), times=1))
     with meanwhile(injected, lambda: in_place(two.folder, two.other, WEIGHTS)):

@@ -102,14 +102,14 @@ def test_where_nothing_changed_nothing_is_computed(
 
 @pytest.mark.fault(10)
 def test_predictions_that_are_no_probabilities_are_not_merged(chunky: Project, forked: ForkedRuns) -> None:
-    """Not even where their seal says that they are what they should be."""
+    """Not even where their manifest says that they are what they should be."""
     assert forked.run(chunky.folder) == 0, forked.printed
     predictions = chunky.folder / "runs/first/predictions/llama.csv"
     header, first, *rest = predictions.read_text().splitlines(keepends=True)
     predictions.write_text("".join([header, f"{first.split(',')[0]},-0.5,1.0,0.5\n", *rest]))
-    seal = predictions.with_suffix(".json")
-    document = json.loads(seal.read_text())
+    manifest = predictions.with_suffix(".json")
+    document = json.loads(manifest.read_text())
     document["sha256"] = hashlib.sha256(predictions.read_bytes()).hexdigest()
-    seal.write_text(json.dumps(document))
+    manifest.write_text(json.dumps(document))
     assert forked.run(chunky.folder) == 1
     assert "1 row with values below 0 or above 1, the first is id 000" in forked.printed

@@ -215,25 +215,25 @@ def test_bad_rows_of_a_trial(policy: str, chunky: Project, forked: ForkedRuns, t
 
 @pytest.mark.fault(17)
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("harm", ["rows", "predictions", "seal", "older"])
+@pytest.mark.parametrize("harm", ["rows", "predictions", "manifest", "older"])
 def test_work_that_cannot_be_proved_is_not_taken_over(
     harm: str, chunky: Project, forked: ForkedRuns, undisturbed: dict[str, bytes]
 ) -> None:
     assert forked.run(chunky.folder, "--limit", str(TRIAL)) == 0, forked.printed
     folder = chunky.folder / "runs/first/predictions"
-    rows, predictions, seal = (folder / f"llama.{ending}" for ending in ("rows", "csv", "json"))
+    rows, predictions, manifest = (folder / f"llama.{ending}" for ending in ("rows", "csv", "json"))
     if harm == "rows":
         content = bytearray(rows.read_bytes())
         content[-1] ^= 1
         rows.write_bytes(content)
     elif harm == "predictions":
         predictions.write_bytes(predictions.read_bytes().replace(b"0.", b"0.1", 1))
-    elif harm == "seal":
-        seal.unlink()
+    elif harm == "manifest":
+        manifest.unlink()
     else:  # of the version before this one
-        document = json.loads(seal.read_text())
+        document = json.loads(manifest.read_text())
         document["fingerprint"]["scheme"] = 1
-        seal.write_text(json.dumps(document, indent=2))
+        manifest.write_text(json.dumps(document, indent=2))
         rows.unlink()
     assert forked.run(chunky.folder) == 0, forked.printed
     assert counts(chunky) == {"llama": (0, ROWS)}

@@ -8,7 +8,7 @@ from pathlib import Path
 from ensemble.cli.layout import Table
 from ensemble.common.errors import RESUMES, MembersFailed, TimeLimitReached
 from ensemble.common.text import duration, plural, shown_path
-from ensemble.pipeline.merge import ENSEMBLE_ROW
+from ensemble.pipeline.results import ENSEMBLE_ROW
 from ensemble.pipeline.run_report import MemberReport, RunReport
 from ensemble.scheduling.state import Failure
 

@@ -14,8 +14,8 @@ from ensemble.common.gpus import Device
 from ensemble.common.shards import part_name
 from ensemble.merging.metrics import Score
 from ensemble.pipeline.fingerprint import Fingerprint
-from ensemble.pipeline.resume import find_work, seal
-from ensemble.pipeline.run_dir import RunDir, hold, is_made_by_runs
+from ensemble.pipeline.resume import find_work, write_manifest
+from ensemble.pipeline.run_dir import RunDir, hold
 from ensemble.pipeline.run_report import MemoryForecast, ProgressReport, RunReport
 from ensemble.pipeline.status import RunStatus
 from ensemble.scheduling.device_pool import MemoryCurve, Release
@@ -35,11 +35,11 @@ def rundir(tmp_path: Path) -> RunDir:
     made.create()
     made.tidy()
     made.predictions("done").write_text("id,a\n")
-    seal(made, find_work(made, "done", DONE, 1000, False), "f" * 64, {}, [], 1.0)
-    parts = made.parts_dir("half", HALF.digest)
-    parts.mkdir()
-    (parts / part_name(0, 200, b"x")).write_bytes(b"x")
-    (parts / part_name(950, 1000, b"y")).write_bytes(b"y")
+    write_manifest(made, find_work(made, "done", DONE, 1000, False), "f" * 64)
+    shards = made.shards_dir("half", HALF.digest)
+    shards.mkdir()
+    (shards / part_name(0, 200, b"x")).write_bytes(b"x")
+    (shards / part_name(950, 1000, b"y")).write_bytes(b"y")
     (made.logs_dir / "half-0.log").write_text("")
     return made
 
@@ -86,7 +86,7 @@ def test_a_run_with_a_failed_member(rundir: RunDir) -> None:
 
 def test_predictions_of_other_work_are_not_done(rundir: RunDir) -> None:
     rundir.predictions("later").write_text("id,a\n")
-    seal(rundir, find_work(rundir, "later", DONE, 1000, False), "f" * 64, {}, [], 1.0)
+    write_manifest(rundir, find_work(rundir, "later", DONE, 1000, False), "f" * 64)
     write_run_json(rundir, "interrupted")
     assert "later unfinished 0 1,000" in shown(rundir)
 
@@ -113,7 +113,7 @@ def test_a_report_comes_back_as_it_was_written(tmp_path: Path) -> None:
     )
     full.write(tmp_path / "run.json")
     assert RunReport.read(tmp_path / "run.json") == full
-    assert is_made_by_runs(RunDir(tmp_path)), "it is the proof that a run has made the directory"
+    assert RunDir(tmp_path).is_made_by_runs(), "it is the proof that a run has made the directory"
 
 
 @pytest.mark.parametrize(

@@ -233,15 +233,15 @@ def test_files_that_change_while_the_run_starts(make: Make, own_llama: Path) -> 
 
 
 @pytest.mark.fault(27)
-def test_a_change_that_no_time_tells_voids_all_parts(make: Make, own_llama: Path) -> None:
-    """As on a file system without times of its own: the content is looked at before anything is sealed."""
+def test_a_change_that_no_time_tells_voids_all_shards(make: Make, own_llama: Path) -> None:
+    """As on a file system without times of its own: the content is looked at before anything is complete."""
     prepared = make({"model_name_or_path": str(own_llama)})
     rundir = RunDir(prepared.config.output_dir)
     rundir.create()
     rundir.tidy()
     (work,) = find_works(prepared, rundir, lambda text: None).values()
     model = prepared.config.models[0]
-    work.make_parts_dir()
+    work.make_shards_dir()
     demand_unchanged(prepared, model, work)
     make_checkpoint(own_llama, "llama", LABELS, seed=9, pad=None)
     for path, seen in work.files.items():
@@ -250,7 +250,7 @@ def test_a_change_that_no_time_tells_voids_all_parts(make: Make, own_llama: Path
         work.files[path] = dataclasses.replace(seen, state=state)
     with pytest.raises(MergeError, match=r"model\.safetensors changed during the run"):
         demand_unchanged(prepared, model, work)
-    assert not work.parts_dir.exists()
+    assert not work.shards_dir.exists()
 
 
 @pytest.mark.fault(27)

@@ -1,4 +1,4 @@
-"""The merge as a run does it, from sealed predictions and from parts, against pandas and numpy."""
+"""The merge as a run does it, from complete predictions and from shards, against pandas and numpy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bench.merge_files import label_names, make_files, member_names
 from ensemble.common.errors import MergeError
 from ensemble.common.shards import part_name
 from ensemble.pipeline.load import load as load_config
-from ensemble.pipeline.results import Handover, Results
+from ensemble.pipeline.results import Results, ResultWriter
 from ensemble.pipeline.resume import find_works
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.validate import prepare
@@ -28,7 +28,7 @@ from ensemble.scheduling.state import MemberState
 ROWS, MEMBERS = 33_000, 3  # two blocks
 LABELS = label_names(3)
 WEIGHTS = np.array([1.0, 2.0, 3.0])
-REACHED = 20_000  # rows of which there are parts
+REACHED = 20_000  # rows of which there are shards
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +42,9 @@ def merge(config: Path) -> Results:
     prepared = prepare(load_config(config))
     rundir = RunDir(prepared.config.output_dir)
     works = find_works(prepared, rundir, lambda text: None)
-    handover = Handover(prepared, rundir, works)
-    handover.merge([MemberState(member) for member in prepared.plan.members])
-    return handover.results
+    writer = ResultWriter(prepared, rundir, works, Results())
+    writer.merge([MemberState(member) for member in prepared.plan.members])
+    return writer.results
 
 
 def read(path: Path) -> pd.DataFrame:
@@ -86,7 +86,7 @@ def test_ensemble_scores_and_submission(made: Path, name: str) -> None:
 
 @pytest.fixture
 def unfinished(made: Path, tmp_path: Path) -> Path:
-    """The config of a run under a time limit: of the last two members there are parts of the first rows alone."""
+    """The config of a run under a time limit: of the last two members there are shards of the first rows alone."""
     config: dict[str, Any] = json.loads((made / "ours_in_full.yaml").read_text())
     shutil.copytree(made / "ours_in_full", tmp_path / "run", symlinks=True)
     config |= {"output_dir": str(tmp_path / "run"), "time_limit": "10m"}
@@ -99,14 +99,14 @@ def unfinished(made: Path, tmp_path: Path) -> Path:
     for name in member_names(MEMBERS)[1:]:
         values = read(rundir.predictions(name)).to_numpy()
         rows = np.random.default_rng(0).permutation(REACHED)
-        works[name].parts_dir.mkdir()
+        works[name].shards_dir.mkdir()
         for each in np.array_split(rows, 3):
             columns = [pa.array(each), *(pa.array(column) for column in values[each].T)]
             content = io.BytesIO()
             pa_csv.write_csv(pa.table(columns, names=["row", "p0", "p1", "p2"]), content)
             place = part_name(int(each[0]), int(each[0]) + len(each), content.getvalue())
-            (works[name].parts_dir / place).write_bytes(content.getvalue())
-        rundir.seal(name).unlink()
+            (works[name].shards_dir / place).write_bytes(content.getvalue())
+        rundir.manifest(name).unlink()
         rundir.predictions(name).unlink()
     return path
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ensemble.common.shards import file_sha256, part_name
+from ensemble.common.shards import file_sha256, part_name, parts_in
 from ensemble.pipeline.fingerprint import Fingerprint
-from ensemble.pipeline.resume import MemberWork, find_work, seal, take_over, write_bad_rows
+from ensemble.pipeline.resume import MemberWork, find_work, take_over, write_bad_rows, write_manifest
 from ensemble.pipeline.run_dir import RunDir
 from tests.report.reports import worker
 
@@ -34,8 +34,8 @@ def find(rundir: RunDir, fingerprint: Fingerprint = NOW, keeps_bad_rows: bool = 
     return work
 
 
-def write_part(rundir: RunDir, rows: list[int], start: int = 0) -> Path:
-    folder = rundir.parts_dir("m", NOW.digest)
+def write_shard(rundir: RunDir, rows: list[int], start: int = 0) -> Path:
+    folder = rundir.shards_dir("m", NOW.digest)
     folder.mkdir(exist_ok=True)
     content = "".join(
         f"{line}\n" for line in ['"row","p0","p1"', *(f"{row},0.25,0.75" for row in rows)]
@@ -45,24 +45,20 @@ def write_part(rundir: RunDir, rows: list[int], start: int = 0) -> Path:
     return path
 
 
-def sealed(rundir: RunDir, bad_rows: dict[int, str] | None = None) -> None:
+def complete(rundir: RunDir, bad_rows: dict[int, str] | None = None) -> None:
     lines = ["id,a,b", *(f'"{row}\n",0.{row + 1},1' for row in range(ROWS))]
     rundir.predictions("m").write_text("\n".join([*lines, ""]))
     digest = file_sha256(rundir.predictions("m"))
-    seal(
-        rundir,
-        find(rundir),
-        digest,
-        bad_rows or {},
-        [worker(replica=3, devices=("GPU-1", "GPU-2"), rows=ROWS)],
-        12.0,
-    )
+    work = find(rundir)
+    work.bad_rows, work.worked = bad_rows or {}, 12.0
+    work.workers = (worker(replica=3, devices=("GPU-1", "GPU-2"), rows=ROWS),)
+    write_manifest(rundir, work, digest)
 
 
 @pytest.mark.fault(17)
-def test_parts_that_are_not_what_their_names_say_are_done_again(rundir: RunDir) -> None:
-    write_part(rundir, [4, 1])
-    cut, edited = write_part(rundir, [0, 2], 2), write_part(rundir, [3], 4)
+def test_shards_that_are_not_what_their_names_say_are_done_again(rundir: RunDir) -> None:
+    write_shard(rundir, [4, 1])
+    cut, edited = write_shard(rundir, [0, 2], 2), write_shard(rundir, [3], 4)
     assert find(rundir).is_done.tolist() == [True, True, True, True, True, False]
     cut.write_bytes(cut.read_bytes()[:-4])
     edited.write_bytes(edited.read_bytes().replace(b"0.25", b"0.35"))
@@ -70,72 +66,72 @@ def test_parts_that_are_not_what_their_names_say_are_done_again(rundir: RunDir) 
     assert work.is_done.tolist() == [False, True, False, False, True, False]
     assert not cut.exists()
     assert not edited.exists()
-    (part,) = work.parts()
-    assert part.column("row").to_pylist() == [4, 1]
-    assert part.column("p1").to_pylist() == [0.75, 0.75]
+    (shard,) = parts_in(work.shards_dir, ROWS)
+    assert shard.column("row").to_pylist() == [4, 1]
+    assert shard.column("p1").to_pylist() == [0.75, 0.75]
 
 
-def test_an_empty_part_is_a_part(rundir: RunDir) -> None:
-    write_part(rundir, [])
+def test_an_empty_shard_is_a_shard(rundir: RunDir) -> None:
+    write_shard(rundir, [])
     work = find(rundir)
     assert not work.is_done.any()
-    assert [len(part) for part in work.parts()] == [0]
+    assert [len(shard) for shard in parts_in(work.shards_dir, ROWS)] == [0]
 
 
-def test_parts_of_other_work_are_not_taken(rundir: RunDir) -> None:
-    write_part(rundir, [0, 1, 2])
+def test_shards_of_other_work_are_not_taken(rundir: RunDir) -> None:
+    write_shard(rundir, [0, 1, 2])
     assert find(rundir).is_done.any()
     assert not find(rundir, replace(NOW, content={**NOW.content, "weights": "e" * 64})).is_done.any()
 
 
-def test_sealed_predictions_are_done(rundir: RunDir) -> None:
-    sealed(rundir)
+def test_complete_predictions_are_done(rundir: RunDir) -> None:
+    complete(rundir)
     work = find(rundir)
-    assert work.is_sealed
+    assert work.is_complete
     assert work.is_done.all()
     assert (work.workers, work.worked) == ((worker(replica=3, devices=("GPU-1", "GPU-2"), rows=ROWS),), 12.0)
     other = find(rundir, replace(NOW, content={**NOW.content, "weights": "e" * 64}, rows="f" * 64))
-    assert not other.is_sealed
-    assert other.changed == ("weights", "rows")
+    assert not other.is_complete
+    assert other.why_again == "weights, rows changed since its predictions were made"
 
 
-@pytest.mark.parametrize("harm", ["edited", "missing", "no seal", "broken seal", "odd seal"])
+@pytest.mark.parametrize("harm", ["edited", "missing", "no manifest", "broken manifest", "odd manifest"])
 @pytest.mark.fault(17)
-def test_predictions_that_are_not_what_their_seal_says_are_made_again(rundir: RunDir, harm: str) -> None:
-    sealed(rundir)
-    predictions, its_seal = rundir.predictions("m"), rundir.seal("m")
+def test_predictions_that_are_not_what_their_manifest_says_are_made_again(rundir: RunDir, harm: str) -> None:
+    complete(rundir)
+    predictions, manifest = rundir.predictions("m"), rundir.manifest("m")
     if harm == "edited":
         predictions.write_text(predictions.read_text().replace("0.5,1", "0.6,1"))
     elif harm == "missing":
         predictions.unlink()
-    elif harm == "no seal":
-        its_seal.unlink()
-    elif harm == "broken seal":
-        its_seal.write_text(its_seal.read_text()[:-9])
+    elif harm == "no manifest":
+        manifest.unlink()
+    elif harm == "broken manifest":
+        manifest.write_text(manifest.read_text()[:-9])
     else:
-        its_seal.write_text(json.dumps([1, {"fingerprint": 3}]))
+        manifest.write_text(json.dumps([1, {"fingerprint": 3}]))
     work = find(rundir)
-    assert not work.is_sealed
+    assert not work.is_complete
     assert not work.is_done.any()
 
 
 def test_rows_that_could_not_be_computed_are_tried_again_unless_they_are_to_be_uniform(
     rundir: RunDir,
 ) -> None:
-    write_part(rundir, [0, 1, 2, 3])
+    write_shard(rundir, [0, 1, 2, 3])
     write_bad_rows(find(rundir), {5: "too long"})
     assert np.flatnonzero(~find(rundir).is_done).tolist() == [4, 5]
     kept = find(rundir, keeps_bad_rows=True)
     assert np.flatnonzero(~kept.is_done).tolist() == [4]
     assert kept.bad_rows == {5: "too long"}
-    sealed(rundir, {5: "too long"})
-    assert find(rundir, keeps_bad_rows=True).is_sealed
+    complete(rundir, {5: "too long"})
+    assert find(rundir, keeps_bad_rows=True).is_complete
     again = find(rundir)
-    assert not again.is_sealed
-    assert np.flatnonzero(~again.is_done).tolist() == [4, 5], "the parts still count"
-    shutil.rmtree(again.parts_dir)
+    assert not again.is_complete
+    assert np.flatnonzero(~again.is_done).tolist() == [4, 5], "the shards still count"
+    shutil.rmtree(again.shards_dir)
     again = find(rundir)
     take_over(rundir, again, 2, keeps_bad_rows=False)
     assert np.flatnonzero(~again.is_done).tolist() == [5], "and where they are gone, the predictions"
-    (part,) = again.parts()
-    assert part.column("p0").to_pylist() == [0.1, 0.2, 0.3, 0.4, 0.5]
+    (shard,) = parts_in(again.shards_dir, ROWS)
+    assert shard.column("p0").to_pylist() == [0.1, 0.2, 0.3, 0.4, 0.5]

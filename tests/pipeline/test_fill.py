@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ensemble.pipeline.merge import fill_rows
+from ensemble.pipeline.results import fill_rows
 from tests.sampling import tries
 
 NAN = float("nan")
@@ -28,7 +28,7 @@ def test_rows_that_were_reached_stay_bit_for_bit(values: npt.NDArray[np.float64]
     before = values.copy()
     reached = ~np.isnan(before[:, 0])
     sample = np.random.default_rng(5).dirichlet(np.ones(values.shape[1]), len(values))
-    assert fill_rows(values, rule, sample) == (~reached).sum()  # type: ignore[arg-type]
+    assert fill_rows(values, rule, sample, 1 / values.shape[1]) == (~reached).sum()  # type: ignore[arg-type]
     assert values[reached].tobytes() == before[reached].tobytes()
     filled = values[~reached]
     if rule == "sample":
@@ -44,15 +44,9 @@ def test_rows_that_were_reached_stay_bit_for_bit(values: npt.NDArray[np.float64]
 def test_by_hand() -> None:
     made = np.array([[0.2, 0.8], [NAN, NAN], [0.6, 0.4]])
     values = made.copy()
-    assert fill_rows(values, "prior", None) == 1
+    assert fill_rows(values, "prior", None, 0.5) == 1
     np.testing.assert_allclose(values[1], [0.4, 0.6], rtol=1e-15)
     values = made.copy()
-    assert fill_rows(values, "uniform", None) == 1
+    assert fill_rows(values, "uniform", None, 0.5) == 1
     np.testing.assert_array_equal(values, [[0.2, 0.8], [0.5, 0.5], [0.6, 0.4]])
-    assert fill_rows(values, "prior", None) == 0
-
-
-def test_a_sample_without_values_of_that_shape() -> None:
-    for sample in (None, np.ones((2, 2))):
-        with pytest.raises(ValueError, match="needs the sample's values"):
-            fill_rows(np.full((3, 2), NAN), "sample", sample)
+    assert fill_rows(values, "prior", None, 0.5) == 0
