@@ -153,7 +153,14 @@ def test_only_one_module_uses_nvml() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["ensemble.cli.app", "ensemble.cli.api", "ensemble.pipeline.run", "ensemble.pipeline.validate"]
+    "module",
+    [
+        "ensemble.cli.app",
+        "ensemble.cli.api",
+        "ensemble.cli.doctor",
+        "ensemble.pipeline.run",
+        "ensemble.pipeline.validate",
+    ],
 )
 def test_the_parent_imports_nothing_heavy(module: str) -> None:
     code = f"import sys, {module}; print([name for name in {HEAVY!r} if name in sys.modules])"

@@ -10,7 +10,7 @@ from ensemble.common.gpus import Device
 from ensemble.pipeline.run_report import RunReport, SpeedReport, measured_speeds
 from ensemble.planning import forecast
 from ensemble.planning.forecast import Job, Speed
-from tests.report.reports import member, report
+from tests.cli.reports import member, report
 
 
 def job(

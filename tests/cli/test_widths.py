@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.pseudo import in_terminal
 from tests.project import Project
-from tests.report.pseudo import in_terminal
 
 NAMES = (
     "a",
