@@ -33,10 +33,19 @@ def main() -> None:
     # pydantic would search every installed distribution for plugins.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     try:
-        if found := _unsupported():
+        # typer before 0.16 runs another command than was asked for.
+        from ensemble.common.packages import COMMAND_LINE, OLDEST_PYTHON, unsupported
+
+        found = [*unsupported(COMMAND_LINE)]
+        if sys.version_info < OLDEST_PYTHON:
+            oldest = ".".join(map(str, OLDEST_PYTHON))
+            found = [f"Python {sys.version.split()[0]} is too old; use Python {oldest} or newer"]
+        if found:
             sys.stderr.write("".join(f"error: {text}\n" for text in found))
             sys.exit(2)
         from ensemble.cli.app import main as command_line
+
+        command_line()
     except ImportError as error:
         sys.stderr.write(
             f"error: a package that this needs is missing or broken ({error}); install it with "
@@ -45,17 +54,6 @@ def main() -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
-    command_line()
-
-
-def _unsupported() -> list[str]:
-    """What the command line itself cannot start with: typer before 0.16 runs another command than was asked for."""
-    from ensemble.common.packages import COMMAND_LINE, OLDEST_PYTHON, unsupported
-
-    if sys.version_info < OLDEST_PYTHON:
-        oldest = ".".join(map(str, OLDEST_PYTHON))
-        return [f"Python {sys.version.split()[0]} is too old; use Python {oldest} or newer"]
-    return [*unsupported(COMMAND_LINE)]
 
 
 def _open_standard_streams() -> None:

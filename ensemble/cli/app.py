@@ -13,7 +13,7 @@ import typer
 
 from ensemble import __version__
 from ensemble.cli.layout import Page
-from ensemble.cli.views import lines
+from ensemble.cli.views import show
 from ensemble.common.errors import ConfigError, DeviceError, EnsembleError, Interrupted
 from ensemble.common.redact import guard_output
 from ensemble.common.text import plural
@@ -78,7 +78,7 @@ def run(
 
     report = run_config(loaded, choose_display(sys.stdout, quiet), fresh, process_age_seconds())
     if not quiet:
-        _show("summary", report)
+        show("summary", report, sys.stdout)
     raise_unless_complete(report)
 
 
@@ -87,7 +87,7 @@ def status(run_dir: RunDirArgument) -> None:
     """Show how far a run in RUN_DIR (its output_dir) is, how fast it goes and how it ended; it may be running."""
     from ensemble.pipeline.status import RunStatus
 
-    _show("status", RunStatus.of(run_dir))
+    show("status", RunStatus.of(run_dir), sys.stdout)
 
 
 @app.command()
@@ -103,7 +103,7 @@ def validate(
 
     prepared = prepare(loaded)
     if not quiet:
-        _show("validate", prepared)
+        show("validate", prepared, sys.stdout)
 
 
 @app.command()
@@ -113,7 +113,7 @@ def plan(config: ConfigArgument, sets: SetOption, limit: LimitOption = None) -> 
     from ensemble.pipeline.validate import prepare
 
     prepared = prepare(loaded, must_fit=False)
-    _show("plan", prepared)
+    show("plan", prepared, sys.stdout)
     if prepared.plan.problems:
         raise DeviceError(prepared.plan.problems)
 
@@ -166,12 +166,6 @@ def main() -> NoReturn:
     # Not sys.exit: a thread of Arrow's CSV reader that is still about when Python tears down its C++ objects has
     # been seen to abort the process, exit code -6, after everything was said and done.
     os._exit(code)
-
-
-def _show(view: str, subject: object) -> None:
-    """Print a view as it fits where the output goes."""
-    for line in lines(view, subject, Page.of(sys.stdout)):
-        print(line, flush=True)
 
 
 def _complain(problems: Iterable[str]) -> None:

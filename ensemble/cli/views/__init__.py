@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib import import_module
-from typing import Any, Final, Protocol, TypeAlias
+from typing import IO, Any, Final, Protocol, TypeAlias
 
 from ensemble.cli.layout import Page, Table
 
@@ -39,3 +39,9 @@ def lines(name: str, subject: object, page: Page) -> Iterator[str]:
             yield from part.lines(page)
         elif part:
             yield from page.wrapped(part, later="  ")
+
+
+def show(name: str, subject: object, file: IO[str]) -> None:
+    """Print a view as it fits where it goes."""
+    for line in lines(name, subject, Page.of(file)):
+        print(line, file=file, flush=True)

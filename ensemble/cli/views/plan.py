@@ -35,7 +35,10 @@ def view(prepared: Prepared) -> Iterator[str | Table]:
     yield from held_texts(gpus)
     if host is not None and any(one.needs_worker and not one.gpus for one in plan.members):
         yield f"CPU: {gib(host.total_bytes - host.used_bytes)} of {gib(host.total_bytes)} memory free"
-    yield Table(_HEADERS, [[one.name, *_memory_cells(one)] for one in plan.members], texts=["fit"])
+    if any(one.needs_worker for one in plan.members):
+        yield Table(_HEADERS, [[one.name, *_memory_cells(one)] for one in plan.members], texts=["fit"])
+    else:
+        yield "no member needs a worker: nothing is loaded, and a run merges what was made elsewhere"
     for member in plan.members:
         yield f"{member.name}: {'; '.join(_member_facts(prepared, member))}"
     yield plan.why
