@@ -11,6 +11,7 @@ import re
 import textwrap
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import IO
 
 # Tables in files, where nothing says how wide the reader's window is.
@@ -76,8 +77,9 @@ class Page:
 
 @dataclass(frozen=True)
 class Table:
-    """Cells by row, the first of each is its name; ``totals`` are rows set apart below the others.
+    """Cells by row, each of which may end early; the first is its name.
 
+    ``totals`` are rows set apart below the others.
     ``texts`` are the headers whose cells are words, which begin at the left; numbers end at the right.
     """
 
@@ -93,9 +95,8 @@ class Table:
         """
         width = page.width or FILE_WIDTH
         cells = [self.headers, *self.rows, *self.totals]
-        columns = [
-            column for place, column in enumerate(zip(*cells, strict=True)) if not place or any(column[1:])
-        ]
+        whole = enumerate(zip_longest(*cells, fillvalue=""))
+        columns = [column for place, column in whole if not place or any(column[1:])]
         headers, *rows = ([column[place] for column in columns] for place in range(len(cells)))
         left = {0, *(place for place, header in enumerate(headers) if header in self.texts)}
         tops, bottoms = [""] * len(headers), list(headers)

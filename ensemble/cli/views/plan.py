@@ -55,9 +55,9 @@ def view(prepared: Prepared) -> Iterator[str | Table]:
 def _memory_cells(member: MemberPlan) -> list[str]:
     placement, needed = member.placement, member.placement.footprint
     if not member.needs_worker:
-        return ["", "none", *[""] * (len(_HEADERS) - 3)]
+        return ["", "none"]
     if needed is None:
-        return ["", "not known", *[""] * (len(_HEADERS) - 3)]
+        return ["", "not known"]
     # The fit on the device with the least room, of those it runs on.
     usable = [placement.fits[uuid] for uuid in placement.devices if uuid in placement.fits]
     found = min(usable or placement.fits.values(), key=lambda one: one.room_bytes, default=None)
