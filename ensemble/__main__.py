@@ -22,7 +22,13 @@ def main() -> None:
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120  pathlib is slow
     if sys.path and sys.path[0] in ("", os.getcwd()) and root != os.getcwd():  # noqa: PTH109
         del sys.path[0]
-    _open_standard_streams()
+    # Nothing else may get the numbers 0 to 2 where they were closed (``>&-``): libraries write to them blindly.
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, PTH123
     from ensemble.common.redact import Redactor, guard_output
 
     guard_output(Redactor(os.environ))
@@ -54,16 +60,6 @@ def main() -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
-
-
-def _open_standard_streams() -> None:
-    """Nothing else may get the numbers 0 to 2 where they were closed (``>&-``): libraries write to them blindly."""
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(descriptor, True)
-    os.close(descriptor)
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, PTH123
 
 
 if __name__ == "__main__":

@@ -289,15 +289,12 @@ class _Redacted:
 
 
 def _frame(path: Path) -> pd.DataFrame:
-    import pandas as pd
     import pyarrow as pa
 
     from ensemble.pipeline.reuse import read_predictions
 
     try:
-        table = read_predictions(path, with_ids=True)
+        frame: pd.DataFrame = read_predictions(path, with_ids=True).to_pandas()
     except (pa.ArrowInvalid, OSError) as error:
         raise DataError(f"{path}: cannot be read ({error}); run the config again") from error
-    ids, *labels = table.column_names
-    index = pd.Index(table.column(ids).to_pylist(), name=ids)
-    return pd.DataFrame({name: table.column(name).to_numpy() for name in labels}, index=index)
+    return frame.set_index(frame.columns[0])

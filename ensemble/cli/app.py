@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -147,35 +146,28 @@ def _version(
 
 def main() -> NoReturn:
     """Run the command line; every error of ours becomes its sentences and its exit code."""
-    code = 0
+    code, problems = 0, tuple[str, ...]()
     try:
         app()
     except EnsembleError as error:
-        _complain(error.problems)
-        code = error.exit_code
+        code, problems = error.exit_code, error.problems
     except Interrupted as stopped:
-        _complain([str(stopped)])
-        code = stopped.exit_code
+        code, problems = stopped.exit_code, (str(stopped),)
     except KeyboardInterrupt:
         code = 130
     except SystemExit as leaving:  # how typer ends a command, and a wrong one
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    for problem in problems:
+        first, *others = Page.of(sys.stderr).wrapped(problem, "error: ", later="  ")
+        if sys.stderr.isatty() and "NO_COLOR" not in os.environ:
+            first = first.replace("error:", "\x1b[31merror:\x1b[0m", 1)
+        print(first, *others, sep="\n", file=sys.stderr, flush=True)
     for stream in filter(None, (sys.stdout, sys.stderr)):
         with contextlib.suppress(OSError, ValueError):  # nobody reads any more, or it was closed
             stream.flush()
     # Not sys.exit: a thread of Arrow's CSV reader that is still about when Python tears down its C++ objects has
     # been seen to abort the process, exit code -6, after everything was said and done.
     os._exit(code)
-
-
-def _complain(problems: Iterable[str]) -> None:
-    page = Page.of(sys.stderr)
-    is_coloured = sys.stderr.isatty() and "NO_COLOR" not in os.environ
-    red, plain = ("\x1b[31m", "\x1b[0m") if is_coloured else ("", "")
-    for problem in problems:
-        first, *others = page.wrapped(problem, "error: ", later="  ")
-        for line in (first.replace("error:", f"{red}error:{plain}", 1), *others):
-            print(line, file=sys.stderr, flush=True)
 
 
 def _load(config: Path, sets: list[str], limit: int | None) -> LoadedConfig:

@@ -65,11 +65,7 @@ class Finding:
 
     @classmethod
     def of_sentence(cls, mark: Mark, sentence: str, otherwise: str) -> Finding:
-        """A finding from one of this package's sentences, most of which end with what to do after a semicolon.
-
-        Args:
-            otherwise: the advice where the sentence has none.
-        """
+        """A finding from one of this package's sentences, most of which end with what to do after a semicolon."""
         text, _, advice = sentence.rpartition("; ")
         return cls(mark, text, advice) if text else cls(mark, sentence, otherwise)
 
@@ -88,12 +84,7 @@ class Finding:
 
 
 def examine(path: Path | None = None, overrides: Sequence[str] = ()) -> Iterator[Finding]:
-    """Look at this machine, in the light of a config where one is given; findings come as they are made.
-
-    Args:
-        path: the config's file.
-        overrides: as ``load_config`` takes them.
-    """
+    """Look at this machine, in the light of a config where one is given; findings come as they are made."""
     said = set()
     for finding in _findings(path, overrides):
         # What ``validate`` finds wrong with a place or a mask, the checks of this machine find as well.
@@ -103,8 +94,8 @@ def examine(path: Path | None = None, overrides: Sequence[str] = ()) -> Iterator
 
 
 def _findings(path: Path | None, overrides: Sequence[str]) -> Iterator[Finding]:
-    shown = platform.python_version()
-    yield Finding("ok", f"Python {shown} ({sys.executable}), {platform.platform(terse=True)}")
+    version = platform.python_version()
+    yield Finding("ok", f"Python {version} ({sys.executable}), {platform.platform(terse=True)}")
     config: RunConfig | None = None
     prepared: Prepared | None = None
     if path is not None:
@@ -113,14 +104,13 @@ def _findings(path: Path | None, overrides: Sequence[str]) -> Iterator[Finding]:
             config = loaded.config
             keep_pandas_out()
             prepared = prepare(loaded)
+            of_devices = prepared.inventory.warnings  # which come with the devices
+            yield from (Finding("note", text) for text in prepared.warnings if text not in of_devices)
         except EnsembleError as error:
             advice = "fix the config, or what it names"
             yield from (Finding.of_sentence("problem", text, advice) for text in error.problems)
         except Exception as error:
             yield _not_checked("the config", error)
-    if prepared is not None:
-        of_devices = prepared.inventory.warnings  # which come with the devices
-        yield from (Finding("note", text) for text in prepared.warnings if text not in of_devices)
     needed = {} if config is None else needed_packages(config, {} if prepared is None else prepared.inspected)
     key, place = ("working directory", Path()) if config is None else ("output_dir", config.output_dir)
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
@@ -145,10 +135,8 @@ def _not_checked(subject: str, error: Exception) -> Finding:
 def package_findings(requirements: Iterable[Requirement], needed: Mapping[str, str]) -> Iterator[Finding]:
     """What is missing or too old, and the versions of the rest.
 
-    Args:
-        requirements: what this package asks for.
-        needed: packages of extras that the config needs, and which key needs them; ``validate`` misses those
-            that are not there.
+    ``needed`` names the packages of extras that the config needs, and which key needs them; ``validate`` misses
+    those that are not there.
     """
     good = []
     installed = installed_versions([one.name for one in requirements])
@@ -171,32 +159,21 @@ def host_findings() -> Iterator[Finding]:
     """Memory and CPUs of this host as it is now, within the limits of its container."""
     available, total = available_memory_bytes(), total_memory_bytes()
     if available is not None and total is not None:
-        yield Finding.of_amount(
-            f"{gib(available)} of {gib(total)} memory free",
-            available,
-            _MEMORY_NEEDED,
-            _MEMORY_WANTED,
-            "end other programs or raise the container's limit; a worker needs more",
-            "end other programs or raise the container's limit; only small models fit",
-        )
-    allowed, there = len(os.sched_getaffinity(0)), os.cpu_count()
-    text = f"{allowed} of {there} CPUs may be used"
-    limit = own_groups("cpu").cpu_limit()
-    if limit is None or limit >= allowed:
-        yield Finding("ok", text)
-    else:
-        text += f", and the container's limit is the time of {limit:g}"
+        text = f"{gib(available)} of {gib(total)} memory free"
+        advice = "end other programs or raise the container's limit; "
+        too_few, few = f"{advice}a worker needs more", f"{advice}only small models fit"
+        yield Finding.of_amount(text, available, _MEMORY_NEEDED, _MEMORY_WANTED, too_few, few)
+    allowed, limit = len(os.sched_getaffinity(0)), own_groups("cpu").cpu_limit()
+    text, advice = f"{allowed} of {os.cpu_count()} CPUs may be used", ""
+    if limit is not None and limit < allowed:
         # torch starts a thread for each CPU it sees; they then wait for one another.
-        yield Finding("note", text, f"set OMP_NUM_THREADS={max(1, int(limit))}, or raise the limit")
+        text += f", and the container's limit is the time of {limit:g}"
+        advice = f"set OMP_NUM_THREADS={max(1, int(limit))}, or raise the limit"
+    yield Finding("note" if advice else "ok", text, advice)
 
 
 def disk_findings(key: str, place: Path) -> Iterator[Finding]:
-    """Whether a directory can be made and written, and how much room there is.
-
-    Args:
-        key: what the place is called in messages, such as "output_dir".
-        place: need not exist; nothing is left there.
-    """
+    """Whether a directory can be made and written, and how much room there is; nothing is left there."""
     reason = unwritable_reason(key, place)
     folder = place.absolute()
     while not folder.exists():
@@ -243,31 +220,26 @@ def _devices(config: RunConfig | None, needed: dict[str, str]) -> Iterator[Findi
             devices = gpus if gpus and all(wants) else [*gpus, CPU]
         except EnsembleError:  # said before
             pass
-    if not installed_versions(["torch"]):
-        return  # said before; it cannot be tried
-    imports = [_WORKER, *(name for name in needed if installed_versions([name]))]
-    yield from trial_findings(run_trials(devices, imports, available_memory_bytes()), driver_cuda)
+    if installed_versions(["torch"]):  # otherwise it was said before
+        imports = [_WORKER, *(name for name in needed if installed_versions([name]))]
+        yield from trial_findings(run_trials(devices, imports, available_memory_bytes()), driver_cuda)
 
 
 def inventory_findings(
     found: Inventory, driver_cuda: Version | None, needs_gpu: bool = True
 ) -> Iterator[Finding]:
-    """The driver and the GPUs that may be used.
-
-    Args:
-        driver_cuda: the newest CUDA that the driver knows, None where it does not say.
-        needs_gpu: whether a mask that names no GPU keeps the run from starting.
-    """
+    """The driver and the GPUs; where ``needs_gpu``, a mask that names none of them keeps the run from starting."""
     if found.driver_version is not None:
         cuda = f", CUDA up to {_dotted(driver_cuda)}" if driver_cuda else ""
         yield Finding("ok", f"NVIDIA driver {found.driver_version}{cuda}")
     if found.mask_problem:
         yield Finding.of_sentence("problem" if needs_gpu else "note", found.mask_problem, _MASK_ADVICE)
     elif found.note:
+        missing = "to use GPUs install NVIDIA's driver (in a container: --gpus all)"
         advice = (
-            "big models are very slow there; to use GPUs install NVIDIA's driver (in a container: --gpus all)"
+            f"big models are very slow there; {missing}" if found.driver_version is None else _MASK_ADVICE
         )
-        yield Finding("note", found.note, advice if found.driver_version is None else _MASK_ADVICE)
+        yield Finding("note", found.note, advice)
     for warning in found.warnings:
         is_mask = warning.startswith("CUDA_VISIBLE_DEVICES")
         advice = _MASK_ADVICE if is_mask else "look at nvidia-smi; a restart may help"
@@ -338,20 +310,18 @@ def _of_trial(trial: Trial, driver_cuda: Version | None) -> Iterator[Finding]:
 def _unseen(report: Report, driver_cuda: Version | None) -> Finding:
     """Why torch does not see a GPU that the driver shows."""
     knows = f"the driver knows CUDA up to {_dotted(driver_cuda)}" if driver_cuda else "the driver shows a GPU"
-    build = f"a build of torch for CUDA {driver_cuda[0]}" if driver_cuda else "a build of torch for CUDA"
+    install = f"install a build of torch for CUDA {driver_cuda[0] if driver_cuda else ''}".rstrip()
     if report.cuda is None:
-        text = f"torch {report.torch} is a build without CUDA, and {knows}"
-        advice = f"install {build} ({_INSTALL}), or hide the GPU: CUDA_VISIBLE_DEVICES=-1"
+        text = f"is a build without CUDA, and {knows}"
+        advice = f"{install} ({_INSTALL}), or hide the GPU: CUDA_VISIBLE_DEVICES=-1"
     elif driver_cuda and int(report.cuda.split(".")[0]) > driver_cuda[0]:
-        text = f"torch {report.torch} is built for CUDA {report.cuda}, and {knows}"
-        advice = f"update the driver, or install {build} ({_INSTALL})"
+        text = f"is built for CUDA {report.cuda}, and {knows}"
+        advice = f"update the driver, or {install} ({_INSTALL})"
     else:
-        text = (
-            f"torch {report.torch} cannot start CUDA ({report.errors.get('start CUDA', 'no reason given')})"
-        )
+        text = f"cannot start CUDA ({report.errors.get('start CUDA', 'no reason given')})"
         opened = "see whether nvidia-smi works and /dev/nvidia* may be opened"
         advice = f"{opened}; restart after an update of the driver"
-    return Finding("problem", text, advice)
+    return Finding("problem", f"torch {report.torch} {text}", advice)
 
 
 def _dotted(version: Version) -> str:

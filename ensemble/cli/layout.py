@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import textwrap
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import IO
@@ -32,12 +32,12 @@ class Page:
     rule: str = _RULES[0]
 
     @classmethod
-    def of(cls, stream: IO[str] | None, environ: Mapping[str, str] | None = None) -> Page:
+    def of(cls, stream: IO[str] | None) -> Page:
         """What a stream takes.
 
         COLUMNS counts as it does for other programs, and before what a terminal says of itself.
         """
-        columns = (os.environ if environ is None else environ).get("COLUMNS", "")
+        columns = os.environ.get("COLUMNS", "")
         width = int(columns) if columns.isascii() and columns.isdigit() else 0
         if not width and stream is not None and stream.isatty():
             try:
