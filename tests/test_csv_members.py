@@ -24,6 +24,7 @@ from tests.project import LABELS, ROOT, Project, python_path
 
 COLUMNS = OutputColumns("id", ("a", "b"))
 LLAMA = 1  # of the project's usual members
+pytestmark = pytest.mark.usefixtures("warm")
 
 
 def joined(path: Path, ids: list[str], **keys: Any) -> tuple[list[list[float]], int]:

@@ -104,7 +104,8 @@ def test_gpus_that_torch_cannot_use_and_a_config_that_cannot_run(
         {"name": "a", "model_name_or_path": "./nope", "num_gpus": 3},
         {"name": "b", "model_name_or_path": "some/model"},
     ]
-    empty_project.write_config(empty_project.config(models=models, output_dir="out/x", submission=None))
+    config = empty_project.config(models=models, devices=[0], output_dir="out/x", submission=None)
+    empty_project.write_config(config)
     done = empty_project.ensemble(
         "doctor", "config.yaml", environment={**nvml_sim.environment(), "HF_HUB_OFFLINE": "1"}
     )
@@ -114,9 +115,9 @@ def test_gpus_that_torch_cannot_use_and_a_config_that_cannot_run(
         "NVIDIA driver 550.90.07, CUDA up to 12.4",
         f"Simulated T4 ({gpu_uuid(0)}), capability 7.5",
         "process 4711 (train.py) with 3.0 GiB",
-        f"Simulated T4 ({gpu_uuid(0)}), Simulated T4 ({gpu_uuid(1)}): torch {torch.__version__} is a build without "
+        f"Simulated T4 ({gpu_uuid(0)}): torch {torch.__version__} is a build without "
         "CUDA, and the driver knows CUDA up to 12.4 -> install a build of torch for CUDA 12",
-        "models[0].num_gpus: a asks for 3 GPUs, but 2 GPUs can be used here",
+        "models[0].num_gpus: a asks for 3 GPUs, but 1 GPU can be used here",
         "models[0] (a): ./nope: no such folder",
         "models[1] (b): some/model: no such folder",
         "test.csv: no such file",
@@ -363,6 +364,16 @@ def test_what_a_report_means(report: Report, mark: str, words: list[str]) -> Non
     assert finding.mark == mark
     for word in words:
         assert word in f"{finding.text} -> {finding.advice}"
+
+
+def test_devices_of_which_the_same_is_to_be_said_share_a_finding() -> None:
+    unseen = replace(GOOD, sees_gpu=False, cuda=None)
+    others = [replace(T4, uuid=gpu_uuid(index)) for index in (2, 3)]
+    reports = zip((T4, *others), (unseen, GOOD, unseen), strict=True)
+    first, second = trial_findings([Trial(device, 1.0, report) for device, report in reports], (12, 4))
+    told = f"Tesla T4 ({gpu_uuid(1)}), Tesla T4 ({gpu_uuid(3)}): torch 2.9 is a build without CUDA, "
+    assert first.text.startswith(told)
+    assert second.text.startswith(f"Tesla T4 ({gpu_uuid(2)}): torch 2.9 (CUDA 12.4) computes correctly")
 
 
 def test_imports_that_fail_are_told_besides() -> None:
