@@ -234,6 +234,8 @@ def test_a_run_of_nothing_but_predictions(project: Project) -> None:
     project.write_config(with_mate(project, other))
     planned = project.ensemble("plan", "config.yaml").stdout
     assert "how long" not in planned
+    assert "no member needs a worker: " in planned
+    assert "weights" not in planned, "an empty table"
     done = project.ensemble("run", "config.yaml")
     assert done.returncode == 0, done.stderr + done.stdout
     np.testing.assert_allclose(values_of(project, "runs/first/ensemble.csv"), values, rtol=1e-12)
