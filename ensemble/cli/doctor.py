@@ -87,7 +87,7 @@ def examine(path: Path | None = None, overrides: Sequence[str] = ()) -> Iterator
     """Look at this machine, in the light of a config where one is given; findings come as they are made."""
     said = set()
     for finding in _findings(path, overrides):
-        # What ``validate`` finds wrong with a place or a mask, the checks of this machine find as well.
+        # What ``validate`` finds wrong with a directory or a mask, the checks of this machine find as well.
         if (finding.mark, finding.text) not in said:
             said.add((finding.mark, finding.text))
             yield finding
@@ -112,11 +112,11 @@ def _findings(path: Path | None, overrides: Sequence[str]) -> Iterator[Finding]:
         except Exception as error:
             yield _not_checked("the config", error)
     needed = {} if config is None else needed_packages(config, {} if prepared is None else prepared.inspected)
-    key, place = ("working directory", Path()) if config is None else ("output_dir", config.output_dir)
+    key, folder = ("working directory", Path()) if config is None else ("output_dir", config.output_dir)
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
         "the packages": lambda: package_findings(own_requirements(), needed),
         "memory and CPUs": host_findings,
-        "the disk": lambda: disk_findings(key, place),
+        "the disk": lambda: disk_findings(key, folder),
         "the Hugging Face hub": _hub,
         "the devices": lambda: _devices(config, needed),
     }
@@ -172,23 +172,23 @@ def host_findings() -> Iterator[Finding]:
     yield Finding("note" if advice else "ok", text, advice)
 
 
-def disk_findings(key: str, place: Path) -> Iterator[Finding]:
+def disk_findings(key: str, folder: Path) -> Iterator[Finding]:
     """Whether a directory can be made and written, and how much room there is; nothing is left there."""
-    reason = unwritable_reason(key, place)
-    folder = place.absolute()
-    while not folder.exists():
-        folder = folder.parent
+    reason = unwritable_reason(key, folder)
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
     if reason is None:
         try:
-            with tempfile.TemporaryFile(dir=folder) as file:
+            with tempfile.TemporaryFile(dir=existing) as file:
                 file.write(b"x")
         except OSError as error:  # such as a quota, which no question about rights shows
-            reason = cannot_write(key, place, error)
+            reason = cannot_write(key, folder, error)
     if reason is not None:
         yield Finding.of_sentence("problem", reason, _ELSEWHERE)
         return
-    free = shutil.disk_usage(folder).free
-    text = f"{key}: {gib(free)} free at {place.absolute()}"
+    free = shutil.disk_usage(existing).free
+    text = f"{key}: {gib(free)} free at {folder.absolute()}"
     few = "make room: the results and a copy of the table go there"
     yield Finding.of_amount(text, free, _DISK_NEEDED, _DISK_WANTED, _ELSEWHERE, few)
 

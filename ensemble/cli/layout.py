@@ -96,13 +96,13 @@ class Table:
         width = page.width or FILE_WIDTH
         cells = [self.headers, *self.rows, *self.totals]
         whole = enumerate(zip_longest(*cells, fillvalue=""))
-        columns = [column for place, column in whole if not place or any(column[1:])]
-        headers, *rows = ([column[place] for column in columns] for place in range(len(cells)))
-        left = {0, *(place for place, header in enumerate(headers) if header in self.texts)}
+        columns = [column for index, column in whole if not index or any(column[1:])]
+        headers, *rows = ([column[index] for column in columns] for index in range(len(cells)))
+        left = {0, *(index for index, header in enumerate(headers) if header in self.texts)}
         tops, bottoms = [""] * len(headers), list(headers)
-        for place, (header, *under) in enumerate(columns):
+        for index, (header, *under) in enumerate(columns):
             if _width(header) > max(map(_width, under), default=0) + _WORTH_A_LINE:
-                tops[place], _, bottoms[place] = header.rpartition(" ")
+                tops[index], _, bottoms[index] = header.rpartition(" ")
         head = [tops, bottoms] if any(tops) else [bottoms]
         body = rows[: len(self.rows)]
         if self.totals:
@@ -148,5 +148,5 @@ def _grid(lines: Sequence[Sequence[str]], head: int, left: Container[int], rule:
         blanks = [" " * (width - _width(cell)) for width, cell in zip(widths, line, strict=True)]
         pairs = enumerate(zip(line, blanks, strict=True))
         yield _GAP.join(
-            cell + blank if place in left else blank + cell for place, (cell, blank) in pairs
+            cell + blank if index in left else blank + cell for index, (cell, blank) in pairs
         ).rstrip()
