@@ -56,7 +56,7 @@ __all__ = [
     "run",
     "validate",
 ]
-_PLACES = {
+_MODULES = {
     **dict.fromkeys(("Preview", "Run", "open_run", "plan", "run", "validate"), "ensemble.cli.api"),
     "RunReport": "ensemble.pipeline.run_report",
     "RunStatus": "ensemble.pipeline.status",
@@ -66,7 +66,7 @@ _PLACES = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_PLACES.get(name, "ensemble.common.errors")), name)
+    return getattr(import_module(_MODULES.get(name, "ensemble.common.errors")), name)
 
 
 def __dir__() -> list[str]:

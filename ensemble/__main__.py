@@ -22,7 +22,13 @@ def main() -> None:
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120  pathlib is slow
     if sys.path and sys.path[0] in ("", os.getcwd()) and root != os.getcwd():  # noqa: PTH109
         del sys.path[0]
-    _open_standard_streams()
+    # Nothing else may get the numbers 0 to 2 where they were closed (``>&-``): libraries write to them blindly.
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, PTH123
     from ensemble.common.redact import Redactor, guard_output
 
     guard_output(Redactor(os.environ))
@@ -33,10 +39,19 @@ def main() -> None:
     # pydantic would search every installed distribution for plugins.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     try:
-        if found := _unsupported():
+        # typer before 0.16 runs another command than was asked for.
+        from ensemble.common.packages import COMMAND_LINE, OLDEST_PYTHON, unsupported
+
+        found = [*unsupported(COMMAND_LINE)]
+        if sys.version_info < OLDEST_PYTHON:
+            oldest = ".".join(map(str, OLDEST_PYTHON))
+            found = [f"Python {sys.version.split()[0]} is too old; use Python {oldest} or newer"]
+        if found:
             sys.stderr.write("".join(f"error: {text}\n" for text in found))
             sys.exit(2)
         from ensemble.cli.app import main as command_line
+
+        command_line()
     except ImportError as error:
         sys.stderr.write(
             f"error: a package that this needs is missing or broken ({error}); install it with "
@@ -45,27 +60,6 @@ def main() -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
-    command_line()
-
-
-def _unsupported() -> list[str]:
-    """What the command line itself cannot start with: typer before 0.16 runs another command than was asked for."""
-    from ensemble.common.packages import COMMAND_LINE, OLDEST_PYTHON, unsupported
-
-    if sys.version_info < OLDEST_PYTHON:
-        oldest = ".".join(map(str, OLDEST_PYTHON))
-        return [f"Python {sys.version.split()[0]} is too old; use Python {oldest} or newer"]
-    return [*unsupported(COMMAND_LINE)]
-
-
-def _open_standard_streams() -> None:
-    """Nothing else may get the numbers 0 to 2 where they were closed (``>&-``): libraries write to them blindly."""
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(descriptor, True)
-    os.close(descriptor)
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, PTH123
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from tests.project import LABELS, ROOT, Project, python_path
 
 COLUMNS = OutputColumns("id", ("a", "b"))
 LLAMA = 1  # of the project's usual members
+pytestmark = pytest.mark.usefixtures("warm")
 
 
 def joined(path: Path, ids: list[str], **keys: Any) -> tuple[list[list[float]], int]:
@@ -251,6 +252,8 @@ def test_a_run_of_nothing_but_predictions(project: Project) -> None:
     project.write_config(with_mate(project, other))
     planned = project.ensemble("plan", "config.yaml").stdout
     assert "how long" not in planned
+    assert "no member needs a worker: " in planned
+    assert "weights" not in planned, "an empty table"
     done = project.ensemble("run", "config.yaml", "--set", "devices=[0]")
     assert done.returncode == 0, done.stderr + done.stdout
     assert "running on the CPU" not in planned + done.stdout, "nobody asked for GPUs"

@@ -6,9 +6,8 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "ensemble"
 MAX_ROOT_ENTRIES = 14
@@ -39,8 +38,13 @@ OF_MEMBERS = {
 CHILD_SIDE_OF_MEMBERS = {"child", "predictor", "loading", "scoring"}
 
 
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
 def imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -86,7 +90,7 @@ def test_nobody_asks_which_kind_a_member_is() -> None:
     for path, room in modules():
         if room in ("members", "child"):  # adapters have a task_type of their own
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Eq | ast.NotEq):
                 asked = [getattr(one, "attr", "") for one in ast.walk(node)]
                 assert "task_type" not in asked, f"{path}, line {node.lineno}"
@@ -105,7 +109,7 @@ def test_the_worker_names_no_kind() -> None:
     kinds = {path.name for path in (PACKAGE / "members").iterdir() if (path / "child.py").is_file()}
     assert "seq_cls" in kinds
     for path in (PACKAGE / "worker").glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             text = node.value if isinstance(node, ast.Constant) else getattr(node, "id", "")
             assert not any(kind in str(text) for kind in kinds), f"{path}: {text!r}"
 
@@ -148,7 +152,7 @@ def test_nobody_but_its_class_writes_the_state_of_a_member() -> None:
     fields = {one.attr for one in stored}
     assert {"pending", "failure", "max_replicas"} <= fields
     for path, _ in modules():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
             for target in targets:
                 if isinstance(target, ast.Attribute) and ast.unparse(target.value).endswith("state"):
@@ -160,11 +164,10 @@ def test_only_one_module_uses_nvml() -> None:
     assert users == ["common/gpus.py"]
 
 
-@pytest.mark.parametrize(
-    "module", ["ensemble.cli.app", "ensemble.cli.api", "ensemble.pipeline.run", "ensemble.pipeline.validate"]
-)
-def test_the_parent_imports_nothing_heavy(module: str) -> None:
-    code = f"import sys, {module}; print([name for name in {HEAVY!r} if name in sys.modules])"
+def test_the_parent_imports_nothing_heavy() -> None:
+    modules = "cli.app cli.api cli.doctor pipeline.run pipeline.validate".split()
+    code = "import sys\n" + "".join(f"import ensemble.{name}\n" for name in modules)
+    code += f"print([name for name in {HEAVY!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 

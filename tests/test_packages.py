@@ -86,6 +86,17 @@ def test_what_is_out_of_range_is_refused_before_anything_else(
     assert not (project.folder / "runs").exists()
 
 
+def test_a_package_that_is_missing_is_said_by_every_command(project: Project, tmp_path: Path) -> None:
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\")")
+    project.write_config(project.config())
+    environment = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    for command in ("doctor", "validate config.yaml", "status runs"):
+        done = project.ensemble(*command.split(), environment=environment)
+        assert (done.returncode, done.stdout) == (2, "")
+        said = "error: a package that this needs is missing or broken (No module named 'numpy'); install it with "
+        assert done.stderr.startswith(said), done.stderr
+
+
 @pytest.mark.fault(31)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft's
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeAlias, cast
 
 from ensemble.cli.layout import Page
-from ensemble.cli.views import lines
+from ensemble.cli.views import lines, show
 from ensemble.common.errors import ConfigError, DataError, EnsembleError, Interrupted, OutputInUse
 from ensemble.common.packages import unsupported
 from ensemble.common.redact import Redactor
@@ -39,6 +39,21 @@ if TYPE_CHECKING:
 Overrides: TypeAlias = Mapping[str, object] | Sequence[str]
 # One at a time: they share the log, the display, the signals and, above all, the GPUs.
 _running = threading.Lock()
+
+
+@contextlib.contextmanager
+def _told(redactor: Redactor | None = None) -> Iterator[None]:
+    """Errors without secrets, those of the environment at least, and a signal's own effect once all is in order."""
+    try:
+        yield
+    except EnsembleError as error:
+        error.problems = tuple(map(redactor or Redactor(os.environ), error.problems))
+        error.args = ("\n".join(error.problems),)
+        raise
+    except Interrupted as stopped:
+        # The caller's own handler is back: Python's raises KeyboardInterrupt for SIGINT.
+        signal.raise_signal(stopped.exit_code - 128)
+        raise
 
 
 def run(
@@ -69,13 +84,13 @@ def run(
     loaded = _load(config, overrides)
     if not _running.acquire(blocking=False):
         raise OutputInUse("a run goes on in this process; wait for it, or start this one in another process")
-    stream = _Redacted(sys.stdout, loaded.redactor)
+    stream = cast(IO[str], _Redacted(sys.stdout, loaded.redactor))
+    quiet = quiet or sys.stdout is None  # as in a process without a terminal
     try:
         with _told(loaded.redactor):
-            report = run_config(loaded, choose_display(stream.as_file(), quiet), fresh, owns_process=False)
+            report = run_config(loaded, choose_display(stream, quiet), fresh, owns_process=False)
             if not quiet:
-                for line in lines("summary", report, Page.of(stream.as_file())):
-                    print(line, file=stream.as_file(), flush=True)
+                show("summary", report, stream)
             raise_unless_complete(report)
     finally:
         _running.release()
@@ -100,16 +115,18 @@ def plan(config: str | os.PathLike[str], overrides: Overrides | None = None) -> 
     return _preview("plan", config, overrides)
 
 
+@_told()
 def open_run(path: str | os.PathLike[str]) -> Run:
     """Open the ``output_dir`` of a run, whether it goes on or has ended.
 
     Raises:
         DataError: no run has ever been there.
     """
-    rundir = RunDir(Path(path))
+    folder = _path(path, "give the output_dir of a run")
+    rundir = RunDir(folder)
     if not rundir.run_json.exists() and holder(rundir) is None:
         raise DataError(f"{path}: there is no run.json; name the output_dir of a run")
-    return Run(path)
+    return Run(folder)
 
 
 class Run:
@@ -120,6 +137,7 @@ class Run:
         self._rundir = RunDir(self.path)
 
     @property
+    @_told()
     def report(self) -> RunReport:
         """What run.json says.
 
@@ -129,6 +147,7 @@ class Run:
         return RunReport.read(self._rundir.run_json)
 
     @property
+    @_told()
     def status(self) -> RunStatus:
         """How far it is, or how it ended.
 
@@ -147,6 +166,7 @@ class Run:
         complete = (one.name for one in members if one.status == "complete")
         return tuple(name for name in complete if self._rundir.predictions(name).exists())
 
+    @_told()
     def predictions(self, member: str) -> pd.DataFrame:
         """A member's probabilities: a column per label, rows in the table's order, ids as text in the index.
 
@@ -155,12 +175,13 @@ class Run:
         """
         if member not in self.members:
             raise DataError(
-                f"{self.path}: no predictions of {quoted(member)}"
-                f"{did_you_mean(member, self.members)}; complete are: {', '.join(self.members) or 'none'}"
+                f"{self.path}: no predictions of {quoted(str(member))}"
+                f"{did_you_mean(str(member), self.members)}; complete are: {', '.join(self.members) or 'none'}"
             )
         return _frame(self._rundir.predictions(member))
 
     @property
+    @_told()
     def ensemble(self) -> pd.DataFrame:
         """The merged probabilities, as ``predictions`` has a member's.
 
@@ -173,7 +194,7 @@ class Run:
 
     def __repr__(self) -> str:
         try:
-            return "\n".join(lines("status", self.status, Page()))
+            return Redactor(os.environ)("\n".join(lines("status", self.status, Page())))
         except DataError as error:  # a notebook shows it all the same
             return str(error)
 
@@ -210,41 +231,41 @@ def _preview(view: str, config: str | os.PathLike[str], overrides: Overrides | N
 def _load(config: str | os.PathLike[str], overrides: Overrides | None) -> LoadedConfig:
     if found := [*unsupported()]:
         raise ConfigError(found)
-    with _told(Redactor(os.environ)):
-        return load(Path(config), _texts(overrides or ()))
+    with _told():
+        path = _path(config, "give the path of a YAML file")
+        return load(path, () if overrides is None else _texts(overrides))
+
+
+def _path(given: object, advice: str) -> Path:
+    if not isinstance(given, str | os.PathLike):
+        raise ConfigError(f"{quoted(repr(given))} is no path; {advice}")
+    return Path(given)
 
 
 def _texts(overrides: Overrides) -> Sequence[str]:
-    if isinstance(overrides, str):
-        raise ConfigError('overrides: give a mapping or a list, such as {"limit": 100} or ["limit=100"]')
     if not isinstance(overrides, Mapping):
-        return overrides
+        is_list = isinstance(overrides, Sequence) and not isinstance(overrides, str)
+        if is_list and all(isinstance(text, str) for text in overrides):
+            return overrides
+        raise ConfigError(
+            'overrides: give a mapping or a list of texts, such as {"limit": 100} or ["limit=100"]'
+        )
     texts = []
     for key, value in overrides.items():
+        if not isinstance(key, str) or "=" in key:
+            raise ConfigError(f"overrides: {quoted(repr(key))} is no key; write it like models.gemma2.weight")
         try:
-            texts.append(
-                f"{key}={json.dumps(value, ensure_ascii=False, default=os.fspath)}"
-            )  # which is YAML, too
-        except (TypeError, ValueError):
+            texts.append(f"{key}={json.dumps(value, ensure_ascii=False, default=_plain)}")  # YAML takes JSON
+        except (TypeError, ValueError, AttributeError, RecursionError):
             raise ConfigError(
                 f"overrides: {key} holds {quoted(repr(value))}; give numbers, texts, lists and mappings"
             ) from None
     return texts
 
 
-@contextlib.contextmanager
-def _told(redactor: Redactor) -> Iterator[None]:
-    """Errors without secrets, and a signal's own effect once all is in order."""
-    try:
-        yield
-    except EnsembleError as error:
-        error.problems = tuple(map(redactor, error.problems))
-        error.args = ("\n".join(error.problems),)
-        raise
-    except Interrupted as stopped:
-        # The caller's own handler is back: Python's raises KeyboardInterrupt for SIGINT.
-        signal.raise_signal(stopped.exit_code - 128)
-        raise
+def _plain(value: Any) -> Any:
+    """What is no JSON by itself: paths, and numbers and arrays of numpy."""
+    return os.fspath(value) if isinstance(value, os.PathLike) else value.tolist()
 
 
 class _Redacted:
@@ -253,9 +274,6 @@ class _Redacted:
     def __init__(self, stream: IO[str], redactor: Redactor) -> None:
         self._stream = stream
         self._redactor = redactor
-
-    def as_file(self) -> IO[str]:
-        return cast(IO[str], self)
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError, ValueError):
@@ -271,15 +289,12 @@ class _Redacted:
 
 
 def _frame(path: Path) -> pd.DataFrame:
-    import pandas as pd
     import pyarrow as pa
 
     from ensemble.pipeline.reuse import read_predictions
 
     try:
-        table = read_predictions(path, with_ids=True)
+        frame: pd.DataFrame = read_predictions(path, with_ids=True).to_pandas()
     except (pa.ArrowInvalid, OSError) as error:
         raise DataError(f"{path}: cannot be read ({error}); run the config again") from error
-    ids, *labels = table.column_names
-    index = pd.Index(table.column(ids).to_pylist(), name=ids)
-    return pd.DataFrame({name: table.column(name).to_numpy() for name in labels}, index=index)
+    return frame.set_index(frame.columns[0])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -13,7 +12,7 @@ import typer
 
 from ensemble import __version__
 from ensemble.cli.layout import Page
-from ensemble.cli.views import lines
+from ensemble.cli.views import show
 from ensemble.common.errors import ConfigError, DeviceError, EnsembleError, Interrupted
 from ensemble.common.redact import guard_output
 from ensemble.common.text import plural
@@ -78,7 +77,7 @@ def run(
 
     report = run_config(loaded, choose_display(sys.stdout, quiet), fresh, process_age_seconds())
     if not quiet:
-        _show("summary", report)
+        show("summary", report, sys.stdout)
     raise_unless_complete(report)
 
 
@@ -87,7 +86,7 @@ def status(run_dir: RunDirArgument) -> None:
     """Show how far a run in RUN_DIR (its output_dir) is, how fast it goes and how it ended; it may be running."""
     from ensemble.pipeline.status import RunStatus
 
-    _show("status", RunStatus.of(run_dir))
+    show("status", RunStatus.of(run_dir), sys.stdout)
 
 
 @app.command()
@@ -103,7 +102,7 @@ def validate(
 
     prepared = prepare(loaded)
     if not quiet:
-        _show("validate", prepared)
+        show("validate", prepared, sys.stdout)
 
 
 @app.command()
@@ -113,7 +112,7 @@ def plan(config: ConfigArgument, sets: SetOption, limit: LimitOption = None) -> 
     from ensemble.pipeline.validate import prepare
 
     prepared = prepare(loaded, must_fit=False)
-    _show("plan", prepared)
+    show("plan", prepared, sys.stdout)
     if prepared.plan.problems:
         raise DeviceError(prepared.plan.problems)
 
@@ -147,41 +146,28 @@ def _version(
 
 def main() -> NoReturn:
     """Run the command line; every error of ours becomes its sentences and its exit code."""
-    code = 0
+    code, problems = 0, tuple[str, ...]()
     try:
         app()
     except EnsembleError as error:
-        _complain(error.problems)
-        code = error.exit_code
+        code, problems = error.exit_code, error.problems
     except Interrupted as stopped:
-        _complain([str(stopped)])
-        code = stopped.exit_code
+        code, problems = stopped.exit_code, (str(stopped),)
     except KeyboardInterrupt:
         code = 130
     except SystemExit as leaving:  # how typer ends a command, and a wrong one
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    for problem in problems:
+        first, *others = Page.of(sys.stderr).wrapped(problem, "error: ", later="  ")
+        if sys.stderr.isatty() and "NO_COLOR" not in os.environ:
+            first = first.replace("error:", "\x1b[31merror:\x1b[0m", 1)
+        print(first, *others, sep="\n", file=sys.stderr, flush=True)
     for stream in filter(None, (sys.stdout, sys.stderr)):
         with contextlib.suppress(OSError, ValueError):  # nobody reads any more, or it was closed
             stream.flush()
     # Not sys.exit: a thread of Arrow's CSV reader that is still about when Python tears down its C++ objects has
     # been seen to abort the process, exit code -6, after everything was said and done.
     os._exit(code)
-
-
-def _show(view: str, subject: object) -> None:
-    """Print a view as it fits where the output goes."""
-    for line in lines(view, subject, Page.of(sys.stdout)):
-        print(line, flush=True)
-
-
-def _complain(problems: Iterable[str]) -> None:
-    page = Page.of(sys.stderr)
-    is_coloured = sys.stderr.isatty() and "NO_COLOR" not in os.environ
-    red, plain = ("\x1b[31m", "\x1b[0m") if is_coloured else ("", "")
-    for problem in problems:
-        first, *others = page.wrapped(problem, "error: ", later="  ")
-        for line in (first.replace("error:", f"{red}error:{plain}", 1), *others):
-            print(line, file=sys.stderr, flush=True)
 
 
 def _load(config: Path, sets: list[str], limit: int | None) -> LoadedConfig:

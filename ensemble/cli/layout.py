@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import IO
 
 # Tables in files, where nothing says how wide the reader's window is.
@@ -31,12 +32,12 @@ class Page:
     rule: str = _RULES[0]
 
     @classmethod
-    def of(cls, stream: IO[str] | None, environ: Mapping[str, str] | None = None) -> Page:
+    def of(cls, stream: IO[str] | None) -> Page:
         """What a stream takes.
 
         COLUMNS counts as it does for other programs, and before what a terminal says of itself.
         """
-        columns = (os.environ if environ is None else environ).get("COLUMNS", "")
+        columns = os.environ.get("COLUMNS", "")
         width = int(columns) if columns.isascii() and columns.isdigit() else 0
         if not width and stream is not None and stream.isatty():
             try:
@@ -60,7 +61,7 @@ class Page:
         lines: list[str] = []
         for line in text.splitlines() or [""]:
             start = indent if lines else first
-            if self.width is None or _cells(start + line) <= self.width:
+            if self.width is None or _width(start + line) <= self.width:
                 lines.append(f"{start}{line}".rstrip())
                 continue
             lines += textwrap.wrap(
@@ -76,8 +77,9 @@ class Page:
 
 @dataclass(frozen=True)
 class Table:
-    """Cells by row, the first of each is its name; ``totals`` are rows set apart below the others.
+    """Cells by row, each of which may end early; the first is its name.
 
+    ``totals`` are rows set apart below the others.
     ``texts`` are the headers whose cells are words, which begin at the left; numbers end at the right.
     """
 
@@ -87,21 +89,48 @@ class Table:
     texts: Sequence[str] = ()
 
     def lines(self, page: Page) -> list[str]:
-        """The table as it is where it fits, else turned: a column for each row, as many abreast as fit."""
+        """The table as it is where it fits, else turned: a column for each row, as many abreast as fit.
+
+        Columns without content are left out.
+        """
         width = page.width or FILE_WIDTH
-        every = (*self.rows, *self.totals)
-        kept = [place for place in range(len(self.headers)) if not place or any(row[place] for row in every)]
-        headers = [self.headers[place] for place in kept]
-        rows = [[row[place] for place in kept] for row in self.rows]
-        totals = [[row[place] for place in kept] for row in self.totals]
-        left = [0, *(place for place, header in enumerate(headers) if header in self.texts)]
-        upright = list(_drawn(headers, rows, totals, left, page.rule))
-        if max(map(_cells, upright)) <= width:
+        cells = [self.headers, *self.rows, *self.totals]
+        whole = enumerate(zip_longest(*cells, fillvalue=""))
+        columns = [column for index, column in whole if not index or any(column[1:])]
+        headers, *rows = ([column[index] for column in columns] for index in range(len(cells)))
+        left = {0, *(index for index, header in enumerate(headers) if header in self.texts)}
+        tops, bottoms = [""] * len(headers), list(headers)
+        for index, (header, *under) in enumerate(columns):
+            if _width(header) > max(map(_width, under), default=0) + _WORTH_A_LINE:
+                tops[index], _, bottoms[index] = header.rpartition(" ")
+        head = [tops, bottoms] if any(tops) else [bottoms]
+        body = rows[: len(self.rows)]
+        if self.totals:
+            body += [[""] * len(headers), *rows[len(self.rows) :]]
+        upright = list(_grid([*head, *body], len(head), left, page.rule))
+        if max(map(_width, upright)) <= width:
             return upright
-        return list(_turned(headers, [*rows, *totals], width, page.rule))
+
+        groups: list[list[Sequence[str]]] = []
+        taken = width + 1
+        names = max(map(_width, headers))
+        for row in rows:
+            room = len(_GAP) + max(map(_width, row))
+            if taken + room > width:
+                groups.append([])
+                taken = names
+            groups[-1].append(row)
+            taken += room
+        turned: list[str] = []
+        for group in groups:
+            lines = [*zip(headers, *group, strict=True)]
+            is_long = names + len(_GAP) + _width(group[0][0]) > width  # then it is alone, above its cells
+            turned += ["", group[0][0]] if is_long else [""]
+            turned += _grid(lines[is_long:], not is_long, {0}, page.rule)
+        return turned[1:]
 
 
-def _cells(text: str) -> int:
+def _width(text: str) -> int:
     """Columns of a terminal that a text takes; a character of Chinese takes two."""
     if text.isascii():
         return len(text)
@@ -110,73 +139,14 @@ def _cells(text: str) -> int:
     return cell_len(text)
 
 
-def _padded(text: str, width: int, is_left: bool) -> str:
-    blanks = " " * (width - _cells(text))
-    return text + blanks if is_left else blanks + text
-
-
-def _drawn(
-    headers: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    totals: Sequence[Sequence[str]],
-    left: Sequence[int],
-    rule: str,
-) -> Iterator[str]:
-    tops, bottoms = [""] * len(headers), list(headers)
-    for place, header in enumerate(headers):
-        widest = max((_cells(row[place]) for row in (*rows, *totals)), default=0)
-        if _cells(header) > widest + _WORTH_A_LINE:
-            tops[place], _, bottoms[place] = header.rpartition(" ")
-    every = [tops, bottoms, *rows, *totals]
-    widths = [max(_cells(row[place]) for row in every) for place in range(len(headers))]
-
-    def line(cells: Sequence[str]) -> str:
-        padded = (
-            _padded(cell, width, place in left)
-            for place, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        )
-        return _GAP.join(padded).rstrip()
-
-    if any(tops):
-        yield line(tops)
-    yield line(bottoms)
-    yield rule * (sum(widths) + len(_GAP) * (len(widths) - 1))
-    yield from map(line, rows)
-    if totals:
-        yield ""
-    yield from map(line, totals)
-
-
-def _turned(headers: Sequence[str], rows: Sequence[Sequence[str]], width: int, rule: str) -> Iterator[str]:
-    names = max(map(_cells, headers))
-    groups: list[list[Sequence[str]]] = []
-    taken = width + 1
-    for row in rows:
-        room = len(_GAP) + max(map(_cells, row))
-        if taken + room > width:
-            groups.append([])
-            taken = names
-        groups[-1].append(row)
-        taken += room
-    for number, group in enumerate(groups):
-        if number:
-            yield ""
-        yield from _column_each(headers, group, names, width, rule)
-
-
-def _column_each(
-    headers: Sequence[str], rows: Sequence[Sequence[str]], names: int, width: int, rule: str
-) -> Iterator[str]:
-    first = 0
-    if names + len(_GAP) + _cells(rows[0][0]) > width:  # alone, its name too long to stand beside its header
-        yield rows[0][0]
-        first = 1
-    columns = [max(map(_cells, row[first:])) for row in rows]
-    whole = names + sum(columns) + len(_GAP) * len(columns)
-    if first:
-        yield rule * whole
-    for place in range(first, len(headers)):
-        cells = [_padded(row[place], room, False) for row, room in zip(rows, columns, strict=True)]
-        yield _GAP.join([_padded(headers[place], names, True), *cells]).rstrip()
-        if not place:
-            yield rule * whole
+def _grid(lines: Sequence[Sequence[str]], head: int, left: Container[int], rule: str) -> Iterator[str]:
+    """Straight columns, cells at their left where ``left`` says so, and a rule below ``head`` lines."""
+    widths = [max(map(_width, column)) for column in zip(*lines, strict=True)]
+    for number, line in enumerate(lines):
+        if number == head:
+            yield rule * (sum(widths) + len(_GAP) * (len(widths) - 1))
+        blanks = [" " * (width - _width(cell)) for width, cell in zip(widths, line, strict=True)]
+        pairs = enumerate(zip(line, blanks, strict=True))
+        yield _GAP.join(
+            cell + blank if index in left else blank + cell for index, (cell, blank) in pairs
+        ).rstrip()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import IO, TYPE_CHECKING
 
 from ensemble.cli.layout import Page
@@ -21,29 +21,27 @@ if TYPE_CHECKING:
 PLAIN_LINE_SECONDS = 5.0
 _BAR_WIDTH, _SHORTEST_BAR = 24, 6
 _STATUS_WIDTH = len("1,000,000/1,000,000 rows, 100,000 tokens/s, 10:00:00 h left")
+_BEFORE = {"waiting": "waiting", "starting": "starting Python", "loading": "loading the model"}
 # A notebook's "!command" runs on a pseudo-terminal, where isatty() is true and redrawing prints rubbish.
 _NOTEBOOK_VARIABLES = ("JPY_PARENT_PID", "KAGGLE_KERNEL_RUN_TYPE", "COLAB_RELEASE_TAG")
 
 
-def choose_display(file: IO[str], quiet: bool, environ: Mapping[str, str] | None = None) -> Display:
+def choose_display(file: IO[str], quiet: bool) -> Display:
     """The display that suits where the output goes."""
-    variables = os.environ if environ is None else environ
     if quiet:
         return QuietDisplay()
-    if file.isatty() and not any(name in variables for name in _NOTEBOOK_VARIABLES):
+    if file.isatty() and os.environ.keys().isdisjoint(_NOTEBOOK_VARIABLES):
         return BarDisplay(file)
     return PlainDisplay(file)
 
 
 class QuietDisplay:
     def say(self, text: str) -> None: ...
-
     def update(self, members: Sequence[MemberState]) -> None: ...
-
     def stop(self) -> None: ...
 
 
-class PlainDisplay:
+class PlainDisplay(QuietDisplay):
     """A line when a member's phase changes, and one every few seconds in between."""
 
     def __init__(self, file: IO[str], clock: Callable[[], float] = time.monotonic) -> None:
@@ -66,14 +64,12 @@ class PlainDisplay:
             self._note(state)
             changed = self._phases.get(name) != phase
             is_busy = phase in ("starting", "loading", "predicting")
-            due = is_busy and now - self._last.get(name, now) >= PLAIN_LINE_SECONDS
-            if changed or due:
+            if changed or (is_busy and now - self._last[name] >= PLAIN_LINE_SECONDS):
                 self._phases[name], self._last[name] = phase, now
-                first = phase == "predicting" and changed
-                rows = f"predicting {plural(state.plan.order.shape[0] - state.reused_rows, 'row')}"
-                self.say(f"{name}: {rows if first else describe(state)}")
-
-    def stop(self) -> None: ...
+                text = describe(state)
+                if changed and phase == "predicting":
+                    text = f"predicting {plural(state.plan.order.shape[0] - state.reused_rows, 'row')}"
+                self.say(f"{name}: {text}")
 
     def _print(self, line: str) -> None:
         print(line, file=self._file, flush=True)
@@ -82,23 +78,21 @@ class PlainDisplay:
         """Say once what a member computes with, and what its workers have to tell of it."""
         name = state.plan.name
         for ready in (record.ready for record in state.workers if record.ready is not None):
-            texts = [f"{name}: {note}" for note in ready.notes]
+            texts = [f"{name}: {note}" for note in ready.notes if f"{name}: {note}" not in self._noted]
+            self._noted.update(texts)
             if name not in self._noted:  # its other workers have the same, but perhaps less memory
-                attention = ready.attn_implementation.replace("_", "-")
+                self._noted.add(name)
+                attention, batch = ready.attn_implementation.replace("_", "-"), ""
                 if attention and "attention" not in attention:
                     attention += " attention"
-                size = state.plan.request.batch_size
-                batch = ""
                 if ready.token_budget is not None:
+                    size = state.plan.request.batch_size
                     amount = plural(ready.token_budget, "token") if size is None else plural(size, "row")
                     batch = f"{amount} a batch"
                 facts = ", ".join(filter(None, (ready.dtype, attention, batch))) or f"on {ready.device}"
-                texts = [f"{name}: {facts}", *texts]
-                self._noted.add(name)
+                texts.insert(0, f"{name}: {facts}")
             for text in texts:
-                if text not in self._noted:
-                    self._noted.add(text)
-                    self.say(text)
+                self.say(text)
 
 
 class BarDisplay(PlainDisplay):
@@ -116,7 +110,18 @@ class BarDisplay(PlainDisplay):
 
     def update(self, members: Sequence[MemberState]) -> None:
         if self._bars is None:
-            self._bars = self._drawn(max(len(state.plan.name) for state in members))
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn
+            from rich.table import Column
+
+            console = self._console or Console(file=self._file, highlight=False, soft_wrap=True)
+            names = max(len(state.plan.name) for state in members)
+            room = console.width - names - _STATUS_WIDTH - 2  # and a blank on either side of the bar
+            name, status = "{task.description}", "{task.fields[status]}"
+            columns = [TextColumn(name), BarColumn(bar_width=min(_BAR_WIDTH, room)), TextColumn(status)]
+            if room < _SHORTEST_BAR:  # then the numbers count for more
+                columns = [TextColumn(f"{name}\n  {status}", table_column=Column(overflow="fold"))]
+            self._bars = Progress(*columns, console=console)
             self._bars.start()
         for state in members:
             name = state.plan.name
@@ -136,46 +141,27 @@ class BarDisplay(PlainDisplay):
         else:
             self._bars.console.print(line, markup=False, highlight=False)
 
-    def _drawn(self, name_width: int) -> Progress:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
-        from rich.table import Column
-
-        console = self._console or Console(file=self._file, highlight=False, soft_wrap=True)
-        room = console.width - name_width - _STATUS_WIDTH - 2  # and a blank on either side of the bar
-        columns: list[ProgressColumn] = [
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=min(_BAR_WIDTH, room)),
-            TextColumn("{task.fields[status]}"),
-        ]
-        if room < _SHORTEST_BAR:  # then the numbers count for more
-            text = "{task.description}\n  {task.fields[status]}"
-            columns = [TextColumn(text, table_column=Column(overflow="fold"))]
-        return Progress(*columns, console=console)
-
 
 def describe(state: MemberState, short: bool = False) -> str:
     """What a member is doing, in a phrase."""
     phase = state.phase
+    if phase in _BEFORE:
+        return _BEFORE[phase]
     if phase == "failed":
         return "failed" if short or state.failure is None else f"failed: {state.failure.message}"
-    if phase in ("waiting", "starting"):
-        return phase if phase == "waiting" else "starting Python"
-    if phase == "loading":
-        return "loading the model"
     rows = int(state.plan.order.shape[0])
-    elapsed = state.predicting_seconds
+    if phase == "done" and not state.workers:
+        how = "done by an earlier run" if state.plan.needs_worker else "made elsewhere"
+        return f"{plural(rows, 'row')}, {how}"
+    elapsed, computed = state.predicting_seconds, state.computed_cost
     speed = f"{state.tokens_done / elapsed:,.0f} tokens/s"
     if phase == "done":
-        if not state.workers:
-            how = "done by an earlier run" if state.plan.needs_worker else "made elsewhere"
-            return f"{plural(rows, 'row')}, {how}"
         return f"{rows:,}/{rows:,} rows, {speed}, done in {duration(elapsed)}"
+    reached = f"{state.rows_done:,}/{rows:,} rows"
     if phase == "paused":
-        return f"{state.rows_done:,}/{rows:,} rows, waiting for its turn"
-    computed = state.computed_cost
+        return f"{reached}, waiting for its turn"
     if not computed:
-        return f"{state.rows_done:,}/{rows:,} rows"
+        return reached
     left = duration(elapsed * (1 - state.fraction) / computed)
     share = "" if short else f" ({state.fraction:.0%} of the work)"
-    return f"{state.rows_done:,}/{rows:,} rows{share}, {speed}, {left} left"
+    return f"{reached}{share}, {speed}, {left} left"

@@ -36,7 +36,7 @@ from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import RunReport, measured_speeds
 from ensemble.planning.forecast import Speed
 from ensemble.planning.placement import MemberFacts, chosen_devices
-from ensemble.planning.plan import Plan
+from ensemble.planning.plan import Plan, plan_run
 from ensemble.scheduling.launchers.base import Launcher, make_launcher
 
 if TYPE_CHECKING:
@@ -75,10 +75,6 @@ class Prepared:
     @property
     def config(self) -> RunConfig:
         return self.loaded.config
-
-    @property
-    def plan(self) -> Plan:
-        return self.outlook.plan
 
     @property
     def truth(self) -> npt.NDArray[np.int64] | None:

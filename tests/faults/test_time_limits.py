@@ -18,11 +18,11 @@ from ensemble.scheduling.deadline import Deadline, reserve_seconds, time_limit_t
 from ensemble.scheduling.launchers.base import Exit, Handle, Launcher, WorkerStart
 from ensemble.scheduling.retry import Rules
 from ensemble.scheduling.state import MemberState
+from tests.cli.reports import member, report
 from tests.faults.chunky import chunky_config
 from tests.planning.test_plan import config, facts
 from tests.pretended import computed, make_scheduler
 from tests.project import Project
-from tests.report.reports import member, report
 from tests.sampling import one_in
 
 pytestmark = pytest.mark.usefixtures("warm")

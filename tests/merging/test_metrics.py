@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ensemble.merging.metrics import Score, Scoring
-from tests.report.reports import report, shown
+from tests.cli.reports import report, shown
 
 
 def scored(values: np.ndarray, truth: np.ndarray) -> Score:

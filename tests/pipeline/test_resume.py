@@ -14,7 +14,7 @@ from ensemble.common.shards import file_sha256, part_name, parts_in
 from ensemble.pipeline.fingerprint import Fingerprint
 from ensemble.pipeline.resume import MemberWork, find_work, take_over, write_bad_rows, write_manifest
 from ensemble.pipeline.run_dir import RunDir
-from tests.report.reports import worker
+from tests.cli.reports import worker
 
 ROWS = 6
 NOW = Fingerprint("a" * 64, {"weights": "b" * 64, "tokenizer": "c" * 64}, "d" * 64)

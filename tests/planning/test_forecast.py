@@ -12,7 +12,7 @@ from ensemble.common.gpus import Device
 from ensemble.pipeline.run_report import RunReport, SpeedReport, measured_speeds
 from ensemble.planning import forecast
 from ensemble.planning.forecast import Job, Speed, calibrated
-from tests.report.reports import member, report
+from tests.cli.reports import member, report
 from tests.sampling import tries
 
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,25 +11,20 @@ import pytest
 from pyarrow import parquet
 
 from tests.config.examples import small
-from tests.project import ROOT
-from tests.waiting import PATIENCE_SECONDS
+from tests.project import Project
 
+pytestmark = pytest.mark.usefixtures("warm")
 PWNED = "!!python/object/apply:os.system ['touch pwned']"
 BOMB = "a0: &a0 [1, 1]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 30)}]\n" for n in range(1, 40))
 DEEP = b'{"id": "1", "text": ' + b"[" * 200_000 + b"]" * 200_000 + b'}\n{"id": ' + b"9" * 5000 + b"}\n"
 
 
 def assert_refused(folder: Path, config: str, *overrides: str, words: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "ensemble", "validate", config, *(f"--set={text}" for text in overrides)],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        timeout=PATIENCE_SECONDS,
-    )
-    printed = done.stderr.decode()
+    options = [f"--set={text}" for text in overrides]
+    done = Project(folder, folder).ensemble("validate", config, *options)
+    printed = done.stderr
     assert done.returncode == 2, printed
-    assert done.stdout == b""
+    assert done.stdout == ""
     assert words in printed
     assert all(line.startswith("error: ") and line.isprintable() for line in printed.splitlines()), printed
 

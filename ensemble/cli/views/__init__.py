@@ -6,21 +6,14 @@ its business.  It is imported when it is shown: --help and a typo in a key shall
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
-from typing import Any, Final, Protocol, TypeAlias
+from typing import IO, Any, Final, TypeAlias
 
 from ensemble.cli.layout import Page, Table
 
-# A sentence, or a table; an empty sentence is left out.
-Part: TypeAlias = str | Table
-
-
-class View(Protocol):
-    """Shows a ``Prepared`` run, a ``RunReport``, a ``RunStatus``: whatever its function asks for."""
-
-    def __call__(self, subject: Any, /) -> Iterator[Part]: ...
-
+# Of a ``Prepared`` run, a ``RunReport`` or a ``RunStatus``; an empty sentence is left out.
+View: TypeAlias = Callable[[Any], Iterator[str | Table]]
 
 # By name: the module here whose function ``view`` it is.
 VIEWS: Final[dict[str, str]] = {
@@ -39,3 +32,9 @@ def lines(name: str, subject: object, page: Page) -> Iterator[str]:
             yield from part.lines(page)
         elif part:
             yield from page.wrapped(part, later="  ")
+
+
+def show(name: str, subject: object, file: IO[str]) -> None:
+    """Print a view as it fits where it goes."""
+    for line in lines(name, subject, Page.of(file)):
+        print(line, file=file, flush=True)

@@ -35,7 +35,10 @@ def view(prepared: Prepared) -> Iterator[str | Table]:
     yield from held_texts(gpus)
     if host is not None and any(one.needs_worker and not one.gpus for one in plan.members):
         yield f"CPU: {gib(host.total_bytes - host.used_bytes)} of {gib(host.total_bytes)} memory free"
-    yield Table(_HEADERS, [[one.name, *_memory_cells(one)] for one in plan.members], texts=["fit"])
+    if any(one.needs_worker for one in plan.members):
+        yield Table(_HEADERS, [[one.name, *_memory_cells(one)] for one in plan.members], texts=["fit"])
+    else:
+        yield "no member needs a worker: nothing is loaded, and a run merges what was made elsewhere"
     for member in plan.members:
         yield f"{member.name}: {'; '.join(_member_facts(prepared, member))}"
     yield plan.why
@@ -52,9 +55,9 @@ def view(prepared: Prepared) -> Iterator[str | Table]:
 def _memory_cells(member: MemberPlan) -> list[str]:
     placement, needed = member.placement, member.placement.footprint
     if not member.needs_worker:
-        return ["", "none", *[""] * (len(_HEADERS) - 3)]
+        return ["", "none"]
     if needed is None:
-        return ["", "not known", *[""] * (len(_HEADERS) - 3)]
+        return ["", "not known"]
     # The fit on the device with the least room, of those it runs on.
     usable = [placement.fits[uuid] for uuid in placement.devices if uuid in placement.fits]
     found = min(usable or placement.fits.values(), key=lambda one: one.room_bytes, default=None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ensemble.cli.layout import Table
@@ -12,7 +12,7 @@ from ensemble.pipeline.results import ENSEMBLE_ROW
 from ensemble.pipeline.run_report import MemberReport, RunReport
 from ensemble.scheduling.state import Failure
 
-_HEADERS = ["member", "rows", "seconds", "tokens/s", "real tokens", "peak memory"]
+_HEADERS = "member,rows,seconds,tokens/s,real tokens,peak memory,log loss,accuracy".split(",")
 _SHOWN_GAPS = 4
 _SHOWN_ROWS = 5
 # Before the log loss of a row of which more is said below.
@@ -21,23 +21,31 @@ _MARK = "! "
 
 def view(report: RunReport) -> Iterator[str | Table]:
     """Rows, time, speed, share of real tokens and peak memory per member; scores where the truth is known."""
-    rows = [[*_cells(report, one), *_scores(report, one.name)] for one in report.members]
-    totals = []
-    if ENSEMBLE_ROW in report.scores:
-        totals.append([ENSEMBLE_ROW, *[""] * (len(_HEADERS) - 1), *_scores(report, ENSEMBLE_ROW)])
-    yield Table([*_HEADERS, *(["log loss", "accuracy"] if report.scores else [])], rows, totals)
+    rows = [_row(report, one.name, _cells(report, one)) for one in report.members]
+    totals = [_row(report, ENSEMBLE_ROW)] if ENSEMBLE_ROW in report.scores else []
+    yield Table(_HEADERS, rows, totals)
     if method := report.ensemble.get("method"):
         yield f"merge method: {method}"
-    yield _no_better(report)
-    for tell in (_truncated, _repeated, _oom, _float32):
-        yield from map(tell, report.members)
-    for member in report.members:
-        yield _bad_rows(member, report.on_bad_row)
+    if poor := {name: score for name, score in report.scores.items() if score.no_better_than_prior}:
+        first = next(iter(poor.values()))
+        said = [f"{name} {score.log_loss:.4f} (+/- {score.margin:.4f})" for name, score in poor.items()]
+        yield (
+            f"{_MARK}no better than always predicting how often each label occurs (log loss "
+            f"{first.prior_log_loss:.4f} on these {first.rows:,} rows; +/-: two standard errors of the "
+            f"difference): {', '.join(said)}. Look at label_map, the prompt and the checkpoint"
+        )
+    # By subject: the same of all members, then the next.
+    for notes in zip(*(_notes(report, one) for one in report.members), strict=True):
+        yield from notes
     if gaps := report.idle_gaps:
         each = [f"{gap.seconds:.1f} s ({gap.after} to {gap.before})" for gap in gaps[:_SHOWN_GAPS]]
         more = f", {len(gaps) - _SHOWN_GAPS} more in run.json" if len(gaps) > _SHOWN_GAPS else ""
         yield f"idle between members: {', '.join(each)}{more}"
-    yield _left_out(report)
+    if left_out := report.left_out:
+        weights = {one.name: one.weight for one in report.members if one.name not in left_out}
+        shares = [f"{name} {weight / sum(weights.values()):.3g}" for name, weight in weights.items()]
+        reasons = "; ".join(failure_text(one) for one in report.failures if one.member in left_out)
+        yield f"merged without {', '.join(sorted(left_out))}, by the weights {', '.join(shares)}: {reasons}"
     for name, path in report.files.items():
         yield f"{name}: {shown_path(Path(path))}"
 
@@ -70,28 +78,28 @@ def raise_unless_complete(report: RunReport) -> None:
         raise MembersFailed([failure_text(failure) for failure in report.failures])
 
 
+def _row(report: RunReport, name: str, cells: Sequence[str] = ()) -> list[str]:
+    row = [name, *cells]
+    if (score := report.scores.get(name)) is not None:
+        row += [""] * (_HEADERS.index("log loss") - len(row))
+        mark = _MARK if score.no_better_than_prior else ""
+        row += [f"{mark}{score.log_loss:.4f}", f"{score.accuracy:.1%}"]
+    return row
+
+
 def _cells(report: RunReport, member: MemberReport) -> list[str]:
     if member.phase == "failed":
-        return [member.name, "failed", "", "", "", ""]
-    # What the merge found may be more than a worker had time to tell.
+        return ["failed"]
     rows, workers = member.progress.rows_done, member.workers_now
     if member.phase != "done":
-        return [
-            member.name,
-            f"{max(rows, report.merged_rows.get(member.name, 0)):,}",
-            "unfinished",
-            "",
-            "",
-            "",
-        ]
+        # What the merge found may be more than a worker had time to tell.
+        return [f"{max(rows, report.merged_rows.get(member.name, 0)):,}", "unfinished"]
     if not workers:
-        how = "reused" if member.replicas else "given"  # to no worker at all
-        return [member.name, f"{report.rows:,}", how, "", "", ""]
+        return [f"{report.rows:,}", "reused" if member.replicas else "given"]  # to no worker at all
     seconds, counters = member.progress.seconds or 0.0, member.counters
     gpu = [one.peak_gpu_memory_bytes for one in workers if one.peak_gpu_memory_bytes is not None]
     peaks = gpu or [one.peak_memory_bytes for one in workers if one.peak_memory_bytes is not None]
     return [
-        member.name,
         f"{rows:,}",
         duration(seconds).removesuffix(" s"),
         f"{counters.tokens / seconds:,.0f}" if seconds else "",
@@ -100,86 +108,39 @@ def _cells(report: RunReport, member: MemberReport) -> list[str]:
     ]
 
 
-def _scores(report: RunReport, name: str) -> list[str]:
-    if not report.scores:
-        return []
-    if (score := report.scores.get(name)) is None:
-        return ["", ""]
-    return [f"{_MARK if score.no_better_than_prior else ''}{score.log_loss:.4f}", f"{score.accuracy:.1%}"]
-
-
-def _no_better(report: RunReport) -> str:
-    """Members that know no more of the labels than how often each occurs."""
-    found = {name: score for name, score in report.scores.items() if score.no_better_than_prior}
-    if not found:
-        return ""
-    first = next(iter(found.values()))
-    said = ", ".join(f"{name} {score.log_loss:.4f} (+/- {score.margin:.4f})" for name, score in found.items())
-    return (
-        f"{_MARK}no better than always predicting how often each label occurs (log loss "
-        f"{first.prior_log_loss:.4f} on these {first.rows:,} rows; +/-: two standard errors of the difference): "
-        f"{said}. Look at label_map, the prompt and the checkpoint"
-    )
-
-
-def _truncated(member: MemberReport) -> str:
-    cut, rows = member.counters.truncated_rows, member.counters.rows
-    if not cut:
-        return ""
-    length = max(one.max_length for one in member.workers_now if one.max_length is not None)
-    return f"{member.name}: {cut:,} of {plural(rows, 'row')} {_were(cut)} cut at max_length {length:,}"
-
-
-def _repeated(member: MemberReport) -> str:
-    repeated, rows = member.counters.repeated_rows, member.counters.rows
-    if not repeated:
-        return ""
-    repeat = "repeats another row's text" if repeated == 1 else "repeat another row's text"
-    return f"{member.name}: {repeated:,} of {rows:,} rows {repeat} and {_were(repeated)} not computed again"
-
-
-def _oom(member: MemberReport) -> str:
-    if not (events := member.counters.oom_events):
-        return ""
-    return (
-        f"{member.name}: {plural(events, 'batch')} ran out of memory and ran again in halves; "
-        "a lower max_num_batched_tokens avoids this"
-    )
-
-
-def _float32(member: MemberReport) -> str:
-    if not (rows := member.counters.recomputed_rows):
-        return ""
-    types = {one.dtype for one in member.workers_now if one.dtype is not None}
-    # A quantized model may compute in another type than its other weights have.
-    dtype = types.pop() if len(types) == 1 and types <= {"float16", "bfloat16"} else "half precision"
-    return (
-        f"{member.name}: {plural(rows, 'row')} overflowed {dtype} and {_were(rows)} computed again in float32"
-    )
-
-
-def _bad_rows(member: MemberReport, policy: str) -> str:
-    """Where the policy is not ``uniform``, a member with such rows is merged only if its time was over."""
-    rows = [int(row) + 1 for row in member.bad_rows]
-    if not rows or member.failure is not None:
-        return ""
-    what = "equal probabilities" if policy == "uniform" else "left to the other members"
-    shown = ("row " if len(rows) == 1 else "rows ") + ", ".join(f"{row:,}" for row in rows[:_SHOWN_ROWS])
-    shown += f" and {len(rows) - _SHOWN_ROWS:,} more" if len(rows) > _SHOWN_ROWS else ""
-    return (
-        f"{member.name}: {plural(len(rows), 'row')} could not be computed ({what}, on_bad_row: {policy}): "
-        f"{shown}; run.json says why"
-    )
-
-
-def _left_out(report: RunReport) -> str:
-    """What was merged where members had failed, with the shares that the others have then."""
-    if not report.left_out:
-        return ""
-    merged = {one.name: one.weight for one in report.members if one.name not in report.left_out}
-    shares = ", ".join(f"{name} {weight / sum(merged.values()):.3g}" for name, weight in merged.items())
-    reasons = "; ".join(failure_text(one) for one in report.failures if one.member in report.left_out)
-    return f"merged without {', '.join(sorted(report.left_out))}, by the weights {shares}: {reasons}"
+def _notes(report: RunReport, member: MemberReport) -> list[str]:
+    """A sentence on each subject, empty where there is nothing to tell."""
+    counters, workers = member.counters, member.workers_now
+    cut = repeated = halved = overflowed = uncomputed = ""
+    if count := counters.truncated_rows:
+        length = max(one.max_length for one in workers if one.max_length is not None)
+        cut = f"{count:,} of {plural(counters.rows, 'row')} {_were(count)} cut at max_length {length:,}"
+    if count := counters.repeated_rows:
+        repeat = "repeats another row's text" if count == 1 else "repeat another row's text"
+        repeated = f"{count:,} of {counters.rows:,} rows {repeat} and {_were(count)} not computed again"
+    if count := counters.oom_events:
+        halved = (
+            f"{plural(count, 'batch')} ran out of memory and ran again in halves; "
+            "a lower max_num_batched_tokens avoids this"
+        )
+    if count := counters.recomputed_rows:
+        types = {one.dtype for one in workers if one.dtype is not None}
+        # A quantized model may compute in another type than its other weights have.
+        dtype = types.pop() if len(types) == 1 and types <= {"float16", "bfloat16"} else "half precision"
+        rows = plural(count, "row")
+        overflowed = f"{rows} overflowed {dtype} and {_were(count)} computed again in float32"
+    # Where the policy is not ``uniform``, a member with such rows is merged only if its time was over.
+    if member.failure is None and (bad := [f"{int(row) + 1:,}" for row in member.bad_rows]):
+        policy = report.on_bad_row
+        what = "equal probabilities" if policy == "uniform" else "left to the other members"
+        shown = f"row{'s' if len(bad) > 1 else ''} {', '.join(bad[:_SHOWN_ROWS])}"
+        shown += f" and {len(bad) - _SHOWN_ROWS:,} more" if len(bad) > _SHOWN_ROWS else ""
+        uncomputed = (
+            f"{plural(len(bad), 'row')} could not be computed ({what}, on_bad_row: {policy}): "
+            f"{shown}; run.json says why"
+        )
+    told = (cut, repeated, halved, overflowed, uncomputed)
+    return [f"{member.name}: {text}" if text else "" for text in told]
 
 
 def _were(count: int) -> str:

@@ -14,8 +14,8 @@ from ensemble.cli.views.summary import view
 from ensemble.common.protocol import Ready
 from ensemble.pipeline.run_report import MemberReport
 from ensemble.scheduling.state import Gap, MemberState, WorkerRecord
-from tests.report import test_progress
-from tests.report.reports import member, report, worker
+from tests.cli import test_progress
+from tests.cli.reports import member, report, worker
 
 READY = Ready(1.0, "Tesla T4", "float16", "eager", 9_000_000_000, 1024, 16384, ("a note",))
 

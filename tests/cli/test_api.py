@@ -12,14 +12,18 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 
 import ensemble
+from tests.cli.reports import member, report
 from tests.faults.chunky import chunky_config, ids_of, write_chunky_table
 from tests.faults.inject import Fault, Injected
 from tests.project import LABELS, ROOT, Project, python_path
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
+pytestmark = pytest.mark.usefixtures("warm")
 # What a process is like that must find all as it was; run before and after.
 STATE = """
 import logging, os, signal, sys, threading, gc
@@ -93,6 +97,9 @@ def test_a_run_twice_in_one_process_leaves_all_as_it_was(project: Project) -> No
         assert state() == before
         again = ensemble.run("config.yaml", ["output_dir=runs/api", "models.gemma.weight=0.5"], quiet=True)
         assert state() == before
+        sys.stdout, stdout = None, sys.stdout  # as in a program without a terminal
+        ensemble.run("config.yaml", {"output_dir": "runs/api", "models.gemma.weight": 0.5})
+        sys.stdout = stdout
         import numpy as np, pandas as pd, pyarrow as pa  # which still know of one another
         assert pa.array(pd.Series([1.0, np.nan]), from_pandas=True).null_count == 1
         assert pa.table({"a": [1]}).to_pandas().a.tolist() == [1]
@@ -112,21 +119,14 @@ def test_a_run_twice_in_one_process_leaves_all_as_it_was(project: Project) -> No
     (data,) = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert data["ids"] == [row[0] for row in rows] == project.ids
     assert data["values"] == [[float(cell) for cell in row[1:]] for row in rows], "to the last bit"
+    options = ["--set", "output_dir=runs/command", "--set", "models.gemma.weight=0.5"]
+    assert project.ensemble("run", "config.yaml", "--quiet", *options).returncode == 0
+    one, other = (project.folder / "runs" / name / "ensemble.csv" for name in ("command", "api"))
+    assert one.read_bytes() == other.read_bytes()
     assert "gemma: predicting 60 rows" in done.stdout
     assert "log loss" in done.stdout, "the summary"
     assert f"{project.folder}/runs/api: complete, after " in done.stdout
     assert done.stderr == "", "what is logged is in run.log, not where the caller logs"
-
-
-def test_it_computes_what_the_command_computes(project: Project) -> None:
-    assert (
-        project.ensemble("run", "config.yaml", "--quiet", "--set", "output_dir=runs/command").returncode == 0
-    )
-    code = "import pandas, pyarrow, ensemble; ensemble.run('config.yaml', {'output_dir': 'runs/same'}, quiet=True)"
-    done = python(project, code)
-    assert (done.returncode, done.stdout) == (0, ""), done.stderr
-    one, other = (project.folder / "runs" / name / "ensemble.csv" for name in ("command", "same"))
-    assert one.read_bytes() == other.read_bytes()
 
 
 def test_in_a_thread_and_one_run_at_a_time(project: Project) -> None:
@@ -169,11 +169,58 @@ def test_what_is_wrong_is_raised_with_every_problem(
     assert secret not in str(caught.value)
     with pytest.raises(ensemble.DataError, match=r"nope\.csv"):
         ensemble.validate("config.yaml", {"data.path": Path("nope.csv")})
-    with pytest.raises(ensemble.ConfigError, match=r"limit holds .*; give numbers"):
-        ensemble.plan("config.yaml", {"limit": object()})
-    with pytest.raises(ensemble.ConfigError, match="give a mapping or a list"):
-        ensemble.plan("config.yaml", "limit=1")
     assert ensemble_state() == before
+
+
+ENDLESS: list[object] = []
+ENDLESS.append(ENDLESS)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        *((value, "give a mapping or a list") for value in ("limit=1", 5, 0, [5], [None], iter(["limit=1"]))),
+        *(({"limit": value}, "limit holds .*; give numbers") for value in (object(), b"5", {5}, ENDLESS, 1j)),
+        ({"limit": {(1, 2): 3}}, "limit holds .*; give numbers"),
+        ({5: 1}, "overrides: '5' is no key"),
+        ({"limit=5, fill": 1}, "is no key"),
+    ],
+)
+def test_odd_overrides_are_refused(overrides: Any, words: str, project: Project) -> None:
+    with pytest.raises(ensemble.ConfigError, match=words):
+        ensemble.plan(project.folder / "config.yaml", overrides)
+
+
+def test_odd_paths_and_names_are_refused(tmp_path: Path) -> None:
+    odd: Any
+    for odd in (None, 5, {"data": "test.csv"}):
+        with pytest.raises(ensemble.ConfigError, match="is no path; give the path of a YAML file"):
+            ensemble.validate(odd)
+        with pytest.raises(ensemble.ConfigError, match="is no path; give the output_dir of a run"):
+            ensemble.open_run(odd)
+    (tmp_path / "run.json").write_text("{}")
+    for odd in (None, 0, ["gemma"]):
+        with pytest.raises(ensemble.DataError, match=r"no predictions of .*; complete are: none"):
+            ensemble.open_run(tmp_path).predictions(odd)
+
+
+def test_no_secret_of_the_environment_is_told_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_API_KEY", "sk-0123456789abcdef")
+    folder = tmp_path / "sk-0123456789abcdef"
+    with pytest.raises(ensemble.DataError, match=r"/\*\*\*: there is no run\.json"):
+        ensemble.open_run(folder)
+    folder.mkdir()
+    report(member()).write(folder / "run.json")
+    opened = ensemble.open_run(folder)
+    assert f"{tmp_path}/***: complete, after 1:00 min" in repr(opened)
+    with pytest.raises(ensemble.DataError, match=r"/\*\*\*: no predictions of '\*\*\*'"):
+        opened.predictions(folder.name)
+    with pytest.raises(ensemble.DataError, match=r"/\*\*\*: there is no ensemble\.csv"):
+        _ = opened.ensemble
+    (folder / "run.json").write_text("{")
+    assert "sk-" not in repr(opened)
 
 
 def ensemble_state() -> Any:
@@ -191,6 +238,31 @@ def test_values_of_overrides_arrive_as_they_are(value: object, project: Project)
 
     loaded = _load(project.folder / "config.yaml", {"models.gemma.model_kwargs": {"x": value}})
     assert loaded.config.models[0].model_dump()["model_kwargs"] == {"x": value}
+
+
+def test_values_may_be_numpys_and_pandas(project: Project) -> None:
+    from ensemble.cli.api import _load
+
+    values = {
+        "a": np.float64(0.1),
+        "b": np.arange(2),
+        "c": [np.str_("x")],
+        "d": pd.Series([1.5]),
+        "e": Path("y"),
+    }
+    overrides = {"limit": np.int64(7), "models.gemma.weight": np.float32(0.5)}
+    config = _load(
+        project.folder / "config.yaml",
+        {**overrides, "models.gemma.model_kwargs": values, "hash_weights": np.True_},
+    ).config
+    assert (config.limit, config.models[0].weight) == (7, 0.5)
+    assert config.models[0].model_dump()["model_kwargs"] == {
+        "a": 0.1,
+        "b": [0, 1],
+        "c": ["x"],
+        "d": [1.5],
+        "e": "y",
+    }
 
 
 def test_what_would_be_is_shown_as_the_commands_show_it(project: Project, monkeypatch: Any) -> None:

@@ -9,8 +9,8 @@ from types import ModuleType
 import pytest
 
 from ensemble.cli import views
+from tests.cli.reports import member, report, shown, worker
 from tests.page import blocks
-from tests.report.reports import member, report, shown, worker
 
 
 def test_the_view_of_the_page_on_extending(monkeypatch: pytest.MonkeyPatch) -> None:

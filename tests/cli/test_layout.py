@@ -91,14 +91,15 @@ def test_sentences_end_their_lines_between_words() -> None:
     assert Page(None).wrapped("word " * 100) == [("word " * 100).rstrip()]
 
 
-def test_the_width_is_the_readers() -> None:
+def test_the_width_is_the_readers(monkeypatch: pytest.MonkeyPatch) -> None:
     file = io.StringIO()
-    assert Page.of(file, {}).width is None
-    assert Page.of(file, {"COLUMNS": "60"}).width == 60
-    assert Page.of(file, {"COLUMNS": "wide"}).width is None
-    assert Page.of(None, {}).width is None
+    for columns, width in (("", None), ("60", 60), ("wide", None)):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert Page.of(file).width == width
+    monkeypatch.delenv("COLUMNS")
+    assert Page.of(file).width is None
     ascii_only = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    assert (Page.of(ascii_only, {}).rule, Page.of(file, {}).rule) == ("-", "─")
+    assert (Page.of(ascii_only).rule, Page.of(file).rule) == ("-", "─")
 
 
 def test_counts() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.pseudo import in_terminal
 from tests.project import Project
-from tests.report.pseudo import in_terminal
 
 NAMES = (
     "a",
@@ -56,24 +56,27 @@ def check(printed: str, width: int) -> None:
         assert "…" not in line
 
 
+@pytest.fixture(scope="module", params=COMMANDS)
+def command(request: pytest.FixtureRequest, crowded: Project) -> tuple[tuple[str, ...], set[str]]:
+    """A command's arguments, and the numbers that it prints: not memory that is free, nor a process."""
+    arguments = COMMANDS[request.param]
+    one, other = (plain(in_terminal(crowded.folder, WIDE, *arguments)) for _ in range(2))
+    return arguments, {*_NUMBER.findall(one)} & {*_NUMBER.findall(other)}
+
+
 @pytest.mark.parametrize("width", [60, 80, 120])
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_number_is_there_at_every_width(command: str, width: int, crowded: Project) -> None:
-    arguments = COMMANDS[command]
-    wide, narrow, again = (
-        plain(in_terminal(crowded.folder, each, *arguments)) for each in (WIDE, width, WIDE)
-    )
-    check(narrow, width)
-    for name in NAMES:
-        assert name in narrow
-    steady = set(_NUMBER.findall(wide)) & set(
-        _NUMBER.findall(again)
-    )  # not memory that is free, nor a process
-    assert steady <= set(_NUMBER.findall(narrow))
+def test_every_number_is_there_at_every_width(
+    command: tuple[tuple[str, ...], set[str]], width: int, crowded: Project
+) -> None:
+    arguments, numbers = command
     in_file = crowded.ensemble(*arguments, environment={"COLUMNS": str(width)})
     assert in_file.returncode == 0, in_file.stderr
-    check(in_file.stdout, width)
-    assert steady <= set(_NUMBER.findall(in_file.stdout))
+    narrow = plain(in_terminal(crowded.folder, width, *arguments))
+    for printed in (narrow, in_file.stdout):
+        check(printed, width)
+        assert numbers <= set(_NUMBER.findall(printed))
+    for name in NAMES:
+        assert name in narrow
 
 
 @pytest.mark.long

@@ -11,7 +11,6 @@ from rich.console import Console
 from ensemble.cli.progress import BarDisplay, PlainDisplay, QuietDisplay, choose_display, describe
 from ensemble.common.protocol import Progress
 from ensemble.common.text import duration
-from ensemble.pipeline.run import Display
 from ensemble.planning.plan import make_plan
 from ensemble.scheduling.state import MemberState, WorkerRecord
 from tests.planning.test_plan import config, facts
@@ -62,15 +61,14 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_the_display_suits_where_the_output_goes() -> None:
-    def chosen(file: io.StringIO, quiet: bool = False, variable: str = "TERM") -> Display:
-        return choose_display(file, quiet, {variable: "1"})
-
-    assert isinstance(chosen(Terminal(), quiet=True), QuietDisplay)
-    assert isinstance(chosen(Terminal()), BarDisplay)
+def test_the_display_suits_where_the_output_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert type(choose_display(Terminal(), quiet=True)) is QuietDisplay
+    assert isinstance(choose_display(Terminal(), quiet=False), BarDisplay)
     for name in ("JPY_PARENT_PID", "KAGGLE_KERNEL_RUN_TYPE", "COLAB_RELEASE_TAG"):
-        assert isinstance(chosen(Terminal(), variable=name), PlainDisplay)
-    assert isinstance(chosen(io.StringIO()), PlainDisplay)
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "1")
+            assert type(choose_display(Terminal(), quiet=False)) is PlainDisplay
+    assert type(choose_display(io.StringIO(), quiet=False)) is PlainDisplay
 
 
 def test_bars_are_drawn_from_the_first_update_on() -> None:

@@ -20,8 +20,8 @@ from ensemble.pipeline.run_report import MemoryForecast, ProgressReport, RunRepo
 from ensemble.pipeline.status import RunStatus
 from ensemble.scheduling.device_pool import MemoryCurve, Release
 from ensemble.scheduling.state import Failure, FaultRecord, Gap
-from tests.report import reports
-from tests.report.reports import member, report, worker
+from tests.cli import reports
+from tests.cli.reports import member, report, worker
 
 DONE = Fingerprint("a" * 64, {"weights": "b" * 64, "tokenizer": "c" * 64}, "d" * 64)
 HALF = Fingerprint("1" * 64, {"weights": "b" * 64, "tokenizer": "c" * 64}, "d" * 64)

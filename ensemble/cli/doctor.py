@@ -1,0 +1,328 @@
+"""Whether a run could start here: Python, packages, memory, CPUs, disk, the hub, the driver, torch on every device.
+
+Nothing here imports torch or changes anything; what only torch can tell is asked of test processes
+(``device_trials``, ``ensemble.worker.probe``).
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
+
+from ensemble.cli.layout import NO_BREAK, Page
+from ensemble.common.device_trials import CPU, Report, Trial, run_trials
+from ensemble.common.errors import EnsembleError
+from ensemble.common.files import cannot_write, unwritable_reason
+from ensemble.common.gpus import (
+    MIN_REPORTED_BYTES,
+    Device,
+    Inventory,
+    driver_cuda_version,
+    gpu_users,
+    inventory,
+    processes_on,
+)
+from ensemble.common.host import available_memory_bytes, own_groups, total_memory_bytes
+from ensemble.common.packages import Requirement, installed_versions, own_requirements
+from ensemble.common.python_process import keep_pandas_out
+from ensemble.common.text import gib
+from ensemble.config import RunConfig
+from ensemble.members.huggingface.checkpoint.hub import hub_can_be_reached
+from ensemble.pipeline.load import load
+from ensemble.pipeline.validate import Prepared, may_use_gpus, needed_packages, prepare
+from ensemble.planning.placement import chosen_devices
+
+_WIDTH = 100  # at most: longer lines read badly
+_INDENT = " " * 9
+# Importing torch and transformers takes a worker to 0.4 GiB before it has a model.
+_MEMORY_NEEDED, _MEMORY_WANTED = 512 << 20, 2 << 30
+_DISK_NEEDED, _DISK_WANTED = 50 << 20, 1 << 30
+_ELSEWHERE = "choose another directory, or make room there"
+_INSTALL = "see https://pytorch.org/get-started/locally/"
+_MASK_ADVICE = "to use GPUs set CUDA_VISIBLE_DEVICES to some that nvidia-smi -L lists, or unset it"
+_WORKER = "ensemble.members.seq_cls.predictor"  # what a worker imports before it loads a model
+
+Mark = Literal["ok", "note", "problem"]
+Version = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """``text`` is what was found, ``advice`` what to do; with a problem no run can start."""
+
+    mark: Mark
+    text: str
+    advice: str = ""
+
+    @classmethod
+    def of_sentence(cls, mark: Mark, sentence: str, otherwise: str) -> Finding:
+        """A finding from one of this package's sentences, most of which end with what to do after a semicolon."""
+        text, _, advice = sentence.rpartition("; ")
+        return cls(mark, text, advice) if text else cls(mark, sentence, otherwise)
+
+    @classmethod
+    def of_amount(cls, text: str, size: float, needed: float, wanted: float, *advice: str) -> Finding:
+        """How much there is of something; the advice is for less than ``needed``, and for less than ``wanted``."""
+        if size < wanted:
+            return cls("problem", text, advice[0]) if size < needed else cls("note", text, advice[-1])
+        return cls("ok", text)
+
+    def lines(self, page: Page) -> list[str]:
+        """As it is printed: at most 100 columns, the advice on lines of its own."""
+        page = replace(page, width=min(page.width or _WIDTH, _WIDTH))
+        shown = page.wrapped(self.text, f"{self.mark:<{len(_INDENT)}}")
+        return [*shown, *page.wrapped(self.advice, f"{_INDENT}-> ")] if self.advice else shown
+
+
+def examine(path: Path | None = None, overrides: Sequence[str] = ()) -> Iterator[Finding]:
+    """Look at this machine, in the light of a config where one is given; findings come as they are made."""
+    said = set()
+    for finding in _findings(path, overrides):
+        # What ``validate`` finds wrong with a directory or a mask, the checks of this machine find as well.
+        if (finding.mark, finding.text) not in said:
+            said.add((finding.mark, finding.text))
+            yield finding
+
+
+def _findings(path: Path | None, overrides: Sequence[str]) -> Iterator[Finding]:
+    version = platform.python_version()
+    yield Finding("ok", f"Python {version} ({sys.executable}), {platform.platform(terse=True)}")
+    config: RunConfig | None = None
+    prepared: Prepared | None = None
+    if path is not None:
+        try:
+            loaded = load(path, overrides)
+            config = loaded.config
+            keep_pandas_out()
+            prepared = prepare(loaded)
+            of_devices = prepared.inventory.warnings  # which come with the devices
+            yield from (Finding("note", text) for text in prepared.warnings if text not in of_devices)
+        except EnsembleError as error:
+            advice = "fix the config, or what it names"
+            yield from (Finding.of_sentence("problem", text, advice) for text in error.problems)
+        except Exception as error:
+            yield _not_checked("the config", error)
+    needed = {} if config is None else needed_packages(config, {} if prepared is None else prepared.inspected)
+    key, folder = ("working directory", Path()) if config is None else ("output_dir", config.output_dir)
+    checks: dict[str, Callable[[], Iterable[Finding]]] = {
+        "the packages": lambda: package_findings(own_requirements(), needed),
+        "memory and CPUs": host_findings,
+        "the disk": lambda: disk_findings(key, folder),
+        "the Hugging Face hub": _hub,
+        "the devices": lambda: _devices(config, needed),
+    }
+    for subject, findings in checks.items():
+        try:
+            yield from findings()
+        except Exception as error:  # a check that breaks is a finding too and hides none of the others
+            yield _not_checked(subject, error)
+
+
+def _not_checked(subject: str, error: Exception) -> Finding:
+    text = f"{subject} could not be checked ({type(error).__name__}: {error})"
+    return Finding("problem", text, "fix the other problems first; if this one stays, please report it")
+
+
+def package_findings(requirements: Iterable[Requirement], needed: Mapping[str, str]) -> Iterator[Finding]:
+    """What is missing or too old, and the versions of the rest.
+
+    ``needed`` names the packages of extras that the config needs, and which key needs them; ``validate`` misses
+    those that are not there.
+    """
+    good = []
+    installed = installed_versions([one.name for one in requirements])
+    for requirement in requirements:
+        name, version = requirement.name, installed.get(requirement.name)
+        if version is None:
+            if not requirement.extra:
+                yield Finding("problem", f"{name} is not installed", requirement.install)
+        elif wrong := requirement.wrong(version):
+            why = f", which {needed[name]} needs" if name in needed else ""
+            mark: Mark = "problem" if not requirement.extra or name in needed else "note"
+            yield Finding(mark, f"{name} {version} is {wrong}{why}", requirement.install)
+        else:
+            good.append(f"{name}{NO_BREAK}{version}")
+    if good:
+        yield Finding("ok", ", ".join(good))
+
+
+def host_findings() -> Iterator[Finding]:
+    """Memory and CPUs of this host as it is now, within the limits of its container."""
+    available, total = available_memory_bytes(), total_memory_bytes()
+    if available is not None and total is not None:
+        text = f"{gib(available)} of {gib(total)} memory free"
+        advice = "end other programs or raise the container's limit; "
+        too_few, few = f"{advice}a worker needs more", f"{advice}only small models fit"
+        yield Finding.of_amount(text, available, _MEMORY_NEEDED, _MEMORY_WANTED, too_few, few)
+    allowed, limit = len(os.sched_getaffinity(0)), own_groups("cpu").cpu_limit()
+    text, advice = f"{allowed} of {os.cpu_count()} CPUs may be used", ""
+    if limit is not None and limit < allowed:
+        # torch starts a thread for each CPU it sees; they then wait for one another.
+        text += f", and the container's limit is the time of {limit:g}"
+        advice = f"set OMP_NUM_THREADS={max(1, int(limit))}, or raise the limit"
+    yield Finding("note" if advice else "ok", text, advice)
+
+
+def disk_findings(key: str, folder: Path) -> Iterator[Finding]:
+    """Whether a directory can be made and written, and how much room there is; nothing is left there."""
+    reason = unwritable_reason(key, folder)
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if reason is None:
+        try:
+            with tempfile.TemporaryFile(dir=existing) as file:
+                file.write(b"x")
+        except OSError as error:  # such as a quota, which no question about rights shows
+            reason = cannot_write(key, folder, error)
+    if reason is not None:
+        yield Finding.of_sentence("problem", reason, _ELSEWHERE)
+        return
+    free = shutil.disk_usage(existing).free
+    text = f"{key}: {gib(free)} free at {folder.absolute()}"
+    few = "make room: the results and a copy of the table go there"
+    yield Finding.of_amount(text, free, _DISK_NEEDED, _DISK_WANTED, _ELSEWHERE, few)
+
+
+def _hub() -> Iterator[Finding]:
+    """Whether the hub answers, and whether it will be asked with a token."""
+    from huggingface_hub import constants, get_token
+
+    host = urlsplit(constants.ENDPOINT).hostname or "its address"
+    if hub_can_be_reached():
+        missing = "without a token: gated models, such as Gemma, need HF_TOKEN"
+        token = "with a token" if get_token() else missing
+        yield Finding("ok", f"the Hugging Face hub can be reached ({host}), {token}")
+    else:
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"no connection to {host}"
+        advice = "name models by folders; what is in the hub's cache works too"
+        yield Finding("note", f"the Hugging Face hub cannot be reached ({why})", advice)
+
+
+def _devices(config: RunConfig | None, needed: dict[str, str]) -> Iterator[Finding]:
+    machine, driver_cuda = inventory(), driver_cuda_version()
+    wants = [True] if config is None else may_use_gpus(config)
+    yield from inventory_findings(machine, driver_cuda, any(wants))
+    devices: list[Device] = list(machine.gpus) or [CPU]
+    if config is not None:
+        try:
+            chosen = chosen_devices(machine.gpus, config.devices)
+            gpus = list(chosen) if any(wants) else []
+            devices = gpus if gpus and all(wants) else [*gpus, CPU]
+        except EnsembleError:  # said before
+            pass
+    if installed_versions(["torch"]):  # otherwise it was said before
+        imports = [_WORKER, *(name for name in needed if installed_versions([name]))]
+        yield from trial_findings(run_trials(devices, imports, available_memory_bytes()), driver_cuda)
+
+
+def inventory_findings(
+    found: Inventory, driver_cuda: Version | None, needs_gpu: bool = True
+) -> Iterator[Finding]:
+    """The driver and the GPUs; where ``needs_gpu``, a mask that names none of them keeps the run from starting."""
+    if found.driver_version is not None:
+        cuda = f", CUDA up to {_dotted(driver_cuda)}" if driver_cuda else ""
+        yield Finding("ok", f"NVIDIA driver {found.driver_version}{cuda}")
+    if found.mask_problem:
+        yield Finding.of_sentence("problem" if needs_gpu else "note", found.mask_problem, _MASK_ADVICE)
+    elif found.note:
+        missing = "to use GPUs install NVIDIA's driver (in a container: --gpus all)"
+        advice = (
+            f"big models are very slow there; {missing}" if found.driver_version is None else _MASK_ADVICE
+        )
+        yield Finding("note", found.note, advice)
+    for warning in found.warnings:
+        is_mask = warning.startswith("CUDA_VISIBLE_DEVICES")
+        advice = _MASK_ADVICE if is_mask else "look at nvidia-smi; a restart may help"
+        yield Finding("note", warning, advice)
+    for gpu in found.gpus:
+        capability = f", capability {_dotted(gpu.compute_capability)}" if gpu.compute_capability else ""
+        used = f"{gib(gpu.used_bytes)} of {gib(gpu.total_bytes)} used"
+        text = f"{gpu.name} ({gpu.uuid}){capability}, {used}"
+        if gpu.used_bytes >= MIN_REPORTED_BYTES or processes_on(gpu.uuid):
+            advice = "end what holds the memory if the models need it, or set wait_for_gpu"
+            yield Finding("note", f"{text}; NVML shows {gpu_users(gpu.uuid)} there", advice)
+        else:
+            yield Finding("ok", text)
+
+
+def trial_findings(trials: Sequence[Trial], driver_cuda: Version | None) -> Iterator[Finding]:
+    """What the test processes say; devices of which the same is to be said share a finding."""
+    together: dict[Finding, list[str]] = {}
+    for trial in trials:
+        name = f"{trial.device.name} ({trial.device.uuid})" if trial.device.is_gpu else trial.device.name
+        for finding in _of_trial(trial, driver_cuda):
+            together.setdefault(finding, []).append(name)
+    for finding, names in together.items():
+        yield replace(finding, text=f"{', '.join(names)}: {finding.text}")
+
+
+def _of_trial(trial: Trial, driver_cuda: Version | None) -> Iterator[Finding]:
+    report, device = trial.report, trial.device
+    if report is None:
+        tried = "GPU (nvidia-smi)" if device.is_gpu else "installation of torch"
+        advice = f"try again; if it happens again, look at the {tried}"
+        if trial.signal_number == signal.SIGKILL:
+            advice = "usually memory ran out: look at dmesg and at the container's memory limit"
+        elif trial.signal_number == signal.SIGILL:
+            advice = "this CPU is too old for this build of torch: install another build"
+        yield Finding("problem", trial.ending, advice)
+        return
+    if reason := report.errors.get("import torch"):
+        yield Finding("problem", f"torch cannot be imported ({reason})", f"reinstall it: {_INSTALL}")
+        return
+    capability = report.capability or device.compute_capability
+    failed = {tried: error for tried, error in report.errors.items() if not tried.startswith("import ")}
+    if device.is_gpu and not report.sees_gpu:
+        yield _unseen(report, driver_cuda)
+    elif capability and any("no kernel image" in error for error in failed.values()):
+        text = f"torch {report.torch} has no code for capability {_dotted(capability)}, only for "
+        advice = f"install a build of torch that has sm_{capability[0]}{capability[1]}: {_INSTALL}"
+        yield Finding("problem", text + ", ".join(report.architectures), advice)
+    elif failed:
+        for tried, error in failed.items():
+            advice = f"update the driver or reinstall torch: {_INSTALL}"
+            if "OutOfMemory" in error or "out of memory" in error:
+                advice = "end what holds the memory"
+            yield Finding("problem", f"torch {report.torch} could not {tried} ({error})", advice)
+    else:
+        build = f"torch {report.torch}" + (f" (CUDA {report.cuda})" if report.cuda and capability else "")
+        free = f", {gib(report.free_bytes)} free" if report.free_bytes is not None else ""
+        passed = ", ".join(report.passed)
+        yield Finding("ok", f"{build} computes correctly in {passed}{free} ({trial.seconds:.0f} s)")
+    for tried, error in report.errors.items():
+        if tried not in failed:
+            module = tried.removeprefix("import ")
+            is_own = module.startswith("ensemble.")
+            what = "a worker's imports fail" if is_own else f"{module} cannot be imported"
+            yield Finding("problem", f"{what} ({error})", "install what it names, or reinstall it")
+
+
+def _unseen(report: Report, driver_cuda: Version | None) -> Finding:
+    """Why torch does not see a GPU that the driver shows."""
+    knows = f"the driver knows CUDA up to {_dotted(driver_cuda)}" if driver_cuda else "the driver shows a GPU"
+    install = f"install a build of torch for CUDA {driver_cuda[0] if driver_cuda else ''}".rstrip()
+    if report.cuda is None:
+        text = f"is a build without CUDA, and {knows}"
+        advice = f"{install} ({_INSTALL}), or hide the GPU: CUDA_VISIBLE_DEVICES=-1"
+    elif driver_cuda and int(report.cuda.split(".")[0]) > driver_cuda[0]:
+        text = f"is built for CUDA {report.cuda}, and {knows}"
+        advice = f"update the driver, or {install} ({_INSTALL})"
+    else:
+        text = f"cannot start CUDA ({report.errors.get('start CUDA', 'no reason given')})"
+        opened = "see whether nvidia-smi works and /dev/nvidia* may be opened"
+        advice = f"{opened}; restart after an update of the driver"
+    return Finding("problem", f"torch {report.torch} {text}", advice)
+
+
+def _dotted(version: Version) -> str:
+    return f"{version[0]}.{version[1]}"
