@@ -135,13 +135,13 @@ def _published(prepared: Prepared, member: MemberPlan) -> Start:
     """The table and the order where a worker looks for them, and what it is told."""
     rundir = RunDir(prepared.config.output_dir)
     rundir.create()
-    parts_dir = prepared.config.output_dir / "parts of the start-up benchmark"
-    parts_dir.mkdir()
+    shards_dir = prepared.config.output_dir / "parts of the start-up benchmark"
+    shards_dir.mkdir()
     rundir.table.parent.mkdir(exist_ok=True)
     prepared.table.publish(rundir.table)
-    with order_path(parts_dir).open("wb") as file:
+    with order_path(shards_dir).open("wb") as file:
         np.save(file, member.order)
-    return Start(worker_spec(prepared, rundir, member, parts_dir, None, {}))
+    return Start(worker_spec(prepared, rundir, member, shards_dir, None, {}))
 
 
 def _bare(model: str, environment: Mapping[str, str]) -> _Sample:

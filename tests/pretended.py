@@ -51,7 +51,7 @@ SPEC = WorkerSpec(
         seed=0,
         table_path="",
         order_path="",
-        parts_dir="",
+        shards_dir="",
     ),
     kind="",
     settings={},

@@ -400,18 +400,18 @@ def test_links_that_wait_for_a_temporary_file_are_removed(
 @pytest.mark.parametrize("fresh", [False, True])
 def test_folders_that_are_links_are_replaced(fresh: bool, tmp_path: Path, precious: Path) -> None:
     rundir = RunDir(tmp_path / "run")
-    parts_dir = rundir.shards_dir("m", "0" * 64)
+    shards_dir = rundir.shards_dir("m", "0" * 64)
     for folder in (rundir.predictions_dir, rundir.logs_dir):
         link(folder, precious, "symlink")
-    link(parts_dir, precious, "symlink")
+    link(shards_dir, precious, "symlink")
     rundir.clear() if fresh else rundir.tidy()
     link(rundir.run_log, precious / "file", "symlink")
     link(rundir.log("m", 1), precious / "other", "hard link")
     rundir.tidy()
-    assert not parts_dir.exists()
+    assert not shards_dir.exists()
     assert not any(path.is_symlink() for path in rundir.root.rglob("*"))
     assert list(rundir.logs_dir.iterdir()) == []
-    rundir.remove_work([parts_dir])
+    rundir.remove_work([shards_dir])
     assert untouched(precious)
 
 

@@ -242,8 +242,8 @@ def _read_gpu(nvml: ModuleType, index: int, gpu: _Gpu) -> None:
         with contextlib.suppress(nvml.NVMLError_NotFound, nvml.NVMLError_NoPermission):
             part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
             ids = nvml.nvmlDeviceGetGpuInstanceId(part), nvml.nvmlDeviceGetComputeInstanceId(part)
-            part_name = if_known(nvml.nvmlDeviceGetName, part, name)
-            device = Device(nvml.nvmlDeviceGetUUID(part), part_name, capability, *_memory(nvml, part))
+            shard_name = if_known(nvml.nvmlDeviceGetName, part, name)
+            device = Device(nvml.nvmlDeviceGetUUID(part), shard_name, capability, *_memory(nvml, part))
             gpu.slices[f"MIG-{gpu.uuid}/{ids[0]}/{ids[1]}"] = device
     gpu.devices = tuple(gpu.slices.values())
 

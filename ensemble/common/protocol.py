@@ -62,7 +62,7 @@ class CommonSpec:
     seed: int
     table_path: str  # the published table
     order_path: str  # the numbers of the member's rows in the order of its chunks
-    parts_dir: str  # where the shards go
+    shards_dir: str  # where the shards go
     # The states (see ``common.files``) in which the member's own files must stay, by absolute path.
     files: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -155,7 +155,7 @@ class ChunkDone:
     """The chunk's shard stands under its final name."""
 
     chunk: int
-    part: str  # the shard's name within ``parts_dir``
+    shard: str  # the file's name within ``shards_dir``
     counters: Counters
     bad_rows: tuple[int, ...] = ()  # rows of the table that cannot be computed; the shard does not hold them
     bad_row_reasons: tuple[str, ...] = ()

@@ -16,13 +16,13 @@ import pyarrow.csv as pa_csv
 from ensemble.common.files import read_json
 
 
-def parts_in(folder: Path, rows: int) -> Iterator[pa.Table]:
+def shards_in(folder: Path, rows: int) -> Iterator[pa.Table]:
     """The shards that hold what their names say, in the order of their names; ``rows`` are the table's."""
-    tables = (part_table(read_part(path), rows) for path in sorted(folder.glob("*.csv")))
+    tables = (shard_table(read_shard(path), rows) for path in sorted(folder.glob("*.csv")))
     yield from (table for table in tables if table is not None)
 
 
-def part_table(content: bytes | None, rows: int) -> pa.Table | None:
+def shard_table(content: bytes | None, rows: int) -> pa.Table | None:
     """A shard as a table; None where it is none of a table of so many rows."""
     if content is None:
         return None
@@ -40,12 +40,12 @@ def part_table(content: bytes | None, rows: int) -> pa.Table | None:
     return table if not len(numbers) or (numbers.min() >= 0 and numbers.max() < rows) else None
 
 
-def gather_parts(parts: Iterable[pa.Table], rows: int, labels: int) -> npt.NDArray[np.float64]:
+def gather_shards(shards: Iterable[pa.Table], rows: int, labels: int) -> npt.NDArray[np.float64]:
     """Put every shard of a member where it belongs.
 
     Args:
-        parts: tables with a ``row`` column and one column per label, ``p0`` and so on.  A row may stand in several,
-            where runs cut their chunks differently.
+        shards: tables with a ``row`` column and one column per label, ``p0`` and so on.  A row may stand in
+            several, where runs cut their chunks differently.
         rows: rows of the input table.
         labels: how many columns of probabilities there are.
 
@@ -53,10 +53,10 @@ def gather_parts(parts: Iterable[pa.Table], rows: int, labels: int) -> npt.NDArr
         float64 [rows, labels], in the table's order; NaN where no shard has the row.
     """
     values = np.full((rows, labels), np.nan, order="F")  # columns are written, not rows
-    for part in parts:
-        numbers = part.column("row").to_numpy()
+    for shard in shards:
+        numbers = shard.column("row").to_numpy()
         for label in range(labels):
-            values[numbers, label] = part.column(f"p{label}").to_numpy()
+            values[numbers, label] = shard.column(f"p{label}").to_numpy()
     return values
 
 
@@ -79,37 +79,37 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def order_path(parts_dir: Path) -> Path:
+def order_path(shards_dir: Path) -> Path:
     """Where the row numbers of a member stand in the order of its chunks."""
-    return parts_dir / "order.npy"
+    return shards_dir / "order.npy"
 
 
-def rows_path(parts_dir: Path) -> Path:
+def rows_path(shards_dir: Path) -> Path:
     """Where it stands which rows a member's shards are of."""
-    return parts_dir / "rows.bin"
+    return shards_dir / "rows.bin"
 
 
-def bad_rows_path(parts_dir: Path) -> Path:
+def bad_rows_path(shards_dir: Path) -> Path:
     """Where the rows that a member cannot compute stand, with the reasons."""
-    return parts_dir / "bad_rows.json"
+    return shards_dir / "bad_rows.json"
 
 
-def part_name(start: int, stop: int, content: bytes) -> str:
+def shard_name(start: int, stop: int, content: bytes) -> str:
     """What a shard is called: the rows it was made for, by their places in the order, and what it must hold."""
     return f"{start:09d}-{stop:09d}.{hashlib.sha256(content).hexdigest()[:32]}.csv"
 
 
-def read_part(path: Path) -> bytes | None:
+def read_shard(path: Path) -> bytes | None:
     """A shard's content; None where that is not what its name says, or cannot be read."""
     try:
         content = path.read_bytes()
     except OSError:
         return None
-    has_digest = path.name.partition(".")[2] == part_name(0, 0, content).partition(".")[2]
+    has_digest = path.name.partition(".")[2] == shard_name(0, 0, content).partition(".")[2]
     return content if has_digest else None
 
 
-def part_rows(parts_dir: Path) -> int:
+def shard_rows(shards_dir: Path) -> int:
     """How many rows the shards in a folder were made for, by their names alone."""
-    done = [re.match(r"(\d+)-(\d+)\.", path.name) for path in parts_dir.glob("*.csv")]
+    done = [re.match(r"(\d+)-(\d+)\.", path.name) for path in shards_dir.glob("*.csv")]
     return sum(int(found[2]) - int(found[1]) for found in done if found)

@@ -25,12 +25,12 @@ from ensemble.common.shards import (
     bad_rows_in,
     bad_rows_path,
     file_sha256,
-    gather_parts,
-    part_table,
-    parts_in,
-    read_part,
+    gather_shards,
+    read_shard,
     rows_path,
     rows_with_reasons,
+    shard_table,
+    shards_in,
 )
 from ensemble.common.text import plural
 from ensemble.config import MemberConfig
@@ -76,7 +76,7 @@ class MemberWork:
 
     def values(self, labels: int) -> npt.NDArray[np.float64]:
         """What the shards hold, [rows, labels]; NaN where none has the row."""
-        return gather_parts(parts_in(self.shards_dir, len(self.is_done)), len(self.is_done), labels)
+        return gather_shards(shards_in(self.shards_dir, len(self.is_done)), len(self.is_done), labels)
 
     def make_shards_dir(self) -> None:
         """Make the folder of its shards, with what says which rows they are of."""
@@ -178,7 +178,7 @@ def find_work(
             return work
         work.why_again = "" if is_whole else f"{predictions} has been changed"
     for path in sorted(folder.glob("*.csv")):
-        table = part_table(read_part(path), rows)
+        table = shard_table(read_shard(path), rows)
         if table is not None:
             work.is_done[table.column("row").to_numpy()] = True
         elif path.is_file():

@@ -22,10 +22,10 @@ from ensemble.common.files import atomic_path, read_json
 from ensemble.common.shards import (
     bad_rows_in,
     file_sha256,
-    gather_parts,
-    part_name,
-    parts_in,
+    gather_shards,
     rows_with_reasons,
+    shard_name,
+    shards_in,
 )
 from ensemble.data.digests import DIGEST_BYTES, RowDigests, find_rows
 from ensemble.pipeline.fingerprint import Fingerprint
@@ -90,7 +90,7 @@ class EarlierWork:
         """
         path = self.values_path
         if path == self.path.parent:
-            return gather_parts(parts_in(path, self.rows), self.rows, labels), bad_rows_in(path, self.rows)
+            return gather_shards(shards_in(path, self.rows), self.rows, labels), bad_rows_in(path, self.rows)
         manifest = read_json(self.path.with_suffix(".json"))
         try:
             is_whole = manifest.get("sha256") == file_sha256(path)
@@ -152,7 +152,7 @@ def write_shards(folder: Path, rows: npt.NDArray[np.int64], values: npt.NDArray[
         columns = [pa.array(rows[start:stop]), *(pa.array(column) for column in values[start:stop].T)]
         sink = io.BytesIO()
         pa_csv.write_csv(pa.table(columns, names=names), sink)
-        with atomic_path(folder / part_name(start, stop, sink.getvalue())) as temporary:
+        with atomic_path(folder / shard_name(start, stop, sink.getvalue())) as temporary:
             temporary.write_bytes(sink.getvalue())
 
 

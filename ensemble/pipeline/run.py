@@ -356,7 +356,7 @@ def worker_spec(
         seed=prepared.config.seed,
         table_path=str(rundir.table.resolve()),
         order_path=str(order_path(shards_dir).resolve()),
-        parts_dir=str(shards_dir.resolve()),
+        shards_dir=str(shards_dir.resolve()),
         files=dict(files),
     )
     settings = kind.worker_settings(inspected, member.placement, offload_folder)

@@ -32,7 +32,7 @@ from ensemble import __version__
 from ensemble.common.errors import OutputError, OutputInUse
 from ensemble.common.files import TEMPORARY, cannot_write, create_empty, open_log, remove_link
 from ensemble.common.redact import RedactingFormatter, Redactor
-from ensemble.common.shards import read_part
+from ensemble.common.shards import read_shard
 
 _LOCK_ATTEMPTS = 5
 log = logging.getLogger("ensemble")
@@ -118,7 +118,7 @@ class RunDir:
             heads |= dict.fromkeys(_files(folder, pattern), _MADE_OF)
         if any(re.match(beginning, _head(path)) for path, beginning in heads.items()):
             return True
-        return any(read_part(path) is not None for path in _files(self.work_dir, "*/*.csv"))
+        return any(read_shard(path) is not None for path in _files(self.work_dir, "*/*.csv"))
 
     def _is_own(self, path: Path) -> bool:
         return any(path.resolve().is_relative_to(own.resolve()) for own in (*self._own, self.lock))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ensemble.common.errors import DataError
 from ensemble.common.files import read_json
-from ensemble.common.shards import part_rows
+from ensemble.common.shards import shard_rows
 from ensemble.pipeline.fingerprint import Fingerprint
 from ensemble.pipeline.run_dir import RunDir, holder
 from ensemble.pipeline.run_report import RunReport
@@ -71,7 +71,7 @@ class RunStatus:
                 state, done = "done", report.rows
             else:
                 state = "failed" if member.failure else member.phase if by else "unfinished"
-                done = min(part_rows(rundir.shards_dir(name, fingerprint)), report.rows)
+                done = min(shard_rows(rundir.shards_dir(name, fingerprint)), report.rows)
             if by:  # a chunk in hand counts as far as it has come
                 done = min(max(done, progress.rows_done), report.rows)
             seconds, left, more = progress.seconds, None, 0.0

@@ -12,7 +12,7 @@ import pyarrow.csv as pa_csv
 
 from ensemble.common.files import atomic_path, check_unchanged
 from ensemble.common.protocol import Activation, ChunkDone, CommonSpec, Predict
-from ensemble.common.shards import part_name
+from ensemble.common.shards import shard_name
 from ensemble.members.predictor import Prediction
 
 
@@ -47,14 +47,14 @@ def write_shard(
     buffer = pa.BufferOutputStream()
     pa_csv.write_csv(pa.table(columns), buffer)
     content = buffer.getvalue().to_pybytes()
-    name = part_name(command.start, command.stop, content)
-    with atomic_path(Path(spec.parts_dir) / name) as temporary:
+    name = shard_name(command.start, command.stop, content)
+    with atomic_path(Path(spec.shards_dir) / name) as temporary:
         temporary.write_bytes(content)
         # Last: weights can be mapped, so that whoever writes into their file changes a loaded model.
         check_unchanged(spec.files)
     return ChunkDone(
         chunk=command.chunk,
-        part=name,
+        shard=name,
         counters=replace(prediction.counters, chunks=1, rows=len(rows), bad_rows=len(bad)),
         bad_rows=tuple(rows[bad_places].tolist()),
         bad_row_reasons=tuple(bad[place] for place in bad_places),

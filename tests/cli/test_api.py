@@ -279,7 +279,7 @@ def test_what_would_be_is_shown_as_the_commands_show_it(project: Project, monkey
 
 def test_what_does_not_fit_is_planned_and_not_validated(project: Project, monkeypatch: Any) -> None:
     monkeypatch.chdir(project.folder)
-    with pytest.raises(ensemble.DeviceError, match="there is no GPU"):
+    with pytest.raises(ensemble.DeviceError, match="0 GPUs can be used here"):
         ensemble.validate("config.yaml", {"models.gemma.num_gpus": 1})
 
 

@@ -102,7 +102,10 @@ WRONG: dict[str, tuple[Change, list[str]]] = {
     "weights all zero": (no_weight, ["weight"]),
     "no config.json": (an_empty_folder, ["models[0]", "empty", "config.json"]),
     "no such model": (set_key("models", 1, "model_name_or_path", value="./nope"), ["models[1]", "nope"]),
-    "too many GPUs": (set_key("models", 0, "num_gpus", value=1), ["models[0].num_gpus", "there is no GPU"]),
+    "too many GPUs": (
+        set_key("models", 0, "num_gpus", value=1),
+        ["models[0].num_gpus", "0 GPUs can be used here"],
+    ),
     "sample of other ids": (drop_a_sample_row, ["sample.csv", "9999"]),
     "output in a file": (a_file_in_the_way, ["output_dir", "runs"]),
     "unknown key": (set_key("models", 0, "max_lenght", value=5), ["models[0].max_lenght", "max_length"]),

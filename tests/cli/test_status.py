@@ -11,7 +11,7 @@ import pytest
 from ensemble import __version__
 from ensemble.common.errors import DataError
 from ensemble.common.gpus import Device
-from ensemble.common.shards import part_name
+from ensemble.common.shards import shard_name
 from ensemble.merging.metrics import Score
 from ensemble.pipeline.fingerprint import Fingerprint
 from ensemble.pipeline.resume import find_work, write_manifest
@@ -38,8 +38,8 @@ def rundir(tmp_path: Path) -> RunDir:
     write_manifest(made, find_work(made, "done", DONE, 1000, False), "f" * 64)
     shards = made.shards_dir("half", HALF.digest)
     shards.mkdir()
-    (shards / part_name(0, 200, b"x")).write_bytes(b"x")
-    (shards / part_name(950, 1000, b"y")).write_bytes(b"y")
+    (shards / shard_name(0, 200, b"x")).write_bytes(b"x")
+    (shards / shard_name(950, 1000, b"y")).write_bytes(b"y")
     (made.logs_dir / "half-0.log").write_text("")
     return made
 

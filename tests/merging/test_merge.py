@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from ensemble.common.errors import MergeError
-from ensemble.common.shards import gather_parts
+from ensemble.common.shards import gather_shards
 from ensemble.merging.metrics import Scoring
 from tests.merging.reading import read_checked
 
@@ -82,7 +82,7 @@ def test_parts_are_gathered_into_the_tables_order() -> None:
     for rows in ([4, 0, 5], [1, 3, 2], [], [0, 2]):  # two runs may have cut differently
         columns = {f"p{label}": values[rows, label] for label in range(3)}
         parts.append(pa.table({"row": np.array(rows, dtype=np.int64), **columns}))
-    gathered = gather_parts(parts, 7, 3)
+    gathered = gather_shards(parts, 7, 3)
     np.testing.assert_array_equal(gathered[:6], values[:6])
     assert np.isnan(gathered[6]).all(), "no part has it"
 

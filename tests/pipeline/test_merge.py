@@ -17,7 +17,7 @@ import pytest
 
 from bench.merge_files import label_names, make_files, member_names
 from ensemble.common.errors import MergeError
-from ensemble.common.shards import part_name
+from ensemble.common.shards import shard_name
 from ensemble.pipeline.load import load as load_config
 from ensemble.pipeline.results import Results, ResultWriter
 from ensemble.pipeline.resume import find_works
@@ -104,7 +104,7 @@ def unfinished(made: Path, tmp_path: Path) -> Path:
             columns = [pa.array(each), *(pa.array(column) for column in values[each].T)]
             content = io.BytesIO()
             pa_csv.write_csv(pa.table(columns, names=["row", "p0", "p1", "p2"]), content)
-            place = part_name(int(each[0]), int(each[0]) + len(each), content.getvalue())
+            place = shard_name(int(each[0]), int(each[0]) + len(each), content.getvalue())
             (works[name].shards_dir / place).write_bytes(content.getvalue())
         rundir.manifest(name).unlink()
         rundir.predictions(name).unlink()

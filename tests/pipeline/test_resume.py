@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ensemble.common.shards import file_sha256, part_name, parts_in
+from ensemble.common.shards import file_sha256, shard_name, shards_in
 from ensemble.pipeline.fingerprint import Fingerprint
 from ensemble.pipeline.resume import MemberWork, find_work, take_over, write_bad_rows, write_manifest
 from ensemble.pipeline.run_dir import RunDir
@@ -40,7 +40,7 @@ def write_shard(rundir: RunDir, rows: list[int], start: int = 0) -> Path:
     content = "".join(
         f"{line}\n" for line in ['"row","p0","p1"', *(f"{row},0.25,0.75" for row in rows)]
     ).encode()
-    path = folder / part_name(start, start + len(rows), content)
+    path = folder / shard_name(start, start + len(rows), content)
     path.write_bytes(content)
     return path
 
@@ -66,7 +66,7 @@ def test_shards_that_are_not_what_their_names_say_are_done_again(rundir: RunDir)
     assert work.is_done.tolist() == [False, True, False, False, True, False]
     assert not cut.exists()
     assert not edited.exists()
-    (shard,) = parts_in(work.shards_dir, ROWS)
+    (shard,) = shards_in(work.shards_dir, ROWS)
     assert shard.column("row").to_pylist() == [4, 1]
     assert shard.column("p1").to_pylist() == [0.75, 0.75]
 
@@ -75,7 +75,7 @@ def test_an_empty_shard_is_a_shard(rundir: RunDir) -> None:
     write_shard(rundir, [])
     work = find(rundir)
     assert not work.is_done.any()
-    assert [len(shard) for shard in parts_in(work.shards_dir, ROWS)] == [0]
+    assert [len(shard) for shard in shards_in(work.shards_dir, ROWS)] == [0]
 
 
 def test_shards_of_other_work_are_not_taken(rundir: RunDir) -> None:
@@ -133,5 +133,5 @@ def test_rows_that_could_not_be_computed_are_tried_again_unless_they_are_to_be_u
     again = find(rundir)
     take_over(rundir, again, 2, keeps_bad_rows=False)
     assert np.flatnonzero(~again.is_done).tolist() == [5], "and where they are gone, the predictions"
-    (shard,) = parts_in(again.shards_dir, ROWS)
+    (shard,) = shards_in(again.shards_dir, ROWS)
     assert shard.column("p0").to_pylist() == [0.1, 0.2, 0.3, 0.4, 0.5]

@@ -17,7 +17,7 @@ from ensemble.common.protocol import ChunkDone, Predict, Ready
 from tests.checkpoints import make_texts, reference
 from tests.releases.families import FAMILIES, make_family
 from tests.sampling import one_in
-from tests.worker.test_compute import read_part
+from tests.worker.test_compute import read_shard
 from tests.worker.test_predict import worker_spec
 from tests.worker.test_session import publish, served
 
@@ -53,7 +53,7 @@ def worker_result(
     assert code == 0, events
     ready = next(event for event in events if isinstance(event, Ready))
     done = next(event for event in events if isinstance(event, ChunkDone))
-    part = read_part(place / "parts", done.part)
+    part = read_shard(place / "shards", done.shard)
     return part[np.argsort(part[:, 0]), 1:], ready, done
 
 

@@ -132,10 +132,10 @@ class AgentHandle(Handle):
             with open_log(self._start.log) as log:
                 log.write(base64.b64decode(message["log"]))
         elif "shard" in message:
-            parts_dir = Path(self._start.command.spec.common.parts_dir)
-            temporary = parts_dir / f"{message['shard']}.{self._number}.part"
+            shards_dir = Path(self._start.command.spec.common.shards_dir)
+            temporary = shards_dir / f"{message['shard']}.{self._number}.part"
             temporary.write_bytes(base64.b64decode(message["content"]))
-            temporary.rename(parts_dir / message["shard"])
+            temporary.rename(shards_dir / message["shard"])
         elif "event" in message:
             self._events.append(message["event"])
         elif "exit" in message:
@@ -241,12 +241,12 @@ class Agent:
         files: dict[str, str],
     ) -> None:
         place = self._place(number)
-        (place / "parts_dir").mkdir(parents=True)
+        (place / "shards_dir").mkdir(parents=True)
         start = decode(command)
         assert isinstance(start, Start)
         for name, content in files.items():
             (place / name).write_bytes(base64.b64decode(content))
-        places: dict[str, Any] = {name: str(place / name) for name in (*files, "parts_dir")}
+        places: dict[str, Any] = {name: str(place / name) for name in (*files, "shards_dir")}
         spec = replace(start.spec, common=replace(start.spec.common, **places))
         gpus = tuple(Device(uuid, name, None, 0, 0) for uuid, name in devices)
         self._said[number], self._logged[number] = set(), 0
@@ -265,8 +265,8 @@ class Agent:
             return
         for event in worker.receive():
             if isinstance(event, ChunkDone):  # the shard is there before anybody hears of it
-                shard = self._place(number) / "parts_dir" / event.part
-                self._say(number, shard=event.part, content=base64.b64encode(shard.read_bytes()).decode())
+                shard = self._place(number) / "shards_dir" / event.shard
+                self._say(number, shard=event.shard, content=base64.b64encode(shard.read_bytes()).decode())
                 shard.unlink()
             self._say(number, event=encode(event))
         if not worker.is_open:

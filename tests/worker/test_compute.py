@@ -128,7 +128,7 @@ def test_a_limit_never_grows_by_a_failure() -> None:
 
 
 def member_of(folder: Path, model: Path, texts: list[str], **changes: Any) -> tuple[Any, Any]:
-    """A member over the texts as its table, loaded, and what computes them as one chunk into ``folder``/parts."""
+    """A member over the texts as its table, loaded, and what computes them as one chunk into ``folder``/shards."""
     import pyarrow as pa
 
     from ensemble.common.protocol import ChunkDone, Predict, Ready
@@ -138,8 +138,8 @@ def member_of(folder: Path, model: Path, texts: list[str], **changes: Any) -> tu
     with pa.ipc.new_file(folder / "t.arrow", schema) as file:
         file.write_table(table)
     np.save(folder / "o.npy", np.arange(len(texts)))
-    (folder / "parts").mkdir()
-    places = {"table_path": "t.arrow", "order_path": "o.npy", "parts_dir": "parts"}
+    (folder / "shards").mkdir()
+    places = {"table_path": "t.arrow", "order_path": "o.npy", "shards_dir": "shards"}
     paths = {key: str(folder / name) for key, name in places.items()}
     events: list[Any] = []
     session = make_session(worker_spec(model, **{"max_length": 128, **paths, **changes}), events.append)
@@ -155,12 +155,12 @@ def member_of(folder: Path, model: Path, texts: list[str], **changes: Any) -> tu
     return ready, predict
 
 
-def read_part(parts: Path, name: str) -> np.ndarray:
+def read_shard(parts: Path, name: str) -> np.ndarray:
     """A part's numbers, [rows, 1 + labels]; it holds what its name says, and is the only file there."""
-    from ensemble.common.shards import read_part
+    from ensemble.common.shards import read_shard
 
     assert [path.name for path in parts.iterdir()] == [name]
-    content = read_part(parts / name)
+    content = read_shard(parts / name)
     assert content is not None
     header, *lines = (line.split(",") for line in content.decode().splitlines())
     assert header[:2] == ['"row"', '"p0"']
@@ -178,7 +178,7 @@ def test_a_model_that_cannot_bear_padding_gets_none(tmp_path: Path) -> None:
     work = predict()
     assert work.counters.padded_tokens == work.counters.tokens
     assert work.counters.batches < 60
-    got = read_part(tmp_path / "parts", work.part)
+    got = read_shard(tmp_path / "shards", work.shard)
     np.testing.assert_allclose(got[:, 1:], reference(folder, texts, 128), atol=1e-5)
 
 
@@ -221,7 +221,7 @@ def test_a_limit_in_bytes_sets_the_batches_of_a_member(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         ready, predict = member_of(tmp_path / name, folder, texts, **changes)
         work[name] = predict()
-        got = read_part(tmp_path / name / "parts", work[name].part)
+        got = read_shard(tmp_path / name / "shards", work[name].shard)
         np.testing.assert_allclose(got[:, 1:], reference(folder, texts, 128), atol=1e-5)
         expected = {"free": 2048, "known": 100_000 / (500 + 8 * 128), "told": 700}[name]
         assert ready.token_budget == pytest.approx(expected, abs=2)

@@ -137,20 +137,20 @@ def test_a_row_that_is_broken_in_float32_too_stays_so(tmp_path: Path) -> None:
 
 def test_a_member_of_which_all_rows_overflow(tmp_path: Path) -> None:
     """Also the rows that it is tried with after loading, from which nothing must be concluded."""
-    from tests.worker.test_compute import member_of, read_part
+    from tests.worker.test_compute import member_of, read_shard
 
     folder = make_overflowing(tmp_path / "m", "gemma2", factor=250)
     ready, predict = member_of(tmp_path, folder, TEXTS, dtype="float16")
     assert ready.notes == ()
     work = predict()
     assert work.counters.recomputed_rows == len(TEXTS)
-    got = read_part(tmp_path / "parts", work.part)[:, 1:]
+    got = read_shard(tmp_path / "shards", work.shard)[:, 1:]
     np.testing.assert_allclose(got, reference(folder, TEXTS, 128), atol=1e-5)
 
 
 def test_a_model_that_does_not_run_in_float32_loses_only_the_rows_that_need_it(tmp_path: Path) -> None:
     from tests.worker.broken import FailingPass
-    from tests.worker.test_compute import member_of, read_part
+    from tests.worker.test_compute import member_of, read_shard
 
     folder = make_overflowing(tmp_path / "m", "llama")
     model, classifier, encoded = load(folder)
@@ -165,7 +165,7 @@ def test_a_model_that_does_not_run_in_float32_loses_only_the_rows_that_need_it(t
         "float32 (expected Half but found Float); set dtype: bfloat16 or float32"
     }
     assert (work.counters.batches, work.counters.recomputed_rows) == (plain.counters.batches, 0)
-    assert len(read_part(tmp_path / "parts", work.part)) == len(TEXTS) - bad.sum()
+    assert len(read_shard(tmp_path / "shards", work.shard)) == len(TEXTS) - bad.sum()
     poison = RuntimeError("CUDA error: an illegal memory access was encountered")
     with (
         FailingPass(poison, after=plain.counters.batches),
@@ -179,7 +179,7 @@ def test_rows_that_nothing_mends_are_left_out_with_advice(tmp_path: Path) -> Non
     import torch
     import transformers
 
-    from tests.worker.test_compute import member_of, read_part
+    from tests.worker.test_compute import member_of, read_shard
 
     folder = make_checkpoint(tmp_path / "m", "llama", LABELS)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
@@ -193,7 +193,7 @@ def test_rows_that_nothing_mends_are_left_out_with_advice(tmp_path: Path) -> Non
         assert work.bad_rows == tuple(range(60))
         assert len(set(work.bad_row_reasons)) == 1
         assert re.match(f"came out as NaN.*; {tried}.*damaged", work.bad_row_reasons[0])
-        assert len(read_part(tmp_path / dtype / "parts", work.part)) == 0
+        assert len(read_shard(tmp_path / dtype / "shards", work.shard)) == 0
 
 
 # peft asks transformers for a name that has changed.

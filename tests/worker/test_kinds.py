@@ -93,7 +93,7 @@ def test_a_kind_of_another_package_predicts_without_torch(tmp_path: Path) -> Non
     assert first.bad_row_reasons[0] == "no text"
     assert first.bad_row_reasons[1].endswith("infinite or not as probabilities; raise the scale")
     assert (first.counters.rows, first.counters.bad_rows, first.counters.batches) == (4, 2, 1)
-    lines = (tmp_path / "parts" / first.part).read_text().splitlines()
+    lines = (tmp_path / "shards" / first.shard).read_text().splitlines()
     assert lines == ['"row","p0","p1","p2"', "2,0.75,0,0.25", "0,0.25,0,0.75"]
     assert (second.chunk, second.counters.rows) == (2, 1)
     (failed,) = (event for event in events if isinstance(event, ChunkFailed))

@@ -44,8 +44,8 @@ def test_a_million_short_rows(tmp_path: Path) -> None:
     table.publish(tmp_path / "t.arrow")
     order, chunks = cut_chunks(table.text_lengths(["text"]))
     np.save(tmp_path / "order.npy", order)
-    (tmp_path / "parts").mkdir()
-    places = {"table_path": "t.arrow", "order_path": "order.npy", "parts_dir": "parts"}
+    (tmp_path / "shards").mkdir()
+    places = {"table_path": "t.arrow", "order_path": "order.npy", "shards_dir": "shards"}
     spec = worker_spec(folder, **{key: str(tmp_path / name) for key, name in places.items()})
     worker = LocalWorker({"CUDA_VISIBLE_DEVICES": ""}, tmp_path / "log")
     try:

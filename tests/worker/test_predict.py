@@ -65,7 +65,7 @@ def worker_spec(folder: Path, **changes: Any) -> ModelSpec:
         "seed": 0,
         "table_path": "",
         "order_path": "",
-        "parts_dir": "",
+        "shards_dir": "",
     }
     found["labels"] = tuple(LABELS)
     keys = ("dtype", "attn_implementation", "max_length")

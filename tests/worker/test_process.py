@@ -43,7 +43,7 @@ def end_in_mid_chunk(checkpoint: Path, folder: Path, number: signal.Signals) -> 
         wait_for_end(worker)
     finally:
         code = worker.close().code
-    assert list((folder / "parts").iterdir()) == []
+    assert list((folder / "shards").iterdir()) == []
     return code, (folder / "log").read_text()
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.checkpoints import make_checkpoint, make_texts, reference
 from tests.oom.limit import AllocatorLimit
-from tests.worker.test_compute import member_of, read_part
+from tests.worker.test_compute import member_of, read_shard
 from tests.worker.test_float32 import make_overflowing
 from tests.worker.test_predict import LABELS, worker_spec
 
@@ -46,7 +46,7 @@ def test_a_chunk_with_copies_takes_less_and_gives_the_same(architecture: str, tm
     assert work.counters.repeated_rows == len(TEXTS) - different > 0
     lengths = encode(folder, [{"text": text} for text in ONCE], max_length=128).lengths
     assert work.counters.tokens == lengths[np.unique(CHOSEN)].sum() <= work.counters.padded_tokens
-    got = read_part(tmp_path / "parts", work.part)
+    got = read_shard(tmp_path / "shards", work.shard)
     np.testing.assert_array_equal(got[:, 0], np.arange(len(TEXTS)))
     np.testing.assert_allclose(got[:, 1:], reference(folder, ONCE, 128)[CHOSEN], atol=1e-5)
     assert len(np.unique(got[:, 1:], axis=0)) == different, "copies have one and the same number"

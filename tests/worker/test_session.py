@@ -32,7 +32,7 @@ from ensemble.worker.channel import CommandReader, HeartbeatThread
 from ensemble.worker.session import serve
 from tests.checkpoints import make_checkpoint, make_texts, reference
 from tests.worker.broken import BREAKING
-from tests.worker.test_compute import read_part
+from tests.worker.test_compute import read_shard
 from tests.worker.test_predict import LABELS, start, worker_spec
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -47,11 +47,12 @@ def publish(folder: Path, columns: Mapping[str, list[Any]], order: list[int] | N
     """A table, its order and an empty folder for parts, as the parent leaves them; their places in a spec."""
     folder.mkdir(exist_ok=True)
     table = pa.table(dict(columns))
+    table = table.replace_schema_metadata({"ensemble.rows": str(table.num_rows)})
     with pa.ipc.new_file(folder / "table.arrow", table.schema) as file:
         file.write_table(table)
     np.save(folder / "order.npy", np.array(order if order is not None else range(table.num_rows), dtype=int))
-    (folder / "parts").mkdir()
-    places = {"table_path": "table.arrow", "order_path": "order.npy", "parts_dir": "parts"}
+    (folder / "shards").mkdir()
+    places = {"table_path": "table.arrow", "order_path": "order.npy", "shards_dir": "shards"}
     return {key: str(folder / name) for key, name in places.items()}
 
 
@@ -122,7 +123,7 @@ def test_an_error_of_an_unknown_row_ends_the_chunk_and_nothing_else(
     assert failed.traceback in capsys.readouterr().err
     assert isinstance(done, ChunkDone)
     assert (done.chunk, done.counters.rows, done.bad_rows, done.counters.predict_seconds) == (0, 20, (), 7.0)
-    got = read_part(tmp_path / "parts", done.part)
+    got = read_shard(tmp_path / "shards", done.shard)
     np.testing.assert_array_equal(got[:, 0], np.arange(20))
     np.testing.assert_allclose(got[:, 1:], reference(checkpoint, texts[:20]), atol=1e-5)
     assert len(steps) >= done.counters.batches + 2, "after loading, for each block of tokens and each batch"
@@ -149,9 +150,9 @@ def test_rows_that_cannot_be_rendered_are_named_and_the_others_done(checkpoint: 
         0,
         0,
     )
-    assert (tmp_path / "parts" / alone.part).read_text() == '"row","p0","p1","p2"\n'
-    (tmp_path / "parts" / alone.part).unlink()
-    got = read_part(tmp_path / "parts", done.part)
+    assert (tmp_path / "shards" / alone.shard).read_text() == '"row","p0","p1","p2"\n'
+    (tmp_path / "shards" / alone.shard).unlink()
+    got = read_shard(tmp_path / "shards", done.shard)
     np.testing.assert_array_equal(got[:, 0], np.arange(10, 4, -1))
     np.testing.assert_allclose(got[:, 1:], reference(checkpoint, texts[5:11])[::-1], atol=1e-5)
 
@@ -187,7 +188,7 @@ def test_blocks_of_tokens_are_put_together_in_the_rows_order(
 
 def test_a_shard_that_cannot_be_written_ends_the_worker(checkpoint: Path, tmp_path: Path) -> None:
     places = publish(tmp_path, {"text": make_texts(10)})
-    shutil.rmtree(tmp_path / "parts")
+    shutil.rmtree(tmp_path / "shards")
     code, events = served(worker_spec(checkpoint, **places), Predict(0, 0, 5), Predict(1, 5, 10), Stop())
     assert code == 1
     assert isinstance(events[-1], Failed)

@@ -64,7 +64,7 @@ def chunk(number: int) -> Predict:
 def test_no_more_than_one_shard_waits_while_the_next_is_computed(
     session: Session, told: Told, tmp_path: Path
 ) -> None:
-    from ensemble.common.shards import read_part
+    from ensemble.common.shards import read_shard
 
     told.may_end.clear()
     session.predict(chunk(0))  # returns although its shard is not done with
@@ -80,7 +80,7 @@ def test_no_more_than_one_shard_waits_while_the_next_is_computed(
     assert [name for name, _ in told.done()] == ["writer_0", "writer_0"]
     expected = reference(tmp_path / "m", TEXTS[:20])
     for place, (_, done) in enumerate(told.done()):
-        content = read_part(tmp_path / "parts" / done.part)
+        content = read_shard(tmp_path / "shards" / done.shard)
         assert content is not None
         got = np.array([line.split(",") for line in content.decode().splitlines()[1:]], dtype=float)
         np.testing.assert_array_equal(got[:, 0], np.arange(10) + 10 * place)
@@ -93,7 +93,7 @@ def test_no_more_than_one_shard_waits_while_the_next_is_computed(
 def test_an_error_in_writing_is_raised_by_the_next_chunk_and_at_the_end(
     session: Session, told: Told, tmp_path: Path
 ) -> None:
-    shutil.rmtree(tmp_path / "parts")
+    shutil.rmtree(tmp_path / "shards")
     assert session.unwritten_chunk is None
     session.predict(chunk(2))
     with pytest.raises(WriteError, match="make room there") as at_the_end:
@@ -106,7 +106,7 @@ def test_an_error_in_writing_is_raised_by_the_next_chunk_and_at_the_end(
 
 
 def test_rows_that_are_no_probabilities_are_bad_rows(tmp_path: Path) -> None:
-    from ensemble.common.shards import read_part
+    from ensemble.common.shards import read_shard
 
     values = np.array([[0.2, 0.8], [np.nan, 1.0], [0.5, 0.6], [0.1, 0.9], [1.0, 0.0], [-0.5, 1.5]])
     rows = np.array([10, 9, 8, 7, 6, 5])
@@ -123,7 +123,7 @@ def test_rows_that_are_no_probabilities_are_bad_rows(tmp_path: Path) -> None:
         assert dict(zip(done.bad_rows, done.bad_row_reasons, strict=True)) == reasons
         assert list(done.bad_rows) == sorted(reasons)
         assert done.counters == Counters(chunks=1, rows=6, bad_rows=len(reasons), tokens=7)
-        content = read_part(Path(spec.parts_dir) / done.part)
+        content = read_shard(Path(spec.shards_dir) / done.shard)
         assert content is not None
         assert [int(line.split(b",")[0]) for line in content.splitlines()[1:]] == good
 
@@ -132,7 +132,7 @@ def test_a_prediction_of_another_shape_is_refused(tmp_path: Path) -> None:
     spec = start(worker_spec(tmp_path, **publish(tmp_path, {"text": ["a"] * 4}))).spec.common
     with pytest.raises(ValueError, match=r"shape \(4, 2\), and \(4, 3\) was asked for"):
         write_shard(spec, Predict(0, 0, 4), np.arange(4), Prediction(np.ones((4, 2))))
-    assert list((tmp_path / "parts").iterdir()) == []
+    assert list((tmp_path / "shards").iterdir()) == []
 
 
 def test_ids_made_for_another_length_are_thrown_away(tmp_path: Path, told: Told) -> None:

@@ -64,7 +64,7 @@ class SequenceClassifier(Predictor):
                 first.append(self._prompt.render(row))
         folder = checkpoint_folder(spec.model_name_or_path, spec.revision)
         plain = [part for text in first for part in ([text] if isinstance(text, str) else text)]
-        self._tokenizer_notes = check_tokenizer(spec, self._tokenizer, folder, plain)
+        self._tokenizer_notes = [*check_tokenizer(spec, self._tokenizer, folder, plain)]
         is_pair = len(spec.text_columns) == 2
         self._warmup_texts: list[Text] = [(text, text) if is_pair else text for text in TEXTS]
         if first:

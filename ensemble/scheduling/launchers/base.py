@@ -25,7 +25,7 @@ class WorkerStart:
 
     Attributes:
         command: its first command.  The paths in it are this machine's: a launcher that goes elsewhere takes the
-            table and the order along, and has each shard in ``parts_dir`` before it passes on that it is done.
+            table and the order along, and has each shard in ``shards_dir`` before it passes on that it is done.
         devices: the GPUs that it is to see, in this order, and no others; none: it runs on the CPU.
         environment: variables that it needs besides.
         log: the file on this machine that takes all that it prints.
