@@ -106,8 +106,13 @@ class Sample:
         if not theirs.equals(ours):
             places = _places(theirs, ours)
             counts = np.bincount(places[places >= 0], minlength=len(ours))
-            repeated, missing = ours.filter(pa.array(counts > 1)), ours.filter(pa.array(counts == 0))
-            unknown = theirs.filter(pa.array(places < 0))
+
+            def where(column: pa.ChunkedArray, mask: npt.NDArray[np.bool_]) -> pa.ChunkedArray:
+                # pyarrow looks at an array of numpy with numpy.ma, whose import is to be had only by who needs it.
+                return column.filter(pa.array(mask)) if mask.any() else column.slice(0, 0)
+
+            repeated, missing = where(ours, counts > 1), where(ours, counts == 0)
+            unknown = where(theirs, places < 0)
             if len(repeated):
                 problems.append(f"{plural(len(repeated), 'id')} more than once: {first_ids(repeated)}")
             if len(unknown) and not limited:
