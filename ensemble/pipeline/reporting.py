@@ -39,7 +39,7 @@ class RunState:
         works: by member name, as far as it is known yet.
         pool: None before there is one.
         left_out: members that the others were merged without.
-        reckoning: see ``RunReport``.
+        explanation: see ``RunReport``.
     """
 
     prepared: Prepared
@@ -52,7 +52,7 @@ class RunState:
     pool: DevicePool | None = None
     gaps: Sequence[Gap] = ()
     left_out: Sequence[Failure] = ()
-    reckoning: str = ""
+    explanation: str = ""
 
     def report(self, status: Status) -> RunReport:
         """Its report; no text in it is a secret."""
@@ -86,7 +86,7 @@ class RunState:
             filled_rows=results.filled_rows,
             scores=dict(results.scores),
             on_bad_row=prepared.config.on_bad_row,
-            reckoning=self.reckoning,
+            explanation=self.explanation,
             ensemble=prepared.config.ensemble.model_dump(mode="json"),
             warnings=tuple(prepared.warnings),
             # A copy: members are finished in another thread meanwhile.

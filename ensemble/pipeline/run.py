@@ -324,8 +324,8 @@ class _Run(RunState):
         reached = self.results.merged_rows
         has_got_further = any(reached.get(one.plan.name, 0) > one.reused_rows for one in self.members)
         if limit is not None and self.status == "time_limit" and not has_got_further:
-            self.reckoning = time_limit_text(self.members, limit, self._before_seconds, reserve)
-            log.warning("%s", self.reckoning)
+            self.explanation = time_limit_text(self.members, limit, self._before_seconds, reserve)
+            log.warning("%s", self.explanation)
 
 
 def worker_spec(

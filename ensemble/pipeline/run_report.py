@@ -141,7 +141,7 @@ class RunReport:
         idle_gaps: in which a device computed nothing between two members.
         left_out: members that the others were merged without.
         merged_rows: the rows that each merged member gave; ``filled_rows`` those that none did.
-        reckoning: where the time went of a limit that left none to compute anything, in a sentence.
+        explanation: where the time went of a limit that left none to compute anything, in a sentence.
         ensemble: the merge method and its settings.
         files: results by what they are, in the order they were made.
         config: the YAML as it was written.
@@ -167,7 +167,7 @@ class RunReport:
     filled_rows: int
     scores: dict[str, Score]
     on_bad_row: str
-    reckoning: str = ""
+    explanation: str = ""
     ensemble: dict[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     files: dict[str, str] = field(default_factory=dict)

@@ -24,7 +24,7 @@ pytest.importorskip("peft")
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),  # peft on transformers 5
-    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False"),  # GPT-2; peft mends it by itself
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False"),  # GPT-2; peft fixes it by itself
     pytest.mark.filterwarnings("ignore:Found missing adapter keys"),  # an error of ours
 ]
 HEADLESS: dict[str, Any] = {"task_type": None, "target_modules": ["q_proj", "v_proj"]}

@@ -73,7 +73,7 @@ def raise_unless_complete(report: RunReport) -> None:
             f"stopped at time_limit: {', '.join(parts)}; {plural(filled, 'row')} that no member reached "
             f"{_were(filled)} filled in. Ensemble and submission are complete files; {RESUMES}"
         )
-        raise TimeLimitReached([coverage, *filter(None, [report.reckoning])])
+        raise TimeLimitReached([coverage, *filter(None, [report.explanation])])
     if report.status != "complete":
         raise MembersFailed([failure_text(failure) for failure in report.failures])
 
