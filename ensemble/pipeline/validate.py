@@ -139,9 +139,8 @@ def prepare(loaded: LoadedConfig, must_fit: bool = True) -> Prepared:
     templates: dict[str, PromptTemplate] = {}
     for name, kind in kinds.items():
         if (template := kind.reads().template) is not None:
-            from ensemble.data.template import (
-                compile_template,
-            )  # Jinja2 only where it is needed: start-up time
+            # Jinja2 only where it is needed: start-up time.
+            from ensemble.data.template import compile_template
 
             with problems.at(f"{keys[name]}.prompt_template"):
                 templates[name] = compile_template(template)
