@@ -204,7 +204,7 @@ def _records(path: Path) -> Generator[list[str], None, None]:
     try:
         with open_input(path) as stream:
             text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
-            for record in filter(None, csv.reader(chain(text, [_END]), delimiter=_delimiter(path))):
+            for record in filter(None, csv.reader(chain(text, ["\n", _END]), delimiter=_delimiter(path))):
                 if record == [_END]:
                     return
                 if record[-1].endswith(_END):

@@ -62,6 +62,7 @@ def test_any_bytes_as_csv(folder: Path, content: bytes) -> None:
 @tries(200)
 @given(content=cells.csv_like, limit=st.integers(1, 4))
 @example(content=b'a\n1\n"2\n3\n', limit=2)
+@example(content=b'a\n"', limit=1)
 def test_any_bytes_as_csv_with_a_limit(folder: Path, content: bytes, limit: int) -> None:
     table = outcome(folder / "x.csv", content, lambda path: read_text_csv(path, limit=limit))
     expected = by_csv_module(content, limit)
