@@ -90,6 +90,5 @@ class Scoring:
 
     def _prior_losses(self, rows: slice) -> npt.NDArray[np.float64]:
         """Those of always predicting the labels' frequencies, [rows]."""
-        if self._soft is None:
-            return self._prior[self._truth[rows]]
-        return np.asarray(self._soft[rows] @ self._prior)
+        found = self._prior[self._truth[rows]] if self._soft is None else self._soft[rows] @ self._prior
+        return np.asarray(found)

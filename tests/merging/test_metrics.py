@@ -69,8 +69,8 @@ def test_a_column_per_label_scores_like_one_column_of_labels() -> None:
 def test_soft_labels_by_the_formulas() -> None:
     chooser = np.random.default_rng(3)
     truth, values = chooser.dirichlet([0.5, 0.5, 0.5], size=350), chooser.dirichlet([1, 1, 1], size=350)
-    truth[:3] = [[0.4, 0.4, 0.2], [1, 0, 0], [0, 0.5, 0.5]]
-    values[:3] = [[0.3, 0.5, 0.2], [0, 0, 1], [0.2, 0.4, 0.4]]
+    truth[:3] = np.array([[0.4, 0.4, 0.2], [1, 0, 0], [0, 0.5, 0.5]])
+    values[:3] = np.array([[0.3, 0.5, 0.2], [0, 0, 1], [0.2, 0.4, 0.4]])
     score = scored(values, truth)
     shares = np.clip(values, np.finfo(float).eps, 1)
     losses = np.array([-(t[t > 0] * np.log(p[t > 0])).sum() for t, p in zip(truth, shares, strict=True)])
