@@ -189,6 +189,11 @@ def main() -> NoReturn:
     """Run the command line; every error of ours becomes its sentences and its exit code."""
     code, problems = 0, tuple[str, ...]()
     try:
+        # Typer would change how the shell completes "python".
+        if "-completion" in "".join(sys.argv[1:2]) and Path(sys.argv[0]).name == "__main__.py":
+            raise ConfigError(
+                "shells complete the command `ensemble`, which pip installs; run it with this option"
+            )
         app()
     except EnsembleError as error:
         code, problems = error.exit_code, error.problems
