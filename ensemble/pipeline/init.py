@@ -33,7 +33,6 @@ from ensemble.planning.chunks import BYTES_PER_TOKEN
 USUAL_SAMPLE = "sample_submission.csv"
 _SCHEMA = "config.schema.json"
 _HEAD_ROWS = 1_000  # that are looked at to see what columns hold
-_MAX_ID_CANDIDATES = 6  # each is read as a whole
 _PROSE = 0.3  # of a column's cells hold a blank between words; names of models and categories do not
 # A row may have so many times the tokens that its bytes tell (in Chinese, in code), and special ones; rounded up to
 # a step, and cut where nobody has asked for more.
@@ -112,9 +111,16 @@ def first_config(table: Path, sources: Sequence[str], sample: Path | None, outpu
     texts = [name for name, how in is_read.items() if how in ("json", "prose")]
     texts = texts or [name for name, how in is_read.items() if how == "text"]
     if len(texts) > 1:  # Jinja knows no other names
-        texts = [name for name in texts if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)] or texts[:1]
+        fit = [name for name in texts if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)] or texts[:1]
+        odd = [name for name in texts if name not in fit]
+        guesses += [f"{listed(odd)} left out: rename what a template shall read to letters, digits and _"][
+            : len(odd)
+        ]
+        texts = fit
     if not texts and any(member.draft.reads_text for member in members):
-        raise DataError(f"{table}: no column of text among {listed(others)}; members need one to read")
+        raise DataError(
+            f"{table}: no column of text for the members to read; the columns are {listed(names)}"
+        )
     unused = [name for name in others if name not in texts and name not in truth]
 
     lines = [f"# yaml-language-server: $schema={place}" for place in _schema_place(output)]
@@ -181,20 +187,32 @@ def _needs(id_column: str, columns: tuple[str, ...], limit: int | None) -> Table
 
 
 def _id_column(table: Path, names: Sequence[str], sample: Sequence[str]) -> str:
-    """The column that names the rows: the sample's, or one that is called so, or the first whose values differ."""
+    """The column that names the rows: the sample's, or one that is called so, or the first of all.
 
-    def rank(name: str) -> tuple[bool, bool, bool]:
-        return name not in sample[:1], name.lower() != "id", not re.search(r"(?i)id$", name)
-
-    for name in sorted(names, key=rank)[:_MAX_ID_CANDIDATES]:
+    Raises:
+        DataError: none of them has a value of its own for each row.
+    """
+    likely = [
+        *(name for name in sample[:1] if name in names),
+        *(name for name in names if name.lower() == "id"),
+        *(name for name in names if re.search(r"(?i)[^a-z]id$|[a-z]I[dD]$", name)),
+        *names[:1],
+    ]
+    reasons = []
+    for name in dict.fromkeys(likely):
         contents = read_contents(table, Wanted(name, None, (), None))
+        if not contents.rows:
+            raise DataError(f"{table}: empty table: there is a header or a schema, but no row")
         ids = contents.ids
-        if ids is None or contents.problems or not len(ids):
-            continue
-        blank = pc.any(pc.fill_null(pc.equal(ids, ""), True)).as_py()
-        if not blank and pc.count_distinct(ids).as_py() == len(ids):
+        if ids is None or contents.problems:
+            reasons += contents.problems
+        elif (
+            pc.any(pc.fill_null(pc.equal(ids, ""), True)).as_py() or len(ids) > pc.count_distinct(ids).as_py()
+        ):
+            reasons.append(f"{table}: column {quoted(name)} has rows without a value, or with the same one")
+        else:
             return name
-    raise DataError(f"{table}: no column names the rows, each with a value of its own; add one, such as id")
+    raise DataError([*reasons, f"{table}: no column names the rows; add one, such as id"])
 
 
 def _has_first_row(sample: Path, table: Path, id_column: str) -> bool:
@@ -346,7 +364,7 @@ def _max_length(table: Path, id_column: str, texts: Sequence[str], more: int) ->
     tokens, cut = min(wanted, _MAX_TOKENS), ""
     if tokens < wanted:
         rows = int((lengths > tokens * BYTES_PER_TOKEN).sum())
-        cut = f"; {plural(rows, 'row')} would be cut, see truncation_side"
+        cut = f"; {plural(rows, 'row')} would be cut"
     middle = int(np.median(lengths) / BYTES_PER_TOKEN)
     said = f"{BYTES_PER_TOKEN:g} bytes a token: the longest row has {longest:,}, one in the middle {middle:,}"
     return tokens, f"GUESS by {said}{cut}."
