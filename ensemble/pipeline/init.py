@@ -113,9 +113,10 @@ def first_config(table: Path, sources: Sequence[str], sample: Path | None, outpu
     if len(texts) > 1:  # Jinja knows no other names
         fit = [name for name in texts if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)] or texts[:1]
         odd = [name for name in texts if name not in fit]
-        guesses += [f"{listed(odd)} left out: rename what a template shall read to letters, digits and _"][
-            : len(odd)
-        ]
+        if odd:
+            guesses.append(
+                f"{listed(odd)} left out: a template reads names of letters, digits and _; rename it"
+            )
         texts = fit
     if not texts and any(member.draft.reads_text for member in members):
         raise DataError(
@@ -198,7 +199,7 @@ def _id_column(table: Path, names: Sequence[str], sample: Sequence[str]) -> str:
         *(name for name in names if re.search(r"(?i)[^a-z]id$|[a-z]I[dD]$", name)),
         *names[:1],
     ]
-    reasons = []
+    reasons = list[str]()
     for name in dict.fromkeys(likely):
         contents = read_contents(table, Wanted(name, None, (), None))
         if not contents.rows:

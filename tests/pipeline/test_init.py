@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from ensemble.pipeline.init import _scalar
+from ensemble.common.errors import DataError
+from ensemble.pipeline.init import _scalar, first_config
 from ensemble.pipeline.load import load
 from tests.checkpoints import make_adapter, make_base, make_checkpoint
 from tests.project import Project
@@ -167,6 +168,21 @@ def test_what_does_not_fit_together_is_said_by_validate(project: Project, contes
     assert "nowhere/gemma: no such folder" in done.stderr
     assert "test.csv.gz" in done.stderr
     assert not (project.folder / "config.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.csv", "id,text\n", "empty table"),
+        ("a.csv", "row,n\nx y,1\nx y,2\n", "column 'row' has rows without a value, or with the same one"),
+        ("a.csv", "id,n\n1,2\n", "no column of text for the members to read; the columns are 'id', 'n'"),
+        ("a.jsonl", '{"id": [1], "t": "x y"}\n', "no column names the rows; add one, such as id"),
+    ],
+)
+def test_tables_that_no_config_can_read(name: str, content: str, words: str, project: Project) -> None:
+    (project.folder / name).write_text(content, encoding="utf-8")
+    with pytest.raises(DataError, match=re.escape(words)):
+        first_config(project.folder / name, [str(project.models / "gemma")], None, project.folder / "c.yaml")
 
 
 @pytest.mark.parametrize(
