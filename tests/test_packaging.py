@@ -60,6 +60,9 @@ def test_the_wheel_works_in_an_empty_folder(built: Path, project: Project, tmp_p
     site, empty = tmp_path / "site", tmp_path / "empty"
     with zipfile.ZipFile(archive) as opened:
         assert not [name for name in opened.namelist() if name.startswith(("tests", "bench", "demo"))]
+        assert any(
+            name.endswith("data/share/ensemble-runner/config.schema.json") for name in opened.namelist()
+        )
         opened.extractall(site)
     empty.mkdir()
     project.write_config(project.config(output_dir=str(empty / "runs")))

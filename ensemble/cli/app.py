@@ -19,10 +19,11 @@ from ensemble.common.text import plural
 
 # Commands import what they need when they run: --help and a typo in a key shall answer at once.
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ensemble.config import LoadedConfig
 
 app = typer.Typer(
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -50,6 +51,24 @@ OptionalConfigArgument = Annotated[
     Path | None, typer.Argument(metavar="CONFIG", readable=False, help="A run to check this machine for.")
 ]
 ProblemsOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print problems only.")]
+TableArgument = Annotated[
+    Path,
+    typer.Argument(metavar="TABLE", readable=False, help="The table: CSV, TSV, Parquet or JSON lines."),
+]
+ModelsArgument = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="MODEL", help="Folders of checkpoints or adapters, or CSVs of predictions made elsewhere."
+    ),
+]
+SampleOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--sample", metavar="CSV", help="The sample submission; left out, sample_submission.csv beside TABLE."
+    ),
+]
+OutputOption = Annotated[Path, typer.Option("--output", "-o", metavar="YAML", help="Where to write it.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Replace the file that is there.")]
 RunDirArgument = Annotated[
     Path, typer.Argument(metavar="RUN_DIR", readable=False, help="The output_dir of a run.")
 ]
@@ -118,6 +137,28 @@ def plan(config: ConfigArgument, sets: SetOption, limit: LimitOption = None) -> 
 
 
 @app.command()
+def init(
+    table: TableArgument,
+    models: ModelsArgument,
+    sample: SampleOption = None,
+    output: OutputOption = Path("config.yaml"),
+    force: ForceOption = False,
+) -> None:
+    """Write a first config for TABLE and MODELS, which guesses columns, labels and lengths, and validate it."""
+    with _prepared_process():
+        from ensemble.pipeline.init import write_first_config
+    made = write_first_config(table, models, sample, output, force)
+    page = Page.of(sys.stdout)
+    for line in (f"{output}: written, to be looked at", *(f"guess: {guess}" for guess in made.guesses)):
+        print(*page.wrapped(line, later="  "), sep="\n")
+    try:
+        validate(output, [])
+    except EnsembleError as error:
+        said = f"{output} does not pass validate yet; change it by what is said here, then validate it again"
+        raise type(error)([said, *error.problems]) from error
+
+
+@app.command()
 def doctor(sets: SetOption, config: OptionalConfigArgument = None, quiet: ProblemsOption = False) -> None:
     """Check this machine: Python, packages, driver, GPUs, torch on each of them, memory, disk, the hub."""
     from ensemble.cli.doctor import examine
@@ -148,6 +189,11 @@ def main() -> NoReturn:
     """Run the command line; every error of ours becomes its sentences and its exit code."""
     code, problems = 0, tuple[str, ...]()
     try:
+        # Typer would change how the shell completes "python".
+        if "-completion" in "".join(sys.argv[1:2]) and Path(sys.argv[0]).name == "__main__.py":
+            raise ConfigError(
+                "shells complete the command `ensemble`, which pip installs; run it with this option"
+            )
         app()
     except EnsembleError as error:
         code, problems = error.exit_code, error.problems
@@ -170,15 +216,27 @@ def main() -> NoReturn:
     os._exit(code)
 
 
-def _load(config: Path, sets: list[str], limit: int | None) -> LoadedConfig:
+@contextlib.contextmanager
+def _prepared_process() -> Iterator[None]:
+    """Around the first import of numpy and pyarrow.
+
+    Raises:
+        ConfigError: a package is too old.
+    """
     from ensemble.common.packages import unsupported
     from ensemble.common.python_process import keep_pandas_out, one_thread_for_numpy
-    from ensemble.pipeline.load import load
 
     if found := [*unsupported()]:
         raise ConfigError(found)
     with one_thread_for_numpy():
+        yield
+        keep_pandas_out()  # with pyarrow, which imports numpy
+
+
+def _load(config: Path, sets: list[str], limit: int | None) -> LoadedConfig:
+    with _prepared_process():
+        from ensemble.pipeline.load import load
+
         loaded = load(config, [*sets, *([f"limit={limit}"] if limit is not None else [])])
         guard_output(loaded.redactor)  # now that its own secrets are known
-        keep_pandas_out()  # with pyarrow, which imports numpy
     return loaded

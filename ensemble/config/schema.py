@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny
 
-from ensemble.config.document import Problem
+from ensemble.config.document import Problem, place
 from ensemble.config.values import (
     Column,
     Count,
@@ -64,12 +64,21 @@ class DataConfig(_Strict):
     path: File = Field(examples=["test.csv"])  # CSV, TSV, Parquet or JSON lines, gzipped or not
     id_column: Column = "id"  # names each row; kept byte for byte
     label_column: Column | None = None  # the true labels, for metrics
+    # Instead, a column per label with its true probability, such as 0 or 1; a mapping where their names differ.
+    label_columns: Labels | LabelMap | None = None
 
     older_keys: ClassVar[Mapping[str, str]] = {
         "path": "file csv input input_path test",
         "id_column": "id id_col",
         "label_column": "label label_col target target_column",
+        "label_columns": "label_cols targets target_columns",
     }
+
+    def truth_columns(self, labels: Sequence[str]) -> tuple[str, ...]:
+        """The column of ``label_columns`` for each of the config's labels; empty where there are none."""
+        given = self.label_columns or ()
+        by_label = {label: column for column, label in given.items()} if isinstance(given, dict) else {}
+        return tuple(by_label.get(label, label) for label in labels) if given else ()
 
 
 class MemberConfig(_Strict):
@@ -182,6 +191,8 @@ class RunConfig(_Strict):
             yield ("labels", first[id_column]), "the same as data.id_column; predictions hold both columns"
         # With a label that cannot be read, what is not among the others may still be right.
         known = set(first) if all(isinstance(label, str) for label in labels) else set()
+        for loc, sentence in _broken_truth(data if isinstance(data, dict) else {}, known):
+            yield ("data", *loc), sentence
         models = enumerate(values["models"] if kinds else ())
         members = [(index, member) for index, member in models if isinstance(member, dict)]
         names: dict[str, int] = {}
@@ -208,3 +219,25 @@ class RunConfig(_Strict):
                 yield ("submission", "columns", column), "must be one of the labels"
         if values.get("fill") == "sample" and submission is None:
             yield ("fill",), "sample needs submission.sample, the file whose values it takes"
+
+
+def _broken_truth(data: Mapping[str, Any], labels: Collection[str]) -> Iterator[Problem]:
+    """What is wrong with ``data.label_columns``, as far as ``labels``, the config's, are known."""
+    given, columns = data.get("label_columns"), dict[str, str | int]()
+    if not isinstance(given, list | dict):
+        return
+    if data.get("label_column") is not None:
+        yield ("label_columns",), "data.label_column is given as well; keep one of the two"
+    places: Iterator[tuple[str | int, object]] | None = None
+    if isinstance(given, list):
+        places = ((index, as_label(label)) for index, label in enumerate(given))
+    for key, label in label_items(given) if places is None else places:
+        if isinstance(label, str) and label in columns:
+            yield ("label_columns", key), f"the same label as {place(('label_columns', columns[label]))} has"
+        elif isinstance(label, str) and labels and label not in labels:
+            advice = "" if places is None else " (of a column with another name: {column: label})"
+            yield ("label_columns", key), f"must be one of the labels{advice}"
+        elif isinstance(label, str):
+            columns[label] = key
+    if len(given) == len(columns) < len(labels):
+        yield ("label_columns",), "has no column for some of the labels; name one for each"

@@ -31,6 +31,10 @@ _WRITE_ROWS = 65_536
 # Ids in one hash table; the number of tables is limited, because each is asked for all ids.
 _LOOKED_UP_ROWS = 1 << 18
 _MAX_LOOK_UPS = 8
+_OTHER_TABLE = (
+    "for a table that is not to be submitted, such as train.csv, write no submission: --set submission=null, or "
+    "remove the key"
+)
 
 
 def read_sample(path: Path, id_column: str, labels: Sequence[str], columns_map: Mapping[str, str]) -> Sample:
@@ -118,7 +122,8 @@ class Sample:
             if len(unknown) and not limited:
                 problems.append(f"{plural(len(unknown), 'id')} not in the input table: {first_ids(unknown)}")
             if len(missing):
-                problems.append(_lacks(missing))
+                is_other = 2 * len(missing) > len(ours)
+                problems.append(_lacks(missing) + (f"; {_OTHER_TABLE}" if is_other else ""))
         return tuple(f"{self.path}: {problem}" for problem in problems)
 
     def value_problems(self) -> tuple[str, ...]:

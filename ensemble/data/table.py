@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ import pyarrow.compute as pc
 
 from ensemble.common.errors import DataError
 from ensemble.common.text import did_you_mean, listed, plural, quoted
+from ensemble.data.csv_file import text_as_numbers
 from ensemble.data.digests import RowDigests, row_digests, rows_digest
 from ensemble.data.formats import read_contents
 from ensemble.data.input_file import (
@@ -38,6 +40,10 @@ PUBLISHED_ROWS_PER_BATCH = 65_536
 # Rows that are Python objects at a time.
 _PYTHON_ROWS = 8_192
 _SHOWN = 3
+# What a row of probabilities may miss 1 by: thirds are often written with two digits.
+_SUM_TOLERANCE = 0.02
+# Each row's label: its index in the config's labels, int64 [rows]; or how likely each is, float64 [rows, labels].
+Truth: TypeAlias = npt.NDArray[np.int64] | npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,7 @@ class TableNeeds:
     Attributes:
         id_column: names the rows; never null, empty or repeated.
         label_column: the true label of each row, or None.
+        label_columns: instead, the column of each label with its probability, in the labels' order; or none.
         labels: the labels that may stand in it.
         columns: every column that some member reads, as text or in a template.
         json_columns: those that a template parses with ``fromjson``.
@@ -61,6 +68,7 @@ class TableNeeds:
     json_columns: tuple[str, ...]
     text_columns: tuple[str, ...]
     limit: int | None
+    label_columns: tuple[str, ...] = ()
 
 
 class InputTable:
@@ -69,7 +77,7 @@ class InputTable:
     Attributes:
         rows: number of rows.
         ids: shape (rows,), strings (large strings above 2 GB of text), in file order.
-        truth: shape (rows,), each row's label as its index in ``TableNeeds.labels``; None if there is none.
+        truth: see ``Truth``; None if there is none.
         null_texts: for each of ``TableNeeds.columns``, its null or empty cells; in a JSON column also those
             that hold an empty list or, anywhere inside, a null.
     """
@@ -78,7 +86,7 @@ class InputTable:
         self,
         columns: pa.Table,
         ids: pa.ChunkedArray,
-        truth: npt.NDArray[np.int64] | None,
+        truth: Truth | None,
         null_texts: dict[str, int],
     ) -> None:
         self.rows = len(ids)
@@ -178,11 +186,12 @@ def read_table(path: Path, needs: TableNeeds) -> InputTable:
 
 def _read_checked(path: Path, needs: TableNeeds) -> InputTable:
     columns = tuple(dict.fromkeys(needs.columns))
-    contents = read_contents(path, Wanted(needs.id_column, needs.label_column, columns, needs.limit))
+    wanted = tuple(dict.fromkeys([*columns, *needs.label_columns]))
+    contents = read_contents(path, Wanted(needs.id_column, needs.label_column, wanted, needs.limit))
     pa.default_memory_pool().release_unused()
     if contents.rows == 0:
         raise DataError(f"{path}: empty table: there is a header or a schema, but no row")
-    roles = dict.fromkeys(columns, "text column")
+    roles = dict.fromkeys(columns, "text column") | dict.fromkeys(needs.label_columns, "label column")
     if needs.label_column is not None:
         roles[needs.label_column] = "label column"
     roles[needs.id_column] = "id column"
@@ -191,17 +200,22 @@ def _read_checked(path: Path, needs: TableNeeds) -> InputTable:
     problems = [*contents.problems, *missing]
     if contents.ids is not None:
         problems += _id_problems(path, needs.id_column, contents.ids)
-    truth = None
+    truth: Truth | None = None
     if contents.labels is not None:
-        truth = pc.index_in(contents.labels, value_set=pa.array(needs.labels, contents.labels.type))
-        problems += _label_problems(path, needs, contents, truth)
+        numbers = pc.index_in(contents.labels, value_set=pa.array(needs.labels, contents.labels.type))
+        problems += _label_problems(path, needs, contents, numbers)
+        truth = pc.fill_null(numbers, -1).to_numpy().astype(np.int64)
+    elif needs.label_columns and not set(needs.label_columns) - set(names):
+        truth, wrong = _probabilities(path, needs, contents)
+        problems += wrong
+    held = [name for name in contents.columns.column_names if name in columns]
+    contents = replace(contents, columns=contents.columns.select(held))
     problems += _type_problems(path, needs, contents)
     null_texts, json_problems = _cell_facts(path, needs, contents)
     problems += json_problems
     if problems or contents.ids is None:
         raise DataError(problems)
-    indices = None if truth is None else truth.to_numpy().astype(np.int64)
-    return InputTable(contents.columns, contents.ids, indices, null_texts)
+    return InputTable(contents.columns, contents.ids, truth, null_texts)
 
 
 def _row(index: int, ids: pa.ChunkedArray | None) -> str:
@@ -251,6 +265,56 @@ def _label_problems(
     count = plural(unknown, "row")
     where = f"{path}: label column {quoted(str(needs.label_column))}: {count} without a known label"
     yield f"{where}; {'; '.join(shown)}; the labels are {listed(needs.labels)}"
+
+
+def _probabilities(
+    path: Path, needs: TableNeeds, contents: Contents
+) -> tuple[npt.NDArray[np.float64], list[str]]:
+    """The label columns as float64 [rows, labels], each row scaled to sum to 1; and what is wrong with them."""
+    columns = {name: contents.columns.column(name) for name in needs.label_columns}
+    problems = [
+        f"{path}: label column {quoted(name)} holds {shown_type(column.type)} values; write it as numbers"
+        for name, column in columns.items()
+        if pa.types.is_nested(column.type) or is_binary(column.type)
+    ]
+    values = np.zeros((contents.rows, len(columns)))
+    if problems:
+        return values, problems
+    for index, column in enumerate(columns.values()):
+        values[:, index] = _as_numbers(column)
+    is_number = np.isfinite(values)
+    with np.errstate(invalid="ignore"):  # infinite values
+        sums = values.sum(axis=1)
+        is_off = np.abs(sums - 1) > _SUM_TOLERANCE
+    is_odd, is_negative = ~is_number.all(axis=1), (values < 0).any(axis=1)
+    wrong = {
+        "without a number in each of them": is_odd,
+        "with a value below 0": is_negative & ~is_odd,
+        "whose values do not sum to 1": is_off & ~is_odd & ~is_negative,
+    }
+    where = f"{path}: label columns {listed(needs.label_columns)}"
+    for what, mask in wrong.items():
+        if len(rows := np.flatnonzero(mask)):
+            shown = "; ".join(
+                f"{_row(row, contents.ids)}: "
+                + ", ".join(quoted(str(cells[row].as_py() or "")) for cells in columns.values())
+                for row in rows[:_SHOWN].tolist()
+            )
+            advice = "each row holds the probability of each label"
+            problems.append(f"{where}: {plural(len(rows), 'row')} {what}; {shown}; {advice}")
+    return values if problems else values / sums[:, None], problems
+
+
+def _as_numbers(column: pa.ChunkedArray) -> npt.NDArray[np.float64]:
+    """Numbers of whatever type, or as text, as float64 [rows]: true is 1, false 0, and what is no number NaN."""
+    if pa.types.is_integer(column.type) or pa.types.is_floating(column.type):
+        return np.asarray(pc.cast(column, pa.float64()).to_numpy())
+    text = pc.fill_null(pa.chunked_array([cell_texts(chunk) for chunk in column.chunks]), "")
+    numbers, is_text = text_as_numbers(text)
+    if is_text.any():  # as pandas' get_dummies writes them
+        lower = pc.utf8_lower(pc.utf8_trim_whitespace(text)).to_numpy(zero_copy_only=False)
+        numbers = np.where(lower == "true", 1.0, np.where(lower == "false", 0.0, numbers))
+    return numbers
 
 
 def _type_problems(path: Path, needs: TableNeeds, contents: Contents) -> Iterator[str]:

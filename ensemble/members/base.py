@@ -110,6 +110,25 @@ class Given:
     ignored_ids: int
 
 
+@dataclass(frozen=True)
+class Draft:
+    """What a first config would say of a member.
+
+    Attributes:
+        settings: its keys beside ``name``, ``weight`` and what it reads.
+        labels: its own, in its order; None where nobody knows them.
+        are_named: False where they only count, as LABEL_0 and LABEL_1 do.
+        max_length: tokens that it can read of a row; None: it reads none, or as many as there are.
+        reads_text: whether it needs ``prompt_template`` or ``text_column``.
+    """
+
+    settings: Mapping[str, Any]
+    labels: tuple[str, ...] | None
+    are_named: bool
+    max_length: int | None = None
+    reads_text: bool = True
+
+
 S = TypeVar("S", bound=MemberConfig)
 I = TypeVar("I", bound=Inspection)  # noqa: E741
 
@@ -131,6 +150,15 @@ class MemberKind(ABC, Generic[S, I]):
 
     def __init__(self, settings: S) -> None:
         self.settings = settings
+
+    @classmethod
+    def draft(cls, source: str, id_column: str) -> Draft | None:
+        """A member of this kind made of ``source``, a path or another name; None where it is nothing of this kind.
+
+        Raises:
+            EnsembleError: it seems to be, and cannot be used.
+        """
+        return None
 
     def request(self) -> ResourceRequest:
         """What its workers ask of the machine."""

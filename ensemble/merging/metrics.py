@@ -11,6 +11,8 @@ import numpy.typing as npt
 # Standard errors that count as chance, and the share of the prior's log loss that counts as no gain at all.
 _ERRORS = 2.0
 _NO_GAIN = 0.01
+# Nats; the frequencies of rows that are all alike may seem to be so far from the truth.
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,8 @@ class Score:
 
     ``prior_log_loss`` is that of always predicting the labels' frequencies in these rows, ``margin`` two standard
     errors of the difference, both in nats per row.  ``no_better_than_prior``: even with the margin in favour the
-    log loss is not below the prior's by 1 % of it.  Chance alone brings a good member there on hardly any table.
+    log loss is not below the prior's by 1 % of what the truth itself is below it (all of it, where each row has one
+    label).  Chance alone brings a good member there on hardly any table.
     """
 
     log_loss: float
@@ -34,36 +37,58 @@ class Scoring:
     """Log loss and accuracy of class probabilities, added up block by block.
 
     The log loss is the mean of -ln p(true label), with p clipped to the smallest step of float64 as
-    scikit-learn's ``log_loss`` does, after rows are scaled to sum to 1.
+    scikit-learn's ``log_loss`` does, after rows are scaled to sum to 1.  Where the truth is probabilities itself,
+    it is the cross-entropy, the mean of -sum(truth * ln p), and a row's true label is the likeliest; of equal
+    ones, the first, as in predictions.
 
     Args:
-        truth: label numbers, [rows].
+        truth: label numbers, int64 [rows], or probabilities that sum to 1, float64 [rows, labels].
     """
 
-    def __init__(self, truth: npt.NDArray[np.int64]) -> None:
-        self._truth = truth
+    def __init__(self, truth: npt.NDArray[np.int64] | npt.NDArray[np.float64]) -> None:
         self._loss = 0.0
         self._hits = 0
-        counts = np.bincount(truth)
-        self._prior = -np.log(np.maximum(counts, 1) / max(1, len(truth)))
         self._squares = 0.0
+        self._soft = truth if truth.ndim == 2 else None
+        self._entropy = 0.0  # of the truth, nats per row
+        if truth.ndim == 2:
+            counts = truth.sum(axis=0)
+            self._entropy = -float((truth * np.log(np.where(truth > 0, truth, 1.0))).sum()) / max(
+                1, len(truth)
+            )
+            self._truth = truth.argmax(axis=1)
+        else:
+            counts = np.bincount(truth)
+            self._truth = truth
+        self._prior = -np.log(np.where(counts > 0, counts, 1) / max(1, len(truth)))
 
     def add(self, start: int, values: npt.NDArray[np.float64]) -> None:
         """The rows from ``start`` on: float64 [rows, labels]."""
-        truth = self._truth[start : start + len(values)]
+        rows = slice(start, start + len(values))
+        truth, sums = self._truth[rows], values.sum(axis=1)
         epsilon = np.finfo(np.float64).eps
-        true = np.clip(values[np.arange(len(truth)), truth] / values.sum(axis=1), epsilon, 1 - epsilon)
-        losses = -np.log(true)
+        if self._soft is None:
+            true = np.clip(values[np.arange(len(truth)), truth] / sums, epsilon, 1 - epsilon)
+            losses = -np.log(true)
+        else:
+            shares = np.clip(values / sums[:, None], epsilon, 1 - epsilon)
+            losses = -(self._soft[rows] * np.log(shares)).sum(axis=1)
         self._loss += float(losses.sum())
-        self._squares += float(np.square(losses - self._prior[truth]).sum())
+        self._squares += float(np.square(losses - self._prior_losses(rows)).sum())
         self._hits += int((values.argmax(axis=1) == truth).sum())
 
     def score(self) -> Score:
         """Of all rows, once each was added."""
         rows = len(self._truth)
-        loss, prior = self._loss / rows, float(self._prior[self._truth].mean())
+        loss, prior = self._loss / rows, float(self._prior_losses(slice(None)).mean())
         # Of the mean of the rows' differences, which share what is hard about a row.
         variance = max(0.0, self._squares / rows - (loss - prior) ** 2)
         margin = _ERRORS * math.sqrt(variance / max(1, rows - 1))
-        is_no_better = prior > 0 and rows > 1 and loss - margin > prior * (1 - _NO_GAIN)
+        gain = prior - self._entropy
+        is_no_better = gain > _ROUNDING and rows > 1 and loss - margin > prior - gain * _NO_GAIN
         return Score(loss, self._hits / rows, rows, prior, margin, is_no_better)
+
+    def _prior_losses(self, rows: slice) -> npt.NDArray[np.float64]:
+        """Those of always predicting the labels' frequencies, [rows]."""
+        found = self._prior[self._truth[rows]] if self._soft is None else self._soft[rows] @ self._prior
+        return np.asarray(found)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from ensemble.common.errors import ConfigError, DataError, DeviceError, EnsembleError, MergeError
 from ensemble.common.files import FileState, file_state, folder_states, unreadable, unwritable_reason
@@ -25,7 +24,7 @@ from ensemble.common.text import plural
 from ensemble.config import LoadedConfig, RunConfig
 from ensemble.data.json_cells import TemplateProblem
 from ensemble.data.submission import Sample, read_sample
-from ensemble.data.table import InputTable, TableNeeds, read_table
+from ensemble.data.table import InputTable, TableNeeds, Truth, read_table
 from ensemble.members.base import Given, Inspection, MemberKind, OutputColumns
 from ensemble.members.registry import member_kind
 from ensemble.merging.blocks import block_spans
@@ -77,8 +76,8 @@ class Prepared:
         return self.loaded.config
 
     @property
-    def truth(self) -> npt.NDArray[np.int64] | None:
-        """The rows' labels by number, [rows], where members can be scored by them."""
+    def truth(self) -> Truth | None:
+        """The rows' true labels, where members can be scored by them."""
         return self.table.truth if _is_exclusive(self.inspected) else None
 
     def even_value(self, member: str) -> float:
@@ -163,6 +162,7 @@ def prepare(loaded: LoadedConfig, must_fit: bool = True) -> Prepared:
     needs = TableNeeds(
         id_column=config.data.id_column,
         label_column=config.data.label_column,
+        label_columns=config.data.truth_columns(config.labels),
         labels=config.labels,
         columns=tuple(dict.fromkeys([*texts, *(name for one in templates.values() for name in one.columns)])),
         json_columns=tuple(dict.fromkeys(name for one in templates.values() for name in one.json_columns)),
@@ -230,9 +230,10 @@ def prepare(loaded: LoadedConfig, must_fit: bool = True) -> Prepared:
         warnings.append(
             "models: some give exclusive labels (softmax), some independent ones (sigmoid); their mean is neither"
         )
-    if config.data.label_column is not None and not _is_exclusive(inspected):
+    if table.truth is not None and not _is_exclusive(inspected):
+        key = "label_column" if config.data.label_columns is None else "label_columns"
         warnings.append(
-            "data.label_column: log loss and accuracy need exclusive labels from every member; none are shown"
+            f"data.{key}: log loss and accuracy need exclusive labels from every member; none are shown"
         )
     return Prepared(
         loaded=loaded,

@@ -169,6 +169,31 @@ def test_all_problems_come_at_once(project: Project) -> None:
         assert words in errors, errors
 
 
+def test_a_column_per_label_scores_like_one_column_of_labels(project: Project) -> None:
+    """As a competition's train.csv has them, whose ids are not those of the sample submission."""
+    one_hot = [["0", "1"][label == truth] for truth in project.truth for label in LABELS]
+    rows = zip(
+        project.ids, project.texts, project.truth, *(one_hot[start::3] for start in range(3)), strict=True
+    )
+    project.write_csv(
+        "test.csv", ["id", "text", "label", *LABELS], [[f"t{row[0]}", *row[1:]] for row in rows]
+    )
+    one = project.config(models=project.config()["models"][1:])
+    project.write_config(one)
+    refused = project.ensemble("validate", "config.yaml")
+    assert refused.returncode == 2
+    assert "submission: sample.csv: lacks 300 ids" in refused.stderr
+    assert "--set submission=null" in refused.stderr
+    options = ["--set", "submission=null", "--limit", "40", "-q"]
+    assert project.ensemble("run", "config.yaml", *options).returncode == 0
+    expected = project.run_json()["scores"]
+    project.write_config(one | {"data": {"path": "test.csv", "label_columns": LABELS}})
+    done = project.ensemble("run", "config.yaml", *options)
+    assert done.returncode == 0, done.stderr
+    assert project.run_json()["scores"] == expected
+    assert expected["llama"]["log_loss"] > 0
+
+
 def test_no_such_config(project: Project) -> None:
     done = project.ensemble("run", "nope.yaml")
     assert done.returncode == 2

@@ -22,7 +22,7 @@ reference = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(reference)
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 WHOLE: dict[str, Any] = {
-    "data": {"path": "t.csv", "label_column": "truth"},
+    "data": {"path": "t.csv", "label_columns": ["a", 1]},
     "labels": ["a", 1],
     "models": [
         {"name": "a", "model_name_or_path": "models/a", "text_column": ["one", "two"], "num_gpus": 0},

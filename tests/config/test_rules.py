@@ -71,3 +71,25 @@ def test_a_time_limit_and_what_to_fill_in(load: Load, problems: Problems) -> Non
     run = load(content | {"submission": {"sample": "s.csv"}, "time_limit": "1m"}).config
     assert (run.fill, run.time_limit) == ("sample", 60.0)
     assert load(small() | {"fill": "prior"}).config.time_limit is None
+
+
+def test_label_columns(load: Load, problems: Problems) -> None:
+    def told(**data: object) -> tuple[str, ...]:
+        return problems(small() | {"data": {"path": "t.csv", **data}})
+
+    (both,) = told(label_column="label", label_columns=["pos", "neg"])
+    assert both.startswith("data.label_columns (line ")
+    assert both.endswith("data.label_column is given as well; keep one of the two")
+    (stranger,) = told(label_columns=["pos", "ngea"])
+    assert "label_columns[1]" in stranger
+    assert stranger.endswith("one of the labels (of a column with another name: {column: label}), not 'ngea'")
+    (lacking,) = told(label_columns={"p": "pos"})
+    assert "data.label_columns" in lacking
+    assert "has no column for some of the labels" in lacking
+    (twice,) = told(label_columns={"p": "pos", "q": "pos"})
+    assert "data.label_columns.q" in twice
+    assert "the same label as label_columns.p has" in twice
+    run = load(small() | {"data": {"path": "t.csv", "label_columns": {"n": "neg", "p": "pos"}}}).config
+    assert run.data.truth_columns(run.labels) == tuple(label[0] for label in run.labels)
+    run = load(small() | {"data": {"path": "t.csv", "label_columns": ["pos", "neg"]}}).config
+    assert run.data.truth_columns(run.labels) == run.labels

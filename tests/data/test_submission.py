@@ -62,7 +62,8 @@ def test_every_problem_at_once(tmp_path: Path) -> None:
         "has no column 'winner', though it is mapped to a label",
         "1 id more than once: '1'",
         "9 ids not in the input table: 's0', 's1', 's2', ...",
-        "lacks 2 ids of the input table: 't1', 't2'",
+        "lacks 2 ids of the input table: 't1', 't2'; for a table that is not to be submitted, such as train.csv, "
+        "write no submission: --set submission=null, or remove the key",
     ]
 
 

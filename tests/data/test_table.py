@@ -86,6 +86,44 @@ def test_reads_the_same_from_every_format(tmp_path: Path, suffix: str) -> None:
 
 
 @FORMATS
+def test_a_column_per_label(tmp_path: Path, suffix: str) -> None:
+    rows = [
+        {"id": "x", "text": "t", "yes": 1, "no": False, "maybe": 0.0},
+        {"id": "y", "text": "u", "yes": 0, "no": True, "maybe": 0.0},
+        {"id": "z", "text": "v", "yes": 0, "no": False, "maybe": 0.99},
+    ]
+    soft = [*rows[:2], {**rows[2], "no": True, "yes": 3, "maybe": 0.25}]
+    path = write_rows(tmp_path / f"x{suffix}", rows)
+    asked = needs(labels=("no", "maybe", "yes"), label_columns=("no", "maybe", "yes"))
+    table = read_table(path, asked)
+    assert table.truth is not None
+    assert table.truth.tolist() == [[0, 0, 1], [1, 0, 0], [0, 1, 0]], "scaled to sum to 1"
+    assert published(table, tmp_path / "t.arrow").column_names == ["text"], "nothing that workers need"
+    (off,) = problems(write_rows(path, soft), asked)
+    assert "label columns 'no', 'maybe', 'yes': 1 row whose values do not sum to 1; row 3 (id 'z'): " in off
+    (missing,) = problems(path, needs(label_columns=("no", "mabe")))
+    assert "no label column 'mabe' (did you mean 'maybe'?)" in missing
+
+
+def test_label_columns_that_hold_no_probabilities(tmp_path: Path) -> None:
+    path, asked = tmp_path / "x.csv", needs(label_columns=("a", "b"))
+    path.write_text(
+        "id,text,a,b\n1,t,0.5,0.5\n2,t,1.5,-0.5\n3,t,,1\n4,t,x,1\n5,t,inf,0\n6,t,0,0\n7,t,.505,.5\n"
+    )
+    numbers, negative, sums = problems(path, asked)
+    assert (
+        "3 rows without a number in each of them; row 3 (id '3'): '', '1'; row 4 (id '4'): 'x', '1'"
+        in numbers
+    )
+    assert "1 row with a value below 0; row 2 (id '2'): '1.5', '-0.5'; each row holds" in negative
+    assert "1 row whose values do not sum to 1; row 6 (id '6'): '0', '0'; each" in sums
+    write_rows(path.with_suffix(".jsonl"), [{"id": "1", "text": "t", "a": [1], "b": 0}])
+    assert "1 row without a number" in problems(path.with_suffix(".jsonl"), asked)[0]
+    write_rows(path.with_suffix(".parquet"), [{"id": "1", "text": "t", "a": [1], "b": 0}])
+    assert "label column 'a' holds list<" in problems(path.with_suffix(".parquet"), asked)[0]
+
+
+@FORMATS
 def test_limit_keeps_the_first_rows_and_checks_only_them(tmp_path: Path, suffix: str) -> None:
     rows = [{"id": str(i if i < 20_000 else 0), "text": f"t{i}"} for i in range(30_000)]
     path = write_rows(tmp_path / f"x{suffix}", rows)

@@ -52,6 +52,43 @@ def test_members_that_are_no_better_than_the_prior_are_found() -> None:
     assert not scored(informed(truth, 1.5, chooser), truth).no_better_than_prior
 
 
+def test_a_column_per_label_scores_like_one_column_of_labels() -> None:
+    chooser = np.random.default_rng(2)
+    truth = chooser.choice(3, size=350, p=[0.6, 0.3, 0.1])
+    values = informed(truth, 1.0, chooser)
+    one_hot = np.eye(3)[truth]
+    assert scored(values, one_hot) == scored(values, truth)
+    sklearn_metrics = pytest.importorskip("sklearn.metrics")
+    assert scored(values, one_hot).log_loss == pytest.approx(
+        sklearn_metrics.log_loss(one_hot, values), rel=1e-12
+    )
+    absent = truth[truth < 2]  # a label that no row has
+    assert scored(values[truth < 2], np.eye(3)[absent]) == scored(values[truth < 2], absent)
+
+
+def test_soft_labels_by_the_formulas() -> None:
+    chooser = np.random.default_rng(3)
+    truth, values = chooser.dirichlet([0.5, 0.5, 0.5], size=350), chooser.dirichlet([1, 1, 1], size=350)
+    truth[:3] = np.array([[0.4, 0.4, 0.2], [1, 0, 0], [0, 0.5, 0.5]])
+    values[:3] = np.array([[0.3, 0.5, 0.2], [0, 0, 1], [0.2, 0.4, 0.4]])
+    score = scored(values, truth)
+    shares = np.clip(values, np.finfo(float).eps, 1)
+    losses = np.array([-(t[t > 0] * np.log(p[t > 0])).sum() for t, p in zip(truth, shares, strict=True)])
+    assert score.log_loss == pytest.approx(losses.mean(), rel=1e-9)
+    assert score.accuracy == (truth.argmax(axis=1) == values.argmax(axis=1)).mean()
+    prior = -np.log(truth.mean(axis=0))
+    assert score.prior_log_loss == pytest.approx(truth.mean(axis=0) @ prior)
+    assert score.margin == pytest.approx(2 * (losses - truth @ prior).std() / np.sqrt(349))
+    assert score.no_better_than_prior
+    # By the truth's own entropy no member can get far below the prior here, and one that knows it is not blamed.
+    close = np.array([0.5, 0.3, 0.2]) + chooser.normal(scale=0.01, size=(350, 3))
+    close /= close.sum(axis=1, keepdims=True)
+    assert not scored(close, close).no_better_than_prior
+    assert scored(np.tile(close.mean(axis=0), (350, 1)), close).no_better_than_prior
+    alike = np.tile([0.5, 0.3, 0.2], (350, 1))
+    assert not scored(alike, alike).no_better_than_prior
+
+
 def test_a_tiny_table_does_not_cry_wolf() -> None:
     chooser = np.random.default_rng(1)
     wrong = 0

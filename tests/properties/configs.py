@@ -92,7 +92,7 @@ _MEMBER: Final = {
     "tokenizer_kwargs": {"use_fast": True},
 }
 GOOD: Final[dict[str, Any]] = {
-    "data": {"path": "test.csv", "id_column": "id", "label_column": "label"},
+    "data": {"path": "test.csv", "id_column": "id", "label_column": "label", "label_columns": None},
     "labels": ["neg", 2],
     "models": [
         _MEMBER,

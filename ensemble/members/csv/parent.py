@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import pyarrow as pa
@@ -19,7 +20,7 @@ from ensemble.config import MemberConfig
 from ensemble.data.csv_file import read_header
 from ensemble.data.input_file import missing_column
 from ensemble.data.predictions_csv import read_by_id
-from ensemble.members.base import Assigned, Given, Inspection, MemberKind, OutputColumns
+from ensemble.members.base import Assigned, Draft, Given, Inspection, MemberKind, OutputColumns
 from ensemble.members.csv.settings import CsvSettings
 
 
@@ -36,6 +37,17 @@ class CsvPredictions(MemberKind[CsvSettings, CsvInspection]):
     Settings: ClassVar[type[MemberConfig]] = CsvSettings
     needs_worker: ClassVar[bool] = False
     activation_key: ClassVar[str] = "activation"
+
+    @classmethod
+    def draft(cls, source: str, id_column: str) -> Draft | None:
+        path = Path(source)
+        if not path.is_file() or not {".csv", ".tsv"} & {suffix.lower() for suffix in path.suffixes[-2:]}:
+            return None
+        names = read_header(path)
+        own = id_column if id_column in names else names[0]
+        settings = {"task_type": "csv", "path": source} | ({} if own == id_column else {"id_column": own})
+        labels = tuple(name for name in names if name != own)
+        return Draft(settings, labels, are_named=True, reads_text=False)
 
     def sources(self) -> tuple[str, ...]:
         return (str(self.settings.path),)

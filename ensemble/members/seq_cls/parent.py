@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ensemble.common.digests import FileDigests, digest_of
+from ensemble.common.errors import CheckpointError
 from ensemble.config import MemberConfig
-from ensemble.members.base import Assigned, MemberKind, OutputColumns, Reads, ResourceRequest
+from ensemble.members.base import Assigned, Draft, MemberKind, OutputColumns, Reads, ResourceRequest
 from ensemble.members.footprint import MemoryEstimate
 from ensemble.members.huggingface.allocator import allocator_environment
+from ensemble.members.huggingface.checkpoint.adapter_files import inspect_adapter
+from ensemble.members.huggingface.checkpoint.architecture import read_architecture
 from ensemble.members.huggingface.checkpoint.digests import hub_commit, tokenizer_digest, weights_digest
-from ensemble.members.huggingface.checkpoint.hub import find_file
-from ensemble.members.huggingface.checkpoint.inspect import Checkpoint, inspect_checkpoint
+from ensemble.members.huggingface.checkpoint.hub import find_file, read_config
+from ensemble.members.huggingface.checkpoint.inspect import Checkpoint, inspect_checkpoint, label_names
 from ensemble.members.huggingface.checkpoint.quantization_keys import (
     BITSANDBYTES,
     method_of,
@@ -22,7 +26,7 @@ from ensemble.members.huggingface.checkpoint.quantization_keys import (
     quantization_warnings,
     without_defaults,
 )
-from ensemble.members.huggingface.checkpoint.tokenizer_files import own_max_length
+from ensemble.members.huggingface.checkpoint.tokenizer_files import own_max_length, tokenizer_limit
 from ensemble.members.huggingface.spec import ModelSettings
 from ensemble.members.seq_cls.settings import SequenceClassifierSettings
 
@@ -55,6 +59,34 @@ class SequenceClassification(MemberKind[SequenceClassifierSettings, Checkpoint])
     Settings: ClassVar[type[MemberConfig]] = SequenceClassifierSettings
     child: ClassVar[str] = "ensemble.members.seq_cls.child"
     activation_key: ClassVar[str] = "problem_type"
+
+    @classmethod
+    def draft(cls, source: str, id_column: str) -> Draft | None:
+        base, folder, head_rows = source, Path(source), None
+        if folder.is_file():
+            return None
+        settings = {}
+        if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+            adapter = inspect_adapter(source)
+            if adapter.base is None:
+                raise CheckpointError(f"{source}: its adapter_config.json does not name its base")
+            # Where it was trained the base may have stood elsewhere; often it has been copied beside the adapter.
+            beside = folder.parent / Path(adapter.base).name
+            base = str(beside) if not Path(adapter.base).is_dir() and beside.is_dir() else adapter.base
+            settings, head_rows = {"adapter_name_or_path": source}, adapter.head_rows
+        path = find_file(base, "config.json")
+        config = read_config(path, f"{base}: its config.json")
+        names = label_names(config, base)
+        if head_rows is not None and head_rows != len(names):
+            names = [f"LABEL_{index}" for index in range(head_rows)]
+        architecture = read_architecture(config)
+        limits = [tokenizer_limit(path.parent), architecture.max_positions if architecture else None]
+        return Draft(
+            settings={"model_name_or_path": base, **settings},
+            labels=tuple(names),
+            are_named=not all(re.fullmatch(r"LABEL_\d+", name) for name in names),
+            max_length=min((int(limit) for limit in limits if limit is not None), default=None),
+        )
 
     def request(self) -> ResourceRequest:
         model = self.settings

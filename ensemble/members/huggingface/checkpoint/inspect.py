@@ -74,7 +74,7 @@ def inspect_checkpoint(
     # transformers makes up for one that is missing beside a GGUF file.
     is_there = gguf_file is None or path.is_file()
     config = read_config(path, f"{name_or_path}: its config.json") if is_there else {}
-    folder, names, where = path.parent, _label_names(config, name_or_path), name_or_path
+    folder, names, where = path.parent, label_names(config, name_or_path), name_or_path
     problems = [*code_problems(model, folder, config)]
     if is_local and gguf_file is not None:
         problems += _gguf_problems(folder, gguf_file)
@@ -202,7 +202,12 @@ def _gguf_problems(folder: Path, gguf_file: str) -> Iterator[str]:
         yield f"gguf_file needs the package gguf, which is not installed: {how_to_install('gguf')}"
 
 
-def _label_names(config: Mapping[str, Any], where: str) -> list[str]:
+def label_names(config: Mapping[str, Any], where: str) -> list[str]:
+    """The labels in a ``config.json``, in the order of the model's output columns.
+
+    Raises:
+        CheckpointError: they cannot be told.
+    """
     # transformers' own defaults: two labels where neither id2label nor num_labels is stored.
     stored, count = config.get("id2label"), config.get("num_labels") or 2
     try:

@@ -144,5 +144,11 @@ def own_max_length(folder: Path) -> int | None:
 
     The limit can also stand in a tokenizer's class.
     """
+    own = tokenizer_limit(folder)
+    return None if own is None else default_max_length(own)
+
+
+def tokenizer_limit(folder: Path) -> float | None:
+    """Tokens that a tokenizer gives for a row at most, an astronomic number for no limit; None: nobody says."""
     own = read_json(folder / "tokenizer_config.json").get("model_max_length")
-    return default_max_length(own) if isinstance(own, int | float) and not isinstance(own, bool) else None
+    return own if isinstance(own, int | float) and not isinstance(own, bool) else None

@@ -1,0 +1,407 @@
+"""A first config, guessed from a table, members and perhaps a sample submission; its comments name the guesses.
+
+What a member is made of is told by its kind (``MemberKind.draft``), what a file holds by the readers of ``data``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+
+from ensemble.common.errors import ConfigError, DataError, EnsembleError
+from ensemble.common.files import cannot_write, write_text
+from ensemble.common.text import listed, plural, quoted
+from ensemble.config.values import MAX_NAME_CHARACTERS
+from ensemble.data.csv_file import read_header, read_text_csv
+from ensemble.data.formats import read_contents
+from ensemble.data.input_file import Wanted
+from ensemble.data.json_cells import TemplateProblem, parse_json_cell
+from ensemble.data.table import TableNeeds, read_table
+from ensemble.members.base import Draft
+from ensemble.members.registry import KINDS
+from ensemble.planning.chunks import BYTES_PER_TOKEN
+
+USUAL_SAMPLE = "sample_submission.csv"
+_SCHEMA = "config.schema.json"
+_HEAD_ROWS = 1_000  # that are looked at to see what columns hold
+_PROSE = 0.3  # of a column's cells hold a blank between words; names of models and categories do not
+# A row may have so many times the tokens that its bytes tell (in Chinese, in code), and special ones; rounded up to
+# a step, and cut where nobody has asked for more.
+_MARGIN, _SPECIAL, _STEP, _MAX_TOKENS = 1.5, 8, 64, 4096
+_PLAIN = r"[A-Za-z_./][A-Za-z0-9_./-]*"
+_WORDS = ("null", "true", "false", ".inf", ".nan")
+
+
+@dataclass(frozen=True)
+class FirstConfig:
+    """The YAML, and a sentence for each guess in it that is worth a look."""
+
+    text: str
+    guesses: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A member's name, what it is made of as it was given, and what its kind says of that."""
+
+    name: str
+    source: str
+    draft: Draft
+
+
+def write_first_config(
+    table: Path, sources: Sequence[str], sample: Path | None, output: Path, may_replace: bool
+) -> FirstConfig:
+    """Guess a config and write it.
+
+    Args:
+        may_replace: a file that is there already; for the others see ``first_config``.
+
+    Raises:
+        EnsembleError: as ``first_config``; also where the file is there already, or cannot be written.
+    """
+    if not may_replace and os.path.lexists(output):
+        raise ConfigError(f"{output} is there already; --force replaces it, --output names another file")
+    config = first_config(table, sources, sample, output)
+    try:
+        write_text(output, config.text)
+    except OSError as error:
+        raise ConfigError(cannot_write("--output", output, error)) from error
+    return config
+
+
+def first_config(table: Path, sources: Sequence[str], sample: Path | None, output: Path) -> FirstConfig:
+    """Guess a config; nothing is written.
+
+    Args:
+        sources: what the members are made of: folders of checkpoints or adapters, names on the hub, predictions.
+        sample: None: the sample submission beside the table, if it is one for these rows.
+        output: where the YAML will stand.
+
+    Raises:
+        EnsembleError: a file cannot be read, or is nothing that a config could name; every problem is listed.
+    """
+    names = read_contents(table, Wanted("", None, (), _HEAD_ROWS)).names
+    beside = table.parent / USUAL_SAMPLE
+    found = sample or (beside if beside.is_file() and beside != table else None)
+    header = () if found is None else read_header(found)
+    id_column = _id_column(table, names, header)
+    if sample is None and found is not None and _has_first_row(found, table, id_column):
+        sample = found
+    columns = [] if sample is None else [name for name in header if name != id_column]
+    members = _members(sources, id_column)
+
+    guesses: list[str] = []
+    labels, reason = _labels(members, columns)
+    maps = {member.name: _label_map(member, labels) for member in members}
+    others = tuple(name for name in names if name != id_column)
+    rows = read_table(table, _needs(id_column, others, _HEAD_ROWS)).head(_HEAD_ROWS)
+    held = {name: [row[name] for row in rows if row[name] not in (None, "")] for name in others}
+    truth = _truth(held, labels)
+    is_read = {name: _reading(cells) for name, cells in held.items() if name not in truth}
+    texts = [name for name, how in is_read.items() if how in ("json", "prose")]
+    texts = texts or [name for name, how in is_read.items() if how == "text"]
+    if len(texts) > 1:  # Jinja knows no other names
+        fit = [name for name in texts if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)] or texts[:1]
+        odd = [name for name in texts if name not in fit]
+        if odd:
+            guesses.append(
+                f"{listed(odd)} left out: a template reads names of letters, digits and _; rename it"
+            )
+        texts = fit
+    if not texts and any(member.draft.reads_text for member in members):
+        raise DataError(
+            f"{table}: no column of text for the members to read; the columns are {listed(names)}"
+        )
+    unused = [name for name in others if name not in texts and name not in truth]
+
+    lines = [f"# yaml-language-server: $schema={place}" for place in _schema_place(output)]
+    lines += [
+        "# A first config by `ensemble init`. Look at what is marked with GUESS, then validate, plan, run."
+    ]
+    lines += ["", "data:", f"  path: {_scalar(str(table))}", f"  id_column: {_scalar(id_column)}"]
+    if len(truth) > 1 or truth == labels:
+        lines += _flow("  label_columns: ", labels)
+    elif truth:
+        lines += [f"  label_column: {_scalar(truth[0])}  # the true labels: the run ends with scores"]
+    if unused:
+        lines += [f"  # not used: {', '.join(map(_shown, unused))}"]
+    lines += ["", f"# {reason}", *_flow("labels: ", labels), "", "models:"]
+    if "GUESS" in reason:
+        guesses.append(reason.partition("GUESS: ")[2])
+
+    template, is_single = "", len(texts) == 1 and is_read[texts[0]] != "json"
+    if not is_single:
+        cell = {"json": " | fromjson | join('\\n')"}
+        template = "\n\n".join(f"<{name}>: {{{{ {name}{cell.get(is_read[name], '')} }}}}" for name in texts)
+    max_length, length_note = _max_length(table, id_column, texts, len(template)) if texts else (0, "")
+    for member in members:
+        draft = member.draft
+        lines += [f"  - name: {_scalar(member.name)}"]
+        lines += [f"    {key}: {_scalar(value)}" for key, value in draft.settings.items()]
+        if label_map := maps[member.name]:
+            pairs = ", ".join(f"{_scalar(theirs)}: {_scalar(ours)}" for theirs, ours in label_map.items())
+            is_guess = not draft.are_named
+            remark = "  # GUESS: in this order; as in its training?" if is_guess else ""
+            lines += [f"    label_map: {{{pairs}}}{remark}"]
+            if is_guess:
+                guesses.append(f"{member.name}: its labels are numbered, and taken in the order of labels")
+        if draft.reads_text and draft.max_length is not None and draft.max_length < max_length:
+            lines += [f"    max_length: {draft.max_length}  # as many as it can read; longer rows are cut"]
+    if any(member.draft.reads_text for member in members):
+        lines += ["", "defaults:  # of all models that do not say otherwise"]
+        if is_single:
+            lines += [f"  text_column: {_scalar(texts[0])}"]
+        else:
+            what = "the columns, in the table's order; it must read as in the models' training"
+            lines += [f"  # GUESS: {what}.", "  prompt_template: |-"]
+            lines += [f"    {line}".rstrip() for line in template.split("\n")]
+            guesses.append(f"prompt_template: {what}")
+        lines += [f"  # {length_note}", f"  max_length: {max_length}"]
+        lines += [
+            "  # Where `plan` says that a model is too large, 4-bit weights take a quarter of 16-bit ones:"
+        ]
+        lines += ["  # quantization_config: {load_in_4bit: true, bnb_4bit_quant_type: nf4}"]
+    if sample is not None:
+        lines += ["", "submission:", f"  sample: {_scalar(str(sample))}", "  path: submission.csv"]
+        pairs_of, is_guess = _submission_columns(columns, labels)
+        if pairs_of:
+            pairs = ", ".join(f"{_scalar(column)}: {_scalar(label)}" for column, label in pairs_of.items())
+            lines += [f"  columns: {{{pairs}}}{'  # GUESS: which label each column is' * is_guess}"]
+            if is_guess:
+                guesses.append("submission.columns: which label each column of the sample is")
+    lines += ["", "output_dir: runs/first", ""]
+    return FirstConfig("\n".join(lines), tuple(guesses))
+
+
+def _needs(id_column: str, columns: tuple[str, ...], limit: int | None) -> TableNeeds:
+    return TableNeeds(id_column, None, (), columns, (), (), limit)
+
+
+def _id_column(table: Path, names: Sequence[str], sample: Sequence[str]) -> str:
+    """The column that names the rows: the sample's, or one that is called so, or the first of all.
+
+    Raises:
+        DataError: none of them has a value of its own for each row.
+    """
+    likely = [
+        *(name for name in sample[:1] if name in names),
+        *(name for name in names if name.lower() == "id"),
+        *(name for name in names if re.search(r"(?i)[^a-z]id$|[a-z]I[dD]$", name)),
+        *names[:1],
+    ]
+    reasons = list[str]()
+    for name in dict.fromkeys(likely):
+        contents = read_contents(table, Wanted(name, None, (), None))
+        if not contents.rows:
+            raise DataError(f"{table}: empty table: there is a header or a schema, but no row")
+        ids = contents.ids
+        if ids is None or contents.problems:
+            reasons += contents.problems
+        elif (
+            pc.any(pc.fill_null(pc.equal(ids, ""), True)).as_py() or len(ids) > pc.count_distinct(ids).as_py()
+        ):
+            reasons.append(f"{table}: column {quoted(name)} has rows without a value, or with the same one")
+        else:
+            return name
+    raise DataError([*reasons, f"{table}: no column names the rows; add one, such as id"])
+
+
+def _has_first_row(sample: Path, table: Path, id_column: str) -> bool:
+    """Whether a sample submission has the table's first row; that of test.csv lies beside train.csv, too."""
+    if id_column not in read_header(sample):
+        return False
+    first = read_contents(table, Wanted(id_column, None, (), 1)).ids
+    known = read_text_csv(sample, [id_column]).column(0)
+    return first is not None and bool(pc.any(pc.equal(known, first[0].as_py())).as_py())
+
+
+def _members(sources: Sequence[str], id_column: str) -> list[_Member]:
+    """The members in their order, each with a name of its own.
+
+    Raises:
+        ConfigError: what is wrong with each of the sources.
+    """
+    kinds = [KINDS.load(name) for name in KINDS.names()]
+    members, problems, taken = list[_Member](), list[str](), {"ensemble"}
+    for source in sources:
+        try:
+            draft = next(filter(None, (kind.draft(source, id_column) for kind in kinds)), None)
+            if draft is None:
+                problems.append(f"{source}: neither a folder with a checkpoint nor a CSV of predictions")
+                continue
+        except EnsembleError as error:
+            problems += error.problems
+            continue
+        stem = re.sub(r"(\.csv|\.tsv|\.gz)+$", "", Path(source).name) or "model"
+        base = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip(".-")[: MAX_NAME_CHARACTERS - 4] or "model"
+        name = next(
+            name
+            for name in (base, *(f"{base}-{number}" for number in range(2, 10_000)))
+            if name.lower() not in taken
+        )
+        taken.add(name.lower())
+        members.append(_Member(name, source, draft))
+    if problems:
+        raise ConfigError(problems)
+    return members
+
+
+def _labels(members: Sequence[_Member], columns: Sequence[str]) -> tuple[list[str], str]:
+    """The labels, and where they are from.
+
+    Args:
+        columns: those of the sample submission beside its ids.
+    """
+    # A CSV may have more columns than labels, so it is asked last.
+    known = sorted(
+        (member for member in members if member.draft.labels),
+        key=lambda member: (not member.draft.reads_text, not member.draft.are_named),
+    )
+    if not known:
+        raise ConfigError(f"{members[0].source}: its labels are not known")
+    first = known[0]
+    labels = [*(first.draft.labels or ())]
+    if not first.draft.reads_text and columns and set(columns) <= set(labels):
+        return [*columns], "The columns of the sample submission, which the predictions have, too."
+    if first.draft.are_named:
+        return labels, f"In the order of {first.source}; other members are matched by name."
+    if len(columns) == len(labels):
+        said = "the sample submission's columns in their order, as the checkpoints only number their labels"
+        return [*columns], f"GUESS: {said}."
+    return labels, "GUESS: numbers as in the checkpoints; give each its name, here and in label_map."
+
+
+def _label_map(member: _Member, labels: Sequence[str]) -> Mapping[str, str]:
+    """A checkpoint's label -> the config's, where that is not by name, and not for ``validate`` to refuse."""
+    own = member.draft.labels or ()
+    if not member.draft.reads_text or set(own) == set(labels) or len(own) != len(labels) or len(labels) == 1:
+        return {}
+    return _same_but_case(own, labels) if member.draft.are_named else dict(zip(own, labels, strict=True))
+
+
+def _same_but_case(theirs: Sequence[str], ours: Sequence[str]) -> dict[str, str]:
+    """Each of theirs and which of ours it is, where all differ in their case or marks only; else nothing."""
+
+    def folded(name: str) -> str:
+        return re.sub(r"[\W_]+", "", name.casefold())
+
+    by_folded = {folded(label): label for label in ours}
+    found = {name: by_folded[folded(name)] for name in theirs if folded(name) in by_folded}
+    return found if len(set(found.values())) == len(theirs) else {}
+
+
+def _submission_columns(columns: Sequence[str], labels: Sequence[str]) -> tuple[Mapping[str, str], bool]:
+    """Each column of the sample and its label, where their names differ; and whether that is a guess."""
+    if set(columns) <= set(labels):
+        return {}, False
+    if alike := _same_but_case(columns, labels):
+        return alike, False
+    if len(columns) == len(labels):
+        return dict(zip(columns, labels, strict=True)), True
+    if len(columns) == 1 and len(labels) == 2:  # of two classes the second is the one that is asked for
+        return {columns[0]: labels[1]}, True
+    return {}, False
+
+
+def _truth(held: Mapping[str, Sequence[Any]], labels: Sequence[str]) -> list[str]:
+    """The columns of the true labels: one for each, or one that holds nothing else; or none."""
+    if set(labels) <= held.keys() and all(_reading(held[label]) == "number" for label in labels):
+        return [*labels]
+    holds = (name for name, cells in held.items() if cells and {*map(str, cells)} <= set(labels))
+    return [*holds][:1]
+
+
+def _reading(cells: Sequence[Any]) -> str:
+    """What the cells of a column are, none of them empty: json (lists), number, prose, text, or other."""
+    if not cells:
+        return "other"
+    if all(_is_list(cell) for cell in cells):
+        return "json"
+    if all(isinstance(cell, int | float) or _is_number(cell) for cell in cells):
+        return "number"
+    if not all(isinstance(cell, str) for cell in cells):
+        return "other"
+    blanks = sum(bool(re.search(r"\S\s+\S", cell)) for cell in cells)
+    return "prose" if blanks >= _PROSE * len(cells) else "text"
+
+
+def _is_list(cell: object) -> bool:
+    """Whether a cell is, or holds as JSON, a list of what can be joined."""
+    if isinstance(cell, str) and not cell.lstrip().startswith("["):
+        return False
+    try:
+        value = parse_json_cell(cell)
+    except TemplateProblem:
+        return False
+    return isinstance(value, list) and not any(isinstance(item, list | dict) for item in value)
+
+
+def _is_number(cell: object) -> bool:
+    try:
+        return isinstance(cell, str) and float(cell) is not None
+    except ValueError:
+        return False
+
+
+def _max_length(table: Path, id_column: str, texts: Sequence[str], more: int) -> tuple[int, str]:
+    """Tokens that no row should have more of, and how they were estimated.
+
+    Args:
+        more: bytes that a template adds to each row.
+    """
+    lengths = read_table(table, _needs(id_column, tuple(texts), None)).text_lengths(texts) + more
+    longest = int(np.ceil(lengths.max() / BYTES_PER_TOKEN))
+    wanted = -(-int(longest * _MARGIN + _SPECIAL) // _STEP) * _STEP
+    tokens, cut = min(wanted, _MAX_TOKENS), ""
+    if tokens < wanted:
+        rows = int((lengths > tokens * BYTES_PER_TOKEN).sum())
+        cut = f"; {plural(rows, 'row')} would be cut"
+    middle = int(np.median(lengths) / BYTES_PER_TOKEN)
+    said = f"{BYTES_PER_TOKEN:g} bytes a token: the longest row has {longest:,}, one in the middle {middle:,}"
+    return tokens, f"GUESS by {said}{cut}."
+
+
+def _schema_place(output: Path) -> Iterator[str]:
+    """Where editors find the schema, in a checkout or as it was installed; nothing where it is not."""
+    folders = (
+        Path(__file__).resolve().parents[2] / "docs",
+        Path(sysconfig.get_path("data"), "share/ensemble-runner"),
+    )
+    for folder in folders:
+        if (place := folder / _SCHEMA).is_file():
+            here = output.absolute().parent
+            near = place.is_relative_to(here) or place.is_relative_to(here.parent)
+            yield os.path.relpath(place, here) if near else str(place)
+            return
+
+
+def _flow(start: str, items: Sequence[str]) -> list[str]:
+    """A list behind its key, in as many lines as it takes."""
+    line = f"{start}[{', '.join(map(_scalar, items))}]"
+    if len(line) <= MAX_NAME_CHARACTERS:
+        return [line]
+    inner = " " * (len(start) - len(start.lstrip()) + 2)
+    return [f"{start}[", *(f"{inner}{_scalar(item)}," for item in items), f"{inner[2:]}]"]
+
+
+def _scalar(value: object) -> str:
+    """A value as YAML; text in quotes where it could be read as anything else."""
+    if not isinstance(value, str):
+        return json.dumps(value)
+    text = value.replace("${", "$${")
+    is_plain = re.fullmatch(_PLAIN, text, re.ASCII) and text.lower() not in _WORDS
+    return text if is_plain and re.search("[A-Za-z]", text) else json.dumps(text, ensure_ascii=False)
+
+
+def _shown(name: str) -> str:
+    return name if re.fullmatch(r"[\w -]{1,60}", name) else quoted(name)

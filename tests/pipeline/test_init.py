@@ -1,0 +1,199 @@
+"""``ensemble init``: first configs for the tables and checkpoints that people have; all pass ``validate``."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from ensemble.common.errors import DataError
+from ensemble.pipeline.init import _scalar, first_config
+from ensemble.pipeline.load import load
+from tests.checkpoints import make_adapter, make_base, make_checkpoint
+from tests.project import Project
+
+pytestmark = [
+    pytest.mark.usefixtures("warm"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),  # peft on transformers 5
+]
+
+CONTEST = ["winner_model_a", "winner_model_b", "winner_tie"]
+
+
+@pytest.fixture(scope="module")
+def contest_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``named``, ``numbered``, ``short`` (which reads 128 tokens) and ``lora`` on the headless ``base``."""
+    folder = tmp_path_factory.mktemp("contest models")
+    make_checkpoint(folder / "named", "gemma2", [CONTEST[2], *CONTEST[:2]], seed=1)
+    make_checkpoint(folder / "numbered", "llama", [f"LABEL_{index}" for index in range(3)], seed=2)
+    make_checkpoint(folder / "short", "bert", CONTEST, seed=3)
+    make_base(folder / "base", "llama", seed=4)
+    make_adapter(folder / "lora", folder / "base", 3, seed=5)
+    return folder
+
+
+def contest_rows(rows: int = 40) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": 1000 + 7 * row,
+            "prompt": ["who is it?"] * (1 + row % 3),
+            "response_a": [f"the plant {row}, or a null"],
+            "response_b": ["an animal with a tail", None] if row == 3 else ["a long river. " * row],
+            "model_a": f"gpt-{row % 4}",
+        }
+        for row in range(rows)
+    ]
+
+
+def write(project: Project, name: str, rows: Sequence[dict[str, Any]]) -> None:
+    """The rows as the file's ending says; lists are JSON text in a CSV, as in the competition's."""
+    path = project.folder / name
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist([*rows]), path)
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    else:
+        cells = [[json.dumps(v) if isinstance(v, list) else str(v) for v in row.values()] for row in rows]
+        project.write_csv(name, [*rows[0]], cells)
+
+
+def made(project: Project, name: str = "config.yaml") -> tuple[str, dict[str, Any]]:
+    """A config's text, and what it says."""
+    text = (project.folder / name).read_text(encoding="utf-8")
+    return text, yaml.safe_load(text)
+
+
+def test_the_first_config_of_a_contest_runs(project: Project, contest_models: Path) -> None:
+    rows = contest_rows()
+    write(project, "test.csv", rows)
+    sample = [[str(row["id"]), "0.3", "0.3", "0.4"] for row in rows]
+    project.write_csv("sample_submission.csv", ["id", *CONTEST], sample)
+    names = [str(contest_models / name) for name in ("numbered", "short")]
+    done = project.ensemble("init", "test.csv", *names)
+    assert done.returncode == 0, done.stderr
+    assert "config.yaml: written" in done.stdout
+    assert "guess: numbered: its labels are numbered" in done.stdout
+    assert "All checks passed" in done.stdout
+    text, config = made(project)
+    schema = Path(re.match(r"# yaml-language-server: \$schema=(.*)\n", text)[1])  # type: ignore[index]
+    assert (project.folder / schema).is_file()
+    assert config["data"] == {"path": "test.csv", "id_column": "id"}
+    assert "# not used: model_a" in text
+    assert config["labels"] == CONTEST
+    numbered, short = config["models"]
+    assert numbered["label_map"] == {f"LABEL_{index}": label for index, label in enumerate(CONTEST)}
+    assert "label_map" not in short
+    assert short["max_length"] == 128, "its positions end there"
+    assert config["defaults"]["prompt_template"].split("\n\n") == [
+        f"<{name}>: {{{{ {name} | fromjson | join('\\n') }}}}"
+        for name in ("prompt", "response_a", "response_b")
+    ]
+    assert config["defaults"]["max_length"] == 320  # 1.5 times 1/4 of 760 bytes, in steps of 64
+    assert config["submission"] == {"sample": "sample_submission.csv", "path": "submission.csv"}
+    ran = project.ensemble("run", "config.yaml", "-q")
+    assert ran.returncode == 0, ran.stderr
+    header, submitted = project.read("submission.csv")
+    assert header == ["id", *CONTEST]
+    assert [row[0] for row in submitted] == [row[0] for row in sample]
+
+    before = (project.folder / "config.yaml").read_bytes()
+    again = project.ensemble("init", "test.csv", names[1])
+    assert again.returncode == 2
+    assert "config.yaml is there already; --force replaces it" in again.stderr
+    assert (project.folder / "config.yaml").read_bytes() == before
+    assert project.ensemble("init", "test.csv", names[1], "--force").returncode == 0
+    assert len(made(project)[1]["models"]) == 1
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet", ".jsonl"])
+def test_a_training_table_brings_its_truth(suffix: str, project: Project, contest_models: Path) -> None:
+    """A column per label; the sample submission beside it has other rows."""
+    truth = [{label: int(row % 3 == index) for index, label in enumerate(CONTEST)} for row in range(40)]
+    write(project, f"train{suffix}", [one | other for one, other in zip(contest_rows(), truth, strict=True)])
+    project.write_csv("sample_submission.csv", ["id", *CONTEST], [["1", "0.3", "0.3", "0.4"]])
+    project.write_csv(
+        "mate.csv", ["id", *CONTEST], [[str(1000 + 7 * row), "1", "0", "0"] for row in range(40)]
+    )
+    done = project.ensemble(
+        *("init", f"train{suffix}", str(contest_models / "lora"), str(contest_models / "named"), "mate.csv"),
+        *("--output", "first.yaml"),
+    )
+    assert done.returncode == 0, done.stderr
+    text, config = made(project, "first.yaml")
+    assert config["labels"] == [CONTEST[2], *CONTEST[:2]], "those of the one that has names"
+    assert config["data"]["label_columns"] == config["labels"]
+    assert "submission" not in config
+    assert re.findall(r"\{\{ (\w+) \| fromjson", text) == ["prompt", "response_a", "response_b"]
+    lora, _, mate = config["models"]
+    assert lora["adapter_name_or_path"] == str(contest_models / "lora")
+    assert lora["model_name_or_path"] == str(contest_models / "base")
+    assert lora["label_map"] == {f"LABEL_{index}": label for index, label in enumerate(config["labels"])}
+    assert mate == {"name": "mate", "task_type": "csv", "path": "mate.csv"}
+
+
+def test_one_column_of_text_and_one_of_labels(project: Project) -> None:
+    header, rows = project.read("test.csv")
+    rows = [[f"r{row[0]}", *row[1:], "7"] for row in rows]
+    project.write_csv("test.csv", ["row_id", *header[1:], "yes"], rows)
+    project.write_csv(
+        "sample.csv", ["row_id", "Tie", "Winner-A", "Winner-B"], [[row[0], "0", "0", "1"] for row in rows]
+    )
+    done = project.ensemble("init", "test.csv", str(project.models / "gemma"), "--sample", "sample.csv")
+    assert done.returncode == 0, done.stderr
+    text, config = made(project)
+    assert config["data"] == {"path": "test.csv", "id_column": "row_id", "label_column": "label"}
+    assert config["defaults"]["text_column"] == "text"
+    assert config["submission"]["columns"] == {"Tie": "tie", "Winner-A": "winner_a", "Winner-B": "winner_b"}
+    assert "# not used: yes" in text
+
+
+def test_what_does_not_fit_together_is_said_by_validate(project: Project, contest_models: Path) -> None:
+    """And what is no model at all before anything is written."""
+    given = [str(project.models / "gemma"), str(contest_models / "named")]
+    done = project.ensemble("init", "test.csv", *given)
+    assert done.returncode == 2
+    assert "config.yaml does not pass validate yet" in done.stderr
+    assert "map them with label_map, for example label_map: {winner_tie: tie}" in done.stderr
+    assert len(made(project)[1]["models"]) == 2
+    (project.folder / "config.yaml").unlink()
+    done = project.ensemble("init", "test.csv", "nowhere/gemma", "test.csv.gz", given[0])
+    assert done.returncode == 2
+    assert "nowhere/gemma: no such folder" in done.stderr
+    assert "test.csv.gz" in done.stderr
+    assert not (project.folder / "config.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.csv", "id,text\n", "empty table"),
+        ("a.csv", "row,n\nx y,1\nx y,2\n", "column 'row' has rows without a value, or with the same one"),
+        ("a.csv", "id,n\n1,2\n", "no column of text for the members to read; the columns are 'id', 'n'"),
+        ("a.jsonl", '{"id": [1], "t": "x y"}\n', "no column names the rows; add one, such as id"),
+    ],
+)
+def test_tables_that_no_config_can_read(name: str, content: str, words: str, project: Project) -> None:
+    (project.folder / name).write_text(content, encoding="utf-8")
+    with pytest.raises(DataError, match=re.escape(words)):
+        first_config(project.folder / name, [str(project.models / "gemma")], None, project.folder / "c.yaml")
+
+
+@pytest.mark.parametrize(
+    "text", ["yes", "1e5", "a: b", "# x", "", " x", "${HOME}", "null", "é", "a\nb", "-", "012", "~x"]
+)
+def test_text_stays_what_it_is(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "data: {path: t.csv}\noutput_dir: o\nlabels: [a]\nmodels: [{name: m, model_name_or_path: m, "
+        f"text_column: t, model_kwargs: {{x: {_scalar(text)}}}}}]\n",
+        encoding="utf-8",
+    )
+    (member,) = load(path, environ={}).config.models
+    assert member.model_dump()["model_kwargs"] == {"x": text}
