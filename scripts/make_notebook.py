@@ -115,9 +115,7 @@ def _markdown(name: str, text: str) -> dict[str, Any]:
 
 
 def _code(name: str, text: str) -> dict[str, Any]:
-    lines = text.splitlines(keepends=True)
-    cell = {"cell_type": "code", "execution_count": None, "id": name, "metadata": {}, "outputs": []}
-    return {**cell, "source": lines}
+    return {**_markdown(name, text), "cell_type": "code", "execution_count": None, "outputs": []}
 
 
 if __name__ == "__main__":

@@ -114,11 +114,11 @@ def run_notebook(
     notebook.write_text(text, encoding="utf-8")
     home = root / "home"  # of Jupyter's and IPython's own files
     home.mkdir(exist_ok=True)
-    dropped = ("PYTHONPATH", "JUPYTER", "IPYTHON", "HF_", "XDG_")
+    dropped = ("PYTHONPATH", "PIP_", "JUPYTER", "IPYTHON", "HF_", "XDG_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     command = ["-m", "nbconvert", "--to", "notebook", "--execute", "--output", executed.name, str(notebook)]
     done = subprocess.run(
-        [*_offline(root / "input"), str(python), *command],
+        [*offline(root / "input"), str(python), *command],
         cwd=root / "working",
         env={**environment, "HOME": str(home), "KAGGLE_KERNEL_RUN_TYPE": "Batch"},
         stdout=subprocess.PIPE,
@@ -129,8 +129,8 @@ def run_notebook(
     return done, json.loads(executed.read_text(encoding="utf-8")) if executed.is_file() else {}
 
 
-def _offline(read_only: Path) -> list[str]:
-    """What a command is put behind to have no network and no right to write there; nothing where it is forbidden."""
+def offline(read_only: Path) -> list[str]:
+    """What a command is put behind to have no network and a read-only folder; nothing where that is forbidden."""
     command = [
         "unshare",
         "--map-root-user",
