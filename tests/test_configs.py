@@ -12,13 +12,12 @@ import pytest
 import yaml
 
 from bench.shapes import GEMMA_2_9B, LLAMA_3_8B, make_full_size
-from tests.checkpoints import make_checkpoint, make_texts, reference
+from tests.checkpoints import reference
+from tests.kaggle import LABELS, lay_out
 from tests.nvml.sim import GIB, Gpu, Memory, NvmlSim, gpu_uuid
 from tests.project import ROOT, Project
 
 pytestmark = pytest.mark.usefixtures("warm")
-
-LMSYS_LABELS = ["winner_model_a", "winner_model_b", "winner_tie"]
 
 
 def test_no_config_goes_untested() -> None:
@@ -56,21 +55,7 @@ def kaggle(project: Project) -> Project:
     """The folders that configs/kaggle.yaml reads, with small stand-ins of the same architectures."""
     pytest.importorskip("bitsandbytes")
     root = project.folder / "kaggle"
-    data = root / "input" / "lmsys-chatbot-arena"
-    data.mkdir(parents=True)
-    (root / "working").mkdir()
-    labels = ["LABEL_0", "LABEL_1", "LABEL_2"]
-    make_checkpoint(root / "input" / "gemma-2-9b-lmsys", "gemma2", labels, seed=1)
-    make_checkpoint(root / "input" / "llama-3-8b-lmsys", "llama", labels, seed=2, pad=None)
-    texts = make_texts(120, seed=5)
-    rows = []
-    for index in range(40):
-        turns = [texts[3 * index : 3 * index + 2], [texts[3 * index + 2], None], ["\ud83d broken pair"]]
-        rows.append([str(136060 + index), *[json.dumps(turn) for turn in turns]])
-    relative = data.relative_to(project.folder)
-    project.write_csv(f"{relative}/test.csv", ["id", "prompt", "response_a", "response_b"], rows)
-    sample = [[row[0], "0.33", "0.33", "0.34"] for row in rows]
-    project.write_csv(f"{relative}/sample_submission.csv", ["id", *LMSYS_LABELS], sample)
+    lay_out(root)
     text = (ROOT / "configs" / "kaggle.yaml").read_text(encoding="utf-8")
     assert text.count("/kaggle/") >= 6
     (project.folder / "kaggle.yaml").write_text(text.replace("/kaggle/", f"{root}/"), encoding="utf-8")
@@ -82,13 +67,13 @@ def test_the_kaggle_config_with_stand_ins(kaggle: Project) -> None:
     done = kaggle.ensemble("run", "kaggle.yaml")
     assert done.returncode == 0, done.stderr
     header, rows = kaggle.read("kaggle/working/submission.csv")
-    assert header == ["id", *LMSYS_LABELS]
+    assert header == ["id", *LABELS]
     assert [row[0] for row in rows] == [str(136060 + index) for index in range(40)]
     values = np.array([[float(cell) for cell in row[1:]] for row in rows])
     np.testing.assert_allclose(values.sum(axis=1), 1, atol=1e-8)
     assert values.std(axis=0).min() > 0.01
     _check_labels_are_not_mixed_up(kaggle, values)
-    report = kaggle.run_json("kaggle/working/ensemble")
+    report = kaggle.run_json("kaggle/working/run")
     # [text, null] in a JSON list: one null a row in response_a
     assert report["null_texts"]["response_a"] >= 40
     done = kaggle.ensemble("plan", "kaggle.yaml")
@@ -128,7 +113,7 @@ def test_the_kaggle_config_fits_two_t4(kaggle: Project, nvml_sim: NvmlSim) -> No
         assert done.returncode == 2
         assert "models[0] (gemma2): its weights take " in done.stderr
         assert "models[1] (llama3): its weights take " in done.stderr
-    assert not (kaggle.folder / "kaggle/working/ensemble").exists()
+    assert not (kaggle.folder / "kaggle/working/run").exists()
 
 
 def _check_labels_are_not_mixed_up(kaggle: Project, values: np.ndarray) -> None:
@@ -162,7 +147,7 @@ def test_one_broken_json_cell_is_found_before_any_model_loads(kaggle: Project) -
     assert done.returncode == 2
     assert "row 34 (id '136093')" in done.stderr
     assert "response_a" in done.stderr
-    assert not (kaggle.folder / "kaggle/working/ensemble").exists()
+    assert not (kaggle.folder / "kaggle/working/run").exists()
 
 
 def test_the_readme_shows_a_config_that_is_valid(tmp_path: Path) -> None:

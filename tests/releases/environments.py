@@ -51,7 +51,17 @@ ENVIRONMENTS = (
     Environment("oldest", (*_lowest(), *TOOLS), python="3.11"),
     Environment(
         "kaggle",
-        ("torch==2.10.0", "transformers==5.0.0", "numpy<2.1", "pyarrow<19", *_today(), *TOOLS),
+        (
+            *(
+                "torch==2.10.0",
+                "transformers==5.0.0",
+                "numpy<2.1",
+                "pyarrow<19",
+                "ipykernel==6.17.1",
+                "nbconvert",
+            ),
+            *(*_today(), *TOOLS),
+        ),
         python="3.12",
     ),
     *OVERLAYS,

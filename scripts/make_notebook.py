@@ -1,0 +1,122 @@
+"""Writes configs/kaggle.ipynb around configs/kaggle.yaml: ``python scripts/make_notebook.py``.
+
+A test keeps the two in step, and runs the notebook in a folder laid out like Kaggle's.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG, NOTEBOOK = ROOT / "configs" / "kaggle.yaml", ROOT / "configs" / "kaggle.ipynb"
+
+INTRODUCTION = """\
+# An ensemble of big models on Kaggle, offline
+
+Settings: accelerator **GPU T4 x2**, internet **off**. Inputs: the competition, a dataset or model for each
+checkpoint, and this project: the kit that `scripts/kaggle_kit.py` makes, which brings bitsandbytes, or a checkout.
+
+Every command stops the notebook if it ends badly. (A line that starts with `!` never does: the version would be
+saved, and submitted, with whatever lies there.)"""
+
+ATTACH = '''\
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def attached(pattern):
+    """The input that holds such a file, wherever below /kaggle/input it is mounted."""
+    found = (path for depth in range(1, 5) for path in Path("/kaggle/input").glob("*/" * depth + pattern))
+    return next(found, None)
+
+
+if wheel := attached("ensemble_runner-*.whl"):  # the kit
+    lock = wheel.with_name("requirements.lock")
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "-r", str(lock)], check=True)
+elif module := attached("ensemble/__main__.py"):  # a checkout
+    folders = [str(module.parents[1]), os.environ.get("PYTHONPATH")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
+else:
+    raise FileNotFoundError("no input holds this project: add its kit or its checkout as a dataset")
+
+
+def ensemble(*arguments, good=(0,)):
+    """Run `python -m ensemble ...` and print what it says; any other exit code stops the notebook."""
+    command = [sys.executable, "-m", "ensemble", *arguments]
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, **both, encoding="utf-8", errors="replace") as process:
+        for line in process.stdout:
+            print(line, end="", flush=True)
+    if process.returncode not in good:
+        raise RuntimeError(f"ensemble {arguments[0]} ended with exit code {process.returncode}; see above")'''
+
+LOOK = """\
+import pandas as pd
+
+submission = pd.read_csv("{submission}")
+sample = pd.read_csv("{sample}")
+assert list(submission.columns) == list(sample.columns), "other columns than the sample"
+assert submission["{id}"].equals(sample["{id}"]), "other rows than the sample"
+print(submission.drop(columns="{id}").describe().round(4))
+print(submission.head().to_string(index=False))"""
+
+
+def main() -> None:
+    NOTEBOOK.write_text(notebook_text(), encoding="utf-8")
+
+
+def cells() -> list[dict[str, Any]]:
+    """The notebook's cells."""
+    text = CONFIG.read_text(encoding="utf-8").partition("\n")[2]  # without the editor's path of the schema
+    config = yaml.safe_load(text)
+    paths = {"submission": config["submission"]["path"], "sample": config["submission"]["sample"]}
+    look = LOOK.format(**paths, id=config["data"]["id_column"])
+    return [
+        _markdown("introduction", INTRODUCTION),
+        _code("attach", ATTACH),
+        _markdown("settings", "The config. Put your own inputs' folders in place of the model paths."),
+        _code("config", f"%%writefile config.yaml\n{text.strip()}"),
+        _markdown("checks", "Can it run here? Are config, data and models right? What fits where?"),
+        _code("doctor", 'ensemble("doctor", "config.yaml")'),
+        _code("validate", 'ensemble("validate", "config.yaml")'),
+        _code("plan", 'ensemble("plan", "config.yaml")'),
+        _markdown("computing", "Exit code 4: a `time_limit` ended it, with a complete submission."),
+        _code("run", 'ensemble("run", "config.yaml", good=(0, 4))'),
+        _markdown("result", "A look at what will be submitted."),
+        _code("look", look),
+    ]
+
+
+def notebook_text() -> str:
+    """The notebook as JSON, in the format 4.5."""
+    metadata = {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+        "kaggle": {
+            "accelerator": "nvidiaTeslaT4",
+            "isGpuEnabled": True,
+            "isInternetEnabled": False,
+            "language": "python",
+            "sourceType": "notebook",
+        },
+    }
+    notebook = {"cells": cells(), "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
+    return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
+
+
+def _markdown(name: str, text: str) -> dict[str, Any]:
+    return {"cell_type": "markdown", "id": name, "metadata": {}, "source": text.splitlines(keepends=True)}
+
+
+def _code(name: str, text: str) -> dict[str, Any]:
+    return {**_markdown(name, text), "cell_type": "code", "execution_count": None, "outputs": []}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""Kaggle, rehearsed: its folders with small stand-ins, its image's Python, and the notebook run there offline.
+
+``python -m tests.kaggle`` runs configs/kaggle.ipynb so, and writes what it shows into docs/kaggle-output.md.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.checkpoints import make_checkpoint, make_texts
+from tests.project import ROOT
+from tests.waiting import PATIENCE_SECONDS
+
+LABELS = ["winner_model_a", "winner_model_b", "winner_tie"]
+COMPETITION, CHECKOUT = "lmsys-chatbot-arena", "ensemble-runner"
+NOTEBOOK, OUTPUT = ROOT / "configs" / "kaggle.ipynb", ROOT / "docs" / "kaggle-output.md"
+# In namespaces of its own there is no network, and this folder is read-only, as datasets are.
+_OFFLINE = """
+import fcntl, os, socket, struct, subprocess, sys
+folder, *command = sys.argv[1:]
+with socket.socket() as any_socket:  # the loopback, by which a notebook talks to its kernel, is down at first
+    fcntl.ioctl(any_socket, 0x8914, struct.pack("16sh14x", b"lo", 0x41))
+subprocess.run(["mount", "--bind", folder, folder], check=True)
+subprocess.run(["mount", "-o", "remount,bind,ro", folder], check=True)
+os.execv(command[0], command)
+"""
+_INTRODUCTION = """\
+# The notebook, run
+
+Made by `python -m tests.kaggle`, which runs [`configs/kaggle.ipynb`](../configs/kaggle.ipynb) as a test does: in a
+folder laid out like Kaggle's, without a network, on read-only inputs, with the project attached and not installed.
+Models and table are small stand-ins, and the machine has no GPU, so sizes, speeds and the CPU are not Kaggle's.
+"""
+
+
+def lay_out(root: Path) -> None:
+    """The inputs that configs/kaggle.yaml reads, with small stand-ins of the same architectures: 40 rows."""
+    data = root / "input" / COMPETITION
+    data.mkdir(parents=True)
+    (root / "working").mkdir()
+    labels = ["LABEL_0", "LABEL_1", "LABEL_2"]
+    make_checkpoint(root / "input" / "gemma-2-9b-lmsys", "gemma2", labels, seed=1)
+    make_checkpoint(root / "input" / "llama-3-8b-lmsys", "llama", labels, seed=2, pad=None)
+    texts = make_texts(120, seed=5)
+    rows = []
+    for index in range(40):
+        turns = [texts[3 * index : 3 * index + 2], [texts[3 * index + 2], None], ["\ud83d broken pair"]]
+        rows.append([str(136060 + index), *[json.dumps(turn) for turn in turns]])
+    _write_csv(data / "test.csv", ["id", "prompt", "response_a", "response_b"], rows)
+    sample = [[row[0], "0.33", "0.33", "0.34"] for row in rows]
+    _write_csv(data / "sample_submission.csv", ["id", *LABELS], sample)
+
+
+def _write_csv(path: Path, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([header, *rows])
+
+
+def attach_checkout(root: Path) -> None:
+    """The project's files as a dataset."""
+    folder = root / "input" / CHECKOUT
+    shutil.copytree(ROOT / "ensemble", folder / "ensemble", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+
+
+def make_image(folder: Path, without: Collection[str] = ()) -> Path:
+    """A Python that has what this one has, but neither this project nor these packages.
+
+    Pip sees what is in the image as installed, and installs beside it.
+    """
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True)
+    (site,) = (folder / "venv").glob("lib/python*/site-packages")
+    image = folder / "image"
+    image.mkdir()
+    (site / "image.pth").write_text(f"{image}\n", encoding="utf-8")
+    left_out = re.compile("|".join(["ensemble_?", "__editable__", "__pycache__", *without]))
+    seen = set()
+    for place in (Path(one) for one in sys.path if one.endswith("-packages")):
+        for entry in place.iterdir():
+            # Of a package that lies over another release of itself, the one that is imported.
+            name = re.sub(r"-[^-]*\.dist-info$", ".dist-info", entry.name).lower()
+            if name not in seen and not left_out.match(name) and entry.suffix != ".pth":
+                seen.add(name)
+                (image / entry.name).symlink_to(entry)
+    return folder / "venv" / "bin" / "python"
+
+
+def run_notebook(
+    python: Path, root: Path, changes: Mapping[str, str] | None = None
+) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """Run the notebook with nbconvert, as Kaggle does, in ``root``, which stands for /kaggle.
+
+    Args:
+        changes: texts of the notebook to replace.
+
+    Returns:
+        What nbconvert did, and the notebook with its outputs, empty where a cell failed.
+    """
+    text = NOTEBOOK.read_text(encoding="utf-8").replace("/kaggle/input", f"{root}/input")
+    for old, new in {"/kaggle/working": f"{root}/working", **(changes or {})}.items():
+        assert old in text, old
+        text = text.replace(old, new)
+    notebook, executed = root / "working" / "__notebook__.ipynb", root / "working" / "executed.ipynb"
+    notebook.write_text(text, encoding="utf-8")
+    home = root / "home"  # of Jupyter's and IPython's own files
+    home.mkdir(exist_ok=True)
+    dropped = ("PYTHONPATH", "PIP_", "JUPYTER", "IPYTHON", "HF_", "XDG_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
+    command = ["-m", "nbconvert", "--to", "notebook", "--execute", "--output", executed.name, str(notebook)]
+    done = subprocess.run(
+        [*offline(root / "input"), str(python), *command],
+        cwd=root / "working",
+        env={**environment, "HOME": str(home), "KAGGLE_KERNEL_RUN_TYPE": "Batch"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+    )
+    return done, json.loads(executed.read_text(encoding="utf-8")) if executed.is_file() else {}
+
+
+def offline(read_only: Path) -> list[str]:
+    """What a command is put behind to have no network and a read-only folder; nothing where that is forbidden."""
+    command = [
+        "unshare",
+        "--map-root-user",
+        "--net",
+        "--mount",
+        sys.executable,
+        "-c",
+        _OFFLINE,
+        str(read_only),
+    ]
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*command, shutil.which("true") or "/bin/true"]).returncode
+    ):
+        return []
+    return command
+
+
+def rendered(notebook: Mapping[str, Any], root: Path) -> str:
+    """A notebook with its outputs in Markdown, with /kaggle in place of ``root``."""
+    parts = []
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(re.sub("^#", "##", source))
+        else:
+            parts.append(f"```{'yaml' if source.startswith('%%writefile') else 'python'}\n{source}\n```")
+            shown = "".join("".join(one.get("text", "")) for one in cell["outputs"])
+            parts += [f"```text\n{shown.rstrip()}\n```"] if shown else []
+    text = "\n\n".join(parts).replace(str(root), "/kaggle").replace(str(root.parent / "venv"), "/usr")
+    return re.sub(r"\bLinux-\S+", "Linux", text) + "\n"
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder) / "kaggle"
+        lay_out(root)
+        attach_checkout(root)
+        done, executed = run_notebook(make_image(Path(folder)), root)
+        if not executed:
+            sys.exit(done.stdout)
+        OUTPUT.write_text(f"{_INTRODUCTION}\n{rendered(executed, root)}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
