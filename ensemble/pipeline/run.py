@@ -175,6 +175,8 @@ class _Run(RunState):
                 with contextlib.nullcontext() if self.status in MERGED else contextlib.suppress(WriteError):
                     self.results.files["report"] = rundir.run_json
                     self.report(self.status).write(rundir.run_json)
+        if self.status == "complete":
+            rundir.remove_caches(())
         if self.status == "complete" and not self.left_out:  # who was left out can resume from its shards
             # Not those of members that this config leaves out, which another run may resume; of a trial its own.
             done = [work.shards_dir for work in self.works.values()]

@@ -57,6 +57,13 @@ def expected(
     return plain, [step.call for step in forked.steps if is_of_cache(step)]
 
 
+def test_plan_tells(chunky: Project) -> None:
+    quantized(chunky, quantized_cache=True)
+    done = chunky.ensemble("plan", "config.yaml")
+    said = " ".join(done.stdout.split())
+    assert "quantized once: its weights are kept in the run directory for later loads (0.1 MiB)" in said, done
+
+
 def test_a_resumed_run_loads_what_was_kept(
     chunky: Project, forked: ForkedRuns, expected: tuple[dict[str, bytes], list[str]]
 ) -> None:

@@ -116,7 +116,12 @@ def test_quantized_weights_are_kept_where_a_later_load_is_expected() -> None:
     assert caches(100 * GIB, *[{**four, "replicas": "auto"}] * 2) == [kept, kept]
     always, never = {**four, "quantized_cache": True}, {**four, "quantized_cache": False}
     assert caches(100 * GIB, always, never, time_limit=3600.0) == [kept, not_kept]
-    others = ({}, eight, {**four, "model_kwargs": {"variant": "x"}}, {**four, "device_map": "auto"})
+    others: tuple[dict[str, Any], ...] = (
+        {},
+        eight,
+        {**four, "model_kwargs": {"variant": "x"}},
+        {**four, "device_map": "auto"},
+    )
     assert caches(100 * GIB, *({**one, "quantized_cache": True} for one in others)) == [not_kept] * 4
     (first, second) = caches(10 * GIB, always, always)
     assert first == kept
