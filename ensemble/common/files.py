@@ -8,6 +8,7 @@ import glob
 import json
 import os
 import secrets
+import shutil
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -75,6 +76,16 @@ def unwritable_reason(key: str, path: Path) -> str | None:
         return f"{key}: {path} cannot be a directory, because {at} is a file; choose another directory"
     if not os.access(at, os.W_OK | os.X_OK):
         return f"{key}: cannot write to {path} ({at} is not writable); choose another directory"
+    return None
+
+
+def free_bytes(path: Path) -> int | None:
+    """What is left on the disk on which a path is, or will be; None: not known."""
+    at = path.absolute()
+    while not at.exists() and at != at.parent:
+        at = at.parent
+    with contextlib.suppress(OSError):
+        return shutil.disk_usage(at).free
     return None
 
 

@@ -63,6 +63,8 @@ class CommonSpec:
     table_path: str  # the published table
     order_path: str  # the numbers of the member's rows in the order of its chunks
     shards_dir: str  # where the shards go
+    # Where a load may keep what later loads of the same work can use, made by whoever does; None: nowhere.
+    cache_dir: str | None = None
     # The states (see ``common.files``) in which the member's own files must stay, by absolute path.
     files: dict[str, Any] = dataclasses.field(default_factory=dict)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 from ensemble.config import MemberConfig
-from ensemble.members.footprint import Footprint, MemoryEstimate
+from ensemble.members.footprint import Capability, Footprint, MemoryEstimate
 
 if TYPE_CHECKING:
     import numpy as np
@@ -60,6 +60,8 @@ class ResourceRequest:
         max_memory: bytes by the number of a GPU within the lease, or "cpu"; None: left to the plan.
         offload_folder: where weights go that fit nowhere else.
         may_offload: whether weights that do not fit can wait outside of the GPU.
+        load_cache: whether what a load makes of the weights is kept in the run directory, for later loads of the
+            same member; "auto": where one is expected.
     """
 
     num_gpus: int | None = 0
@@ -70,6 +72,7 @@ class ResourceRequest:
     max_memory: Mapping[int | str, int] | None = None
     offload_folder: Path | None = None
     may_offload: bool = False
+    load_cache: bool | Literal["auto"] = False
 
 
 @dataclass(frozen=True)
@@ -80,12 +83,14 @@ class Assigned:
         gpus: of each replica; 0: the CPU.
         dtype: what dtype: auto means on these GPUs; "auto" where only a worker can tell.
         attention: what its workers are told to take; None where only they can see the architecture.
+        capability: the compute capability that this was decided for; None: the CPU, or not known.
         footprint: a replica's memory, where it is known.
     """
 
     gpus: int
     dtype: str = "auto"
     attention: str | None = None
+    capability: Capability | None = None
     footprint: Footprint | None = None
 
 

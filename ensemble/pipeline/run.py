@@ -32,7 +32,7 @@ from ensemble.members.registry import member_kind
 from ensemble.pipeline.reporting import RunState, worker_reports
 from ensemble.pipeline.results import ResultWriter
 from ensemble.pipeline.resume import find_works, refuse_trial, write_bad_rows
-from ensemble.pipeline.run_dir import RunDir, hold, log, logging_to
+from ensemble.pipeline.run_dir import RunDir, cache_dir, hold, log, logging_to, remove_cache
 from ensemble.pipeline.run_report import MERGED, RunReport
 from ensemble.pipeline.signals import Signals, heed_signals
 from ensemble.pipeline.validate import Prepared, prepare
@@ -140,6 +140,7 @@ class _Run(RunState):
             self.works.update(find_works(self.prepared, rundir, self.say))
             self._take_given()
             self._plan_what_is_left()
+            rundir.remove_caches([one.shards_dir for one in self.works.values() if not one.is_done.all()])
             self.report("running").write(rundir.run_json)
             is_work_left = any(state.pending for state in self.members)
             if is_work_left:
@@ -174,6 +175,8 @@ class _Run(RunState):
                 with contextlib.nullcontext() if self.status in MERGED else contextlib.suppress(WriteError):
                     self.results.files["report"] = rundir.run_json
                     self.report(self.status).write(rundir.run_json)
+        if self.status == "complete":
+            rundir.remove_caches(())
         if self.status == "complete" and not self.left_out:  # who was left out can resume from its shards
             # Not those of members that this config leaves out, which another run may resume; of a trial its own.
             done = [work.shards_dir for work in self.works.values()]
@@ -282,6 +285,7 @@ class _Run(RunState):
         write_bad_rows(self.works[state.plan.name], state.bad_rows)
 
     def on_finished(self, state: MemberState) -> None:
+        remove_cache(self.works[state.plan.name].shards_dir)  # there is nothing left to load it for
         self._writer.write_predictions(state, worker_reports(state))
 
     def on_change(self, members: Sequence[MemberState]) -> None:
@@ -347,6 +351,8 @@ def worker_spec(
         memory_limit = min(gpu.total_bytes - gpu.used_bytes for gpu in gpus) // sharing
         if (needed := member.placement.footprint) is not None:
             memory_limit -= needed.context_bytes
+    # What an earlier run has kept is of use, too, where this one would not keep anything.
+    cache, keeps, may_keep = cache_dir(shards_dir), member.load_cache.is_kept, member.request.load_cache
     common = CommonSpec(
         labels=prepared.config.labels,
         activation=inspected.activation,
@@ -357,6 +363,7 @@ def worker_spec(
         table_path=str(rundir.table.resolve()),
         order_path=str(order_path(shards_dir).resolve()),
         shards_dir=str(shards_dir.resolve()),
+        cache_dir=str(cache.resolve()) if keeps or (may_keep and cache.is_dir()) else None,
         files=dict(files),
     )
     settings = kind.worker_settings(inspected, member.placement, offload_folder)

@@ -9,7 +9,8 @@ output_dir/
   submission.csv           the sample submission's columns and row order, where one is named
   logs/run.log             what the parent did; logs/<member>-<replica>.log: all a worker printed
   work/                    the table as Arrow; <member>.<fingerprint>/: which rows, their order, shards, bad
-                           rows; removed when the member is complete
+                           rows, and in cache/ what loads of the member keep for later ones; removed when the
+                           run is complete
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import IO, TextIO
 
@@ -149,9 +150,19 @@ class RunDir:
         for path in (*self.work_dir.iterdir(), *self.logs_dir.iterdir()):
             remove_link(path)
         shards = [path for path in self.work_dir.iterdir() if path.is_dir() and not path.is_symlink()]
-        for folder in (self.root, self.predictions_dir, self.work_dir, *shards):
+        caches = [path for path in map(cache_dir, shards) if not path.is_symlink()]
+        for folder in (self.root, self.predictions_dir, self.work_dir, *shards, *caches):
             for leftover in folder.glob(f".*{TEMPORARY}*"):
-                leftover.unlink(missing_ok=True)
+                if leftover.is_dir() and not leftover.is_symlink():
+                    shutil.rmtree(leftover, ignore_errors=True)
+                else:
+                    leftover.unlink(missing_ok=True)
+
+    def remove_caches(self, but: Collection[Path]) -> None:
+        """Remove what loads have kept, except for the work whose shards are in these folders."""
+        if not self.work_dir.is_symlink() and self.work_dir.is_dir():
+            for folder in {*self.work_dir.iterdir()} - {*but}:
+                remove_cache(folder)
 
     def forget_results(self) -> None:
         """Remove the merged files, so that nothing old can be taken for the result of a run that goes on."""
@@ -176,6 +187,16 @@ class RunDir:
         self.table.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # what others have not finished is in it
             self.work_dir.rmdir()
+
+
+def cache_dir(shards_dir: Path) -> Path:
+    """Where loads of the member whose shards these are keep what later ones can use."""
+    return shards_dir / "cache"
+
+
+def remove_cache(shards_dir: Path) -> None:
+    if not shards_dir.is_symlink():
+        shutil.rmtree(cache_dir(shards_dir), ignore_errors=True)  # follows no link
 
 
 def holder(rundir: RunDir) -> str | None:

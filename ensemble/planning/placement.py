@@ -128,11 +128,13 @@ def place(
         )
     else:
         placed = _on_gpus(config, index, facts, devices, asked, needed)
+    if placed.gpus and placed.capability is None:
+        placed = replace(placed, capability=capability)
     if (needed := placed.footprint) is not None:
         return replace(placed, dtype=needed.dtype, attention=needed.attention)
     if memory is None:
         return placed
-    on = placed.gpus, capability if placed.gpus else None
+    on = placed.gpus, placed.capability
     dtype = memory.dtype(*on)
     return replace(placed, dtype=dtype, attention=memory.attention(dtype, *on))
 
@@ -192,7 +194,8 @@ def _on_gpus(
         return Placement(asked, footprint=needed, fits=fits, problems=(problem,))
     able = [one for one in devices if _fit(needed, one, gpus, sharing, None).verdict != "never"]
     # A GPU that cannot hold the member has no say in its type.
-    needed = facts.memory.footprint(gpus, _lowest_capability(able)) or needed
+    capability = _lowest_capability(able)
+    needed = facts.memory.footprint(gpus, capability) or needed
     tokens = _asked_tokens(facts.request, needed)
     fits = {one.uuid: _fit(needed, one, gpus, sharing, tokens, one.used_bytes) for one in able}
 
@@ -230,6 +233,7 @@ def _on_gpus(
         reason = f"{what} for one GPU, so a replica takes {gpus}"
     return Placement(
         gpus,
+        capability=capability,
         footprint=needed,
         devices=tuple(uuid for uuid in fits if uuid in usable),
         held=tuple(uuid for uuid in fits if uuid in held),

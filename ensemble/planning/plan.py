@@ -15,9 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ensemble.common.device_trials import run_trials
+from ensemble.common.files import free_bytes
 from ensemble.common.gpus import Device
 from ensemble.common.host import available_memory_bytes, total_memory_bytes
-from ensemble.common.text import plural
+from ensemble.common.text import gib, plural
 from ensemble.config import MemberConfig, RunConfig
 from ensemble.members.base import ResourceRequest
 from ensemble.planning.chunks import (
@@ -34,8 +35,23 @@ from ensemble.planning.placement import MemberFacts, Placement, place
 # Side by side is chosen where it promises to be this much faster: a replica on each GPU stays balanced where the
 # promise was wrong.
 _WORTH_CHANGING = 0.98
+# Of the disk of the run directory, left to the run's own files beside what loads keep there.
+_DISK_RESERVE_BYTES = 1 << 30
 _UNMEASURED = Speed(0.0, 0.0, is_measured=False)
 _NO_TIME = Speed(0.0, 0.0, is_measured=True, is_startup_measured=True)
+
+
+@dataclass(frozen=True)
+class LoadCache:
+    """Whether what a load makes of a member's weights is kept in the run directory for later loads.
+
+    ``bytes`` is what it takes of the disk; None: not known.  ``reason`` says why it is not kept although it could
+    be of use.
+    """
+
+    is_kept: bool
+    bytes: int | None = None
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -58,6 +74,7 @@ class MemberPlan:
     work: float
     chunks: tuple[Chunk, ...]
     order: npt.NDArray[np.int64] = field(compare=False, repr=False)
+    load_cache: LoadCache = LoadCache(is_kept=False)
 
     @property
     def name(self) -> str:
@@ -97,6 +114,7 @@ class Plan:
     gpus: tuple[Device, ...]
     host: Device | None
     speeds: Mapping[str, Speed]
+    disk_free_bytes: int | None
     members: tuple[MemberPlan, ...]
     warnings: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
@@ -105,7 +123,7 @@ class Plan:
 
     def again(self, gpus: Sequence[Device]) -> Plan:
         """The plan of the same run on devices that have changed."""
-        return make_plan(self.config, self.facts, gpus, self.host, self.speeds)
+        return make_plan(self.config, self.facts, gpus, self.host, self.speeds, self.disk_free_bytes)
 
 
 def make_plan(
@@ -114,6 +132,7 @@ def make_plan(
     gpus: Sequence[Device],
     host: Device | None = None,
     speeds: Mapping[str, Speed] | None = None,
+    disk_free_bytes: int | None = None,
 ) -> Plan:
     """Decide devices, replicas and chunks for every member.
 
@@ -123,6 +142,7 @@ def make_plan(
         gpus: those that this run may use, with what others hold of them.
         host: the CPU with its memory; None: not known.
         speeds: per member name, as far as an earlier run has measured them.
+        disk_free_bytes: where the run directory is; None: not known.
     """
     speeds = speeds or {}
     sharing = config.max_workers_per_gpu
@@ -173,8 +193,12 @@ def make_plan(
                 order=order,
             )
         )
-    plan = Plan(config, facts, tuple(gpus), host, speeds, tuple(members), tuple(warnings), tuple(problems))
-    return plan if problems else _shared(plan, dict.fromkeys((gpu.uuid for gpu in gpus), sharing))
+    made_from = (config, facts, tuple(gpus), host, speeds, disk_free_bytes)
+    plan = Plan(*made_from, tuple(members), tuple(warnings), tuple(problems))
+    if problems:
+        return plan
+    plan = _shared(plan, dict.fromkeys((gpu.uuid for gpu in gpus), sharing))
+    return replace(plan, members=_with_caches(plan))
 
 
 def plan_run(
@@ -204,7 +228,7 @@ def plan_run(
         report = run_trials(gpus[:1], flash_attention=True)[0].report if would_take_it else None
         if report is not None and report.has_flash_attention:
             facts = {**facts, **able}
-    return make_plan(config, facts, gpus, host, speeds)
+    return make_plan(config, facts, gpus, host, speeds, free_bytes(config.output_dir))
 
 
 def without_done(member: MemberPlan, is_done: npt.NDArray[np.bool_], is_timed: bool) -> MemberPlan:
@@ -248,3 +272,27 @@ def _shared(plan: Plan, capacity: Mapping[str, int]) -> Plan:
                 f"members run in turn, with replicas on all their GPUs: {by}, no later than at the same time"
             )
     return replace(plan, why=why, seconds=seconds if working and is_measured else None)
+
+
+def _with_caches(plan: Plan) -> tuple[MemberPlan, ...]:
+    """The members, each with whether its loads keep what they make of the weights.
+
+    It is expected to be loaded again where members take turns under a time limit, which also leaves work to resume,
+    and where replicas join later.  Replicas that start together quantize side by side: one that waited for the
+    other's files would be later.
+    """
+    members, left = [], plan.disk_free_bytes
+    for member in plan.members:
+        asked, needed = member.request.load_cache, member.placement.footprint
+        is_expected = plan.config.time_limit is not None or member.first_replicas < member.replicas
+        if member.needs_worker and (asked is True or (asked == "auto" and is_expected)):
+            size = needed.weights.bytes if needed is not None else None
+            if left is not None and (size or 0) + _DISK_RESERVE_BYTES > left:
+                takes = "" if size is None else f", and its quantized weights would take {gib(size)} of it"
+                cache = LoadCache(False, size, f"the disk of output_dir has {gib(left)} free{takes}")
+            else:
+                cache = LoadCache(True, size)
+                left = None if left is None else left - (size or 0)
+            member = replace(member, load_cache=cache)
+        members.append(member)
+    return tuple(members)

@@ -56,6 +56,7 @@ HARMLESS: dict[str, dict[str, Any]] = {
     "expandable_segments": {"expandable_segments": False},
     "max_split_size_mb": {"max_split_size_mb": 128, "expandable_segments": False},
     "num_gpus": {"num_gpus": 0},
+    "quantized_cache": {"quantized_cache": True},
     "replicas": {"replicas": 2},
     "device_map": {"device_map": "auto"},
     "max_memory": {"max_memory": {"cpu": "8GiB"}},

@@ -109,6 +109,49 @@ def test_a_replica_on_each_gpu(project: Project, two_gpus: NvmlSim) -> None:
     assert "the driver shows a GPU, but this torch" in printed, "a torch without CUDA is said, not hidden"
 
 
+def test_quantizing_workers_load_without_threads_and_stored_layers_compute_as_planned(
+    project: Project, two_gpus: NvmlSim, tmp_path: Path
+) -> None:
+    """Of transformers 5.0, which put weights on the GPU ahead of their quantization; and float16 on a T4."""
+    pytest.importorskip("bitsandbytes")
+    saved = save_in_four_bits(project.models / "llama", tmp_path / "stored")
+    four_bits = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    config = project.config()
+    gemma, llama = config["models"]
+    stored = {**llama, "name": "stored", "model_name_or_path": str(saved)}
+    project.write_config({**config, "models": [gemma, {**llama, "quantization_config": four_bits}, stored]})
+    code, printed, _ = watch_run(project, two_gpus.environment(), "--limit", "20")
+    assert code == 0, printed
+    lines = (project.folder / "workers").read_text().splitlines()
+    seen = {str(one["pid"]): one["environment"] for one in map(json.loads, lines)}
+    members = {one["name"]: one["workers"] for one in project.run_json()["members"]}
+    quantizes = {
+        name: {seen[one["process"]].get("HF_DEACTIVATE_ASYNC_LOAD") for one in workers}
+        for name, workers in members.items()
+    }
+    assert quantizes == {"gemma": {None}, "llama": {"1"}, "stored": {None}}
+    notes = {name: [*workers[0]["notes"]] for name, workers in members.items()}
+    computes = {name: [one for one in told if "4-bit layers compute" in one] for name, told in notes.items()}
+    assert computes["gemma"] == computes["llama"] == []
+    (sentence,) = computes["stored"]
+    assert sentence.startswith("4-bit layers compute in float16: bfloat16, as the checkpoint says,")
+    assert "4-bit layers compute in float16" in " ".join(printed.split())
+
+
+def save_in_four_bits(source: Path, folder: Path) -> Path:
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer, BitsAndBytesConfig
+
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16, llm_int8_skip_modules=["score"]
+    )
+    AutoModelForSequenceClassification.from_pretrained(
+        source, dtype=torch.float32, device_map={"": "cpu"}, quantization_config=settings
+    ).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    return folder
+
+
 def test_small_members_run_at_the_same_time_by_default(project: Project, two_gpus: NvmlSim) -> None:
     """Loading is most of their time, and this way each is loaded once."""
     project.write_table(rows=2500)

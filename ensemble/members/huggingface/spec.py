@@ -28,6 +28,8 @@ class ModelSettings:
     ``token_budget`` and ``batch_size`` are None when the worker shall choose.
     ``dtype``, ``attn_implementation`` and ``max_length`` are what the parent decided; "auto" and None where no file
     told it enough.  ``asked`` names those of the three that the user has set.
+    ``compute_dtype`` is what stored 4-bit layers compute in instead of what is stored; None: as stored, unless the
+    device has another say (``choose_compute_dtype``).
     ``max_memory`` has bytes by the GPU's number within the lease, as text, and by "cpu".
 
     A batch of ``padded_tokens`` as wide as ``width`` takes ``padded_tokens * (bytes_per_token +
@@ -56,6 +58,7 @@ class ModelSettings:
     expandable_segments: bool
     max_split_size_mb: int | None
     quantization_config: dict[str, Any] | None
+    compute_dtype: str | None = None
     attn_implementation: str | None
     asked: tuple[str, ...]
     model_kwargs: dict[str, Any]
@@ -106,6 +109,25 @@ def choose_dtype(asked: str, stored: str | None, gpus: int, capability: tuple[in
     if stored is None:
         return "auto"
     return stored if stored in ("float16", "bfloat16") else "float32"
+
+
+def choose_compute_dtype(stored: Mapping[str, Any] | None, capability: tuple[int, int] | None) -> str | None:
+    """What the 4-bit layers of a checkpoint that was saved quantized compute in, where that is not what it says.
+
+    bitsandbytes' layers go by what was saved, whatever type the rest is loaded in; bfloat16 is only emulated below
+    compute capability 8.0.
+
+    Args:
+        stored: the quantization settings in its ``config.json``; None: it is not quantized.
+        capability: of the least capable GPU; None: the CPU, or not known.
+
+    Returns:
+        "float16", or None for what was saved.
+    """
+    if not stored or not stored.get("load_in_4bit") or capability is None or capability >= (8, 0):
+        return None
+    computes_in = str(stored.get("bnb_4bit_compute_dtype")).removeprefix("torch.")
+    return "float16" if computes_in == "bfloat16" else None
 
 
 def choose_attention(soft_capped: bool, supports_sdpa: bool, flash_suits: bool) -> str:

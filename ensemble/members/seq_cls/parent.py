@@ -27,7 +27,7 @@ from ensemble.members.huggingface.checkpoint.quantization_keys import (
     without_defaults,
 )
 from ensemble.members.huggingface.checkpoint.tokenizer_files import own_max_length, tokenizer_limit
-from ensemble.members.huggingface.spec import ModelSettings
+from ensemble.members.huggingface.spec import ModelSettings, choose_compute_dtype
 from ensemble.members.seq_cls.settings import SequenceClassifierSettings
 
 if TYPE_CHECKING:
@@ -51,6 +51,9 @@ _HOW_TO_FETCH = (
     *("token", "use_auth_token", "cache_dir", "force_download", "resume_download", "local_files_only"),
     "proxies",
 )
+
+
+_NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
 class SequenceClassification(MemberKind[SequenceClassifierSettings, Checkpoint]):
@@ -102,6 +105,7 @@ class SequenceClassification(MemberKind[SequenceClassifierSettings, Checkpoint])
             max_memory=model.max_memory,
             offload_folder=model.offload_folder,
             may_offload=is_plain and model.adapter_name_or_path is None,
+            load_cache=model.load_cache,
         )
 
     def reads(self) -> Reads:
@@ -155,6 +159,7 @@ class SequenceClassification(MemberKind[SequenceClassifierSettings, Checkpoint])
             "max_length": self._max_length(inspected),
             "attn_implementation": assigned.attention,
             "quantization_config": without_defaults(model.quantization_config, assigned.dtype),
+            **({"compute_dtype": instead} if (instead := self._compute_dtype(inspected, assigned)) else {}),
             "label_order": inspected.label_order,
             "activation": inspected.activation,
             "dtype": assigned.dtype,
@@ -176,6 +181,7 @@ class SequenceClassification(MemberKind[SequenceClassifierSettings, Checkpoint])
             "label_order": inspected.label_order,
             "dtype": assigned.dtype,
             "attn_implementation": assigned.attention,
+            "compute_dtype": self._compute_dtype(inspected, assigned),
             "max_length": self._max_length(inspected),
             "asked": tuple(key for key in _DECIDED if getattr(model, key) not in (None, "auto")),
             "batch_size": None if model.batch_size == "auto" else model.batch_size,
@@ -189,6 +195,9 @@ class SequenceClassification(MemberKind[SequenceClassifierSettings, Checkpoint])
         }
         return asdict(ModelSettings(**settings))
 
+    def _compute_dtype(self, inspected: Checkpoint, assigned: Assigned) -> str | None:
+        return choose_compute_dtype(inspected.quantization, assigned.capability if assigned.gpus else None)
+
     def _max_length(self, inspected: Checkpoint) -> int | None:
         """Tokens that a row may have; None where only the worker's tokenizer tells."""
         model = self.settings
@@ -198,7 +207,11 @@ class SequenceClassification(MemberKind[SequenceClassifierSettings, Checkpoint])
         return model.max_length or (own_max_length(inspected.folder) if is_known else None)
 
     def environment(self) -> Mapping[str, str]:
-        return allocator_environment(self.settings.expandable_segments, self.settings.max_split_size_mb)
+        model = self.settings
+        allocator = allocator_environment(model.expandable_segments, model.max_split_size_mb)
+        # transformers 5.0 loads with threads that put weights on the GPU as they are, ahead of their quantization:
+        # a member that would fit dies (transformers issue 43032).  5.5 and later have none where they quantize.
+        return allocator if model.quantization_config is None else {**allocator, _NO_THREADS: "1"}
 
     def content(self, inspected: Checkpoint, files: FileDigests) -> Mapping[str, str]:
         """The digests of the weights, the adapter's among them, and of the tokenizer."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +18,14 @@ from ensemble.members.huggingface.loading.checks import check_unexpected_keys
 from ensemble.members.huggingface.loading.device_map import check_placement, input_device, placement_options
 from ensemble.members.huggingface.loading.precision import model_dtype
 from ensemble.members.huggingface.loading.quantization import is_bitsandbytes, keep_whole, quantization_config
-from ensemble.members.huggingface.spec import ModelSpec, cap_problem, choose_attention, is_soft_capped
+from ensemble.members.huggingface.loading.quantized_cache import QuantizedCache
+from ensemble.members.huggingface.spec import (
+    ModelSpec,
+    cap_problem,
+    choose_attention,
+    choose_compute_dtype,
+    is_soft_capped,
+)
 
 _MAX_REASON = 300
 # What transformers' refusals speak of; names of modules, such as "attention.self", are not among it.
@@ -43,7 +52,7 @@ def load_model(spec: ModelSpec, least: Capability | None, notes: list[str]) -> A
     options: dict[str, Any] = {**placement_options(spec, on_gpu), **spec.model_kwargs}
     if spec.quantization_config is not None:
         options["quantization_config"] = quantization_config(spec.quantization_config, dtype)
-    gguf = {} if spec.gguf_file is None else {"gguf_file": spec.gguf_file}
+    gguf: dict[str, Any] = {} if spec.gguf_file is None else {"gguf_file": spec.gguf_file}
     adapter: AdapterFiles | None = None
     if spec.adapter_name_or_path is not None:
         adapter = open_adapter(spec.adapter_name_or_path, spec.allow_pickle)
@@ -80,6 +89,11 @@ def load_model(spec: ModelSpec, least: Capability | None, notes: list[str]) -> A
         "use_safetensors": None if spec.allow_pickle else True,
         "output_loading_info": True,
     }
+    cache = None if spec.cache_dir is None else QuantizedCache(spec, dtype)
+    if cache is not None and (kept := _load_kept(cache, spec, options, notes)) is not None:
+        model, missing = kept
+        check_placement(model, spec, on_gpu, notes)
+        return model if adapter is None else attach_adapter(model, adapter, missing, spec, notes)
     try:
         model, info = _from_pretrained(AutoModelForSequenceClassification, spec, **options)
     except (ImportError, ValueError) as error:
@@ -113,6 +127,10 @@ def load_model(spec: ModelSpec, least: Capability | None, notes: list[str]) -> A
     is_quantized = getattr(model, "hf_quantizer", None) is not None
     check_unexpected_keys(spec, info["unexpected_keys"], is_quantized)
     missing = sorted({*info["missing_keys"], *(str(key[0]) for key in info["mismatched_keys"])})
+    if cache is not None and (adapter is not None or not missing):
+        notes += filter(None, [cache.write(model, missing)])
+    if is_quantized and model.hf_quantizer.pre_quantized:
+        _set_compute_dtype(model, spec, least, notes)
     if adapter is not None:
         return attach_adapter(model, adapter, missing, spec, notes)
     if missing:
@@ -123,14 +141,62 @@ def load_model(spec: ModelSpec, least: Capability | None, notes: list[str]) -> A
     return model
 
 
-def _from_pretrained(kind: Any, spec: ModelSpec, **options: Any) -> Any:
+def _load_kept(
+    cache: QuantizedCache, spec: ModelSpec, options: Mapping[str, Any], notes: list[str]
+) -> tuple[Any, list[str]] | None:
+    """The model of the weights that an earlier load has kept, and what its checkpoint lacked; None: there is none.
+
+    Raises:
+        OutOfMemoryError: of torch; the weights as they were would take no less.
+    """
+    if (missing := cache.missing()) is None:
+        return None
+    # Both are in the config that was written with them.
+    options = {key: value for key, value in options.items() if key not in ("config", "quantization_config")}
+    try:
+        model, info = _from_pretrained(
+            AutoModelForSequenceClassification, spec, folder=cache.folder, **options
+        )
+        if lost := [
+            key for keys in ("missing_keys", "unexpected_keys", "mismatched_keys") for key in info[keys]
+        ]:
+            raise ValueError(f"its keys are not the model's: {some([*map(str, lost)])}")
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever is wrong with them, the checkpoint is there
+        notes.append(f"kept weights could not be loaded and were quantized anew ({str(error)[:_MAX_REASON]})")
+        cache.discard()
+        return None
+    notes.append("loaded from the quantized weights in the run directory")
+    return model, missing
+
+
+def _set_compute_dtype(model: Any, spec: ModelSpec, least: Capability | None, notes: list[str]) -> None:
+    """Let 4-bit layers that were stored compute in a type that the device has."""
+    stored = getattr(model.config, "quantization_config", None)
+    stored = stored if isinstance(stored, dict) or stored is None else stored.to_dict()
+    if name := spec.compute_dtype or choose_compute_dtype(stored, least):
+        for module in model.modules():
+            # bitsandbytes' Linear4bit casts its input to this type.
+            if hasattr(module, "compute_dtype") and hasattr(module, "compute_type_is_set"):
+                module.compute_dtype = getattr(torch, name)
+        notes.append(
+            f"4-bit layers compute in {name}: bfloat16, as the checkpoint says, is only emulated below compute "
+            "capability 8.0"
+        )
+
+
+def _from_pretrained(kind: Any, spec: ModelSpec, folder: Path | None = None, **options: Any) -> Any:
     """What one of transformers' auto classes makes of the checkpoint; refusals of the attention as they are.
+
+    Args:
+        folder: instead of the checkpoint's own.
 
     Raises:
         ValueError: there are no safetensors, or numbers that no model can have, on which transformers fails in any
             of many ways.
     """
-    name = spec.model_name_or_path
+    name = spec.model_name_or_path if folder is None else str(folder)
     try:
         return kind.from_pretrained(
             name,
