@@ -36,6 +36,7 @@ class Counters:
     truncated_rows: int = 0  # cut at max_length
     oom_events: int = 0  # forward passes that ran out of memory and were run again smaller
     recomputed_rows: int = 0  # came out non-finite and were computed again in float32
+    float32_rows: int = 0  # computed in float32 at once, since most rows before them came out non-finite
     repeated_rows: int = 0  # had the token ids of another row of the chunk and were not computed again
     predict_seconds: float = 0.0  # from a chunk's command to its shard's rename
     forward_seconds: float = 0.0  # the device's time in forward passes

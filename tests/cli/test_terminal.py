@@ -91,3 +91,8 @@ def test_rows_that_overflowed() -> None:
     ]
     (told,) = sentences(member(workers=(worker(dtype="float32", recomputed_rows=3),)))
     assert "3 rows overflowed half precision and were" in told
+    most = worker(dtype="float16", recomputed_rows=25, float32_rows=1000)
+    assert sentences(member(workers=(most,))) == [
+        "m: 25 rows overflowed float16 and were computed again in float32",
+        "m: 1,000 rows were computed in float32 at once, as most of a chunk had overflowed half precision",
+    ]

@@ -8,6 +8,7 @@ this script and nothing else.  A check is ``skipped`` only for what the machine 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import sys
 import tempfile
@@ -16,7 +17,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.gpu.place import GEMMA, GIB, LLAMA, NF4, SMALL, Failed, Skip, has_bitsandbytes, why_no_gpu
+from bench.gpu.place import (
+    GEMMA,
+    GIB,
+    LLAMA,
+    NF4,
+    ROOT,
+    RUN_SECONDS,
+    SMALL,
+    Failed,
+    Skip,
+    has_bitsandbytes,
+    why_no_gpu,
+)
 from ensemble.common.gpus import inventory
 from tests.gpu.bench import EVEN_ROWS, Bench
 from tests.gpu.verdicts import (
@@ -109,6 +122,23 @@ def large(bench: Bench) -> Iterator[Row]:
     yield from against_plan(report, bench.is_rehearsal)
 
 
+def kernels(bench: Bench) -> Iterator[Row]:
+    """Fused attention serves every type, also by a T4's rules, and plans nothing anew for a new shape."""
+    yield from _forward(bench, "attention")
+
+
+def overflow(bench: Bench) -> Iterator[Row]:
+    """Rows that overflow float16 get float32's numbers, and the next chunk starts there."""
+    yield from _forward(bench, "overflow")
+
+
+def _forward(bench: Bench, part: str) -> Iterator[Row]:
+    printed = bench.call(part, ["-m", "tests.gpu.forward", part, str(bench.folder / part)], ROOT, RUN_SECONDS)
+    for line in printed.splitlines():
+        text, verdict = json.loads(line)
+        yield text, verdict
+
+
 CHECKS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "release between members": release,
     "out-of-memory recovery": recovery,
@@ -116,6 +146,8 @@ CHECKS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "4-bit on the device": four_bits,
     "plan against the peak": forecast,
     "two 9B-class members": large,
+    "attention kernels": kernels,
+    "float16 overflow": overflow,
 }
 
 

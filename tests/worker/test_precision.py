@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ensemble.members.huggingface.spec import ModelSpec
@@ -93,6 +94,110 @@ def test_tf32_that_cannot_have_an_effect_is_noted(monkeypatch: pytest.MonkeyPatc
         assert expected in "".join(notes)
         set_tf32(spec(allow_tf32=False), capability, notes := [])
         assert notes == []
+
+
+@pytest.fixture
+def own_kernels() -> Iterator[None]:
+    import torch
+    from transformers.integrations import sdpa_attention
+
+    products = torch.backends.cuda.matmul
+    cudnn = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    reductions = (
+        products.allow_fp16_reduced_precision_reduction,
+        products.allow_bf16_reduced_precision_reduction,
+    )
+    shared = sdpa_attention.use_gqa_in_sdpa
+    yield
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
+    products.allow_fp16_reduced_precision_reduction, products.allow_bf16_reduced_precision_reduction = (
+        reductions
+    )
+    sdpa_attention.use_gqa_in_sdpa = shared
+
+
+@pytest.mark.usefixtures("own_kernels")
+def test_kernels_are_chosen_on_a_gpu_only() -> None:
+    import torch
+    from transformers.integrations import sdpa_attention
+
+    from ensemble.members.huggingface.loading.kernels import choose_kernels
+
+    def state() -> tuple[Any, ...]:
+        products = torch.backends.cuda.matmul
+        return (
+            torch.backends.cuda.cudnn_sdp_enabled(),  # type: ignore[no-untyped-call]
+            products.allow_fp16_reduced_precision_reduction,
+            products.allow_bf16_reduced_precision_reduction,
+        )
+
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    before, shared = state(), sdpa_attention.use_gqa_in_sdpa
+    choose_kernels(None)
+    assert (state(), sdpa_attention.use_gqa_in_sdpa) == (before, shared)
+    for _ in range(2):
+        choose_kernels((9, 0))
+        assert state() == (False, False, False)
+        assert sdpa_attention.use_gqa_in_sdpa is not shared
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "width", "expected"),
+    [
+        (T4, "float16", 64, False),
+        (T4, "float32", 64, False),
+        (A100, "float16", 128, True),
+        (A100, "bfloat16", 256, True),
+        (A100, "float32", 64, False),
+        (A100, "bfloat16", 512, False),
+        ((12, 0), "float16", 64, True),
+    ],
+)
+def test_shared_keys_are_passed_on_where_a_fused_kernel_takes_them(
+    capability: tuple[int, int], dtype: str, width: int, expected: bool
+) -> None:
+    import torch
+
+    from ensemble.members.huggingface.loading.kernels import takes_shared_keys
+
+    assert takes_shared_keys(capability, getattr(torch, dtype), width) is expected
+
+
+@pytest.mark.usefixtures("own_kernels")
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "qwen2"])
+def test_repeated_keys_give_the_same_numbers(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a T4: torch is given as many heads of keys as of queries, and nothing to repeat by itself."""
+    import torch
+    import transformers
+
+    from ensemble.members.huggingface.loading.kernels import choose_kernels
+    from tests.worker.test_warmup import CASES, encoded_of, model_of, warmed_up
+
+    given: list[tuple[int, int, bool]] = []
+    own = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(query: Any, key: Any, value: Any, **options: Any) -> Any:
+        assert key.shape[1] == value.shape[1]
+        given.append((query.shape[1], key.shape[1], options.get("enable_gqa", False)))
+        return own(query, key, value, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    config = CASES[architecture][0](transformers)
+    is_fused = architecture != "gemma2"  # whose cap torch's kernels do not have
+    config._attn_implementation = "sdpa" if is_fused else "eager"
+    model = model_of(config)
+    classifier = warmed_up(model)
+    assert "NO_MASK" in {shortcut.name for shortcut in classifier.taken}
+    # No longer than a local layer sees, for which transformers would make a mask.
+    encoded = encoded_of([2, 5, 7, 7], seed=2)
+    found = {}
+    for name, capability in (("as they are", None), ("on an A100 in float32", A100), ("on a T4", T4)):
+        choose_kernels(capability)
+        given.clear()
+        found[name] = classifier.logits(encoded, np.arange(4)).numpy()
+        expected = {(4, 2, True)} if capability is None else {(4, 4, False)}
+        assert set(given) == (expected if is_fused else set())
+        np.testing.assert_allclose(found[name], found["as they are"], atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

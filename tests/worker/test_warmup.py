@@ -48,6 +48,10 @@ CASES: dict[str, tuple[Config, set[str]]] = {
         ),
         {BODY, LAST_LAYER},
     ),
+    "qwen2": (
+        lambda t: t.Qwen2Config(**SMALL, num_key_value_heads=2, **TOKENS),
+        {BODY, MASKLESS, LAST_LAYER},
+    ),
     "mixtral": (
         lambda t: t.MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4, **TOKENS),
         {BODY, MASKLESS, LAST_LAYER},
@@ -81,11 +85,11 @@ def encoded_of(lengths: list[int], seed: int = 0) -> Any:
     return Encoded({"input_ids": ids}, np.array(lengths), 0)
 
 
-def warmed_up(model: Any, may_omit_mask: bool = True) -> Any:
+def warmed_up(model: Any) -> Any:
     from ensemble.members.huggingface.scoring.classifier import Classifier
     from ensemble.members.huggingface.scoring.warmup import WarmUp
 
-    classifier = Classifier(model, 0, may_omit_mask)
+    classifier = Classifier(model, 0)
     assert WarmUp(classifier, encoded_of([4, 14]), "softmax", True).bears_padding()
     return classifier
 
@@ -135,18 +139,6 @@ def test_what_is_not_needed_is_not_computed() -> None:
         )
     classifier.logits(encoded_of([5, 9, 9]), np.arange(3))
     assert computed == {"first": 27, "keys": 27, "output": 3, "last": 3, "head": 3}
-
-
-def test_a_mask_stays_where_the_device_is_at_its_best_with_one() -> None:
-    import transformers
-
-    classifier = warmed_up(model_of(CASES["llama"][0](transformers)), may_omit_mask=False)
-    assert taken(classifier) == {BODY, LAST_LAYER}
-    given: list[str] = []
-    body = classifier._model.model
-    body.register_forward_pre_hook(lambda _, __, inputs: given.extend(inputs), with_kwargs=True)
-    classifier.logits(encoded_of([3, 5]), np.arange(2))
-    assert "attention_mask" in given
 
 
 def test_shortcuts_that_change_numbers_are_not_taken() -> None:

@@ -111,7 +111,7 @@ def _cells(report: RunReport, member: MemberReport) -> list[str]:
 def _notes(report: RunReport, member: MemberReport) -> list[str]:
     """A sentence on each subject, empty where there is nothing to tell."""
     counters, workers = member.counters, member.workers_now
-    cut = repeated = halved = overflowed = uncomputed = ""
+    cut = repeated = halved = overflowed = in_float32 = uncomputed = ""
     if count := counters.truncated_rows:
         length = max(one.max_length for one in workers if one.max_length is not None)
         cut = f"{count:,} of {plural(counters.rows, 'row')} {_were(count)} cut at max_length {length:,}"
@@ -129,6 +129,11 @@ def _notes(report: RunReport, member: MemberReport) -> list[str]:
         dtype = types.pop() if len(types) == 1 and types <= {"float16", "bfloat16"} else "half precision"
         rows = plural(count, "row")
         overflowed = f"{rows} overflowed {dtype} and {_were(count)} computed again in float32"
+    if count := counters.float32_rows:
+        in_float32 = (
+            f"{plural(count, 'row')} {_were(count)} computed in float32 at once, as most of a chunk had "
+            "overflowed half precision"
+        )
     # Where the policy is not ``uniform``, a member with such rows is merged only if its time was over.
     if member.failure is None and (bad := [f"{int(row) + 1:,}" for row in member.bad_rows]):
         policy = report.on_bad_row
@@ -139,7 +144,7 @@ def _notes(report: RunReport, member: MemberReport) -> list[str]:
             f"{plural(len(bad), 'row')} could not be computed ({what}, on_bad_row: {policy}): "
             f"{shown}; run.json says why"
         )
-    told = (cut, repeated, halved, overflowed, uncomputed)
+    told = (cut, repeated, halved, overflowed, in_float32, uncomputed)
     return [f"{member.name}: {text}" if text else "" for text in told]
 
 

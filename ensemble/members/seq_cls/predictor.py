@@ -15,14 +15,12 @@ from ensemble.common.protocol import Ready
 from ensemble.data.json_cells import TemplateProblem
 from ensemble.data.published_table import PublishedTable
 from ensemble.members.huggingface.loading.checks import ROWS, check_tokenizer
-from ensemble.members.huggingface.loading.device_map import input_device
 from ensemble.members.huggingface.loading.float32_retry import (
     in_float32,
     uses_half_precision,
     why_not_float32,
 )
 from ensemble.members.huggingface.loading.load import load, max_length
-from ensemble.members.huggingface.loading.precision import capability, may_omit_mask
 from ensemble.members.huggingface.loading.preload import (
     ReadAhead,
     checkpoint_folder,
@@ -94,8 +92,7 @@ class SequenceClassifier(Predictor):
             self._max_length = loaded.max_length
             self._prompt = Prompt(spec, self._tokenizer, self._max_length)
             self._warmup = self._prefetch.start_over(lambda: self._prompt.encode_texts(self._warmup_texts))
-        least = capability(input_device(loaded.model).type == "cuda")
-        self._classifier = Classifier(loaded.model, loaded.pad_token_id, may_omit_mask(loaded.model, least))
+        self._classifier = Classifier(loaded.model, loaded.pad_token_id)
         notes = [*loaded.notes, *self._tokenizer_notes]
         uses_half = uses_half_precision(loaded.model)
         # Why its overflows cannot be run again in float32; empty where they can, or where there are none.
@@ -122,6 +119,7 @@ class SequenceClassifier(Predictor):
                 "its numbers change with padding, so only rows of equal length share a batch: slower"
             )
         self._sizes = BatchSizes(loaded.token_budget, spec.batch_size, not bears_padding, loaded.memory)
+        self._starts_in_float32 = False
         return Ready(
             device=loaded.device_name,
             dtype=loaded.dtype,
@@ -135,7 +133,12 @@ class SequenceClassifier(Predictor):
     def predict(self, rows: npt.NDArray[np.int64], report: Report) -> Prediction:
         encoded = self._prefetch.take(rows, lambda: report(0))
         with self._passes():
-            computed = compute(self._classifier, encoded, self._sizes, report, self._in_float32)
+            computed = compute(
+                self._classifier, encoded, self._sizes, report, self._in_float32, self._starts_in_float32
+            )
+        if computed.mostly_overflows:
+            # Such as Gemma-3, of which nearly every row does: trying first would be for nothing.
+            self._starts_in_float32, self._sizes = True, self._sizes.for_float32()
         values = np.full((len(rows), len(self._spec.label_order)), np.nan)
         if len(computed.rows):
             found = probabilities(computed.logits, self._spec.activation)

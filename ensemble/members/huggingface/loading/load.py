@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ensemble.members.footprint import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET, RESERVE_SHARE
+from ensemble.members.huggingface.loading.kernels import choose_kernels
 from ensemble.members.huggingface.loading.model import load_model
 from ensemble.members.huggingface.loading.precision import capability, set_tf32
 from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
@@ -70,6 +71,7 @@ def load(spec: ModelSpec, tokenizer: Any = None) -> Loaded:
         torch.set_num_threads(spec.cpu_threads)
     least = capability(on_gpu)
     set_tf32(spec, least, notes)
+    choose_kernels(least)
     model = load_model(spec, least, notes)
     if not on_gpu:
         keep_freed_memory()  # not before: what only loading needs shall go back

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import torch
 
 from ensemble.members.footprint import Capability
+from ensemble.members.huggingface.loading.kernels import AMPERE
 from ensemble.members.huggingface.spec import ModelSpec, choose_dtype
-
-# Below, bfloat16 is only emulated, whatever is_bf16_supported() says, and there is no TF32 (CUDA C++ Programming
-# Guide, "Compute Capabilities": both came with Ampere, as did the kernels of flash-attention-2).
-AMPERE: Capability = (8, 0)
 
 
 def capability(on_gpu: bool) -> Capability | None:
@@ -54,15 +50,3 @@ def set_tf32(spec: ModelSpec, least: Capability | None, notes: list[str]) -> Non
             notes.append("allow_tf32 has no effect below compute capability 8.0")
         elif os.environ.get("NVIDIA_TF32_OVERRIDE") == "0":  # of cuBLAS and cuDNN, whatever a program sets
             notes.append("allow_tf32 has no effect while NVIDIA_TF32_OVERRIDE=0 is in the environment")
-
-
-def may_omit_mask(model: Any, least: Capability | None) -> bool:
-    """Whether this device's attention does as well without a mask, or better.
-
-    Without one transformers lets torch's kernels repeat shared keys (use_gqa_in_sdpa), which only those for half
-    precision from Ampere on can; others would fall back to plain products.
-
-    Args:
-        least: the compute capability of the least capable device; None on a CPU.
-    """
-    return least is None or (least >= AMPERE and model.dtype in (torch.float16, torch.bfloat16))

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ensemble.common.files import read_json
-from ensemble.members.footprint import Activation, Capability, Footprint, MemoryEstimate
+from ensemble.members.footprint import Capability, Footprint, MemoryEstimate
 from ensemble.members.huggingface.checkpoint.architecture import Architecture, read_architecture
 from ensemble.members.huggingface.checkpoint.inspect import Checkpoint
 from ensemble.members.huggingface.checkpoint.tokenizer_files import own_max_length
@@ -67,9 +67,8 @@ class CheckpointMemory(MemoryEstimate):
             settings = {"bnb_4bit_compute_dtype": dtype, **settings}  # as the worker sets it
         attention = self.attention(dtype, gpus, capability)
         assert attention is not None  # as the architecture is known
-        # Rows of one length need no mask; what transformers then takes for shared keys can need more.
+        # Rows of one length need no mask and take less.
         form = (architecture, dtype, attention, self.num_labels, settings, gpus > 0)
-        padded, even = (activation(*form, flag, self.pools_last_token, capability) for flag in (True, False))
         base = weights(tensors, architecture, dtype, settings, self.num_labels, self.adapter_bytes > 0)
         base = replace(base, bytes=base.bytes + self.adapter_bytes)
         stored_bytes = sum(tensor.stored_bytes for tensor in tensors)
@@ -77,7 +76,7 @@ class CheckpointMemory(MemoryEstimate):
         is_mapped = abs(stored_bytes - base.bytes) < 0.02 * stored_bytes
         return Footprint(
             weights=base,
-            activation=Activation((*padded.stages, *even.stages), max(padded.fixed_bytes, even.fixed_bytes)),
+            activation=activation(*form, padded=True, pools_last_token=self.pools_last_token),
             context_bytes=cuda_context_bytes(capability) if gpus else PROCESS_BYTES,
             mapped_bytes=0 if is_mapped else stored_bytes,
             dtype=dtype,

@@ -145,7 +145,6 @@ def activation(
     on_gpu: bool,
     padded: bool = True,
     pools_last_token: bool = True,
-    capability: Capability | None = None,
 ) -> Activation:
     """What one forward pass in inference mode takes beside the weights.
 
@@ -156,7 +155,6 @@ def activation(
         quantization: what bitsandbytes is asked for when loading, None without.
         padded: whether rows of a batch differ in length, so that sdpa is given a mask.
         pools_last_token: whether the head sees only one position of each row.
-        capability: of the GPU; None counts as 8.0 or above.
     """
     a, size = architecture, DTYPE_BYTES[dtype]
     # Bytes per token pair of the masks that live throughout: floats for eager attention, booleans for sdpa.
@@ -176,7 +174,7 @@ def activation(
         mlp += computed * (a.hidden + a.intermediate)
     # The layer's forward still names the attention weights that eager attention gave it.
     scores = a.heads * size if attention == "eager" and not a.relative_terms else 0
-    stages = _attention_stages(a, size, attention, mask, on_gpu, padded, capability)
+    stages = _attention_stages(a, size, attention, mask, on_gpu, padded)
     stages.append(Stage(mlp + _INPUT_BYTES, mask + scores))
     if not pools_last_token:
         # Hidden states before and after the last norm; the logits, and those in float32.
@@ -216,7 +214,6 @@ def _attention_stages(
     mask: float,
     on_gpu: bool,
     padded: bool,
-    capability: Capability | None,
 ) -> list[Stage]:
     queries, keys = a.heads * a.head_dim, a.kv_heads * a.head_dim
     live: float = size * (_hidden_copies(a) - 1) * a.hidden + _INPUT_BYTES
@@ -250,11 +247,8 @@ def _attention_stages(
         # sdpa casts the boolean mask for every layer, and copies it where its width is no multiple of 16.
         cast = Stage(given + repeated, mask + 2 * size)
         return [rotary, cast, Stage(given + repeated + result, mask + size)]
-    if on_gpu and repeated and (size == 4 or (capability is not None and capability < (8, 0))):
-        # Shared keys are passed on as they are where there is no mask, and only torch's flash kernel takes them;
-        # for float32 and below 8.0 it falls back to plain products, in float32, with all the scores.
-        return [rotary, Stage(given + 4 * 4 * queries, a.heads * 8.0)]
-    return [rotary, Stage(given + result, 0.0)]
+    # Shared keys are passed on as they are where there is no mask, unless that leaves only slow kernels of a GPU.
+    return [rotary, Stage(given + (repeated if on_gpu else 0) + result, 0.0)]
 
 
 def _score_bytes(a: Architecture, size: int, on_gpu: bool) -> float:

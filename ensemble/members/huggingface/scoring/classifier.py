@@ -47,14 +47,13 @@ class Classifier:
     Args:
         model: as ``AutoModelForSequenceClassification`` loads it.
         pad_token_id: what to fill up with; any id, since no result depends on it.
-        may_omit_mask: whether the device's attention does as well without one.
 
     Attributes:
         possible: the shortcuts that can be tried.
         taken: those that are known to leave the model's numbers as they are.
     """
 
-    def __init__(self, model: Any, pad_token_id: int, may_omit_mask: bool = True) -> None:
+    def __init__(self, model: Any, pad_token_id: int) -> None:
         self._model = model
         self._pad_token_id = pad_token_id
         is_generic = (
@@ -78,7 +77,7 @@ class Classifier:
         self._pad_left = model.config.model_type == "xlnet"
         can_be = {
             Shortcut.LAST_TOKEN: self._searches_pad_token and _has_body_and_score(model),
-            Shortcut.NO_MASK: may_omit_mask and is_causal and not self._pad_left,
+            Shortcut.NO_MASK: is_causal and not self._pad_left,
             Shortcut.LAST_TOKEN_LAYER: bool(self._last_token_parts),
         }
         self.possible = frozenset(shortcut for shortcut, it_can in can_be.items() if it_can)

@@ -1,7 +1,7 @@
 """A chunk's token ids -> logits, in batches that fit.
 
 On an out-of-memory error the rows run again in halves; a row that does not fit alone is left out.  Rows that
-overflow half precision run again in float32.
+overflow half precision run again in float32; once most of a chunk did, chunks start there.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ _BELOW_FAILURE = 0.9
 # Passes that a GPU has been given and has not finished: enough never to run dry, few enough that what is said of
 # the progress is true.
 _MAX_QUEUED = 4
+# A chunk of fewer rows tells nothing of the others: it may be what is left of one that failed as a whole.
+_MIN_TELLING_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Computed:
         too_large: places of rows that did not fit into memory even alone.
         too_large_in_float32: the same of rows that had to run again in float32; their logits are not finite.
         float32_error: why those that should have run again could not; empty where nothing was wrong.
+        mostly_overflows: most rows overflowed half precision, and float32 gave numbers: the next chunk had better
+            start there.
     """
 
     rows: npt.NDArray[np.int64]
@@ -54,6 +58,7 @@ class Computed:
     too_large: tuple[int, ...] = ()
     too_large_in_float32: tuple[int, ...] = ()
     float32_error: str = ""
+    mostly_overflows: bool = False
 
 
 class BatchSizes:
@@ -182,6 +187,7 @@ def compute(
     sizes: BatchSizes,
     report: Report,
     in_float32: Mode | None = None,
+    starts_in_float32: bool = False,
 ) -> Computed:
     """Run the model over every row of a chunk that has tokens; rows with the same ones only once.
 
@@ -191,6 +197,8 @@ def compute(
             a GPU when the device has been given the pass.
         in_float32: while entered, the model computes in float32: then the rows whose logits came out NaN or
             infinite run again.  None: they stay so.
+        starts_in_float32: all rows run so at once, with ``sizes`` for it; in half precision only those that do
+            not fit into memory.
 
     Raises:
         RuntimeError: from the forward pass; not for want of memory.
@@ -198,8 +206,12 @@ def compute(
     first = np.arange(len(encoded.lengths)) if encoded.first is None else encoded.first
     copies = np.bincount(first, minlength=len(first))
     chosen = np.flatnonzero((copies > 0) & (encoded.lengths > 0))
-    computed = _run(classifier, encoded, sizes, chosen, copies, report)
-    bad = computed.rows[~torch.isfinite(computed.logits).all(dim=1).numpy()]
+    bad = np.empty(0, dtype=np.int64)
+    if starts_in_float32 and in_float32 is not None:
+        computed = _run_in_float32(classifier, encoded, sizes, chosen, copies, report, in_float32)
+    else:
+        computed = _run(classifier, encoded, sizes, chosen, copies, report)
+        bad = computed.rows[~_is_finite(computed.logits)]
     if in_float32 is not None and len(bad):
         before = computed.counters
 
@@ -220,7 +232,13 @@ def compute(
                 computed.logits[torch.from_numpy(np.searchsorted(computed.rows, again.rows))] = again.logits
             # Their rows and tokens are counted already.
             counters = before + replace(again.counters, rows=0, tokens=0, recomputed_rows=again.counters.rows)
-            computed = replace(computed, counters=counters, too_large_in_float32=again.too_large)
+            computed = replace(
+                computed,
+                counters=counters,
+                too_large_in_float32=again.too_large,
+                mostly_overflows=len(computed.rows) >= _MIN_TELLING_ROWS
+                and 2 * int(_is_finite(again.logits).sum()) > len(computed.rows),
+            )
     # Row i has the logits, or the fate, of row first[i].
     rows = np.flatnonzero(np.isin(first, computed.rows))
     sources = torch.from_numpy(np.searchsorted(computed.rows, first[rows]))
@@ -232,6 +250,44 @@ def compute(
         too_large=tuple(np.flatnonzero(np.isin(first, computed.too_large)).tolist()),
         too_large_in_float32=tuple(np.flatnonzero(np.isin(first, computed.too_large_in_float32)).tolist()),
     )
+
+
+def _run_in_float32(
+    classifier: Classifier,
+    encoded: Encoded,
+    sizes: BatchSizes,
+    chosen: npt.NDArray[np.int64],
+    copies: npt.NDArray[np.int64],
+    report: Report,
+    in_float32: Mode,
+) -> Computed:
+    """Run the model over the chosen rows in float32; those that do not fit into memory so, in half precision."""
+    with in_float32():
+        full = _run(classifier, encoded, sizes, chosen, copies, report, with_mask=True)
+    before = replace(full.counters, float32_rows=full.counters.rows)
+    if not full.too_large:
+        return replace(full, counters=before)
+
+    def report_rest(rows: int, tokens: int, padded_tokens: int) -> None:
+        report(before.rows + rows, before.tokens + tokens, before.padded_tokens + padded_tokens)
+
+    rest = _run(classifier, encoded, sizes, np.array(full.too_large), copies, report_rest)
+    found = np.concatenate([full.rows, rest.rows])
+    order = np.argsort(found)
+    # Logits of no rows have no columns.
+    logits = torch.cat([part.logits for part in (full, rest) if len(part.rows)] or [full.logits])
+    return Computed(
+        rows=found[order],
+        logits=logits[torch.from_numpy(order)],
+        counters=before + rest.counters,
+        too_large=rest.too_large,
+        too_large_in_float32=tuple(rest.rows[~_is_finite(rest.logits)].tolist()),
+    )
+
+
+def _is_finite(logits: torch.Tensor) -> npt.NDArray[np.bool_]:
+    """Which rows are numbers throughout, bool [rows]."""
+    return np.asarray(torch.isfinite(logits).all(dim=1).numpy())
 
 
 def _run(
