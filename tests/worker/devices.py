@@ -23,8 +23,8 @@ class Elsewhere(torch.Tensor):
     value: torch.Tensor
 
     @staticmethod
-    def __new__(cls, value: torch.Tensor, device: torch.device) -> Elsewhere:
-        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    def __new__(cls: type[Elsewhere], value: torch.Tensor, device: torch.device) -> Elsewhere:
+        made = torch.Tensor._make_wrapper_subclass(
             cls,
             value.shape,
             strides=value.stride(),
@@ -44,14 +44,16 @@ class Elsewhere(torch.Tensor):
                 raise RuntimeError("indices are on another device")
             found = func(tensor, *others, **(kwargs or {}))
             return found if found is None else Elsewhere(found, args[0].device)
-        return super().__torch_function__(func, types, args, kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise AssertionError(f"{func} outside of the machine")
 
 
-class Machine(TorchDispatchMode):
+class Machine(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While entered, devices of this type exist, such as "maia:0" and "maia:1".
 
     Attributes:
@@ -59,8 +61,8 @@ class Machine(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
-        self.copies: list[tuple[Elsewhere, torch.device]] = []
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.copies: list[tuple[Any, torch.device]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

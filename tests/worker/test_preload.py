@@ -67,7 +67,7 @@ def test_no_more_is_read_than_allowed_and_loading_ends_it_where_not_all_can_be_k
     for limit in (0, 90, 420, 750, 10_000):
         assert read(paths, limit) == min(limit, 750)
     assert read([tmp_path / "nothing", *paths]) == 0
-    # Loading begins while it waits for the first file: the others are read on if all of them may be kept, and only then.
+    # Loading begins while it waits for the first file: only if all of them may be kept, the others are read.
     for number, (limit, after) in enumerate([(10_000, 750), (750, 750), (749, 0)]):
         os.mkfifo(slow := tmp_path / f"slow {number}")
         reading = preload.ReadAhead([slow, *paths], limit)

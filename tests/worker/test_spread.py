@@ -19,12 +19,12 @@ LENGTHS = [9, 4, 7]
 
 
 def device_map(model: Any, devices: int) -> dict[str, str]:
-    """As ``infer_auto_device_map`` does it: in the order of the modules, so that the rotary embedding comes last."""
+    """As ``infer_auto_device_map``: in the order of the modules, so that the rotary embedding comes last."""
     layers = next(name for name, part in model.named_modules() if isinstance(part, nn.ModuleList))
     count = len(model.get_submodule(layers))
     found: dict[str, str] = {}
     seen_layers = False
-    for name, part in model.named_modules():
+    for name, _ in model.named_modules():
         if name == layers:
             seen_layers = True
             found |= {f"{layers}.{index}": f"maia:{index * devices // count}" for index in range(count)}

@@ -9,7 +9,7 @@ first GPU would stand still until the last one is through, instead of starting o
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from functools import partial
 from typing import Any
 
@@ -24,9 +24,9 @@ class Spread:
     """The forward passes of a model: while one runs, what is constant in it goes to each device once.
 
     For a model that accelerate has spread over two devices and more, the stages are also made independent where
-    accelerate ties the first to the last: modules that hold constants alone, such as the rotary embedding, compute where
-    a pass begins (``infer_auto_device_map`` puts what comes after the last layer on the last device), and logits
-    stay where they end.  Other models are left alone.
+    accelerate ties the first to the last: modules that hold constants alone, such as the rotary embedding, compute
+    where a pass begins (``infer_auto_device_map`` puts what comes after the last layer on the last device), and
+    logits stay where they end.  Other models are left alone.
 
     Args:
         model: on its devices; its hooks stay for as long as it lives.
@@ -34,14 +34,16 @@ class Spread:
 
     def __init__(self, model: nn.Module) -> None:
         # By identity, and weak: a tensor that is gone takes its copies along, and no other can get its place.
-        self._copies = WeakTensorKeyDictionary()
+        self._copies: MutableMapping[torch.Tensor, dict[torch.device, torch.Tensor]] = (
+            WeakTensorKeyDictionary()
+        )
         self._is_in_pass = False
         blocks = dict(_blocks(model))
         if len(set(blocks.values())) < 2:
             return
         start = input_device(model)
         for block, device in blocks.items():
-            if next(block.buffers(), None) is not None and next(block.parameters(), None) is None:
+            if any(True for _ in block.buffers()) and not any(True for _ in block.parameters()):
                 for hook in align_hooks(block):
                     hook.execution_device = start
                     hook.init_hook(block)
