@@ -69,7 +69,9 @@ def test_each_constant_goes_to_a_device_once_in_a_pass(
             machine.copies.clear()
             found = logits(classifier)
             goes = [(source.device.index, device.index) for source, device in machine.copies]
-            assert all(before < after for before, after in goes), goes
+            assert all(before < after for before, after in goes), [
+                (source.shape, device) for source, device in machine.copies
+            ]
             assert len({(id(source.value), device) for source, device in machine.copies}) == len(goes)
             assert len(goes) == (devices - 1) * (constants + 1), "once each, and the hidden states"
             assert found.device == torch.device(f"maia:{devices - 1}")
