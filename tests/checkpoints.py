@@ -50,6 +50,7 @@ def make_checkpoint(
     problem_type: str | None = None,
     dtype: str = "float32",
     width: int = 64,
+    layers: int = 2,
 ) -> Path:
     """Save a tiny checkpoint with a tokenizer; weights are random but spread enough to tell rows apart.
 
@@ -73,17 +74,17 @@ def make_checkpoint(
     if problem_type is not None:
         common["problem_type"] = problem_type
     torch.manual_seed(seed)
-    config = _config(transformers, architecture, common, width)
+    config = _config(transformers, architecture, common, width, layers)
     model = transformers.AutoModelForSequenceClassification.from_config(config)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     return folder
 
 
-def _config(transformers: Any, architecture: str, common: dict[str, Any], width: int) -> Any:
+def _config(transformers: Any, architecture: str, common: dict[str, Any], width: int, layers: int) -> Any:
     decoder = {
         "hidden_size": width,
         "intermediate_size": 2 * width,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": width // 4,
@@ -94,7 +95,7 @@ def _config(transformers: Any, architecture: str, common: dict[str, Any], width:
     encoder = {
         "hidden_size": width,
         "intermediate_size": 2 * width,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "max_position_embeddings": 128,
     }
@@ -106,7 +107,7 @@ def _config(transformers: Any, architecture: str, common: dict[str, Any], width:
         return transformers.LlamaConfig(**decoder, **common)
     if architecture == "gpt2":
         return transformers.GPT2Config(
-            n_embd=width, n_layer=2, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2, **common
+            n_embd=width, n_layer=layers, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2, **common
         )
     if architecture == "bert":
         return transformers.BertConfig(**encoder, **common)
@@ -128,7 +129,7 @@ def _config(transformers: Any, architecture: str, common: dict[str, Any], width:
         return transformers.FNetConfig(
             hidden_size=width,
             intermediate_size=2 * width,
-            num_hidden_layers=2,
+            num_hidden_layers=layers,
             max_position_embeddings=128,
             **common,
         )

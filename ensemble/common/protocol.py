@@ -84,7 +84,7 @@ class Start:
     """The first command: get ready to load the member described here, with everything that needs no device."""
 
     spec: WorkerSpec
-    preload_bytes: int = 0  # of its weights, which are read from the disk meanwhile, into the page cache
+    preload_bytes: int = 0  # of its weights, which are read ahead from the disk, into the page cache
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ class Predictor(ABC):
     """
 
     def preload(self, limit_bytes: int) -> None:
-        """A hint: the devices come later; read up to so many bytes of weights into the page cache meanwhile."""
+        """A hint: read up to so many bytes of weights into the page cache until they are loaded, and meanwhile."""
 
     def prepare(self, rows: npt.NDArray[np.int64]) -> None:
         """A hint: these rows will probably come next.  Returns at once; called from any thread."""

@@ -19,7 +19,7 @@ from ensemble.scheduling.state import MemberState, RunHooks, RunningWorker, Work
 # What a process takes that has imported torch and transformers and has a chunk's token ids, about.
 PROCESS_BYTES = 1 << 30
 # Of the memory that is available, what weight files may fill of the page cache.
-_PRELOAD_SHARE = 0.5
+_PRELOAD_SHARE = 0.75
 log = logging.getLogger(__name__)
 
 
@@ -47,9 +47,9 @@ class Standbys:
             available = self._launcher.available_memory(devices)
             if available is not None and available < (2 + growing) * PROCESS_BYTES:
                 return
-            left = 0 if available is None else available - (1 + growing) * PROCESS_BYTES
+            preload_bytes = _preload_bytes((available or 0) - growing * PROCESS_BYTES)
             try:
-                worker = self._start(state, devices, int(left * _PRELOAD_SHARE))
+                worker = self._start(state, devices, preload_bytes)
             except OSError as error:
                 self._failed.add(state.plan.name)
                 log.info("no worker of %s can stand by: %s", state.plan.name, error)
@@ -73,7 +73,9 @@ class Standbys:
             if worker.state is state and devices and worker.devices == devices and self._is_well(worker):
                 self._workers.remove(worker)
                 return worker
-        return self._start(state, devices, 0)
+        # Loading onto a GPU waits for the disk; on a CPU both would want the same cores.
+        available = self._launcher.available_memory(devices) if devices else None
+        return self._start(state, devices, _preload_bytes(available or 0))
 
     def end_all(self) -> None:
         """None of them outlives this call."""
@@ -138,3 +140,8 @@ class Standbys:
         worker.handle.terminate()
         ended = worker.handle.close()
         log.info("%s no longer stands by: %s (exit code %d)", worker.name, why, ended.code)
+
+
+def _preload_bytes(available_bytes: int) -> int:
+    """What a worker that is to start now may read ahead of its weights."""
+    return max(0, int((available_bytes - PROCESS_BYTES) * _PRELOAD_SHARE))

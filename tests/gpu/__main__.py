@@ -139,6 +139,18 @@ def _forward(bench: Bench, part: str) -> Iterator[Row]:
         yield text, verdict
 
 
+def spread(bench: Bench) -> Iterator[Row]:
+    """A member over two GPUs gives one GPU's probabilities; its speed says whether the two took turns."""
+    if len(bench.gpus) < 2:
+        raise Skip("fewer than two GPUs")
+    small = {"name": "m", "model_name_or_path": str(bench.model(SMALL)), "dtype": "float32", "replicas": 1}
+    for name, count in (("together", 1), ("spread", 2)):
+        report = bench.measure(name, {**small, "num_gpus": count})
+        yield f"{count} GPUs: {load_and_speed(report['members'][0])}", "ok"
+    apart = Apart.of(bench.probabilities("spread", "m"), bench.probabilities("together", "m"))
+    yield str(apart), apart.verdict(largest=1e-4)
+
+
 CHECKS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "release between members": release,
     "out-of-memory recovery": recovery,
@@ -148,6 +160,7 @@ CHECKS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "two 9B-class members": large,
     "attention kernels": kernels,
     "float16 overflow": overflow,
+    "a member over two GPUs": spread,
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
@@ -49,7 +48,7 @@ def test_the_files_that_loading_reads(tmp_path: Path) -> None:
     assert names(tmp_path, adapter_name_or_path="nobody/has-this") == []
 
 
-def test_no_more_is_read_than_allowed_and_it_ends_when_told(
+def test_no_more_is_read_than_allowed_and_loading_ends_it_where_not_all_can_be_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ensemble.members.huggingface.loading import preload
@@ -68,15 +67,16 @@ def test_no_more_is_read_than_allowed_and_it_ends_when_told(
     for limit in (0, 90, 420, 750, 10_000):
         assert read(paths, limit) == min(limit, 750)
     assert read([tmp_path / "nothing", *paths]) == 0
-    os.mkfifo(slow := tmp_path / "slow")
-    reading = preload.ReadAhead([slow, *paths], 10_000)
-    with slow.open("wb", buffering=0) as disk:  # it waits for what comes
-        reading.stop()
-        with contextlib.suppress(BrokenPipeError):  # where it has stopped already
-            disk.write(b"x" * 80)
-    reading.join(PATIENCE_SECONDS)
-    assert not reading.is_alive()
-    assert reading.read_bytes in (0, 80)
+    # Loading begins while it waits for the first file: only if all of them may be kept, the others are read.
+    for number, (limit, after) in enumerate([(10_000, 750), (750, 750), (749, 0)]):
+        os.mkfifo(slow := tmp_path / f"slow {number}")
+        reading = preload.ReadAhead([slow, *paths], limit)
+        reading.begin_load()
+        with slow.open("wb", buffering=0):  # it waits for what comes
+            pass
+        reading.join(PATIENCE_SECONDS)
+        assert not reading.is_alive()
+        assert reading.read_bytes == after
 
 
 def test_a_member_that_stands_by_has_its_code_and_neither_model_nor_device(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ class SequenceClassifier(Predictor):
 
     def load(self) -> Ready:
         if self._reading is not None:
-            self._reading.stop()
+            self._reading.begin_load()
         spec = self._spec
         self._loaded = loaded = load(spec, self._tokenizer)
         if loaded.max_length != self._max_length:

@@ -77,13 +77,22 @@ def last_device(model: Any) -> torch.device:
     return _device_of(modules[-1])
 
 
+def align_hooks(module: Any) -> list[Any]:
+    """accelerate's hooks that bring weights and inputs of a module to where it computes (AlignDevicesHook)."""
+    hook = getattr(module, "_hf_hook", None)
+    return [one for one in getattr(hook, "hooks", (hook,)) if hasattr(one, "execution_device")]
+
+
+def execution_device(module: Any) -> torch.device | None:
+    """Where accelerate has a module compute; None: it does not say."""
+    told = (one.execution_device for one in align_hooks(module))
+    return next((torch.device(device) for device in told if device is not None), None)
+
+
 def _device_of(module: Any) -> torch.device:
     device = next(module.parameters()).device
     if device.type == "meta":
-        for part in module.modules():
-            hook = getattr(part, "_hf_hook", None)
-            for one in getattr(hook, "hooks", (hook,)):
-                if (brought_to := getattr(one, "execution_device", None)) is not None:
-                    return torch.device(brought_to)
+        told = (execution_device(part) for part in module.modules())
+        device = next((one for one in told if one is not None), device)
     assert isinstance(device, torch.device)
     return device

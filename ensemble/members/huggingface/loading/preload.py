@@ -6,6 +6,7 @@ None of it is needed, and none of it fails: what is wrong with a checkpoint show
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from importlib.util import find_spec
 from pathlib import Path
@@ -63,7 +64,7 @@ def checkpoint_folder(name_or_path: str, revision: str | None) -> Path | None:
 
 
 class ReadAhead(threading.Thread):
-    """Reads files, so that they lie in the page cache; ``join`` waits until all is read.
+    """Reads files, so that they lie in the page cache; ``join`` waits until all is read, or asked for.
 
     Args:
         limit_bytes: no more than that.
@@ -73,20 +74,32 @@ class ReadAhead(threading.Thread):
         super().__init__(name="read ahead", daemon=True)
         self.read_bytes = 0
         self._paths, self._limit_bytes = paths, limit_bytes
-        self._told_to_stop = False
+        self._is_loading = False
         self.start()
 
-    def stop(self) -> None:
-        """No more after the piece in hand: whoever loads the files now reads them himself."""
-        self._told_to_stop = True
+    def begin_load(self) -> None:
+        """Somebody loads the files from now on, and must not be held up by this.
+
+        Where the page cache may hold all of them, the kernel is asked to read the rest, without a copy for this
+        process, and without waiting for it (posix_fadvise(2)); otherwise what is read ahead would push out what has
+        not been loaded yet, and this ends after the piece in hand.
+        """
+        self._is_loading = True
 
     def run(self) -> None:
         buffer = memoryview(bytearray(min(_PIECE_BYTES, max(1, self._limit_bytes))))
         with contextlib.suppress(OSError):
+            sizes = {path: path.stat().st_size for path in self._paths}
+            may_go_on = sum(sizes.values()) <= self._limit_bytes and hasattr(os, "posix_fadvise")
             for path in self._paths:
                 with path.open("rb", buffering=0) as file:
-                    while not self._told_to_stop:
-                        size = file.readinto(buffer[: self._limit_bytes - self.read_bytes])
+                    offset = 0
+                    while not self._is_loading or may_go_on:
+                        if not self._is_loading:
+                            size = file.readinto(buffer[: self._limit_bytes - self.read_bytes])
+                        elif size := min(len(buffer), max(0, sizes[path] - offset)):
+                            os.posix_fadvise(file.fileno(), offset, size, os.POSIX_FADV_WILLNEED)
                         if not size:
                             break
+                        offset += size
                         self.read_bytes += size

@@ -22,6 +22,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 
 from ensemble.common.protocol import Activation
 from ensemble.members.huggingface.loading.device_map import input_device, last_device
+from ensemble.members.huggingface.loading.spread import Spread
 from ensemble.members.huggingface.scoring.encode import Encoded
 
 # Of a layer, what works on one position at a time, as the decoders of transformers that look like Llama name it.
@@ -85,6 +86,7 @@ class Classifier:
         self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
         self._device = input_device(model)
         self.last_device = last_device(model)
+        self._spread = Spread(model)
 
     def logits(
         self,
@@ -113,13 +115,14 @@ class Classifier:
         if Shortcut.NO_MASK in self.taken and not with_mask:
             del arrays["attention_mask"]
         inputs = {name: _on_device(array, self._device) for name, array in arrays.items()}
-        last = _on_device(encoded.lengths[rows] - 1, self._device)
+        # Not from where the batch is: a copy between GPUs would wait for both.
+        last = _on_device(encoded.lengths[rows] - 1, self.last_device)
         if self._searches_pad_token:
             # An id that no row of this batch holds, so that looking for it is exact; none where nobody looks for
             # it, since some bodies warn of it.
             text_config = model.config.get_text_config()
             model.config.pad_token_id = text_config.pad_token_id = None if last_token else filler
-        with timing or nullcontext(), torch.inference_mode():
+        with timing or nullcontext(), self._spread.one_pass(), torch.inference_mode():
             if not last_token:
                 own: torch.Tensor = model(**inputs).logits
                 return own.float()

@@ -1,0 +1,110 @@
+"""A model spread over several GPUs: stages that do not wait for each other more than they must.
+
+accelerate's hooks copy whatever a module is given to its device (``AlignDevicesHook.pre_forward``), which is the
+attention mask, the positions and the rotary embeddings at every layer again.  A copy between two GPUs begins when
+both have done all that was asked of them before, and both wait for its end (ATen/native/cuda/Copy.cu).  So the
+first GPU would stand still until the last one is through, instead of starting on the next batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, MutableMapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ensemble.members.huggingface.loading.device_map import align_hooks, execution_device, input_device
+
+
+class Spread:
+    """The forward passes of a model: while one runs, what is constant in it goes to each device once.
+
+    For a model that accelerate has spread over two devices and more, the stages are also made independent where
+    accelerate ties the first to the last: modules that hold constants alone, such as the rotary embedding, compute
+    where a pass begins (``infer_auto_device_map`` puts what comes after the last layer on the last device), and
+    logits stay where they end.  Other models are left alone.
+
+    Args:
+        model: on its devices; its hooks stay for as long as it lives.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        # By identity, and weak: a tensor that is gone takes its copies along, and no other can get its place.
+        self._copies: MutableMapping[torch.Tensor, dict[torch.device, torch.Tensor]] = (
+            WeakTensorKeyDictionary()
+        )
+        self._is_in_pass = False
+        blocks = dict(_blocks(model))
+        if len(set(blocks.values())) < 2:
+            return
+        start = input_device(model)
+        for block, device in blocks.items():
+            if any(True for _ in block.buffers()) and not any(True for _ in block.parameters()):
+                for hook in align_hooks(block):
+                    hook.execution_device = start
+                    hook.init_hook(block)
+                device = start
+            skipped = {key for hook in align_hooks(block) for key in _names(hook.skip_keys)}
+            block.register_forward_pre_hook(partial(self._send, device, skipped), with_kwargs=True)
+        for part in model.modules():
+            for hook in align_hooks(part):
+                hook.io_same_device = False  # the whole model's sends logits back
+
+    @contextlib.contextmanager
+    def one_pass(self) -> Iterator[None]:
+        """A pass within; nothing of it is kept afterwards."""
+        self._is_in_pass = True
+        try:
+            yield
+        finally:
+            self._is_in_pass = False
+            self._copies.clear()
+
+    def _send(
+        self,
+        device: torch.device,
+        skipped: set[str],
+        _: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """A block's inputs but the hidden states, which no two blocks share and which some change in place."""
+        if not self._is_in_pass:
+            return None
+        others = tuple(self._on(device, value) for value in args[1:])
+        return (*args[:1], *others), {
+            key: value if key == "hidden_states" or key in skipped else self._on(device, value)
+            for key, value in kwargs.items()
+        }
+
+    def _on(self, device: torch.device, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if value.device == device:
+                return value
+            copies = self._copies.setdefault(value, {})
+            if device not in copies:
+                copies[device] = value.to(device)
+            return copies[device]
+        if type(value) in (tuple, list):
+            return type(value)(self._on(device, item) for item in value)
+        if type(value) is dict:
+            return {key: self._on(device, item) for key, item in value.items()}
+        return value  # to be moved by accelerate, if at all
+
+
+def _blocks(module: nn.Module) -> Iterator[tuple[nn.Module, torch.device]]:
+    """The parts that accelerate has placed as a whole, with the devices on which they compute."""
+    # The dispatched model itself has a device, too: where its first part is.
+    if not hasattr(module, "hf_device_map") and (device := execution_device(module)) is not None:
+        yield module, device
+        return
+    for child in module.children():
+        yield from _blocks(child)
+
+
+def _names(keys: Any) -> tuple[str, ...]:
+    return (keys,) if isinstance(keys, str) else tuple(keys or ())

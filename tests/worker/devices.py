@@ -1,0 +1,99 @@
+"""Several devices on a machine that has one: tensors that say they are elsewhere and compute on the CPU.
+
+A dispatch mode below all of torch's Python sees every operation. As on real devices, one whose tensors are on
+different ones is an error, but for copies and for numbers on the CPU; copies between devices are counted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+# One that torch knows and has no code for, so that nothing computes there behind our back.
+TYPE = "maia"
+_COPIES = (torch.ops.aten._to_copy, torch.ops.aten.copy_, torch.ops.aten.to)
+
+
+class Elsewhere(torch.Tensor):
+    """``value``, a tensor on the CPU, said to be on ``device``."""
+
+    value: torch.Tensor
+
+    @staticmethod
+    def __new__(cls: type[Elsewhere], value: torch.Tensor, device: torch.device) -> Elsewhere:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls,
+            value.shape,
+            strides=value.stride(),
+            storage_offset=value.storage_offset(),
+            dtype=value.dtype,
+            device=device,
+        )
+        made.value = value
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Those that ask the device itself before they come to the operations below.
+        if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__, torch.Tensor.contiguous):
+            tensor, *others = tree_map(_on_cpu, args)
+            if any(one.device != args[0].device for one in tree_leaves(args[1:]) if isinstance(one, cls)):
+                raise RuntimeError("indices are on another device")
+            found = func(tensor, *others, **(kwargs or {}))
+            return found if found is None else Elsewhere(found, args[0].device)
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise AssertionError(f"{func} outside of the machine")
+
+
+class Machine(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While entered, devices of this type exist, such as "maia:0" and "maia:1".
+
+    Attributes:
+        copies: what was copied from one of them to another, in order, with where it went.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.copies: list[tuple[Any, torch.device]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        leaves = tree_leaves((args, kwargs))
+        tensors = [one for one in leaves if isinstance(one, torch.Tensor)]
+        # Single numbers on the CPU may meet tensors of any device.
+        devices = {one.device for one in tensors if one.dim() or one.device.type == TYPE}
+        is_copy = func.overloadpacket in _COPIES
+        if len(devices) > 1 and not is_copy:
+            raise RuntimeError(f"{func}: expected all tensors to be on the same device, got {devices}")
+        said = [one for one in leaves if isinstance(one, torch.device)]
+        (device,) = said or [*devices, torch.device("cpu")][:1]
+        if is_copy and device.type == TYPE and tensors[0].device.type == TYPE:
+            if tensors[0].device != device:
+                self.copies.append((tensors[0], device))
+            elif func.overloadpacket is torch.ops.aten.to and tensors[0].dtype == _dtype(leaves, tensors[0]):
+                return tensors[0]
+        done = func(*tree_map(_on_cpu, args), **tree_map(_on_cpu, kwargs))
+        if func._schema.is_mutable:
+            return args[0]
+        if device.type != TYPE:
+            return done
+        return tree_map(lambda one: Elsewhere(one, device) if isinstance(one, torch.Tensor) else one, done)
+
+
+def _on_cpu(value: Any) -> Any:
+    if isinstance(value, Elsewhere):
+        return value.value
+    is_elsewhere = isinstance(value, torch.device) and value.type == TYPE
+    return torch.device("cpu") if is_elsewhere else value
+
+
+def _dtype(leaves: list[Any], tensor: torch.Tensor) -> torch.dtype:
+    return next((one for one in leaves if isinstance(one, torch.dtype)), tensor.dtype)
