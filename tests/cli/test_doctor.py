@@ -459,6 +459,13 @@ def test_less_memory_than_the_plan_takes(project: Project, monkeypatch: pytest.M
     assert found[1].text == "the plan's workers take about 3.0 GiB of memory at once, 2.0 GiB are free"
     assert "fewer replicas" in found[1].advice
     assert len([*host_findings(2 * GIB)]) == len(found) - 1
+    project.write_config(project.config(models=project.config()["models"][:1], submission=None))
+    monkeypatch.setattr(doctor, "available_memory_bytes", lambda: 100 * MIB)
+    monkeypatch.setattr(doctor, "run_trials", lambda *_: [])
+    monkeypatch.chdir(project.folder)
+    texts = [finding.text for finding in examine(Path("config.yaml"))]
+    (told,) = [text for text in texts if text.startswith("the plan's workers take about ")]
+    assert told.endswith(" of memory at once, 100.0 MiB are free")
 
 
 def test_devices_of_which_the_same_is_to_be_said_share_a_finding() -> None:
