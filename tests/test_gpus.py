@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from tests.nvml.sim import (
     UNKNOWN,
     Fail,
     Gpu,
+    Health,
     Memory,
     NvmlSim,
     Slice,
@@ -338,11 +340,108 @@ def test_mig_mode_without_slices_is_left_out(nvml_sim: NvmlSim) -> None:
 
 
 def test_all_memory_is_read_by_one_version(nvml_sim: NvmlSim) -> None:
+    """What the driver reserves nobody can have: with version 2 it is no part of the total."""
     nvml_sim.write([Gpu(PARENT, memory=Memory(16 * GIB, GIB, reserved=300 * MIB))])
-    code = f'answer = [gpus.inventory().gpus[0].used_bytes, *gpus.used_memory(["{PARENT}"]).values()]'
-    assert run(code, nvml_sim.environment()) == [GIB, GIB]
-    # Version 1, all that an old driver has, counts what is reserved as used.
-    assert run(code, nvml_sim.environment(old_driver=True)) == [GIB + 300 * MIB] * 2
+    code = f"""
+gpu = gpus.inventory().gpus[0]
+answer = [gpu.total_bytes, gpu.used_bytes, *gpus.used_memory(["{PARENT}"]).values()]
+"""
+    assert run(code, nvml_sim.environment()) == [16 * GIB - 300 * MIB, GIB, GIB]
+    # Version 1, all that an old driver has, counts what is reserved as used: as much is free.
+    assert run(code, nvml_sim.environment(old_driver=True)) == [16 * GIB, *[GIB + 300 * MIB] * 2]
+
+
+# Telemetry
+
+
+@pytest.mark.parametrize("old_driver", [False, True])
+def test_telemetry_of_gpus_slices_and_those_that_do_not_tell(nvml_sim: NvmlSim, old_driver: bool) -> None:
+    hot = Health(945, 1590, 88, 69.5, events=0x1 | 0x20 | 0x4)
+    lost = Gpu(gpu_uuid(3), pci=(0, 4, 0), fails=[Fail("*", GPU_IS_LOST)])
+    nvml_sim.write([replace(gpus(1)[0], health=hot), gpus(2)[1], replace(MIG_GPU, health=Health()), lost])
+    asked = [gpu_uuid(0), gpu_uuid(1), SLICES[1].uuid, gpu_uuid(3), "cpu"]
+    code = "answer = {uuid: one and asdict(one) for uuid, one in gpus.telemetry(sys.argv[1:]).items()}"
+    found = run(code, nvml_sim.environment(old_driver), *asked)
+    names = ("sm_clock_mhz", "max_sm_clock_mhz", "temperature_celsius", "power_watts", "clock_events")
+    values = [(945, 1590, 88, 69.5, ["sw_power_cap", "sw_thermal_slowdown"]), (*[None] * 4, [])]
+    values.append((1590, 1590, 60, 50.0, []))  # a slice's are its GPU's
+    told = [dict(zip(names, one, strict=True)) for one in values]
+    assert found == dict(zip(asked, [*told, None, None], strict=True))
+
+
+# The session
+
+
+def test_a_session_opens_nvml_once_and_closes_it(nvml_sim: NvmlSim) -> None:
+    nvml_sim.write([Gpu(PARENT, memory=Memory(used=GIB))])
+    code = f"""
+import threading
+def look():
+    with gpus.driver_session():
+        for _ in range(5):
+            answer.append(gpus.used_memory(["{PARENT}"])["{PARENT}"])
+        gpus.inventory(), gpus.gpu_users("{PARENT}"), gpus.telemetry(["{PARENT}"])
+answer, looks = [], [threading.Thread(target=look) for _ in range(3)]
+with gpus.driver_session():
+    [one.start() for one in looks]
+    [one.join() for one in looks]
+"""
+    assert run(code, nvml_sim.environment()) == [GIB] * 15
+    assert [what for what, _ in nvml_sim.sessions()] == ["open", "close"]
+
+
+RELOADED = """
+import os
+from pathlib import Path
+state = Path(os.environ["NVML_SIM_STATE"])
+def look():
+    answer.append(gpus.used_memory([sys.argv[1]])[sys.argv[1]])
+answer = []
+with gpus.driver_session():
+    look()
+    first = state.read_text()
+    state.write_text(first.replace("loaded 0", sys.argv[2]))
+    look(), look()
+    state.write_text(first.replace("loaded 0", "loaded 2"))
+    look(), look()
+"""
+
+
+def test_a_driver_that_goes_and_comes_back_in_a_session(nvml_sim: NvmlSim) -> None:
+    """What was open is stale then: it is opened anew, and the same question is answered."""
+    nvml_sim.write([Gpu(PARENT, memory=Memory(used=GIB))])
+    gone = run(RELOADED, nvml_sim.environment(), PARENT, f"loaded 1\nfail Init {DRIVER_NOT_LOADED}")
+    assert gone == [GIB, None, None, GIB, GIB]
+    assert [what for what, _ in nvml_sim.sessions()] == ["open", "close"] * 2
+    nvml_sim.write([Gpu(PARENT, memory=Memory(used=GIB))])
+    assert run(RELOADED, nvml_sim.environment(), PARENT, "loaded 1") == [GIB] * 5
+
+
+def test_a_lost_gpu_hides_no_other_in_a_session(nvml_sim: NvmlSim) -> None:
+    lost = Gpu(PARENT, pci=(0, 9, 0), fails=[Fail("*", GPU_IS_LOST, 2)])
+    nvml_sim.write([lost, *gpus(1)])
+    code = """
+with gpus.driver_session():
+    answer = [list(gpus.used_memory(sys.argv[1:]).values()) for _ in range(3)]
+"""
+    assert run(code, nvml_sim.environment(), PARENT, gpu_uuid(0)) == [[0, 0], [None, 0], [None, 0]]
+
+
+def test_a_fork_leaves_its_parents_session_alone(nvml_sim: NvmlSim) -> None:
+    nvml_sim.write([Gpu(PARENT, memory=Memory(used=GIB))])
+    code = f"""
+import os, pynvml
+with gpus.driver_session():
+    gpus.used_memory(["{PARENT}"])
+    if not (child := os.fork()):
+        seen = gpus.used_memory(["{PARENT}"])["{PARENT}"]
+        os._exit(0 if seen == {GIB} else 1)
+    answer = [os.waitpid(child, 0)[1], gpus.used_memory(["{PARENT}"])["{PARENT}"]]
+"""
+    assert run(code, nvml_sim.environment()) == [0, GIB]
+    told = nvml_sim.sessions()
+    assert [what for what, _ in told] == ["open", "close"]
+    assert len({pid for _, pid in told}) == 1, "the child has not closed what it inherited"
 
 
 def test_used_memory_of_slices_lost_and_unknown_devices(nvml_sim: NvmlSim) -> None:

@@ -49,6 +49,8 @@ _DISK_NEEDED, _DISK_WANTED = 50 << 20, 1 << 30
 _ELSEWHERE = "choose another directory, or make room there"
 _INSTALL = "see https://pytorch.org/get-started/locally/"
 _MASK_ADVICE = "to use GPUs set CUDA_VISIBLE_DEVICES to some that nvidia-smi -L lists, or unset it"
+# What CUDA and cuBLAS say where a build has nothing for a GPU's architecture.
+_NO_CODE = ("no kernel image", "ARCH_MISMATCH")
 _WORKER = "ensemble.members.seq_cls.predictor"  # what a worker imports before it loads a model
 
 Mark = Literal["ok", "note", "problem"]
@@ -115,7 +117,7 @@ def _findings(path: Path | None, overrides: Sequence[str]) -> Iterator[Finding]:
     key, folder = ("working directory", Path()) if config is None else ("output_dir", config.output_dir)
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
         "the packages": lambda: package_findings(own_requirements(), needed),
-        "memory and CPUs": host_findings,
+        "memory and CPUs": lambda: host_findings(0 if prepared is None else prepared.plan.host_bytes),
         "the disk": lambda: disk_findings(key, folder),
         "the Hugging Face hub": _hub,
         "the devices": lambda: _devices(config, needed),
@@ -155,14 +157,17 @@ def package_findings(requirements: Iterable[Requirement], needed: Mapping[str, s
         yield Finding("ok", ", ".join(good))
 
 
-def host_findings() -> Iterator[Finding]:
-    """Memory and CPUs of this host as it is now, within the limits of its container."""
+def host_findings(plan_bytes: int = 0) -> Iterator[Finding]:
+    """Memory and CPUs of this host as it is now, within its container's limits; for a plan that takes so much."""
     available, total = available_memory_bytes(), total_memory_bytes()
     if available is not None and total is not None:
         text = f"{gib(available)} of {gib(total)} memory free"
         advice = "end other programs or raise the container's limit; "
         too_few, few = f"{advice}a worker needs more", f"{advice}only small models fit"
         yield Finding.of_amount(text, available, _MEMORY_NEEDED, _MEMORY_WANTED, too_few, few)
+        if available < plan_bytes:
+            text = f"the plan's workers take about {gib(plan_bytes)} of memory at once, {gib(available)} are free"
+            yield Finding("note", text, f"{advice}or set fewer replicas or a lower max_workers_per_gpu")
     allowed, limit = len(os.sched_getaffinity(0)), own_groups("cpu").cpu_limit()
     text, advice = f"{allowed} of {os.cpu_count()} CPUs may be used", ""
     if limit is not None and limit < allowed:
@@ -281,10 +286,12 @@ def _of_trial(trial: Trial, driver_cuda: Version | None) -> Iterator[Finding]:
         yield Finding("problem", f"torch cannot be imported ({reason})", f"reinstall it: {_INSTALL}")
         return
     capability = report.capability or device.compute_capability
-    failed = {tried: error for tried, error in report.errors.items() if not tried.startswith("import ")}
+    failed = {
+        tried: error for tried, error in report.errors.items() if not tried.startswith(("import ", "open "))
+    }
     if device.is_gpu and not report.sees_gpu:
         yield _unseen(report, driver_cuda)
-    elif capability and any("no kernel image" in error for error in failed.values()):
+    elif capability and any(words in error for words in _NO_CODE for error in failed.values()):
         text = f"torch {report.torch} has no code for capability {_dotted(capability)}, only for "
         advice = f"install a build of torch that has sm_{capability[0]}{capability[1]}: {_INSTALL}"
         yield Finding("problem", text + ", ".join(report.architectures), advice)
@@ -300,7 +307,14 @@ def _of_trial(trial: Trial, driver_cuda: Version | None) -> Iterator[Finding]:
         passed = ", ".join(report.passed)
         yield Finding("ok", f"{build} computes correctly in {passed}{free} ({trial.seconds:.0f} s)")
     for tried, error in report.errors.items():
-        if tried not in failed:
+        if tried.startswith("open "):
+            text = f"could not {tried} for torch's CUDA {report.cuda} ({error})"
+            yield Finding(
+                "problem",
+                text,
+                "install a release of bitsandbytes that has it: python -m bitsandbytes says more",
+            )
+        elif tried not in failed:
             module = tried.removeprefix("import ")
             is_own = module.startswith("ensemble.")
             what = "a worker's imports fail" if is_own else f"{module} cannot be imported"
@@ -311,14 +325,15 @@ def _unseen(report: Report, driver_cuda: Version | None) -> Finding:
     """Why torch does not see a GPU that the driver shows."""
     knows = f"the driver knows CUDA up to {_dotted(driver_cuda)}" if driver_cuda else "the driver shows a GPU"
     install = f"install a build of torch for CUDA {driver_cuda[0] if driver_cuda else ''}".rstrip()
+    reason = report.errors.get("start CUDA", "no reason given")
     if report.cuda is None:
         text = f"is a build without CUDA, and {knows}"
         advice = f"{install} ({_INSTALL}), or hide the GPU: CUDA_VISIBLE_DEVICES=-1"
-    elif driver_cuda and int(report.cuda.split(".")[0]) > driver_cuda[0]:
-        text = f"is built for CUDA {report.cuda}, and {knows}"
+    elif (driver_cuda and int(report.cuda.split(".")[0]) > driver_cuda[0]) or "too old" in reason:
+        text = f"is built for CUDA {report.cuda}, and {knows}" + ("" if driver_cuda else f" ({reason})")
         advice = f"update the driver, or {install} ({_INSTALL})"
     else:
-        text = f"cannot start CUDA ({report.errors.get('start CUDA', 'no reason given')})"
+        text = f"cannot start CUDA ({reason})"
         opened = "see whether nvidia-smi works and /dev/nvidia* may be opened"
         advice = f"{opened}; restart after an update of the driver"
     return Finding("problem", f"torch {report.torch} {text}", advice)

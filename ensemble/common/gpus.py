@@ -1,4 +1,4 @@
-"""GPUs: which there are, how much of their memory is used, and how a worker is pinned to some of them.
+"""GPUs: which there are, how they are doing, and how a worker is pinned to some of them.
 
 All by NVML, NVIDIA's driver library that answers without starting CUDA.  Devices are known by UUID, because
 NVML's numbers and CUDA's are not the same.  The rules for CUDA_VISIBLE_DEVICES are those of the CUDA C++
@@ -11,8 +11,10 @@ import contextlib
 import ctypes
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
@@ -28,6 +30,18 @@ _LIST_ENDS = ("", "-1", "NoDevFiles")
 _T = TypeVar("_T")
 # Less than this of a GPU is a desktop's or the driver's own.
 MIN_REPORTED_BYTES = 512 << 20
+# Why a GPU's clocks are lower than they could be: the bits of nvmlDeviceGetCurrentClocksEventReasons by the names
+# that nvidia-smi has for them (NVML API reference, "NvmlClocksEventReasons").  Bit 0, that it is idle, is left out.
+_CLOCK_EVENTS = {
+    0x002: "applications_clocks_setting",
+    0x004: "sw_power_cap",
+    0x008: "hw_slowdown",
+    0x010: "sync_boost",
+    0x020: "sw_thermal_slowdown",
+    0x040: "hw_thermal_slowdown",
+    0x080: "hw_power_brake_slowdown",
+    0x100: "display_clock_setting",
+}
 
 
 @dataclass(frozen=True)
@@ -37,8 +51,8 @@ class Device:
     uuid: str  # as CUDA_VISIBLE_DEVICES takes it, "GPU-..." or "MIG-..."; "cpu" for the CPU
     name: str
     compute_capability: tuple[int, int] | None
-    total_bytes: int  # 0 for the CPU
-    used_bytes: int  # what all processes and the driver held when it was looked at
+    total_bytes: int  # that processes can have, without what the driver reserves; 0 for the CPU
+    used_bytes: int  # what all processes held when it was looked at
 
     @property
     def is_gpu(self) -> bool:
@@ -63,6 +77,17 @@ class Inventory:
     mask_problem: str = ""  # where CUDA_VISIBLE_DEVICES hides them all by naming one that is not there
 
 
+@dataclass(frozen=True)
+class Telemetry:
+    """How a GPU is doing now; None for what it does not tell.  A MIG slice is doing as its GPU is."""
+
+    sm_clock_mhz: int | None
+    max_sm_clock_mhz: int | None
+    temperature_celsius: int | None
+    power_watts: float | None
+    clock_events: tuple[str, ...]  # why its clocks are lower than they could be, in nvidia-smi's names
+
+
 @dataclass
 class _Gpu:
     label: str
@@ -77,16 +102,49 @@ class _NoDriverError(Exception):
     """Says why NVML cannot be asked."""
 
 
+@dataclass
+class _Session:
+    """NVML, open while somebody holds it; what is asked of it is asked by one thread at a time."""
+
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    holders: int = 0
+    process: int = 0  # that opened it; 0: it is not open
+
+
+_session = _Session()
+
+
+@contextlib.contextmanager
+def driver_session() -> Iterator[None]:
+    """Keep NVML open from the first question on: to start it can take a second, where nothing keeps the driver up.
+
+    May be nested, by threads too; the last one to end closes it.
+    """
+    with _session.lock:
+        _session.holders += 1
+    try:
+        yield
+    finally:
+        with _session.lock:
+            _session.holders -= 1
+            if not _session.holders:
+                _close()
+
+
 def inventory(environ: Mapping[str, str] | None = None) -> Inventory:
     """Look at the GPUs within this process's environment, or another; without a working driver there are none."""
     environ = os.environ if environ is None else environ
     warnings: list[str] = []
+
+    def look(nvml: ModuleType) -> tuple[list[_Gpu], str | None]:
+        warnings.clear()
+        found, version = _read_gpus(nvml, warnings), None
+        with contextlib.suppress(nvml.NVMLError):
+            version = nvml.nvmlSystemGetDriverVersion()
+        return found, version
+
     try:
-        with _driver() as nvml:
-            gpus = _read_gpus(nvml, warnings)
-            version = None
-            with contextlib.suppress(nvml.NVMLError):
-                version = nvml.nvmlSystemGetDriverVersion()
+        gpus, version = _ask(look)
     except _NoDriverError as error:
         other = ""  # a GPU that is there but not NVIDIA's, so that nobody wonders
         if sys.platform == "darwin":
@@ -112,18 +170,18 @@ def inventory(environ: Mapping[str, str] | None = None) -> Inventory:
 
 def used_memory(uuids: Iterable[str]) -> dict[str, int | None]:
     """Bytes used now, by UUID; None where it cannot be told (a lost GPU, the CPU, no driver)."""
-    used: dict[str, int | None] = dict.fromkeys(uuids)
-    with contextlib.suppress(_NoDriverError), _driver() as nvml:
-        for uuid in used:
-            with contextlib.suppress(nvml.NVMLError):
-                used[uuid] = _memory(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid))[1]
-    return used
+    return _of_each(uuids, lambda nvml, handle: _memory(nvml, handle)[1])
+
+
+def telemetry(uuids: Iterable[str]) -> dict[str, Telemetry | None]:
+    """How devices are doing now, by UUID; None where it cannot be told."""
+    return _of_each(uuids, _telemetry)
 
 
 def driver_cuda_version() -> tuple[int, int] | None:
     """The newest CUDA that the driver knows, major and minor; None when it does not say."""
-    with contextlib.suppress(_NoDriverError), _driver() as nvml:
-        number = nvml.nvmlSystemGetCudaDriverVersion_v2()  # 12040 for 12.4
+    with contextlib.suppress(_NoDriverError):
+        number = _ask(lambda nvml: nvml.nvmlSystemGetCudaDriverVersion_v2())  # 12040 for 12.4
         return number // 1000, number % 1000 // 10
     return None
 
@@ -133,16 +191,18 @@ def processes_on(uuid: str) -> tuple[tuple[int, str | None, int | None], ...]:
 
     For messages only: in a container the ids may be the host's, so neither an id nor a missing one proves anything.
     """
-    found: list[tuple[int, str | None, int | None]] = []
-    with contextlib.suppress(_NoDriverError), _driver() as nvml:
-        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+
+    def look(nvml: ModuleType, handle: object) -> tuple[tuple[int, str | None, int | None], ...]:
+        found: list[tuple[int, str | None, int | None]] = []
         for one in nvml.nvmlDeviceGetComputeRunningProcesses_v3(handle):
             name = None
             # The driver cuts long names anywhere, also inside a character.
             with contextlib.suppress(nvml.NVMLError, UnicodeDecodeError):
                 name = nvml.nvmlSystemGetProcessName(one.pid)
             found.append((one.pid, name, one.usedGpuMemory))
-    return tuple(found)
+        return tuple(found)
+
+    return _of_each([uuid], look)[uuid] or ()
 
 
 def gpu_users(uuid: str) -> str:
@@ -166,12 +226,27 @@ def worker_environment(devices: Sequence[Device]) -> dict[str, str]:
     return {_MASK: ",".join(uuids), _ORDER: _PCI_ORDER}
 
 
-@contextlib.contextmanager
-def _driver() -> Iterator[ModuleType]:
-    """NVML between init and shutdown, which NVML counts, so that this may be nested.
+def _of_each(uuids: Iterable[str], question: Callable[[ModuleType, object], _T]) -> dict[str, _T | None]:
+    """The answers by UUID; None for devices that do not answer."""
+
+    def ask(uuid: str, nvml: ModuleType) -> _T:
+        return question(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid))
+
+    answers: dict[str, _T | None] = dict.fromkeys(uuids)
+    with driver_session():
+        for uuid in answers:
+            with contextlib.suppress(_NoDriverError):
+                answers[uuid] = _ask(partial(ask, uuid))
+    return answers
+
+
+def _ask(question: Callable[[ModuleType], _T]) -> _T:
+    """What NVML says; where it was open already and does not answer, what it says once it is opened anew.
+
+    So a driver that was loaded anew, or a GPU that was lost and is back, shows again.
 
     Raises:
-        _NoDriverError: NVML cannot be started, or an error of it was not dealt with inside.
+        _NoDriverError: NVML cannot be started, or an error of it was not dealt with in ``question``.
     """
     try:
         if sys.platform == "linux":
@@ -182,19 +257,41 @@ def _driver() -> Iterator[ModuleType]:
         raise _NoDriverError("no NVIDIA driver found") from None
     except ImportError:
         raise _NoDriverError("nvidia-ml-py is not installed, so no NVIDIA GPU can be seen") from None
+    may_be_stale = (
+        pynvml.NVMLError_Uninitialized,
+        pynvml.NVMLError_DriverNotLoaded,
+        pynvml.NVMLError_GpuIsLost,
+        pynvml.NVMLError_LibRmVersionMismatch,
+        pynvml.NVMLError_Unknown,
+    )
     try:
-        pynvml.nvmlInit()
-        try:
-            yield pynvml
-        finally:
-            with contextlib.suppress(pynvml.NVMLError):
-                pynvml.nvmlShutdown()
+        with driver_session(), _session.lock:
+            # A fork's copy of an open session is its parent's: NVML counts, so that what is opened and closed
+            # beside it leaves it alone.
+            if _session.process == os.getpid():
+                try:
+                    return question(pynvml)
+                except may_be_stale:
+                    _close()
+            pynvml.nvmlInit()
+            _session.process = os.getpid()
+            return question(pynvml)
     except pynvml.NVMLError_LibraryNotFound:
         raise _NoDriverError("no NVIDIA driver found") from None
     except pynvml.NVMLError_DriverNotLoaded:
         raise _NoDriverError("the NVIDIA driver is installed but not loaded") from None
     except pynvml.NVMLError as error:
         raise _NoDriverError(f"the NVIDIA driver does not answer ({error})") from None
+
+
+def _close() -> None:
+    """Close NVML if this process has opened it."""
+    if _session.process == os.getpid():
+        import pynvml
+
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+    _session.process = 0
 
 
 def _read_gpus(nvml: ModuleType, warnings: list[str]) -> list[_Gpu]:
@@ -250,13 +347,39 @@ def _read_gpu(nvml: ModuleType, index: int, gpu: _Gpu) -> None:
 
 def _memory(nvml: ModuleType, handle: object) -> tuple[int, int]:
     """Total and used bytes."""
-    # The versions count what the driver reserves differently.  Which one is asked depends on the driver
-    # alone, so that all answers of one run can be compared.
+    # Version 1 counts what the driver reserves as used; version 2 tells it apart, and nobody can have it.
+    # Which one is asked depends on the driver alone, so that all answers of one run can be compared.
     try:
         info = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
     except nvml.NVMLError_FunctionNotFound:  # a driver before R510
         info = nvml.nvmlDeviceGetMemoryInfo(handle)
-    return int(info.total), int(info.used)
+        return int(info.total), int(info.used)
+    return int(info.total) - int(info.reserved), int(info.used)
+
+
+def _telemetry(nvml: ModuleType, handle: object) -> Telemetry:
+    with contextlib.suppress(nvml.NVMLError):  # it is no slice, or the driver knows of none
+        handle = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
+
+    def ask(name: str, *arguments: object) -> int | None:
+        try:
+            return int(getattr(nvml, name)(handle, *arguments))
+        except (nvml.NVMLError_GpuIsLost, nvml.NVMLError_Uninitialized):
+            raise
+        except (nvml.NVMLError, AttributeError):  # by this GPU, driver or pynvml; or by this container
+            return None
+
+    events = ask("nvmlDeviceGetCurrentClocksEventReasons")
+    if events is None:  # a driver before R535
+        events = ask("nvmlDeviceGetCurrentClocksThrottleReasons")
+    milliwatts = ask("nvmlDeviceGetPowerUsage")
+    return Telemetry(
+        sm_clock_mhz=ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
+        max_sm_clock_mhz=ask("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM),
+        temperature_celsius=ask("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
+        power_watts=None if milliwatts is None else milliwatts / 1000,
+        clock_events=tuple(name for bit, name in _CLOCK_EVENTS.items() if (events or 0) & bit),
+    )
 
 
 def _visible(gpus: Sequence[_Gpu], environ: Mapping[str, str], warnings: list[str]) -> tuple[Device, ...]:

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 
 _MAX_COMPARED = 1_000
+# Where Kaggle's notebooks have their inputs.
+_KAGGLE_MOUNT = Path("/kaggle/input")
+# By the first folder below it: what is mounted there, and how many folders deep its own one is.
+_KAGGLE_INPUTS = {
+    "datasets": ("dataset", 3),
+    "models": ("model", 3),
+    "notebooks": ("notebook output", 3),
+    "competitions": ("competition", 2),
+}
 _MAX_NAME_CHARACTERS = 100
 
 
@@ -61,8 +71,29 @@ def nearest_or_all(name: str, known: Sequence[str], what: str) -> str:
     return f"did you mean {near}?" if near is not None else f"the {what}s here are {', '.join(known)}"
 
 
+def not_attached(path: Path) -> str:
+    """What to add of a path that is not there because it lies in an input that a Kaggle notebook does not have.
+
+    Datasets are mounted at /kaggle/input/NAME or /kaggle/input/datasets/OWNER/NAME, others in the second way.
+    """
+    path = Path(os.path.abspath(path))  # noqa: PTH100  links stay as they are
+    if _KAGGLE_MOUNT not in path.parents:
+        return ""
+    names = path.relative_to(_KAGGLE_MOUNT).parts
+    kind, depth = _KAGGLE_INPUTS.get(names[0], ("dataset", 1))
+    name, mount = names[:depth][-1], _KAGGLE_MOUNT.joinpath(*names[:depth])
+    if mount.is_dir():
+        return ""
+    ways = (name, f"*/{name}", f"*/*/{name}")
+    if found := next((one for way in ways for one in sorted(_KAGGLE_MOUNT.glob(way)) if one.is_dir()), None):
+        return f" (nothing is mounted at {mount}); {name} is mounted at {found}: name that"
+    return f" (nothing is mounted at {mount}); attach the {kind} {name} to the notebook (Add Input)"
+
+
 def similar_file(path: Path) -> str:
     """What to add of a file that is not there: one of a like name beside it, or that the folder is missing too."""
+    if advice := not_attached(path):
+        return advice
     if not path.parent.is_dir():
         return f"; there is no folder {path.parent} either"
     try:

@@ -80,6 +80,7 @@ class RunState:
             idle_gaps=tuple(self.gaps),
             releases=tuple(self.pool.releases) if self.pool else (),
             device_memory=dict(self.pool.curves) if self.pool else {},
+            device_telemetry=dict(self.pool.telemetry) if self.pool else {},
             members=tuple(_member(state, self.works.get(state.plan.name)) for state in self.members),
             left_out=tuple(failure.member for failure in self.left_out),
             merged_rows=dict(results.merged_rows),

@@ -23,7 +23,7 @@ from ensemble.common.files import (
     sync_directory,
     write_text,
 )
-from ensemble.common.gpus import Device
+from ensemble.common.gpus import Device, driver_session
 from ensemble.common.protocol import CommonSpec, Start, WorkerSpec
 from ensemble.common.shards import order_path
 from ensemble.common.text import duration, plural, shown_path
@@ -49,6 +49,7 @@ from ensemble.scheduling.state import Failure, MemberState, Phase
 _REPORT_SECONDS = 5.0
 
 
+@driver_session()
 def run(
     loaded: LoadedConfig,
     display: Display,

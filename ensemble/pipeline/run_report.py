@@ -16,7 +16,7 @@ from ensemble.common.gpus import Device
 from ensemble.common.protocol import Counters
 from ensemble.merging.metrics import Score
 from ensemble.planning.forecast import Speed
-from ensemble.scheduling.device_pool import MemoryCurve, Release
+from ensemble.scheduling.device_pool import MemoryCurve, Release, TelemetryCurve
 from ensemble.scheduling.state import Failure, FaultRecord, Gap, Phase
 
 if TYPE_CHECKING:
@@ -167,6 +167,7 @@ class RunReport:
     filled_rows: int
     scores: dict[str, Score]
     on_bad_row: str
+    device_telemetry: dict[str, TelemetryCurve] = field(default_factory=dict)
     explanation: str = ""
     ensemble: dict[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()

@@ -41,6 +41,10 @@ _UNMEASURED = Speed(0.0, 0.0, is_measured=False)
 _NO_TIME = Speed(0.0, 0.0, is_measured=True, is_startup_measured=True)
 
 
+# What a process takes of its host that has imported torch and transformers and has a chunk's token ids, about.
+PROCESS_BYTES = 1 << 30
+
+
 @dataclass(frozen=True)
 class LoadCache:
     """Whether what a load makes of a member's weights is kept in the run directory for later loads.
@@ -120,6 +124,20 @@ class Plan:
     problems: tuple[str, ...] = ()
     why: str = ""
     seconds: float | None = None
+
+    @property
+    def host_bytes(self) -> int:
+        """What its workers take of the host's memory at the same time, about: a process each, and on the CPU, which
+        takes one member at a time, weights and a row besides.  Weights on their way to a GPU are mapped."""
+        places = len(self.gpus) * self.config.max_workers_per_gpu
+        on_gpus = min(places, sum(one.replicas for one in self.members if one.gpus))
+        on_cpu = [0]
+        for one in self.members:
+            if one.needs_worker and not one.gpus:
+                needed = one.placement.footprint
+                each = PROCESS_BYTES if needed is None else needed.peak_bytes(0, needed.width)
+                on_cpu.append(one.replicas * each)
+        return on_gpus * PROCESS_BYTES + max(on_cpu)
 
     def again(self, gpus: Sequence[Device]) -> Plan:
         """The plan of the same run on devices that have changed."""

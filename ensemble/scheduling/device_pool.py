@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
-from ensemble.common.gpus import Device, gpu_users
+from ensemble.common.gpus import Device, Telemetry, gpu_users
 from ensemble.common.text import gib
 from ensemble.scheduling.launchers.base import Launcher
 
@@ -23,6 +23,19 @@ SAMPLE_SECONDS = 0.25
 # The curve in run.json gets a point when the memory moves by this much, and now and then in between.
 _CURVE_STEP_BYTES = 16 << 20
 _CURVE_STEP_SECONDS = 60.0
+# How GPUs are doing is asked more seldom than for their memory; and the curve of it gets a point when the reasons
+# change for which a clock is lowered, unless there has just been one: they can change all the time.
+_TELEMETRY_SECONDS = 1.0
+_TELEMETRY_STEP_SECONDS = 10.0
+# Why a GPU computes slower than it could, by the names of ``Telemetry.clock_events``.  Clocks that somebody has set
+# are not throttled, nor is a GPU that idles.
+_THROTTLES = {
+    "sw_thermal_slowdown": "thermal",
+    "hw_thermal_slowdown": "thermal",
+    "sw_power_cap": "power cap",
+    "hw_power_brake_slowdown": "power brake",
+    "hw_slowdown": "hardware slowdown",
+}
 log = logging.getLogger(__name__)
 
 
@@ -50,6 +63,59 @@ class MemoryCurve:
         last_seconds, last_used = self.points[-1] if self.points else (-math.inf, 0)
         if abs(used - last_used) >= _CURVE_STEP_BYTES or seconds - last_seconds >= _CURVE_STEP_SECONDS:
             self.points.append((round(seconds, 2), used))
+
+
+@dataclass(frozen=True)
+class TelemetryPoint:
+    """How a device was doing so many seconds after the run's start."""
+
+    seconds: float
+    sm_clock_mhz: int | None
+    temperature_celsius: int | None
+    power_watts: float | None
+    clock_events: tuple[str, ...]
+
+
+@dataclass
+class TelemetryCurve:
+    """How a device was doing over the run.
+
+    Attributes:
+        seconds: for how long it was watched.
+        throttled_seconds: for how long of these it was throttled, for any reason.
+        throttled_by: the same by reason; of two at the same time each has all of it.
+        throttled_clock_mhz: the mean of its SMs' clock meanwhile; None where it was not, or does not tell.
+    """
+
+    max_sm_clock_mhz: int | None = None
+    max_temperature_celsius: int | None = None
+    seconds: float = 0.0
+    throttled_seconds: float = 0.0
+    throttled_by: dict[str, float] = field(default_factory=dict)
+    throttled_clock_mhz: float | None = None
+    points: list[TelemetryPoint] = field(default_factory=list)
+
+    def add(self, now: float, passed: float, seen: Telemetry) -> None:
+        """What was seen ``now``, and has been so for the seconds that have ``passed`` since the last look."""
+        self.max_sm_clock_mhz = seen.max_sm_clock_mhz
+        known = [one for one in (self.max_temperature_celsius, seen.temperature_celsius) if one is not None]
+        self.max_temperature_celsius = max(known, default=None)
+        self.seconds = round(self.seconds + passed, 3)
+        if reasons := {_THROTTLES[event] for event in seen.clock_events if event in _THROTTLES}:
+            if len(reasons) > 1:
+                reasons.discard("hardware slowdown")  # of which the others are the kinds
+            for reason in sorted(reasons):
+                self.throttled_by[reason] = round(self.throttled_by.get(reason, 0.0) + passed, 3)
+            before, self.throttled_seconds = self.throttled_seconds, round(self.throttled_seconds + passed, 3)
+            if seen.sm_clock_mhz is not None and self.throttled_seconds:
+                cycles = before * (self.throttled_clock_mhz or 0.0) + passed * seen.sm_clock_mhz
+                self.throttled_clock_mhz = round(cycles / self.throttled_seconds, 1)
+        last = self.points[-1] if self.points else None
+        is_news = last is None or last.clock_events != seen.clock_events
+        since = math.inf if last is None else now - last.seconds
+        if since >= (_TELEMETRY_STEP_SECONDS if is_news else _CURVE_STEP_SECONDS):
+            facts = seen.sm_clock_mhz, seen.temperature_celsius, seen.power_watts, seen.clock_events
+            self.points.append(TelemetryPoint(round(now, 2), *facts))
 
 
 class DevicePool:
@@ -85,6 +151,8 @@ class DevicePool:
         self._began = self._sampled_at = clock()
         self._used = self._sample()
         self.curves = {uuid: MemoryCurve(used) for uuid, used in self._used.items()}
+        self._telemetry_at = self._began
+        self.telemetry = {gpu.uuid: TelemetryCurve() for gpu in self._gpus}
         self.releases: list[Release] = []
 
     def is_releasing(self, among: Collection[str] | None = None) -> bool:
@@ -155,6 +223,11 @@ class DevicePool:
         for uuid, used in self._used.items():
             if used is not None:
                 self.curves[uuid].add(now - self._began, used)
+        if now - self._telemetry_at >= _TELEMETRY_SECONDS:
+            passed, self._telemetry_at = now - self._telemetry_at, now
+            for uuid, seen in self._launcher.telemetry(list(self.telemetry)).items():
+                if seen is not None:
+                    self.telemetry[uuid].add(now - self._began, passed, seen)
         for gpu, since in list(self._releasing.items()):
             used, is_free, seconds = self._used.get(gpu.uuid), self._is_back(gpu), now - since
             if not is_free and used is not None and seconds < self._timeout_seconds:

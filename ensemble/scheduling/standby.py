@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from ensemble.common.gpus import Device
 from ensemble.common.protocol import Prepare, ProtocolError
 from ensemble.common.text import shown_path
+from ensemble.planning.plan import PROCESS_BYTES
 from ensemble.scheduling.launchers.base import Launcher
 from ensemble.scheduling.state import MemberState, RunHooks, RunningWorker, WorkerRecord
 
-# What a process takes that has imported torch and transformers and has a chunk's token ids, about.
-PROCESS_BYTES = 1 << 30
 # Of the memory that is available, what weight files may fill of the page cache.
 _PRELOAD_SHARE = 0.75
 log = logging.getLogger(__name__)

@@ -93,8 +93,22 @@ def probe(on_gpu: bool, allocate_bytes: int, imports: list[str]) -> dict[str, An
                 report["passed"].append(name)
     for name in imports:
         with _trying(f"import {name}", errors):
-            importlib.import_module(name)
+            module = importlib.import_module(name)
+            if name == "bitsandbytes" and on_gpu and report["sees_gpu"]:
+                with _trying("open the CUDA library of bitsandbytes", errors):
+                    check_library(module)
     return report
+
+
+def check_library(bitsandbytes: Any) -> None:
+    """Whether bitsandbytes has opened a library for torch's CUDA: without one its import succeeds all the same.
+
+    Raises:
+        RuntimeError: it has not.
+    """
+    library = bitsandbytes.cextension.lib
+    if not library.compiled_with_cuda:
+        raise RuntimeError(getattr(library, "formatted_error", "") or "it is a build for CPUs")
 
 
 def product_error(dtype: torch.dtype, device: torch.device) -> float:

@@ -35,6 +35,7 @@ from ensemble.common.gpus import Device, Inventory
 from ensemble.common.host import Groups
 from ensemble.common.packages import Requirement
 from ensemble.common.python_process import python_command
+from ensemble.common.text import not_attached
 from ensemble.worker.probe import probe, product_error
 from tests.nvml.sim import GIB, GPU_IS_LOST, Fail, Memory, NvmlSim, gpu_uuid, gpus
 from tests.oom.limit import AllocatorLimit
@@ -345,6 +346,11 @@ GOOD = Report("2.9", "12.4", True, ("sm_70", "sm_75"), (7, 5), 14 * GIB, ("float
             ["built for CUDA 13.0", "up to 12.4", "update the driver", "for CUDA 12 "],
         ),
         (
+            replace(GOOD, errors={"multiply in float16": "RuntimeError: CUBLAS_STATUS_ARCH_MISMATCH"}),
+            "problem",
+            ["no code for capability 7.5", "a build of torch that has sm_75"],
+        ),
+        (
             replace(GOOD, sees_gpu=False, errors={"start CUDA": "RuntimeError: unknown error"}),
             "problem",
             ["cannot start CUDA (RuntimeError: unknown error)", "nvidia-smi"],
@@ -364,6 +370,102 @@ def test_what_a_report_means(report: Report, mark: str, words: list[str]) -> Non
     assert finding.mark == mark
     for word in words:
         assert word in f"{finding.text} -> {finding.advice}"
+
+
+# As torch is on a T4: built for CUDA 13, with GPUs that its driver, or nothing but bitsandbytes, keeps it from.
+CUDA_BUILD = """
+import os, sys
+if any("ensemble.worker.probe" in argument for argument in sys.orig_argv):
+    import torch
+    seen = int(os.environ["CUDA_VISIBLE_DEVICES"] == "SEEN")
+    def start():
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040).")
+    torch.version.cuda, torch.cuda._cudart = "13.0", object()
+    torch._C._cuda_getDeviceCount, torch._C._cuda_init = lambda: seen, start
+    torch._C._cuda_getArchFlags, torch._C._cuda_getCurrentRawStream = lambda: "sm_75 sm_80", None
+    if seen:
+        torch.cuda.get_device_capability = lambda device=None: (7, 5)
+"""
+
+
+def test_a_driver_that_is_too_old_and_a_bitsandbytes_without_its_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real torch and real bitsandbytes: only what torch asks CUDA itself is made up."""
+    other = replace(T4, uuid=gpu_uuid(2))
+    (tmp_path / "sitecustomize.py").write_text(CUDA_BUILD.replace("SEEN", T4.uuid))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(tmp_path)]))
+    seen, unseen = run_trials([T4, other], ["bitsandbytes"])
+    (too_old,) = trial_findings([unseen], (12, 4))
+    assert (too_old.mark, "is built for CUDA 13.0, and the driver knows CUDA up to 12.4" in too_old.text) == (
+        "problem",
+        True,
+    )
+    assert too_old.advice.startswith("update the driver, or install a build of torch for CUDA 12 ")
+    *_, library = trial_findings([seen], (12, 4))
+    assert library.mark == "problem"
+    assert (
+        "could not open the CUDA library of bitsandbytes for torch's CUDA 13.0 (RuntimeError: "
+        in library.text
+    )
+    assert library.advice.startswith("install a release of bitsandbytes that has it")
+    (no_number,) = judged(
+        replace(GOOD, sees_gpu=False, errors={"start CUDA": "driver is too old"}), cuda=None
+    )
+    assert "is built for CUDA 12.4, and the driver shows a GPU (driver is too old)" in no_number.text
+
+
+def test_inputs_that_a_kaggle_notebook_does_not_have(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = {"name": "a", "model_name_or_path": "/kaggle/input/my-gemma/final"}
+    hub = {"name": "b", "model_name_or_path": "some/model"}
+    config = project.config(models=[lost, hub])
+    config["data"]["path"] = "/kaggle/input/competitions/lmsys/test.csv"
+    project.write_config(config)
+    at_torch(monkeypatch, tmp_path, "raise ImportError('stands for torch')")
+    environment = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)]),
+        "HF_ENDPOINT": "http://127.0.0.1:9",  # refused, as everything is where the internet is off
+        "KAGGLE_KERNEL_RUN_TYPE": "Batch",
+    }
+    said = " ".join(project.ensemble("doctor", "config.yaml", environment=environment).stdout.split())
+    for words in (
+        "(a): /kaggle/input/my-gemma/final: no such folder (nothing is mounted at /kaggle/input/my-gemma) -> "
+        "attach the dataset my-gemma to the notebook",
+        "test.csv: no such file (nothing is mounted at /kaggle/input/competitions/lmsys) -> attach the "
+        "competition lmsys",
+        "as a model of the hub it is not in the cache, and cannot be downloaded (http://127.0.0.1:9 cannot be "
+        "reached) -> add the model to the notebook as an input",
+        "or switch the internet on",
+    ):
+        assert words in said, said
+    mount = tmp_path / "input"
+    (mount / "datasets/me/my-gemma").mkdir(parents=True)
+    monkeypatch.setattr("ensemble.common.text._KAGGLE_MOUNT", mount)
+    elsewhere = f"; my-gemma is mounted at {mount}/datasets/me/my-gemma: name that"
+    assert not_attached(mount / "my-gemma" / "final").endswith(elsewhere)
+    assert not_attached(mount / "datasets/me/my-gemma/final") == "", "it is there, and has no such folder"
+    assert "attach the dataset other" in not_attached(mount / "datasets/me/other")
+    assert "attach the model x" in not_attached(mount / "models/me/x/transformers/9b/1")
+    assert not_attached(tmp_path / "nowhere") == ""
+
+
+def test_less_memory_than_the_plan_takes(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker's process takes a GiB of the host, about, for each GPU."""
+    monkeypatch.setattr(doctor, "available_memory_bytes", lambda: 2 * GIB)
+    found = [*host_findings(3 * GIB)]
+    assert marks(found)[:2] == ["ok", "note"]
+    assert found[1].text == "the plan's workers take about 3.0 GiB of memory at once, 2.0 GiB are free"
+    assert "fewer replicas" in found[1].advice
+    assert len([*host_findings(2 * GIB)]) == len(found) - 1
+    project.write_config(project.config(models=project.config()["models"][:1], submission=None))
+    monkeypatch.setattr(doctor, "available_memory_bytes", lambda: 100 * MIB)
+    monkeypatch.setattr(doctor, "run_trials", lambda *_: [])
+    monkeypatch.chdir(project.folder)
+    texts = [finding.text for finding in examine(Path("config.yaml"))]
+    (told,) = [text for text in texts if text.startswith("the plan's workers take about ")]
+    assert told.endswith(" of memory at once, 100.0 MiB are free")
 
 
 def test_devices_of_which_the_same_is_to_be_said_share_a_finding() -> None:

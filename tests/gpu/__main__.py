@@ -30,7 +30,7 @@ from bench.gpu.place import (
     has_bitsandbytes,
     why_no_gpu,
 )
-from ensemble.common.gpus import inventory
+from ensemble.common.gpus import driver_session, inventory, telemetry, used_memory
 from tests.gpu.bench import EVEN_ROWS, Bench
 from tests.gpu.verdicts import (
     Apart,
@@ -151,7 +151,27 @@ def spread(bench: Bench) -> Iterator[Row]:
     yield str(apart), apart.verdict(largest=1e-4)
 
 
+def driver(bench: Bench) -> Iterator[Row]:
+    """What NVML tells of each GPU in one session, and whether it agrees with itself."""
+    if not (found := inventory().gpus):
+        raise Skip("NVML shows no GPU")
+    uuids = [gpu.uuid for gpu in found]
+    with driver_session():
+        began = time.monotonic()
+        used, told = used_memory(uuids), telemetry(uuids)
+        first, began = time.monotonic() - began, time.monotonic()
+        used_memory(uuids), telemetry(uuids)
+        again = time.monotonic() - began
+    for gpu in found:
+        seen, size = told[gpu.uuid], used[gpu.uuid]
+        is_right = size is not None and size < gpu.total_bytes and seen is not None
+        unknown = seen is None or None in (seen.sm_clock_mhz, seen.temperature_celsius, seen.power_watts)
+        text = f"{gpu.name}: {seen}; first look {1000 * first:.0f} ms, second {1000 * again:.0f} ms"
+        yield text, "FAILED" if not is_right else "skipped" if unknown else "ok"
+
+
 CHECKS: dict[str, Callable[[Bench], Iterator[Row]]] = {
+    "what the driver tells": driver,
     "release between members": release,
     "out-of-memory recovery": recovery,
     "half precision": precision,

@@ -8,6 +8,7 @@
  *
  *     driver VERSION                            at most once
  *     cuda NUMBER                               1000 * major + 10 * minor; no line: not supported
+ *     loaded NUMBER                             how often the driver was loaded: what was opened before is stale
  *     process_name PID NAME                     NAME runs to the end of the line, as in every NAME below
  *     fail CALL CODE                            before the first gpu: CALL without "nvml", such as Init
  *     gpu UUID                                  opens a GPU; NVML's index is the order in the file
@@ -18,17 +19,25 @@
  *       used_after_calls CALLS USED             USED from that many memory questions on, counted per process
  *       used_at EPOCH_SECONDS USED              USED from that time on
  *       process PID USED|-                      -: the driver does not know how much
+ *       clocks SM MAX                           MHz; no line here or in the next two: not supported
+ *       temperature CELSIUS
+ *       power MILLIWATTS
+ *       events BITS                             nvmlDeviceGetCurrentClocksEventReasons, in hexadecimal
+ *       events_at EPOCH_SECONDS BITS            BITS from that time on
  *       mig MODE MAX_SLICES                     MODE 1: on, 0: off; no line: not supported
  *       fail CALL|* CODE AFTER                  on this GPU, once this process has asked it AFTER questions
  *       slice NUMBER UUID GPU_INSTANCE COMPUTE_INSTANCE
  *                                               opens a MIG slice; name, memory, used_*, process go to it
  *
- * -DOLD_DRIVER leaves out the symbols that drivers before R510 do not have.
+ * nvmlInit and the nvmlShutdown that ends it append a line to the file's name with ".sessions": "open PID", "close PID".
+ *
+ * -DOLD_DRIVER leaves out the symbols that drivers before R510 (and R535) do not have.
  */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/time.h>
+#include <unistd.h>
 
 typedef unsigned long long u64;
 typedef unsigned int u32;
@@ -39,6 +48,7 @@ enum {
     VERSION_MISMATCH = 25, UNKNOWN = 999
 };
 enum { MAX_GPUS = 16, MAX_PARTS = 9, MAX_PROCESSES = 8, MAX_FAILS = 8, MAX_NAMES = 16 };
+enum { SM_CLOCK = 1 };
 enum { MEMORY_V2 = 0x02000028, NO_INSTANCE = 0xFFFFFFFF, FIRST_HANDLE = 0x5100 };
 
 typedef struct { u64 total, free, used; } Memory;
@@ -66,11 +76,15 @@ typedef struct {
     Part part[MAX_PARTS];
     u32 domain, bus, device;
     int major, minor, mig_mode, mig_slices, fails;
+    int sm_clock, max_sm_clock, temperature, power;
+    u64 events, events_at;
+    int has_events;
+    double at;
     Fail fail[MAX_FAILS];
 } Gpu;
 typedef struct {
     char driver[80];
-    int cuda, gpus, fails, names;
+    int cuda, loaded, gpus, fails, names;
     Gpu gpu[MAX_GPUS];
     Fail fail[MAX_FAILS];
     Name name[MAX_NAMES];
@@ -78,7 +92,7 @@ typedef struct {
 /* What a call about a device has in hand. */
 typedef struct { State *state; Gpu *gpu; Part *part; } Query;
 
-static int init_count;
+static int init_count, loaded_then;
 static int questions[MAX_GPUS], memory_questions[MAX_GPUS][MAX_PARTS];
 
 static void read_fail(const char *line, Fail *fails, int *count)
@@ -118,6 +132,14 @@ static void read_gpu_line(const char *line, Gpu *gpu, Part **part)
     u32 number;
     if (sscanf(line, "pci %x %x %x", &gpu->domain, &gpu->bus, &gpu->device) == 3) return;
     if (sscanf(line, "cc %d %d", &gpu->major, &gpu->minor) == 2) return;
+    if (sscanf(line, "clocks %d %d", &gpu->sm_clock, &gpu->max_sm_clock) == 2) return;
+    if (sscanf(line, "temperature %d", &gpu->temperature) == 1) return;
+    if (sscanf(line, "power %d", &gpu->power) == 1) return;
+    if (sscanf(line, "events_at %lf %llx", &gpu->at, &gpu->events_at) == 2) return;
+    if (sscanf(line, "events %llx", &gpu->events) == 1) {
+        gpu->has_events = 1;
+        return;
+    }
     if (sscanf(line, "mig %d %d", &gpu->mig_mode, &gpu->mig_slices) == 2) return;
     if (strncmp(line, "fail ", 5) == 0) {
         read_fail(line, gpu->fail, &gpu->fails);
@@ -145,7 +167,7 @@ static void read_line(const char *line, State *state, Gpu **gpu, Part **part)
         if (sscanf(line, "process_name %u %255[^\n]", &name->pid, name->name) == 2) ++state->names;
     } else if (strncmp(line, "fail ", 5) == 0) {
         read_fail(line, state->fail, &state->fails);
-    } else if (sscanf(line, "cuda %d", &state->cuda) != 1) {
+    } else if (sscanf(line, "cuda %d", &state->cuda) != 1 && sscanf(line, "loaded %d", &state->loaded) != 1) {
         sscanf(line, "driver %79s", state->driver);
     }
 }
@@ -180,6 +202,7 @@ static int begin(const char *call, State **state)
     if (init_count <= 0) return UNINITIALIZED;
     if (!(*state = load())) return UNKNOWN;
     int code = failure((*state)->fail, (*state)->fails, call, 0);
+    if ((*state)->loaded != loaded_then) code = UNINITIALIZED;
     if (code) free(*state);
     return code;
 }
@@ -224,14 +247,27 @@ static int copy(char *target, u32 length, const char *text)
     return OK;
 }
 
+static void note(const char *what)
+{
+    char path[4096];
+    snprintf(path, sizeof path, "%s.sessions", getenv("NVML_SIM_STATE"));
+    FILE *file = fopen(path, "a");
+    if (!file) return;
+    fprintf(file, "%s %d\n", what, (int)getpid());
+    fclose(file);
+}
+
 int nvmlInitWithFlags(u32 flags)
 {
     (void)flags;
     State *state = load();
     if (!state) return UNKNOWN;
     int code = failure(state->fail, state->fails, "Init", 0);
+    if (!code && init_count++ == 0) {
+        loaded_then = state->loaded;
+        note("open");
+    }
     free(state);
-    if (!code) ++init_count;
     return code;
 }
 
@@ -240,7 +276,7 @@ int nvmlInit_v2(void) { return nvmlInitWithFlags(0); }
 int nvmlShutdown(void)
 {
     if (init_count <= 0) return UNINITIALIZED;
-    --init_count;
+    if (--init_count == 0) note("close");
     return OK;
 }
 
@@ -364,22 +400,26 @@ int nvmlDeviceGetCudaComputeCapability(nvmlDevice_t handle, int *major, int *min
     return code;
 }
 
+static double now_seconds(void)
+{
+    struct timeval now;
+    gettimeofday(&now, NULL);
+    return (double)now.tv_sec + 1e-6 * (double)now.tv_usec;
+}
+
 /* Total, reserved and used now, without what is reserved. */
 static int memory(nvmlDevice_t handle, u64 *total, u64 *reserved, u64 *used)
 {
     Query q;
     int code = begin_handle("DeviceGetMemoryInfo", handle, &q);
     if (code) return code;
-    struct timeval now;
-    gettimeofday(&now, NULL);
     int *questions_so_far = &memory_questions[index_of(handle)][number_of(handle)];
     int asked = __atomic_fetch_add(questions_so_far, 1, __ATOMIC_RELAXED);
     *total = q.part->total;
     *reserved = q.part->reserved;
     *used = q.part->used;
     if (q.part->after_calls >= 0 && asked >= q.part->after_calls) *used = q.part->used_after_calls;
-    double seconds = (double)now.tv_sec + 1e-6 * (double)now.tv_usec;
-    if (q.part->at > 0 && seconds >= q.part->at) *used = q.part->used_at;
+    if (q.part->at > 0 && now_seconds() >= q.part->at) *used = q.part->used_at;
     free(q.state);
     return OK;
 }
@@ -487,3 +527,77 @@ int nvmlDeviceGetComputeInstanceId(nvmlDevice_t handle, u32 *id)
     u32 other;
     return instances("DeviceGetComputeInstanceId", handle, &other, id);
 }
+
+/* What a GPU as a whole tells of itself: slices do not. */
+static int begin_gpu(const char *call, nvmlDevice_t handle, Query *q)
+{
+    int code = begin_handle(call, handle, q);
+    if (!code && number_of(handle) > 0) {
+        code = NOT_SUPPORTED;
+        free(q->state);
+    }
+    return code;
+}
+
+static int end_number(Query *q, int number, u32 *answer)
+{
+    *answer = (u32)number;
+    free(q->state);
+    return number ? OK : NOT_SUPPORTED;
+}
+
+int nvmlDeviceGetDeviceHandleFromMigDeviceHandle(nvmlDevice_t handle, nvmlDevice_t *parent)
+{
+    Query q;
+    int code = begin_handle("DeviceGetDeviceHandleFromMigDeviceHandle", handle, &q);
+    if (code) return code;
+    free(q.state);
+    *parent = to_handle(index_of(handle), 0);
+    return number_of(handle) > 0 ? OK : INVALID_ARGUMENT;
+}
+
+int nvmlDeviceGetClockInfo(nvmlDevice_t handle, int clock, u32 *mhz)
+{
+    Query q;
+    int code = begin_gpu("DeviceGetClockInfo", handle, &q);
+    return code ? code : end_number(&q, clock == SM_CLOCK ? q.gpu->sm_clock : 0, mhz);
+}
+
+int nvmlDeviceGetMaxClockInfo(nvmlDevice_t handle, int clock, u32 *mhz)
+{
+    Query q;
+    int code = begin_gpu("DeviceGetMaxClockInfo", handle, &q);
+    return code ? code : end_number(&q, clock == SM_CLOCK ? q.gpu->max_sm_clock : 0, mhz);
+}
+
+int nvmlDeviceGetTemperature(nvmlDevice_t handle, int sensor, u32 *celsius)
+{
+    Query q;
+    int code = begin_gpu("DeviceGetTemperature", handle, &q);
+    return code ? code : end_number(&q, sensor == 0 ? q.gpu->temperature : 0, celsius);
+}
+
+int nvmlDeviceGetPowerUsage(nvmlDevice_t handle, u32 *milliwatts)
+{
+    Query q;
+    int code = begin_gpu("DeviceGetPowerUsage", handle, &q);
+    return code ? code : end_number(&q, q.gpu->power, milliwatts);
+}
+
+int nvmlDeviceGetCurrentClocksThrottleReasons(nvmlDevice_t handle, u64 *bits)
+{
+    Query q;
+    int code = begin_gpu("DeviceGetCurrentClocksEventReasons", handle, &q);
+    if (code) return code;
+    *bits = q.gpu->at > 0 && now_seconds() >= q.gpu->at ? q.gpu->events_at : q.gpu->events;
+    code = q.gpu->has_events ? OK : NOT_SUPPORTED;
+    free(q.state);
+    return code;
+}
+
+#ifndef OLD_DRIVER
+int nvmlDeviceGetCurrentClocksEventReasons(nvmlDevice_t handle, u64 *bits)
+{
+    return nvmlDeviceGetCurrentClocksThrottleReasons(handle, bits);
+}
+#endif

@@ -69,8 +69,24 @@ class Slice:
 
 
 @dataclass(frozen=True)
+class Health:
+    """What a GPU tells of itself; ``events`` are the bits of its clocks' event reasons, ``later`` from then on."""
+
+    sm_clock_mhz: int = 1590
+    max_sm_clock_mhz: int = 1590
+    temperature_celsius: int = 60
+    power_watts: float = 50.0
+    events: int = 0
+    later: int = 0
+    at_seconds: float | None = None
+
+
+@dataclass(frozen=True)
 class Gpu:
-    """A GPU; ``pci`` is (domain, bus, device), ``processes`` the bytes by process id, None where not told."""
+    """A GPU; ``pci`` is (domain, bus, device), ``processes`` the bytes by process id, None where not told.
+
+    Without ``health`` the driver knows none of it.
+    """
 
     uuid: str
     name: str = "Simulated T4"
@@ -81,6 +97,7 @@ class Gpu:
     mig_mode: bool | None = None
     slices: Sequence[Slice] = ()
     fails: Sequence[Fail] = ()
+    health: Health | None = None
 
 
 class NvmlSim:
@@ -103,13 +120,15 @@ class NvmlSim:
         fails: Sequence[Fail] = (),
         process_names: Mapping[int, str] | None = None,
         cuda: int | None = None,
+        loaded: int = 0,
     ) -> None:
         """Replace the machine, for running processes too; ``gpus`` in NVML's order, not always PCI's.
 
         Args:
             cuda: the newest CUDA that the driver knows, 12040 for 12.4; None: not told.
+            loaded: how often the driver was loaded; what was opened with another number answers "Uninitialized".
         """
-        lines = [f"driver {driver}", *_fail_lines(fails)]
+        lines = [f"driver {driver}", f"loaded {loaded}", *_fail_lines(fails)]
         lines += [] if cuda is None else [f"cuda {cuda}"]
         lines += [f"process_name {pid} {name}" for pid, name in (process_names or {}).items()]
         for gpu in gpus:
@@ -118,6 +137,12 @@ class NvmlSim:
         new = self._state.with_suffix(".new")
         new.write_text("\n".join([*lines, ""]), encoding="utf-8")
         new.replace(self._state)
+
+    def sessions(self) -> list[tuple[str, int]]:
+        """What was opened and closed so far, with the process: ("open", 17), ("close", 17)."""
+        file = self._state.with_name(f"{self._state.name}.sessions")
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [(line.split()[0], int(line.split()[1])) for line in lines]
 
     def environment(self, old_driver: bool = False) -> dict[str, str]:
         """What a process must be started with to see this machine.
@@ -162,6 +187,13 @@ def _gpu_lines(gpu: Gpu) -> list[str]:
     if gpu.mig_mode is not None:
         slots = 1 + max((part.number for part in gpu.slices), default=-1)
         lines.append(f"mig {int(gpu.mig_mode)} {slots}")
+    if (health := gpu.health) is not None:
+        lines.append(f"clocks {health.sm_clock_mhz} {health.max_sm_clock_mhz}")
+        lines.append(f"temperature {health.temperature_celsius}")
+        lines.append(f"power {round(health.power_watts * 1000)}")
+        lines.append(f"events {health.events:x}")
+        if health.at_seconds is not None:
+            lines.append(f"events_at {health.at_seconds:.6f} {health.later:x}")
     lines += _part_lines(gpu)
     for part in gpu.slices:
         lines.append(f"slice {part.number} {part.uuid} {part.gpu_instance} {part.compute_instance}")

@@ -17,7 +17,7 @@ from ensemble.members.seq_cls.parent import SequenceClassification
 from ensemble.members.seq_cls.settings import SequenceClassifierSettings
 from ensemble.planning.chunks import CHUNK_MAX_ROWS, cut_chunks
 from ensemble.planning.placement import MemberFacts
-from ensemble.planning.plan import make_plan
+from ensemble.planning.plan import PROCESS_BYTES, make_plan
 
 
 def asked(index: int, **keys: Any) -> SequenceClassifierSettings:
@@ -61,6 +61,20 @@ def test_replicas_and_gpus() -> None:
     assert plan(gpus(2), {}, {"replicas": 1}, {"num_gpus": 2}) == [(1, 2), (1, 1), (2, 1)]
     assert plan(gpus(4), {"num_gpus": 2}, {"num_gpus": 0}) == [(2, 2), (0, 1)]
     assert plan(gpus(2), {}, rows=3) == [(1, 1)], "no more replicas than chunks"
+
+
+def test_memory_of_the_host() -> None:
+    """A process for each worker there can be at a time: of all members on GPUs, and of one on the CPU."""
+    lengths = np.full(5000, 200, dtype=np.int64)
+
+    def host_gib(devices: list[Device], *models: dict[str, Any], **keys: Any) -> float:
+        known = {f"m{index}": facts(lengths, **asked) for index, asked in enumerate(models)}
+        return make_plan(config(*models, **keys), known, devices).host_bytes / PROCESS_BYTES
+
+    assert host_gib(gpus(2), {}, {}) == 2
+    assert host_gib(gpus(2), {}, {}, max_workers_per_gpu=2) == 4
+    assert host_gib(gpus(4), {"num_gpus": 4}) == 1
+    assert host_gib(gpus(2), {}, {"num_gpus": 0}, {"num_gpus": 0, "replicas": 3}) == 2 + 3
 
 
 def test_more_gpus_than_there_are() -> None:

@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 
+from ensemble.pipeline.run_report import RunReport
 from tests.faults.forked import client
 from tests.faults.inject import Fault, Injected
-from tests.nvml.sim import GIB, GPU_IS_LOST, Fail, Gpu, Memory, NvmlSim, gpu_uuid
+from tests.nvml.sim import GIB, GPU_IS_LOST, Fail, Gpu, Health, Memory, NvmlSim, gpu_uuid
 from tests.project import ROOT, Project, python_path
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
@@ -150,6 +151,30 @@ def save_in_four_bits(source: Path, folder: Path) -> Path:
     ).save_pretrained(folder)
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)
     return folder
+
+
+@pytest.mark.fault(38)
+def test_a_gpu_that_was_throttled_is_told_of(project: Project, nvml_sim: NvmlSim) -> None:
+    """And the driver was asked all of it in one session, which was closed when the run ended."""
+    hot = Health(630, 1590, 93, 68.0, events=0x8 | 0x40)
+    nvml_sim.write([Gpu(B, pci=(0, 2, 0), health=Health()), Gpu(A, pci=(0, 1, 0), health=hot)])
+    project.write_table(rows=2500)
+    project.write_config(project.config())
+    code, printed, seen = watch_run(project, nvml_sim.environment())
+    assert code == 0, printed
+    told = " ".join(printed.split())
+    assert f"Simulated T4 ({A}) was throttled for " in told
+    assert re.search(r"\(thermal [\d.:]+ \w+\); its SMs ran at 630 of 1,590 MHz meanwhile", told), told
+    assert "see to its cooling: it came to 93 °C" in told
+    assert f"({B}) was throttled" not in told
+    curves = RunReport.read(project.folder / "runs/first/run.json").device_telemetry
+    assert curves[A].throttled_seconds == curves[A].seconds > 0
+    assert curves[B].throttled_seconds == 0 < curves[B].seconds
+    point = curves[A].points[0]
+    facts = (point.sm_clock_mhz, point.temperature_celsius, point.power_watts, point.clock_events)
+    assert facts == (630, 93, 68.0, ("hw_slowdown", "hw_thermal_slowdown"))
+    opened = [what for what, pid in nvml_sim.sessions() if pid not in seen]
+    assert opened == ["open", "close"]
 
 
 def test_small_members_run_at_the_same_time_by_default(project: Project, two_gpus: NvmlSim) -> None:

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 from ensemble.common.protocol import Predict, Prepare
-from ensemble.planning.plan import make_plan
+from ensemble.planning.plan import PROCESS_BYTES, make_plan
 from ensemble.scheduling.deadline import Deadline
 from ensemble.scheduling.scheduler import Scheduler
-from ensemble.scheduling.standby import PROCESS_BYTES
 from ensemble.scheduling.state import Gap, Gaps, MemberState
 from tests.planning.test_plan import config, facts, gpus
 from tests.pretended import Launched, PretendedLauncher, PretendedWorker, computed, plan_of, schedule, used

@@ -7,9 +7,11 @@ from pathlib import Path
 
 from ensemble.cli.layout import Table
 from ensemble.common.errors import RESUMES, MembersFailed, TimeLimitReached
+from ensemble.common.gpus import Device
 from ensemble.common.text import duration, plural, shown_path
 from ensemble.pipeline.results import ENSEMBLE_ROW
 from ensemble.pipeline.run_report import MemberReport, RunReport
+from ensemble.scheduling.device_pool import TelemetryCurve
 from ensemble.scheduling.state import Failure
 
 _HEADERS = "member,rows,seconds,tokens/s,real tokens,peak memory,log loss,accuracy".split(",")
@@ -41,6 +43,10 @@ def view(report: RunReport) -> Iterator[str | Table]:
         each = [f"{gap.seconds:.1f} s ({gap.after} to {gap.before})" for gap in gaps[:_SHOWN_GAPS]]
         more = f", {len(gaps) - _SHOWN_GAPS} more in run.json" if len(gaps) > _SHOWN_GAPS else ""
         yield f"idle between members: {', '.join(each)}{more}"
+    for device in report.devices:
+        curve = report.device_telemetry.get(device.uuid)
+        if curve is not None and curve.throttled_seconds:
+            yield _throttled(device, curve)
     if left_out := report.left_out:
         weights = {one.name: one.weight for one in report.members if one.name not in left_out}
         shares = [f"{name} {weight / sum(weights.values()):.3g}" for name, weight in weights.items()]
@@ -146,6 +152,25 @@ def _notes(report: RunReport, member: MemberReport) -> list[str]:
         )
     told = (cut, repeated, halved, overflowed, in_float32, uncomputed)
     return [f"{member.name}: {text}" if text else "" for text in told]
+
+
+def _throttled(device: Device, curve: TelemetryCurve) -> str:
+    """For how long a GPU was throttled, why, and what to do."""
+    causes = sorted(curve.throttled_by.items(), key=lambda one: -one[1])
+    clock, advice = "", "nvidia-smi -q -d PERFORMANCE shows more"
+    if curve.throttled_clock_mhz is not None:
+        most = f" of {curve.max_sm_clock_mhz:,}" if curve.max_sm_clock_mhz else ""
+        clock = f"; its SMs ran at {curve.throttled_clock_mhz:,.0f}{most} MHz meanwhile"
+    if "thermal" in curve.throttled_by:
+        hottest = curve.max_temperature_celsius
+        advice = "see to its cooling" + (f": it came to {hottest} °C" if hottest is not None else "")
+    elif set(curve.throttled_by) == {"power cap"}:
+        advice = "nvidia-smi -q -d POWER shows its limit"
+    return (
+        f"{device.name} ({device.uuid}) was throttled for {duration(curve.throttled_seconds)} of "
+        f"{duration(curve.seconds)} ({', '.join(f'{cause} {duration(each)}' for cause, each in causes)})"
+        f"{clock}; {advice}"
+    )
 
 
 def _were(count: int) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from ensemble.common import gpus, host
 from ensemble.common.errors import ConfigError
 from ensemble.common.extensions import Registry
-from ensemble.common.gpus import Device, Inventory
+from ensemble.common.gpus import Device, Inventory, Telemetry
 from ensemble.common.protocol import Command, Event, Start
 
 
@@ -128,6 +128,10 @@ class Launcher(ABC):
     def used_memory(self, uuids: Collection[str]) -> dict[str, int | None]:
         """Bytes used on these devices by anybody, by UUID; None where a device does not answer."""
         return gpus.used_memory(uuids)
+
+    def telemetry(self, uuids: Collection[str]) -> dict[str, Telemetry | None]:
+        """How these devices are doing, by UUID; None where a device does not tell."""
+        return gpus.telemetry(uuids)
 
     def available_memory(self, devices: Sequence[Device]) -> int | None:
         """Bytes of memory that a host has for a worker with these devices; None if it does not tell."""

@@ -12,7 +12,7 @@ from typing import Any
 from ensemble.common.errors import CheckpointError
 from ensemble.common.files import dangling_link, load_json, unreadable
 from ensemble.common.redact import Redactor
-from ensemble.common.text import nearest
+from ensemble.common.text import nearest, not_attached
 
 _HUB_SECONDS = 5.0
 _KAGGLE = "KAGGLE_KERNEL_RUN_TYPE"
@@ -49,6 +49,8 @@ def find_file(name_or_path: str, file: str, revision: str | None = None) -> Path
     if folder.is_file():
         raise CheckpointError(f"{name_or_path} is a file; name the folder that holds its {file}")
     nowhere = f"{name_or_path}: no such folder"
+    if advice := not_attached(folder):
+        raise CheckpointError(f"{nowhere}{advice}")
     if folder.parent.is_dir():
         near = nearest(folder.name, (entry.name for entry in folder.parent.iterdir() if entry.is_dir()))
         nowhere += f"; did you mean {folder.parent / near}?" if near is not None else ""
@@ -75,7 +77,10 @@ def _hub_file(name: str, file: str, revision: str | None, nowhere: str) -> Path:
             f"fix the path, or run hf download {name} --local-dir FOLDER elsewhere and name a copy of FOLDER"
         )
         if _KAGGLE in os.environ:
-            advice = "add the model to the notebook as an input, and name its folder below /kaggle/input"
+            advice = (
+                "add the model to the notebook as an input, and name its folder below /kaggle/input (or switch the "
+                "internet on in the notebook's settings, which a competition's hidden run does not have)"
+            )
         raise CheckpointError(
             f"{nowhere}, and as a model of the hub it is not in the cache, and cannot be downloaded ({reason}); "
             f"{advice}"
