@@ -6,6 +6,7 @@ import csv
 import os
 import random
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,12 @@ class Bench(Place):
         self, folder: Path, gpus: Sequence[Device], is_rehearsal: bool, seconds: float = DEADLINE_SECONDS
     ) -> None:
         super().__init__(folder, gpus, is_rehearsal, seconds)
+
+    @property
+    def can_use_flash_attention(self) -> bool:
+        """Whether flash-attention 2 is installed and for these GPUs; that it works is for a check to see."""
+        able = [gpu.compute_capability is not None and gpu.compute_capability >= (8, 0) for gpu in self.gpus]
+        return find_spec("flash_attn") is not None and any(able) and all(able)
 
     def measure(
         self,
