@@ -75,7 +75,7 @@ MIDDLE = Model("gemma2b", GEMMA_2_2B, 4.9, 8, 5)
 GEMMA = Model("gemma9b", GEMMA_2_9B, 17.3, 20, 9)
 LLAMA = Model("llama8b", LLAMA_3_8B, 14, 17, 9)
 # Gemma-2 with few layers, whose scores are far beyond its cap; and the same without one that matters.
-_SHARP = {"num_hidden_layers": 4, "query_pre_attn_scalar": 0.01, "attn_logit_softcapping": 0.5}
+_SHARP = {"num_hidden_layers": 4, "query_pre_attn_scalar": 1, "attn_logit_softcapping": 0.5}
 CAPPED = Model("capped", GEMMA_2_2B, 2, 3, 3, _SHARP)
 UNCAPPED = Model("uncapped", GEMMA_2_2B, 2, 3, 3, {**_SHARP, "attn_logit_softcapping": 1e4})
 # Llama with few layers: four queries share a key.
