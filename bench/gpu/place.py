@@ -214,7 +214,8 @@ class Place:
         }
         (self.folder / f"{name}.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
         arguments = ["-m", "ensemble", "run", f"{name}.yaml"]
-        self.call(name, arguments, self.folder, RUN_SECONDS, environment)
+        limit = self.seconds_left if self.is_rehearsal else RUN_SECONDS
+        self.call(name, arguments, self.folder, limit, environment)
         document: dict[str, Any] = json.loads((self.folder / name / "run.json").read_text(encoding="utf-8"))
         if not self.is_rehearsal:
             check_devices(document)
