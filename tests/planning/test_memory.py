@@ -175,9 +175,12 @@ def test_a_cpu_without_a_kernel_for_shared_keys_holds_all_scores(
     family: str, on_gpu: bool, times: float
 ) -> None:
     """torch before 2.9; what 2.6 really takes is in the test above, in the environment that has it."""
-    form = (architecture_of(SMALL_CONFIGS[family]()), "float32", "sdpa", 2, None, on_gpu, False)
+    architecture = architecture_of(SMALL_CONFIGS[family]())
     today, before = (
-        activation(*form, cpu_takes_shared_keys=takes).bytes(300, 300) for takes in (True, False)
+        activation(
+            architecture, "float32", "sdpa", 2, None, on_gpu, padded=False, cpu_takes_shared_keys=takes
+        ).bytes(300, 300)
+        for takes in (True, False)
     )
     assert before / today == pytest.approx(times, abs=0.15)
 
