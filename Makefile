@@ -21,9 +21,10 @@ help:
 	@echo "             processes where it forks them, other releases of transformers; CI runs both"
 	@echo "make rest | overlays    one of those checks; overlays are the other releases"
 	@echo "make test-releases  try the oldest and the newest supported releases, into docs/releases.md (gigabytes, an hour)"
-	@echo "make test-gpu  the checks that need a GPU; PYTHON= names the Python whose torch can use it"
+	@echo "make test-gpu  the checks that need a GPU, in 8 minutes; PYTHON= names the Python whose torch can use it,"
+	@echo "             ONLY= some of them, such as ONLY=cap,release"
 	@echo "make bench   measure against other ways to do the same, into docs/benchmarks.md (45 minutes)"
-	@echo "make bench-quick  the same code on few rows, in two minutes; bench-gpu  on a GPU, with PYTHON= as above"
+	@echo "make bench-quick  the same code on few rows, in two minutes; bench-gpu  on a GPU, with PYTHON= and ONLY= as above"
 	@echo "make soak    kill runs at random moments for MINUTES=10, resume each until it is done, and compare the files"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make demo    train the demo models again (needs Debian's wordnet-base; about 15 minutes)"
@@ -63,7 +64,7 @@ test-releases: $(VENV)/.dev
 
 # With the Python that has a torch for the GPU, which is not the one of $(VENV).
 test-gpu:
-	@$(PYTHON) -m tests.gpu
+	@$(PYTHON) -m tests.gpu $(if $(ONLY),--only '$(ONLY)')
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m bench --write docs/benchmarks.md
@@ -72,7 +73,7 @@ bench-quick: $(VENV)/.bench
 	$(BIN)/python -m bench --quick
 
 bench-gpu:
-	@$(PYTHON) -m bench.gpu
+	@$(PYTHON) -m bench.gpu $(if $(ONLY),--only '$(ONLY)')
 
 soak: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.soak --minutes $(MINUTES)

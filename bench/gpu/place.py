@@ -11,8 +11,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,8 @@ class Failed(Exception):
 class Model:
     """A shape with what it takes, in GiB: its file, and a GPU's memory in half precision and in 4 bits.
 
-    The memory is the plan's for 16,384 tokens in rows of 512, rounded up.
+    The memory is the plan's for 16,384 tokens in rows of 512, rounded up.  ``kept`` are the numbers of the shape
+    that a rehearsal's tiny model has as well.
     """
 
     name: str
@@ -66,12 +67,31 @@ class Model:
     file_gib: float
     gpu_gib: float
     gpu_4_bits_gib: float
+    kept: Mapping[str, Any] = field(default_factory=dict)
 
 
 SMALL = Model("g270", GEMMA_3_270M, 0.5, 2, 2)
 MIDDLE = Model("gemma2b", GEMMA_2_2B, 4.9, 8, 5)
 GEMMA = Model("gemma9b", GEMMA_2_9B, 17.3, 20, 9)
 LLAMA = Model("llama8b", LLAMA_3_8B, 14, 17, 9)
+# Gemma-2 with few layers, whose scores are far beyond its cap; and the same without one that matters.
+_SHARP = {"num_hidden_layers": 4, "query_pre_attn_scalar": 1, "attn_logit_softcapping": 0.5}
+CAPPED = Model("capped", GEMMA_2_2B, 2, 3, 3, _SHARP)
+UNCAPPED = Model("uncapped", GEMMA_2_2B, 2, 3, 3, {**_SHARP, "attn_logit_softcapping": 1e4})
+# Llama with few layers: four queries share a key.
+GROUPED = Model("grouped", LLAMA_3_8B, 3.5, 5, 4, {"num_hidden_layers": 4})
+
+
+def chosen(only: str, names: Iterable[str]) -> list[str]:
+    """Those of the names that have one of the comma-separated words in them; all of them without words.
+
+    Raises:
+        ValueError: a word is in no name.
+    """
+    names, words = list(names), [word.strip() for word in only.split(",") if word.strip()]
+    if unknown := [word for word in words if not any(word in name for name in names)]:
+        raise ValueError(f"{', '.join(unknown)}: not here; there are: {', '.join(names)}")
+    return [name for name in names if not words or any(word in name for word in words)]
 
 
 def has_bitsandbytes() -> bool:
@@ -146,7 +166,7 @@ class Place:
         if folder.exists():
             return folder
         if self.is_rehearsal:  # a process of its own would take longer to start than these take to write
-            shape = {**model.shape, **_TINY}
+            shape = {**model.shape, **_TINY, **model.kept}
             return make_full_size(folder, shape, LABELS, dtype="float32", weights="random")
         free = shutil.disk_usage(self.folder).free - _DISK_MARGIN_BYTES
         if free < model.file_gib * GIB:
@@ -155,7 +175,8 @@ class Place:
             )
             raise Skip(f"{model.name}: needs {model.file_gib:g} GiB of disk, {place}")
         unfinished = self.folder / f"{model.name}.unfinished"
-        arguments = [str(unfinished), json.dumps(model.shape), json.dumps(LABELS)]
+        shape = {**model.shape, **model.kept}
+        arguments = [str(unfinished), json.dumps(shape), json.dumps(LABELS)]
         try:
             self.call(f"writing {model.name}", ["-c", _MAKE, *arguments], ROOT, self.seconds_left)
             unfinished.rename(folder)
@@ -193,7 +214,8 @@ class Place:
         }
         (self.folder / f"{name}.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
         arguments = ["-m", "ensemble", "run", f"{name}.yaml"]
-        self.call(name, arguments, self.folder, RUN_SECONDS, environment)
+        limit = self.seconds_left if self.is_rehearsal else RUN_SECONDS
+        self.call(name, arguments, self.folder, limit, environment)
         document: dict[str, Any] = json.loads((self.folder / name / "run.json").read_text(encoding="utf-8"))
         if not self.is_rehearsal:
             check_devices(document)

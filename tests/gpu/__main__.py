@@ -2,7 +2,8 @@
 
 Every check runs the command that users run, on checkpoints of real shapes with random weights made on the spot,
 and reads run.json.  ``--rehearse`` runs the same checks on tiny models and whatever device there is: it tests
-this script and nothing else.  A check is ``skipped`` only for what the machine lacks, with the reason in its row.
+this script and nothing else.  A check is ``skipped`` only for what the machine lacks, time included, with the
+reason in its row; ``--only`` names those that a short loan is for.
 """
 
 from __future__ import annotations
@@ -13,40 +14,65 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.gpu.place import (
+    CAPPED,
     GEMMA,
     GIB,
+    GROUPED,
     LLAMA,
     NF4,
     ROOT,
     RUN_SECONDS,
     SMALL,
+    UNCAPPED,
     Failed,
     Skip,
+    chosen,
     has_bitsandbytes,
     why_no_gpu,
 )
+from bench.rounds import say
 from ensemble.common.gpus import driver_session, inventory, telemetry, used_memory
-from tests.gpu.bench import EVEN_ROWS, Bench
+from tests.gpu.bench import DEADLINE_SECONDS, EVEN_ROWS, Bench
 from tests.gpu.verdicts import (
     Apart,
     Row,
     against_plan,
+    follows_turing_rules,
     load_and_speed,
     releases,
     too_little,
 )
 
+Check = Callable[[Bench], Iterator[Row]]
+
 # Mean distance from float32. A CPU's was 0.0003 and 0.003 for these shapes and weights.
 _HALF_PRECISION = {"float16": 0.005, "bfloat16": 0.02}
 # Two batches of 16,384 tokens: enough for the peak, and a T4 gets through them in 4 bits.
 _LARGE_ROWS = 64
+# What a check is thought to take that does not say.
+USUAL_SECONDS = 20
 
 
+def takes(seconds: int) -> Callable[[Check], Check]:
+    """What a check takes on an H200: without as much time left it is not begun."""
+
+    def decorate(check: Check) -> Check:
+        check.__dict__["seconds"] = seconds
+        return check
+
+    return decorate
+
+
+def seconds_of(check: Check) -> int:
+    return int(getattr(check, "seconds", USUAL_SECONDS))
+
+
+@takes(30)
 def release(bench: Bench) -> Iterator[Row]:
     """The memory is back between members that share a GPU, and how soon."""
     small = {"model_name_or_path": str(bench.model(SMALL)), "replicas": 1}
@@ -57,6 +83,7 @@ def release(bench: Bench) -> Iterator[Row]:
     yield from releases(report, used_before, bench.is_rehearsal)
 
 
+@takes(35)
 def recovery(bench: Bench) -> Iterator[Row]:
     """A worker that has too little memory for a batch halves it, and gives the same probabilities."""
     small: dict[str, Any] = {"name": "m", "model_name_or_path": str(bench.model(SMALL)), "dtype": "float32"}
@@ -72,36 +99,50 @@ def recovery(bench: Bench) -> Iterator[Row]:
     yield f"{events} out-of-memory events within {allowed / GIB:.2f} GiB, {apart}", verdict
 
 
+@takes(75)
 def precision(bench: Bench) -> Iterator[Row]:
-    """Half precision against float32."""
-    small = {"name": "m", "model_name_or_path": str(bench.model(SMALL))}
-    bench.measure("float32", {**small, "dtype": "float32"}, rows=200)
-    for dtype, limit in _HALF_PRECISION.items():
-        bench.measure(dtype, {**small, "dtype": dtype}, rows=200)
-        apart = Apart.of(bench.probabilities(dtype, "m"), bench.probabilities("float32", "m"))
-        yield f"{dtype}: {apart}", apart.verdict(mean=limit)
-
-
-def four_bits(bench: Bench) -> Iterator[Row]:
-    """bitsandbytes on the device, against the same weights in float16.
+    """Each dtype, attention and quantization against eager attention in float32.
 
     Random weights lose more in 4 bits than trained ones: on a CPU rows were 0.10 apart, strangers 0.25.
     """
-    if not has_bitsandbytes():
-        raise Skip("bitsandbytes is not installed")
-    small = {"name": "m", "model_name_or_path": str(bench.model(SMALL)), "dtype": "float16"}
-    bench.measure("whole", small, rows=200)
-    report = bench.measure("nf4", {**small, "quantization_config": NF4}, rows=200)
-    apart = Apart.of(bench.probabilities("nf4", "m"), bench.probabilities("whole", "m"))
-    yield f"{load_and_speed(report['members'][0])}; {apart}", apart.verdict()
+    ways: dict[str, dict[str, Any]] = {
+        f"{dtype} {attention}": {"dtype": dtype, "attn_implementation": attention}
+        for dtype in ("float32", *_HALF_PRECISION)
+        for attention in ("eager", "sdpa")
+    }
+    if has_bitsandbytes():
+        ways["nf4"] = {"dtype": "float16", "quantization_config": NF4}
+        ways["int8"] = {"dtype": "float16", "quantization_config": {"load_in_8bit": True}}
+    else:
+        yield "4 and 8 bits: bitsandbytes is not installed", "skipped"
+    if bench.can_use_flash_attention:
+        ways["bfloat16 flash"] = {"dtype": "bfloat16", "attn_implementation": "flash_attention_2"}
+    else:
+        yield "flash-attention 2: not installed, or not for this GPU", "skipped"
+    names = {way: way.replace(" ", "-") for way in ways}
+    path = str(bench.model(SMALL))
+    members = ({"name": names[way], "model_name_or_path": path, "replicas": 1, **ways[way]} for way in ways)
+    bench.measure("ways", *members, rows=200)
+    exact = bench.probabilities("ways", names["float32 eager"])
+    for way in list(ways)[1:]:
+        apart = Apart.of(bench.probabilities("ways", names[way]), exact)
+        if "quantization_config" in ways[way]:
+            verdict = apart.verdict()
+        elif ways[way]["dtype"] == "float32":
+            verdict = apart.verdict(largest=1e-4)
+        else:
+            verdict = apart.verdict(mean=_HALF_PRECISION[ways[way]["dtype"]])
+        yield f"{way}: {apart}", verdict
 
 
+@takes(20)
 def forecast(bench: Bench) -> Iterator[Row]:
     """The plan against the measured peak, for a small model."""
     member = {"name": "g270", "model_name_or_path": str(bench.model(SMALL)), "replicas": 1}
     yield from against_plan(bench.measure("plan", member, table="even", rows=EVEN_ROWS), bench.is_rehearsal)
 
 
+@takes(140)
 def large(bench: Bench) -> Iterator[Row]:
     """The reason for all of it: Gemma-2-9B, then Llama-3-8B; in 4 bits where the GPU is too small for them."""
     members = []
@@ -122,11 +163,13 @@ def large(bench: Bench) -> Iterator[Row]:
     yield from against_plan(report, bench.is_rehearsal)
 
 
+@takes(60)
 def kernels(bench: Bench) -> Iterator[Row]:
     """Fused attention serves every type, also by a T4's rules, and plans nothing anew for a new shape."""
     yield from _forward(bench, "attention")
 
 
+@takes(45)
 def overflow(bench: Bench) -> Iterator[Row]:
     """Rows that overflow float16 get float32's numbers, and the next chunk starts there."""
     yield from _forward(bench, "overflow")
@@ -139,6 +182,7 @@ def _forward(bench: Bench, part: str) -> Iterator[Row]:
         yield text, verdict
 
 
+@takes(30)
 def spread(bench: Bench) -> Iterator[Row]:
     """A member over two GPUs gives one GPU's probabilities; its speed says whether the two took turns."""
     if len(bench.gpus) < 2:
@@ -151,6 +195,7 @@ def spread(bench: Bench) -> Iterator[Row]:
     yield str(apart), apart.verdict(largest=1e-4)
 
 
+@takes(5)
 def driver(bench: Bench) -> Iterator[Row]:
     """What NVML tells of each GPU in one session, and whether it agrees with itself."""
     if not (found := inventory().gpus):
@@ -170,24 +215,61 @@ def driver(bench: Bench) -> Iterator[Row]:
         yield text, "FAILED" if not is_right else "skipped" if unknown else "ok"
 
 
-CHECKS: dict[str, Callable[[Bench], Iterator[Row]]] = {
+@takes(40)
+def soft_cap(bench: Bench) -> Iterator[Row]:
+    """What is taken by default for Gemma-2 keeps its soft cap; one so small that all is different without."""
+    path, uncapped = str(bench.model(CAPPED)), str(bench.model(UNCAPPED))
+    members: list[dict[str, Any]] = [{"name": "eager", "dtype": "float32", "attn_implementation": "eager"}]
+    members += [{"name": f"default-{dtype}", "dtype": dtype} for dtype in ("float32", "bfloat16")]
+    members = [{"model_name_or_path": path, "replicas": 1, **member} for member in members]
+    members.append({**members[0], "name": "uncapped", "model_name_or_path": uncapped})
+    bench.measure("cap", *members, rows=200)
+    eager = bench.probabilities("cap", "eager")
+    without = Apart.of(bench.probabilities("cap", "uncapped"), eager)
+    for dtype, limit in (("float32", 1e-5), ("bfloat16", _HALF_PRECISION["bfloat16"])):
+        apart = Apart.of(bench.probabilities("cap", f"default-{dtype}"), eager)
+        # Two caps that give the same would hide that one is lost.
+        tells = without.mean > 3 * apart.mean
+        verdict = apart.verdict(mean=limit) if tells else "FAILED"
+        yield f"{dtype}: {apart}; without the cap {without.mean:.1e}", verdict
+
+
+@takes(30)
+def turing(bench: Bench) -> Iterator[Row]:
+    """A T4's rules on whatever GPU is there: it is said to have compute capability 7.5."""
+    member = {"name": "m", "model_name_or_path": str(bench.model(GROUPED)), "replicas": 1}
+    bench.measure("exact", {**member, "dtype": "float32"}, table="even", rows=EVEN_ROWS)
+    report = bench.measure("turing", member, table="even", rows=EVEN_ROWS, capability="7.5")
+    yield from follows_turing_rules(report["members"][0], bench.is_rehearsal)
+    apart = Apart.of(bench.probabilities("turing", "m"), bench.probabilities("exact", "m"))
+    yield str(apart), apart.verdict(mean=_HALF_PRECISION["float16"])
+    yield from against_plan(report, bench.is_rehearsal)
+
+
+CHECKS: dict[str, Check] = {
     "what the driver tells": driver,
     "release between members": release,
     "out-of-memory recovery": recovery,
-    "half precision": precision,
-    "4-bit on the device": four_bits,
+    "types, attention, quantization": precision,
     "plan against the peak": forecast,
     "two 9B-class members": large,
     "attention kernels": kernels,
     "float16 overflow": overflow,
     "a member over two GPUs": spread,
+    "soft cap": soft_cap,
+    "a T4's rules": turing,
 }
 
 
-def rows_of(check: Callable[[Bench], Iterator[Row]], bench: Bench) -> Iterator[Row]:
+def rows_of(check: Check, bench: Bench) -> Iterator[Row]:
     """A check's rows; whatever ends it early becomes one."""
-    if bench.seconds_left <= 0:
-        yield bench.too_late(), "skipped"
+    needs = 0 if bench.is_rehearsal else seconds_of(check)
+    if bench.seconds_left <= needs:
+        left = max(0.0, bench.seconds_left)
+        yield (
+            f"{left:.0f} s are left of those for everything, and it takes about {seconds_of(check)}",
+            "skipped",
+        )
         return
     try:
         yield from check(bench)
@@ -199,14 +281,16 @@ def rows_of(check: Callable[[Bench], Iterator[Row]], bench: Bench) -> Iterator[R
         yield f"{type(error).__name__}: {error}", "FAILED"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command: 0, or 1 where a check failed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
     parser.add_argument("--rehearse", action="store_true", help="tiny models, any device")
-    parser.add_argument("--only", default="", help="checks whose name has this in it")
-    arguments = parser.parse_args()
-    chosen = {name: check for name, check in CHECKS.items() if arguments.only in name}
-    if not chosen:
-        parser.error(f"--only {arguments.only}: no such check; there are {', '.join(CHECKS)}")
+    parser.add_argument("--only", default="", help="checks whose names have one of these words in them: a,b")
+    arguments = parser.parse_args(argv)
+    try:
+        names = chosen(arguments.only, CHECKS)
+    except ValueError as error:
+        parser.error(f"--only {error}")
     if not arguments.rehearse and (reason := why_no_gpu()):
         print(f"skipped: {reason}")
         return 0
@@ -214,13 +298,18 @@ def main() -> int:
     if not arguments.rehearse and not found.gpus:
         print(f"FAILED: torch can use a GPU, but {found.mask_problem or found.note}")
         return 1
-    bench = Bench(Path(tempfile.mkdtemp(prefix="ensemble gpu ")), found.gpus, arguments.rehearse)
+    # A rehearsal says nothing about time, and the machine may be slow.
+    seconds = 3600.0 if arguments.rehearse else DEADLINE_SECONDS
+    bench = Bench(Path(tempfile.mkdtemp(prefix="ensemble gpu ")), found.gpus, arguments.rehearse, seconds)
     failed = False
     try:
         bench.write_tables()
+        total = sum(seconds_of(CHECKS[name]) for name in names)
+        say(f"{len(names)} checks, about {total} s on an H200; {bench.seconds_left:.0f} s are given")
         print("| check | result | | seconds |\n|---|---|---|---|", flush=True)
-        for name, check in chosen.items():
-            began = time.monotonic()
+        for name in names:
+            check, began = CHECKS[name], time.monotonic()
+            say(f"{name}: about {seconds_of(check)} s, {bench.seconds_left:.0f} s left ...")
             for text, verdict in rows_of(check, bench):
                 failed |= verdict == "FAILED"
                 cell = " ".join(text.replace("|", "/").split())

@@ -6,6 +6,7 @@ import csv
 import os
 import random
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,12 @@ class Bench(Place):
     ) -> None:
         super().__init__(folder, gpus, is_rehearsal, seconds)
 
+    @property
+    def can_use_flash_attention(self) -> bool:
+        """Whether flash-attention 2 is installed and for these GPUs; that it works is for a check to see."""
+        able = [gpu.compute_capability is not None and gpu.compute_capability >= (8, 0) for gpu in self.gpus]
+        return find_spec("flash_attn") is not None and any(able) and all(able)
+
     def measure(
         self,
         name: str,
@@ -44,22 +51,31 @@ class Bench(Place):
         rows: int = TAILED_ROWS,
         devices: Sequence[str] | None = None,
         gpu_bytes: int | None = None,
+        capability: str = "",
     ) -> dict[str, Any]:
         """Run members over a table's first rows; the run.json.
 
         Args:
             table: ``tailed`` or ``even``.
             gpu_bytes: what torch may take of a GPU; None: all of it.
+            capability: what the GPU is to say of itself, such as "7.5"; empty: the truth.
 
         Raises:
             Failed: it took too long, ended with an error, or did not use the GPU.
             Skip: the time for all checks was over before its own.
         """
-        limited = None
+        variables, folders = {}, []
         if gpu_bytes is not None:
-            paths = [str(Path(__file__).with_name("fraction")), os.environ.get("PYTHONPATH", "")]
-            limited = {"TEST_GPU_BYTES": str(gpu_bytes), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        return self.run(name, *members, table=table, rows=rows, devices=devices, environment=limited)
+            variables["TEST_GPU_BYTES"] = str(gpu_bytes)
+            folders.append("fraction")
+        if capability:
+            variables["TEST_GPU_CAPABILITY"] = capability
+            folders.append("capability")
+        assert len(folders) < 2, "Python runs one sitecustomize"
+        if folders:
+            paths = [str(Path(__file__).with_name(folders[0])), os.environ.get("PYTHONPATH", "")]
+            variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        return self.run(name, *members, table=table, rows=rows, devices=devices, environment=variables)
 
     def probabilities(self, run: str, member: str) -> npt.NDArray[np.float64]:
         with (self.folder / run / "predictions" / f"{member}.csv").open(encoding="utf-8") as file:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -10,12 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.gpu.place import GEMMA, GIB, NF4, Failed, Skip, check_devices
+from bench.gpu.__main__ import DEADLINE_SECONDS as BENCH_SECONDS
+from bench.gpu.__main__ import Measuring, steps
+from bench.gpu.place import GEMMA, GIB, NF4, Failed, Place, Skip, check_devices, chosen
 from ensemble.common.gpus import Device
 from ensemble.scheduling.device_pool import Release
-from tests.gpu.__main__ import rows_of
-from tests.gpu.bench import Bench
-from tests.gpu.verdicts import Apart, Row, against_plan, releases, too_little
+from tests.gpu.__main__ import CHECKS, main, rows_of, seconds_of, takes
+from tests.gpu.bench import DEADLINE_SECONDS, Bench
+from tests.gpu.verdicts import Apart, Row, against_plan, follows_turing_rules, releases, too_little
+from tests.nvml.sim import Gpu, NvmlSim, gpu_uuid
+from tests.project import ROOT
 
 FORECAST = {"weight_bytes": 1 * GIB, "context_bytes": GIB // 2, "peak_bytes": 2 * GIB, "token_budget": 16384}
 
@@ -114,3 +121,92 @@ def test_whatever_ends_a_check_is_a_row(tmp_path: Path) -> None:
 
     assert list(rows_of(crash, bench(tmp_path))) == [("first", "ok"), ("KeyError: 'forecast'", "FAILED")]
     assert [verdict for _, verdict in rows_of(crash, bench(tmp_path, seconds=0))] == ["skipped"]
+
+
+def test_both_commands_fit_their_time_by_their_own_reckoning() -> None:
+    assert sum(map(seconds_of, CHECKS.values())) <= DEADLINE_SECONDS <= 8 * 60
+    measuring = Measuring(Place(Path(), (), False, 0))
+    assert sum(needs for _, needs, _ in steps(measuring, False)) <= BENCH_SECONDS <= 9 * 60
+
+
+def test_a_check_without_enough_time_is_not_begun(tmp_path: Path) -> None:
+    @takes(50)
+    def check(_: Bench) -> Iterator[Row]:
+        yield "ran", "ok"
+
+    assert list(rows_of(check, bench(tmp_path, seconds=60))) == [("ran", "ok")]
+    ((text, verdict),) = rows_of(check, bench(tmp_path, seconds=40))
+    assert text.endswith("s are left of those for everything, and it takes about 50")
+    assert verdict == "skipped"
+
+
+def test_parts_are_chosen_by_words_in_their_names() -> None:
+    names = ["soft cap", "release between members", "two members"]
+    assert chosen("", names) == names
+    assert chosen("members, cap", names) == names
+    assert chosen("two", names) == ["two members"]
+    with pytest.raises(ValueError, match="none, such: not here; there are: soft cap, release"):
+        chosen("none,cap,such", names)
+
+
+@pytest.mark.parametrize(
+    ("worker", "verdict"),
+    [
+        ({"dtype": "float16", "notes": ["float16: bfloat16 is only emulated below"]}, "ok"),
+        ({"dtype": "float16"}, "FAILED"),
+        ({"dtype": "bfloat16", "notes": ["bfloat16 is only emulated"]}, "FAILED"),
+        (
+            {
+                "dtype": "float16",
+                "notes": ["bfloat16 is only emulated"],
+                "attn_implementation": "flash_attention_2",
+            },
+            "FAILED",
+        ),
+    ],
+)
+def test_a_member_is_held_to_the_rules_of_a_t4(worker: dict[str, Any], verdict: str) -> None:
+    known = {"attn_implementation": "sdpa", "tokens": 10, "predict_seconds": 1.0, "load_seconds": 1.0}
+    known["peak_gpu_memory_bytes"] = GIB
+    rows = follows_turing_rules(member(**{**known, **worker}), False)
+    assert [row[1] for row in rows] == [verdict]
+
+
+def test_a_gpu_says_that_it_has_another_capability(nvml_sim: NvmlSim) -> None:
+    """To pynvml and to torch, in a process as the checks start it."""
+    nvml_sim.write([Gpu(gpu_uuid(0), compute_capability=(9, 0))])
+    asks = (
+        "from ensemble.common.gpus import inventory; import torch;"
+        "print(inventory().gpus[0].compute_capability, torch.cuda.get_device_capability(0))"
+    )
+    paths = os.pathsep.join([str(ROOT / "tests" / "gpu" / "capability"), str(ROOT)])
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, **nvml_sim.environment(), "PYTHONPATH": paths, **others},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.strip()
+        for code, others in (
+            (asks, {"TEST_GPU_CAPABILITY": "7.5"}),
+            (asks.replace("torch.cuda.get_device_capability(0)", "None"), {}),
+        )
+    ]
+    assert said == ["(7, 5) (7, 5)", "(9, 0) None"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_rehearsal_goes_through_all_checks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--rehearse"]) == 0
+    said = capsys.readouterr().out
+    assert "FAILED" not in said
+    for name in CHECKS:
+        assert f"| {name} | " in said
+
+
+def test_a_part_of_a_name_that_no_check_has_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--rehearse", "--only", "nothing"])
+    assert "--only nothing: not here; there are: release between members" in capsys.readouterr().err

@@ -115,6 +115,18 @@ def against_plan(report: Mapping[str, Any], is_rehearsal: bool) -> Iterator[Row]
         yield text, "ok" if abs(ratio - 1) <= _PLAN_TOLERANCE else "FAILED"
 
 
+def follows_turing_rules(member: Mapping[str, Any], is_rehearsal: bool) -> Iterator[Row]:
+    """One row for each worker of a member that was left to choose, on a GPU of compute capability 7.5.
+
+    bfloat16 is only emulated there, and the kernels of flash-attention 2 do not run.
+    """
+    for worker in member["workers"]:
+        good = worker["dtype"] == "float16" and worker["attn_implementation"] != "flash_attention_2"
+        good &= any("bfloat16 is only emulated" in note for note in worker["notes"])
+        text = f"{load_and_speed({'workers': [worker]})}; {'; '.join(worker['notes']) or 'no notes'}"
+        yield text, "ok" if good else "skipped" if is_rehearsal else "FAILED"
+
+
 def load_and_speed(member: Mapping[str, Any]) -> str:
     """What a member's first worker took to load, how fast it was, and what it held."""
     worker = member["workers"][0]

@@ -24,8 +24,11 @@ from tests.releases.environments import ENVIRONMENTS, EXTRAS, IN_CI, Environment
 
 PLACE = ROOT / ".venv" / "releases"
 TABLE = ROOT / "docs" / "releases.md"
-# Parity, the demo, loading, adapters, quantization: what a release can change.
-QUICK = ("tests/releases", "tests/worker/test_adapter.py", "tests/worker/test_quantization.py")
+# Parity, the demo, loading, adapters, quantization, what a forward pass allocates: what a release can change.
+QUICK = (
+    *("tests/releases", "tests/worker/test_adapter.py", "tests/worker/test_quantization.py"),
+    *("tests/planning/test_memory.py", "tests/planning/test_estimate.py"),
+)
 WHOLE = (
     *QUICK,
     *(f"tests/worker/test_{name}.py" for name in ("predict", "precision", "float32", "gguf", "offload")),
@@ -148,6 +151,7 @@ def _run(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
             "OMP_NUM_THREADS": "1",
             "HF_HUB_DISABLE_PROGRESS_BARS": "1",
             "ENSEMBLE_TEST_OTHER_RELEASES": "1",
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # or torch 2.6 starts processes that outlive a test
         },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ensemble.common.files import read_json
+from ensemble.common.packages import Requirement, installed_versions
 from ensemble.members.footprint import Capability, Footprint, MemoryEstimate
 from ensemble.members.huggingface.checkpoint.architecture import Architecture, read_architecture
 from ensemble.members.huggingface.checkpoint.inspect import Checkpoint
@@ -24,6 +25,7 @@ from ensemble.members.huggingface.spec import DEFAULT_MAX_LENGTH, cap_problem, c
 
 # What a Python with torch, transformers and CUDA-less libraries holds on a CPU before any weights.
 PROCESS_BYTES = 450 << 20
+_TORCH_WITH_SHARED_KEYS = Requirement("torch", minimum="2.9")
 # What is proposed where the weights are too large for every GPU.
 _FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 
@@ -35,7 +37,8 @@ class CheckpointMemory(MemoryEstimate):
     ``lengths`` has the bytes of text per row, int64 [rows].  ``tensors`` and ``architecture`` are None where
     they cannot be known yet (on the hub, pickled); ``adapter_bytes`` is the size of its adapter's file.
     ``max_length`` is how many tokens a row may have; ``pools_last_token`` is False where logits are computed at
-    every position; ``has_flash_attention``: flash-attention 2 was seen to work on these devices.
+    every position; ``has_flash_attention``: flash-attention 2 was seen to work on these devices;
+    ``cpu_takes_shared_keys`` is for ``sizes.activation``.
     """
 
     settings: TextSettings
@@ -48,6 +51,7 @@ class CheckpointMemory(MemoryEstimate):
     supports_sdpa: bool = True
     pools_last_token: bool = True
     has_flash_attention: bool = False
+    cpu_takes_shared_keys: bool = True
 
     def footprint(
         self, gpus: int, capability: Capability | None, quantization: Mapping[str, Any] | None = None
@@ -158,6 +162,7 @@ def checkpoint_memory(
         adapter_bytes=sum(file.stat().st_size for file in adapter_files),
         supports_sdpa=supports_sdpa(checkpoint.model_type),
         pools_last_token=not scores_every_position(checkpoint.model_type),
+        cpu_takes_shared_keys=cpu_takes_shared_keys(),
     )
 
 
@@ -169,6 +174,15 @@ def supports_sdpa(model_type: str) -> bool:
     """
     source = modeling_source(model_type)
     return source is None or re.search(r"^    _supports_sdpa = True", source, re.MULTILINE) is not None
+
+
+def cpu_takes_shared_keys() -> bool:
+    """Whether the installed torch's fused attention of a CPU takes keys that heads share as they are.
+
+    It does from 2.9 on (pytorch pull request 157893; seen in 2.9.1 and 2.10, not in 2.8 and 2.6).  A torch that is
+    not installed here is taken for one of today's.
+    """
+    return not _TORCH_WITH_SHARED_KEYS.wrong(installed_versions(["torch"]).get("torch", "3"))
 
 
 def scores_every_position(model_type: str) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from ensemble.members.footprint import Activation, Capability, Stage, Weights
-from ensemble.members.huggingface.checkpoint.architecture import Architecture
+from ensemble.members.huggingface.checkpoint.architecture import LOOKED_AT, Architecture
 from ensemble.members.huggingface.checkpoint.quantization_keys import quantized_bits
 from ensemble.members.huggingface.checkpoint.weight_files import (
     Tensor,
@@ -145,6 +145,7 @@ def activation(
     on_gpu: bool,
     padded: bool = True,
     pools_last_token: bool = True,
+    cpu_takes_shared_keys: bool = True,
 ) -> Activation:
     """What one forward pass in inference mode takes beside the weights.
 
@@ -155,6 +156,8 @@ def activation(
         quantization: what bitsandbytes is asked for when loading, None without.
         padded: whether rows of a batch differ in length, so that sdpa is given a mask.
         pools_last_token: whether the head sees only one position of each row.
+        cpu_takes_shared_keys: whether torch's fused attention of a CPU takes keys that heads share as they are;
+            where it does not, batches without padding need more, and they are meant, too.
     """
     a, size = architecture, DTYPE_BYTES[dtype]
     # Bytes per token pair of the masks that live throughout: floats for eager attention, booleans for sdpa.
@@ -175,7 +178,13 @@ def activation(
     # The layer's forward still names the attention weights that eager attention gave it.
     scores = a.heads * size if attention == "eager" and not a.relative_terms else 0
     stages = _attention_stages(a, size, attention, mask, on_gpu, padded)
+    if attention == "sdpa" and not (on_gpu or cpu_takes_shared_keys) and a.kv_heads < a.heads:
+        stages.append(_plain_products(a, size))
     stages.append(Stage(mlp + _INPUT_BYTES, mask + scores))
+    if a.model_type not in LOOKED_AT and (experts := a.inner_copies // 4) > 1:
+        # transformers up to 5.12 weights what the experts gave in float32, in the order of experts and of tokens.
+        outputs = experts * (3 * size * a.intermediate + (2 * size + 8) * a.hidden)
+        stages.append(Stage(outputs + (5 * size + 4) * a.hidden + _INPUT_BYTES, mask))
     if not pools_last_token:
         # Hidden states before and after the last norm; the logits, and those in float32.
         head = 2 * a.hidden * size + num_labels * (size + 4)
@@ -249,6 +258,18 @@ def _attention_stages(
         return [rotary, cast, Stage(given + repeated + result, mask + size)]
     # Shared keys are passed on as they are where there is no mask, unless that leaves only slow kernels of a GPU.
     return [rotary, Stage(given + (repeated if on_gpu else 0) + result, 0.0)]
+
+
+def _plain_products(a: Architecture, size: int) -> Stage:
+    """What torch's fused attention of a CPU falls back to: attention.cpp, _scaled_dot_product_attention_math.
+
+    Queries, keys and values as they were, and scaled and repeated in float32; scores, their sum with the causal
+    mask or their softmax, and that mask, which all heads share.
+    """
+    queries, keys = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    given = size * ((_hidden_copies(a) - 1) * a.hidden + queries + 2 * keys) + _INPUT_BYTES
+    cast = 0 if size == 4 else queries + 2 * keys
+    return Stage(given + 4 * (4 * queries + cast), 8.0 * a.heads + 4.0)
 
 
 def _score_bytes(a: Architecture, size: int, on_gpu: bool) -> float:
