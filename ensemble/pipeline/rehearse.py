@@ -44,6 +44,8 @@ STRIP_ROWS = 16
 # A sample that computes for less than this says little of a steady speed; then a larger one is measured.
 _MIN_SECONDS = 8.0
 _WANTED_SECONDS = 12.0
+# To how much of the work it is told how far members get.
+_FRACTION = 1e-4
 # Imports of the next member's worker, which stands by while one computes on a GPU.
 _STANDBY_BYTES = 1 << 30
 
@@ -109,14 +111,13 @@ class Rehearsal:
         found = []
         limit = self.time_limit_seconds
         if limit is not None and self.seconds + self.kept_seconds > limit:
+            counts = {one.name: self.rows - (one.rows_at_limit or 0) for one in self.members}
             rows = plural(self.rows, "row")
-            missing = [
-                f"{one.name} {self.rows - (one.rows_at_limit or 0):,} of {rows}" for one in self.members
-            ]
+            missing = [f"{name} {count:,} of {rows}" for name, count in counts.items() if count]
             found.append(
                 f"it would not end within time_limit: it takes about {duration(self.seconds)} of "
                 f"{duration(limit)}, of which {duration(self.kept_seconds)} are kept for the last submission; "
-                f"missing at the limit: {', '.join(missing)}"
+                f"missing at the limit: {', '.join(missing) or 'perhaps the last rows'}"
             )
         free = self.host_free_bytes
         if self.host_bytes is not None and free is not None and self.host_bytes > free:
@@ -241,16 +242,20 @@ def with_speeds(plan: Plan, speeds: Mapping[str, Speed]) -> Plan:
     return replace(plan, members=members)
 
 
-def forecast_seconds(plan: Plan) -> float:
-    """From the first worker's start to the last one's last row, by the speeds of the plan."""
-    jobs = [member.job for member in plan.members if member.needs_worker]
+def forecast_seconds(plan: Plan, fraction: float = 1.0) -> float:
+    """From the first worker's start until each member has done this fraction, by the speeds of the plan."""
+    jobs = [
+        replace(member.job, compute_seconds=member.job.compute_seconds * fraction)
+        for member in plan.members
+        if member.needs_worker
+    ]
     return total_seconds(
         jobs, dict.fromkeys((gpu.uuid for gpu in plan.gpus), plan.config.max_workers_per_gpu)
     )
 
 
 def missing_rows(plan: Plan, seconds_left: float) -> dict[str, int]:
-    """Rows that each member would not reach, by name.
+    """Rows that each member would not reach, by name: members take turns, so that all get equally far.
 
     Args:
         plan: with measured speeds.
@@ -270,7 +275,19 @@ def missing_rows(plan: Plan, seconds_left: float) -> dict[str, int]:
     # On the CPU its replicas share one device, and so do their seconds above.
     devices = len(plan.gpus) * plan.config.max_workers_per_gpu + any(not one.gpus for one in working)
     reached = goals(shares, devices, seconds_left)
-    return {one.name: len(one.order) - _reached(one, reached[one.name]) for one in working}
+    # Goals count all devices as busy to the end, the forecast knows who can share what is left.
+    within, beyond = 0.0, 1.0
+    if forecast_seconds(plan) <= seconds_left:
+        within = 1.0
+    elif forecast_seconds(plan, 0.0) < seconds_left:
+        while beyond - within > _FRACTION:
+            middle = (within + beyond) / 2
+            if forecast_seconds(plan, middle) <= seconds_left:
+                within = middle
+            else:
+                beyond = middle
+    fractions = {name: min(one, within) if within else one for name, one in reached.items()}
+    return {one.name: len(one.order) - _reached(one, fractions[one.name]) for one in working}
 
 
 def _reached(member: MemberPlan, fraction: float) -> int:
