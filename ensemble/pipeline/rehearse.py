@@ -348,14 +348,16 @@ def _result(
         write_csv(temporary, names, [whole.table.ids, *map(pa.array, values.T)])
     writing = boot_seconds() - began
     csv_bytes = (folder / "size.csv").stat().st_size
-    writes = len(config.models) + 1 + (config.time_limit is not None)
+    # An ensemble and a submission; under a limit there is a first one before any worker starts.
+    merged_files = 1 + (config.submission is not None)
+    writes = len(config.models) + merged_files * (1 if config.time_limit is None else 2)
     # Gaps between workers, their ends, folders, the merge: whatever the forecast leaves out of the sample's run.
     besides = max(0.0, wall_seconds - forecast_seconds(with_speeds(sample.plan, speeds)))
     other = before + besides + writes * writing
     kept = 0.0
     missing: Mapping[str, int] = {}
     if (limit := config.time_limit) is not None:
-        kept = reserve_seconds(writing, len(config.models), limit)
+        kept = reserve_seconds(merged_files * writing, len(config.models), limit)
         missing = missing_rows(plan, max(0.0, limit - kept - before - besides))
 
     by_name = {member.name: member for member in report.members}

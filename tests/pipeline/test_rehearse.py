@@ -18,7 +18,7 @@ from ensemble.data.table import InputTable, TableNeeds, read_table
 from ensemble.pipeline.rehearse import forecast_seconds, missing_rows, sample_rows_of, with_speeds
 from ensemble.planning.forecast import Speed
 from ensemble.planning.plan import Plan, make_plan
-from tests.planning.test_plan import config, facts
+from tests.planning.test_plan import config, facts, gpus
 from tests.project import Project
 
 ROWS = 4000
@@ -78,10 +78,11 @@ def test_a_sample_is_of_all_lengths_and_has_the_longest_row() -> None:
     assert len(sample_rows_of(lengths[:100], 37)) == 37
 
 
-def planned(*names: str, time_limit: float = 3600) -> Plan:
-    """Members on the CPU over equally long rows; each takes 10 s to start and 100 s for all rows."""
-    made = config(*({"name": name} for name in names), time_limit=time_limit)
-    plan = make_plan(made, {name: replace(facts(np.full(ROWS, 400)), name=name) for name in names}, [])
+def planned(*names: str, devices: int = 0) -> Plan:
+    """Members over equally long rows, on the CPU or on GPUs; each takes 10 s to start and 100 s for all rows."""
+    made = config(*({"name": name} for name in names), time_limit=3600)
+    known = {name: replace(facts(np.full(ROWS, 400)), name=name) for name in names}
+    plan = make_plan(made, known, gpus(devices))
     speeds = {one.name: Speed(10.0, 100.0 / one.work, True, True) for one in plan.members}
     return with_speeds(plan, speeds)
 
@@ -95,6 +96,12 @@ def test_the_forecast_and_what_is_missing_at_the_limit_by_given_speeds() -> None
     one = missing_rows(plan, 15)  # for one start only
     assert sorted(one.values())[1] == ROWS
     assert sorted(one.values())[0] == pytest.approx(ROWS * 0.95, rel=0.01)
+    two = planned("a", "b", devices=2)
+    assert forecast_seconds(two) == pytest.approx(120), "in turn, a replica on each"
+    assert missing_rows(two, 70) == {
+        "a": pytest.approx(ROWS / 2, rel=0.01),
+        "b": pytest.approx(ROWS / 2, rel=0.01),
+    }
     assert missing_rows(plan, 0) == {"a": ROWS, "b": ROWS}
 
 
