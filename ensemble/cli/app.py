@@ -148,7 +148,7 @@ def rehearse(
     """Run a sample of CONFIG's table and say how long --rows rows would take, in which memory and on how much disk.
 
     Nothing of a real run is touched. The exit code is 1 if the run would not end within its time_limit, or would
-    not fit into memory or on the disk.
+    not fit on the disk.
     """
     loaded = _load(config, sets, None)
     from ensemble.cli.progress import choose_display

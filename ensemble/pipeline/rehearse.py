@@ -83,7 +83,8 @@ class Rehearsal:
         rows: of the whole.
         sample_rows: that were computed to know.
         seconds: from command to submission.
-        other_seconds: those of them before the first worker, between workers, and after the last.
+        other_seconds: those of them before the first worker, between workers, and after the last; less than 0 where
+            more is saved, as by workers that start while others compute.
         time_limit_seconds: None where the config has none.
         kept_seconds: of the limit, for the last submission.
         host_bytes: memory that the run's processes take at a time; None where a worker did not tell.
@@ -119,18 +120,23 @@ class Rehearsal:
                 f"{duration(limit)}, of which {duration(self.kept_seconds)} are kept for the last submission; "
                 f"missing at the limit: {', '.join(missing) or 'perhaps the last rows'}"
             )
-        free = self.host_free_bytes
-        if self.host_bytes is not None and free is not None and self.host_bytes > free:
-            found.append(
-                f"it may run out of memory: its processes take {gib(self.host_bytes)}, and {gib(free)} are free; "
-                "standby: false or fewer replicas need less"
-            )
         if (needed := sum(self.disk_bytes.values())) > self.disk_free_bytes:
             found.append(
                 f"the disk of {self.output_dir} would be full: {gib(needed)} are needed, and "
                 f"{gib(self.disk_free_bytes)} are free"
             )
         return tuple(found)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What may go wrong: a process's memory counts pages of weight files, which the kernel can give up."""
+        free, needed = self.host_free_bytes, self.host_bytes
+        if free is None or needed is None or needed <= free:
+            return ()
+        return (
+            f"it may run out of memory: its processes take up to {gib(needed)}, pages of files among them, and "
+            f"{gib(free)} are free; standby: false or fewer replicas need less",
+        )
 
 
 def rehearse(
@@ -147,7 +153,7 @@ def rehearse(
 
     Args:
         make_display: shows a sample's run.
-        rows: of the whole; None: as many as the table has.
+        rows: of the whole; None: as many as the config's table has.
         lengths_from: a table with the columns that members read, whose rows are taken instead.
         sample_rows: how many are computed; None: what takes long enough to know.
         elapsed_seconds: what the run itself would have taken by now as well, such as Python's start.
@@ -165,7 +171,7 @@ def rehearse(
     base = prepared.table
     if lengths_from is not None:
         base = read_table(lengths_from, replace(prepared.needs, label_column=None, limit=None))
-    rows = base.rows if rows is None else rows
+    rows = prepared.table.rows if rows is None else rows
     table, _ = repeated(base, rows, prepared.needs.json_columns, config.seed)
     began = clock()
     whole = for_rows(prepared, loaded, table)
@@ -351,8 +357,9 @@ def _result(
     # An ensemble and a submission; under a limit there is a first one before any worker starts.
     merged_files = 1 + (config.submission is not None)
     writes = len(config.models) + merged_files * (1 if config.time_limit is None else 2)
-    # Gaps between workers, their ends, folders, the merge: whatever the forecast leaves out of the sample's run.
-    besides = max(0.0, wall_seconds - forecast_seconds(with_speeds(sample.plan, speeds)))
+    # Gaps between workers, their ends, folders, the merge, and what standing by saves: all that the forecast
+    # leaves out of the sample's run.
+    besides = wall_seconds - forecast_seconds(with_speeds(sample.plan, speeds))
     other = before + besides + writes * writing
     kept = 0.0
     missing: Mapping[str, int] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,11 +14,21 @@ import pyarrow.parquet as pq
 import pytest
 
 import ensemble
+from ensemble.cli import views
+from ensemble.cli.layout import Page
 from ensemble.data.repeat import repeated, varied
 from ensemble.data.table import InputTable, TableNeeds, read_table
-from ensemble.pipeline.rehearse import forecast_seconds, missing_rows, sample_rows_of, with_speeds
+from ensemble.pipeline.rehearse import (
+    MemberRehearsal,
+    Rehearsal,
+    forecast_seconds,
+    missing_rows,
+    sample_rows_of,
+    with_speeds,
+)
 from ensemble.planning.forecast import Speed
 from ensemble.planning.plan import Plan, make_plan
+from tests.faults.inject import Fault, Injected
 from tests.planning.test_plan import config, facts, gpus
 from tests.project import Project
 
@@ -103,6 +114,41 @@ def test_the_forecast_and_what_is_missing_at_the_limit_by_given_speeds() -> None
         "b": pytest.approx(ROWS / 2, rel=0.01),
     }
     assert missing_rows(plan, 0) == {"a": ROWS, "b": ROWS}
+
+
+def test_what_would_go_wrong_is_said_by_given_figures() -> None:
+    members = tuple(
+        MemberRehearsal(name, 1, 10.0, 30.0, 2**30, None, None, None, rows)
+        for name, rows in (("a", 9), ("b", 7))
+    )
+    fits = Rehearsal(9, 3, 90.0, 10.0, 100.0, 10.0, members, 2**30, 2**31, {"table": 50}, 50, Path("out"))
+    assert fits.problems == fits.warnings == ()
+    assert lines(fits)[-1] == "It would end in time, 10.0 s before the limit."
+    assert replace(fits, time_limit_seconds=None, seconds=1e9).problems == ()
+    (late,) = replace(fits, seconds=91.0).problems
+    assert late.endswith("missing at the limit: b 2 of 9 rows")
+    (full,) = replace(fits, disk_free_bytes=49).problems
+    assert "disk" in full
+    crowded = replace(fits, host_free_bytes=2**29)
+    assert crowded.problems == ()
+    assert any(line.startswith("! it may run out of memory") for line in lines(crowded))
+
+
+def lines(rehearsal: Rehearsal) -> list[str]:
+    return [*views.lines("rehearse", rehearsal, Page())]
+
+
+def test_of_a_member_that_fails_the_logs_are_kept(project: Project, tmp_path: Path) -> None:
+    project.write_config(project.config(retries=0))
+    injected = Injected(tmp_path, Fault("raise", text="no such luck"))
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**injected.environment, "TMPDIR": folder}
+        done = project.ensemble("rehearse", "config.yaml", "--sample", "20", environment=environment)
+        (kept,) = Path(folder).glob("ensemble-rehearsal-*/20")
+        assert (kept / "logs" / "gemma-0.log").exists()
+    assert done.returncode == 1
+    assert "no such luck" in done.stderr
+    assert str(kept) in " ".join(done.stderr.split())
 
 
 def test_a_limit_that_is_too_short_is_exit_code_1_and_nothing_of_a_run_is_touched(project: Project) -> None:

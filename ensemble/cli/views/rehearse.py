@@ -22,10 +22,9 @@ def view(rehearsal: Rehearsal) -> Iterator[str | Table]:
     of_limit = ""
     if limit is not None:
         of_limit = f", {seconds / limit:.0%} of time_limit ({duration(limit)})"
-    yield (
-        f"the whole run would take about {duration(seconds)}{of_limit}; {duration(rehearsal.other_seconds)} of it "
-        "are neither start-up nor computing of a member"
-    )
+    other = rehearsal.other_seconds
+    rest = f"; {duration(other)} of it are neither start-up nor computing of a member" if other > 0 else ""
+    yield f"the whole run would take about {duration(seconds)}{of_limit}{rest}"
     if (needed := rehearsal.host_bytes) is not None:
         free = rehearsal.host_free_bytes
         of_free = "" if free is None else f" of {gib(free)} that are free"
@@ -36,6 +35,7 @@ def view(rehearsal: Rehearsal) -> Iterator[str | Table]:
         f"disk: {gib(sum(disk.values()))} of {gib(rehearsal.disk_free_bytes)} that are free at "
         f"{shown_path(rehearsal.output_dir)} ({', '.join(parts)})"
     )
+    yield from (f"! {warning}" for warning in rehearsal.warnings)
     if rehearsal.problems:
         yield from (f"! {problem}" for problem in rehearsal.problems)
     elif limit is not None:
