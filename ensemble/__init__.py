@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ensemble.cli.api import Preview, Run, open_run, plan, run, validate
+    from ensemble.cli.api import Preview, Run, open_run, plan, rehearse, run, validate
     from ensemble.common.errors import (
         CheckpointError,
         ConfigError,
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         TimeLimitReached,
         WriteError,
     )
+    from ensemble.pipeline.rehearse import Rehearsal
     from ensemble.pipeline.run_report import RunReport
     from ensemble.pipeline.status import RunStatus
 
@@ -46,6 +47,7 @@ __all__ = [
     "OutputError",
     "OutputInUse",
     "Preview",
+    "Rehearsal",
     "Run",
     "RunReport",
     "RunStatus",
@@ -53,11 +55,15 @@ __all__ = [
     "WriteError",
     "open_run",
     "plan",
+    "rehearse",
     "run",
     "validate",
 ]
 _MODULES = {
-    **dict.fromkeys(("Preview", "Run", "open_run", "plan", "run", "validate"), "ensemble.cli.api"),
+    **dict.fromkeys(
+        ("Preview", "Run", "open_run", "plan", "rehearse", "run", "validate"), "ensemble.cli.api"
+    ),
+    "Rehearsal": "ensemble.pipeline.rehearse",
     "RunReport": "ensemble.pipeline.run_report",
     "RunStatus": "ensemble.pipeline.status",
 }

@@ -32,6 +32,7 @@ from ensemble.pipeline.status import RunStatus
 if TYPE_CHECKING:
     import pandas as pd
 
+    from ensemble.pipeline.rehearse import Rehearsal
     from ensemble.pipeline.validate import Prepared
     from ensemble.planning.plan import Plan
 
@@ -113,6 +114,52 @@ def plan(config: str | os.PathLike[str], overrides: Overrides | None = None) -> 
         EnsembleError: with every other problem found.
     """
     return _preview("plan", config, overrides)
+
+
+def rehearse(
+    config: str | os.PathLike[str],
+    overrides: Overrides | None = None,
+    *,
+    rows: int | None = None,
+    lengths_from: str | os.PathLike[str] | None = None,
+    sample: int | None = None,
+    quiet: bool = False,
+) -> Rehearsal:
+    """What a config would take with ``rows`` rows, by a run of a sample, as ``ensemble rehearse`` shows it.
+
+    Why a run would not end as it should is in the result's ``problems``.
+
+    Args:
+        rows: of the whole; None: as many as the table has.
+        lengths_from: a table, such as train.csv, whose rows are taken instead.
+        sample: rows to compute; None: what takes long enough to know the speed.
+        quiet: print nothing.
+
+    Raises:
+        EnsembleError: as the command fails.
+    """
+    from ensemble.cli.progress import choose_display
+    from ensemble.pipeline.rehearse import rehearse as rehearse_config
+
+    for name, count in (("rows", rows), ("sample", sample)):
+        if count is not None and count < 1:
+            raise ConfigError(f"{name}: must be at least 1")
+    loaded = _load(config, overrides)
+    table = None if lengths_from is None else _path(lengths_from, "give the path of a table")
+    if not _running.acquire(blocking=False):
+        raise OutputInUse("a run goes on in this process; wait for it, or start this one in another process")
+    stream = cast(IO[str], _Redacted(sys.stdout, loaded.redactor))
+    quiet = quiet or sys.stdout is None
+    try:
+        with _told(loaded.redactor):
+            result = rehearse_config(
+                loaded, lambda: choose_display(stream, quiet), rows, table, sample, owns_process=False
+            )
+            if not quiet:
+                show("rehearse", result, stream)
+    finally:
+        _running.release()
+    return result
 
 
 @_told()

@@ -72,6 +72,25 @@ ForceOption = Annotated[bool, typer.Option("--force", help="Replace the file tha
 RunDirArgument = Annotated[
     Path, typer.Argument(metavar="RUN_DIR", readable=False, help="The output_dir of a run.")
 ]
+RowsOption = Annotated[
+    int | None,
+    typer.Option("--rows", metavar="N", min=1, help="Rows of the whole; the table's own if not given."),
+]
+LengthsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--lengths-from",
+        metavar="TABLE",
+        readable=False,
+        help="A table, such as train.csv, whose rows are taken.",
+    ),
+]
+SampleRowsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--sample-rows", metavar="N", min=1, help="Rows to compute; what takes long enough if not given."
+    ),
+]
 FreshOption = Annotated[bool, typer.Option("--fresh", help="Start over, whatever an earlier run did.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
 
@@ -156,6 +175,39 @@ def init(
     except EnsembleError as error:
         said = f"{output} does not pass validate yet; change it by what is said here, then validate it again"
         raise type(error)([said, *error.problems]) from error
+
+
+@app.command()
+def rehearse(
+    config: ConfigArgument,
+    sets: SetOption,
+    rows: RowsOption = None,
+    lengths_from: LengthsOption = None,
+    sample_rows: SampleRowsOption = None,
+    quiet: QuietOption = False,
+) -> None:
+    """Run a sample of CONFIG's table and say how long --rows rows would take, in which memory and on how much disk.
+
+    Nothing of a real run is touched. The exit code is 1 if the run would not end within its time_limit, or would
+    not fit on the disk.
+    """
+    loaded = _load(config, sets, None)
+    from ensemble.cli.progress import choose_display
+    from ensemble.common.host import process_age_seconds
+    from ensemble.pipeline.rehearse import rehearse as rehearse_config
+
+    result = rehearse_config(
+        loaded,
+        lambda: choose_display(sys.stdout, quiet),
+        rows,
+        lengths_from,
+        sample_rows,
+        process_age_seconds(),
+    )
+    if not quiet:
+        show("rehearse", result, sys.stdout)
+    if result.problems:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -8,7 +8,7 @@ of the published file: ``published_table.py``.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -127,6 +127,11 @@ class InputTable:
         """UTF-8 bytes per row of all that some member reads: shape (rows,)."""
         return self.text_lengths(self._columns.column_names)
 
+    @property
+    def column_bytes(self) -> int:
+        """What the published table takes on disk, and in memory until ``forget_columns``."""
+        return int(self._columns.nbytes)
+
     def digest(self, columns: Sequence[str]) -> str:
         """What the ids and these columns hold, in order; each column is read once, before ``forget_columns``."""
         assert self._columns.num_rows == self.rows or self._digests.keys() >= set(columns)
@@ -140,6 +145,26 @@ class InputTable:
             digests = row_digests(self._columns, names) if names else np.zeros((self.rows, 2), dtype="<u8")
             self._row_digests[names] = digests
         return self._row_digests[names]
+
+    def derived(
+        self,
+        numbers: npt.NDArray[np.int64],
+        ids: pa.ChunkedArray,
+        change: Callable[[pa.Field, pa.ChunkedArray], pa.Array | pa.ChunkedArray],
+    ) -> InputTable:
+        """A table without labels of its rows by number, in that order and as often as they are named.
+
+        Args:
+            numbers: of its rows, from 0, [rows of the new table].
+            ids: of the new table's rows, unique text.
+            change: makes a column's new cells, of the same type, from those that the numbers name.
+        """
+        taken = pa.array(numbers)
+        columns = [
+            change(field, column.take(taken))
+            for field, column in zip(self._columns.schema, self._columns.columns, strict=True)
+        ]
+        return InputTable(pa.table(columns, schema=self._columns.schema), ids, None, {})
 
     def forget_columns(self) -> None:
         """Free the texts, once they are published; ids, truth and counts stay."""

@@ -74,7 +74,18 @@ def run(
         Interrupted: a signal came.
     """
     began = clock() - elapsed_seconds
-    prepared = prepare(loaded)
+    return run_prepared(prepare(loaded), display, fresh, began, clock, owns_process)
+
+
+def run_prepared(
+    prepared: Prepared,
+    display: Display,
+    fresh: bool,
+    began: float,
+    clock: Callable[[], float] = boot_seconds,
+    owns_process: bool = True,
+) -> RunReport:
+    """What :func:`run` does once the checks are passed; the run began at ``began`` by ``clock``."""
     config, rundir = prepared.config, RunDir(prepared.config.output_dir)
     target = None if config.submission is None else config.submission.path
     said = [f"{shown_path(config.data.path)}: {plural(prepared.table.rows, 'row')}", *prepared.table.remarks]
@@ -95,7 +106,7 @@ def run(
             rundir.tidy()
             if target is not None:
                 remove_temporary_files(target)
-            with logging_to(rundir.run_log, loaded.redactor):
+            with logging_to(rundir.run_log, prepared.loaded.redactor):
                 for ignored in signals.ignored:
                     log.info("%s is ignored: this process was started so", ignored.name)
                 return _Run(prepared, began, clock, rundir, display, signals).go()

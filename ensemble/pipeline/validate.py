@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -56,6 +56,7 @@ class Prepared:
         previews: the first row's text of each member with a template, by member name.
         file_states: of the files that members are made of, from before anything was read of them, by absolute path.
         table_state: the same of the table's file.
+        needs: what is read of the table.
     """
 
     loaded: LoadedConfig
@@ -70,6 +71,7 @@ class Prepared:
     previews: dict[str, str]
     file_states: Mapping[str, FileState]
     table_state: FileState | None
+    needs: TableNeeds
 
     @property
     def config(self) -> RunConfig:
@@ -248,7 +250,26 @@ def prepare(loaded: LoadedConfig, must_fit: bool = True) -> Prepared:
         previews=previews,
         file_states=file_states,
         table_state=table_state,
+        needs=needs,
     )
+
+
+def for_rows(prepared: Prepared, loaded: LoadedConfig, table: InputTable) -> Prepared:
+    """The same run with other rows, without a submission; of checkpoints and devices nothing is looked at again.
+
+    Args:
+        loaded: as ``prepared`` has it but for what changes neither members nor devices; it may lack members.
+        table: has the same columns.
+
+    Raises:
+        EnsembleError: a member fits on no device with these rows.
+    """
+    config = loaded.config
+    kinds = {model.name: member_kind(model) for model in config.models}
+    plan = _plan(config, kinds, prepared.inspected, prepared.columns, table, prepared.plan.gpus)
+    if plan.problems:
+        raise DeviceError(plan.problems)
+    return replace(prepared, loaded=loaded, table=table, plan=plan, sample=None, previews={})
 
 
 def given_predictions(

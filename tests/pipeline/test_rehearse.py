@@ -1,0 +1,185 @@
+"""What a run would take, by a run of a sample: its rows, its arithmetic, and the command with real workers."""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import ensemble
+from ensemble.cli import views
+from ensemble.cli.layout import Page
+from ensemble.data.repeat import repeated, varied
+from ensemble.data.table import InputTable, TableNeeds, read_table
+from ensemble.pipeline.rehearse import (
+    MemberRehearsal,
+    Rehearsal,
+    forecast_seconds,
+    missing_rows,
+    sample_rows_of,
+    with_speeds,
+)
+from ensemble.planning.forecast import Speed
+from ensemble.planning.plan import Plan, make_plan
+from tests.faults.inject import Fault, Injected
+from tests.planning.test_plan import config, facts, gpus
+from tests.project import Project
+
+ROWS = 4000
+
+pytestmark = pytest.mark.usefixtures("warm")
+
+
+def read(path: Path, json_columns: tuple[str, ...] = ()) -> InputTable:
+    columns = ("text", "turns")
+    return read_table(path, TableNeeds("id", None, (), columns, json_columns, (), None))
+
+
+def test_copies_of_a_text_are_all_different_and_as_long() -> None:
+    for text in ("one two three four five six seven eight nine ten", "word", "größer als\nzwei  Zeilen"):
+        copies = [varied(text, copy) for copy in range(2000)]
+        assert copies[0] == text
+        assert len(set(copies)) == len(copies)
+        assert len({copy[:8] for copy in copies}) > 10, "also where the end is cut off"
+        assert max(map(len, copies)) <= len(text) + 4
+    assert varied("a b c", 1) == "b c a"
+
+
+def test_rows_are_repeated_up_to_any_number(tmp_path: Path) -> None:
+    path = tmp_path / "t.parquet"
+    cells = {
+        "id": ["x", "y", "z"],
+        "text": ["a b c d", None, ""],
+        "turns": ['["first turn", null]', "[]", '[["", "two words"], 3]'],
+        "number": [1, 2, 3],
+    }
+    pq.write_table(pa.table(cells), path)
+    table = read(path, ("turns",))
+    more, copies = repeated(table, 8, ("turns",))
+    rows = more.head(8)
+    assert copies.tolist() == [0, 0, 0, 1, 1, 1, 2, 2]
+    assert len(set(more.ids.to_pylist())) == 8
+    assert rows[:3] == table.head(3)
+    assert [row["text"] for row in rows[3:6]] == ["b c d a", None, ""]
+    assert [json.loads(str(row["turns"])) for row in rows[3:6]] == [
+        ["turn first", None],
+        [],
+        [["", "words two"], 3],
+    ]
+    assert repeated(table, 2)[0].head(2)[0] in table.head(3)
+
+
+def test_a_sample_is_of_all_lengths_and_has_the_longest_row() -> None:
+    chooser = random.Random(3)
+    lengths = np.array([int(chooser.lognormvariate(6, 1)) for _ in range(25_000)])
+    chosen = sample_rows_of(lengths, 384)
+    assert len(np.unique(chosen)) == 384
+    assert (np.diff(chosen) > 0).all(), "in the table's order"
+    assert lengths[chosen].max() == lengths.max()
+    for share in (0.1, 0.5, 0.9):
+        assert np.quantile(lengths[chosen], share) == pytest.approx(np.quantile(lengths, share), rel=0.1)
+    assert sample_rows_of(lengths, 30_000).tolist() == list(range(25_000))
+    assert len(sample_rows_of(lengths[:100], 37)) == 37
+
+
+def planned(*names: str, devices: int = 0) -> Plan:
+    """Members over equally long rows, on the CPU or on GPUs; each takes 10 s to start and 100 s for all rows."""
+    made = config(*({"name": name} for name in names), time_limit=3600)
+    known = {name: replace(facts(np.full(ROWS, 400)), name=name) for name in names}
+    plan = make_plan(made, known, gpus(devices))
+    speeds = {one.name: Speed(10.0, 100.0 / one.work, True, True) for one in plan.members}
+    return with_speeds(plan, speeds)
+
+
+def test_the_forecast_and_what_is_missing_at_the_limit_by_given_speeds() -> None:
+    plan = planned("a", "b")
+    assert forecast_seconds(plan) == pytest.approx(220)
+    assert missing_rows(plan, 221) == {"a": 0, "b": 0}
+    half = missing_rows(plan, 120)  # two starts, and 100 s for both
+    assert half == {"a": pytest.approx(ROWS / 2, rel=0.01), "b": pytest.approx(ROWS / 2, rel=0.01)}
+    one = missing_rows(plan, 15)  # for one start only
+    assert sorted(one.values())[1] == ROWS
+    assert sorted(one.values())[0] == pytest.approx(ROWS * 0.95, rel=0.01)
+    two = planned("a", "b", devices=2)
+    assert forecast_seconds(two) == pytest.approx(120), "in turn, a replica on each"
+    assert missing_rows(two, 70) == {
+        "a": pytest.approx(ROWS / 2, rel=0.01),
+        "b": pytest.approx(ROWS / 2, rel=0.01),
+    }
+    assert missing_rows(plan, 0) == {"a": ROWS, "b": ROWS}
+
+
+def test_what_would_go_wrong_is_said_by_given_figures() -> None:
+    members = tuple(
+        MemberRehearsal(name, 1, 10.0, 30.0, 2**30, None, None, None, rows)
+        for name, rows in (("a", 9), ("b", 7))
+    )
+    fits = Rehearsal(9, 3, 90.0, 10.0, 100.0, 10.0, members, 2**30, 2**31, {"table": 50}, 50, Path("out"))
+    assert fits.problems == fits.warnings == ()
+    assert lines(fits)[-1] == "It would end in time, 10.0 s before the limit."
+    assert replace(fits, time_limit_seconds=None, seconds=1e9).problems == ()
+    (late,) = replace(fits, seconds=91.0).problems
+    assert late.endswith("missing at the limit: b 2 of 9 rows")
+    (full,) = replace(fits, disk_free_bytes=49).problems
+    assert "disk" in full
+    crowded = replace(fits, host_free_bytes=2**29)
+    assert crowded.problems == ()
+    assert any(line.startswith("! it may run out of memory") for line in lines(crowded))
+
+
+def lines(rehearsal: Rehearsal) -> list[str]:
+    return [*views.lines("rehearse", rehearsal, Page())]
+
+
+def test_of_a_member_that_fails_the_logs_are_kept(project: Project, tmp_path: Path) -> None:
+    project.write_config(project.config(retries=0))
+    injected = Injected(tmp_path, Fault("raise", text="no such luck"))
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**injected.environment, "TMPDIR": folder}
+        done = project.ensemble("rehearse", "config.yaml", "--sample-rows", "20", environment=environment)
+        (kept,) = Path(folder).glob("ensemble-rehearsal-*/20")
+        assert (kept / "logs" / "gemma-0.log").exists()
+    assert done.returncode == 1
+    assert "no such luck" in done.stderr
+    assert str(kept) in " ".join(done.stderr.split())
+
+
+def test_a_limit_that_is_too_short_is_exit_code_1_and_nothing_of_a_run_is_touched(project: Project) -> None:
+    rows = [[f"t{index}", f"{text} again", "tie"] for index, text in enumerate(project.texts)]
+    project.write_csv("train.csv", ["id", "text", "winner"], rows)
+    project.write_config(project.config(time_limit=1))
+    before = sorted(project.folder.rglob("*"))
+    command = "rehearse config.yaml --rows 700 --sample-rows 40 --lengths-from train.csv"
+    done = project.ensemble(*command.split())
+    assert done.returncode == 1, done.stderr
+    assert "a run of 40 of 700 rows like those of train.csv" in done.stdout
+    assert "would not end within time_limit" in done.stdout
+    assert "missing at the limit: gemma 700 of 700 rows, llama 700 of 700 rows" in done.stdout
+    assert sorted(project.folder.rglob("*")) == before
+
+
+def test_without_a_limit_it_predicts(project: Project) -> None:
+    given = [[row, "0.2", "0.3", "0.5"] for row in project.ids]
+    project.write_csv("given.csv", ["id", *project.config()["labels"]], given)
+    models = [*project.config()["models"], {"name": "mate", "task_type": "csv", "path": "given.csv"}]
+    project.write_config(project.config(models=models))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(project.folder)
+        found = ensemble.rehearse("config.yaml", {"data.label_column": None}, rows=100, sample=20, quiet=True)
+    assert (found.rows, found.sample_rows, found.problems) == (100, 20, ())
+    assert [one.name for one in found.members] == ["gemma", "llama"]
+    assert all(one.startup_seconds > 0 and one.compute_seconds > 0 for one in found.members)
+    assert found.seconds == pytest.approx(
+        found.other_seconds + sum(one.startup_seconds + one.compute_seconds for one in found.members)
+    )
+    assert all(one.rows_at_limit is None for one in found.members)
+    assert found.disk_bytes["submission"] == 2 * found.disk_bytes["ensemble"] > 0
+    assert found.host_bytes is not None
+    assert not (project.folder / "runs").exists()
