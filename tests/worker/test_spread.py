@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from tests.checkpoints import make_checkpoint
@@ -33,6 +34,9 @@ def device_map(model: Any, devices: int) -> dict[str, str]:
     return found
 
 
+@pytest.mark.skipif(
+    not transformers.__version__.startswith("5.23"), reason="what is constant differs between releases"
+)
 @pytest.mark.parametrize(
     ("architecture", "devices", "constants"),
     # The mask, positions, cosines and sines; Gemma-2 has a mask for each kind of layer; encoders have a mask only.

@@ -50,9 +50,10 @@ class Spread:
                 device = start
             skipped = {key for hook in align_hooks(block) for key in _names(hook.skip_keys)}
             block.register_forward_pre_hook(partial(self._send, device, skipped), with_kwargs=True)
-        for part in model.modules():
-            for hook in align_hooks(part):
-                hook.io_same_device = False  # the whole model's sends logits back
+        for hook in [hook for part in model.modules() for hook in align_hooks(part)]:
+            # The whole model's sends its inputs to one of the devices, and its logits back to where those were.
+            if hook.io_same_device:
+                hook.execution_device, hook.io_same_device = start, False
 
     @contextlib.contextmanager
     def one_pass(self) -> Iterator[None]:
