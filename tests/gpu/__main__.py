@@ -163,13 +163,13 @@ def large(bench: Bench) -> Iterator[Row]:
     yield from against_plan(report, bench.is_rehearsal)
 
 
-@takes(60)
+@takes(30)
 def kernels(bench: Bench) -> Iterator[Row]:
     """Fused attention serves every type, also by a T4's rules, and plans nothing anew for a new shape."""
     yield from _forward(bench, "attention")
 
 
-@takes(45)
+@takes(20)
 def overflow(bench: Bench) -> Iterator[Row]:
     """Rows that overflow float16 get float32's numbers, and the next chunk starts there."""
     yield from _forward(bench, "overflow")
@@ -182,7 +182,7 @@ def _forward(bench: Bench, part: str) -> Iterator[Row]:
         yield text, verdict
 
 
-@takes(30)
+@takes(20)
 def spread(bench: Bench) -> Iterator[Row]:
     """A member over two GPUs gives one GPU's probabilities; its speed says whether the two took turns."""
     if len(bench.gpus) < 2:

@@ -80,7 +80,12 @@ class CheckpointMemory(MemoryEstimate):
         is_mapped = abs(stored_bytes - base.bytes) < 0.02 * stored_bytes
         return Footprint(
             weights=base,
-            activation=activation(*form, padded=True, pools_last_token=self.pools_last_token),
+            activation=activation(
+                *form,
+                padded=True,
+                pools_last_token=self.pools_last_token,
+                cpu_takes_shared_keys=self.cpu_takes_shared_keys,
+            ),
             context_bytes=cuda_context_bytes(capability) if gpus else PROCESS_BYTES,
             mapped_bytes=0 if is_mapped else stored_bytes,
             dtype=dtype,
