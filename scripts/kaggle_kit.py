@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 IMAGE = ROOT / "scripts" / "kaggle_image.txt"
 EXTRAS = ("quantization", "adapters", "gguf")
 # What the wheel is made of.
-_SOURCES = ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "ensemble")
+_SOURCES = ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "docs/config.schema.json", "ensemble")
 _BUILD_NEEDS = Version("77")  # of setuptools, as pyproject.toml says
 _GLIBC = 35  # the image's is 2.35
 README = """\
@@ -150,6 +150,7 @@ def build_wheel(folder: Path) -> Path:
             if source.is_dir():
                 shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
             else:
+                target.parent.mkdir(exist_ok=True)
                 shutil.copy(source, target)
         options = ["--no-build-isolation"] if has_setuptools else []
         pip("wheel", "--no-deps", *options, "--wheel-dir", str(folder.absolute()), copy)

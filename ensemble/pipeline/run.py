@@ -77,6 +77,7 @@ def run(
     return run_prepared(prepare(loaded), display, fresh, began, clock, owns_process)
 
 
+@driver_session()
 def run_prepared(
     prepared: Prepared,
     display: Display,

@@ -151,7 +151,7 @@ class DevicePool:
         self._began = self._sampled_at = clock()
         self._used = self._sample()
         self.curves = {uuid: MemoryCurve(used) for uuid, used in self._used.items()}
-        self._telemetry_at = self._began
+        self._telemetry_at, self._telemetry_due = self._began, self._began + _TELEMETRY_SECONDS
         self.telemetry = {gpu.uuid: TelemetryCurve() for gpu in self._gpus}
         self.releases: list[Release] = []
 
@@ -210,7 +210,7 @@ class DevicePool:
             self._workers[gpu] -= 1
             if not self._workers[gpu]:
                 self._releasing[gpu] = self._clock()
-        self._sampled_at = -math.inf  # look at once
+        self._sampled_at = self._telemetry_due = -math.inf  # look at once
         self.poll()
 
     def poll(self) -> None:
@@ -223,8 +223,9 @@ class DevicePool:
         for uuid, used in self._used.items():
             if used is not None:
                 self.curves[uuid].add(now - self._began, used)
-        if now - self._telemetry_at >= _TELEMETRY_SECONDS:
+        if now >= self._telemetry_due:
             passed, self._telemetry_at = now - self._telemetry_at, now
+            self._telemetry_due = now + _TELEMETRY_SECONDS
             for uuid, seen in self._launcher.telemetry(list(self.telemetry)).items():
                 if seen is not None:
                     self.telemetry[uuid].add(now - self._began, passed, seen)

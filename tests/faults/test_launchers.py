@@ -66,6 +66,7 @@ def test_a_run_on_another_node_is_like_one_here(
     assert log == (node_disk / "worker 0" / "log").read_bytes(), "logs can be read here"
 
 
+@pytest.mark.long
 def test_faults_on_another_node_are_retried(
     chunky: Project, tmp_path: Path, site: Path, undisturbed: dict[str, bytes]
 ) -> None:

@@ -143,6 +143,7 @@ def test_a_gpu_is_lost_in_mid_run(
 
 
 @pytest.mark.fault(26)
+@pytest.mark.long
 def test_the_time_is_over_before_all_is_done(
     chunky: Project, forked: ForkedRuns, tmp_path: Path, undisturbed: dict[str, bytes]
 ) -> None:

@@ -16,6 +16,7 @@ from tests.waiting import PATIENCE_SECONDS
 pytestmark = pytest.mark.usefixtures("warm")
 
 
+@pytest.mark.long
 def test_a_real_run_is_seen_from_another_terminal(chunky: Project, tmp_path: Path) -> None:
     """The worker sleeps over the third of four chunks, so that half of the rows are done."""
     injected = Injected(tmp_path, Fault("sleep", ids_of(chunky, 9), times=1))

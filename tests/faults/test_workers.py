@@ -81,6 +81,7 @@ def test_workers_that_end_without_a_word(
 
 
 @pytest.mark.fault(5)
+@pytest.mark.long
 def test_workers_that_hang(chunky: Project, tmp_path: Path, undisturbed: dict[str, bytes]) -> None:
     """One whose main thread does not come back, and one that is stopped altogether."""
     injected = Injected(

@@ -247,7 +247,6 @@ def turing(bench: Bench) -> Iterator[Row]:
 
 
 CHECKS: dict[str, Check] = {
-    "what the driver tells": driver,
     "release between members": release,
     "out-of-memory recovery": recovery,
     "types, attention, quantization": precision,
@@ -258,6 +257,7 @@ CHECKS: dict[str, Check] = {
     "a member over two GPUs": spread,
     "soft cap": soft_cap,
     "a T4's rules": turing,
+    "what the driver tells": driver,
 }
 
 

@@ -74,6 +74,7 @@ def test_the_notebook_ends_with_a_submission(kaggle: Path, tmp_path: Path) -> No
     assert _state(kaggle / "input") == inputs
 
 
+@pytest.mark.long
 def test_a_bad_exit_code_stops_the_notebook(kaggle: Path, tmp_path: Path) -> None:
     attach_checkout(kaggle)
     table = kaggle / "input" / COMPETITION / "test.csv"

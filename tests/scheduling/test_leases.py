@@ -386,6 +386,7 @@ def test_the_next_member_waits_until_the_memory_is_back(
 
 
 @pytest.mark.fresh
+@pytest.mark.long
 def test_a_device_that_never_comes_free_is_left_out(
     project: Project, two_gpus: NvmlSim, two_at_work: Injected
 ) -> None:

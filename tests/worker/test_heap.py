@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import os, resource, sys
 import torch
@@ -28,6 +30,7 @@ if sys.stdout.fileno() != write:
 """
 
 
+@pytest.mark.long
 def test_nothing_is_given_back_between_passes() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, check=True)
     plain, kept = map(int, done.stdout.split())
