@@ -388,6 +388,7 @@ if any("ensemble.worker.probe" in argument for argument in sys.orig_argv):
 """
 
 
+@pytest.mark.long
 def test_a_driver_that_is_too_old_and_a_bitsandbytes_without_its_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

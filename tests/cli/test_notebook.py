@@ -36,6 +36,7 @@ button.join()
 )
 
 
+@pytest.mark.long
 def test_cells_of_a_notebook(project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")

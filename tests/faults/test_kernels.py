@@ -61,6 +61,7 @@ def test_a_layer_that_is_too_narrow_for_four_bits(project: Project, tmp_path: Pa
 
 
 @pytest.mark.fault(37)
+@pytest.mark.long
 def test_a_checkpoint_that_was_saved_in_four_bits_and_is_too_narrow(project: Project, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     from transformers import AutoModelForSequenceClassification, BitsAndBytesConfig

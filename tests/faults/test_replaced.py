@@ -175,6 +175,7 @@ def test_a_file_replaced_while_chunks_are_computed(
 @pytest.mark.fault(27)
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft on transformers 5
+@pytest.mark.long
 def test_an_adapter_replaced(two: Two, forked: ForkedRuns, tmp_path: Path) -> None:
     make_adapter(tmp_path / "adapter", two.folder, len(LABELS), seed=1)
     make_adapter(tmp_path / "new adapter", two.folder, len(LABELS), seed=2)

@@ -99,6 +99,7 @@ def test_a_trial_leaves_an_unfinished_run_as_it_is(
 
 @pytest.mark.fault(18)
 @pytest.mark.timeout(600)
+@pytest.mark.long
 def test_a_table_that_changed(chunky: Project, forked: ForkedRuns) -> None:
     def run(names: list[str], rows: list[list[str]]) -> tuple[int, int]:
         chunky.write_csv("test.csv", names, rows)

@@ -172,6 +172,7 @@ def test_a_member_is_held_to_the_rules_of_a_t4(worker: dict[str, Any], verdict: 
     assert [row[1] for row in rows] == [verdict]
 
 
+@pytest.mark.long
 def test_a_gpu_says_that_it_has_another_capability(nvml_sim: NvmlSim) -> None:
     """To pynvml and to torch, in a process as the checks start it."""
     nvml_sim.write([Gpu(gpu_uuid(0), compute_capability=(9, 0))])

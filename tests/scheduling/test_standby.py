@@ -172,6 +172,7 @@ def test_its_devices_are_in_the_order_of_a_lease() -> None:
     assert [one.devices for one in watch.launched if one.member == "m2"] == [("GPU-0", "GPU-1")]
 
 
+@pytest.mark.long
 def test_none_outlives_a_run_that_ends_early() -> None:
     one, watch = gpus(1), Watch()
 

@@ -229,6 +229,7 @@ def test_a_limit_in_bytes_sets_the_batches_of_a_member(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(6)
+@pytest.mark.long
 def test_a_run_that_runs_out_of_memory_ends_with_the_same_csv(project: Project) -> None:
     config = project.config(models=project.config()["models"][:1])
     config["models"][0]["attn_implementation"] = "eager"

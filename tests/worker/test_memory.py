@@ -32,6 +32,7 @@ def next_event(worker: LocalWorker, kind: type[Any]) -> Any:
     return found[0]
 
 
+@pytest.mark.long
 def test_a_million_short_rows(tmp_path: Path) -> None:
     """Model + 600 MB is the promise; three chunks from both ends and the middle touch the whole order."""
     import pyarrow.csv as pa_csv

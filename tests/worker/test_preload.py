@@ -79,6 +79,7 @@ def test_no_more_is_read_than_allowed_and_loading_ends_it_where_not_all_can_be_k
         assert reading.read_bytes == after
 
 
+@pytest.mark.long
 def test_a_member_that_stands_by_has_its_code_and_neither_model_nor_device(tmp_path: Path) -> None:
     """In a process of its own, since this one has imported too much already."""
     folder = make_checkpoint(tmp_path / "m", "gemma2", LABELS)
