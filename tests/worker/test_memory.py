@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import pyarrow as pa
 
 from ensemble.common.protocol import ChunkDone, Closed, Load, Predict, Stop
