@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import pyarrow as pa
+import pytest
 
 from ensemble.common.protocol import ChunkDone, Closed, Load, Predict, Stop
 from ensemble.data.table import TableNeeds, read_table
