@@ -22,7 +22,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name, parse_wheel_filename
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGE = ROOT / "scripts" / "kaggle_image.txt"
@@ -62,12 +62,20 @@ def main() -> None:
     parser.add_argument("--image", type=Path, default=IMAGE, help="what `pip freeze` prints in the image")
     parser.add_argument("--python", default="3.12", help="the image's Python (3.12)")
     parser.add_argument(
-        "--replace", nargs="*", default=[], help="packages to bring although the image has them"
+        "--replace",
+        action="append",
+        default=[],
+        metavar="PACKAGE",
+        help="a package to bring although the image has it; can be given again",
     )
     arguments = parser.parse_args()
+    was_empty = not (arguments.folder.is_dir() and any(arguments.folder.iterdir()))
     try:
         make(arguments.folder, read_image(arguments.image), arguments.python, arguments.replace)
     except (KitError, OSError) as error:
+        if was_empty:  # so that the same command can be tried again
+            for made in arguments.folder.glob("*"):
+                made.unlink()
         sys.exit(f"error: {error}")
     print(f"{arguments.folder}: {', '.join(sorted(path.name for path in arguments.folder.iterdir()))}")
 
@@ -132,7 +140,10 @@ def read_image(path: Path) -> dict[str, Version | None]:
     found: dict[str, Version | None] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         if match := re.match(r"([A-Za-z0-9][A-Za-z0-9._-]*)\s*(?:==\s*(\S+)|@)", line):
-            found[canonicalize_name(match[1])] = Version(match[2]) if match[2] else None
+            try:
+                found[canonicalize_name(match[1])] = Version(match[2]) if match[2] else None
+            except InvalidVersion as error:
+                raise KitError(f"{path}: {line.strip()}: no version that pip knows") from error
     if not found:
         raise KitError(f"{path} names no package: give what `pip freeze` prints in the image")
     return found
@@ -175,7 +186,7 @@ def download(requirement: Requirement, folder: Path, python: str) -> Path:
 
 def pip(*arguments: str) -> None:
     command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
-    with tempfile.TemporaryDirectory() as empty:  # pip takes a folder here that is called as a package for it
+    with tempfile.TemporaryDirectory() as empty:  # pip takes a folder here with a package's name for it
         done = subprocess.run(command, cwd=empty, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
         raise KitError(f"pip {arguments[0]} {arguments[-1]} failed: {done.stdout.strip()}")

@@ -206,6 +206,8 @@ def rehearse(
     )
     if not quiet:
         show("rehearse", result, sys.stdout)
+    elif result.problems:
+        print(*(f"error: {problem}" for problem in result.problems), sep="\n", file=sys.stderr)
     if result.problems:
         raise typer.Exit(1)
 

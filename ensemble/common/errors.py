@@ -72,9 +72,10 @@ class Interrupted(BaseException):
 
     Args:
         signal_number: the signal; the exit code is 128 plus it, as shells have it.
+        kept: what became of the work, for the user.
     """
 
-    def __init__(self, signal_number: int) -> None:
+    def __init__(self, signal_number: int, kept: str = f"what is done is kept, and {RESUMES}") -> None:
         name = {2: "Ctrl-C", 15: "SIGTERM", 1: "SIGHUP"}.get(signal_number, f"signal {signal_number}")
-        super().__init__(f"stopped by {name}; what is done is kept, and {RESUMES}")
+        super().__init__(f"stopped by {name}; {kept}")
         self.exit_code = 128 + signal_number

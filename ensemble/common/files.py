@@ -82,9 +82,9 @@ def unwritable_reason(key: str, path: Path) -> str | None:
 def free_bytes(path: Path) -> int | None:
     """What is left on the disk on which a path is, or will be; None: not known."""
     at = path.absolute()
-    while not at.exists() and at != at.parent:
-        at = at.parent
     with contextlib.suppress(OSError):
+        while not at.exists() and at != at.parent:
+            at = at.parent
         return shutil.disk_usage(at).free
     return None
 

@@ -63,8 +63,10 @@ def varied(text: str, copy: int) -> str:
     Its words are rotated, so that the copies differ from their first token on, whatever is cut off.  Once all
     rotations are used up, a short word stands before them, of a text of some length at the cost of its end.
     """
-    words = text.split(" ")
-    turns, first = divmod(copy, len(words))
+    words, cycle = text.split(" "), f"{text} "
+    # Rotations until the words stand as they did.
+    period = cycle[: (cycle + cycle).find(cycle, 1)].count(" ")
+    turns, first = divmod(copy, period)
     rotated = " ".join([*words[first:], *words[:first]])
     if not turns:
         return rotated

@@ -322,7 +322,10 @@ def _probabilities(
         if len(rows := np.flatnonzero(mask)):
             shown = "; ".join(
                 f"{_row(row, contents.ids)}: "
-                + ", ".join(quoted(str(cells[row].as_py() or "")) for cells in columns.values())
+                + ", ".join(
+                    quoted("" if (cell := cells[row].as_py()) is None else str(cell))
+                    for cells in columns.values()
+                )
                 for row in rows[:_SHOWN].tolist()
             )
             advice = "each row holds the probability of each label"

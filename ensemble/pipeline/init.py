@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc
 
-from ensemble.common.errors import ConfigError, DataError, EnsembleError
+from ensemble.common.errors import ConfigError, DataError, EnsembleError, WriteError
 from ensemble.common.files import cannot_write, write_text
 from ensemble.common.text import listed, plural, quoted
 from ensemble.config.values import MAX_NAME_CHARACTERS
@@ -71,9 +71,13 @@ def write_first_config(
     """
     if not may_replace and os.path.lexists(output):
         raise ConfigError(f"{output} is there already; --force replaces it, --output names another file")
+    if output.is_dir() or not output.parent.is_dir():
+        raise ConfigError(f"--output: {output}: name a file in a folder that is there")
     config = first_config(table, sources, sample, output)
     try:
         write_text(output, config.text)
+    except WriteError as error:
+        raise ConfigError(error.problems) from error
     except OSError as error:
         raise ConfigError(cannot_write("--output", output, error)) from error
     return config
@@ -110,17 +114,24 @@ def first_config(table: Path, sources: Sequence[str], sample: Path | None, outpu
     is_read = {name: _reading(cells) for name, cells in held.items() if name not in truth}
     texts = [name for name, how in is_read.items() if how in ("json", "prose")]
     texts = texts or [name for name, how in is_read.items() if how == "text"]
-    if len(texts) > 1:  # Jinja knows no other names
-        fit = [name for name in texts if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)] or texts[:1]
+    if len(texts) > 1 or any(is_read[name] == "json" for name in texts):  # Jinja knows no other names
+        fit = [name for name in texts if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)]
+        fit = fit or [name for name in texts if is_read[name] != "json"][:1]
+        if not fit:
+            raise DataError(
+                f"{table}: rename {listed(texts)}: a template reads names of letters, digits and _"
+            )
         odd = [name for name in texts if name not in fit]
         if odd:
             guesses.append(
-                f"{listed(odd)} left out: a template reads names of letters, digits and _; rename it"
+                f"{listed(odd)} left out: a template reads names of letters, digits and _; rename what models "
+                "shall read"
             )
         texts = fit
     if not texts and any(member.draft.reads_text for member in members):
         raise DataError(
-            f"{table}: no column of text for the members to read; the columns are {listed(names)}"
+            f"{table}: no column of text for the members to read beside {quoted(id_column)}, which is taken for "
+            f"the ids; the columns are {listed(names)}"
         )
     unused = [name for name in others if name not in texts and name not in truth]
 
@@ -137,7 +148,7 @@ def first_config(table: Path, sources: Sequence[str], sample: Path | None, outpu
         lines += [f"  # not used: {', '.join(map(_shown, unused))}"]
     lines += ["", f"# {reason}", *_flow("labels: ", labels), "", "models:"]
     if "GUESS" in reason:
-        guesses.append(reason.partition("GUESS: ")[2])
+        guesses.append(f"labels: {reason.partition('GUESS: ')[2].rstrip('.')}")
 
     template, is_single = "", len(texts) == 1 and is_read[texts[0]] != "json"
     if not is_single:
@@ -167,6 +178,7 @@ def first_config(table: Path, sources: Sequence[str], sample: Path | None, outpu
             lines += [f"    {line}".rstrip() for line in template.split("\n")]
             guesses.append(f"prompt_template: {what}")
         lines += [f"  # {length_note}", f"  max_length: {max_length}"]
+        guesses.append(f"max_length: {length_note.removeprefix('GUESS ').rstrip('.')}")
         lines += [
             "  # Where `plan` says that a model is too large, 4-bit weights take a quarter of 16-bit ones:"
         ]
@@ -348,7 +360,7 @@ def _is_list(cell: object) -> bool:
 
 def _is_number(cell: object) -> bool:
     try:
-        return isinstance(cell, str) and float(cell) is not None
+        return isinstance(cell, str) and (cell.lower() in ("true", "false") or float(cell) is not None)
     except ValueError:
         return False
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ensemble.common.clock import boot_seconds
-from ensemble.common.errors import ConfigError, MembersFailed
+from ensemble.common.errors import ConfigError, Interrupted, MembersFailed
 from ensemble.common.files import atomic_path
 from ensemble.common.text import duration, gib, plural, shown_path
 from ensemble.config import EnsembleConfig, LoadedConfig
@@ -33,7 +33,7 @@ from ensemble.pipeline.run_report import MemberReport, RunReport, measured_speed
 from ensemble.pipeline.validate import Prepared, for_rows, prepare
 from ensemble.planning.chunks import Chunk
 from ensemble.planning.forecast import Speed, total_seconds
-from ensemble.planning.plan import MemberPlan, Plan, without_done
+from ensemble.planning.plan import PROCESS_BYTES, MemberPlan, Plan, without_done
 from ensemble.scheduling.deadline import Share, goals, reserve_seconds
 from ensemble.scheduling.launchers.base import make_launcher
 
@@ -46,8 +46,6 @@ _MIN_SECONDS = 8.0
 _WANTED_SECONDS = 12.0
 # To how much of the work it is told how far members get.
 _FRACTION = 1e-4
-# Imports of the next member's worker, which stands by while one computes on a GPU.
-_STANDBY_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -116,9 +114,9 @@ class Rehearsal:
             rows = plural(self.rows, "row")
             missing = [f"{name} {count:,} of {rows}" for name, count in counts.items() if count]
             found.append(
-                f"it would not end within time_limit: it takes about {duration(self.seconds)} of "
-                f"{duration(limit)}, of which {duration(self.kept_seconds)} are kept for the last submission; "
-                f"missing at the limit: {', '.join(missing) or 'perhaps the last rows'}"
+                f"it would not end within time_limit ({duration(limit)}): it takes about "
+                f"{duration(self.seconds)}, and {duration(self.kept_seconds)} must be left for the last "
+                f"submission; missing at the limit: {', '.join(missing) or 'perhaps the last rows'}"
             )
         if (needed := sum(self.disk_bytes.values())) > self.disk_free_bytes:
             found.append(
@@ -189,7 +187,10 @@ def rehearse(
             say(f"a run of {size:,} of {plural(rows, 'row')}{source}, to measure the speed")
             sample = _sample(prepared, loaded, table, size, folder / str(size))
             began = clock()
-            report = run_prepared(sample, make_display(), True, began, clock, owns_process)
+            try:
+                report = run_prepared(sample, make_display(), True, began, clock, owns_process)
+            except Interrupted as stopped:
+                raise Interrupted(stopped.exit_code - 128, "nothing of a rehearsal is kept") from None
             wall_seconds = clock() - began
             if report.status != "complete":
                 keep = True
@@ -329,8 +330,12 @@ def _sample(
     ids = table.ids.take(pa.array(chosen))
     rows = table.derived(chosen, ids, lambda field, column: column)
     changed = replace(loaded, config=config.model_copy(update=keys))
+    made = for_rows(prepared, changed, rows)
+    # What a load of the whole run would keep the sample's keeps, too: it takes time.
+    caches = {one.name: one.load_cache for one in prepared.plan.members}
+    members = tuple(replace(one, load_cache=caches[one.name]) for one in made.plan.members)
     # Launchers end with their run.
-    return replace(for_rows(prepared, changed, rows), launcher=make_launcher(config.launcher))
+    return replace(made, plan=replace(made.plan, members=members), launcher=make_launcher(config.launcher))
 
 
 def _result(
@@ -395,6 +400,9 @@ def _result(
             "predictions": csv_bytes * (len(config.models) + len(members)),
             "ensemble": csv_bytes,
             "submission": csv_bytes * (1 + is_copied) if config.submission is not None else 0,
+            "quantized weights": sum(
+                one.load_cache.bytes or 0 for one in plan.members if one.load_cache.is_kept
+            ),
         },
         disk_free_bytes=shutil.disk_usage(place).free,
         output_dir=output_dir,
@@ -434,6 +442,6 @@ def _host_bytes(plan: Plan, members: Sequence[MemberRehearsal]) -> int | None:
     working = [member for member in plan.members if member.needs_worker]
     on_cpu = max((one.replicas for one in working if not one.gpus), default=0)
     at_a_time = len(plan.gpus) * plan.config.max_workers_per_gpu + on_cpu
-    stands_by = _STANDBY_BYTES if plan.gpus and plan.config.standby and len(working) > 1 else 0
+    stands_by = PROCESS_BYTES if plan.gpus and plan.config.standby and len(working) > 1 else 0
     own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # in kB on Linux, see getrusage(2)
     return sum(sorted(peaks, reverse=True)[:at_a_time]) + stands_by + own

@@ -74,7 +74,13 @@ def run(
         Interrupted: a signal came.
     """
     began = clock() - elapsed_seconds
-    return run_prepared(prepare(loaded), display, fresh, began, clock, owns_process)
+    prepared = prepare(loaded)
+    for text in (
+        f"{shown_path(loaded.config.data.path)}: {plural(prepared.table.rows, 'row')}",
+        *prepared.table.remarks,
+    ):
+        display.say(text)
+    return run_prepared(prepared, display, fresh, began, clock, owns_process)
 
 
 @driver_session()
@@ -89,7 +95,7 @@ def run_prepared(
     """What :func:`run` does once the checks are passed; the run began at ``began`` by ``clock``."""
     config, rundir = prepared.config, RunDir(prepared.config.output_dir)
     target = None if config.submission is None else config.submission.path
-    said = [f"{shown_path(config.data.path)}: {plural(prepared.table.rows, 'row')}", *prepared.table.remarks]
+    said = list[str]()
     if config.limit is not None and target is not None:
         said.append(f"a trial on the first rows: {shown_path(target)} will not be written")
     said += [prepared.inventory.note, *prepared.warnings, *held_texts(prepared.plan.gpus)]

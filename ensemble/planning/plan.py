@@ -6,6 +6,7 @@ may run is in ``placement``, how long it takes in ``forecast``, its chunks in ``
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -246,7 +247,11 @@ def plan_run(
         report = run_trials(gpus[:1], flash_attention=True)[0].report if would_take_it else None
         if report is not None and report.has_flash_attention:
             facts = {**facts, **able}
-    return make_plan(config, facts, gpus, host, speeds, free_bytes(config.output_dir))
+    free = free_bytes(config.output_dir)
+    if free is not None:  # what an earlier run keeps needs no more room
+        with contextlib.suppress(OSError):
+            free += sum(one.stat().st_size for one in config.output_dir.glob("work/*/cache/*/*"))
+    return make_plan(config, facts, gpus, host, speeds, free)
 
 
 def without_done(member: MemberPlan, is_done: npt.NDArray[np.bool_], is_timed: bool) -> MemberPlan:

@@ -119,7 +119,10 @@ class Scheduler:
         while (found := self._dispatcher.next_lease()) is not None:
             state, devices = found
             try:
-                worker = self._standbys.worker_for(state, devices)
+                loading = {one.state.plan.name for one in self._workers if not one.is_ready} - {
+                    state.plan.name
+                }
+                worker = self._standbys.worker_for(state, devices, len(loading))
             except OSError as error:
                 self._pool.release(devices)
                 self._retry.fail(state, f"could not start a worker: {error}")

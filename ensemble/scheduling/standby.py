@@ -62,8 +62,11 @@ class Standbys:
         """What those of a member wait for, the earliest first."""
         return [worker.devices for worker in self._workers if worker.state is state]
 
-    def worker_for(self, state: MemberState, devices: tuple[Device, ...]) -> RunningWorker:
+    def worker_for(self, state: MemberState, devices: tuple[Device, ...], loading: int = 0) -> RunningWorker:
         """A worker of this member that sees just these devices: one that stands by, or else a fresh one.
+
+        Args:
+            loading: other members that load now, and want the page cache, too.
 
         Raises:
             OSError: none could be started.
@@ -74,7 +77,7 @@ class Standbys:
                 return worker
         # Loading onto a GPU waits for the disk; on a CPU both would want the same cores.
         available = self._launcher.available_memory(devices) if devices else None
-        return self._start(state, devices, _preload_bytes(available or 0))
+        return self._start(state, devices, _preload_bytes((available or 0) // (1 + loading)))
 
     def end_all(self) -> None:
         """None of them outlives this call."""

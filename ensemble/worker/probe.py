@@ -108,7 +108,8 @@ def check_library(bitsandbytes: Any) -> None:
     """
     library = bitsandbytes.cextension.lib
     if not library.compiled_with_cuda:
-        raise RuntimeError(getattr(library, "formatted_error", "") or "it is a build for CPUs")
+        reason = getattr(library, "formatted_error", "")  # a build for CPUs has a function by any name
+        raise RuntimeError(reason if isinstance(reason, str) and reason else "it is a build for CPUs")
 
 
 def product_error(dtype: torch.dtype, device: torch.device) -> float:

@@ -175,7 +175,7 @@ def test_what_does_not_fit_together_is_said_by_validate(project: Project, contes
     [
         ("a.csv", "id,text\n", "empty table"),
         ("a.csv", "row,n\nx y,1\nx y,2\n", "column 'row' has rows without a value, or with the same one"),
-        ("a.csv", "id,n\n1,2\n", "no column of text for the members to read; the columns are 'id', 'n'"),
+        ("a.csv", "id,n\n1,2\n", "no column of text for the members to read beside 'id'"),
         ("a.jsonl", '{"id": [1], "t": "x y"}\n', "no column names the rows; add one, such as id"),
     ],
 )

@@ -94,8 +94,8 @@ class ReadAhead(threading.Thread):
             for path in self._paths:
                 with path.open("rb", buffering=0) as file:
                     offset = 0
-                    while not self._is_loading or may_go_on:
-                        if not self._is_loading:
+                    while not (is_loading := self._is_loading) or may_go_on:
+                        if not is_loading:
                             size = file.readinto(buffer[: self._limit_bytes - self.read_bytes])
                         elif size := min(len(buffer), max(0, sizes[path] - offset)):
                             os.posix_fadvise(file.fileno(), offset, size, os.POSIX_FADV_WILLNEED)
