@@ -98,7 +98,10 @@ def test_a_killed_writer_leaves_nothing_that_is_trusted(
     assert is_kept == ("rename" in calls[:at]), "whole under its name, or not there"
     assert forked.run(chunky.folder) == 0, forked.printed
     assert results(chunky) == wanted
-    assert (LOADED in notes(chunky)) == is_kept
+    if chunky.run_json()["members"][0][
+        "workers"
+    ]:  # else it was killed at the removal, when all rows were done
+        assert (LOADED in notes(chunky)) == is_kept
     assert not (chunky.folder / "runs/first/work").exists()
 
 
