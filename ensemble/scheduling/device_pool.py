@@ -108,7 +108,9 @@ class TelemetryCurve:
                 self.throttled_by[reason] = round(self.throttled_by.get(reason, 0.0) + passed, 3)
             before, self.throttled_seconds = self.throttled_seconds, round(self.throttled_seconds + passed, 3)
             if seen.sm_clock_mhz is not None and self.throttled_seconds:
-                cycles = before * (self.throttled_clock_mhz or 0.0) + passed * seen.sm_clock_mhz
+                # By the rounded seconds, so that the shares add up to 1.
+                cycles = before * (self.throttled_clock_mhz or 0.0)
+                cycles += (self.throttled_seconds - before) * seen.sm_clock_mhz
                 self.throttled_clock_mhz = round(cycles / self.throttled_seconds, 1)
         last = self.points[-1] if self.points else None
         is_news = last is None or last.clock_events != seen.clock_events

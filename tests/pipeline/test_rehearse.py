@@ -154,7 +154,7 @@ def test_of_a_member_that_fails_the_logs_are_kept(project: Project, tmp_path: Pa
 def test_a_limit_that_is_too_short_is_exit_code_1_and_nothing_of_a_run_is_touched(project: Project) -> None:
     rows = [[f"t{index}", f"{text} again", "tie"] for index, text in enumerate(project.texts)]
     project.write_csv("train.csv", ["id", "text", "winner"], rows)
-    project.write_config(project.config(time_limit=1))
+    project.write_config(project.config(time_limit=0.1))
     before = sorted(project.folder.rglob("*"))
     command = "rehearse config.yaml --rows 700 --sample-rows 40 --lengths-from train.csv"
     done = project.ensemble(*command.split())
