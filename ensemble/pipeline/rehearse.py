@@ -33,7 +33,7 @@ from ensemble.pipeline.run_report import MemberReport, RunReport, measured_speed
 from ensemble.pipeline.validate import Prepared, for_rows, prepare
 from ensemble.planning.chunks import Chunk
 from ensemble.planning.forecast import Speed, total_seconds
-from ensemble.planning.plan import PROCESS_BYTES, MemberPlan, Plan, without_done
+from ensemble.planning.plan import WORKER_HOST_BYTES, MemberPlan, Plan, without_done
 from ensemble.scheduling.deadline import Share, goals, reserve_seconds
 from ensemble.scheduling.launchers.base import make_launcher
 
@@ -442,6 +442,6 @@ def _host_bytes(plan: Plan, members: Sequence[MemberRehearsal]) -> int | None:
     working = [member for member in plan.members if member.needs_worker]
     on_cpu = max((one.replicas for one in working if not one.gpus), default=0)
     at_a_time = len(plan.gpus) * plan.config.max_workers_per_gpu + on_cpu
-    stands_by = PROCESS_BYTES if plan.gpus and plan.config.standby and len(working) > 1 else 0
+    stands_by = WORKER_HOST_BYTES if plan.gpus and plan.config.standby and len(working) > 1 else 0
     own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # in kB on Linux, see getrusage(2)
     return sum(sorted(peaks, reverse=True)[:at_a_time]) + stands_by + own

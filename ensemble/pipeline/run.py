@@ -95,7 +95,7 @@ def run_prepared(
     """What :func:`run` does once the checks are passed; the run began at ``began`` by ``clock``."""
     config, rundir = prepared.config, RunDir(prepared.config.output_dir)
     target = None if config.submission is None else config.submission.path
-    said = list[str]()
+    said: list[str] = []
     if config.limit is not None and target is not None:
         said.append(f"a trial on the first rows: {shown_path(target)} will not be written")
     said += [prepared.inventory.note, *prepared.warnings, *held_texts(prepared.plan.gpus)]

@@ -38,12 +38,10 @@ from ensemble.planning.placement import MemberFacts, Placement, place
 _WORTH_CHANGING = 0.98
 # Of the disk of the run directory, left to the run's own files beside what loads keep there.
 _DISK_RESERVE_BYTES = 1 << 30
+# What a worker on a GPU takes of its host: torch and transformers imported, and a chunk's token ids; about.
+WORKER_HOST_BYTES = 1 << 30
 _UNMEASURED = Speed(0.0, 0.0, is_measured=False)
 _NO_TIME = Speed(0.0, 0.0, is_measured=True, is_startup_measured=True)
-
-
-# What a process takes of its host that has imported torch and transformers and has a chunk's token ids, about.
-PROCESS_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -136,9 +134,9 @@ class Plan:
         for one in self.members:
             if one.needs_worker and not one.gpus:
                 needed = one.placement.footprint
-                each = PROCESS_BYTES if needed is None else needed.peak_bytes(0, needed.width)
+                each = WORKER_HOST_BYTES if needed is None else needed.peak_bytes(0, needed.width)
                 on_cpu.append(one.replicas * each)
-        return on_gpus * PROCESS_BYTES + max(on_cpu)
+        return on_gpus * WORKER_HOST_BYTES + max(on_cpu)
 
     def again(self, gpus: Sequence[Device]) -> Plan:
         """The plan of the same run on devices that have changed."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from ensemble.common.gpus import Device
 from ensemble.common.protocol import Prepare, ProtocolError
 from ensemble.common.text import shown_path
-from ensemble.planning.plan import PROCESS_BYTES
+from ensemble.planning.plan import WORKER_HOST_BYTES
 from ensemble.scheduling.launchers.base import Launcher
 from ensemble.scheduling.state import MemberState, RunHooks, RunningWorker, WorkerRecord
 
@@ -44,9 +44,9 @@ class Standbys:
             # What processes that have just begun will take does not show yet.
             growing = sum(worker.record.start_seconds is None for worker in self._workers)
             available = self._launcher.available_memory(devices)
-            if available is not None and available < (2 + growing) * PROCESS_BYTES:
+            if available is not None and available < (2 + growing) * WORKER_HOST_BYTES:
                 return
-            preload_bytes = _preload_bytes((available or 0) - growing * PROCESS_BYTES)
+            preload_bytes = _preload_bytes((available or 0) - growing * WORKER_HOST_BYTES)
             try:
                 worker = self._start(state, devices, preload_bytes)
             except OSError as error:
@@ -146,4 +146,4 @@ class Standbys:
 
 def _preload_bytes(available_bytes: int) -> int:
     """What a worker that is to start now may read ahead of its weights."""
-    return max(0, int((available_bytes - PROCESS_BYTES) * _PRELOAD_SHARE))
+    return max(0, int((available_bytes - WORKER_HOST_BYTES) * _PRELOAD_SHARE))

@@ -17,7 +17,7 @@ from ensemble.members.seq_cls.parent import SequenceClassification
 from ensemble.members.seq_cls.settings import SequenceClassifierSettings
 from ensemble.planning.chunks import CHUNK_MAX_ROWS, cut_chunks
 from ensemble.planning.placement import MemberFacts
-from ensemble.planning.plan import PROCESS_BYTES, make_plan
+from ensemble.planning.plan import WORKER_HOST_BYTES, make_plan
 
 
 def asked(index: int, **keys: Any) -> SequenceClassifierSettings:
@@ -69,7 +69,7 @@ def test_memory_of_the_host() -> None:
 
     def host_gib(devices: list[Device], *models: dict[str, Any], **keys: Any) -> float:
         known = {f"m{index}": facts(lengths, **asked) for index, asked in enumerate(models)}
-        return make_plan(config(*models, **keys), known, devices).host_bytes / PROCESS_BYTES
+        return make_plan(config(*models, **keys), known, devices).host_bytes / WORKER_HOST_BYTES
 
     assert host_gib(gpus(2), {}, {}) == 2
     assert host_gib(gpus(2), {}, {}, max_workers_per_gpu=2) == 4

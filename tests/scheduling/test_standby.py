@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ensemble.common.protocol import Predict, Prepare
-from ensemble.planning.plan import PROCESS_BYTES, make_plan
+from ensemble.planning.plan import WORKER_HOST_BYTES, make_plan
 from ensemble.scheduling.deadline import Deadline
 from ensemble.scheduling.scheduler import Scheduler
 from ensemble.scheduling.state import Gap, Gaps, MemberState
@@ -72,7 +72,7 @@ def test_nobody_stands_by_on_the_cpu_or_where_the_config_says_no() -> None:
 
 
 def test_nobody_stands_by_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PretendedLauncher, "available_memory", lambda launcher, devices: PROCESS_BYTES)
+    monkeypatch.setattr(PretendedLauncher, "available_memory", lambda launcher, devices: WORKER_HOST_BYTES)
     one, watch = gpus(1), Watch()
     states = schedule(plan_of([4, 4], [1, 1], one), one, on_launch=watch)
     assert all(state.finished for state in states)
