@@ -238,11 +238,9 @@ class RunConfig(_Strict):
         edges = ensemble.length_bins or () if isinstance(ensemble, EnsembleConfig) else ()
         for index, member in members:
             calibration = member.get("calibration")
-            for key in ("scale", "bias") if isinstance(calibration, dict) and known else ():
-                given = calibration.get(key)
-                for label in given if isinstance(given, dict) else ():
-                    if label not in known:
-                        yield ("models", index, "calibration", key, label), "must be one of the labels"
+            for key, given in calibration.items() if isinstance(calibration, dict) and known else ():
+                for label in (one for one in given if one not in known) if isinstance(given, dict) else ():
+                    yield ("models", index, "calibration", key, label), "must be one of the labels"
         yield from broken_weights(members, labels if known else [], edges)
         submission = values.get("submission")
         columns = submission.get("columns") if isinstance(submission, dict) else None
