@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from tests.checkpoints import reference
 from tests.project import LABELS, Project
@@ -228,8 +229,10 @@ def test_overrides_reach_the_run(project: Project) -> None:
         assert path.is_dir() or b"s3cret" not in path.read_bytes(), (
             f"a secret from the environment stands in {path}"
         )
-    written = (project.folder / "elsewhere/x/config.yaml").read_bytes()
-    assert written == (project.folder / "config.yaml").read_bytes()
+    assert report["config"] == (project.folder / "config.yaml").read_text()
+    kept = yaml.safe_load((project.folder / "elsewhere/x/config.yaml").read_text())
+    models = [config["models"][0] | {"name": "first"}, config["models"][1] | {"weight": 0}]
+    assert kept == config | {"models": models, "limit": 5}
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
