@@ -77,6 +77,8 @@ class DataConfig(_Strict):
         "label_column": "label label_col target target_column",
         "label_columns": "label_cols targets target_columns",
     }
+    # Keys of which a later config file has one or the other, as with members' keys.
+    alternatives: ClassVar[tuple[tuple[str, str], ...]] = (("label_column", "label_columns"),)
 
     def truth_columns(self, labels: Sequence[str]) -> tuple[str, ...]:
         """The column of ``label_columns`` for each of the config's labels; empty where there are none."""
@@ -108,7 +110,8 @@ class MemberConfig(_Strict):
     weight: Weight = 1.0
     calibration: CalibrationConfig | None = None  # corrects its probabilities at the merge
 
-    # Keys of which a member has one or the other: its own takes the place of the other one under defaults.
+    # Keys of which a member has one or the other: its own takes the place of the other one under defaults, a later
+    # config file's that of an earlier one's.
     alternatives: ClassVar[tuple[tuple[str, str], ...]] = ()
 
     @property
