@@ -127,6 +127,7 @@ class Scoring:
         rows = slice(start, start + len(values))
         truth, sums = self._truth[rows], values.sum(axis=1)
         epsilon = np.finfo(np.float64).eps
+        losses: npt.NDArray[np.float64]
         if self._soft is None:
             true = np.clip(values[np.arange(len(truth)), truth] / sums, epsilon, 1 - epsilon)
             losses = -np.log(true)

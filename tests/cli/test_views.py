@@ -76,7 +76,7 @@ def test_whether_the_ensemble_is_better_than_its_best_member(
     gain: tuple[float, float | None, float | None], weights: tuple[float, float], sentence: str | None
 ) -> None:
     sentence = sentence or (
-        "neither better nor worse than its best member b (95 % interval -0.0010 to 0.0010, which may be chance)"
+        "neither better nor worse than its best member b (95 % interval -0.0010 to 0.0010)"
     )
     made = report(
         *(member(name, weight=weight) for name, weight in zip("ab", weights, strict=True)),

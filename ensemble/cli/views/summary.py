@@ -64,22 +64,19 @@ def against_best(report: RunReport) -> str:
         return ""
     weights = {one.name: one.weight for one in report.members if one.name in report.merged_rows}
     is_worse, size = gain.gain < 0, f"{abs(gain.gain):.4f}"
-    size, advice = (
-        f"{size} {'worse' if is_worse else 'better'}" if float(size) else "neither better nor worse",
-        "",
-    )
-    interval = ""
+    is_none, interval, advice = not float(size), "", ""
+    how = "neither better nor worse" if is_none else f"{size} {'worse' if is_worse else 'better'}"
     if gain.low is not None and gain.high is not None and gain.low < gain.high:
         ends = (-gain.high, -gain.low) if is_worse else (gain.low, gain.high)
-        chance = ", which may be chance" if ends[0] <= 0 else ""
+        chance = ", which may be chance" if ends[0] <= 0 and not is_none else ""
         interval = f" (95 % interval {ends[0]:.4f} to {ends[1]:.4f}{chance})"
-    if is_worse and size.endswith(" worse"):
+    if is_worse and not is_none:
         are_equal = all(weight == next(iter(weights.values())) for weight in weights.values())
         kind, others = ("equal", "weights") if are_equal else ("these", "others")
         advice = f": {kind} weights lose to it; `python -m ensemble fit CONFIG` earns {others}"
     none = " (weight 0)" if weights.get(gain.best_member) == 0 else ""
     return (
-        f"{ENSEMBLE_ROW}: log loss {score.log_loss:.4f}, {size} than its best member {gain.best_member}{none}"
+        f"{ENSEMBLE_ROW}: log loss {score.log_loss:.4f}, {how} than its best member {gain.best_member}{none}"
         f"{interval}{advice}"
     )
 
