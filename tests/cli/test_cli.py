@@ -234,18 +234,23 @@ def test_overrides_reach_the_run(project: Project) -> None:
     models = [config["models"][0] | {"name": "first"}, config["models"][1] | {"weight": 0}]
     assert kept == config | {"models": models, "limit": 5}
 
-    # Weights of a file of their own invalidate nothing, and are in the one file that is kept.
-    over = {"models": [{"name": "llama", "weight": 3}, {"name": "gemma", "weight": 0}]}
+    # Weights and calibrations of a file of their own invalidate nothing, and are in the one file that is kept.
+    fitted = {"weight": 3, "calibration": {"temperature": 2.0}}
+    over = {"models": [{"name": "llama", **fitted}, {"name": "gemma", "weight": 0}]}
     project.write_config(over, "weights.yaml")
     environment = {"WHERE": "elsewhere", "MY_TOKEN": "hf_s3cret"}
     done = project.ensemble("run", "config.yaml", "weights.yaml", *options[2:], environment=environment)
     assert done.returncode == 0, done.stderr
     report = project.run_json("elsewhere/x")
     assert [(one["chunks"], one["weight"]) for one in report["members"]] == [(0, 0), (0, 3)]
-    assert project.read("elsewhere/x/ensemble.csv")[1] == project.read("elsewhere/x/predictions/llama.csv")[1]
+    llama, merged = (
+        np.array([row[1:] for row in project.read(f"elsewhere/x/{name}.csv")[1]], dtype=float)
+        for name in ("predictions/llama", "ensemble")
+    )
+    np.testing.assert_allclose(merged, np.sqrt(llama) / np.sqrt(llama).sum(axis=1, keepdims=True))
     assert report["config_files"] == ["config.yaml", "weights.yaml"]
     kept = yaml.safe_load((project.folder / "elsewhere/x/config.yaml").read_text())
-    models = [config["models"][0] | {"name": "first", "weight": 0}, config["models"][1] | {"weight": 3}]
+    models = [config["models"][0] | {"name": "first", "weight": 0}, config["models"][1] | fitted]
     assert kept == config | {"models": models, "limit": 5} == yaml.safe_load(report["config"])
 
     done = project.ensemble("validate", "config.yaml", "weights.yaml", "none.yaml", "nothing.yaml")
