@@ -157,7 +157,7 @@ class Metric(ABC):
 
     @abstractmethod
     def of_resamples(self, rows: Rows, sample: Bootstrap, value: float) -> _Array:
-        """The metric of each resample, [replicates]; NaN where it is not defined in one; ``value`` is that of all."""
+        """The metric of each resample, [replicates], ``value`` being that of all; NaN where it is not defined."""
 
     def why_undefined(self, rows: Rows) -> str:
         """Why there is no value; empty where that is not known."""
