@@ -15,7 +15,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ensemble.cli.api import Preview, Run, open_run, plan, rehearse, run, validate
+    from ensemble.analysis.compare import Comparison
+    from ensemble.cli.api import Preview, Run, compare, open_run, plan, rehearse, run, validate
     from ensemble.common.errors import (
         CheckpointError,
         ConfigError,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "CheckpointError",
+    "Comparison",
     "ConfigError",
     "DataError",
     "DeviceError",
@@ -53,6 +55,7 @@ __all__ = [
     "RunStatus",
     "TimeLimitReached",
     "WriteError",
+    "compare",
     "open_run",
     "plan",
     "rehearse",
@@ -61,8 +64,9 @@ __all__ = [
 ]
 _MODULES = {
     **dict.fromkeys(
-        ("Preview", "Run", "open_run", "plan", "rehearse", "run", "validate"), "ensemble.cli.api"
+        ("Preview", "Run", "compare", "open_run", "plan", "rehearse", "run", "validate"), "ensemble.cli.api"
     ),
+    "Comparison": "ensemble.analysis.compare",
     "Rehearsal": "ensemble.pipeline.rehearse",
     "RunReport": "ensemble.pipeline.run_report",
     "RunStatus": "ensemble.pipeline.status",

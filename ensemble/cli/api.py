@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeAlias, cast
+from typing import IO, TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from ensemble.cli.layout import Page
 from ensemble.cli.views import lines, show
@@ -32,6 +32,7 @@ from ensemble.pipeline.status import RunStatus
 if TYPE_CHECKING:
     import pandas as pd
 
+    from ensemble.analysis.compare import Comparison
     from ensemble.pipeline.rehearse import Rehearsal
     from ensemble.pipeline.validate import Prepared
     from ensemble.planning.plan import Plan
@@ -159,6 +160,44 @@ def rehearse(
                 show("rehearse", result, stream)
     finally:
         _running.release()
+    return result
+
+
+@_told()
+def compare(
+    first: str | os.PathLike[str],
+    second: str | os.PathLike[str],
+    metrics: Sequence[str] = (),
+    *,
+    labels: str | os.PathLike[str] | None = None,
+    label_column: str = "label",
+    id_column: str | None = None,
+    activation: Literal["softmax", "sigmoid", "none"] | None = None,
+    quiet: bool = False,
+) -> Comparison:
+    """Two runs, or two CSVs of predictions, side by side, as ``ensemble compare`` shows them.
+
+    Args:
+        first, second: the ``output_dir`` of a run, or a CSV.
+        metrics: by name, such as "log_loss" or "map@3"; empty: the usual ones.
+        labels: a table with the true labels; None: the table of a run.
+        label_column: its column of them; where it is not there, a column per label is read.
+        id_column: of the CSVs; None: ``id``, or the first.
+        activation: what the values of the CSVs are; None: probabilities that sum to 1, or of one label any numbers.
+        quiet: print nothing.
+
+    Raises:
+        DataError: as the command fails.
+    """
+    from ensemble.analysis.compare import compare as compare_sides
+
+    if isinstance(metrics, str):
+        raise ConfigError(f"metrics: give a list of names, such as [{quoted(metrics)}]")
+    one, two = (_path(path, "give the output_dir of a run, or a CSV") for path in (first, second))
+    table = None if labels is None else _path(labels, "give the path of a table")
+    result = compare_sides(one, two, metrics, table, label_column, id_column, activation)
+    if not quiet and sys.stdout is not None:
+        show("compare", result, cast(IO[str], _Redacted(sys.stdout, Redactor(os.environ))))
     return result
 
 

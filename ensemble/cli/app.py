@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 
@@ -89,6 +89,46 @@ SampleRowsOption = Annotated[
     int | None,
     typer.Option(
         "--sample-rows", metavar="N", min=1, help="Rows to compute; what takes long enough if not given."
+    ),
+]
+FirstSideArgument = Annotated[
+    Path,
+    typer.Argument(metavar="A", readable=False, help="The output_dir of a run, or a CSV of predictions."),
+]
+SecondSideArgument = Annotated[
+    Path, typer.Argument(metavar="B", readable=False, help="What to hold against it, of the same rows.")
+]
+MetricOption = Annotated[
+    list[str],
+    typer.Option(
+        "--metric",
+        metavar="NAME",
+        default_factory=list,
+        show_default=False,
+        help="log_loss, accuracy, macro_f1, auc, brier, ece, quadratic_kappa, map@K, rmse; for several, repeat it.",
+    ),
+]
+LabelsOption = Annotated[
+    Path | None,
+    typer.Option("--labels", metavar="TABLE", readable=False, help="The table with the true labels."),
+]
+LabelColumnOption = Annotated[
+    str,
+    typer.Option(
+        "--label-column",
+        metavar="NAME",
+        help="Its column of them; where it is not there, a column per label is read.",
+    ),
+]
+IdColumnOption = Annotated[
+    str | None,
+    typer.Option("--id-column", metavar="NAME", help="Of the CSVs; id or the first column if not given."),
+]
+ActivationOption = Annotated[
+    Literal["softmax", "sigmoid", "none"] | None,
+    typer.Option(
+        "--activation",
+        help="What the values of the CSVs are: probabilities that sum to 1, one per label, or any numbers.",
     ),
 ]
 FreshOption = Annotated[bool, typer.Option("--fresh", help="Start over, whatever an earlier run did.")]
@@ -210,6 +250,26 @@ def rehearse(
         print(*(f"error: {problem}" for problem in result.problems), sep="\n", file=sys.stderr)
     if result.problems:
         raise typer.Exit(1)
+
+
+@app.command()
+def compare(
+    first: FirstSideArgument,
+    second: SecondSideArgument,
+    metrics: MetricOption,
+    labels: LabelsOption = None,
+    label_column: LabelColumnOption = "label",
+    id_column: IdColumnOption = None,
+    activation: ActivationOption = None,
+) -> None:
+    """Compare the runs in A and B: settings, rows whose prediction changed, metrics, time and memory.
+
+    Metrics need the true labels, from the table of a run or --labels; their differences have paired intervals.
+    """
+    with _prepared_process():
+        from ensemble.analysis.compare import compare as compare_sides
+    result = compare_sides(first, second, metrics, labels, label_column, id_column, activation)
+    show("compare", result, sys.stdout)
 
 
 @app.command()
