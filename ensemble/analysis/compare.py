@@ -44,7 +44,7 @@ _EXAMPLES = 5
 # It differs between any two runs.
 _OWN_KEY = "output_dir"
 _BEFORE_DIFFERENCE = 15
-NOT_SET: Final = "-"
+NOT_SET: Final = "not set"
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,8 @@ class MetricChange:
 class Cost:
     """What a member took: seconds, rows per second and bytes; None for what is not known or was not needed.
 
-    ``startup_seconds`` and the peaks are those of the worker that had most; ``is_reused``: an earlier run did it.
+    ``startup_seconds`` and the peaks are those of the worker that had most.  ``origin``: "reused" where an earlier
+    run did it, "given" where it came from elsewhere, else empty.
     """
 
     name: str
@@ -117,7 +118,7 @@ class Cost:
     rows_per_second: float | None
     host_bytes: int | None
     gpu_bytes: int | None
-    is_reused: bool
+    origin: str
 
 
 @dataclass(frozen=True)
@@ -467,5 +468,5 @@ def _cost(member: MemberReport) -> Cost:
         rows_per_second=member.counters.rows / seconds if seconds else None,
         host_bytes=None if host is None else int(host),
         gpu_bytes=None if gpu is None else int(gpu),
-        is_reused=not member.workers_now,
+        origin="" if member.workers_now else "reused" if member.replicas else "given",
     )

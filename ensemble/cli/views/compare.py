@@ -20,10 +20,9 @@ def view(comparison: Comparison) -> Iterator[str | Table]:
     for letter, side in sides.items():
         ended = "" if side.status in (None, "complete") else f", {side.status}"
         yield f"{letter}: {side.name}{ended}"
-    if comparison.settings:
-        rows = [(one.key, one.first, one.second) for one in comparison.settings]
-        yield Table(("setting", *sides), rows, texts=[*sides])
-    elif comparison.settings is not None:
+    for one in comparison.settings or ():
+        yield f"{one.key}: {one.first} -> {one.second}"
+    if comparison.settings == ():
         yield "The settings are the same."
     if comparison.changes:
         yield Table(
@@ -68,7 +67,7 @@ def _by_member(comparison: Comparison) -> Iterator[tuple[Cost, str]]:
 
 def _cost_cells(cost: Cost) -> tuple[str, ...]:
     return (
-        "reused" if cost.is_reused else "" if cost.seconds is None else duration(cost.seconds),
+        cost.origin or ("" if cost.seconds is None else duration(cost.seconds)),
         "" if cost.startup_seconds is None else duration(cost.startup_seconds),
         "" if cost.rows_per_second is None else f"{cost.rows_per_second:,.1f}",
         *("" if size is None else gib(size) for size in (cost.host_bytes, cost.gpu_bytes)),
