@@ -123,7 +123,8 @@ def test_numbers_and_labels_that_are_not_exclusive(tmp_path: Path) -> None:
     (change,), (metric,) = found.changes, found.metrics
     assert (change.changed, change.largest) == (1, 1.25)
     assert [(one.id, one.first, one.second) for one in change.examples] == [("y", "2", "3.25")]
-    assert (metric.metric, metric.first.value) == ("rmse", pytest.approx((0.25 / 2 + 1 / 2) ** 0.5))
+    assert metric.metric == "rmse"
+    assert metric.first.value == pytest.approx((0.25 / 2 + 1 / 2) ** 0.5)
     pd.DataFrame({"id": ["x", "y"], "rude": [0.7, 0.2], "loud": [0.9, 0.6]}).to_csv(
         tmp_path / "c.csv", index=False
     )
@@ -220,7 +221,8 @@ def test_two_runs(
 
     # A run with itself; then with a file; then where the rows are of other labels.
     same = ensemble.compare("runs/first", Path("runs/first"))
-    assert same.settings == same.remarks == ()
+    assert not same.settings
+    assert not same.remarks
     assert [(one.changed, one.largest) for one in same.changes] == [(0, 0.0)] * 3
     assert {one.better for one in same.metrics} == {""}
     assert "The settings are the same." in capsys.readouterr().out
