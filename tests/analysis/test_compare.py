@@ -246,3 +246,42 @@ def test_secrets_stay_hidden(tmp_path: Path) -> None:
     assert settings(json.loads(json.dumps(first)), second) == [
         ("models.a.token", "'${OLD_TOKEN}'", "'${NEW_TOKEN}'")
     ]
+
+
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize("activation", ["sigmoid", "none"])
+def test_runs_of_labels_that_are_not_exclusive(activation: str, project: Project) -> None:
+    """Their truth, too, is that of the run's table; its rows need not sum to 1."""
+    generator = np.random.default_rng(4)
+    index = pd.Index([str(row) for row in range(80)], name="id")
+    true = (generator.random((80, 2)) < 0.4).astype(int)
+    names = ["rude", "loud"]
+    pd.DataFrame(true, index, [f"is_{name}" for name in names]).to_csv(project.folder / "test.csv")
+    sides = {}
+    for name, better in (("first", 0.0), ("second", 0.3)):
+        values = np.clip(0.35 + 0.3 * generator.random((80, 2)) + better * (true - 0.5), 0, 1)
+        sides[name] = values + (3 if activation == "none" else 0)
+        pd.DataFrame(sides[name], index, names).to_csv(project.folder / f"{name}.csv")
+        config = {
+            "data": {"path": "test.csv", "label_columns": {f"is_{label}": label for label in names}},
+            "labels": names,
+            "models": [{"name": "m", "task_type": "csv", "path": f"{name}.csv", "activation": activation}],
+            "output_dir": f"runs/{name}",
+        }
+        project.write_config(config)
+        done = project.ensemble("run", "config.yaml")
+        assert done.returncode == 0, done.stderr
+    found = compare(project.folder / "runs/first", project.folder / "runs/second")
+    assert [one.name for one in found.changes] == ["ensemble", "m"]
+    scores = {one.metric: one for one in found.metrics if one.name == "m"}
+    if activation == "none":
+        root = np.sqrt(((sides["first"] - true) ** 2).mean(axis=0)).mean()
+        assert scores.keys() == {"rmse"}
+        assert scores["rmse"].first.value == pytest.approx(root)
+        return
+    assert scores["auc"].second.value == pytest.approx(sk.roc_auc_score(true, sides["second"]))
+    losses = [sk.log_loss(true[:, label], sides["first"][:, label]) for label in (0, 1)]
+    assert scores["log_loss"].first.value == pytest.approx(np.mean(losses))
+    assert {one.better for one in scores.values()} == {"second"}
+    crossed = ((sides["first"] > 0.5) != (sides["second"] > 0.5)).any(axis=1)
+    assert found.changes[0].changed == crossed.sum()
