@@ -72,7 +72,7 @@ def fit_temperature(values: Values, truth: Truth, kind: Kind) -> float:
         if abs(following - inverse) <= _STEP_TOLERANCE * inverse:
             break
         inverse = following
-    return 1 / inverse
+    return float(1 / inverse)
 
 
 def fit_vector_scaling(values: Values, truth: Truth, kind: Kind) -> VectorScaling:

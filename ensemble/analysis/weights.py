@@ -13,17 +13,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 import scipy.linalg
 import scipy.optimize
 
-from ensemble.analysis.calibration import EPSILON, Kind, Truth, Values, binary, of_truth, one_hot, softmax
+from ensemble.analysis.calibration import (
+    EPSILON,
+    Kind,
+    Truth,
+    Values,
+    binary,
+    log_probabilities,
+    logits,
+    of_truth,
+    one_hot,
+    sigmoid,
+    softmax,
+)
 
-GAP = 1e-10  # nats per row
+# A merge method that weights can be fitted for.
+Pool: TypeAlias = Literal["mean", "geometric_mean"]
+
+GAP = 1e-9  # nats per row
 _CELLS = 1 << 17  # values at a time, for a core's cache
 _MAX_STEPS = 100
+_MIN_SHARE = 1e-6  # of a step
+_ROUNDING = 1e-14  # of a sum over many rows, relative; what is less is no ascent
 # How much a step may miss that weights sum to 1 before it is scaled; at the optimum it misses nothing.
 _SUM_FACTOR = 1e3
 # Greedy selection: how many members are added at most, and after how many that brought nothing it ends.
@@ -193,10 +210,10 @@ def minimize_on_simplex(loss: Loss, start: Values | None = None) -> Fitted:
             toward = np.eye(members)[gradient.argmin()]
             slope = -gap
         there, share = loss.scores(toward), 1.0
-        while share > EPSILON:
+        while share > _MIN_SHARE:
             moved = (1 - share) * scores + share * there
             reached = loss.value(moved)
-            if reached <= value + 1e-4 * share * slope:
+            if reached <= value + 1e-4 * share * slope + _ROUNDING * abs(value):
                 break
             share /= 2
         else:
@@ -258,6 +275,37 @@ def greedy_selection(
         if since == _PATIENCE:
             break
     return best, best_score
+
+
+def pooled(members: Sequence[Values], weights: Values, pool: Pool, kind: Kind) -> Values:
+    """The weighted mean, or the weighted geometric mean scaled to sum to 1, float64 [rows, labels].
+
+    Args:
+        members: probabilities, float64 [rows, labels] each.
+    """
+    if pool == "mean":
+        return mean_of(members, weights)
+    return from_logs(mean_of([to_logs(one, kind) for one in members], weights), kind)
+
+
+def mean_of(members: Sequence[Values], weights: Values) -> Values:
+    """The weighted mean; members with a weight of 0 are not looked at."""
+    total = np.zeros(members[0].shape, order="F")
+    for values, weight in zip(members, weights / weights.sum(), strict=True):
+        if weight:
+            total += weight * values
+    return total
+
+
+def to_logs(values: Values, kind: Kind) -> Values:
+    """What the geometric mean is the plain mean of: ln p, or of sigmoid members the logit; [rows, labels]."""
+    return (logits(values) if kind == "sigmoid" else log_probabilities(values)).T
+
+
+def from_logs(values: Values, kind: Kind) -> Values:
+    """Back to probabilities, float64 [rows, labels]."""
+    scores = np.array(values.T, order="C")
+    return (sigmoid(scores) if kind == "sigmoid" else softmax(scores)).T
 
 
 def _parts(rows: int, cells: int) -> Iterator[slice]:
