@@ -135,12 +135,39 @@ def read_files(
         raise DataError(problems)
     truth, remarks = None, list[str]()
     if labels is not None:
-        named = id_column or (id_columns[paths[0]] if id_columns[paths[0]] in _header(labels) else None)
-        source = _TruthSource(labels, named or _id_column(labels, None), label_column, (), None)
-        truth = _truth(source, ids, label_names, activation, remarks)
+        truth, left_out = read_truth(
+            labels, ids, label_names, activation, label_column, id_column or id_columns[paths[0]]
+        )
+        remarks += left_out
     return Predictions(
         ids, label_names, members, dict.fromkeys(members, activation), truth, None, tuple(remarks)
     )
+
+
+def read_truth(
+    path: Path,
+    ids: pa.ChunkedArray,
+    labels: tuple[str, ...],
+    activation: Activation,
+    label_column: str = LABEL_COLUMN,
+    id_column: str | None = None,
+) -> tuple[Truth, list[str]]:
+    """Reads the truth of the rows ``ids``, see ``Predictions.truth``, from a table in any input format.
+
+    Args:
+        activation: of the predictions.
+        label_column, id_column: see ``read_files``; an id column of another name than the predictions' is its own.
+
+    Returns:
+        the truth, and what was left out, a sentence each.
+
+    Raises:
+        DataError: it cannot be read, lacks rows, or does not fit labels and activation.
+    """
+    remarks: list[str] = []
+    own = id_column if id_column in _header(path) else None
+    source = _TruthSource(path, own or _id_column(path, None), label_column, (), None)
+    return _truth(source, ids, labels, activation, remarks), remarks
 
 
 def read_run(run_dir: Path, truth: Literal["needed", "if there", "no"] = "if there") -> Predictions:
@@ -276,7 +303,7 @@ def _truth(
         TableNeeds(source.id_column, column, labels, (), (), (), source.limit, columns, activation),
     )
     assert table.truth is not None
-    places = _places(ids, table.ids)
+    places = places_of(ids, table.ids)
     if lacking := ids.filter(pa.array(places < 0)):
         raise DataError(
             f"{source.path}: {plural(len(lacking), 'id')} of the predictions missing ({first_ids(lacking)}); the "
@@ -377,7 +404,7 @@ def _repeated(ids: pa.ChunkedArray) -> str:
     return f"{plural(len(twice), 'id')} more than once ({first_ids(twice)}); keep one row for each id"
 
 
-def _places(wanted: pa.ChunkedArray, ids: pa.ChunkedArray) -> npt.NDArray[np.int64]:
+def places_of(wanted: pa.ChunkedArray, ids: pa.ChunkedArray) -> npt.NDArray[np.int64]:
     """Where each wanted id stands among ``ids``, -1 where it does not; [rows wanted]."""
     if wanted.type != ids.type:
         wanted, ids = pc.cast(wanted, pa.large_string()), pc.cast(ids, pa.large_string())
@@ -400,7 +427,7 @@ def _joined(
         return values
     if repeated := _repeated(own):
         raise DataError(f"{path}: {repeated}")
-    places, problems = _places(ids, own), list[str]()
+    places, problems = places_of(ids, own), list[str]()
     is_there = places >= 0
     if not is_there.any():
         raise DataError(f"{path}: has no id {whose}at all; is it of another table, or another column the id?")
@@ -408,7 +435,7 @@ def _joined(
         lacking = ids.filter(pa.array(~is_there))
         problems.append(f"{path}: {plural(len(lacking), 'id')} {whose}missing ({first_ids(lacking)})")
     if int(is_there.sum()) < len(own):
-        others = own.filter(pa.array(_places(own, ids) < 0))
+        others = own.filter(pa.array(places_of(own, ids) < 0))
         problems.append(
             f"{path}: {plural(len(others), 'id')} that the others do not have ({first_ids(others)})"
         )
