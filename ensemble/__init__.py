@@ -15,7 +15,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ensemble.cli.api import Preview, Run, open_run, plan, rehearse, run, validate
+    from ensemble.analysis.fit import FitReport
+    from ensemble.cli.api import Preview, Run, fit, open_run, plan, rehearse, run, validate
     from ensemble.common.errors import (
         CheckpointError,
         ConfigError,
@@ -41,6 +42,7 @@ __all__ = [
     "DataError",
     "DeviceError",
     "EnsembleError",
+    "FitReport",
     "Interrupted",
     "MembersFailed",
     "MergeError",
@@ -53,6 +55,7 @@ __all__ = [
     "RunStatus",
     "TimeLimitReached",
     "WriteError",
+    "fit",
     "open_run",
     "plan",
     "rehearse",
@@ -61,8 +64,9 @@ __all__ = [
 ]
 _MODULES = {
     **dict.fromkeys(
-        ("Preview", "Run", "open_run", "plan", "rehearse", "run", "validate"), "ensemble.cli.api"
+        ("Preview", "Run", "fit", "open_run", "plan", "rehearse", "run", "validate"), "ensemble.cli.api"
     ),
+    "FitReport": "ensemble.analysis.fit",
     "Rehearsal": "ensemble.pipeline.rehearse",
     "RunReport": "ensemble.pipeline.run_report",
     "RunStatus": "ensemble.pipeline.status",

@@ -72,7 +72,8 @@ def fit_temperature(values: Values, truth: Truth, kind: Kind) -> float:
         if abs(following - inverse) <= _STEP_TOLERANCE * inverse:
             break
         inverse = following
-    return float(1 / inverse)
+    found: float = 1 / inverse
+    return found
 
 
 def fit_vector_scaling(values: Values, truth: Truth, kind: Kind) -> VectorScaling:

@@ -1,9 +1,9 @@
 """Calibrations and weights that are fitted to a truth, and what they are worth on rows that were held out.
 
 What is written is fitted to all rows.  What is reported is from cross-validation: each row is scored by
-calibrations, weights and whatever else there was to choose (the best member, the penalty of stacking) that come from
-the other folds alone.  A difference has the standard error of the rows' paired differences; what is within two of
-them is called noise.  That error knows nothing of what other rows to fit to would have given.
+calibrations, weights and whatever else there was to choose (the best member, the penalty of stacking) that come
+from the other folds alone.  A difference has the standard error of the rows' paired differences; what is within two
+of them is called noise.  That error knows nothing of what other rows to fit to would have given.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Options:
 
     metric: str = LOG_LOSS
     method: Method = "simplex"
-    calibration: CalibrationMethod = "temperature"
+    calibration: CalibrationMethod = "none"
     folds: int = 5
     seed: int = 0
     pool: Pool = "mean"

@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 
@@ -99,6 +99,49 @@ SampleRowsOption = Annotated[
         "--sample-rows", metavar="N", min=1, help="Rows to compute; what takes long enough if not given."
     ),
 ]
+SourcesArgument = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="CONFIG|CSV...",
+        readable=False,
+        help="A run's YAML, or several (later ones override earlier ones), or CSVs of members' predictions.",
+    ),
+]
+LabelsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--labels", metavar="TABLE", readable=False, help="The true labels, if not in CONFIG's table."
+    ),
+]
+LabelColumnOption = Annotated[
+    str, typer.Option("--label-column", metavar="NAME", help="The truth's column in --labels.")
+]
+IdColumnOption = Annotated[
+    str | None,
+    typer.Option("--id-column", metavar="NAME", help="The ids' column; id, else the first, if not given."),
+]
+MetricOption = Annotated[str, typer.Option("--metric", metavar="NAME", help="What is to be good.")]
+FitMethodOption = Annotated[
+    Literal["simplex", "greedy", "stacking"] | None,
+    typer.Option(
+        "--method",
+        show_default=False,
+        help="Weights of least log loss (simplex), greedy selection for any metric, or a logistic regression; "
+        "simplex for log_loss, greedy for others if not given.",
+    ),
+]
+CalibrationOption = Annotated[
+    Literal["none", "temperature", "vector"],
+    typer.Option(
+        "--calibration", help="Of each member, before its weight: a scale and bias per label (vector)."
+    ),
+]
+MergeMethodOption = Annotated[
+    Literal["mean", "geometric_mean"],
+    typer.Option("--merge-method", help="What the weights of CSVs are for; a CONFIG has its own."),
+]
+FoldsOption = Annotated[int, typer.Option("--folds", metavar="N", min=2, help="Of the cross-validation.")]
+SeedOption = Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of the folds.")]
 FreshOption = Annotated[bool, typer.Option("--fresh", help="Start over, whatever an earlier run did.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
 
@@ -218,6 +261,49 @@ def rehearse(
         print(*(f"error: {problem}" for problem in result.problems), sep="\n", file=sys.stderr)
     if result.problems:
         raise typer.Exit(1)
+
+
+@app.command()
+def fit(
+    sources: SourcesArgument,
+    sets: SetOption,
+    labels: LabelsOption = None,
+    label_column: LabelColumnOption = "label",
+    id_column: IdColumnOption = None,
+    metric: MetricOption = "log_loss",
+    method: FitMethodOption = None,
+    calibration: CalibrationOption = "none",
+    merge_method: MergeMethodOption = "mean",
+    folds: FoldsOption = 5,
+    seed: SeedOption = 0,
+    output: OutputOption = Path("weights.yaml"),
+    force: ForceOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Fit the members' weights and calibrations to true labels, say what that is worth, and write weights.yaml.
+
+    CONFIG's run must be complete, and its table have the labels. What is reported is from rows that were held out.
+    Then: ensemble run CONFIG weights.yaml, which computes nothing again but the merge.
+    """
+    with _prepared_process():
+        from ensemble.analysis.fit import Options
+        from ensemble.analysis.weights_file import TruthFile, check_output, fit_sources, write_weights
+        from ensemble.pipeline.load import load
+
+    check_output(output, force)
+    chosen = method or ("simplex" if metric == "log_loss" else "greedy")
+    options = Options(metric, chosen, calibration, folds, seed, merge_method)
+
+    def loaded(paths: Sequence[Path]) -> LoadedConfig:
+        found = load(paths, sets)
+        guard_output(found.redactor)
+        return found
+
+    report, text = fit_sources(sources, loaded, TruthFile(labels, label_column, id_column), options)
+    write_weights(output, text)
+    if not quiet:
+        show("fit", report, sys.stdout)
+        print(f"{output}: written")
 
 
 @app.command()
