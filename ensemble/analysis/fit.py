@@ -109,7 +109,6 @@ class FitReport:
         score: the metric of the held-out rows.
         equal: the same of equal weights, and ``best`` of the best member of the other folds; ``best_member`` is the
             one that it was most often.
-        current: the same of what the run has merged; None where that is equal weights, or there is no run.
         stacking: None where the ensemble has weights.
     """
 
@@ -125,8 +124,6 @@ class FitReport:
     best: float
     best_member: str
     over_best: Gain
-    current: float | None
-    over_current: Gain | None
     stacking: Stacking | None
     remarks: tuple[str, ...]
 
@@ -153,10 +150,6 @@ def fit(predictions: Predictions, options: Options) -> FitReport:
             zip(names, calibrations, sample.members, gains, strict=True)
         )
     )
-    current, over_current = None, None
-    run = None if predictions.ensemble is None else _taken(predictions.ensemble, sample.taken)
-    if run is not None and np.isfinite(run).all() and np.abs(run - found.equal).max() > 1e-6:
-        current, over_current = judge.value(run), judge.gain(found.merged, run)
     return FitReport(
         options,
         sample.labels,
@@ -170,8 +163,6 @@ def fit(predictions: Predictions, options: Options) -> FitReport:
         judge.value(found.best),
         names[Counter(found.best_members).most_common(1)[0][0]],
         judge.gain(found.merged, found.best),
-        current,
-        over_current,
         blend.stacking,
         predictions.remarks,
     )
@@ -179,7 +170,7 @@ def fit(predictions: Predictions, options: Options) -> FitReport:
 
 @dataclass(frozen=True)
 class _Sample:
-    """The rows that all members have, and their truth; ``taken`` are their numbers, None for all of them."""
+    """The rows that all members have, and their truth."""
 
     names: tuple[str, ...]
     labels: tuple[str, ...]
@@ -187,7 +178,6 @@ class _Sample:
     kinds: tuple[Activation, ...]
     activation: Activation  # of all together
     truth: Truth
-    taken: Rows | None
 
     @classmethod
     def of(cls, predictions: Predictions) -> _Sample:
@@ -198,11 +188,11 @@ class _Sample:
         names = tuple(predictions.members)
         values, truth = [*predictions.members.values()], predictions.truth
         lacking = np.logical_or.reduce([np.isnan(one[:, 0]) for one in values])
-        taken = np.flatnonzero(~lacking) if lacking.any() else None
-        if taken is not None:
+        if lacking.any():
+            taken = np.flatnonzero(~lacking)
             values, truth = [_taken(one, taken) for one in values], truth[taken]
         kinds = tuple(predictions.activations[name] for name in names)
-        return cls(names, predictions.labels, tuple(values), kinds, predictions.activation, truth, taken)
+        return cls(names, predictions.labels, tuple(values), kinds, predictions.activation, truth)
 
     @property
     def rows(self) -> int:
@@ -508,6 +498,6 @@ def _calibrated(values: Values, calibration: Calibration, activation: Activation
     return values if activation == "none" else calibrated(values, calibration, activation)
 
 
-def _taken(values: Values, rows: Rows | None) -> Values:
+def _taken(values: Values, rows: Rows) -> Values:
     """These rows, each column in one piece."""
-    return values if rows is None else np.take(values.T, rows, axis=1).T
+    return np.take(values.T, rows, axis=1).T

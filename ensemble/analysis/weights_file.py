@@ -201,7 +201,7 @@ def write_weights(output: Path, text: str) -> None:
 
 
 def verdicts(report: FitReport) -> Iterator[str]:
-    """What the fit is worth, a sentence each: against equal weights, the best member, the run; without each member."""
+    """What the fit is worth, a sentence each: against equal weights, the best member, without each member."""
     metric = report.options.metric.replace("_", " ")
     yield (
         f"Held-out {metric} {_value(report.score, report.over_equal)}: {plural(report.rows, 'row')}, each "
@@ -211,8 +211,6 @@ def verdicts(report: FitReport) -> Iterator[str]:
     yield f"{_against('equal weights', report.equal, report.over_equal)}{as_well}"
     if len(report.members) > 1:
         yield _against(f"the best member, {report.best_member}", report.best, report.over_best)
-    if report.current is not None and report.over_current is not None:
-        yield _against("the run's own ensemble", report.current, report.over_current)
     for member in report.members:
         if (gain := member.gain) is None or (gain.value > 0 and not gain.is_noise):
             continue
