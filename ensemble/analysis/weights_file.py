@@ -28,7 +28,7 @@ POOLS: Final[Mapping[str, Pool]] = {
     "geometric_mean": "geometric_mean",
     "logit_mean": "geometric_mean",
 }
-# Rounded to so many digits the log loss stays the same within 1e-8 nats: it is flat where it is least.
+# Rounded to so many digits the log loss stays the same within 1e-7 nats: it is flat where it is least.
 _WEIGHT_DECIMALS = 6
 _DIGITS = 6
 
