@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ensemble.analysis.compare import Comparison
-    from ensemble.cli.api import Preview, Run, compare, open_run, plan, rehearse, run, validate
+    from ensemble.analysis.fit import FitReport
+    from ensemble.cli.api import Preview, Run, compare, fit, open_run, plan, rehearse, run, validate
     from ensemble.common.errors import (
         CheckpointError,
         ConfigError,
@@ -43,6 +44,7 @@ __all__ = [
     "DataError",
     "DeviceError",
     "EnsembleError",
+    "FitReport",
     "Interrupted",
     "MembersFailed",
     "MergeError",
@@ -56,6 +58,7 @@ __all__ = [
     "TimeLimitReached",
     "WriteError",
     "compare",
+    "fit",
     "open_run",
     "plan",
     "rehearse",
@@ -64,9 +67,11 @@ __all__ = [
 ]
 _MODULES = {
     **dict.fromkeys(
-        ("Preview", "Run", "compare", "open_run", "plan", "rehearse", "run", "validate"), "ensemble.cli.api"
+        ("Preview", "Run", "compare", "fit", "open_run", "plan", "rehearse", "run", "validate"),
+        "ensemble.cli.api",
     ),
     "Comparison": "ensemble.analysis.compare",
+    "FitReport": "ensemble.analysis.fit",
     "Rehearsal": "ensemble.pipeline.rehearse",
     "RunReport": "ensemble.pipeline.run_report",
     "RunStatus": "ensemble.pipeline.status",

@@ -33,10 +33,13 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from ensemble.analysis.compare import Comparison
+    from ensemble.analysis.fit import FitReport
     from ensemble.pipeline.rehearse import Rehearsal
     from ensemble.pipeline.validate import Prepared
     from ensemble.planning.plan import Plan
 
+# The path of a YAML file, or of several, of which later ones override earlier ones.
+ConfigFiles: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 # {"models.gemma2.weight": 0.5} or ["models.gemma2.weight=0.5"], as --set takes them.
 Overrides: TypeAlias = Mapping[str, object] | Sequence[str]
 # One at a time: they share the log, the display, the signals and, above all, the GPUs.
@@ -59,7 +62,7 @@ def _told(redactor: Redactor | None = None) -> Iterator[None]:
 
 
 def run(
-    config: str | os.PathLike[str],
+    config: ConfigFiles,
     overrides: Overrides | None = None,
     *,
     fresh: bool = False,
@@ -71,7 +74,9 @@ def run(
     other than the main one no signal is heeded.
 
     Args:
-        overrides: ``{"models.gemma2.weight": 0.5}``, or texts as ``--set`` takes them.
+        config: the path of a YAML file, or of several, such as ``["config.yaml", "weights.yaml"]``: what later ones
+            say overrides what earlier ones say.
+        overrides: ``{"models.gemma2.weight": 0.5}``, or texts as ``--set`` takes them; they come last.
         fresh: start over, whatever an earlier run did.
         quiet: print nothing.
 
@@ -99,7 +104,7 @@ def run(
     return Run(loaded.config.output_dir)
 
 
-def validate(config: str | os.PathLike[str], overrides: Overrides | None = None) -> Preview:
+def validate(config: ConfigFiles, overrides: Overrides | None = None) -> Preview:
     """Check a config as ``ensemble validate`` does, without loading a model.
 
     Raises:
@@ -108,7 +113,7 @@ def validate(config: str | os.PathLike[str], overrides: Overrides | None = None)
     return _preview("validate", config, overrides)
 
 
-def plan(config: str | os.PathLike[str], overrides: Overrides | None = None) -> Preview:
+def plan(config: ConfigFiles, overrides: Overrides | None = None) -> Preview:
     """What a config would take, as ``ensemble plan`` shows it; what fits nowhere is in its ``problems``.
 
     Raises:
@@ -118,7 +123,7 @@ def plan(config: str | os.PathLike[str], overrides: Overrides | None = None) -> 
 
 
 def rehearse(
-    config: str | os.PathLike[str],
+    config: ConfigFiles,
     overrides: Overrides | None = None,
     *,
     rows: int | None = None,
@@ -161,6 +166,60 @@ def rehearse(
     finally:
         _running.release()
     return result
+
+
+def fit(
+    sources: ConfigFiles,
+    overrides: Overrides | None = None,
+    *,
+    labels: str | os.PathLike[str] | None = None,
+    label_column: str = "label",
+    id_column: str | None = None,
+    metric: str = "log_loss",
+    method: Literal["simplex", "greedy", "stacking"] | None = None,
+    calibration: Literal["none", "temperature", "vector"] = "none",
+    merge_method: Literal["mean", "geometric_mean"] = "mean",
+    folds: int = 5,
+    seed: int = 0,
+    output: str | os.PathLike[str] | None = None,
+    force: bool = False,
+    quiet: bool = False,
+) -> FitReport:
+    """Fit members' weights and calibrations to true labels, as ``ensemble fit`` does.
+
+    Args:
+        sources: a config whose run is complete, several of which later ones override earlier ones, or CSVs of
+            predictions, for which ``labels`` names the table of the truth.
+        method: None: "simplex" for log loss, "greedy" for other metrics.
+        merge_method: what the weights of CSVs are for; a config has its own.
+        output: where to write the overlay; None: nowhere.
+        force: replace a file that is there.
+        quiet: print nothing.
+
+    Raises:
+        EnsembleError: as the command fails.
+    """
+    from ensemble.analysis.fit import Options
+    from ensemble.analysis.weights_file import TruthFile, check_output, fit_sources, write_weights
+
+    listed = sources if isinstance(sources, Sequence) and not isinstance(sources, str) else [sources]
+    with _told():
+        paths = [_path(path, "give the path of a config or of a CSV") for path in listed]
+        if not paths:
+            raise ConfigError("sources: the list is empty; give the path of a config or of CSVs")
+        known = None if labels is None else _path(labels, "give the path of a table")
+        target = None if output is None else _path(output, "give the path of a file to write")
+        if target is not None:
+            check_output(target, force)
+        chosen = method or ("simplex" if metric == "log_loss" else "greedy")
+        options = Options(metric, chosen, calibration, folds, seed, merge_method)
+        truth = TruthFile(known, label_column, id_column)
+        report, text = fit_sources(paths, lambda files: _load(files, overrides), truth, options)
+        if target is not None:
+            write_weights(target, text)
+    if not quiet and sys.stdout is not None:
+        show("fit", report, sys.stdout)
+    return report
 
 
 @_told()
@@ -306,7 +365,7 @@ class Preview:
         return redactor("\n".join(lines(self._view, self._prepared, Page())))
 
 
-def _preview(view: str, config: str | os.PathLike[str], overrides: Overrides | None) -> Preview:
+def _preview(view: str, config: ConfigFiles, overrides: Overrides | None) -> Preview:
     from ensemble.pipeline.validate import prepare
 
     loaded = _load(config, overrides)
@@ -314,12 +373,15 @@ def _preview(view: str, config: str | os.PathLike[str], overrides: Overrides | N
         return Preview(view, prepare(loaded, must_fit=view == "validate"))
 
 
-def _load(config: str | os.PathLike[str], overrides: Overrides | None) -> LoadedConfig:
+def _load(config: ConfigFiles, overrides: Overrides | None) -> LoadedConfig:
     if found := [*unsupported()]:
         raise ConfigError(found)
     with _told():
-        path = _path(config, "give the path of a YAML file")
-        return load(path, () if overrides is None else _texts(overrides))
+        listed = config if isinstance(config, Sequence) and not isinstance(config, str | bytes) else [config]
+        if not listed:
+            raise ConfigError("config: the list is empty; give the path of a YAML file")
+        paths = [_path(path, "give the path of a YAML file") for path in listed]
+        return load(paths, () if overrides is None else _texts(overrides))
 
 
 def _path(given: object, advice: str) -> Path:

@@ -19,7 +19,7 @@ from ensemble.common.text import plural
 
 # Commands import what they need when they run: --help and a typo in a key shall answer at once.
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from ensemble.config import LoadedConfig
 
@@ -32,7 +32,12 @@ app = typer.Typer(
 )
 
 ConfigArgument = Annotated[
-    Path, typer.Argument(metavar="CONFIG", readable=False, help="The run's YAML file.")
+    list[Path],
+    typer.Argument(
+        metavar="CONFIG",
+        readable=False,
+        help="The run's YAML file; what further ones say overrides those before them.",
+    ),
 ]
 SetOption = Annotated[
     list[str],
@@ -48,7 +53,10 @@ LimitOption = Annotated[
     int | None, typer.Option("--limit", metavar="N", min=1, help="Only the first N rows.")
 ]
 OptionalConfigArgument = Annotated[
-    Path | None, typer.Argument(metavar="CONFIG", readable=False, help="A run to check this machine for.")
+    list[Path] | None,
+    typer.Argument(
+        metavar="CONFIG", readable=False, show_default=False, help="A run to check this machine for."
+    ),
 ]
 ProblemsOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print problems only.")]
 TableArgument = Annotated[
@@ -98,7 +106,7 @@ FirstSideArgument = Annotated[
 SecondSideArgument = Annotated[
     Path, typer.Argument(metavar="B", readable=False, help="What to hold against it, of the same rows.")
 ]
-MetricOption = Annotated[
+MetricsOption = Annotated[
     list[str],
     typer.Option(
         "--metric",
@@ -108,29 +116,59 @@ MetricOption = Annotated[
         help="log_loss, accuracy, macro_f1, auc, brier, ece, quadratic_kappa, map@K, rmse; for several, repeat it.",
     ),
 ]
-LabelsOption = Annotated[
-    Path | None,
-    typer.Option("--labels", metavar="TABLE", readable=False, help="The table with the true labels."),
-]
-LabelColumnOption = Annotated[
-    str,
-    typer.Option(
-        "--label-column",
-        metavar="NAME",
-        help="Its column of them; where it is not there, a column per label is read.",
-    ),
-]
-IdColumnOption = Annotated[
-    str | None,
-    typer.Option("--id-column", metavar="NAME", help="Of the CSVs; id or the first column if not given."),
-]
-ActivationOption = Annotated[
+ValuesOption = Annotated[
     Literal["softmax", "sigmoid", "none"] | None,
     typer.Option(
         "--activation",
         help="What the values of the CSVs are: probabilities that sum to 1, one per label, or any numbers.",
     ),
 ]
+SourcesArgument = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="CONFIG|CSV...",
+        readable=False,
+        help="A run's YAML, or several (later ones override earlier ones), or CSVs of members' predictions.",
+    ),
+]
+LabelsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--labels", metavar="TABLE", readable=False, help="The true labels, if not in the run's table."
+    ),
+]
+LabelColumnOption = Annotated[
+    str,
+    typer.Option(
+        "--label-column", metavar="NAME", help="Its column in --labels, or a column per label there."
+    ),
+]
+IdColumnOption = Annotated[
+    str | None,
+    typer.Option("--id-column", metavar="NAME", help="The ids' column; id, else the first, if not given."),
+]
+MetricOption = Annotated[str, typer.Option("--metric", metavar="NAME", help="What is to be good.")]
+FitMethodOption = Annotated[
+    Literal["simplex", "greedy", "stacking"] | None,
+    typer.Option(
+        "--method",
+        show_default=False,
+        help="Weights of least log loss (simplex), greedy selection for any metric, or a logistic regression; "
+        "simplex for log_loss, greedy for others if not given.",
+    ),
+]
+CalibrationOption = Annotated[
+    Literal["none", "temperature", "vector"],
+    typer.Option(
+        "--calibration", help="Of each member, before its weight: a scale and bias per label (vector)."
+    ),
+]
+MergeMethodOption = Annotated[
+    Literal["mean", "geometric_mean"],
+    typer.Option("--merge-method", help="What the weights of CSVs are for; a CONFIG has its own."),
+]
+FoldsOption = Annotated[int, typer.Option("--folds", metavar="N", min=2, help="Of the cross-validation.")]
+SeedOption = Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of the folds.")]
 FreshOption = Annotated[bool, typer.Option("--fresh", help="Start over, whatever an earlier run did.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
 
@@ -211,7 +249,7 @@ def init(
     for line in (f"{output}: written, to be looked at", *(f"guess: {guess}" for guess in made.guesses)):
         print(*page.wrapped(line, later="  "), sep="\n")
     try:
-        validate(output, [])
+        validate([output], [])
     except EnsembleError as error:
         said = f"{output} does not pass validate yet; change it by what is said here, then validate it again"
         raise type(error)([said, *error.problems]) from error
@@ -256,11 +294,11 @@ def rehearse(
 def compare(
     first: FirstSideArgument,
     second: SecondSideArgument,
-    metrics: MetricOption,
+    metrics: MetricsOption,
     labels: LabelsOption = None,
     label_column: LabelColumnOption = "label",
     id_column: IdColumnOption = None,
-    activation: ActivationOption = None,
+    activation: ValuesOption = None,
 ) -> None:
     """Compare the runs in A and B: settings, rows whose prediction changed, metrics, time and memory.
 
@@ -273,14 +311,57 @@ def compare(
 
 
 @app.command()
+def fit(
+    sources: SourcesArgument,
+    sets: SetOption,
+    labels: LabelsOption = None,
+    label_column: LabelColumnOption = "label",
+    id_column: IdColumnOption = None,
+    metric: MetricOption = "log_loss",
+    method: FitMethodOption = None,
+    calibration: CalibrationOption = "none",
+    merge_method: MergeMethodOption = "mean",
+    folds: FoldsOption = 5,
+    seed: SeedOption = 0,
+    output: OutputOption = Path("weights.yaml"),
+    force: ForceOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Fit the members' weights and calibrations to true labels, say what that is worth, and write weights.yaml.
+
+    CONFIG's run must be complete, and its table have the labels. What is reported is from rows that were held out.
+    Then: ensemble run CONFIG weights.yaml, which computes nothing again but the merge.
+    """
+    with _prepared_process():
+        from ensemble.analysis.fit import Options
+        from ensemble.analysis.weights_file import TruthFile, check_output, fit_sources, write_weights
+        from ensemble.pipeline.load import load
+
+    check_output(output, force)
+    chosen = method or ("simplex" if metric == "log_loss" else "greedy")
+    options = Options(metric, chosen, calibration, folds, seed, merge_method)
+
+    def loaded(paths: Sequence[Path]) -> LoadedConfig:
+        found = load(paths, sets)
+        guard_output(found.redactor)
+        return found
+
+    report, text = fit_sources(sources, loaded, TruthFile(labels, label_column, id_column), options)
+    write_weights(output, text)
+    if not quiet:
+        show("fit", report, sys.stdout)
+        print(f"{output}: written")
+
+
+@app.command()
 def doctor(sets: SetOption, config: OptionalConfigArgument = None, quiet: ProblemsOption = False) -> None:
     """Check this machine: Python, packages, driver, GPUs, torch on each of them, memory, disk, the hub."""
     from ensemble.cli.doctor import examine
 
-    if sets and config is None:
+    if sets and not config:
         raise typer.BadParameter("--set changes a CONFIG; name one")
     problems, page = 0, Page.of(sys.stdout)
-    for finding in examine(config, sets):
+    for finding in examine(config or (), sets):
         problems += finding.mark == "problem"
         for line in finding.lines(page) if finding.mark == "problem" or not quiet else ():
             print(line)
@@ -347,7 +428,7 @@ def _prepared_process() -> Iterator[None]:
         keep_pandas_out()  # with pyarrow, which imports numpy
 
 
-def _load(config: Path, sets: list[str], limit: int | None) -> LoadedConfig:
+def _load(config: Path | Sequence[Path], sets: list[str], limit: int | None) -> LoadedConfig:
     with _prepared_process():
         from ensemble.pipeline.load import load
 

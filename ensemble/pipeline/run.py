@@ -165,7 +165,7 @@ class _Run(RunState):
             if is_work_left:
                 rundir.forget_results()
             loaded = self.prepared.loaded
-            write_text(rundir.config, loaded.redactor(loaded.text))
+            write_text(rundir.config, loaded.redactor(loaded.whole))
             reserve = self._first_submission() if is_work_left else 0.0
             if is_work_left:
                 self._wait_for_room(reserve)
@@ -322,7 +322,7 @@ class _Run(RunState):
         failures = [state.failure for state in self.members if state.failure is not None]
         may_go_on = self._config.on_member_failure == "continue"
         is_timed = self._config.time_limit is not None
-        counting = [state for state in good if state.plan.model.weight]
+        counting = [state for state in good if state.plan.model.has_weight]
         if not counting or not all(failure.is_dropped or may_go_on for failure in failures):
             if is_timed and any(state.rows_done for state in counting):
                 self._writer.merge(good)  # better than the first submission, which is there in any case

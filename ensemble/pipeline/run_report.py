@@ -14,6 +14,7 @@ from ensemble.common.errors import DataError
 from ensemble.common.files import unreadable, write_text
 from ensemble.common.gpus import Device
 from ensemble.common.protocol import Counters
+from ensemble.config.values import AnyWeight
 from ensemble.merging.metrics import Score
 from ensemble.planning.forecast import Speed
 from ensemble.scheduling.device_pool import MemoryCurve, Release, TelemetryCurve
@@ -98,7 +99,7 @@ class MemberReport:
     name: str
     phase: Phase
     status: Literal["failed", "complete", "unfinished"]
-    weight: float
+    weight: AnyWeight
     gpus_per_replica: int
     replicas: int
     first_replicas: int
@@ -144,7 +145,8 @@ class RunReport:
         explanation: where the time went of a limit that left none to compute anything, in a sentence.
         ensemble: the merge method and its settings.
         files: results by what they are, in the order they were made.
-        config: the YAML as it was written.
+        config: the YAML as it was written; of several files, what they are together with the overrides.
+        config_files: as they were named.
         table: the absolute path of the input table.
     """
 
@@ -174,6 +176,7 @@ class RunReport:
     warnings: tuple[str, ...] = ()
     files: dict[str, str] = field(default_factory=dict)
     config: str = ""
+    config_files: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
     table: str = ""
 

@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from ensemble.common.protocol import Activation
 from ensemble.config import EnsembleConfig
+from ensemble.config.values import AnyWeight
 
 Values = npt.NDArray[np.float64]
 
@@ -25,12 +26,23 @@ class Members:
     """Who is merged, in the order of the blocks; ``labels`` are the config's.
 
     A member's activation is "softmax" for probabilities that sum to 1, "sigmoid" for any from 0 to 1, "none" for
-    any number.
+    any number.  ``weights`` are as the config has them: a number, a mapping by label, or a tuple by length bin.
     """
 
     names: tuple[str, ...]
     activations: tuple[Activation, ...]
     labels: tuple[str, ...]
+    weights: tuple[AnyWeight, ...] = ()
+
+    @property
+    def are_exclusive(self) -> bool:
+        """Whether every member says of the labels that a row has one of them."""
+        return all(activation == "softmax" for activation in self.activations)
+
+    def with_activation(self, activation: Activation) -> tuple[str, ...]:
+        """The names of the members that have it."""
+        pairs = zip(self.names, self.activations, strict=True)
+        return tuple(name for name, own in pairs if own == activation)
 
 
 @dataclass(frozen=True)
@@ -72,6 +84,14 @@ class MergeMethod(ABC):
         """What does not go together, found before anything runs; each sentence names its key."""
         return iter(())
 
+    def problems_of_raw_values(self) -> Iterator[str]:
+        """The problem that members give raw values, for a method that needs probabilities."""
+        if raw := self.members.with_activation("none"):
+            yield (
+                f"ensemble.method: {self.settings.method} is for probabilities, and raw values (regression) come "
+                f"from {', '.join(raw)}; use mean"
+            )
+
     def look(self, block: Block) -> None:  # noqa: B027 - most methods need no first pass
         """Take from a block what ``merge`` needs to know of the whole table, such as ranks."""
 
@@ -80,8 +100,10 @@ class MergeMethod(ABC):
         """The merged values of a block's rows.
 
         Args:
-            weights: float64 [members], each at least 0 and some of them more; not scaled to sum to 1.
+            weights: float64 [members, rows or 1, labels or 1], to be broadcast to the probabilities: 1 where all
+                rows, or all labels, have the same.  Each is at least 0, and for each row and label that of some
+                member is more; not scaled to sum to 1, and whatever it is where a member lacks a row.
 
         Returns:
-            float64 [rows, labels]; NaN in rows that no member with a weight above 0 has.
+            float64 [rows, labels]; NaN in all of a row if for some label no member with a weight above 0 has it.
         """
