@@ -15,7 +15,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ensemble.cli.api import Preview, Run, merge, open_run, plan, rehearse, run, validate
+    from ensemble.analysis.compare import Comparison
+    from ensemble.analysis.fit import FitReport
+    from ensemble.cli.api import Preview, Run, compare, fit, merge, open_run, plan, rehearse, run, validate
     from ensemble.common.errors import (
         CheckpointError,
         ConfigError,
@@ -37,10 +39,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "CheckpointError",
+    "Comparison",
     "ConfigError",
     "DataError",
     "DeviceError",
     "EnsembleError",
+    "FitReport",
     "Interrupted",
     "MembersFailed",
     "MergeError",
@@ -53,6 +57,8 @@ __all__ = [
     "RunStatus",
     "TimeLimitReached",
     "WriteError",
+    "compare",
+    "fit",
     "merge",
     "open_run",
     "plan",
@@ -62,8 +68,11 @@ __all__ = [
 ]
 _MODULES = {
     **dict.fromkeys(
-        ("Preview", "Run", "merge", "open_run", "plan", "rehearse", "run", "validate"), "ensemble.cli.api"
+        ("Preview", "Run", "compare", "fit", "merge", "open_run", "plan", "rehearse", "run", "validate"),
+        "ensemble.cli.api",
     ),
+    "Comparison": "ensemble.analysis.compare",
+    "FitReport": "ensemble.analysis.fit",
     "Rehearsal": "ensemble.pipeline.rehearse",
     "RunReport": "ensemble.pipeline.run_report",
     "RunStatus": "ensemble.pipeline.status",

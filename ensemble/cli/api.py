@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeAlias, cast
+from typing import IO, TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from ensemble.cli.layout import Page
 from ensemble.cli.views import lines, show
@@ -32,6 +32,8 @@ from ensemble.pipeline.status import RunStatus
 if TYPE_CHECKING:
     import pandas as pd
 
+    from ensemble.analysis.compare import Comparison
+    from ensemble.analysis.fit import FitReport
     from ensemble.pipeline.rehearse import Rehearsal
     from ensemble.pipeline.validate import Prepared
     from ensemble.planning.plan import Plan
@@ -163,6 +165,98 @@ def rehearse(
                 show("rehearse", result, stream)
     finally:
         _running.release()
+    return result
+
+
+def fit(
+    sources: ConfigFiles,
+    overrides: Overrides | None = None,
+    *,
+    labels: str | os.PathLike[str] | None = None,
+    label_column: str = "label",
+    id_column: str | None = None,
+    metric: str = "log_loss",
+    method: Literal["simplex", "greedy", "stacking"] | None = None,
+    calibration: Literal["none", "temperature", "vector"] = "none",
+    merge_method: Literal["mean", "geometric_mean"] = "mean",
+    folds: int = 5,
+    seed: int = 0,
+    output: str | os.PathLike[str] | None = None,
+    force: bool = False,
+    quiet: bool = False,
+) -> FitReport:
+    """Fit members' weights and calibrations to true labels, as ``ensemble fit`` does.
+
+    Args:
+        sources: a config whose run is complete, several of which later ones override earlier ones, or CSVs of
+            predictions, for which ``labels`` names the table of the truth.
+        method: None: "simplex" for log loss, "greedy" for other metrics.
+        merge_method: what the weights of CSVs are for; a config has its own.
+        output: where to write the overlay; None: nowhere.
+        force: replace a file that is there.
+        quiet: print nothing.
+
+    Raises:
+        EnsembleError: as the command fails.
+    """
+    from ensemble.analysis.fit import Options
+    from ensemble.analysis.weights_file import TruthFile, check_output, fit_sources, write_weights
+
+    listed = sources if isinstance(sources, Sequence) and not isinstance(sources, str) else [sources]
+    with _told():
+        paths = [_path(path, "give the path of a config or of a CSV") for path in listed]
+        if not paths:
+            raise ConfigError("sources: the list is empty; give the path of a config or of CSVs")
+        known = None if labels is None else _path(labels, "give the path of a table")
+        target = None if output is None else _path(output, "give the path of a file to write")
+        if target is not None:
+            check_output(target, force)
+        chosen = method or ("simplex" if metric == "log_loss" else "greedy")
+        options = Options(metric, chosen, calibration, folds, seed, merge_method)
+        truth = TruthFile(known, label_column, id_column)
+        report, text = fit_sources(paths, lambda files: _load(files, overrides), truth, options)
+        if target is not None:
+            write_weights(target, text)
+    if not quiet and sys.stdout is not None:
+        show("fit", report, sys.stdout)
+    return report
+
+
+@_told()
+def compare(
+    first: str | os.PathLike[str],
+    second: str | os.PathLike[str],
+    metrics: Sequence[str] = (),
+    *,
+    labels: str | os.PathLike[str] | None = None,
+    label_column: str = "label",
+    id_column: str | None = None,
+    activation: Literal["softmax", "sigmoid", "none"] | None = None,
+    quiet: bool = False,
+) -> Comparison:
+    """Two runs, or two CSVs of predictions, side by side, as ``ensemble compare`` shows them.
+
+    Args:
+        first, second: the ``output_dir`` of a run, or a CSV.
+        metrics: by name, such as "log_loss" or "map@3"; empty: the usual ones.
+        labels: a table with the true labels; None: the table of a run.
+        label_column: its column of them; where it is not there, a column per label is read.
+        id_column: of the CSVs; None: ``id``, or the first.
+        activation: what the values of the CSVs are; None: probabilities that sum to 1, or of one label any numbers.
+        quiet: print nothing.
+
+    Raises:
+        DataError: as the command fails.
+    """
+    from ensemble.analysis.compare import compare as compare_sides
+
+    if isinstance(metrics, str):
+        raise ConfigError(f"metrics: give a list of names, such as [{quoted(metrics)}]")
+    one, two = (_path(path, "give the output_dir of a run, or a CSV") for path in (first, second))
+    table = None if labels is None else _path(labels, "give the path of a table")
+    result = compare_sides(one, two, metrics, table, label_column, id_column, activation)
+    if not quiet and sys.stdout is not None:
+        show("compare", result, cast(IO[str], _Redacted(sys.stdout, Redactor(os.environ))))
     return result
 
 

@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 
@@ -99,6 +99,76 @@ SampleRowsOption = Annotated[
         "--sample-rows", metavar="N", min=1, help="Rows to compute; what takes long enough if not given."
     ),
 ]
+FirstSideArgument = Annotated[
+    Path,
+    typer.Argument(metavar="A", readable=False, help="The output_dir of a run, or a CSV of predictions."),
+]
+SecondSideArgument = Annotated[
+    Path, typer.Argument(metavar="B", readable=False, help="What to hold against it, of the same rows.")
+]
+MetricsOption = Annotated[
+    list[str],
+    typer.Option(
+        "--metric",
+        metavar="NAME",
+        default_factory=list,
+        show_default=False,
+        help="log_loss, accuracy, macro_f1, auc, brier, ece, quadratic_kappa, map@K, rmse; for several, repeat it.",
+    ),
+]
+ValuesOption = Annotated[
+    Literal["softmax", "sigmoid", "none"] | None,
+    typer.Option(
+        "--activation",
+        help="What the values of the CSVs are: probabilities that sum to 1, one per label, or any numbers.",
+    ),
+]
+SourcesArgument = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="CONFIG|CSV...",
+        readable=False,
+        help="A run's YAML, or several (later ones override earlier ones), or CSVs of members' predictions.",
+    ),
+]
+LabelsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--labels", metavar="TABLE", readable=False, help="The true labels, if not in the run's table."
+    ),
+]
+LabelColumnOption = Annotated[
+    str,
+    typer.Option(
+        "--label-column", metavar="NAME", help="Its column in --labels, or a column per label there."
+    ),
+]
+IdColumnOption = Annotated[
+    str | None,
+    typer.Option("--id-column", metavar="NAME", help="The ids' column; id, else the first, if not given."),
+]
+MetricOption = Annotated[str, typer.Option("--metric", metavar="NAME", help="What is to be good.")]
+FitMethodOption = Annotated[
+    Literal["simplex", "greedy", "stacking"] | None,
+    typer.Option(
+        "--method",
+        show_default=False,
+        help="Weights of least log loss (simplex), greedy selection for any metric, or a logistic regression; "
+        "simplex for log_loss, greedy for others if not given.",
+    ),
+]
+CalibrationOption = Annotated[
+    Literal["none", "temperature", "vector"],
+    typer.Option(
+        "--calibration", help="Of each member, before its weight: a scale and bias per label (vector)."
+    ),
+]
+MergeMethodOption = Annotated[
+    Literal["mean", "geometric_mean"],
+    typer.Option("--merge-method", help="What the weights of CSVs are for; a CONFIG has its own."),
+]
+FoldsOption = Annotated[int, typer.Option("--folds", metavar="N", min=2, help="Of the cross-validation.")]
+SeedOption = Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of the folds.")]
 FreshOption = Annotated[bool, typer.Option("--fresh", help="Start over, whatever an earlier run did.")]
 FilesArgument = Annotated[
     list[str],
@@ -301,6 +371,69 @@ def merge(
     )
     if not quiet:
         show("merge", merged, sys.stdout)
+
+
+@app.command()
+def compare(
+    first: FirstSideArgument,
+    second: SecondSideArgument,
+    metrics: MetricsOption,
+    labels: LabelsOption = None,
+    label_column: LabelColumnOption = "label",
+    id_column: IdColumnOption = None,
+    activation: ValuesOption = None,
+) -> None:
+    """Compare the runs in A and B: settings, rows whose prediction changed, metrics, time and memory.
+
+    Metrics need the true labels, from the table of a run or --labels; their differences have paired intervals.
+    """
+    with _prepared_process():
+        from ensemble.analysis.compare import compare as compare_sides
+    result = compare_sides(first, second, metrics, labels, label_column, id_column, activation)
+    show("compare", result, sys.stdout)
+
+
+@app.command()
+def fit(
+    sources: SourcesArgument,
+    sets: SetOption,
+    labels: LabelsOption = None,
+    label_column: LabelColumnOption = "label",
+    id_column: IdColumnOption = None,
+    metric: MetricOption = "log_loss",
+    method: FitMethodOption = None,
+    calibration: CalibrationOption = "none",
+    merge_method: MergeMethodOption = "mean",
+    folds: FoldsOption = 5,
+    seed: SeedOption = 0,
+    output: OutputOption = Path("weights.yaml"),
+    force: ForceOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Fit the members' weights and calibrations to true labels, say what that is worth, and write weights.yaml.
+
+    CONFIG's run must be complete, and its table have the labels. What is reported is from rows that were held out.
+    Then: ensemble run CONFIG weights.yaml, which computes nothing again but the merge.
+    """
+    with _prepared_process():
+        from ensemble.analysis.fit import Options
+        from ensemble.analysis.weights_file import TruthFile, check_output, fit_sources, write_weights
+        from ensemble.pipeline.load import load
+
+    check_output(output, force)
+    chosen = method or ("simplex" if metric == "log_loss" else "greedy")
+    options = Options(metric, chosen, calibration, folds, seed, merge_method)
+
+    def loaded(paths: Sequence[Path]) -> LoadedConfig:
+        found = load(paths, sets)
+        guard_output(found.redactor)
+        return found
+
+    report, text = fit_sources(sources, loaded, TruthFile(labels, label_column, id_column), options)
+    write_weights(output, text)
+    if not quiet:
+        show("fit", report, sys.stdout)
+        print(f"{output}: written")
 
 
 @app.command()

@@ -96,6 +96,7 @@ class RunState:
             config=loaded.text,
             config_files=tuple(map(str, loaded.paths)),
             overrides=tuple(loaded.overrides),
+            table=str(prepared.config.data.path.absolute()),
         )
         redacted: RunReport = loaded.redactor.document(report)
         return redacted

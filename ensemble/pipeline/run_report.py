@@ -148,6 +148,7 @@ class RunReport:
         files: results by what they are, in the order they were made.
         config: the YAML as it was written; of several files, what they are together with the overrides.
         config_files: as they were named.
+        table: the absolute path of the input table.
     """
 
     status: Status
@@ -179,6 +180,7 @@ class RunReport:
     config: str = ""
     config_files: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
+    table: str = ""
 
     @property
     def failures(self) -> tuple[Failure, ...]:

@@ -23,6 +23,8 @@ VIEWS: Final[dict[str, str]] = {
     "status": "ensemble.cli.views.status",
     "rehearse": "ensemble.cli.views.rehearse",
     "merge": "ensemble.cli.views.merge",
+    "compare": "ensemble.cli.views.compare",
+    "fit": "ensemble.cli.views.fit",
 }
 
 

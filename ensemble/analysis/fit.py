@@ -1,0 +1,503 @@
+"""Calibrations and weights that are fitted to a truth, and what they are worth on rows that were held out.
+
+What is written is fitted to all rows.  What is reported is from cross-validation: each row is scored by
+calibrations, weights and whatever else there was to choose (the best member, the penalty of stacking) that come
+from the other folds alone.  A difference has the standard error of the rows' paired differences; what is within two
+of them is called noise.  That error knows nothing of what other rows to fit to would have given.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ensemble.analysis.calibration import (
+    EPSILON,
+    Kind,
+    Truth,
+    Values,
+    VectorScaling,
+    calibrated,
+    fit_temperature,
+    fit_vector_scaling,
+    one_hot,
+)
+from ensemble.analysis.metrics import Metric, find_metric
+from ensemble.analysis.predictions import Predictions
+from ensemble.analysis.stacking import Stacking, fit_stacking
+from ensemble.analysis.weights import (
+    GeometricLoss,
+    MeanLoss,
+    Pool,
+    from_logs,
+    greedy_selection,
+    minimize_on_simplex,
+    pooled,
+    to_logs,
+)
+from ensemble.common.errors import ConfigError, DataError
+from ensemble.common.protocol import Activation
+from ensemble.common.text import listed, plural
+
+Method: TypeAlias = Literal["simplex", "greedy", "stacking"]
+CalibrationMethod: TypeAlias = Literal["none", "temperature", "vector"]
+Calibration: TypeAlias = float | VectorScaling | None
+Rows: TypeAlias = npt.NDArray[np.int64]
+
+LOG_LOSS: Final = "log_loss"
+# Rows for each fitted number.  A fitted number costs log loss on new rows, on average 1 / (2 rows) nats (Akaike):
+# with fewer rows all numbers together cost 0.05 or more, and weights hardly ever gain as much.
+MIN_ROWS_PER_NUMBER: Final = 10
+ERRORS: Final = 2.0  # standard errors up to which a difference is noise
+# Of more rows a greedy selection looks at so many, drawn at random: it tries hundreds of means.
+MAX_GREEDY_ROWS: Final = 100_000
+_GROUPS = 20  # of rows, left out one by one for the standard error of a metric that is no mean over rows
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is asked of a fit; ``pool`` is the merge method that the weights are for."""
+
+    metric: str = LOG_LOSS
+    method: Method = "simplex"
+    calibration: CalibrationMethod = "none"
+    folds: int = 5
+    seed: int = 0
+    pool: Pool = "mean"
+
+
+@dataclass(frozen=True)
+class Gain:
+    """By how much the metric of held-out rows is better (below 0: worse), and its standard error."""
+
+    value: float
+    error: float
+
+    @property
+    def is_noise(self) -> bool:
+        return abs(self.value) <= ERRORS * self.error
+
+
+@dataclass(frozen=True)
+class FittedMember:
+    """A member and what was fitted of it.
+
+    Attributes:
+        weight: None where the ensemble is stacked.
+        alone: the metric of its own predictions, as they are.
+        gain: what the ensemble gains by it, against one that is fitted without it; None of a single member.
+    """
+
+    name: str
+    calibration: Calibration
+    weight: float | None
+    alone: float
+    gain: Gain | None
+
+
+@dataclass(frozen=True)
+class FitReport:
+    """What was fitted to all rows, and what that is worth on rows that were held out.
+
+    Attributes:
+        rows: rows with a truth that all members have; further ``rows_left_out`` lack a member.
+        score: the metric of the held-out rows.
+        equal: the same of equal weights, and ``best`` of the best member of the other folds; ``best_member`` is the
+            one that it was most often.
+        stacking: None where the ensemble has weights.
+    """
+
+    options: Options
+    labels: tuple[str, ...]
+    rows: int
+    rows_left_out: int
+    greater_is_better: bool
+    members: tuple[FittedMember, ...]
+    score: float
+    equal: float
+    over_equal: Gain
+    best: float
+    best_member: str
+    over_best: Gain
+    stacking: Stacking | None
+    remarks: tuple[str, ...]
+
+
+def fit(predictions: Predictions, options: Options) -> FitReport:
+    """Fit calibrations and weights, and cross-validate them.
+
+    Raises:
+        ConfigError: the options do not go together, or not with such predictions.
+        DataError: there is no truth, it has too few rows or a single label, or a member is the same in every row.
+    """
+    sample = _Sample.of(predictions)
+    aim = _checked(sample, options)
+    judge = _Judge(sample, aim, options)
+    names, everything = sample.names, np.arange(sample.rows)
+    blend, calibrations = _fitted(sample, everything, options, aim)[:2]
+    found = _cross_validated(sample, options, aim)
+    gains: list[Gain | None] = [None] * len(names)
+    if len(names) > 1:
+        gains = [judge.gain(found.merged, one) for one in found.without]
+    members = tuple(
+        FittedMember(name, calibration, blend.weight(number), judge.value(values), gain)
+        for number, (name, calibration, values, gain) in enumerate(
+            zip(names, calibrations, sample.members, gains, strict=True)
+        )
+    )
+    return FitReport(
+        options,
+        sample.labels,
+        sample.rows,
+        predictions.rows - sample.rows,
+        aim.metric.greater_is_better,
+        members,
+        judge.value(found.merged),
+        judge.value(found.equal),
+        judge.gain(found.merged, found.equal),
+        judge.value(found.best),
+        names[Counter(found.best_members).most_common(1)[0][0]],
+        judge.gain(found.merged, found.best),
+        blend.stacking,
+        predictions.remarks,
+    )
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """The rows that all members have, and their truth."""
+
+    names: tuple[str, ...]
+    labels: tuple[str, ...]
+    members: tuple[Values, ...]
+    kinds: tuple[Activation, ...]
+    activation: Activation  # of all together
+    truth: Truth
+
+    @classmethod
+    def of(cls, predictions: Predictions) -> _Sample:
+        if predictions.truth is None:
+            raise DataError(
+                "no true labels: --labels names the file that has them, or data.label_column the column"
+            )
+        names = tuple(predictions.members)
+        values, truth = [*predictions.members.values()], predictions.truth
+        lacking = np.logical_or.reduce([np.isnan(one[:, 0]) for one in values])
+        if lacking.any():
+            taken = np.flatnonzero(~lacking)
+            values, truth = [_taken(one, taken) for one in values], truth[taken]
+        kinds = tuple(predictions.activations[name] for name in names)
+        return cls(names, predictions.labels, tuple(values), kinds, predictions.activation, truth)
+
+    @property
+    def rows(self) -> int:
+        return len(self.truth)
+
+    @property
+    def kind(self) -> Kind:
+        return "softmax" if self.activation == "softmax" else "sigmoid"
+
+
+@dataclass(frozen=True)
+class _Aim:
+    """A metric of the ensemble's values; ``sign`` is 1 where more is better, else -1."""
+
+    metric: Metric
+    activation: Activation
+
+    @property
+    def sign(self) -> int:
+        return 1 if self.metric.greater_is_better else -1
+
+    def value(self, truth: Truth, values: Values) -> float:
+        return float(self.metric.value(truth, values, activation=self.activation))
+
+
+def _checked(sample: _Sample, options: Options) -> _Aim:
+    """What is to be good, where all goes together."""
+    metric = find_metric(options.metric)
+    if options.method != "greedy" and options.metric != LOG_LOSS:
+        raise ConfigError(
+            f"--method {options.method} is for log_loss; for {options.metric} use --method greedy"
+        )
+    if sample.activation == "none" and (options.calibration != "none" or options.method != "greedy"):
+        raise ConfigError(
+            "the members give raw values (regression), of which no log loss can be told: use --method greedy "
+            "--calibration none, and a metric such as rmse"
+        )
+    members, labels = len(sample.names), len(sample.labels)
+    if members == 1 and options.calibration == "none" and options.method != "stacking":
+        raise ConfigError(f"{sample.names[0]} is the only member, and --calibration is none: nothing to fit")
+    if options.folds < 2:
+        raise ConfigError("--folds: must be at least 2")
+    if not sample.rows:
+        raise DataError("no row has a truth and all members; fit needs rows that every member has")
+    problems = [
+        f"{name} gives every row the same values: it cannot help; leave it out"
+        for name, values in zip(sample.names, sample.members, strict=True)
+        if sample.rows > 1 and (values == values[0]).all()
+    ]
+    truth = sample.truth
+    alike = truth if truth.ndim == 2 else truth[:, None]
+    if (alike == alike[0]).all():
+        known = f"{sample.labels[int(truth[0])]!r}" if truth.ndim == 1 else "the same"
+        problems.append(f"the truth is {known} in every row; weights need rows of two labels or more")
+    if options.method == "stacking":
+        seen = one_hot(truth, labels).sum(axis=0) > 0
+        if sample.kind == "sigmoid":
+            seen &= (1 - one_hot(truth, labels)).sum(axis=0) > 0
+        if not seen.all():
+            missing = [label for label, is_seen in zip(sample.labels, seen, strict=True) if not is_seen]
+            problems.append(
+                f"no row tells {listed(missing)} from the others; stacking needs rows of each label"
+            )
+    numbers = _numbers(sample, options)
+    if sample.rows < MIN_ROWS_PER_NUMBER * numbers:
+        problems.append(
+            f"{plural(sample.rows, 'labelled row')} for {plural(numbers, 'number')} to fit: too few, at least "
+            f"{MIN_ROWS_PER_NUMBER} for each ({MIN_ROWS_PER_NUMBER * numbers:,}) are needed; fewer members"
+            f"{', --calibration none or' if options.calibration != 'none' else ' or'} more rows would do"
+        )
+    elif sample.rows < 2 * options.folds:
+        problems.append(f"{plural(sample.rows, 'labelled row')} in {options.folds} folds: use fewer --folds")
+    if problems:
+        raise DataError(problems)
+    aim = _Aim(metric, sample.activation)
+    aim.value(truth, sample.members[0])  # where it is not defined for these, it says so
+    return aim
+
+
+def _numbers(sample: _Sample, options: Options) -> int:
+    """How many numbers are fitted to the rows."""
+    members, labels = len(sample.names), len(sample.labels)
+    each = {"none": 0, "temperature": 1, "vector": 2 * labels}[options.calibration]
+    if options.method != "stacking":
+        return members - 1 + members * each
+    of_label = members * labels + 1 if sample.kind == "softmax" else members + 1
+    return members * each + of_label * (labels - 1 if sample.kind == "softmax" else labels)
+
+
+class _Blend(Protocol):
+    """How calibrated members become one."""
+
+    @property
+    def stacking(self) -> Stacking | None: ...
+
+    def merge(self, members: Sequence[Values]) -> Values: ...
+
+    def weight(self, member: int) -> float | None: ...
+
+    def uses(self, member: int) -> bool: ...
+
+
+@dataclass(frozen=True)
+class _Weighted:
+    weights: Values
+    pool: Pool
+    kind: Kind
+    stacking: None = None
+
+    def merge(self, members: Sequence[Values]) -> Values:
+        return pooled(members, self.weights, self.pool, self.kind)
+
+    def weight(self, member: int) -> float:
+        return float(self.weights[member])
+
+    def uses(self, member: int) -> bool:
+        return bool(self.weights[member])
+
+
+@dataclass(frozen=True)
+class _Stacked:
+    stacking: Stacking
+    kept: Rows  # the members that it stacks
+
+    def merge(self, members: Sequence[Values]) -> Values:
+        return self.stacking.merge([members[number] for number in self.kept])
+
+    def weight(self, member: int) -> None:
+        return None
+
+    def uses(self, member: int) -> bool:
+        return member in self.kept
+
+
+class _Solver:
+    """Fits how calibrated members become one, with all of them or without one.
+
+    Args:
+        members: of the rows to fit to, calibrated, float64 [rows, labels] each.
+    """
+
+    def __init__(
+        self, members: Sequence[Values], truth: Truth, kind: Kind, options: Options, aim: _Aim
+    ) -> None:
+        self._options, self._aim, self._kind = options, aim, kind
+        self._count = len(members)
+        # What was found with all members, for the ensembles without one.
+        self._whole: Values | None = None
+        self._penalty: float | None = None
+        if options.method == "simplex":
+            loss = MeanLoss if options.pool == "mean" else GeometricLoss
+            self._loss = loss.of(members, truth, kind)
+            return
+        if options.method == "greedy" and len(truth) > MAX_GREEDY_ROWS:
+            drawn = np.random.default_rng(options.seed).permutation(len(truth))[:MAX_GREEDY_ROWS]
+            members, truth = [_taken(one, drawn) for one in members], truth[drawn]
+        is_geometric = options.method == "greedy" and options.pool == "geometric_mean"
+        self._members = [to_logs(one, kind) for one in members] if is_geometric else [*members]
+        self._truth = truth
+
+    def fit(self, left_out: int | None = None) -> _Blend:
+        kept = np.array([number for number in range(self._count) if number != left_out])
+        options = self._options
+        if options.method == "stacking":
+            chosen = [self._members[number] for number in kept]
+            stacking = fit_stacking(chosen, self._truth, self._kind, options.seed, self._penalty)
+            if left_out is None:
+                self._penalty = stacking.penalty
+            return _Stacked(stacking, kept)
+        weights = np.zeros(self._count)
+        if options.method == "greedy":
+            sign = self._aim.sign
+            finish = (lambda v: from_logs(v, self._kind)) if options.pool != "mean" else (lambda v: v)
+            weights[kept], _ = greedy_selection(
+                [self._members[number] for number in kept],
+                lambda values: sign * self._aim.value(self._truth, values),
+                finish,
+            )
+        elif left_out is None:
+            weights = self._whole = minimize_on_simplex(self._loss).weights
+        else:
+            # From near where the others were; on the edge of the simplex Newton's first step would be blind.
+            start = None if self._whole is None else self._whole[kept] + 1 / self._count
+            weights[kept] = minimize_on_simplex(self._loss.without(left_out), start).weights
+        return _Weighted(weights, options.pool, self._kind)
+
+
+def _fitted(
+    sample: _Sample, rows: Rows, options: Options, aim: _Aim
+) -> tuple[_Blend, tuple[Calibration, ...], _Solver]:
+    """Calibrations, then how the members become one, fitted to these rows."""
+    truth = sample.truth[rows]
+    calibrations = list[Calibration]()
+    ready = list[Values]()
+    for values, activation in zip(sample.members, sample.kinds, strict=True):
+        own = values if len(rows) == sample.rows else _taken(values, rows)
+        calibration: Calibration = None
+        if options.calibration != "none" and activation != "none":
+            known = truth if activation == sample.kind else one_hot(truth, len(sample.labels))
+            fit_one = fit_temperature if options.calibration == "temperature" else fit_vector_scaling
+            calibration = fit_one(own, known, activation)
+        calibrations.append(calibration)
+        ready.append(_calibrated(own, calibration, activation))
+    solver = _Solver(ready, truth, sample.kind, options, aim)
+    return solver.fit(), tuple(calibrations), solver
+
+
+@dataclass(frozen=True)
+class _HeldOut:
+    """The values of all rows, each from what was fitted to the other folds; float64 [rows, labels] each.
+
+    ``without``, by member, are those of ensembles that are fitted without it; ``best_members`` is by fold.
+    """
+
+    merged: Values
+    equal: Values
+    best: Values
+    best_members: tuple[int, ...]
+    without: tuple[Values, ...]
+
+
+def _cross_validated(sample: _Sample, options: Options, aim: _Aim) -> _HeldOut:
+    count, shape = len(sample.names), (sample.rows, len(sample.labels))
+    merged, equal, best = (np.empty(shape, order="F") for _ in range(3))
+    without = tuple(np.empty(shape, order="F") for _ in range(count if count > 1 else 0))
+    sign = aim.sign
+    best_members = list[int]()
+    fold_of = folds(sample.truth, options.folds, options.seed)
+    for fold in range(options.folds):
+        held, others = np.flatnonzero(fold_of == fold), np.flatnonzero(fold_of != fold)
+        truth = sample.truth[others]
+        scores = [sign * aim.value(truth, _taken(values, others)) for values in sample.members]
+        best_members.append(int(np.argmax(scores)))
+        blend, calibrations, solver = _fitted(sample, others, options, aim)
+        raw = [_taken(values, held) for values in sample.members]
+        best[held] = raw[best_members[-1]]
+        equal[held] = pooled(raw, np.ones(count), options.pool, sample.kind)
+        ready = [_calibrated(*one) for one in zip(raw, calibrations, sample.kinds, strict=True)]
+        merged[held] = blend.merge(ready)
+        for number, one in enumerate(without):
+            one[held] = solver.fit(number).merge(ready) if blend.uses(number) else merged[held]
+    return _HeldOut(merged, equal, best, tuple(best_members), without)
+
+
+def folds(truth: Truth, count: int, seed: int) -> Rows:
+    """The fold of each row: rows drawn at random, each label dealt out evenly."""
+    order = np.random.default_rng(seed).permutation(len(truth))
+    if truth.ndim == 1 or truth.shape[1] > 1:
+        likeliest = truth if truth.ndim == 1 else truth.argmax(axis=1)
+        order = order[np.argsort(likeliest[order], kind="stable")]
+    fold_of = np.empty(len(truth), dtype=np.int64)
+    fold_of[order] = np.arange(len(truth)) % count
+    return fold_of
+
+
+class _Judge:
+    """The metric of values, and differences of it with their standard errors.
+
+    Log loss is a mean over rows: the error is that of the mean of the rows' differences.  Of other metrics it is
+    the jackknife's: 20 groups of rows, drawn at random, left out one by one.
+    """
+
+    def __init__(self, sample: _Sample, aim: _Aim, options: Options) -> None:
+        self._truth, self._kind, self._aim = sample.truth, sample.kind, aim
+        self._is_log_loss = options.metric == LOG_LOSS
+        self._group_of = np.random.default_rng(options.seed).permutation(sample.rows) % _GROUPS
+
+    def value(self, values: Values) -> float:
+        return float(self._aim.value(self._truth, values))
+
+    def gain(self, values: Values, other: Values) -> Gain:
+        """What ``values`` are better than ``other``."""
+        if self._is_log_loss:
+            differences = row_losses(self._truth, other, self._kind) - row_losses(
+                self._truth, values, self._kind
+            )
+            return Gain(float(differences.mean()), float(differences.std(ddof=1)) / len(differences) ** 0.5)
+        sign = self._aim.sign
+        groups = min(_GROUPS, len(self._truth))
+        parts = list[float]()
+        for group in range(groups):
+            kept = np.flatnonzero(self._group_of != group)
+            truth = self._truth[kept]
+            pair = [self._aim.value(truth, _taken(one, kept)) for one in (values, other)]
+            parts.append(sign * (pair[0] - pair[1]))
+        error = ((groups - 1) / groups * np.square(np.array(parts) - np.mean(parts)).sum()) ** 0.5
+        return Gain(sign * (self.value(values) - self.value(other)), float(error))
+
+
+def row_losses(truth: Truth, values: Values, kind: Kind) -> Values:
+    """The rows' log losses in nats, [rows]; of sigmoid members the mean over labels."""
+    if kind == "softmax":
+        shares = np.clip(values / values.sum(axis=1, keepdims=True), EPSILON, 1)
+        if truth.ndim == 1:
+            return np.asarray(-np.log(shares[np.arange(len(truth)), truth]))
+        return -np.asarray((truth * np.log(shares)).sum(axis=1))
+    yes = np.clip(values, EPSILON, 1 - EPSILON)
+    known = one_hot(truth, values.shape[1])
+    return -np.asarray((known * np.log(yes) + (1 - known) * np.log1p(-yes)).mean(axis=1))
+
+
+def _calibrated(values: Values, calibration: Calibration, activation: Activation) -> Values:
+    return values if activation == "none" else calibrated(values, calibration, activation)
+
+
+def _taken(values: Values, rows: Rows) -> Values:
+    """These rows, each column in one piece."""
+    return np.take(values.T, rows, axis=1).T

@@ -1,0 +1,266 @@
+"""``weights.yaml``: what ``fit`` found, as a config that is read over the one that ran; and what is read for it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from ensemble.analysis.calibration import Values, VectorScaling
+from ensemble.analysis.fit import FitReport, Gain, Options, fit
+from ensemble.analysis.predictions import read_files, read_run, read_truth
+from ensemble.analysis.weights import Pool
+from ensemble.common.errors import ConfigError, DataError, WriteError
+from ensemble.common.files import cannot_write, write_text
+from ensemble.common.text import plural
+from ensemble.config import LoadedConfig
+from ensemble.pipeline.run_dir import RunDir
+
+# The methods of a config for which weights can be fitted.  The mean of logits is the geometric mean of sigmoid
+# members, and for others it is not.
+POOLS: Final[Mapping[str, Pool]] = {
+    "mean": "mean",
+    "geometric_mean": "geometric_mean",
+    "logit_mean": "geometric_mean",
+}
+# Rounded to so many digits the log loss stays the same within 1e-7 nats: it is flat where it is least.
+_WEIGHT_DECIMALS = 6
+_DIGITS = 6
+
+
+@dataclass(frozen=True)
+class TruthFile:
+    """The table of the truth, where it is a file of its own; ``id_column`` is that of the predictions, too."""
+
+    path: Path | None = None
+    label_column: str = "label"
+    id_column: str | None = None
+
+
+def fit_sources(
+    sources: Sequence[Path],
+    load: Callable[[Sequence[Path]], LoadedConfig],
+    truth: TruthFile,
+    options: Options,
+) -> tuple[FitReport, str]:
+    """Fit a config's run, or files of predictions, whichever the sources are; see ``fit_run`` and ``fit_files``.
+
+    Raises:
+        ConfigError: they are some of both.
+    """
+    configs = [path for path in sources if path.suffix.lower() in (".yaml", ".yml")]
+    if not configs:
+        return fit_files(sources, truth, options)
+    if len(configs) < len(sources):
+        other = next(path for path in sources if path not in configs)
+        raise ConfigError(f"{configs[0]}, {other}: name a config, or CSVs of predictions, not both")
+    return fit_run(load(sources), truth, options)
+
+
+def fit_files(paths: Sequence[Path], truth: TruthFile, options: Options) -> tuple[FitReport, str]:
+    """Fit CSVs of predictions, each a member named as its file is.
+
+    Returns:
+        the report, and the overlay that ``write_weights`` writes.
+
+    Raises:
+        EnsembleError: see ``read_files`` and ``fit``.
+    """
+    if truth.path is None:
+        raise ConfigError("--labels: name the table with the true labels of these predictions")
+    predictions = read_files(paths, truth.id_column, truth.path, truth.label_column, may_lack_rows=True)
+    report = fit(predictions, options)
+    sources = f"{', '.join(path.name for path in paths)} by {truth.path.name}"
+    return report, overlay(report, options.pool, sources, {})
+
+
+def fit_run(loaded: LoadedConfig, truth: TruthFile, options: Options) -> tuple[FitReport, str]:
+    """Fit what a config's run has left in its ``output_dir``, for the config's merge method.
+
+    Raises:
+        EnsembleError: the run is not complete, or its method has no weights to fit; see ``read_run``, ``fit``.
+    """
+    config = loaded.config
+    method, again = config.ensemble.method, "the weighted mean is fitted by --set ensemble.method=mean"
+    if options.method != "stacking" and method not in POOLS:
+        own = ", this method's coefficients by --method stacking" if method == "stacking" else ""
+        raise ConfigError(f"ensemble.method: weights cannot be fitted for {method}; {again}{own}")
+    rundir = RunDir(config.output_dir)
+    if not rundir.run_json.exists():
+        raise DataError(f"{config.output_dir}: there is no run.json; run the config first, then fit")
+    found = read_run(config.output_dir, "no" if truth.path or config.data.label_column else "needed")
+    names = [model.name for model in config.models]
+    if missing := [name for name in names if name not in found.members]:
+        raise DataError(
+            f"{config.output_dir}: no complete predictions of {', '.join(missing)}; run the config to the end "
+            "first, then fit"
+        )
+    members = {name: found.members[name] for name in names}
+    found = replace(found, members=members, activations={name: found.activations[name] for name in names})
+    column = truth.label_column if truth.path else config.data.label_column
+    if column is not None:
+        ids = truth.id_column or config.data.id_column
+        path = truth.path or config.data.path
+        known, _ = read_truth(Path(path), found.ids, found.labels, found.activation, column, ids)
+        found = replace(found, truth=known)
+    if method == "logit_mean" and found.activation == "softmax":
+        raise ConfigError(f"ensemble.method: logit_mean is not for labels that exclude each other; {again}")
+    report = fit(found, replace(options, pool=POOLS.get(method, "mean")))
+    given: dict[str, object] = {}
+    if options.method == "stacking":
+        given = dict.fromkeys(key for key in config.ensemble.model_fields_set if key != "length_bins")
+    elif options.calibration == "none" and any(getattr(one, "calibration", None) for one in config.models):
+        given = {"calibration": None}
+    text = overlay(report, method, f"the predictions in {config.output_dir.name}", given)
+    return report, loaded.redactor(text)
+
+
+def overlay(report: FitReport, method: str, sources: str, cleared: Mapping[str, object]) -> str:
+    """The text of ``weights.yaml``.
+
+    Args:
+        method: the merge method of the weights.
+        sources: what was fitted, for the head.
+        cleared: keys of ``ensemble`` that the config below has and stacking does not, or of a member's calibration.
+    """
+    options = report.options
+    today = time.strftime("%Y-%m-%d", time.gmtime())
+    how = options.method + {"none": "", "vector": ", vector scaling"}.get(
+        options.calibration, f", {options.calibration}"
+    )
+    head = [
+        f"By `ensemble fit` on {today}: {how}; {sources}, {plural(report.rows, 'labelled row')}.",
+        *verdicts(report),
+        "It takes effect as the last of the files in `ensemble run CONFIG THIS_FILE`.",
+    ]
+    lines = [f"# {' '.join(line.split())}" for line in head]
+    lines += ["models:"]
+    for member in report.members:
+        keys: dict[str, Any] = {"name": member.name, "weight": 1}
+        if member.weight is not None:
+            keys["weight"] = _number(round(member.weight, _WEIGHT_DECIMALS))
+        if isinstance(member.calibration, VectorScaling):
+            keys["calibration"] = {
+                "scale": _by_label(report.labels, member.calibration.scale),
+                "bias": _by_label(report.labels, member.calibration.bias),
+            }
+        elif member.calibration is not None:
+            keys["calibration"] = {"temperature": _short(member.calibration)}
+        elif "calibration" in cleared:
+            keys["calibration"] = None
+        lines.append(f"  - {_flow(keys)}")
+    settings: dict[str, Any] = {"method": method}
+    if (stacking := report.stacking) is not None:
+        settings = dict.fromkeys(cleared) | {"method": "stacking"}
+        settings["intercept"] = _by_label(report.labels, stacking.intercepts)
+        settings["coefficients"] = {
+            member.name: (
+                _by_label(report.labels, stacking.coefficients[:, number])
+                if stacking.kind == "sigmoid"
+                else {
+                    label: _by_label(report.labels, row)
+                    for label, row in zip(report.labels, stacking.coefficients[:, number], strict=True)
+                }
+            )
+            for number, member in enumerate(report.members)
+        }
+        block = yaml.safe_dump({"ensemble": settings}, sort_keys=False, allow_unicode=True, width=1_000)
+        return "\n".join([*lines, block])
+    return "\n".join([*lines, f"ensemble: {_flow(settings)}", ""])
+
+
+def check_output(output: Path, may_replace: bool) -> None:
+    """Refuse a place where nothing can or may be written, before anything is computed.
+
+    Raises:
+        ConfigError: a file is there already, or there is no such folder.
+    """
+    if not may_replace and os.path.lexists(output):
+        raise ConfigError(f"{output} is there already; --force replaces it, --output names another file")
+    if output.is_dir() or not output.parent.is_dir():
+        raise ConfigError(f"--output: {output}: name a file in a folder that is there")
+
+
+def write_weights(output: Path, text: str) -> None:
+    """Write the overlay; the name appears only when it is complete.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        write_text(output, text)
+    except WriteError as error:
+        raise ConfigError(error.problems) from error
+    except OSError as error:
+        raise ConfigError(cannot_write("--output", output, error)) from error
+
+
+def verdicts(report: FitReport) -> Iterator[str]:
+    """What the fit is worth, a sentence each: against equal weights, the best member, without each member."""
+    metric = report.options.metric.replace("_", " ")
+    yield (
+        f"Held-out {metric} {_value(report.score, report.over_equal)}: {plural(report.rows, 'row')}, each "
+        f"predicted by what was fitted to the others ({report.options.folds} folds; +- is one standard error)."
+    )
+    as_well = " Equal weights do as well." if report.over_equal.is_noise else ""
+    yield f"{_against('equal weights', report.equal, report.over_equal)}{as_well}"
+    if len(report.members) > 1:
+        yield _against(f"the best member, {report.best_member}", report.best, report.over_best)
+    for member in report.members:
+        if (gain := member.gain) is None or (gain.value > 0 and not gain.is_noise):
+            continue
+        if not gain.value and not gain.error:
+            yield f"{member.name} does not help: its weight is 0, whichever rows are held out."
+        elif gain.value <= 0:
+            what = "does not help" if gain.is_noise else "does harm"
+            yield f"{member.name} {what}: without it {difference(gain, -1)}."
+        else:
+            yield f"{member.name} is not shown to help: without it {difference(gain, -1)}, which may be noise."
+    if report.rows_left_out:
+        yield f"{plural(report.rows_left_out, 'row')} that not all members have: left out of the fit."
+
+
+def difference(gain: Gain, sign: int = 1) -> str:
+    """``0.0012 better +- 0.0004``; with -1 for ``sign`` of what the gain was over."""
+    digits = _decimals(gain)
+    word = "better" if sign * gain.value >= 0 else "worse"
+    return f"{abs(gain.value):.{digits}f} {word} +- {gain.error:.{digits}f}"
+
+
+def _against(what: str, value: float, gain: Gain) -> str:
+    said = f"Against {what} ({_value(value, gain)}): {difference(gain)}"
+    if not gain.is_noise:
+        return f"{said}, more than noise."
+    return f"{said}, which is no more than noise."
+
+
+def _value(value: float, gain: Gain) -> str:
+    return f"{value:.{_decimals(gain)}f}"
+
+
+def _decimals(gain: Gain) -> int:
+    """Four, and more where the standard error has no two digits then."""
+    return next((digits for digits in range(4, 8) if gain.error * 10**digits >= 9.5), 7) if gain.error else 4
+
+
+def _flow(value: object) -> str:
+    """In one line of YAML."""
+    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**9)
+    return text.strip()
+
+
+def _by_label(labels: Sequence[str], numbers: Values) -> dict[str, float]:
+    return {label: _short(number) for label, number in zip(labels, numbers.tolist(), strict=True)}
+
+
+def _short(number: float) -> float:
+    return float(f"{number:.{_DIGITS}g}")
+
+
+def _number(number: float) -> float | int:
+    return int(number) if number in (0, 1) else number

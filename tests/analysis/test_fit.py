@@ -1,0 +1,243 @@
+"""What a fit is worth: cross-validation done once more by hand, noise that is called noise, what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from scipy.optimize import minimize
+from scipy.special import softmax
+from scipy.stats import sem
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import log_loss, roc_auc_score
+
+from ensemble.analysis.fit import MIN_ROWS_PER_NUMBER, FitReport, Options, fit, folds
+from ensemble.analysis.predictions import Predictions
+from ensemble.analysis.weights_file import verdicts
+from ensemble.common.errors import EnsembleError
+
+ROWS = 1_500
+LABELS = ("a", "b", "c")
+
+
+def predictions(
+    rows: int = ROWS, noise: tuple[float, ...] = (0.7, 1.0), sharpness: float = 1.0
+) -> Predictions:
+    """Members with their own noise, whose logits are too large by ``sharpness``; the truth is hard."""
+    random = np.random.default_rng(11)
+    logits = random.normal(size=(rows, len(LABELS))) * 2
+    members = {
+        f"m{number}": np.asfortranarray(
+            softmax(sharpness * (logits + random.normal(size=logits.shape) * one), axis=1)
+        )
+        for number, one in enumerate(noise)
+    }
+    truth = (logits + random.gumbel(size=logits.shape)).argmax(axis=1)
+    ids = pa.chunked_array([pa.array([str(row) for row in range(rows)])])
+    return Predictions(ids, LABELS, members, dict.fromkeys(members, "softmax"), truth)
+
+
+def multi_label(of: Predictions) -> Predictions:
+    """The same members and rows as if each label were on its own."""
+    assert of.truth is not None
+    truth = np.eye(len(LABELS))[of.truth]
+    return replace(of, truth=truth, activations=dict.fromkeys(of.members, "sigmoid"))
+
+
+def weights_of(report: FitReport) -> list[float | None]:
+    return [member.weight for member in report.members]
+
+
+def test_what_is_reported_comes_from_rows_that_were_held_out() -> None:
+    found = predictions()
+    report = fit(found, Options(seed=3))
+    members, truth = np.array([*found.members.values()]), np.asarray(found.truth)
+    chosen, everything = np.arange(ROWS), folds(truth, 5, 3)
+
+    def losses(weights: Any, rows: Any) -> Any:
+        return -np.log(np.einsum("m,mn->n", weights, members[:, rows, truth[rows]]))
+
+    def fitted(rows: Any) -> Any:
+        best = minimize(
+            lambda w: losses(w, rows).mean(), [0.5, 0.5], method="SLSQP", bounds=[(0, 1)] * 2,
+            constraints={"type": "eq", "fun": lambda w: w.sum() - 1}, options={"ftol": 1e-14},
+        )  # fmt: skip
+        return best.x
+
+    np.testing.assert_allclose(weights_of(report), fitted(chosen), atol=1e-4)
+    held, best = np.empty(ROWS), np.empty(ROWS)
+    for fold in range(5):
+        out, others = np.flatnonzero(everything == fold), np.flatnonzero(everything != fold)
+        held[out] = losses(fitted(others), out)
+        alone = [losses(one, others).mean() for one in np.eye(2)]
+        best[out] = losses(np.eye(2)[int(np.argmin(alone))], out)
+    equal = losses([0.5, 0.5], chosen)
+    assert report.score == pytest.approx(held.mean(), abs=1e-6)
+    assert report.equal == pytest.approx(log_loss(truth, members.mean(axis=0)), abs=1e-9)
+    assert report.over_equal.value == pytest.approx((equal - held).mean(), abs=1e-6)
+    assert report.over_equal.error == pytest.approx(sem(equal - held), rel=1e-3)
+    assert report.over_best.value == pytest.approx((best - held).mean(), abs=1e-6)
+    for member, values in zip(report.members, members, strict=True):
+        assert member.alone == pytest.approx(log_loss(truth, values), abs=1e-9)
+    # Of two members the ensemble without one is the other.
+    gain = report.members[0].gain
+    assert gain is not None
+    assert gain.value == pytest.approx((losses([0, 1], chosen) - held).mean(), abs=1e-6)
+
+
+def test_a_member_of_noise_is_said_not_to_help_and_one_that_helps_is_not() -> None:
+    found = predictions(noise=(0.7, 1.0, 50.0))
+    report = fit(found, Options(calibration="temperature"))
+    assert report.members[2].weight == pytest.approx(0, abs=0.02)
+    said = [sentence for sentence in verdicts(report) if "help" in sentence]
+    assert len(said) == 1
+    assert said[0].startswith("m2 does not help: ")
+
+
+def test_weights_of_members_that_are_alike_are_called_noise() -> None:
+    report = fit(predictions(noise=(0.8, 0.8)), Options())
+    assert report.over_equal.is_noise
+    against = [sentence for sentence in verdicts(report) if "equal weights" in sentence]
+    assert against[0].endswith("no more than noise. Equal weights do as well.")
+    assert not report.over_best.is_noise
+
+
+@pytest.mark.parametrize("method", ["temperature", "vector"])
+@pytest.mark.parametrize("pool", ["mean", "geometric_mean"])
+@pytest.mark.parametrize("is_multi_label", [False, True])
+def test_members_that_are_too_sure_are_calibrated_to_gain(
+    method: Any, pool: Any, is_multi_label: bool
+) -> None:
+    found = predictions(sharpness=3.0)
+    found = multi_label(found) if is_multi_label else found
+    report = fit(found, Options(calibration=method, pool=pool))
+    assert report.over_equal.value > 0.05
+    assert not report.over_equal.is_noise
+    plain = fit(found, Options(pool=pool))
+    assert plain.score > report.score + 0.05
+    if method == "temperature":
+        assert all(isinstance(one.calibration, float) and one.calibration > 1.5 for one in report.members)
+
+
+def test_any_metric_by_greedy_selection_with_the_jackknife_for_its_error() -> None:
+    found = predictions(800, (0.5, 2.0, 4.0))
+    report = fit(found, Options("auc", "greedy"))
+    assert report.greater_is_better
+    assert sum(member.weight or 0 for member in report.members) == pytest.approx(1)
+    assert report.over_equal.value == pytest.approx(report.score - report.equal)
+    truth, random = np.asarray(found.truth), np.random.default_rng(0)
+    best, mean = found.members["m0"], np.mean([*found.members.values()], axis=0)
+    drawn = [random.integers(0, 800, 800) for _ in range(200)]
+    spread = np.std([
+        roc_auc_score(truth[rows], best[rows], multi_class="ovr")
+        - roc_auc_score(truth[rows], mean[rows], multi_class="ovr")
+        for rows in drawn
+    ])  # fmt: skip
+    alone = fit(replace(found, members={"m0": best}), Options("auc", "greedy", "temperature"))
+    assert alone.score == pytest.approx(roc_auc_score(truth, best, multi_class="ovr"), abs=0.01)
+    assert 0.6 < report.over_equal.error / spread < 1.7
+
+
+@pytest.mark.parametrize("is_multi_label", [False, True])
+def test_stacking_is_the_logistic_regression_of_scikit_learn(is_multi_label: bool) -> None:
+    found = predictions(1_200)
+    found = multi_label(found) if is_multi_label else found
+    report = fit(found, Options(method="stacking"))
+    assert report.stacking is not None
+    assert weights_of(report) == [None, None]
+    values, penalty = [*found.members.values()], report.stacking.penalty
+    merged = report.stacking.merge(values)
+    if is_multi_label:
+        for label in range(3):
+            logits = np.column_stack([np.log(one[:, label] / (1 - one[:, label])) for one in values])
+            model = LogisticRegression(C=penalty, tol=1e-8, max_iter=5_000).fit(logits, found.truth[:, label])
+            np.testing.assert_allclose(merged[:, label], model.predict_proba(logits)[:, 1], atol=2e-3)
+    else:
+        logs = np.log(np.column_stack(values))
+        model = LogisticRegression(C=penalty, tol=1e-8, max_iter=5_000).fit(logs, found.truth)
+        np.testing.assert_allclose(merged, model.predict_proba(logs), atol=2e-3)
+    assert report.score < min(member.alone for member in report.members)
+
+
+def test_soft_truth_that_is_certain_is_the_hard_truth() -> None:
+    found = predictions(600)
+    truth = np.eye(3)[found.truth]
+    for options in (Options(), Options(calibration="vector"), Options(method="stacking")):
+        hard, soft = fit(found, options), fit(replace(found, truth=truth), options)
+        assert soft.score == pytest.approx(hard.score, abs=1e-6)
+        assert soft.over_equal.error == pytest.approx(hard.over_equal.error, rel=1e-5)
+
+
+def test_rows_that_a_member_lacks_are_left_out_of_the_fit() -> None:
+    found = predictions(1_000)
+    some = found.members["m1"].copy(order="F")
+    some[:300] = np.nan
+    members = {"m0": found.members["m0"], "m1": some}
+    report = fit(replace(found, members=members), Options())
+    rest = {name: values[300:] for name, values in found.members.items()}
+    alone = fit(replace(found, members=rest, truth=found.truth[300:], ids=found.ids.slice(300)), Options())
+    assert (report.rows, report.rows_left_out, report.score) == (700, 300, alone.score)
+    assert any("300 rows" in sentence for sentence in verdicts(report))
+
+
+def test_each_fold_has_its_share_of_each_label() -> None:
+    truth = np.repeat([0, 1, 2], [50, 20, 6])
+    fold_of = folds(truth, 5, 1)
+    counts = np.array([np.bincount(truth[fold_of == fold], minlength=3) for fold in range(5)])
+    assert (counts.max(axis=0) - counts.min(axis=0)).max() <= 1
+    assert not np.array_equal(fold_of, folds(truth, 5, 2))
+
+
+def raw(found: Predictions) -> Predictions:
+    values = {name: one * 10 for name, one in found.members.items()}
+    return replace(
+        found,
+        members=values,
+        activations=dict.fromkeys(values, "none"),
+        truth=found.truth[:, None] * np.ones(3),
+    )
+
+
+def constant(found: Predictions) -> Predictions:
+    return replace(found, members={**found.members, "m1": np.tile([0.2, 0.3, 0.5], (found.rows, 1))})
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "words"),
+    [
+        (lambda p: replace(p, truth=None), Options(), "no true labels"),
+        (lambda p: replace(p, truth=np.zeros(ROWS, np.int64)), Options(), "the truth is 'a' in every row"),
+        (constant, Options(), "m1 gives every row the same values"),
+        (lambda p: predictions(9), Options(), "9 labelled rows for 1 number to fit: too few"),
+        (lambda p: predictions(59), Options(calibration="vector"), "59 labelled rows for 13 numbers"),
+        (lambda p: p, Options("acuracy", "greedy"), "accuracy"),
+        (lambda p: p, Options("accuracy"), "use --method greedy"),
+        (raw, Options("rmse"), "greedy"),
+        (raw, Options(), "raw values"),
+        (lambda p: replace(p, members={"m0": p.members["m0"]}), Options(), "the only member"),
+        (
+            lambda p: replace(p, truth=np.minimum(p.truth, 1)),
+            Options(method="stacking"),
+            "no row tells 'c' from the others",
+        ),
+        (lambda p: predictions(20), Options(folds=11), "use fewer --folds"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_fitted_is_refused_in_a_sentence(change: Any, options: Options, words: str) -> None:
+    with pytest.raises(EnsembleError, match=words) as caught:
+        fit(change(predictions()), options)
+    assert caught.value.exit_code == 2
+    assert len(caught.value.problems) == 1
+
+
+def test_regression_is_fitted_by_its_own_metric() -> None:
+    found = raw(predictions())
+    report = fit(found, Options("rmse", "greedy"))
+    assert report.score <= report.equal + 2 * report.over_equal.error
+
+
+def test_as_few_rows_as_the_threshold_says_are_enough() -> None:
+    assert fit(predictions(MIN_ROWS_PER_NUMBER), Options()).rows == MIN_ROWS_PER_NUMBER

@@ -1,0 +1,208 @@
+"""``fit`` as a command: on the demo's run, on CSVs, and what ``weights.yaml`` then does to a run."""
+
+from __future__ import annotations
+
+import csv
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from scipy.special import softmax
+from sklearn.metrics import log_loss
+
+import ensemble
+from tests.project import ROOT, Project
+
+pytestmark = pytest.mark.usefixtures("warm")
+DEMO = str(ROOT / "configs" / "demo.yaml")
+LABELS = ["a", "b", "c"]
+ROWS = 400
+
+
+@pytest.fixture
+def files(project: Project) -> Project:
+    """CSVs of two members, each in an order of its own, the truth, and a config of both."""
+    random = np.random.default_rng(2)
+    logits = random.normal(size=(ROWS, 3)) * 2
+    truth = (logits + random.gumbel(size=logits.shape)).argmax(axis=1)
+    for name, noise in (("one", 0.6), ("two", 1.2)):
+        values = softmax(2 * (logits + random.normal(size=logits.shape) * noise), axis=1)
+        rows = [[f"r{row}", *map(repr, values[row].tolist())] for row in random.permutation(ROWS).tolist()]
+        project.write_csv(f"{name}.csv", ["id", *LABELS], rows)
+    project.write_csv("truth.csv", ["id", "label"], [[f"r{row}", LABELS[truth[row]]] for row in range(ROWS)])
+    project.write_config(config())
+    return project
+
+
+def config(**ensemble_keys: Any) -> dict[str, Any]:
+    members = [{"name": name, "task_type": "csv", "path": f"{name}.csv"} for name in ("one", "two")]
+    return {
+        "data": {"path": "truth.csv", "label_column": "label"},
+        "labels": LABELS,
+        "models": members,
+        "ensemble": ensemble_keys,
+        "output_dir": "out",
+    }
+
+
+def merged(project: Project) -> tuple[Any, list[str]]:
+    with (project.folder / "out" / "ensemble.csv").open() as file:
+        _, *rows = list(csv.reader(file))
+    with (project.folder / "truth.csv").open() as file:
+        truth = dict(list(csv.reader(file))[1:])
+    return np.array([row[1:] for row in rows], dtype=float), [truth[row[0]] for row in rows]
+
+
+def test_fitted_weights_of_the_demo_do_not_lose_and_it_says_what_is_noise(project: Project) -> None:
+    assert project.ensemble("run", DEMO, "-q").returncode == 0
+    done = project.ensemble("fit", DEMO)
+    assert done.returncode == 0, done.stderr
+    text = (project.folder / "weights.yaml").read_text()
+    overlay = yaml.safe_load(text)
+    weights = {one["name"]: one["weight"] for one in overlay["models"]}
+    assert sum(weights.values()) == pytest.approx(1, abs=1e-5)
+    report = ensemble.fit(DEMO, {"output_dir": str(project.folder / "runs/demo")}, quiet=True)
+    assert report.over_equal.value >= 0
+    noise = "no more than noise" if report.over_equal.is_noise else "more than noise"
+    (said,) = [line for line in done.stdout.splitlines() if line.startswith("Against equal weights")]
+    assert noise in said
+    assert f"# {said}" in text
+    assert "2,000 labelled rows" in text
+    # What was fitted to all rows is what the run then merges by, from the predictions that are there.
+    again = project.ensemble("run", DEMO, "weights.yaml")
+    assert again.returncode == 0, again.stderr
+    assert all(member["reused_rows"] == 2_000 for member in project.run_json("runs/demo")["members"])
+    reached = project.run_json("runs/demo")["scores"]["ensemble"]["log_loss"]
+    assert reached < report.equal
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--calibration", "temperature"],
+        ["--calibration", "vector", "--merge-method", "geometric_mean"],
+        ["--method", "stacking"],
+        ["--method", "stacking", "--calibration", "temperature"],
+        ["--metric", "accuracy"],
+    ],
+)
+def test_a_run_merges_as_the_fit_does(files: Project, options: list[str]) -> None:
+    done = files.ensemble("fit", "one.csv", "two.csv", "--labels", "truth.csv", *options)
+    assert done.returncode == 0, done.stderr
+    done = files.ensemble("run", "config.yaml", "weights.yaml", "-q")
+    assert done.returncode == 0, done.stderr
+    values, truth = merged(files)
+    given = {"one": files.folder / "one.csv", "two": files.folder / "two.csv"}
+    report = ensemble.fit(
+        [*given.values()],
+        labels=files.folder / "truth.csv",
+        method="stacking" if "stacking" in options else "greedy" if "accuracy" in options else None,
+        metric="accuracy" if "accuracy" in options else "log_loss",
+        calibration=next((one for one in ("temperature", "vector") if one in options), "none"),  # type: ignore[arg-type]
+        merge_method="geometric_mean" if "geometric_mean" in options else "mean",
+        quiet=True,
+    )
+    reached = float(log_loss(truth, values))
+    if "accuracy" in options:
+        assert (
+            float((values.argmax(axis=1) == [LABELS.index(one) for one in truth]).mean())
+            >= report.score - 0.02
+        )
+    else:
+        # What is fitted to these rows is better than on rows that were held out, but not by much.
+        assert report.score - 0.05 < reached < report.score
+        assert reached < min(member.alone for member in report.members)
+
+
+def test_the_file_loses_nothing_that_matters(files: Project) -> None:
+    assert files.ensemble("run", "config.yaml", "-q").returncode == 0
+    done = files.ensemble("fit", "config.yaml", "--calibration", "temperature", "-o", "w.yaml")
+    assert done.returncode == 0, done.stderr
+    assert files.ensemble("run", "config.yaml", "w.yaml", "-q").returncode == 0
+    values, truth = merged(files)
+    numbers = np.array([LABELS.index(one) for one in truth])
+    reached = -np.log(values[np.arange(ROWS), numbers]).mean()
+    report = ensemble.fit(
+        [files.folder / "one.csv", files.folder / "two.csv"],
+        labels=files.folder / "truth.csv",
+        calibration="temperature",
+        quiet=True,
+    )
+    whole = [member.weight for member in report.members]
+    parts = []
+    for member, weight in zip(report.members, whole, strict=True):
+        rows = {row[0]: row[1:] for row in files.read(f"{member.name}.csv")[1]}
+        ids = [row[0] for row in files.read("out/ensemble.csv")[1]]
+        logs = np.log(np.array([rows[one] for one in ids], dtype=float))
+        parts.append(weight * softmax(logs / member.calibration, axis=1))
+    exact = -np.log(sum(parts)[np.arange(ROWS), numbers]).mean()
+    assert reached == pytest.approx(exact, abs=1e-7)
+
+
+def test_fitting_again_without_calibration_takes_the_calibration_away(files: Project) -> None:
+    assert files.ensemble("run", "config.yaml", "-q").returncode == 0
+    assert files.ensemble("fit", "config.yaml", "--calibration", "vector").returncode == 0
+    done = files.ensemble("fit", "config.yaml", "weights.yaml", "-o", "plain.yaml")
+    assert done.returncode == 0, done.stderr
+    overlay = yaml.safe_load((files.folder / "plain.yaml").read_text())
+    assert all(one["calibration"] is None for one in overlay["models"])
+    assert files.ensemble("validate", "config.yaml", "weights.yaml", "plain.yaml").returncode == 0
+
+
+def write(project: Project, name: str, change: Any) -> None:
+    header, rows = project.read(name)
+    header, rows = change(header, rows)
+    project.write_csv(name, header, rows)
+
+
+FIT = ["fit", "one.csv", "two.csv", "--labels", "truth.csv"]
+WRONG = {
+    "columns": ("two.csv", lambda h, r: (["id", "a", "b", "d"], r), FIT, "two.csv: has other label columns"),
+    "labels": ("truth.csv", lambda h, r: (h, [*r[:-1], [r[-1][0], "d"]]), FIT, "'d'"),
+    "a missing truth": ("truth.csv", lambda h, r: (h, r[1:]), FIT, "1 id of the predictions missing"),
+    "other ids": ("two.csv", lambda h, r: (h, [["x", *r[0][1:]], *r[1:]]), FIT, "1 id"),
+    "sums": ("two.csv", lambda h, r: (h, [[r[0][0], "0.9", "0.9", "0.9"], *r[1:]]), FIT, "do not sum to 1"),
+    "constant": ("two.csv", lambda h, r: (h, [[row[0], "0.5", "0.25", "0.25"] for row in r]), FIT, "cannot help"),
+    "one label": ("truth.csv", lambda h, r: (h, [[row[0], "b"] for row in r]), FIT, "'b' in every row"),
+    "no truth": ("truth.csv", None, ["fit", "one.csv", "two.csv"], "--labels"),
+    "no run": ("truth.csv", None, ["fit", "config.yaml"], "run the config first"),
+    "both": ("truth.csv", None, ["fit", "config.yaml", "one.csv"], "not both"),
+    "metric": ("truth.csv", None, [*FIT, "--metric", "log_los"], "log_loss"),
+    "method": ("truth.csv", None, ["fit", "config.yaml", "--set", "ensemble.method=median"], "median"),
+    "folder": ("truth.csv", None, [*FIT, "-o", "nowhere/w.yaml"], "--output"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_cannot_be_fitted_is_one_sentence_and_nothing_written(files: Project, what: str) -> None:
+    name, change, arguments, words = WRONG[what]
+    if change is not None:
+        write(files, name, change)
+    before = set(files.folder.iterdir())
+    done = files.ensemble(*arguments)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert words in done.stderr
+    assert done.stderr.count("error:") == 1
+    assert done.stdout == ""
+    assert set(files.folder.iterdir()) == before
+
+
+def test_a_file_that_is_there_is_replaced_by_force_alone(files: Project) -> None:
+    (files.folder / "weights.yaml").write_text("mine")
+    done = files.ensemble(*FIT)
+    assert done.returncode == 2
+    assert "--force" in done.stderr
+    assert (files.folder / "weights.yaml").read_text() == "mine"
+    assert files.ensemble(*FIT, "--force", "-q").stdout == ""
+    assert yaml.safe_load((files.folder / "weights.yaml").read_text())["models"][0]["name"] == "one"
+
+
+def test_predictions_of_a_run_that_is_not_complete_are_not_fitted(files: Project) -> None:
+    assert files.ensemble("run", "config.yaml", "-q").returncode == 0
+    more = config()
+    more["models"].append({"name": "three", "task_type": "csv", "path": "one.csv"})
+    files.write_config(more)
+    done = files.ensemble("fit", "config.yaml")
+    assert done.returncode == 2
+    assert "no complete predictions of three" in done.stderr
