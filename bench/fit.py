@@ -1,6 +1,6 @@
-"""``python -m bench.fit``: what ``ensemble fit`` takes, from CSVs of ten members with a million rows and three labels.
+"""``python -m bench.fit``: what ``ensemble fit`` takes of CSVs of ten members, a million rows and three labels.
 
-Prints a table for docs/benchmarks.md: seconds by the clock and of CPU, and the peak of resident memory, of processes
+Prints a table for docs/benchmarks.md: seconds by the clock and of CPU, and the peak of resident memory of processes
 that read the CSVs and fit.  The members have noise of their own, so that each of them gets a weight.
 """
 
@@ -27,7 +27,7 @@ _READ = "from pathlib import Path; from ensemble.analysis.predictions import rea
     "p = read_files(sorted(map(Path, glob.glob('m*.csv'))), None, Path('truth.csv'))"  # fmt: skip
 _WEIGHTS = "; from ensemble.analysis.weights import MeanLoss, minimize_on_simplex; t = time.process_time(); " \
     "f = minimize_on_simplex(MeanLoss.of([*p.members.values()], p.truth, 'softmax')); " \
-    "print(f'{time.process_time() - t:.1f} s of CPU for {f.weights.round(3)}, at most {f.gap:.0e} nats too much')"  # fmt: skip
+    "print(f'{time.process_time() - t:.1f} s of CPU; at most {f.gap:.0e} nats off', f.weights)"  # fmt: skip
 
 
 def make_files(folder: Path, rows: int, members: int) -> None:
