@@ -76,7 +76,7 @@ def fit_files(paths: Sequence[Path], truth: TruthFile, options: Options) -> tupl
     predictions = read_files(paths, truth.id_column, truth.path, truth.label_column, may_lack_rows=True)
     report = fit(predictions, options)
     sources = f"{', '.join(path.name for path in paths)} by {truth.path.name}"
-    return report, overlay(report, options.pool, sources, {})
+    return report, overlay(report, options.pool, sources)
 
 
 def fit_run(loaded: LoadedConfig, truth: TruthFile, options: Options) -> tuple[FitReport, str]:
@@ -111,22 +111,18 @@ def fit_run(loaded: LoadedConfig, truth: TruthFile, options: Options) -> tuple[F
     if method == "logit_mean" and found.activation == "softmax":
         raise ConfigError(f"ensemble.method: logit_mean is not for labels that exclude each other; {again}")
     report = fit(found, replace(options, pool=POOLS.get(method, "mean")))
-    given: dict[str, object] = {}
-    if options.method == "stacking":
-        given = dict.fromkeys(key for key in config.ensemble.model_fields_set if key != "length_bins")
-    elif options.calibration == "none" and any(getattr(one, "calibration", None) for one in config.models):
-        given = {"calibration": None}
-    text = overlay(report, method, f"the predictions in {config.output_dir.name}", given)
+    has_calibration = any(model.calibration is not None for model in config.models)
+    text = overlay(report, method, f"the predictions in {config.output_dir.name}", has_calibration)
     return report, loaded.redactor(text)
 
 
-def overlay(report: FitReport, method: str, sources: str, cleared: Mapping[str, object]) -> str:
+def overlay(report: FitReport, method: str, sources: str, has_calibration: bool = False) -> str:
     """The text of ``weights.yaml``.
 
     Args:
         method: the merge method of the weights.
         sources: what was fitted, for the head.
-        cleared: keys of ``ensemble`` that the config below has and stacking does not, or of a member's calibration.
+        has_calibration: some member in the config below has one, which must go where none was fitted.
     """
     options = report.options
     today = time.strftime("%Y-%m-%d", time.gmtime())
@@ -151,12 +147,12 @@ def overlay(report: FitReport, method: str, sources: str, cleared: Mapping[str, 
             }
         elif member.calibration is not None:
             keys["calibration"] = {"temperature": _short(member.calibration)}
-        elif "calibration" in cleared:
+        elif has_calibration:
             keys["calibration"] = None
         lines.append(f"  - {_flow(keys)}")
     settings: dict[str, Any] = {"method": method}
     if (stacking := report.stacking) is not None:
-        settings = dict.fromkeys(cleared) | {"method": "stacking"}
+        settings = {"method": "stacking"}
         settings["intercept"] = _by_label(report.labels, stacking.intercepts)
         settings["coefficients"] = {
             member.name: (
