@@ -32,7 +32,7 @@ QUICK = (
 WHOLE = (
     *QUICK,
     *(f"tests/worker/test_{name}.py" for name in ("predict", "precision", "float32", "gguf", "offload")),
-    *(f"tests/worker/test_{name}.py" for name in ("session", "compute", "repeated", "proof")),
+    *(f"tests/worker/test_{name}.py" for name in ("session", "compute", "repeated", "proof", "warmup")),
     *("tests/checkpoint", "tests/test_configs.py"),
 )
 # Shown in the table.
