@@ -117,7 +117,10 @@ def test_every_shortcut_gives_what_the_model_itself_gives(name: str) -> None:
     import transformers
 
     make, expected = CASES[name]
-    model = model_of(make(transformers))
+    config = make(transformers)
+    if type(config) not in transformers.AutoModelForSequenceClassification._model_mapping:
+        pytest.skip(f"transformers {transformers.__version__} has no classifier of this kind")
+    model = model_of(config)
     encoded = encoded_of([1, 3, 9, 17, 33, 40, 40], seed=1)
     # One row at a time needs no padding.
     model.config.pad_token_id = model.config.get_text_config().pad_token_id = None
