@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def asked(folder: Path, cache: Path, **changes: Any) -> Any:
-    return worker_spec(folder, quantization_config=FOUR_BITS, cache_dir=str(cache), **changes)
+    return worker_spec(folder, **{"quantization_config": FOUR_BITS, "cache_dir": str(cache), **changes})
 
 
 @pytest.mark.parametrize(
@@ -246,6 +246,29 @@ def test_bfloat16_of_stored_layers_is_float16_before_ampere(
     assert all(
         "bfloat16 is only emulated" in note and "float16 is what this GPU has" in note for note in notes
     )
+
+
+def test_bfloat16_that_is_asked_for_is_obeyed_and_noted_before_ampere(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ensemble.members.huggingface.loading import quantization
+    from ensemble.members.huggingface.spec import choose_compute_dtype
+
+    monkeypatch.setattr(  # a T4's rules on this CPU
+        quantization, "choose_compute_dtype", lambda settings, _: choose_compute_dtype(settings, (7, 5))
+    )
+    settings = {**FOUR_BITS, "bnb_4bit_compute_dtype": "bfloat16"}
+    spec = asked(folder, tmp_path, quantization_config=settings)
+    for what in (KEPT, LOADED):
+        loaded = load(spec)
+        assert what in " ".join(loaded.notes)
+        assert [note.split(";")[0] for note in loaded.notes if "emulated" in note] == [
+            "bnb_4bit_compute_dtype: bfloat16 is only emulated below compute capability 8.0: slow"
+        ]
+        layer = loaded.model.model.layers[0].mlp.down_proj
+        assert str(layer.compute_dtype) == "torch.bfloat16"
+    quiet = load(worker_spec(folder, quantization_config=FOUR_BITS))
+    assert not [note for note in quiet.notes if "emulated" in note]
 
 
 def test_stored_layers_compute_as_the_plan_says(folder: Path, tmp_path: Path) -> None:
