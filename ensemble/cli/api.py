@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import operator
 import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, TypeAlias, cast
+from typing import IO, TYPE_CHECKING, Any, Literal, SupportsIndex, TypeAlias, cast
 
 from ensemble.cli.layout import Page
 from ensemble.cli.views import lines, show
@@ -147,9 +148,7 @@ def rehearse(
     from ensemble.cli.progress import choose_display
     from ensemble.pipeline.rehearse import rehearse as rehearse_config
 
-    for name, count in (("rows", rows), ("sample", sample)):
-        if count is not None and count < 1:
-            raise ConfigError(f"{name}: must be at least 1")
+    rows, sample = _count("rows", rows), _count("sample", sample)
     loaded = _load(config, overrides)
     table = None if lengths_from is None else _path(lengths_from, "give the path of a table")
     if not _running.acquire(blocking=False):
@@ -431,6 +430,19 @@ def _load(config: ConfigFiles, overrides: Overrides | None) -> LoadedConfig:
             raise ConfigError("config: the list is empty; give the path of a YAML file")
         paths = [_path(path, "give the path of a YAML file") for path in listed]
         return load(paths, () if overrides is None else _texts(overrides))
+
+
+def _count(name: str, given: object) -> int | None:
+    """A whole number of at least 1, whatever its type is; None as it is."""
+    if given is None:
+        return None
+    try:
+        count = 0 if isinstance(given, bool) else operator.index(cast(SupportsIndex, given))
+    except TypeError:
+        count = 0
+    if count < 1:
+        raise ConfigError(f"{name}: give a whole number of at least 1, not {quoted(str(given))}")
+    return count
 
 
 def _path(given: object, advice: str) -> Path:

@@ -107,7 +107,8 @@ def _findings(paths: Sequence[Path], overrides: Sequence[str]) -> Iterator[Findi
             keep_pandas_out()
             prepared = prepare(loaded)
             of_devices = prepared.inventory.warnings  # which come with the devices
-            yield from (Finding("note", text) for text in prepared.warnings if text not in of_devices)
+            told = [text for text in prepared.warnings if text not in of_devices]
+            yield from (Finding("note", text) for text in (*told, *prepared.plan.warnings))
         except EnsembleError as error:
             advice = "fix the config, or what it names"
             yield from (Finding.of_sentence("problem", text, advice) for text in error.problems)

@@ -22,6 +22,7 @@ import pyarrow as pa
 from ensemble.common.clock import boot_seconds
 from ensemble.common.errors import ConfigError, Interrupted, MembersFailed
 from ensemble.common.files import atomic_path
+from ensemble.common.gpus import driver_session
 from ensemble.common.text import duration, gib, plural, shown_path
 from ensemble.config import EnsembleConfig, LoadedConfig
 from ensemble.data.csv_file import write_csv
@@ -137,6 +138,7 @@ class Rehearsal:
         )
 
 
+@driver_session()
 def rehearse(
     loaded: LoadedConfig,
     make_display: Callable[[], Display],

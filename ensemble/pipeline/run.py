@@ -83,7 +83,6 @@ def run(
     return run_prepared(prepared, display, fresh, began, clock, owns_process)
 
 
-@driver_session()
 def run_prepared(
     prepared: Prepared,
     display: Display,
@@ -92,7 +91,10 @@ def run_prepared(
     clock: Callable[[], float] = boot_seconds,
     owns_process: bool = True,
 ) -> RunReport:
-    """What :func:`run` does once the checks are passed; the run began at ``began`` by ``clock``."""
+    """What :func:`run` does once the checks are passed; the run began at ``began`` by ``clock``.
+
+    The caller holds a :func:`driver_session`, from its checks on.
+    """
     config, rundir = prepared.config, RunDir(prepared.config.output_dir)
     target = None if config.submission is None else config.submission.path
     said: list[str] = []

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ensemble.common.device_trials import run_trials
-from ensemble.common.files import free_bytes
+from ensemble.common.files import free_bytes, may_keep
 from ensemble.common.gpus import Device
 from ensemble.common.host import available_memory_bytes, total_memory_bytes
 from ensemble.common.text import gib, plural
@@ -36,8 +36,6 @@ from ensemble.planning.placement import MemberFacts, Placement, place
 # Side by side is chosen where it promises to be this much faster: a replica on each GPU stays balanced where the
 # promise was wrong.
 _WORTH_CHANGING = 0.98
-# Of the disk of the run directory, left to the run's own files beside what loads keep there.
-_DISK_RESERVE_BYTES = 1 << 30
 # What a worker on a GPU takes of its host: torch and transformers imported, and a chunk's token ids; about.
 WORKER_HOST_BYTES = 1 << 30
 _UNMEASURED = Speed(0.0, 0.0, is_measured=False)
@@ -305,10 +303,13 @@ def _with_caches(plan: Plan) -> tuple[MemberPlan, ...]:
     members, left = [], plan.disk_free_bytes
     for member in plan.members:
         asked, needed = member.request.load_cache, member.placement.footprint
+        memory = plan.facts[member.name].memory
+        if memory is not None and memory.is_kept_as_stored():
+            asked = False
         is_expected = plan.config.time_limit is not None or member.first_replicas < member.replicas
         if member.needs_worker and (asked is True or (asked == "auto" and is_expected)):
             size = needed.weights.bytes if needed is not None else None
-            if left is not None and (size or 0) + _DISK_RESERVE_BYTES > left:
+            if left is not None and not may_keep(size, left):
                 takes = "" if size is None else f", and its quantized weights would take {gib(size)} of it"
                 cache = LoadCache(False, size, f"the disk of output_dir has {gib(left)} free{takes}")
             else:

@@ -118,6 +118,8 @@ def test_packages_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Interactive")
     (on_kaggle,) = wrong({"quant_method": "vptq"})
     assert "--no-index --find-links /kaggle/input/DATASET vptq" in on_kaggle
+    assert "scripts/kaggle_kit.py" in on_kaggle
+    assert "scripts/kaggle_kit.py" not in given, "elsewhere pip is there"
 
 
 def test_four_bits_without_a_type_are_warned_of() -> None:

@@ -191,6 +191,14 @@ def test_odd_overrides_are_refused(overrides: Any, words: str, project: Project)
         ensemble.plan(project.folder / "config.yaml", overrides)
 
 
+@pytest.mark.parametrize("odd", ["3", 0, -1, 2.5, True, [3]])
+def test_odd_numbers_of_rows_are_refused(odd: Any, project: Project) -> None:
+    for name in ("rows", "sample"):
+        with pytest.raises(ensemble.ConfigError) as caught:
+            ensemble.rehearse(project.folder / "config.yaml", **{name: odd})
+        assert str(caught.value) == f"{name}: give a whole number of at least 1, not {str(odd)!r}"
+
+
 def test_odd_paths_and_names_are_refused(tmp_path: Path) -> None:
     odd: Any
     for odd in (None, 5, {"data": "test.csv"}):

@@ -176,6 +176,20 @@ def test_a_wrong_mask_stops_only_members_that_want_a_gpu(
     assert "1 problem to fix: no run can start" in done.stdout
 
 
+def test_what_the_plan_warns_of_is_said(
+    project: Project, nvml_sim: NvmlSim, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvml_sim.write(gpus(1))
+    at_torch(monkeypatch, tmp_path, "raise ImportError('stands for torch')")
+    environment = {**nvml_sim.environment(), "HF_HUB_OFFLINE": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(tmp_path)])
+    project.write_config(project.config(defaults={"text_column": "text", "replicas": 3}))
+    done = project.ensemble("doctor", "config.yaml", environment=environment)
+    said = " ".join(done.stdout.split())
+    assert "note models[0].replicas: " in said, done.stdout
+    assert "asks for 3 replicas of 1 GPU each, but there is room for 1 at a time" in said
+
+
 def test_quiet_says_problems_only(
     empty_project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,6 +29,7 @@ from ensemble.pipeline.rehearse import (
 from ensemble.planning.forecast import Speed
 from ensemble.planning.plan import Plan, make_plan
 from tests.faults.inject import Fault, Injected
+from tests.nvml import sim
 from tests.planning.test_plan import config, facts, gpus
 from tests.project import Project
 
@@ -151,14 +152,20 @@ def test_of_a_member_that_fails_the_logs_are_kept(project: Project, tmp_path: Pa
     assert str(kept) in " ".join(done.stderr.split())
 
 
-def test_a_limit_that_is_too_short_is_exit_code_1_and_nothing_of_a_run_is_touched(project: Project) -> None:
+def test_a_limit_that_is_too_short_is_exit_code_1_and_nothing_of_a_run_is_touched(
+    project: Project, nvml_sim: sim.NvmlSim
+) -> None:
+    """And the driver is asked in one session, over the checks and the sample's run."""
+    nvml_sim.write(sim.gpus(2))
     rows = [[f"t{index}", f"{text} again", "tie"] for index, text in enumerate(project.texts)]
     project.write_csv("train.csv", ["id", "text", "winner"], rows)
     project.write_config(project.config(time_limit=0.1))
     before = sorted(project.folder.rglob("*"))
     command = "rehearse config.yaml --rows 700 --sample-rows 40 --lengths-from train.csv"
-    done = project.ensemble(*command.split())
+    done = project.ensemble(*command.split(), environment=nvml_sim.environment())
     assert done.returncode == 1, done.stderr
+    sessions = nvml_sim.sessions()
+    assert [what for what, pid in sessions if pid == sessions[0][1]] == ["open", "close"]
     assert "a run of 40 of 700 rows like those of train.csv" in done.stdout
     assert "would not end within time_limit" in done.stdout
     assert "missing at the limit: gemma 700 of 700 rows, llama 700 of 700 rows" in done.stdout

@@ -12,6 +12,7 @@ import pytest
 from ensemble.common.gpus import Device
 from ensemble.config import RunConfig
 from ensemble.members.footprint import Activation, Footprint, Stage, Weights
+from ensemble.members.huggingface.checkpoint.architecture import read_architecture
 from ensemble.members.huggingface.memory.estimate import CheckpointMemory
 from ensemble.members.seq_cls.parent import SequenceClassification
 from ensemble.members.seq_cls.settings import SequenceClassifierSettings
@@ -118,6 +119,15 @@ class Sized(CheckpointMemory):
         return Footprint(weights, activation, GIB >> 2, 0, "float16", "nf4", "sdpa", 512)
 
 
+STORED = read_architecture(
+    {
+        **{"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "vocab_size": 400, "architectures": ["LlamaForSequenceClassification"]},
+        "quantization_config": {"load_in_4bit": True, "quant_method": "bitsandbytes"},
+    }
+)
+
+
 def test_quantized_weights_are_kept_where_a_later_load_is_expected() -> None:
     four = {"quantization_config": {"load_in_4bit": True}, "replicas": 1}
     eight = {"quantization_config": {"load_in_8bit": True}, "replicas": 1}
@@ -137,6 +147,13 @@ def test_quantized_weights_are_kept_where_a_later_load_is_expected() -> None:
         {**four, "device_map": "auto"},
     )
     assert caches(100 * GIB, *({**one, "quantized_cache": True} for one in others)) == [not_kept] * 4
+    # Of weights that are stored quantized a load makes nothing that could be kept, whatever the config asks for.
+    lengths = np.full(5000, 200, dtype=np.int64)
+    stored = replace(
+        facts(lengths, **always), memory=Sized(asked(0, **always), lengths, 2, None, STORED, max_length=512)
+    )
+    (member,) = make_plan(config(always, time_limit=3600.0), {"m0": stored}, gpus(2)).members
+    assert not member.load_cache.is_kept
     (first, second) = caches(10 * GIB, always, always)
     assert first == kept
     assert second == (

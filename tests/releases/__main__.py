@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ QUICK = (
 WHOLE = (
     *QUICK,
     *(f"tests/worker/test_{name}.py" for name in ("predict", "precision", "float32", "gguf", "offload")),
-    *(f"tests/worker/test_{name}.py" for name in ("session", "compute", "repeated", "proof")),
+    *(f"tests/worker/test_{name}.py" for name in ("session", "compute", "repeated", "proof", "warmup")),
     *("tests/checkpoint", "tests/test_configs.py"),
 )
 # Shown in the table.
@@ -142,21 +143,24 @@ def versions(python: Path) -> dict[str, str]:
 
 
 def _run(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(python), *arguments],
-        cwd=ROOT,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-            "ENSEMBLE_TEST_OTHER_RELEASES": "1",
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # or torch 2.6 starts processes that outlive a test
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    # Of its own: importing bitsandbytes or peft beside torch 2.6 makes a folder that only an orderly end removes.
+    with tempfile.TemporaryDirectory() as folder:
+        return subprocess.run(
+            [str(python), *arguments],
+            cwd=ROOT,
+            env={
+                **os.environ,
+                "PYTHONPATH": str(ROOT),
+                "TMPDIR": folder,
+                "OMP_NUM_THREADS": "1",
+                "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+                "ENSEMBLE_TEST_OTHER_RELEASES": "1",
+                "TORCHINDUCTOR_COMPILE_THREADS": "1",  # or torch 2.6 starts processes that outlive a test
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
 
 
 def with_table(text: str, outcomes: Sequence[Outcome]) -> str:

@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def asked(folder: Path, cache: Path, **changes: Any) -> Any:
-    return worker_spec(folder, quantization_config=FOUR_BITS, cache_dir=str(cache), **changes)
+    return worker_spec(folder, **{"quantization_config": FOUR_BITS, "cache_dir": str(cache), **changes})
 
 
 @pytest.mark.parametrize(
@@ -171,6 +171,23 @@ def test_a_disk_that_takes_no_more_is_no_failure(folder: Path, tmp_path: Path, s
     assert {path.name for path in tmp_path.iterdir()} == {".lock"}
 
 
+def test_plan_and_worker_leave_the_same_room(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ensemble.common.files import may_keep
+    from ensemble.members.huggingface.loading import quantized_cache
+
+    model = load(worker_spec(folder, quantization_config=FOUR_BITS)).model
+    size = sum(one.nbytes for one in (*model.parameters(), *model.buffers()))
+    enough = next(free for free in range(size, size + (2 << 30), 1 << 20) if may_keep(size, free))
+    monkeypatch.setattr(quantized_cache, "free_bytes", lambda _: enough - (1 << 20))
+    (said,) = load(asked(folder, tmp_path)).notes
+    assert said.startswith("its quantized weights (0.1 MiB) are not kept: the disk has ")
+    monkeypatch.setattr(quantized_cache, "free_bytes", lambda _: enough)
+    (said,) = load(asked(folder, tmp_path)).notes
+    assert KEPT in said
+
+
 def test_one_replica_writes(folder: Path, tmp_path: Path) -> None:
     with (tmp_path / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # as another replica that is writing
@@ -219,9 +236,39 @@ STORED = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "bfloat16"}
 def test_bfloat16_of_stored_layers_is_float16_before_ampere(
     stored: dict[str, Any] | None, capability: tuple[int, int] | None, expected: str | None
 ) -> None:
+    from ensemble.members.huggingface.loading.quantization import compute_notes
     from ensemble.members.huggingface.spec import choose_compute_dtype
 
     assert choose_compute_dtype(stored, capability) == expected
+    # Where the config asks for the same, it is obeyed, and said.
+    notes = compute_notes(stored, capability)
+    assert len(notes) == (expected is not None)
+    assert all(
+        "bfloat16 is only emulated" in note and "float16 is what this GPU has" in note for note in notes
+    )
+
+
+def test_bfloat16_that_is_asked_for_is_obeyed_and_noted_before_ampere(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ensemble.members.huggingface.loading import quantization
+    from ensemble.members.huggingface.spec import choose_compute_dtype
+
+    monkeypatch.setattr(  # a T4's rules on this CPU
+        quantization, "choose_compute_dtype", lambda settings, _: choose_compute_dtype(settings, (7, 5))
+    )
+    settings = {**FOUR_BITS, "bnb_4bit_compute_dtype": "bfloat16"}
+    spec = asked(folder, tmp_path, quantization_config=settings)
+    for what in (KEPT, LOADED):
+        loaded = load(spec)
+        assert what in " ".join(loaded.notes)
+        assert [note.split(";")[0] for note in loaded.notes if "emulated" in note] == [
+            "bnb_4bit_compute_dtype: bfloat16 is only emulated below compute capability 8.0: slow"
+        ]
+        layer = loaded.model.model.layers[0].mlp.down_proj
+        assert str(layer.compute_dtype) == "torch.bfloat16"
+    quiet = load(worker_spec(folder, quantization_config=FOUR_BITS))
+    assert not [note for note in quiet.notes if "emulated" in note]
 
 
 def test_stored_layers_compute_as_the_plan_says(folder: Path, tmp_path: Path) -> None:

@@ -94,6 +94,18 @@ def warmed_up(model: Any) -> Any:
     return classifier
 
 
+def looks_both_ways(model: Any) -> bool:
+    """Whether a token's states depend on a later one."""
+    import torch
+
+    with torch.no_grad():
+        one, other = (
+            model.base_model(input_ids=torch.tensor([[5, 6, last]])).last_hidden_state[:, 0]
+            for last in (7, 8)
+        )
+    return not torch.allclose(one, other)
+
+
 def taken(classifier: Any) -> set[str]:
     return {shortcut.name for shortcut in classifier.taken}
 
@@ -105,7 +117,10 @@ def test_every_shortcut_gives_what_the_model_itself_gives(name: str) -> None:
     import transformers
 
     make, expected = CASES[name]
-    model = model_of(make(transformers))
+    config = make(transformers)
+    if type(config) not in transformers.AutoModelForSequenceClassification._model_mapping:
+        pytest.skip(f"transformers {transformers.__version__} has no classifier of this kind")
+    model = model_of(config)
     encoded = encoded_of([1, 3, 9, 17, 33, 40, 40], seed=1)
     # One row at a time needs no padding.
     model.config.pad_token_id = model.config.get_text_config().pad_token_id = None
@@ -114,6 +129,8 @@ def test_every_shortcut_gives_what_the_model_itself_gives(name: str) -> None:
             model(input_ids=torch.from_numpy(ids)[None]).logits[0] for ids in encoded.inputs["input_ids"]
         ]
     classifier = warmed_up(model)
+    if name == "llama-both-ways" and not looks_both_ways(model):
+        expected = {*expected, MASKLESS}  # as with transformers 5.0, which knows no such setting
     assert taken(classifier) == expected
     rows = np.array([4, 0, 6, 2, 5, 1, 3])
     got = classifier.logits(encoded, rows)

@@ -118,7 +118,8 @@ def how_to_install(package: str) -> str:
     wheel = f"pip download --no-deps {package}"
     if _KAGGLE in os.environ:  # where the run that counts has no internet, whatever this one has
         return (
-            f"put its wheel ({wheel}, where there is internet) into a dataset, add that to the notebook, and "
+            f"put its wheel into a dataset, where there is internet (scripts/kaggle_kit.py does, or {wheel}), add "
+            "that to the notebook, and "
             f"pip install --no-deps --no-index --find-links /kaggle/input/DATASET {package}"
         )
     return (

@@ -17,7 +17,12 @@ from ensemble.members.huggingface.loading.adapter import AdapterFiles, attach_ad
 from ensemble.members.huggingface.loading.checks import check_unexpected_keys
 from ensemble.members.huggingface.loading.device_map import check_placement, input_device, placement_options
 from ensemble.members.huggingface.loading.precision import model_dtype
-from ensemble.members.huggingface.loading.quantization import is_bitsandbytes, keep_whole, quantization_config
+from ensemble.members.huggingface.loading.quantization import (
+    compute_notes,
+    is_bitsandbytes,
+    keep_whole,
+    quantization_config,
+)
 from ensemble.members.huggingface.loading.quantized_cache import QuantizedCache
 from ensemble.members.huggingface.spec import (
     ModelSpec,
@@ -92,6 +97,7 @@ def load_model(spec: ModelSpec, least: Capability | None, notes: list[str]) -> A
     cache = None if spec.cache_dir is None else QuantizedCache(spec, dtype)
     if cache is not None and (kept := _load_kept(cache, spec, options, notes)) is not None:
         model, missing = kept
+        notes += compute_notes(spec.quantization_config, least)
         check_placement(model, spec, on_gpu, notes)
         return model if adapter is None else attach_adapter(model, adapter, missing, spec, notes)
     try:
@@ -131,6 +137,8 @@ def load_model(spec: ModelSpec, least: Capability | None, notes: list[str]) -> A
         notes += filter(None, [cache.write(model, missing)])
     if is_quantized and model.hf_quantizer.pre_quantized:
         _set_compute_dtype(model, spec, least, notes)
+    else:
+        notes += compute_notes(spec.quantization_config, least)
     if adapter is not None:
         return attach_adapter(model, adapter, missing, spec, notes)
     if missing:

@@ -10,7 +10,9 @@ import torch
 from transformers import BitsAndBytesConfig
 from transformers.quantizers.auto import AutoQuantizationConfig
 
+from ensemble.members.footprint import Capability
 from ensemble.members.huggingface.memory.sizes import UNQUANTIZED
+from ensemble.members.huggingface.spec import choose_compute_dtype
 
 _BITSANDBYTES = "bitsandbytes"
 
@@ -46,6 +48,20 @@ def quantization_config(settings: Mapping[str, Any], dtype: torch.dtype | str = 
         given.setdefault("bnb_4bit_compute_dtype", dtype)
     # Heads are small, and transformers finds by itself only the ones named like Llama's.
     return BitsAndBytesConfig(**keep_whole(given, UNQUANTIZED))
+
+
+def compute_notes(settings: Mapping[str, Any] | None, least: Capability | None) -> list[str]:
+    """What a user may not expect of the type that 4-bit layers are asked to compute in.
+
+    Args:
+        least: the compute capability of the least capable GPU; None on a CPU.
+    """
+    if (instead := choose_compute_dtype(settings, least)) is None:
+        return []
+    return [
+        "bnb_4bit_compute_dtype: bfloat16 is only emulated below compute capability 8.0: slow; "
+        f"{instead} is what this GPU has"
+    ]
 
 
 def keep_whole(settings: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Any]:

@@ -20,14 +20,12 @@ from typing import Any
 
 import torch
 
-from ensemble.common.files import TEMPORARY, check_unchanged, free_bytes, read_json, sync_directory
+from ensemble.common.files import TEMPORARY, check_unchanged, free_bytes, may_keep, read_json, sync_directory
 from ensemble.common.text import gib
 from ensemble.members.huggingface.spec import ModelSpec
 
 # Of the weights at most so many are copied to the host's memory at a time.
 _SHARD_SIZE = "1GB"
-# Left on the disk for whatever else the run writes.
-_RESERVE_BYTES = 512 << 20
 _NAME, _NOTE, _LOCK = "quantized", "made_of.json", ".lock"
 
 
@@ -84,7 +82,7 @@ class QuantizedCache:
                 shutil.rmtree(self.folder, ignore_errors=True)
                 needed = sum(one.nbytes for one in (*model.parameters(), *model.buffers()))
                 free = free_bytes(self.folder.parent)
-                if free is not None and needed + _RESERVE_BYTES > free:
+                if free is not None and not may_keep(needed, free):  # since the plan, others have written
                     return (
                         f"its quantized weights ({gib(needed)}) are not kept: the disk has {gib(free)} free"
                     )
