@@ -14,5 +14,11 @@ SECTIONS: Registry[Section] = Registry(
         "header": ".header:Header",
         # What came of it.
         # How it ran.
+        "timeline": ".timeline:Timeline",
+        "memory": ".memory:Memory",
+        "throughput": ".throughput:Throughput",
+        "lengths": ".lengths:Lengths",
+        "faults": ".faults:Faults",
+        "settings": ".settings:Settings",
     },
 )
