@@ -85,6 +85,7 @@ th, td { padding: 0.25rem 0.6rem; text-align: right; vertical-align: top; white-
   border-bottom: 1px solid var(--cd8dee4); }
 th { font-weight: 600; color: var(--c656d76); }
 th.left, td.left { text-align: left; }
+td.left { white-space: normal; overflow-wrap: anywhere; min-width: 6rem; }
 td .words, .words { white-space: pre-wrap; overflow-wrap: anywhere; min-width: 16rem; max-width: 36rem; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 0.1rem 1rem; font-size: 0.875rem; }
 dt { color: var(--c656d76); } dd { margin: 0; }
