@@ -19,6 +19,7 @@ from ensemble.pipeline.report_page import page_digest, write_page
 from ensemble.pipeline.run_dir import RunDir
 from tests.cli.reports import member, report
 from tests.project import ROOT, Project, python_path
+from tests.sampling import one_in
 
 pytestmark = pytest.mark.usefixtures("warm")
 RESULTS = ("run.json", "ensemble.csv", "submission.csv", "predictions/gemma.csv", "config.yaml")
@@ -86,7 +87,7 @@ def test_a_broken_library_costs_the_report_and_nothing_else(project: Project, tm
     assert (project.folder / "runs/first/report.html").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", one_in(2, [signal.SIGINT, signal.SIGTERM]))
 def test_a_signal_ends_the_report_and_not_the_run(
     project: Project, tmp_path: Path, number: signal.Signals
 ) -> None:
