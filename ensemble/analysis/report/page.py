@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from ensemble.analysis.report.base import ReportData, html
 from ensemble.analysis.report.pictures import colours
 from ensemble.analysis.report.sections import SECTIONS
 from ensemble.common.files import write_text
+from ensemble.common.redact import Redactor
 from ensemble.common.text import error_text
 from ensemble.pipeline.report_page import DIGEST, page_digest
 from ensemble.pipeline.run_dir import RunDir
@@ -61,8 +64,10 @@ def _sections(data: ReportData) -> Iterator[_Made]:
             title = section.title
             made = section.html(data)
         except Exception as error:  # whatever goes wrong in one, the others are worth reading
-            traceback.print_exc()
-            problem = f"{title}: this section could not be made ({type(error).__name__}: {error_text(error)})"
+            redactor = Redactor(os.environ)
+            print(redactor(traceback.format_exc()), file=sys.stderr)  # noqa: T201
+            why = redactor(f"{type(error).__name__}: {error_text(error)}")
+            problem = f"{title}: this section could not be made ({why})"
             yield _Made(anchor, title, html("<p class=problem>{{ text }}</p>", text=problem), problem)
             continue
         if made is not None:

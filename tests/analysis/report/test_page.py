@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from tests.analysis.report.runs import EVIL, make_run
 PHONE = 390
 # Web Content Accessibility Guidelines 2.2, 1.4.3: of text, and of large text.
 MIN_CONTRAST = 4.5
+MAX_BYTES = 3_000_000
 in_chromium = pytest.mark.skipif(COMMAND is None, reason="Chromium is not installed")
 
 
@@ -142,3 +144,21 @@ def test_the_same_run_gives_the_same_bytes(tmp_path: Path, pages: dict[str, Path
     again = tmp_path / "again.html"
     assert write_report(pages["plain"].parent / "run", again) == []
     assert again.read_bytes() == pages["plain"].read_bytes()
+
+
+@pytest.mark.long
+def test_a_million_rows(
+    tmp_path: Path, request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
+) -> None:
+    make_run(tmp_path, rows=1_000_000)
+    page = tmp_path / "report.html"
+    began = time.monotonic()
+    assert write_report(tmp_path / "run", page) == []
+    record_property("seconds to write", time.monotonic() - began)
+    record_property("bytes", page.stat().st_size)
+    assert page.stat().st_size < MAX_BYTES
+    if COMMAND is not None:
+        tab = request.getfixturevalue("tab")
+        assert tab.open(page, PHONE).messages == []
+        opened = tab.run("performance.getEntriesByType('navigation')[0].loadEventEnd / 1000")
+        record_property("seconds to open", opened)
