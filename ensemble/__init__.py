@@ -17,7 +17,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ensemble.analysis.compare import Comparison
     from ensemble.analysis.fit import FitReport
-    from ensemble.cli.api import Preview, Run, compare, fit, merge, open_run, plan, rehearse, run, validate
+    from ensemble.cli.api import (
+        Preview,
+        Run,
+        compare,
+        fit,
+        merge,
+        open_run,
+        plan,
+        rehearse,
+        report,
+        run,
+        validate,
+    )
     from ensemble.common.errors import (
         CheckpointError,
         ConfigError,
@@ -63,12 +75,25 @@ __all__ = [
     "open_run",
     "plan",
     "rehearse",
+    "report",
     "run",
     "validate",
 ]
 _MODULES = {
     **dict.fromkeys(
-        ("Preview", "Run", "compare", "fit", "merge", "open_run", "plan", "rehearse", "run", "validate"),
+        (
+            "Preview",
+            "Run",
+            "compare",
+            "fit",
+            "merge",
+            "open_run",
+            "plan",
+            "rehearse",
+            "report",
+            "run",
+            "validate",
+        ),
         "ensemble.cli.api",
     ),
     "Comparison": "ensemble.analysis.compare",
