@@ -48,19 +48,8 @@ def read_by_id(
     Raises:
         DataError: missing, repeated or additional ids, a cell that is no number; also what ``text_batches`` raises.
     """
-    chunks, blocks, rows = [], [], 0
-    for batch in text_batches(path, [id_column, *labels]):
-        chunks.append(batch.column(0))
-        blocks.append(np.empty((len(batch), len(labels))))
-        for index, label in enumerate(labels):
-            cells = batch.column(1 + index)
-            blocks[-1][:, index], is_text = text_as_numbers(cells)
-            if is_text.any():
-                bad = int(is_text.argmax())
-                what = f"{quoted(cells[bad].as_py())} in column {quoted(label)} is no number"
-                raise DataError(f"{path}: row {rows + bad + 1:,}: {what}; write a number in every row")
-        rows += len(batch)
-    found = pa.chunked_array(chunks).cast(ids.type)
+    found, read = read_numbers(path, id_column, labels)
+    found = found.cast(ids.type)
     place = pc.index_in(found, value_set=ids)  # of each row of the file in the table
     is_known, rows_of_ids = place.is_valid(), place.drop_null().to_numpy()
     counts = np.bincount(rows_of_ids, minlength=len(ids))
@@ -80,8 +69,32 @@ def read_by_id(
     if problems:
         raise DataError([f"{path}: {problem}" for problem in problems])
     values = np.empty((len(ids), len(labels)), order="F")
-    values[rows_of_ids] = np.concatenate(blocks)[is_known.to_numpy()]
+    values[rows_of_ids] = read[is_known.to_numpy()]
     return values, place.null_count
+
+
+def read_numbers(path: Path, id_column: str, labels: Sequence[str]) -> tuple[pa.ChunkedArray, _Values]:
+    """Reads a CSV as it stands, in blocks.
+
+    Returns:
+        the ids as text, [rows], and the columns ``labels`` in this order, float64 [rows, labels].
+
+    Raises:
+        DataError: a cell that is no number; also what ``text_batches`` raises.
+    """
+    chunks, blocks, rows = [], [], 0
+    for batch in text_batches(path, [id_column, *labels]):
+        chunks.append(batch.column(0))
+        blocks.append(np.empty((len(batch), len(labels))))
+        for index, label in enumerate(labels):
+            cells = batch.column(1 + index)
+            blocks[-1][:, index], is_text = text_as_numbers(cells)
+            if is_text.any():
+                bad = int(is_text.argmax())
+                what = f"{quoted(cells[bad].as_py())} in column {quoted(label)} is no number"
+                raise DataError(f"{path}: row {rows + bad + 1:,}: {what}; write a number in every row")
+        rows += len(batch)
+    return pa.chunked_array(chunks), np.concatenate(blocks)
 
 
 class PredictionsReader:

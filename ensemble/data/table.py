@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ensemble.common.errors import DataError
+from ensemble.common.protocol import Activation
 from ensemble.common.text import did_you_mean, listed, plural, quoted
 from ensemble.data.csv_file import text_as_numbers
 from ensemble.data.digests import RowDigests, row_digests, rows_digest
@@ -59,6 +60,8 @@ class TableNeeds:
         json_columns: those that a template parses with ``fromjson``.
         text_columns: those that are used directly as text.
         limit: use only the first so many rows; at least 1.
+        truth_as: what ``label_columns`` hold: "softmax" for probabilities that sum to 1 and are scaled to it,
+            "sigmoid" for one from 0 to 1 in each of them, "none" for any numbers.
     """
 
     id_column: str
@@ -69,6 +72,7 @@ class TableNeeds:
     text_columns: tuple[str, ...]
     limit: int | None
     label_columns: tuple[str, ...] = ()
+    truth_as: Activation = "softmax"
 
 
 class InputTable:
@@ -295,7 +299,7 @@ def _label_problems(
 def _probabilities(
     path: Path, needs: TableNeeds, contents: Contents
 ) -> tuple[npt.NDArray[np.float64], list[str]]:
-    """The label columns as float64 [rows, labels], each row scaled to sum to 1; and what is wrong with them."""
+    """The label columns as float64 [rows, labels], as ``truth_as`` has them; and what is wrong with them."""
     columns = {name: contents.columns.column(name) for name in needs.label_columns}
     problems = [
         f"{path}: label column {quoted(name)} holds {shown_type(column.type)} values; write it as numbers"
@@ -312,11 +316,16 @@ def _probabilities(
         sums = values.sum(axis=1)
         is_off = np.abs(sums - 1) > _SUM_TOLERANCE
     is_odd, is_negative = ~is_number.all(axis=1), (values < 0).any(axis=1)
-    wrong = {
-        "without a number in each of them": is_odd,
-        "with a value below 0": is_negative & ~is_odd,
-        "whose values do not sum to 1": is_off & ~is_odd & ~is_negative,
-    }
+    advice = "each row holds the probability of each label"
+    wrong = {"without a number in each of them": is_odd}
+    if needs.truth_as != "none":
+        wrong["with a value below 0"] = is_negative & ~is_odd
+    if needs.truth_as == "softmax":
+        wrong["whose values do not sum to 1"] = is_off & ~is_odd & ~is_negative
+    elif needs.truth_as == "sigmoid":
+        wrong["with a value above 1"] = (values > 1).any(axis=1) & ~is_odd
+    else:
+        advice = "each row holds a number for each label"
     where = f"{path}: label columns {listed(needs.label_columns)}"
     for what, mask in wrong.items():
         if len(rows := np.flatnonzero(mask)):
@@ -328,9 +337,9 @@ def _probabilities(
                 )
                 for row in rows[:_SHOWN].tolist()
             )
-            advice = "each row holds the probability of each label"
             problems.append(f"{where}: {plural(len(rows), 'row')} {what}; {shown}; {advice}")
-    return values if problems else values / sums[:, None], problems
+    is_scaled = needs.truth_as == "softmax" and not problems
+    return values / sums[:, None] if is_scaled else values, problems
 
 
 def _as_numbers(column: pa.ChunkedArray) -> npt.NDArray[np.float64]:

@@ -94,6 +94,7 @@ class RunState:
             files={name: str(path) for name, path in dict(results.files).items()},
             config=loaded.text,
             overrides=tuple(loaded.overrides),
+            table=str(prepared.config.data.path.absolute()),
         )
         redacted: RunReport = loaded.redactor.document(report)
         return redacted

@@ -145,6 +145,7 @@ class RunReport:
         ensemble: the merge method and its settings.
         files: results by what they are, in the order they were made.
         config: the YAML as it was written.
+        table: the absolute path of the input table.
     """
 
     status: Status
@@ -174,6 +175,7 @@ class RunReport:
     files: dict[str, str] = field(default_factory=dict)
     config: str = ""
     overrides: tuple[str, ...] = ()
+    table: str = ""
 
     @property
     def failures(self) -> tuple[Failure, ...]:

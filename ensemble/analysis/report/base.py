@@ -1,0 +1,127 @@
+"""What a section of the report is, what it is made from, and the few tools that all sections share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import jinja2
+from markupsafe import Markup
+
+from ensemble.common.errors import DataError
+from ensemble.data.csv_file import read_header
+from ensemble.data.formats import read_contents
+from ensemble.data.input_file import Contents, Wanted, cell_texts
+from ensemble.pipeline.run_dir import RunDir
+from ensemble.pipeline.run_report import RunReport
+
+if TYPE_CHECKING:
+    from ensemble.analysis.predictions import Predictions
+
+
+class Section(ABC):
+    """One section of the page: a class in a file of its own, and a line in ``SECTIONS``."""
+
+    title: ClassVar[str]  # the heading, and what the list of contents calls it
+
+    @abstractmethod
+    def html(self, data: ReportData) -> Markup | None:
+        """What stands below the heading, made with ``html``, ``table`` and ``picture``; None: nothing to show.
+
+        Where it raises, the page says so in its place, and has the other sections.
+        """
+
+
+@dataclass
+class ReportData:
+    """What a report is made from; what takes long to read is read when it is first asked for.
+
+    Attributes:
+        run_dir: the run's ``output_dir``.
+        report: its run.json.
+    """
+
+    run_dir: Path
+    report: RunReport
+
+    @cached_property
+    def predictions(self) -> Predictions:
+        """All members' probabilities and the ensemble's, with the truth where the run knew it.
+
+        Raises:
+            DataError: a file is missing or does not fit the others.
+        """
+        from ensemble.analysis.predictions import read_run
+
+        return read_run(self.run_dir)
+
+    def texts(self, rows: Sequence[int]) -> list[dict[str, str]]:
+        """What members read of these rows of the table, as text by column, whole; rows count from 0.
+
+        Raises:
+            DataError: the table is no longer there, or has other rows than the run had.
+        """
+        table = self._table
+        ids = self.predictions.ids
+        for row in rows:
+            if row >= table.rows or table.ids is None or table.ids[row].as_py() != ids[row].as_py():
+                raise DataError(
+                    f"{self.report.table} has changed since the run: row {row + 1:,} is another one"
+                )
+        columns = {}
+        for name in table.columns.column_names:
+            cells = cell_texts(table.columns.column(name).take(list(rows)).combine_chunks()).to_pylist()
+            columns[name] = [
+                cell.decode("utf-8", "replace") if isinstance(cell, bytes) else cell or "" for cell in cells
+            ]
+        return [{name: cells[place] for name, cells in columns.items()} for place in range(len(rows))]
+
+    @cached_property
+    def _table(self) -> Contents:
+        id_column = read_header(RunDir(self.run_dir).ensemble)[0]
+        wanted = Wanted(id_column, None, tuple(self.report.null_texts), self.report.rows)
+        return read_contents(Path(self.report.table), wanted)
+
+
+_ENVIRONMENT = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+
+
+def html(template: str, **values: object) -> Markup:
+    """A Jinja template with its values, which are escaped unless they are ``Markup`` themselves.
+
+    The template is a literal of the code, never a text that comes from anywhere else.  A value must not stand where
+    escaping is not enough: unquoted, in a name, in an address (``href``, ``src``), or, but for a number, in
+    ``style``.  The page has classes for what is common: ``note``, ``muted``, ``good``, ``bad``, ``problem``, and
+    ``text`` for a cell of a table that holds text of any length.
+    """
+    return Markup(_ENVIRONMENT.from_string(template).render(values))
+
+
+def table(headers: Sequence[object], rows: Sequence[Sequence[object]], left: Sequence[int] = (0,)) -> Markup:
+    """A table, which scrolls sideways in its own frame where the window is narrow.
+
+    Args:
+        rows: of cells: texts, or ``Markup``.
+        left: the columns by number that are text; the others are numbers, aligned to the right.
+    """
+    return html(_TABLE, headers=headers, rows=rows, left=set(left))
+
+
+_TABLE = """
+<div class="table"><table>
+<thead><tr>
+{% for cell in headers %}
+<th scope="col"{% if loop.index0 in left %} class="left"{% endif %}>{{ cell }}</th>
+{% endfor %}
+</tr></thead>
+<tbody>
+{% for row in rows %}
+<tr>{% for cell in row %}<td{% if loop.index0 in left %} class="left"{% endif %}>{{ cell }}</td>{% endfor %}</tr>
+
+{% endfor %}
+</tbody></table></div>
+"""

@@ -1,0 +1,134 @@
+"""The whole page: its sections one below the other, with all that they need, in one file."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from markupsafe import Markup
+
+from ensemble.analysis.report.base import ReportData, html
+from ensemble.analysis.report.pictures import colours
+from ensemble.analysis.report.sections import SECTIONS
+from ensemble.common.files import write_text
+from ensemble.common.text import error_text
+from ensemble.pipeline.report_page import page_digest
+from ensemble.pipeline.run_dir import RunDir
+from ensemble.pipeline.run_report import RunReport
+
+
+@dataclass(frozen=True)
+class _Made:
+    id: str
+    title: str
+    html: Markup
+    problem: str = ""
+
+
+def write_report(run_dir: Path, output: Path) -> list[str]:
+    """Make the page of a run and write it.
+
+    Returns:
+        what could not be shown, a sentence for each section; their tracebacks go to the error stream.
+
+    Raises:
+        DataError: there is no run.json that can be read.
+        WriteError: the disk is full or the like.
+    """
+    report = RunReport.read(RunDir(run_dir).run_json)
+    made = [*_sections(ReportData(run_dir, report))]
+    page = html(
+        _PAGE,
+        title=f"{run_dir.absolute().name}: {report.status.replace('_', ' ')}",
+        digest=page_digest(report),
+        style=Markup(_STYLE),
+        colours=[*colours()],
+        sections=made,
+    )
+    write_text(output, page + "\n")
+    return [one.problem for one in made if one.problem]
+
+
+def _sections(data: ReportData) -> Iterator[_Made]:
+    for name in SECTIONS.names():
+        title, anchor = name, re.sub(r"\W+", "-", name)
+        try:
+            section = SECTIONS.load(name)()
+            title = section.title
+            made = section.html(data)
+        except Exception as error:  # whatever goes wrong in one, the others are worth reading
+            traceback.print_exc()
+            problem = f"{title}: this section could not be made ({type(error).__name__}: {error_text(error)})"
+            yield _Made(anchor, title, html("<p class=problem>{{ text }}</p>", text=problem), problem)
+            continue
+        if made is not None:
+            yield _Made(anchor, title, made)
+
+
+_STYLE = """
+body { margin: 0; background: var(--cfefefe); color: var(--c1f2328); line-height: 1.5;
+  font: 16px/1.5 var(--font); overflow-wrap: anywhere; }
+main { max-width: 48rem; margin: 0 auto; padding: 1rem; }
+h1 { font-size: 1.5rem; line-height: 1.25; margin: 0.5rem 0; }
+h2 { font-size: 1.2rem; margin: 2.5rem 0 0.5rem; padding-top: 0.5rem; border-top: 1px solid var(--cd8dee4); }
+h3 { font-size: 1rem; margin: 1.5rem 0 0.25rem; }
+p, ul, dl { margin: 0.5rem 0; }
+a { color: var(--c2f6fd1); }
+nav { font-size: 0.875rem; display: flex; flex-wrap: wrap; gap: 0.25rem 1rem; }
+.table { overflow-x: auto; margin: 0.75rem 0; }
+table { border-collapse: collapse; font-size: 0.875rem; font-variant-numeric: tabular-nums; }
+th, td { padding: 0.25rem 0.6rem; text-align: right; vertical-align: top; white-space: nowrap;
+  border-bottom: 1px solid var(--cd8dee4); }
+th { font-weight: 600; color: var(--c656d76); }
+th.left, td.left { text-align: left; }
+td.text { white-space: pre-wrap; overflow-wrap: anywhere; min-width: 16rem; }
+figure { margin: 1rem 0; }
+figcaption, .note { font-size: 0.875rem; color: var(--c656d76); }
+svg { display: block; max-width: 100%; height: auto; }
+svg * { stroke-linejoin: round; stroke-linecap: butt; }
+svg.narrow { display: none; }
+pre { overflow-x: auto; font-size: 0.8125rem; padding: 0.75rem; border: 1px solid var(--cd8dee4);
+  border-radius: 6px; white-space: pre-wrap; }
+code { font-size: 0.875em; }
+.good { color: var(--c1a7f38); } .bad, .problem { color: var(--ccf222f); }
+.muted { color: var(--c656d76); }
+@media (max-width: 47rem) { svg.wide { display: none; } svg.narrow { display: block; } }
+@media print { main { max-width: none; } nav { display: none; } }
+"""
+# What the page may load: nothing but what is in it; and it runs no script, whatever stands in a cell of a table.
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:; \
+base-uri 'none'; form-action 'none'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta name="referrer" content="no-referrer">
+<meta name="ensemble-digest" content="{{ digest }}">
+<title>{{ title }}</title>
+<style>
+:root { color-scheme: light dark; --font: system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif;
+{% for name, light, dark in colours %}{{ name }}: {{ light }}; {% endfor %} }
+@media (prefers-color-scheme: dark) { :root {
+{% for name, light, dark in colours %}{{ name }}: {{ dark }}; {% endfor %} } }
+{{ style }}
+</style>
+</head>
+<body><main>
+{% for one in sections %}
+<section id="{{ one.id }}">
+{% if not loop.first %}<h2>{{ one.title }}</h2>
+{% endif %}
+{{ one.html }}
+{% if loop.first %}<nav aria-label="Sections">
+{% for other in sections[1:] %}<a href="#{{ other.id }}">{{ other.title }}</a>
+{% endfor %}</nav>
+{% endif %}
+</section>
+{% endfor %}
+</main></body>
+</html>"""

@@ -1,0 +1,18 @@
+"""The sections of the report in the page's order: one file and one line each."""
+
+from __future__ import annotations
+
+from ensemble.analysis.report.base import Section
+from ensemble.common.extensions import Registry
+
+SECTIONS: Registry[Section] = Registry(
+    group="ensemble.report_sections",
+    what="section of the report",
+    base=Section,  # type: ignore[type-abstract]
+    package=__name__,
+    built_in={
+        "header": ".header:Header",
+        # What came of it.
+        # How it ran.
+    },
+)

@@ -1,0 +1,198 @@
+"""Predictions from files and from run directories: joined by id, or refused in one sentence."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from ensemble.analysis.predictions import read_files, read_run, run_settings
+from ensemble.common.errors import DataError
+from ensemble.pipeline.run_report import RunReport
+from tests.project import LABELS, Project
+
+A: dict[str, list[Any]] = {"id": ["007", "1e5", " x"], "neg": [0.7, 0.2, 0.5], "pos": [0.3, 0.8, 0.5]}
+B: dict[str, list[Any]] = {"pos": [0.6, 0.1, 0.4], "neg": [0.4, 0.9, 0.6], "id": [" x", "007", "1e5"]}
+TRUTH: dict[str, list[Any]] = {"id": ["1e5", "more", " x", "007"], "label": ["neg", "pos", "pos", "neg"]}
+
+
+def write(folder: Path, **files: Mapping[str, Sequence[Any]]) -> list[Path]:
+    paths = []
+    for name, columns in files.items():
+        paths.append(folder / f"{name}.csv")
+        pd.DataFrame(columns).to_csv(paths[-1], index=False)
+    return paths
+
+
+def problems(paths: Sequence[Path], **asked: Any) -> list[str]:
+    with pytest.raises(DataError) as caught:
+        read_files(paths, **asked)
+    assert caught.value.exit_code == 2
+    return [problem.replace(f"{paths[0].parent}/", "") for problem in caught.value.problems]
+
+
+def test_files_are_joined_by_id_in_the_order_of_the_first(tmp_path: Path) -> None:
+    a, b, truth = write(tmp_path, **{"a.v2": A, "b": B, "truth": TRUTH})
+    read = read_files([a, b], labels=truth)
+    assert read.ids.to_pylist() == A["id"]
+    assert read.labels == ("neg", "pos")
+    assert list(read.members) == ["a.v2", "b"]
+    assert read.members["a.v2"].tolist() == [[0.7, 0.3], [0.2, 0.8], [0.5, 0.5]]
+    assert read.members["b"].tolist() == [[0.9, 0.1], [0.6, 0.4], [0.4, 0.6]]
+    assert read.activations == {"a.v2": "softmax", "b": "softmax"}
+    assert read.truth is not None
+    assert read.truth.dtype == np.int64
+    assert read.truth.tolist() == [0, 0, 1]
+    assert read.remarks == (f"1 row of {truth} left out, of ids without predictions",)
+
+
+def test_a_truth_in_columns(tmp_path: Path) -> None:
+    soft = {"id": A["id"], "pos": [0.1, 1.0, 0.5], "neg": [0.9, 0.0, 0.5]}
+    one_hot = {"id": A["id"], "pos": [False, True, True], "neg": [True, False, False]}
+    a, soft_truth, hot_truth = write(tmp_path, a=A, soft=soft, hot=one_hot)
+    read = read_files([a], labels=soft_truth)
+    assert read.truth is not None
+    assert read.truth.tolist() == [[0.9, 0.1], [0.0, 1.0], [0.5, 0.5]]
+    read = read_files([a], labels=hot_truth)
+    assert read.truth is not None
+    assert (read.truth.dtype, read.truth.tolist()) == (np.int64, [0, 1, 1])
+
+
+def test_labels_that_are_not_exclusive_and_regression(tmp_path: Path) -> None:
+    several = {"id": ["1", "2"], "rude": [0.9, 0.2], "loud": [0.8, 0.1]}
+    number = {"id": ["1", "2"], "score": [3.5, -1.0]}
+    chance = {"id": ["1", "2"], "target": [0.5, 1.0]}
+    truth = {"id": ["2", "1"], "rude": [0, 1], "loud": [1, 1], "score": [-2.0, 4.0], "label": [0, 1]}
+    paths = write(tmp_path, several=several, number=number, chance=chance, truth=truth)
+    read = read_files(paths[:1], labels=paths[3], activation="sigmoid")
+    assert (read.activation, read.truth is not None and read.truth.tolist()) == ("sigmoid", [[1, 1], [0, 1]])
+    read = read_files(paths[1:2], labels=paths[3], label_column="score")
+    assert (read.activation, read.truth is not None and read.truth.tolist()) == ("none", [[4.0], [-2.0]])
+    read = read_files(paths[2:3], labels=paths[3])
+    assert (read.activation, read.truth is not None and read.truth.tolist()) == ("sigmoid", [[1.0], [0.0]])
+
+
+def test_files_as_people_have_them(tmp_path: Path) -> None:
+    """Compressed, tab-separated, with another name for the ids; the truth stands beside the predictions."""
+    (tmp_path / "a.csv.gz").write_bytes(
+        gzip.compress(pd.DataFrame(A | {"label": ["neg"] * 3}).to_csv(index=False).encode())
+    )
+    pd.DataFrame(B).rename(columns={"id": "key"})[["key", "pos", "neg"]].to_csv(
+        tmp_path / "b.tsv", index=False, sep="\t"
+    )
+    read = read_files([tmp_path / "a.csv.gz", tmp_path / "b.tsv"], labels=tmp_path / "a.csv.gz")
+    assert list(read.members) == ["a", "b"]
+    assert read.members["b"][:, 0].tolist() == [0.9, 0.6, 0.4]
+    assert read.truth is not None
+    assert read.truth.tolist() == [0, 0, 0]
+    pd.DataFrame(A | {"fold": [1, 2, 3]}).to_csv(tmp_path / "c.csv", index=False)
+    assert read_files([tmp_path / "c.csv"], columns=["pos", "neg"]).labels == ("pos", "neg")
+
+
+def test_members_with_some_of_the_rows(tmp_path: Path) -> None:
+    some = {name: cells[:1] for name, cells in A.items()}
+    a, b = write(tmp_path, a=A, b=some)
+    values = read_files([a, b], may_lack_rows=True).members["b"]
+    assert values[0].tolist() == [0.7, 0.3]
+    assert np.isnan(values[1:]).all()
+    assert problems([a, b]) == [
+        f"b.csv: 2 ids of {a} missing ('1e5', ' x'); give the same rows in each file".replace(
+            f"{tmp_path}/", ""
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({**A, "id": ["007", "1e5", "y"]}, "b.csv: 1 id of a.csv missing (' x'); give the same rows"),
+        ({**A, "id": ["u", "v", "w"]}, "b.csv: has no id of a.csv at all"),
+        ({**A, "id": ["007", "007", " x"]}, "b.csv: 1 id more than once ('007'); keep one row for each id"),
+        ({"id": A["id"], "neg": A["neg"], "tie": A["pos"]},
+         "b.csv: has other label columns than a.csv: only a.csv has 'pos', only b.csv has 'tie'"),
+        ({**A, "neg": [0.7, 0.3, 0.5]}, "b.csv: 1 row with values that do not sum to 1, the first is id 1e5"),
+        ({**A, "neg": [0.7, "", 0.5]}, "b.csv: row 2: '' in column 'neg' is no number"),
+        ({"id": [], "neg": [], "pos": []}, "b.csv: has no rows below its header"),
+    ],
+)  # fmt: skip
+def test_files_that_do_not_fit(tmp_path: Path, other: dict[str, list[Any]], said: str) -> None:
+    found = problems(write(tmp_path, a=A, b=other))
+    assert len(found) <= 2
+    assert found[0].startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("truth", "said"),
+    [
+        (
+            {"id": A["id"], "label": ["neg", "tie", "pos"]},
+            "1 row without a known label; row 2 (id '1e5'): 'tie'",
+        ),
+        ({"id": A["id"][:2], "label": ["neg", "pos"]}, "1 id of the predictions missing (' x')"),
+        ({"id": A["id"], "lable": ["neg", "pos", "pos"]}, "no label column 'label' (did you mean 'lable'?)"),
+        ({"id": A["id"], "neg": [1, 0, 1], "pos": [1, 0, 0]}, "2 rows whose values do not sum to 1"),
+        ({"id": ["007"] * 3, "label": ["neg"] * 3}, "1 id more than once"),
+    ],
+)
+def test_a_truth_that_does_not_fit(tmp_path: Path, truth: dict[str, list[Any]], said: str) -> None:
+    a, labels = write(tmp_path, a=A, truth=truth)
+    (found,) = problems([a], labels=labels)
+    assert found.startswith("truth.csv: ")
+    assert said in found
+
+
+def test_two_files_of_one_name(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, oof=A)
+    with pytest.raises(DataError, match=r"one/oof\.csv, .*two/oof\.csv: a member is named as its file is"):
+        read_files([tmp_path / "one/oof.csv", tmp_path / "two/oof.csv"])
+
+
+@pytest.mark.usefixtures("warm")
+def test_a_run_as_it_stands(project: Project) -> None:
+    project.write_table(40)
+    project.write_config(project.config())
+    assert project.ensemble("run", "config.yaml", "--set", "limit=30").returncode == 0
+    run_dir = project.folder / "runs/first"
+    read = read_run(run_dir)
+    assert read.remarks == ()
+    assert read.ids.to_pylist() == project.ids[:30]
+    assert read.labels == tuple(LABELS)
+    assert read.truth is not None
+    assert [LABELS[number] for number in read.truth] == project.truth[:30]
+    assert list(read.members) == ["gemma", "llama"]
+    assert read.ensemble is not None
+    np.testing.assert_allclose(read.ensemble, 0.6 * read.members["gemma"] + 0.4 * read.members["llama"])
+    assert run_settings(RunReport.read(run_dir / "run.json"))["limit"] == 30
+
+    # A member of which only some rows are there, one that is not there, and a table that has gone.
+    path = run_dir / "predictions/llama.csv"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([lines[0], *lines[5:7]]))
+    (run_dir / "predictions/gemma.csv").unlink()
+    (project.folder / "test.csv").unlink()
+    moved = project.folder / "elsewhere"
+    shutil.move(run_dir, moved)
+    read = read_run(moved)
+    assert list(read.members) == ["llama"]
+    assert np.flatnonzero(~np.isnan(read.members["llama"][:, 0])).tolist() == [4, 5]
+    assert read.activations == {"llama": "softmax"}
+    assert read.truth is None
+    left_out, no_truth = read.remarks
+    assert "no complete predictions of gemma" in left_out
+    assert no_truth.startswith("no truth: ")
+    assert "test.csv, is not there any more" in no_truth
+    with pytest.raises(DataError, match="is not there any more"):
+        read_run(moved, truth="needed")
+    document = json.loads((moved / "run.json").read_text())
+    (moved / "run.json").write_text(json.dumps(document | {"members": []}))
+    with pytest.raises(DataError, match="no member's predictions are complete"):
+        read_run(moved)
