@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from ensemble.pipeline.validate import Prepared
     from ensemble.planning.plan import Plan
 
+# The path of a YAML file, or of several, of which later ones override earlier ones.
+ConfigFiles: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 # {"models.gemma2.weight": 0.5} or ["models.gemma2.weight=0.5"], as --set takes them.
 Overrides: TypeAlias = Mapping[str, object] | Sequence[str]
 # One at a time: they share the log, the display, the signals and, above all, the GPUs.
@@ -58,7 +60,7 @@ def _told(redactor: Redactor | None = None) -> Iterator[None]:
 
 
 def run(
-    config: str | os.PathLike[str],
+    config: ConfigFiles,
     overrides: Overrides | None = None,
     *,
     fresh: bool = False,
@@ -70,7 +72,9 @@ def run(
     other than the main one no signal is heeded.
 
     Args:
-        overrides: ``{"models.gemma2.weight": 0.5}``, or texts as ``--set`` takes them.
+        config: the path of a YAML file, or of several, such as ``["config.yaml", "weights.yaml"]``: what later ones
+            say overrides what earlier ones say.
+        overrides: ``{"models.gemma2.weight": 0.5}``, or texts as ``--set`` takes them; they come last.
         fresh: start over, whatever an earlier run did.
         quiet: print nothing.
 
@@ -98,7 +102,7 @@ def run(
     return Run(loaded.config.output_dir)
 
 
-def validate(config: str | os.PathLike[str], overrides: Overrides | None = None) -> Preview:
+def validate(config: ConfigFiles, overrides: Overrides | None = None) -> Preview:
     """Check a config as ``ensemble validate`` does, without loading a model.
 
     Raises:
@@ -107,7 +111,7 @@ def validate(config: str | os.PathLike[str], overrides: Overrides | None = None)
     return _preview("validate", config, overrides)
 
 
-def plan(config: str | os.PathLike[str], overrides: Overrides | None = None) -> Preview:
+def plan(config: ConfigFiles, overrides: Overrides | None = None) -> Preview:
     """What a config would take, as ``ensemble plan`` shows it; what fits nowhere is in its ``problems``.
 
     Raises:
@@ -117,7 +121,7 @@ def plan(config: str | os.PathLike[str], overrides: Overrides | None = None) -> 
 
 
 def rehearse(
-    config: str | os.PathLike[str],
+    config: ConfigFiles,
     overrides: Overrides | None = None,
     *,
     rows: int | None = None,
@@ -267,7 +271,7 @@ class Preview:
         return redactor("\n".join(lines(self._view, self._prepared, Page())))
 
 
-def _preview(view: str, config: str | os.PathLike[str], overrides: Overrides | None) -> Preview:
+def _preview(view: str, config: ConfigFiles, overrides: Overrides | None) -> Preview:
     from ensemble.pipeline.validate import prepare
 
     loaded = _load(config, overrides)
@@ -275,12 +279,15 @@ def _preview(view: str, config: str | os.PathLike[str], overrides: Overrides | N
         return Preview(view, prepare(loaded, must_fit=view == "validate"))
 
 
-def _load(config: str | os.PathLike[str], overrides: Overrides | None) -> LoadedConfig:
+def _load(config: ConfigFiles, overrides: Overrides | None) -> LoadedConfig:
     if found := [*unsupported()]:
         raise ConfigError(found)
     with _told():
-        path = _path(config, "give the path of a YAML file")
-        return load(path, () if overrides is None else _texts(overrides))
+        listed = config if isinstance(config, Sequence) and not isinstance(config, str) else [config]
+        if not listed:
+            raise ConfigError("config: the list is empty; give the path of a YAML file")
+        paths = [_path(path, "give the path of a YAML file") for path in listed]
+        return load(paths, () if overrides is None else _texts(overrides))
 
 
 def _path(given: object, advice: str) -> Path:

@@ -19,7 +19,7 @@ from ensemble.common.text import plural
 
 # Commands import what they need when they run: --help and a typo in a key shall answer at once.
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from ensemble.config import LoadedConfig
 
@@ -32,7 +32,12 @@ app = typer.Typer(
 )
 
 ConfigArgument = Annotated[
-    Path, typer.Argument(metavar="CONFIG", readable=False, help="The run's YAML file.")
+    list[Path],
+    typer.Argument(
+        metavar="CONFIG",
+        readable=False,
+        help="The run's YAML file; what further ones say overrides those before them.",
+    ),
 ]
 SetOption = Annotated[
     list[str],
@@ -48,7 +53,10 @@ LimitOption = Annotated[
     int | None, typer.Option("--limit", metavar="N", min=1, help="Only the first N rows.")
 ]
 OptionalConfigArgument = Annotated[
-    Path | None, typer.Argument(metavar="CONFIG", readable=False, help="A run to check this machine for.")
+    list[Path] | None,
+    typer.Argument(
+        metavar="CONFIG", readable=False, show_default=False, help="A run to check this machine for."
+    ),
 ]
 ProblemsOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print problems only.")]
 TableArgument = Annotated[
@@ -171,7 +179,7 @@ def init(
     for line in (f"{output}: written, to be looked at", *(f"guess: {guess}" for guess in made.guesses)):
         print(*page.wrapped(line, later="  "), sep="\n")
     try:
-        validate(output, [])
+        validate([output], [])
     except EnsembleError as error:
         said = f"{output} does not pass validate yet; change it by what is said here, then validate it again"
         raise type(error)([said, *error.problems]) from error
@@ -217,10 +225,10 @@ def doctor(sets: SetOption, config: OptionalConfigArgument = None, quiet: Proble
     """Check this machine: Python, packages, driver, GPUs, torch on each of them, memory, disk, the hub."""
     from ensemble.cli.doctor import examine
 
-    if sets and config is None:
+    if sets and not config:
         raise typer.BadParameter("--set changes a CONFIG; name one")
     problems, page = 0, Page.of(sys.stdout)
-    for finding in examine(config, sets):
+    for finding in examine(config or (), sets):
         problems += finding.mark == "problem"
         for line in finding.lines(page) if finding.mark == "problem" or not quiet else ():
             print(line)
@@ -287,7 +295,7 @@ def _prepared_process() -> Iterator[None]:
         keep_pandas_out()  # with pyarrow, which imports numpy
 
 
-def _load(config: Path, sets: list[str], limit: int | None) -> LoadedConfig:
+def _load(config: Path | Sequence[Path], sets: list[str], limit: int | None) -> LoadedConfig:
     with _prepared_process():
         from ensemble.pipeline.load import load
 

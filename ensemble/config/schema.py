@@ -73,6 +73,8 @@ class DataConfig(_Strict):
         "label_column": "label label_col target target_column",
         "label_columns": "label_cols targets target_columns",
     }
+    # Keys of which a later config file has one or the other, as with members' keys.
+    alternatives: ClassVar[tuple[tuple[str, str], ...]] = (("label_column", "label_columns"),)
 
     def truth_columns(self, labels: Sequence[str]) -> tuple[str, ...]:
         """The column of ``label_columns`` for each of the config's labels; empty where there are none."""
@@ -88,7 +90,8 @@ class MemberConfig(_Strict):
     task_type: TaskType = "seq_cls"  # the kind: seq_cls, csv, or what an installed package brings
     weight: Weight = 1.0  # share in the merge, relative to the other members
 
-    # Keys of which a member has one or the other: its own takes the place of the other one under defaults.
+    # Keys of which a member has one or the other: its own takes the place of the other one under defaults, a later
+    # config file's that of an earlier one's.
     alternatives: ClassVar[tuple[tuple[str, str], ...]] = ()
 
     @property

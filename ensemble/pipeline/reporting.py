@@ -93,6 +93,7 @@ class RunState:
             # A copy: members are finished in another thread meanwhile.
             files={name: str(path) for name, path in dict(results.files).items()},
             config=loaded.text,
+            config_files=tuple(map(str, loaded.paths)),
             overrides=tuple(loaded.overrides),
             table=str(prepared.config.data.path.absolute()),
         )

@@ -144,7 +144,9 @@ class RunReport:
         explanation: where the time went of a limit that left none to compute anything, in a sentence.
         ensemble: the merge method and its settings.
         files: results by what they are, in the order they were made.
-        config: the YAML as it was written.
+        config: the YAML as it was written or, of several files and overrides, one that is all of them.
+        config_files: as they were named.
+        overrides: as they were given; ``config`` holds them.
         table: the absolute path of the input table.
     """
 
@@ -174,6 +176,7 @@ class RunReport:
     warnings: tuple[str, ...] = ()
     files: dict[str, str] = field(default_factory=dict)
     config: str = ""
+    config_files: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
     table: str = ""
 

@@ -1,0 +1,116 @@
+"""Temperature and vector scaling against SciPy's general solvers, and members that leave nothing to fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.optimize import minimize
+from scipy.special import log_expit, log_softmax, softmax
+
+from ensemble.analysis.calibration import (
+    EPSILON,
+    MAX_TEMPERATURE,
+    MIN_TEMPERATURE,
+    VectorScaling,
+    calibrated,
+    fit_temperature,
+    fit_vector_scaling,
+)
+
+ROWS, LABELS = 800, 4
+KINDS = ("softmax", "sigmoid")
+
+
+def sample(kind: str, is_soft: bool = False) -> tuple[Any, Any]:
+    """A member whose logits are 1.7 times too large and moved, and a truth."""
+    random = np.random.default_rng(3)
+    logits = random.normal(size=(ROWS, LABELS)) * 2
+    moved = logits * 1.7 + [0.5, 0, -0.3, 0]
+    if kind == "sigmoid":
+        likely = 1 / (1 + np.exp(-logits))
+        truth = likely if is_soft else (random.random(likely.shape) < likely).astype(float)
+        return 1 / (1 + np.exp(-moved)), truth
+    likely = softmax(logits, axis=1)
+    hard = (logits + random.gumbel(size=logits.shape)).argmax(axis=1)
+    return softmax(moved, axis=1), likely if is_soft else hard
+
+
+def log_loss(values: Any, truth: Any, kind: str, scale: Any, bias: Any) -> float:
+    """Written down once more, by SciPy's functions; of sigmoid members per label."""
+    if truth.ndim == 1:
+        truth = np.eye(LABELS)[truth]
+    if kind == "sigmoid":
+        scores = scale * (np.log(values) - np.log(1 - values)) + bias
+        return -float((truth * log_expit(scores) + (1 - truth) * log_expit(-scores)).sum()) / ROWS
+    return -float((truth * log_softmax(scale * np.log(values) + bias, axis=1)).sum()) / ROWS
+
+
+@pytest.mark.parametrize("is_soft", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_temperature_is_the_one_of_least_log_loss(kind: Any, is_soft: bool) -> None:
+    values, truth = sample(kind, is_soft)
+    found = fit_temperature(values, truth, kind)
+    best = minimize(
+        lambda x: log_loss(values, truth, kind, np.exp(x[0]), 0), [0.0], method="Nelder-Mead",
+        options={"xatol": 1e-10, "fatol": 1e-14},
+    )  # fmt: skip
+    assert log_loss(values, truth, kind, 1 / found, 0) <= best.fun + 1e-12
+    assert found == pytest.approx(np.exp(-best.x[0]), rel=1e-5)
+    assert found > 1.4
+    scored = calibrated(values, found, kind)
+    assert log_loss(scored, truth, kind, 1, 0) == pytest.approx(best.fun, abs=1e-9)
+
+
+@pytest.mark.parametrize("is_soft", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_scale_and_bias_are_those_of_least_log_loss(kind: Any, is_soft: bool) -> None:
+    values, truth = sample(kind, is_soft)
+    start = np.repeat([1.0, 0.0], LABELS)
+
+    def loss(x: Any) -> float:
+        prior = float(np.square(x - start).sum()) / (2 * ROWS)
+        return log_loss(values, truth, kind, x[:LABELS], x[LABELS:]) + prior
+
+    found = fit_vector_scaling(values, truth, kind)
+    best = minimize(loss, start, method="BFGS", options={"gtol": 1e-9})
+    together = np.concatenate([found.scale, found.bias])
+    assert loss(together) <= best.fun + 1e-12
+    np.testing.assert_allclose(together, best.x, atol=1e-4)
+    scored = calibrated(values, found, kind)
+    assert log_loss(scored, truth, kind, 1, 0) < log_loss(values, truth, kind, 1, 0) - 0.02
+
+
+def test_a_member_that_knows_nothing_is_left_as_it_is() -> None:
+    _, truth = sample("softmax")
+    alike = np.full((ROWS, LABELS), 1 / LABELS)
+    assert fit_temperature(alike, truth, "softmax") == 1
+    found = fit_vector_scaling(alike, truth, "softmax")  # the biases are the labels' frequencies
+    shares = np.bincount(truth) / ROWS
+    np.testing.assert_allclose(calibrated(alike, found, "softmax")[0], shares, atol=2e-3)
+
+
+def test_temperatures_end_where_a_member_is_always_right_or_worse_than_chance() -> None:
+    values, _ = sample("softmax")
+    assert fit_temperature(values, values.argmax(axis=1), "softmax") == MIN_TEMPERATURE
+    assert fit_temperature(values, values.argmin(axis=1), "softmax") == MAX_TEMPERATURE
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_certainty_that_is_wrong_costs_a_bounded_loss(kind: Any) -> None:
+    values, truth = sample(kind)
+    sure = np.eye(LABELS)[values.argmax(axis=1)]  # 0 and 1, often wrong
+    temperature = fit_temperature(sure, truth, kind)
+    assert 5 < temperature < MAX_TEMPERATURE
+    assert np.isfinite(fit_vector_scaling(sure, truth, kind).scale).all()
+    assert calibrated(sure, temperature, kind).min() > EPSILON
+
+
+def test_a_label_that_no_row_has_gets_a_bias_that_is_a_number() -> None:
+    values, truth = sample("softmax")
+    found = fit_vector_scaling(values, np.where(truth == 2, 1, truth), "softmax")
+    assert -20 < found.bias[2] < -2
+    assert calibrated(values, VectorScaling(np.ones(LABELS), np.zeros(LABELS)), "softmax") == pytest.approx(
+        values
+    )
