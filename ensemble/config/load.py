@@ -26,7 +26,7 @@ from ensemble.common.text import nearest_or_all
 from ensemble.config.document import Document, Loc, Problem, one_line
 from ensemble.config.overlays import merge_documents
 from ensemble.config.overrides import apply_overrides, expand, variables_of, with_folders
-from ensemble.config.schema import DataConfig, EnsembleConfig, MemberConfig, RunConfig
+from ensemble.config.schema import MERGE_KEYS, DataConfig, EnsembleConfig, MemberConfig, RunConfig
 from ensemble.config.yamlfile import dump, parse, read_text
 
 M = TypeVar("M", bound=BaseModel)
@@ -145,7 +145,7 @@ def _checked(
             merged |= added
         origins |= {("models", index, key): ("defaults", key) for key in merged}
         # Of a model whose kind is not known, what all kinds have.
-        known = {key: value for key, value in model.items() if kind or key in ("name", "weight")}
+        known = {key: value for key, value in model.items() if kind or key in ("name", *MERGE_KEYS)}
         member, more = validate(kind or MemberConfig, known)
         problems += [(("models", index, *loc), sentence) for loc, sentence in (*wrong, *more)]
         # No name that a member can have: which are alike is told by the values in the YAML.

@@ -232,7 +232,7 @@ class Deadline:
 def _counting(members: Sequence[MemberState]) -> list[MemberState]:
     """Those who have not failed, without those of weight 0 as long as any other has something to do."""
     unfailed = [one for one in members if one.failure is None]
-    counting = [one for one in unfailed if one.plan.model.weight > 0]
+    counting = [one for one in unfailed if one.plan.model.has_weight]
     return counting if any(not one.finished for one in counting) else unfailed
 
 
