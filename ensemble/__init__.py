@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ensemble.cli.api import Preview, Run, open_run, plan, rehearse, run, validate
+    from ensemble.cli.api import Preview, Run, open_run, plan, rehearse, report, run, validate
     from ensemble.common.errors import (
         CheckpointError,
         ConfigError,
@@ -56,12 +56,13 @@ __all__ = [
     "open_run",
     "plan",
     "rehearse",
+    "report",
     "run",
     "validate",
 ]
 _MODULES = {
     **dict.fromkeys(
-        ("Preview", "Run", "open_run", "plan", "rehearse", "run", "validate"), "ensemble.cli.api"
+        ("Preview", "Run", "open_run", "plan", "rehearse", "report", "run", "validate"), "ensemble.cli.api"
     ),
     "Rehearsal": "ensemble.pipeline.rehearse",
     "RunReport": "ensemble.pipeline.run_report",

@@ -62,6 +62,7 @@ class Project:
             "defaults": {"text_column": "text", "max_length": 128},
             "submission": {"sample": "sample.csv", "path": "out/submission.csv"},
             "output_dir": "runs/first",
+            "report": False,  # what it takes is longer than the whole run of two tiny models
         }
         return {key: value for key, value in {**config, **changes}.items() if value is not None}
 

@@ -13,13 +13,21 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeAlias, cast
 
 from ensemble.cli.layout import Page
 from ensemble.cli.views import lines, show
-from ensemble.common.errors import ConfigError, DataError, EnsembleError, Interrupted, OutputInUse
+from ensemble.common.errors import (
+    ConfigError,
+    DataError,
+    EnsembleError,
+    Interrupted,
+    OutputInUse,
+    WriteError,
+)
 from ensemble.common.packages import unsupported
 from ensemble.common.redact import Redactor
 from ensemble.common.text import did_you_mean, quoted
@@ -178,6 +186,39 @@ def open_run(path: str | os.PathLike[str]) -> Run:
     if not rundir.run_json.exists() and holder(rundir) is None:
         raise DataError(f"{path}: there is no run.json; name the output_dir of a run")
     return Run(folder)
+
+
+def report(path: str | os.PathLike[str], output: str | os.PathLike[str] | None = None) -> Path:
+    """Write the report of a run, as ``ensemble report`` does; returns the HTML file.
+
+    Args:
+        path: the ``output_dir`` of the run.
+        output: where to write it; None: ``report.html`` in there.
+
+    Raises:
+        DataError: there is no run.json that can be read.
+        WriteError: the file cannot be written.
+    """
+    with _told():
+        page, problems = write_report(
+            _path(path, "give the output_dir of a run"),
+            None if output is None else _path(output, "give the path of an HTML file"),
+        )
+    if problems:
+        warnings.warn("; ".join(problems), stacklevel=2)
+    return page
+
+
+def write_report(run_dir: Path, output: Path | None) -> tuple[Path, list[str]]:
+    """The page that was written, and what could not be shown in it."""
+    from ensemble.analysis.report.page import write_report as write
+
+    if found := [*unsupported()]:
+        raise ConfigError(found)
+    page = RunDir(run_dir).report_page if output is None else output
+    if page.is_dir():
+        raise WriteError(f"{page} is a folder; name a file to write the report to")
+    return page, write(run_dir, page)
 
 
 class Run:

@@ -99,6 +99,12 @@ SampleRowsOption = Annotated[
         "--sample-rows", metavar="N", min=1, help="Rows to compute; what takes long enough if not given."
     ),
 ]
+PageOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--output", "-o", metavar="HTML", help="Where to write it; RUN_DIR/report.html if not given."
+    ),
+]
 FreshOption = Annotated[bool, typer.Option("--fresh", help="Start over, whatever an earlier run did.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
 
@@ -133,6 +139,20 @@ def status(run_dir: RunDirArgument) -> None:
     from ensemble.pipeline.status import RunStatus
 
     show("status", RunStatus.of(run_dir), sys.stdout)
+
+
+@app.command()
+def report(run_dir: RunDirArgument, output: PageOption = None) -> None:
+    """Write the report of the run in RUN_DIR as one HTML file: what ran where, and what came of it.
+
+    A run writes it by itself, unless its config says report: false; this writes it anew.
+    """
+    from ensemble.cli.api import write_report
+
+    page, problems = write_report(run_dir, output)
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    print(f"report: {page}")
 
 
 @app.command()

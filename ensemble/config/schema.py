@@ -182,6 +182,7 @@ class RunConfig(_Strict):
     hash_weights: bool = False  # all of their bytes, to know whether they changed; False: samples of them
     standby: bool = True  # the next member's process starts while this one's computes
     release_timeout: Duration = 60.0  # seconds that a GPU may take to be free after its worker has ended
+    report: bool = True  # report.html of the results, once they stand
 
     older_keys: ClassVar[Mapping[str, str]] = {
         "models": "members",

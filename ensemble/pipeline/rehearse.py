@@ -323,6 +323,7 @@ def _sample(
         "time_limit": None,
         "limit": None,
         "output_dir": output_dir,
+        "report": False,
     }
     if len(models) < len(config.models):  # a method may have keys for members by name
         keys["ensemble"] = EnsembleConfig()

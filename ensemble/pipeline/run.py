@@ -29,6 +29,7 @@ from ensemble.common.shards import order_path
 from ensemble.common.text import duration, plural, shown_path
 from ensemble.config import LoadedConfig
 from ensemble.members.registry import member_kind
+from ensemble.pipeline.report_page import write_page
 from ensemble.pipeline.reporting import RunState, worker_reports
 from ensemble.pipeline.results import ResultWriter
 from ensemble.pipeline.resume import find_works, refuse_trial, write_bad_rows
@@ -203,7 +204,17 @@ class _Run(RunState):
                 done += rundir.shards_dirs(name)
                 done += [rundir.root / place for place in work.taken if place.startswith("work/")]
             rundir.remove_work(done)
-        return self.report(self.status)
+        return self._with_page(self.report(self.status))
+
+    def _with_page(self, report: RunReport) -> RunReport:
+        """Have report.html written, if results stand; the run's own files are complete by now."""
+        if report.status not in MERGED:
+            return report
+        config = self._config
+        left = math.inf if config.time_limit is None else self.began + config.time_limit - self.clock()
+        with self._signals.postponed():
+            page = write_page(self._rundir, report, config.report, left, lambda: self._signals.came, self.say)
+        return report if page is None else replace(report, files={**report.files, "report page": str(page)})
 
     def _take_given(self) -> None:
         """Write the predictions of members that need no worker: first, so that the first submission has them."""

@@ -7,7 +7,9 @@ output_dir/
                            says what it was made of; <member>.rows: which rows it is of
   ensemble.csv             the merged predictions
   submission.csv           the sample submission's columns and row order, where one is named
-  logs/run.log             what the parent did; logs/<member>-<replica>.log: all a worker printed
+  report.html              what ran where and what came of it, as a page to look at
+  logs/run.log             what the parent did; logs/<member>-<replica>.log: all a worker printed;
+                           logs/report.log: what went wrong with the report
   work/                    the table as Arrow; <member>.<fingerprint>/: which rows, their order, shards, bad
                            rows, and in cache/ what loads of the member keep for later ones; removed when the
                            run is complete
@@ -54,14 +56,17 @@ class RunDir:
         self.predictions_dir = root / "predictions"
         self.ensemble = root / "ensemble.csv"
         self.submission = root / "submission.csv"
+        self.report_page = root / "report.html"
         self.logs_dir = root / "logs"
         self.run_log = self.logs_dir / "run.log"
+        self.report_log = self.logs_dir / "report.log"
         self.work_dir = root / "work"
         self.table = self.work_dir / "table.arrow"
         self.lock = root / ".lock"
         self._folders = (self.predictions_dir, self.work_dir, self.logs_dir)
         # All that a run uses, but for its lock.
-        self._own = (*self._folders, self.config, self.run_json, self.ensemble, self.submission)
+        self._results = (self.ensemble, self.submission, self.report_page)
+        self._own = (*self._folders, self.config, self.run_json, *self._results)
 
     def predictions(self, member: str) -> Path:
         return self.predictions_dir / f"{member}.csv"
@@ -117,7 +122,7 @@ class RunDir:
             (self.work_dir, "*/rows.bin"),
         ):
             heads |= dict.fromkeys(_files(folder, pattern), _MADE_OF)
-        if any(re.match(beginning, _head(path)) for path, beginning in heads.items()):
+        if any(re.match(beginning, head(path)) for path, beginning in heads.items()):
             return True
         return any(read_shard(path) is not None for path in _files(self.work_dir, "*/*.csv"))
 
@@ -165,8 +170,8 @@ class RunDir:
                 remove_cache(folder)
 
     def forget_results(self) -> None:
-        """Remove the merged files, so that nothing old can be taken for the result of a run that goes on."""
-        for file in (self.ensemble, self.submission):
+        """Remove merged files and report, so that nothing old can be taken for the result of a run that goes on."""
+        for file in self._results:
             file.unlink(missing_ok=True)
 
     def clear(self) -> None:
@@ -283,7 +288,7 @@ def _files(folder: Path, pattern: str) -> Iterator[Path]:
     return iter(()) if folder.is_symlink() else folder.glob(pattern)
 
 
-def _head(path: Path) -> bytes:
+def head(path: Path) -> bytes:
     """The first bytes of a file; nothing of a link or a folder, or where there is none."""
 
     def opener(name: str, flags: int) -> int:

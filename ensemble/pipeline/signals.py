@@ -46,6 +46,11 @@ class Signals:
         finally:
             self._is_postponed = False
 
+    @property
+    def came(self) -> bool:
+        """Whether one has."""
+        return self._came is not None
+
     def check(self) -> None:
         """Raise ``Interrupted`` for a signal that came while it was postponed."""
         if self._came is not None:

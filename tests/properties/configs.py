@@ -119,6 +119,7 @@ GOOD: Final[dict[str, Any]] = {
     "hang_timeout": 90,
     "hash_weights": False,
     "standby": True,
+    "report": False,
     "release_timeout": 2.5,
     "launcher": "local",
 }

@@ -15,7 +15,7 @@ from ensemble.analysis.report.pictures import colours
 from ensemble.analysis.report.sections import SECTIONS
 from ensemble.common.files import write_text
 from ensemble.common.text import error_text
-from ensemble.pipeline.report_page import page_digest
+from ensemble.pipeline.report_page import DIGEST, page_digest
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import RunReport
 
@@ -43,6 +43,7 @@ def write_report(run_dir: Path, output: Path) -> list[str]:
     page = html(
         _PAGE,
         title=f"{run_dir.absolute().name}: {report.status.replace('_', ' ')}",
+        digest_name=DIGEST,
         digest=page_digest(report),
         style=Markup(_STYLE),
         colours=[*colours()],
@@ -108,7 +109,7 @@ base-uri 'none'; form-action 'none'">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <meta name="referrer" content="no-referrer">
-<meta name="ensemble-digest" content="{{ digest }}">
+<meta name="{{ digest_name }}" content="{{ digest }}">
 <title>{{ title }}</title>
 <style>
 :root { color-scheme: light dark; --font: system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif;

@@ -1,0 +1,41 @@
+"""The process that makes a run's report: RUN_DIR PAGE PARENT_PID; what it prints goes to logs/report.log.
+
+Its last line says why there is no page, where it ends with another exit code than 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from pathlib import Path
+
+from ensemble.common.errors import EnsembleError
+from ensemble.common.python_process import die_with_parent
+from ensemble.common.redact import Redactor, guard_output
+
+
+def main() -> None:
+    run_dir, page, parent = sys.argv[1:]
+    die_with_parent(int(parent))
+    guard_output(Redactor(os.environ))
+    # Where memory is short, the kernel shall end this process and not the run.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    try:
+        from ensemble.analysis.report.page import write_report  # with Matplotlib, which may be broken
+
+        for problem in write_report(Path(run_dir), Path(page)):
+            print(problem, file=sys.stderr)  # noqa: T201
+    except EnsembleError as error:
+        print(*error.problems, sep="\n", file=sys.stderr)  # noqa: T201
+        sys.exit(1)
+    except Exception as error:
+        traceback.print_exc()
+        print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)  # noqa: T201
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
