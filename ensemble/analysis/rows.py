@@ -85,7 +85,7 @@ def costliest(values: Values, truth: Truth, activation: Activation, count: int =
     """The rows where the ensemble was surest of what is wrong, or whose label is.
 
     Scores are the row's log loss in nats (of labels that do not exclude each other, their mean); for values that
-    are no probabilities the absolute error, the labels' mean.
+    are no probabilities the squared error, the labels' mean.
     """
 
     def score(rows: slice) -> Values:
@@ -98,7 +98,7 @@ def row_losses(values: Values, truth: Truth, activation: Activation) -> Values:
     """Each row's loss, [rows]: see ``costliest``; probabilities are clipped to the smallest step of float64."""
     actual = truth if truth.ndim == 2 else (truth[:, None] == np.arange(values.shape[1])).astype(np.float64)
     if activation == "none":
-        return np.asarray(np.abs(values - actual).mean(axis=1))
+        return np.asarray(np.square(values - actual).mean(axis=1))
     epsilon = np.finfo(np.float64).eps
     if activation == "sigmoid":
         clipped = np.clip(values, epsilon, 1 - epsilon)

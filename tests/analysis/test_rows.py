@@ -86,4 +86,4 @@ def test_the_costliest_rows_are_those_of_the_highest_loss() -> None:
     soft = costliest(values, values, "softmax", count=1)  # what is right costs its entropy
     assert soft.scores[0] == pytest.approx(entropy(values, axis=1).max())
     raw = costliest(np.array([[1.0], [5.0]]), np.array([[2.0], [1.0]]), "none")
-    assert (raw.rows.tolist(), raw.scores.tolist()) == ([1, 0], [4.0, 1.0])
+    assert (raw.rows.tolist(), raw.scores.tolist()) == ([1, 0], [16.0, 1.0])

@@ -21,6 +21,7 @@ from ensemble.pipeline.run_report import RunReport
 
 if TYPE_CHECKING:
     from ensemble.analysis.predictions import Predictions
+    from ensemble.analysis.report.results import Results
 
 
 class Section(ABC):
@@ -58,6 +59,17 @@ class ReportData:
         from ensemble.analysis.predictions import read_run
 
         return read_run(self.run_dir)
+
+    @cached_property
+    def results(self) -> Results:
+        """The predictions as they were merged, and the merge, which can be made again without a member.
+
+        Raises:
+            DataError: as ``predictions`` does.
+        """
+        from ensemble.analysis.report.results import Results
+
+        return Results(self)
 
     def texts(self, rows: Sequence[int]) -> list[dict[str, str]]:
         """What members read of these rows of the table, as text by column, whole; rows count from 0.

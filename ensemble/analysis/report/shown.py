@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 from markupsafe import Markup
+from matplotlib.figure import Figure
 
+from ensemble.analysis.metrics import Interval
 from ensemble.analysis.report.base import html
+from ensemble.analysis.report.pictures import INK, MUTED, NARROW, SERIES, picture
 
 NOTHING = "\N{EN DASH}"
 # Between a number and its unit, and within large numbers' words, no line ends.
 _SPACE = "\N{NO-BREAK SPACE}"
+# A figure is 72 points by inch, and a point three quarters of a pixel less.
+_NARROW_INCHES = (NARROW + 1) / 96
 # Columns with names instead of numbers; of more the table would be wider than a phone.
 _MAX_NAMED = 3
 
@@ -40,11 +46,67 @@ def signed(value: float, digits: int = 4) -> str:
     return shown[1:] if float(shown) == 0 else shown.replace("-", "\N{MINUS SIGN}")
 
 
-def interval(value: str, low: str, high: str) -> Markup:
-    """A number with its interval, which stands back."""
+# How metrics are written, with their units; those that are shares are shown in percent.
+METRIC_NAMES: Final = {"log_loss": "log loss (nats)", "accuracy": "accuracy", "auc": "AUC", "rmse": "RMSE"}
+_SHARES = ("accuracy",)
+
+
+def metric_value(metric: str, value: float) -> str:
+    return percent(value) if metric in _SHARES else number(value)
+
+
+def metric_difference(metric: str, value: float) -> str:
+    return points(value) if metric in _SHARES else signed(value)
+
+
+def with_interval(metric: str, found: Interval, is_difference: bool = False) -> Markup:
+    """A metric, or a difference of two, with its interval, which stands back."""
+    show = metric_difference if is_difference else metric_value
+    value, low, high = (show(metric, one) for one in (found.value, found.low, found.high))
+    unit = f"{_SPACE}points" if is_difference and metric in _SHARES else ""
     return html(
-        "{{ value }} <span class=muted>({{ low }} to {{ high }})</span>", value=value, low=low, high=high
+        "{{ value }} <span class=muted>({{ low }} to {{ high }})</span>{{ unit }}",
+        value=value.removesuffix(unit),
+        low=low.removesuffix(unit),
+        high=high.removesuffix(unit),
+        unit=unit,
     )
+
+
+def shortened(name: str, most: int) -> str:
+    """A name that has room in a picture."""
+    return name if len(name) <= most else f"{name[: most - 1]}\N{HORIZONTAL ELLIPSIS}"
+
+
+def differences_picture(
+    rows: Sequence[tuple[str, Interval]], title: str, text: str, axis: str, less_is_better: bool = True
+) -> Markup:
+    """Differences with their intervals, one below the other, and a line at 0: blue where they are more than noise.
+
+    Args:
+        rows: names and differences, from top to bottom.
+        axis: what is shown, with its unit.
+    """
+
+    def draw(figure: Figure) -> None:
+        axes = figure.add_subplot()
+        places = np.arange(len(rows))[::-1]
+        is_narrow = figure.get_figwidth() < _NARROW_INCHES
+        for place, (_, one) in zip(places, rows, strict=True):
+            is_better = (one.value < 0) == less_is_better
+            colour = (SERIES[0] if is_better else SERIES[1]) if one.excludes_zero else MUTED
+            if np.isfinite([one.low, one.high]).all():
+                axes.plot([one.low, one.high], [place, place], color=colour, linewidth=2.2, alpha=0.6)
+            axes.plot([one.value], [place], marker="o" if is_better else "D", markersize=5, color=colour)
+        axes.axvline(0, color=INK, linewidth=0.8)
+        axes.set_yticks(places, [shortened(name, 13 if is_narrow else 26) for name, _ in rows])
+        axes.set_ylim(-0.7, len(rows) - 0.3)
+        axes.tick_params(length=0)
+        axes.locator_params(axis="x", nbins=4 if is_narrow else 8)
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel(axis)
+
+    return picture(draw, title, text, height=64 + 22 * len(rows))
 
 
 def heat_map(
@@ -80,6 +142,28 @@ def heat_map(
     )
 
 
+# Of these sections, on top of the page's own.  Colours of cells are half transparent, so that they fit both modes.
+RESULTS_STYLE = """
+.pair { display: flex; flex-wrap: wrap; gap: 0 2rem; }
+.pair > figure { flex: 1 1 18rem; min-width: 0; max-width: 100%; margin: 0.5rem 0; }
+.heat table { font-size: 0.75rem; border-collapse: separate; border-spacing: 1px; }
+.heat th, .heat td { padding: 0; border: 0; text-align: center; line-height: 1.5rem; font-weight: 400; }
+.heat td { min-width: 1.55rem; background: rgb(47 111 209 / calc(var(--v, 0) * 0.55)); border-radius: 2px; }
+.heat td.below { background: rgb(217 115 14 / calc(var(--v, 0) * 0.55)); }
+.heat tbody th { text-align: left; max-width: 6.5rem; overflow: hidden; text-overflow: ellipsis;
+  padding-right: 0.4rem; position: sticky; left: 0; background: var(--cfefefe); color: inherit; }
+.heat thead th { padding: 0 0.2rem; }
+.say { font-size: 1.0625rem; }
+article { border: 1px solid var(--cd8dee4); border-radius: 8px; padding: 0.6rem 0.8rem; margin: 0.6rem 0; }
+article p { margin: 0.25rem 0; white-space: pre-wrap; }
+article .top { display: flex; flex-wrap: wrap; justify-content: space-between; gap: 0 1rem; font-size: 0.8125rem; }
+.says { font-size: 0.8125rem; display: grid; grid-template-columns: minmax(5rem, auto) 1fr; gap: 0.1rem 0.75rem;
+  margin-top: 0.4rem; }
+.says > div { min-width: 0; }
+.tag { display: inline-block; border-radius: 4px; padding: 0 0.35rem; background: rgb(101 109 118 / 0.15); }
+.tag.right { background: rgb(43 138 92 / 0.25); }
+summary { cursor: pointer; font-size: 0.875rem; color: var(--c2f6fd1); margin: 0.5rem 0; }
+"""
 _HEAT_MAP = """
 <figure class="heat"><div class="table"><table>
 <thead><tr><td></td>
