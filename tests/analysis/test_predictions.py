@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ B: dict[str, list[Any]] = {"pos": [0.6, 0.1, 0.4], "neg": [0.4, 0.9, 0.6], "id":
 TRUTH: dict[str, list[Any]] = {"id": ["1e5", "more", " x", "007"], "label": ["neg", "pos", "pos", "neg"]}
 
 
-def write(folder: Path, **files: Mapping[str, Sequence[Any]]) -> list[Path]:
+def write(folder: Path, **files: Any) -> list[Path]:
     paths = []
     for name, columns in files.items():
         paths.append(folder / f"{name}.csv")
@@ -62,7 +62,8 @@ def test_a_truth_in_columns(tmp_path: Path) -> None:
     assert read.truth.tolist() == [[0.9, 0.1], [0.0, 1.0], [0.5, 0.5]]
     read = read_files([a], labels=hot_truth)
     assert read.truth is not None
-    assert (read.truth.dtype, read.truth.tolist()) == (np.int64, [0, 1, 1])
+    assert read.truth.dtype == np.int64
+    assert read.truth.tolist() == [0, 1, 1]
 
 
 def test_labels_that_are_not_exclusive_and_regression(tmp_path: Path) -> None:
