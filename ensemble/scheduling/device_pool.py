@@ -43,13 +43,15 @@ log = logging.getLogger(__name__)
 class Release:
     """How a device came back: ``seconds`` until its memory was at the baseline, or until nobody waited longer.
 
-    ``used_bytes`` is what was used then; ``is_free`` whether that was the baseline.
+    ``used_bytes`` is what was used then; ``is_free`` whether that was the baseline.  ``after_seconds`` since the run's
+    start its last worker had ended; None in reports of earlier versions.
     """
 
     device: str
     seconds: float
     used_bytes: int | None
     is_free: bool
+    after_seconds: float | None = None
 
 
 @dataclass
@@ -236,7 +238,8 @@ class DevicePool:
             if not is_free and used is not None and seconds < self._timeout_seconds:
                 continue
             del self._releasing[gpu]
-            self.releases.append(Release(gpu.uuid, round(seconds, 3), used, is_free))
+            after = round(since - self._began, 3)
+            self.releases.append(Release(gpu.uuid, round(seconds, 3), used, is_free, after))
             log.info("%s released: %s", gpu.uuid, self.releases[-1])
             if is_free:
                 continue

@@ -10,6 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import jinja2
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
 from markupsafe import Markup
 
 from ensemble.common.errors import DataError
@@ -93,9 +97,26 @@ class ReportData:
         return [{name: cells[place] for name, cells in columns.items()} for place in range(len(rows))]
 
     @cached_property
+    def text_bytes(self) -> npt.NDArray[np.int64]:
+        """UTF-8 bytes of all that members read of each row of the table, [rows].
+
+        Raises:
+            DataError: the table is no longer there.
+        """
+        total = np.zeros(self._table.rows, dtype=np.int64)
+        for column in self._table.columns.columns:
+            cells = [pc.binary_length(cell_texts(chunk)) for chunk in column.chunks]
+            total += pc.fill_null(pa.chunked_array(cells), 0).to_numpy()
+        return total
+
+    @cached_property
     def _table(self) -> Contents:
-        id_column = read_header(RunDir(self.run_dir).ensemble)[0]
+        rundir = RunDir(self.run_dir)
+        written = [rundir.ensemble, *(rundir.predictions(one.name) for one in self.report.members)]
+        id_column = next((read_header(path)[0] for path in written if path.exists()), "")
         wanted = Wanted(id_column, None, tuple(self.report.null_texts), self.report.rows)
+        if not self.report.table:
+            raise DataError("this run.json was written before the table's path was in it")
         return read_contents(Path(self.report.table), wanted)
 
 
@@ -108,7 +129,7 @@ def html(template: str, **values: object) -> Markup:
     The template is a literal of the code, never a text that comes from anywhere else.  A value must not stand where
     escaping is not enough: unquoted, in a name, in an address (``href``, ``src``), or, but for a number, in
     ``style``.  The page has classes for what is common: ``note``, ``muted``, ``good``, ``bad``, ``problem``, and
-    ``text`` for a cell of a table that holds text of any length.
+    ``words`` for a ``div`` in a cell of a table that holds text of any length.
     """
     return Markup(_ENVIRONMENT.from_string(template).render(values))
 

@@ -86,7 +86,9 @@ th, td { padding: 0.25rem 0.6rem; text-align: right; vertical-align: top; white-
   border-bottom: 1px solid var(--cd8dee4); }
 th { font-weight: 600; color: var(--c656d76); }
 th.left, td.left { text-align: left; }
-td.text { white-space: pre-wrap; overflow-wrap: anywhere; min-width: 16rem; }
+td .words, .words { white-space: pre-wrap; overflow-wrap: anywhere; min-width: 16rem; max-width: 36rem; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: 0.1rem 1rem; font-size: 0.875rem; }
+dt { color: var(--c656d76); } dd { margin: 0; }
 figure { margin: 1rem 0; }
 figcaption, .note { font-size: 0.875rem; color: var(--c656d76); }
 svg { display: block; max-width: 100%; height: auto; }

@@ -7,16 +7,19 @@ import io
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 from xml.etree import ElementTree
 
 import matplotlib as mpl
 from markupsafe import Markup
+from matplotlib.axis import Axis
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from ensemble.analysis.report.base import html
+from ensemble.pipeline.run_report import RunReport
 
 # What is drawn in one of these colours is shown in that of the page's variable: (light, dark).
 INK: Final = "#1f2328"
@@ -106,6 +109,46 @@ def picture(
         drawn=drawn,
         text=text,
     )
+
+
+def shown_name(text: str, most: int = 24) -> str:
+    """A name as it can stand in a legend, which leaves out what begins with an underscore."""
+    text = text if len(text) <= most else f"{text[: most - 1]}…"
+    return f"\u200b{text}" if text.startswith("_") else text
+
+
+def device_names(report: RunReport) -> dict[str, str]:
+    """Short names of a run's devices by UUID, in the report's order: GPU 0, GPU 1, CPU."""
+    gpus = [device.uuid for device in report.devices if device.is_gpu]
+    return {uuid: f"GPU {number}" for number, uuid in enumerate(gpus)} | {"cpu": "CPU"}
+
+
+def time_axis(axis: Axis, seconds: float) -> None:
+    """Ticks at round times since the run's start, in the unit that goes with ``seconds``, its length."""
+    unit, name = next(
+        ((size, name) for size, name in ((3600.0, "h"), (60.0, "min")) if seconds >= 3 * size), (1.0, "s")
+    )
+    axis.set_major_formatter(lambda value, place: f"{value / unit:g}")
+    step = MaxNLocator(nbins=6, steps=[1, 2, 5, 10]).tick_values(0.0, seconds / unit)
+    axis.set_ticks([tick * unit for tick in step if tick * unit <= seconds * 1.001])
+    axis.set_label_text(f"{name} since the run's start")
+
+
+def thinned(points: Sequence[tuple[float, float]], most: int = 600) -> list[tuple[float, float]]:
+    """Not many more than ``most`` points of a curve: of each stretch of it the lowest and the highest one."""
+    if len(points) <= most:
+        return [*points]
+    size = -(-2 * len(points) // most)
+    found = []
+    for start in range(0, len(points), size):
+        stretch = points[start : start + size]
+        ends = {stretch.index(least) for least in (min(stretch, key=_height), max(stretch, key=_height))}
+        found += [stretch[place] for place in sorted(ends)]
+    return [points[0], *found, points[-1]]
+
+
+def _height(point: tuple[float, float]) -> float:
+    return point[1]
 
 
 def colours() -> Iterator[tuple[str, str, str]]:

@@ -20,5 +20,11 @@ SECTIONS: Registry[Section] = Registry(
         "weights": ".weights:Weights",
         "rows": ".rows:RowsToRead",
         # How it ran.
+        "timeline": ".timeline:Timeline",
+        "memory": ".memory:Memory",
+        "throughput": ".throughput:Throughput",
+        "lengths": ".lengths:Lengths",
+        "faults": ".faults:Faults",
+        "settings": ".settings:Settings",
     },
 )

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from datetime import datetime
 from typing import ClassVar
 
 from markupsafe import Markup
 
 from ensemble.analysis.report.base import ReportData, Section, html
-from ensemble.common.text import duration, plural
+from ensemble.common.text import duration, gib, plural
 
 _ENDINGS = {
-    "complete": ("complete", "good"),
-    "time_limit": ("stopped at its time limit, with a complete submission", ""),
-    "failed": ("failed", "bad"),
-    "interrupted": ("interrupted", "bad"),
-    "running": ("had not ended when this was written", ""),
+    "complete": ("Complete", "good"),
+    "time_limit": ("Stopped at its time limit, with a complete submission", ""),
+    "failed": ("Failed", "bad"),
+    "interrupted": ("Interrupted", "bad"),
+    "running": ("Not ended when this was written", ""),
 }
 
 
@@ -25,11 +26,36 @@ class Header(Section):
     def html(self, data: ReportData) -> Markup:
         report = data.report
         ending, kind = _ENDINGS[report.status]
+        told = [failure.message for failure in report.failures]
+        if report.left_out:
+            told.append(f"merged without {', '.join(sorted(report.left_out))}")
+        if report.filled_rows:
+            told.append(f"{plural(report.filled_rows, 'row')} that no member reached filled in")
+        devices = [
+            f"{one.name} ({one.uuid}), {gib(one.total_bytes)}" if one.is_gpu else one.name
+            for one in report.devices
+        ]
+        driver = f"; driver {report.driver_version}" if report.driver_version else ""
+        names = ", ".join(f"{one.name} (weight {one.weight:g})" for one in report.members)
+        facts = {
+            "members": names,
+            "merge": str(report.ensemble.get("method", "")),
+            "devices": "; ".join(devices) + driver,
+            "versions": ", ".join(f"{name} {version}" for name, version in report.versions.items()),
+            "platform": report.platform,
+            "table": os.path.normpath(report.table) if report.table else "",
+        }
         return html(
             """
 <h1>{{ name }}</h1>
 <p><strong class="{{ kind }}">{{ ending }}</strong>: {{ members }} over {{ rows }} in {{ seconds }},
-{{ when }} UTC</p>
+{{ when }} UTC.</p>
+{% for text in told %}<p class="problem">{{ text }}</p>
+{% endfor %}
+{% for text in warnings %}<p class="note">{{ text }}</p>
+{% endfor %}
+<dl>{% for name, text in facts.items() if text %}<dt>{{ name }}</dt><dd>{{ text }}</dd>
+{% endfor %}</dl>
 """,
             name=data.run_dir.absolute().name,
             kind=kind,
@@ -38,4 +64,7 @@ class Header(Section):
             rows=plural(report.rows, "row"),
             seconds=duration(report.timing.get("total_seconds", 0.0)),
             when=datetime.fromisoformat(report.written_at).strftime("%d %B %Y, %H:%M"),
+            told=filter(None, [*told, report.explanation]),
+            warnings=report.warnings,
+            facts=facts,
         )
