@@ -70,7 +70,7 @@ def diversity(members: Sequence[Values], activation: Activation, truth: Truth | 
     both_right = np.zeros((count, count))
     for start, stop in block_spans(rows, labels):
         block = np.stack([values[start:stop] for values in members])
-        there = ~np.isnan(block).any(axis=2)
+        there: npt.NDArray[np.bool_] = ~np.isnan(block).any(axis=2)
         block[~there] = 0.0
         products.add(block, there)
         actual = None if truth is None else _as_values(truth[start:stop], labels)
@@ -79,7 +79,7 @@ def diversity(members: Sequence[Values], activation: Activation, truth: Truth | 
         if activation == "none":
             continue
         # float32 counts whole numbers up to 2^24 exactly, more than a block has.
-        present = there.astype(np.float32)
+        present: npt.NDArray[np.float32] = there.astype(np.float32)
         if activation == "softmax":
             decisions = np.zeros(block.shape, np.float32)
             np.put_along_axis(decisions, block.argmax(axis=2)[:, :, None], 1.0, axis=2)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ensemble.analysis.calibration import VectorScaling, calibrated
+from ensemble.analysis.calibration import Kind, VectorScaling, calibrated
 from ensemble.analysis.metrics import METRICS, USUAL, Bootstrap, Interval, Metric, Scored
 from ensemble.analysis.predictions import Predictions, run_settings
 from ensemble.common.errors import DataError
@@ -100,7 +100,7 @@ class Results:
     @cached_property
     def as_merged(self) -> list[Values]:
         """The members' values with the calibration that the config gives them."""
-        kind = "sigmoid" if self.activation == "sigmoid" else "softmax"
+        kind: Kind = "sigmoid" if self.activation == "sigmoid" else "softmax"
         return [
             calibrated(values, self.calibrations[name], kind) if name in self.calibrations else values
             for name, values in zip(self.names, self.values, strict=True)
@@ -177,7 +177,7 @@ class Results:
         values = np.empty((len(members), members[0].shape[1], stop - start)).swapaxes(1, 2)
         for number, one in enumerate(members):
             values[number] = np.nan if number == without else one[start:stop]
-        is_present = ~np.isnan(values).any(axis=2)
+        is_present: npt.NDArray[np.bool_] = ~np.isnan(values).any(axis=2)
         if rows is None:
             ids, lengths = self.predictions.ids.slice(start, stop - start), self._text_bytes[start:stop]
         else:

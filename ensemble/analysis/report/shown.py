@@ -18,8 +18,6 @@ from ensemble.analysis.report.pictures import INK, MUTED, NARROW, SERIES, pictur
 NOTHING = "\N{EN DASH}"
 # Between a number and its unit, and within large numbers' words, no line ends.
 _SPACE = "\N{NO-BREAK SPACE}"
-# A figure is 72 points by inch, and a point three quarters of a pixel less.
-_NARROW_INCHES = (NARROW + 1) / 96
 # Columns with names instead of numbers; of more the table would be wider than a phone.
 _MAX_NAMED = 3
 
@@ -47,8 +45,21 @@ def signed(value: float, digits: int = 4) -> str:
 
 
 # How metrics are written, with their units; those that are shares are shown in percent.
-METRIC_NAMES: Final = {"log_loss": "log loss (nats)", "accuracy": "accuracy", "auc": "AUC", "rmse": "RMSE"}
+METRIC_NAMES: Final = {"log_loss": "log loss", "accuracy": "accuracy", "auc": "AUC", "rmse": "RMSE"}
+_UNITS = {"log_loss": "nats"}
 _SHARES = ("accuracy",)
+
+
+def metric_heading(metric: str) -> str:
+    """The name of a metric with its unit."""
+    unit = f" ({_UNITS[metric]})" if metric in _UNITS else ""
+    return METRIC_NAMES[metric] + unit
+
+
+def metric_text(metric: str, value: float) -> str:
+    """A metric with its unit, for a sentence."""
+    unit = f"{_SPACE}{_UNITS[metric]}" if metric in _UNITS else ""
+    return metric_value(metric, value) + unit
 
 
 def metric_value(metric: str, value: float) -> str:
@@ -78,10 +89,15 @@ def shortened(name: str, most: int) -> str:
     return name if len(name) <= most else f"{name[: most - 1]}\N{HORIZONTAL ELLIPSIS}"
 
 
-def differences_picture(
-    rows: Sequence[tuple[str, Interval]], title: str, text: str, axis: str, less_is_better: bool = True
-) -> Markup:
-    """Differences with their intervals, one below the other, and a line at 0: blue where they are more than noise.
+def is_narrow(figure: Figure) -> bool:
+    """Whether this is the drawing for phones."""
+    return bool(figure.get_figwidth() * 96 < NARROW + 1)
+
+
+def differences_picture(rows: Sequence[tuple[str, Interval]], title: str, text: str, axis: str) -> Markup:
+    """Differences with their intervals, one below the other, and a line at 0.
+
+    What is no more than noise is grey, what is above 0 a blue dot, what is below it an orange diamond.
 
     Args:
         rows: names and differences, from top to bottom.
@@ -91,18 +107,17 @@ def differences_picture(
     def draw(figure: Figure) -> None:
         axes = figure.add_subplot()
         places = np.arange(len(rows))[::-1]
-        is_narrow = figure.get_figwidth() < _NARROW_INCHES
         for place, (_, one) in zip(places, rows, strict=True):
-            is_better = (one.value < 0) == less_is_better
-            colour = (SERIES[0] if is_better else SERIES[1]) if one.excludes_zero else MUTED
+            is_above = one.value >= 0
+            colour = (SERIES[0] if is_above else SERIES[1]) if one.excludes_zero else MUTED
             if np.isfinite([one.low, one.high]).all():
                 axes.plot([one.low, one.high], [place, place], color=colour, linewidth=2.2, alpha=0.6)
-            axes.plot([one.value], [place], marker="o" if is_better else "D", markersize=5, color=colour)
+            axes.plot([one.value], [place], marker="o" if is_above else "D", markersize=5, color=colour)
         axes.axvline(0, color=INK, linewidth=0.8)
-        axes.set_yticks(places, [shortened(name, 13 if is_narrow else 26) for name, _ in rows])
+        axes.set_yticks(places, [shortened(name, 13 if is_narrow(figure) else 26) for name, _ in rows])
         axes.set_ylim(-0.7, len(rows) - 0.3)
         axes.tick_params(length=0)
-        axes.locator_params(axis="x", nbins=4 if is_narrow else 8)
+        axes.locator_params(axis="x", nbins=4 if is_narrow(figure) else 8)
         axes.grid(axis="y", visible=False)
         axes.set_xlabel(axis)
 

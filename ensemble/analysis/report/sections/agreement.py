@@ -210,6 +210,6 @@ def _differences(pairs: Sequence[_Pair], activation: Activation) -> Markup | Non
         rows.append(row)
     headers[2] = "share"
     if has_truth:
-        headers += ["first right", "second right", "neither", "better where they differ"]
+        headers += ["first right", "second right", "neither", "right more often"]
         return table(headers, rows, left=(0, 7))
     return table(headers, rows)

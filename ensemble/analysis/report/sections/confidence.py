@@ -11,9 +11,9 @@ from matplotlib.figure import Figure
 
 from ensemble.analysis.reliability import Confusion, Coverage, confusions, coverage, reliability
 from ensemble.analysis.report.base import ReportData, Section, html, table
-from ensemble.analysis.report.pictures import GRID, INK, MUTED, NARROW, SERIES, picture
+from ensemble.analysis.report.pictures import GRID, INK, MUTED, SERIES, picture
 from ensemble.analysis.report.results import Results
-from ensemble.analysis.report.shown import heat_map, percent
+from ensemble.analysis.report.shown import heat_map, is_narrow, percent
 from ensemble.merging.methods.base import Values
 
 _BINS = 20
@@ -77,11 +77,12 @@ def _lines(results: Results, values: Values, kept: Coverage | None) -> Iterator[
     sure = values.max(axis=1) if is_exclusive else np.maximum(values, 1 - values).ravel()
     share = percent(float((sure > _SURE).mean()), 0)
     if kept is None:
-        yield f"The ensemble is surer than {percent(_SURE, 0)} in {share} of {unit}; the mean is {percent(float(sure.mean()))}."
+        mean = percent(float(sure.mean()))
+        yield f"The ensemble is surer than {percent(_SURE, 0)} in {share} of {unit}; its mean confidence is {mean}."
         return
     half, whole = int(np.searchsorted(kept.shares, 0.5 - 1e-9)), float(kept.accuracy[-1])
     yield (
-        f"The surer half of the {unit} is right in {percent(float(kept.accuracy[half]))}, all of them in {percent(whole)}: "
+        f"The surer half of the {unit} is right in {percent(float(kept.accuracy[half]))}, all in {percent(whole)}: "
         + (
             "confidence tells good rows from bad ones."
             if kept.accuracy[half] - whole > (1 - whole) / 4
@@ -95,9 +96,8 @@ def _picture(shares: Values, kept: Coverage | None, is_exclusive: bool) -> Marku
     unit = "rows" if is_exclusive else "answers"
 
     def draw(figure: Figure) -> None:
-        is_narrow = figure.get_figwidth() < (NARROW + 1) / 96
         count = 1 if kept is None else 2
-        grid = figure.subplots(count, 1) if is_narrow else figure.subplots(1, count)
+        grid = figure.subplots(count, 1) if is_narrow(figure) else figure.subplots(1, count)
         plots = np.atleast_1d(grid)
         edges = np.linspace(0, 100, len(shares) + 1)
         plots[0].bar(edges[:-1], 100 * shares, np.diff(edges), align="edge", color=SERIES[0], edgecolor=GRID)
@@ -142,8 +142,8 @@ def _map(labels: tuple[str, ...], counts: np.ndarray[tuple[int, ...], np.dtype[n
         labels,
         strengths,
         cells,
-        "Rows by true label (down) and the ensemble's first label (across, by number). The stronger the colour, the "
-        "larger the share of the true label's rows.",
+        "Rows by true label (down) and the ensemble's first label (across, by number). The stronger the colour, "
+        "the larger the share of the true label's rows.",
     )
 
 

@@ -74,8 +74,8 @@ def _lists(results: Results) -> Iterator[tuple[str, str, str, TopRows]]:
         top = costliest(ensemble, results.truth, activation, _ROWS)
         name = "squared error" if activation == "none" else "log loss"
         note = (
-            f"The highest {name} of the ensemble. Some of these are the members' mistakes, some are wrong labels in the "
-            "table: read them before anything is fitted to them."
+            f"The highest {name} of the ensemble. Some of these are the members' mistakes, some are wrong labels "
+            "in the table: read them before anything is fitted to them."
         )
         yield "Costliest", note, name, top
     counting = np.flatnonzero(results.weights > 0)
@@ -87,8 +87,8 @@ def _lists(results: Results) -> Iterator[tuple[str, str, str, TopRows]]:
         note = (
             "Where the members' values are furthest apart (standard deviation by their weights)."
             if activation == "none"
-            else "Where the members' probabilities are furthest apart: the Jensen-Shannon divergence by their weights, 0 "
-            "where all say the same."
+            else "Where the members' probabilities are furthest apart: the Jensen-Shannon divergence by their "
+            "weights, 0 where all say the same."
         )
         if len(top.rows):
             yield "Most disputed", note, name, top
@@ -119,7 +119,7 @@ def _card(results: Results, row: int, score: str, texts: Mapping[str, str]) -> M
 {% for name, text in texts %}<p>{% if named %}<span class="muted">{{ name }}:</span> {% endif %}{{ text }}</p>
 {% endfor %}
 <div class="says">
-{% if true %}<div class="muted">truth</div><div>{{ true }}</div>{% endif %}
+{% if told %}<div class="muted">truth</div><div>{{ told }}</div>{% endif %}
 {% if own %}<div class="muted">ensemble</div><div>{{ own }}</div>{% endif %}
 {% for label, is_right, who in says %}
 <div><span class="tag{{ ' right' if is_right }}">{{ label }}</span></div><div>{{ who }}</div>
@@ -131,7 +131,7 @@ def _card(results: Results, row: int, score: str, texts: Mapping[str, str]) -> M
         score=score,
         texts=[(name, _cut(text)) for name, text in texts.items()],
         named=len(texts) > 1,
-        true=_truth_text(results, row),
+        told=_truth_text(results, row),
         own=_first_labels(own, labels, results.activation == "none") if own is not None else "",
         says=[(label, label in right, who) for label, who in says],
     )
@@ -147,7 +147,7 @@ def _cut(text: str) -> str:
 def _first_labels(values: Values, labels: tuple[str, ...], is_raw: bool) -> str:
     order = np.argsort(-values, kind="stable")[:_MAX_LABELS]
     return ", ".join(
-        f"{shortened(labels[place], 40)} {number(float(values[place])) if is_raw else percent(float(values[place]))}"
+        f"{shortened(labels[place], 40)} {(number if is_raw else percent)(float(values[place]))}"
         for place in order
     )
 
@@ -160,7 +160,7 @@ def _true_labels(results: Results, row: int) -> set[str]:
         return {results.labels[int(truth)]}
     if results.activation == "softmax":
         return {results.labels[int(np.argmax(truth))]}
-    return {label for label, value in zip(results.labels, np.atleast_1d(truth), strict=True) if value >= 0.5}
+    return {label for label, value in zip(results.labels, truth.tolist(), strict=True) if value >= 0.5}
 
 
 def _truth_text(results: Results, row: int) -> str:
@@ -190,9 +190,9 @@ def _sayings(results: Results, row: int) -> Iterator[tuple[str, str]]:
             shown = ", ".join(number(float(value)) for value in own[:_MAX_LABELS])
             said[shown].append((name, np.nan))
     for label, who in sorted(said.items(), key=lambda item: -len(item[1])):
-        shown = [
+        names = [
             f"{shortened(name, 30)} {percent(value, 0)}" if np.isfinite(value) else shortened(name, 30)
             for name, value in who[:_MAX_NAMED]
         ]
         more = [f"and {len(who) - _MAX_NAMED} more"] if len(who) > _MAX_NAMED else []
-        yield shortened(label, 60), ", ".join([*shown, *more])
+        yield shortened(label, 60), ", ".join([*names, *more])

@@ -15,8 +15,9 @@ from ensemble.analysis.report.shown import (
     METRIC_NAMES,
     NOTHING,
     differences_picture,
+    metric_heading,
+    metric_text,
     metric_value,
-    number,
     percent,
     with_interval,
 )
@@ -62,8 +63,8 @@ def _with_truth(results: Results) -> Markup:
     rows: list[list[object]] = []
     for who in [*([_ENSEMBLE] if ensemble is not None else []), *order]:
         row: list[object] = [html("<strong>{{ who }}</strong>", who=who) if who == _ENSEMBLE else who]
-        for metric, found in zip(results.metrics, scores[who], strict=True):
-            row.append(NOTHING if isinstance(found, str) else with_interval(metric, found.interval))
+        for metric, scored in zip(results.metrics, scores[who], strict=True):
+            row.append(NOTHING if isinstance(scored, str) else with_interval(metric, scored.interval))
         row.append(
             with_interval(loss.name, differences[who], is_difference=True) if who in differences else ""
         )
@@ -74,8 +75,8 @@ def _with_truth(results: Results) -> Markup:
         rows.append(row)
     headers = [
         "",
-        *(METRIC_NAMES[metric] for metric in results.metrics),
-        f"{name} less the ensemble's",
+        *(metric_heading(metric) for metric in results.metrics),
+        "less the ensemble",
         "weight",
         "rows",
     ]
@@ -85,18 +86,17 @@ def _with_truth(results: Results) -> Markup:
 {% for line in lines %}<p class="{{ 'say' if loop.first }}">{{ line }}</p>
 {% endfor %}
 {{ picture }}{{ table }}
-<p class="note">In brackets 95 % intervals (bootstrap over rows); those of differences are paired: the same rows count
-for both. The best member stands first.</p>
+<p class="note">In brackets 95 % intervals (bootstrap over rows); those of differences are paired: the same rows
+count for both. The best member stands first.</p>
 {% for line in problems %}<p class="note">{{ line }}</p>{% endfor %}
 """,
         lines=[*_verdict(results, scores, rows_of, differences)],
         picture=differences_picture(
             drawn,
             f"{name} of each member less the ensemble's",
-            f"{name[:1].upper()}{name[1:]} of each member less the ensemble's, with 95 % intervals: to the right of 0 the "
-            "ensemble is better, to the left the member. Grey: no more than noise.",
-            f"{name}, member less ensemble",
-            less_is_better=False,
+            f"The {name} of each member less the ensemble's, with 95 % intervals: to the right of 0 the ensemble "
+            "is better, to the left the member. Grey: no more than noise.",
+            f"{metric_heading(loss.name)}, member less ensemble",
         )
         if drawn
         else "",
@@ -122,7 +122,8 @@ def _verdict(
         return
     best = min(whole, key=lambda who: _value(scores[who][0]))
     gap, theirs = differences[best], _value(scores[best][0])
-    first = f"The ensemble's {name} is {number(own.value)}, that of its best member, {best}, {number(theirs)}"
+    one, other = (metric_text(results.loss.name, value) for value in (own.value, theirs))
+    first = f"The ensemble's {name} is {one}, that of its best member, {best}, {other}"
     if len(results.names) == 1 and gap.value == 0:
         yield html("{{ first }}: a single member is the ensemble.", first=first)
         return
@@ -172,8 +173,8 @@ def _without_truth(results: Results) -> Markup:
     return html(
         """
 <p class="say">Without true labels nobody can say how good these predictions are, only how alike and how sure.</p>
-<p>With <code>data.label_column</code> (or <code>label_columns</code>) for a table that has them, this page shows metrics
-with intervals, calibration, and what each member's weight is worth.</p>
+<p>With <code>data.label_column</code> (or <code>label_columns</code>) for a table that has them, this page shows
+metrics with intervals, calibration, and what each member's weight is worth.</p>
 {{ table }}
 """,
         table=table(headers, rows),

@@ -10,7 +10,14 @@ from markupsafe import Markup
 from ensemble.analysis.metrics import Interval
 from ensemble.analysis.report.base import ReportData, Section, html, table
 from ensemble.analysis.report.results import Results
-from ensemble.analysis.report.shown import METRIC_NAMES, differences_picture, number, percent, with_interval
+from ensemble.analysis.report.shown import (
+    METRIC_NAMES,
+    differences_picture,
+    metric_heading,
+    metric_text,
+    percent,
+    with_interval,
+)
 from ensemble.common.text import plural
 
 # Numbers that merging again without each member in turn may take; of more rows as many are taken as that allows.
@@ -52,22 +59,21 @@ class Weights(Section):
 {% for line in lines %}<p class="{{ 'say' if loop.first }}">{{ line }}</p>
 {% endfor %}
 {{ picture }}{{ table }}
-<p class="note">The other members' weights are left as they are and scaled up; they are not fitted again. The interval is
-paired: the same {{ rows }} count with and without the member.{% if sampled %} To stay within seconds, these rows are a
-sample, taken at the same distance.{% endif %}</p>
+<p class="note">The other members' weights are left as they are and scaled up; they are not fitted again. The
+intervals are paired: the same {{ rows }} count with and without the member.{% if sampled %} To stay within seconds,
+these rows are a sample, taken at the same distance.{% endif %}</p>
 {% for line in alone %}<p class="note">{{ line }}</p>{% endfor %}
 """,
-            lines=[*_lines(order, worth, by_name, loss)],
+            lines=[*_lines(order, worth, by_name, results.loss.name)],
             picture=differences_picture(
                 [(name, worth[name]) for name in order],
                 f"{loss} of the ensemble without each member, less that of the whole ensemble",
-                f"By how much the {loss} rises without the member, with 95 % intervals: to the right of 0 it helps, to "
-                "the left the ensemble is better off without it. Grey: no more than noise.",
-                f"{loss}, without the member less with it",
-                less_is_better=False,
+                f"By how much the {loss} rises without the member, with 95 % intervals: to the right of 0 the "
+                "member helps, to the left the ensemble is better off without it. Grey: no more than noise.",
+                f"{metric_heading(results.loss.name)}, without less with",
             ),
             table=table(
-                ["member", "weight", f"{loss} without it, less with it", ""],
+                ["member", "weight", f"{loss} without less with it", ""],
                 [
                     [
                         name,
@@ -100,23 +106,23 @@ def _word(one: Interval) -> str:
 
 
 def _lines(
-    order: Sequence[str], worth: dict[str, Interval], shares: dict[str, float], loss: str
+    order: Sequence[str], worth: dict[str, Interval], shares: dict[str, float], metric: str
 ) -> Iterator[str]:
     helping = [name for name in order if _word(worth[name]) == "helps"]
     hurting = [name for name in order if _word(worth[name]) == "hurts"]
     idle = [name for name in order if name not in helping and name not in hurting and shares[name] > 0]
     if helping:
         first = helping[0]
-        yield (
-            f"{first} adds most: without it the {loss} is {number(worth[first].value)} higher."
-            + (f" {_listed(helping[1:])} as well." if helping[1:] else "")
-        )
+        rise = f"{METRIC_NAMES[metric]} is {metric_text(metric, worth[first].value)} higher"
+        others = f" {_listed(helping[1:])} as well." if helping[1:] else ""
+        yield f"{first} adds most: without it the {rise}.{others}"
     else:
         yield "No member can be said to help: without any one of them the ensemble is as good, but for noise."
     if hurting:
         yield f"Without {_one_of(hurting)} the ensemble would be better: try a lower weight, or run ensemble fit."
     if idle:
-        yield f"{_listed(idle, 'makes', 'make')} no clear difference; each of them could be left out to save its time."
+        spared = "it" if len(idle) == 1 else "one of them"
+        yield f"{_listed(idle, 'makes', 'make')} no clear difference: {spared} could be left out to save time."
 
 
 def _listed(names: Sequence[str], verb: str = "helps", verbs: str = "help") -> str:
