@@ -70,7 +70,7 @@ def diversity(members: Sequence[Values], activation: Activation, truth: Truth | 
     both_right = np.zeros((count, count))
     for start, stop in block_spans(rows, labels):
         block = np.stack([values[start:stop] for values in members])
-        there: npt.NDArray[np.bool_] = ~np.isnan(block).any(axis=2)
+        there = np.asarray(~np.isnan(block).any(axis=2))
         block[~there] = 0.0
         products.add(block, there)
         actual = None if truth is None else _as_values(truth[start:stop], labels)

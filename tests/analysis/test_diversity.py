@@ -54,7 +54,7 @@ def test_pairs_are_those_of_references(activation: Activation) -> None:
                 )
             errors = [(values - offset - true).ravel() for values in (one, other)]
             assert found.error_correlation is not None
-            assert found.error_correlation[i, j] == pytest.approx(np.corrcoef(errors)[0, 1], abs=1e-7)
+            assert found.error_correlation[i, j] == pytest.approx(np.asarray(np.corrcoef(errors))[0, 1], abs=1e-7)
             if activation == "none":
                 assert found.only_right is None
                 assert found.decisions[i, j] == found.same[i, j] == 0
@@ -84,7 +84,7 @@ def test_probabilities_as_truth_count_by_their_likeliest_label() -> None:
     assert (soft.only_right == hard.only_right).all()
     assert soft.error_correlation is not None
     errors = [(values - truth).ravel() for values in made]
-    assert soft.error_correlation[0, 1] == pytest.approx(np.corrcoef(errors)[0, 1], abs=1e-9)
+    assert soft.error_correlation[0, 1] == pytest.approx(np.asarray(np.corrcoef(errors))[0, 1], abs=1e-9)
 
 
 def test_a_pair_that_shares_no_row_has_nothing_to_compare() -> None:

@@ -177,7 +177,7 @@ class Results:
         values = np.empty((len(members), members[0].shape[1], stop - start)).swapaxes(1, 2)
         for number, one in enumerate(members):
             values[number] = np.nan if number == without else one[start:stop]
-        is_present: npt.NDArray[np.bool_] = ~np.isnan(values).any(axis=2)
+        is_present = np.asarray(~np.isnan(values).any(axis=2))
         if rows is None:
             ids, lengths = self.predictions.ids.slice(start, stop - start), self._text_bytes[start:stop]
         else:

@@ -20,6 +20,9 @@ NOTHING = "\N{EN DASH}"
 _SPACE = "\N{NO-BREAK SPACE}"
 # Columns with names instead of numbers; of more the table would be wider than a phone.
 _MAX_NAMED = 3
+# Characters of a row's name in a heat map, and of a member's in a table.
+_MAX_HEAD = 15
+MAX_NAME = 26
 
 
 def percent(share: float, digits: int = 1) -> str:
@@ -66,27 +69,26 @@ def metric_value(metric: str, value: float) -> str:
     return percent(value) if metric in _SHARES else number(value)
 
 
-def metric_difference(metric: str, value: float) -> str:
-    return points(value) if metric in _SHARES else signed(value)
-
-
 def with_interval(metric: str, found: Interval, is_difference: bool = False) -> Markup:
     """A metric, or a difference of two, with its interval, which stands back."""
-    show = metric_difference if is_difference else metric_value
-    value, low, high = (show(metric, one) for one in (found.value, found.low, found.high))
-    unit = f"{_SPACE}points" if is_difference and metric in _SHARES else ""
+    factor, digits = (100, 1) if metric in _SHARES else (1, 4)
+    value, low, high = (factor * one for one in (found.value, found.low, found.high))
+    unit = "" if metric not in _SHARES else f"{_SPACE}points" if is_difference else f"{_SPACE}%"
     return html(
-        "{{ value }} <span class=muted>({{ low }} to {{ high }})</span>{{ unit }}",
-        value=value.removesuffix(unit),
-        low=low.removesuffix(unit),
-        high=high.removesuffix(unit),
+        "{{ value }}{{ unit }} <span class=muted>({{ low }} to {{ high }})</span>",
+        value=signed(value, digits) if is_difference else number(value, digits),
+        low=number(low, digits),
+        high=number(high, digits),
         unit=unit,
     )
 
 
 def shortened(name: str, most: int) -> str:
-    """A name that has room in a picture."""
-    return name if len(name) <= most else f"{name[: most - 1]}\N{HORIZONTAL ELLIPSIS}"
+    """A name where there is little room: its middle goes, as names often differ in their ends."""
+    if len(name) <= most:
+        return name
+    end = (most - 1) // 2
+    return f"{name[: most - 1 - end]}\N{HORIZONTAL ELLIPSIS}{name[-end:]}"
 
 
 def is_narrow(figure: Figure) -> bool:
@@ -144,6 +146,7 @@ def heat_map(
     return html(
         _HEAT_MAP,
         rows=rows,
+        heads=[shortened(name, _MAX_HEAD) for name in rows],
         columns=columns,
         is_numbered=is_numbered,
         cells=[
@@ -165,9 +168,11 @@ RESULTS_STYLE = """
 .heat th, .heat td { padding: 0; border: 0; text-align: center; line-height: 1.5rem; font-weight: 400; }
 .heat td { min-width: 1.55rem; background: rgb(47 111 209 / calc(var(--v, 0) * 0.55)); border-radius: 2px; }
 .heat td.below { background: rgb(217 115 14 / calc(var(--v, 0) * 0.55)); }
-.heat tbody th { text-align: left; max-width: 6.5rem; overflow: hidden; text-overflow: ellipsis;
+.heat tbody th { text-align: left; max-width: 7.5rem; overflow: hidden; text-overflow: ellipsis;
   padding-right: 0.4rem; position: sticky; left: 0; background: var(--cfefefe); color: inherit; }
 .heat thead th { padding: 0 0.2rem; }
+@media (max-width: 30rem) { .heat table { font-size: 0.6875rem; } .heat td { min-width: 1.3rem; }
+  .heat tbody th { max-width: 5.2rem; } .heat th, .heat td { line-height: 1.35rem; } }
 .say { font-size: 1.0625rem; }
 article { border: 1px solid var(--cd8dee4); border-radius: 8px; padding: 0.6rem 0.8rem; margin: 0.6rem 0; }
 article p { margin: 0.25rem 0; white-space: pre-wrap; }
@@ -189,7 +194,7 @@ _HEAT_MAP = """
 <tbody>
 {% for row in cells %}
 <tr><th scope="row" title="{{ rows[loop.index0] }}">
-{%- if is_numbered %}<span class="muted">{{ loop.index }}</span> {% endif %}{{ rows[loop.index0] }}</th>
+{%- if is_numbered %}<span class="muted">{{ loop.index }}</span> {% endif %}{{ heads[loop.index0] }}</th>
 {%- for text, strength, is_below in row -%}
 <td{% if strength %} style="--v:{{ strength }}"{% if is_below %} class="below"{% endif %}{% endif %}>{{ text }}</td>
 {%- endfor %}</tr>

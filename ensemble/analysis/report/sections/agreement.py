@@ -13,7 +13,7 @@ from scipy.stats import binomtest
 
 from ensemble.analysis.diversity import Diversity, diversity
 from ensemble.analysis.report.base import ReportData, Section, html, table
-from ensemble.analysis.report.shown import NOTHING, heat_map, number, percent, spread
+from ensemble.analysis.report.shown import NOTHING, heat_map, number, percent, shortened, spread
 from ensemble.common.protocol import Activation
 from ensemble.merging.methods.base import Values
 
@@ -194,7 +194,7 @@ def _differences(pairs: Sequence[_Pair], activation: Activation) -> Markup | Non
     rows: list[list[object]] = []
     for pair in chosen:
         row: list[object] = [
-            f"{pair.one} / {pair.other}",
+            f"{shortened(pair.one, 20)} / {shortened(pair.other, 20)}",
             f"{pair.differ:,}",
             percent(1 - pair.agreement),
             number(float(pair.found.kappa[pair.i, pair.j]), 2),

@@ -17,6 +17,7 @@ from ensemble.analysis.report.base import ReportData, Section, html, table
 from ensemble.analysis.report.pictures import MUTED, SERIES, picture
 from ensemble.analysis.report.results import Results, Rows
 from ensemble.analysis.report.shown import (
+    MAX_NAME,
     METRIC_NAMES,
     NOTHING,
     is_narrow,
@@ -200,12 +201,11 @@ def _lines(results: Results, shown: list[_One], is_set: bool) -> Iterator[str]:
         yield f"With the calibration of the config the ensemble's {loss} is {fall} than without{noise}."
     else:
         yield f"With a temperature for each member the ensemble's {loss} would be {fall}{noise}." + (
-            " To set them, run ensemble fit." if change.high < 0 else ""
+            " To set them, run ensemble fit." if change.high < 0 else " None is needed."
         )
 
 
 def _picture(panels: list[_One], count: int, is_exclusive: bool) -> Markup:
-    is_exclusive = results.activation == "softmax"
 
     def draw(figure: Figure) -> None:
         across = min(len(panels), 2 if is_narrow(figure) else 3)
@@ -264,7 +264,9 @@ def _table(results: Results, shown: list[_One], is_set: bool) -> Markup:
         gap = _gap(one.before)
         rows.append(
             [
-                html("<strong>{{ name }}</strong>", name=one.name) if one.name == _ENSEMBLE else one.name,
+                html("<strong>{{ name }}</strong>", name=one.name)
+                if one.name == _ENSEMBLE
+                else shortened(one.name, MAX_NAME),
                 with_interval("accuracy", gap, is_difference=True),
                 number(before),
                 NOTHING if after is None else number(after),

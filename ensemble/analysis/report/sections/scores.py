@@ -12,6 +12,7 @@ from ensemble.analysis.metrics import METRICS, Interval, Scored
 from ensemble.analysis.report.base import ReportData, Section, html, table
 from ensemble.analysis.report.results import Results
 from ensemble.analysis.report.shown import (
+    MAX_NAME,
     METRIC_NAMES,
     NOTHING,
     differences_picture,
@@ -19,6 +20,7 @@ from ensemble.analysis.report.shown import (
     metric_text,
     metric_value,
     percent,
+    shortened,
     with_interval,
 )
 from ensemble.common.text import plural
@@ -62,7 +64,9 @@ def _with_truth(results: Results) -> Markup:
     shares = results.weights / results.weights.sum()
     rows: list[list[object]] = []
     for who in [*([_ENSEMBLE] if ensemble is not None else []), *order]:
-        row: list[object] = [html("<strong>{{ who }}</strong>", who=who) if who == _ENSEMBLE else who]
+        row: list[object] = [
+            html("<strong>{{ who }}</strong>", who=who) if who == _ENSEMBLE else shortened(who, MAX_NAME)
+        ]
         for metric, scored in zip(results.metrics, scores[who], strict=True):
             row.append(NOTHING if isinstance(scored, str) else with_interval(metric, scored.interval))
         row.append(
@@ -155,7 +159,7 @@ def _without_truth(results: Results) -> Markup:
     has_confidence = results.activation != "none"
     for who, values, share in zip(results.names, results.values, shares.tolist(), strict=True):
         there = ~np.isnan(values).any(axis=1)
-        row: list[object] = [who, percent(share), f"{int(there.sum()):,}"]
+        row: list[object] = [shortened(who, MAX_NAME), percent(share), f"{int(there.sum()):,}"]
         if has_confidence:
             row.append(percent(_confidence(results, values[there])))
         if ensemble is not None:

@@ -11,11 +11,13 @@ from ensemble.analysis.metrics import Interval
 from ensemble.analysis.report.base import ReportData, Section, html, table
 from ensemble.analysis.report.results import Results
 from ensemble.analysis.report.shown import (
+    MAX_NAME,
     METRIC_NAMES,
     differences_picture,
     metric_heading,
     metric_text,
     percent,
+    shortened,
     with_interval,
 )
 from ensemble.common.text import plural
@@ -76,7 +78,7 @@ these rows are a sample, taken at the same distance.{% endif %}</p>
                 ["member", "weight", f"{loss} without less with it", ""],
                 [
                     [
-                        name,
+                        shortened(name, MAX_NAME),
                         percent(by_name[name]),
                         with_interval(results.loss.name, worth[name], is_difference=True),
                         _word(worth[name]),
