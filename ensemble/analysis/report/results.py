@@ -53,6 +53,7 @@ class Results:
         self._given = [given[name] for name in self.names]
         self.weights: Values = weights_by_bin(self._given, self.labels, self._bins).mean(axis=(1, 2))
         self.calibrations = self._calibrations()
+        self._scored: dict[tuple[str, int], Scored | str] = {}  # of what is scored again and again
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -70,14 +71,23 @@ class Results:
         Scores of the same ``rows`` of the table (None: all) are paired, as long as the same values are there.
         """
         assert self.truth is not None
+        key = (metric.name, id(values))
+        is_kept = rows is None and any(values is one for one in (self.ensemble, *self.values))
+        if is_kept and key in self._scored:
+            return self._scored[key]
         there = ~np.isnan(values).any(axis=1)
         truth = self.truth if rows is None else self.truth[rows]
+        found: Scored | str
         try:
             if rows is None and there.all():
-                return self._bootstrap.score(metric, values)
-            return Bootstrap(truth[there], self.activation).score(metric, values[there])
+                found = self._bootstrap.score(metric, values)
+            else:
+                found = Bootstrap(truth[there], self.activation).score(metric, values[there])
         except DataError as error:
-            return str(error)
+            found = str(error)
+        if is_kept:
+            self._scored[key] = found
+        return found
 
     def difference(
         self, metric: Metric, values: Values, others: Values, rows: Rows | None = None
