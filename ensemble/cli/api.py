@@ -324,7 +324,7 @@ def _load(config: ConfigFiles, overrides: Overrides | None) -> LoadedConfig:
     if found := [*unsupported()]:
         raise ConfigError(found)
     with _told():
-        listed = config if isinstance(config, Sequence) and not isinstance(config, str) else [config]
+        listed = config if isinstance(config, Sequence) and not isinstance(config, str | bytes) else [config]
         if not listed:
             raise ConfigError("config: the list is empty; give the path of a YAML file")
         paths = [_path(path, "give the path of a YAML file") for path in listed]

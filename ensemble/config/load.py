@@ -41,13 +41,15 @@ Kinds: TypeAlias = Mapping[str, type[MemberConfig]]
 class LoadedConfig:
     """A config, and what it was made from: its files and the overrides, as given.
 
-    ``text`` is one YAML file that gives the same config from any folder: the file exactly as it is where nothing
-    else was given, else all of it merged.  Paths in it are still relative to the working directory, and ``${NAME}``
-    is not replaced.  The file as it is may hold secrets.
+    ``whole`` is one YAML file that gives the same config from any folder: the file exactly as it is where nothing
+    else was given, else files and overrides merged.  Paths in it are still relative to the working directory, and
+    ``${NAME}`` is not replaced.  ``text`` is the file exactly as it is, of several what ``whole`` is; with the
+    overrides it gives the same config.  Files as they are may hold secrets.
     """
 
     config: RunConfig
     text: str
+    whole: str
     paths: tuple[Path, ...]
     overrides: tuple[str, ...]
     document: Document = field(repr=False)
@@ -89,17 +91,34 @@ def load_config(
     if unreadable:
         raise ConfigError(unreadable)
     variables = variables_of(paths, os.environ if environ is None else environ)
+    document, config = checked(documents, variables, overrides, merge_methods, member_kinds)
+    whole, parts = texts[0], [*names, *(f"--set {one_line(override)}" for override in overrides)]
+    if len(parts) > 1 or "${CONFIG_DIR}" in whole:
+        # By value: put into the text, *** would be an alias.
+        redactor = Redactor(os.environ, config.model_dump())
+        whole = f"# Made of {', '.join(parts)}\n{dump(redactor.document(with_folders(document, variables)))}"
+    text = texts[0] if len(texts) == 1 else whole
+    return LoadedConfig(config, text, whole, tuple(paths), tuple(overrides), document)
+
+
+def checked(
+    documents: Sequence[Document],
+    variables: Sequence[Mapping[str, str]],
+    overrides: Sequence[str],
+    merge_methods: Methods,
+    member_kinds: Kinds,
+) -> tuple[Document, RunConfig]:
+    """Documents merged into the first one, and what they say as a config; see ``load_config``.
+
+    Args:
+        variables: what ``${NAME}`` stands for in each.
+    """
     document = merge_documents(documents, variables)
     apply_overrides(document, overrides)
     config = _checked(document, expand(document, *variables), merge_methods, member_kinds)
     if config is None or document.problems:
         raise ConfigError(document.problems)
-    text, parts = texts[0], [*names, *(f"--set {one_line(override)}" for override in overrides)]
-    if len(parts) > 1 or "${CONFIG_DIR}" in text:
-        # By value: put into the text, *** would be an alias.
-        redactor = Redactor(os.environ, config.model_dump())
-        text = f"# Made of {', '.join(parts)}\n{dump(redactor.document(with_folders(document, variables)))}"
-    return LoadedConfig(config, text, tuple(paths), tuple(overrides), document)
+    return document, config
 
 
 def _checked(

@@ -202,8 +202,9 @@ class _Dumper(yaml.SafeDumper):
 
 def _text_node(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     lines = text.split("\n")
-    is_block = len(lines) > 1 and all(line.isprintable() for line in lines)
-    return dumper.represent_scalar(f"{_TAG}str", text, style="|" if is_block else None)
+    # What PyYAML would otherwise leave to line breaks that are none in the text.
+    style = '"' if not all(line.isprintable() for line in lines) else "|" if len(lines) > 1 else None
+    return dumper.represent_scalar(f"{_TAG}str", text, style=style)
 
 
 _Dumper.add_representer(str, _text_node)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ensemble.config.values import AnyWeight
+from ensemble.merging.calibration import Calibrator
 from ensemble.merging.methods.base import Block, MergeMethod
 from ensemble.merging.metrics import Scoring
 from ensemble.merging.row_checks import RowCheck
@@ -40,17 +41,23 @@ class RowSource(Protocol):
 
 @dataclass
 class MergedMember:
-    """A member on its way into the merge; ``scoring`` where the truth is known, for members that have all rows."""
+    """A member on its way into the merge.
+
+    ``scoring`` where the truth is known, for members that have all rows: it sees what is merged, after calibration.
+    """
 
     name: str
     weight: AnyWeight
     source: RowSource
     check: RowCheck
     scoring: Scoring | None
+    calibrate: Calibrator | None = None
 
     def read(self, start: int, values: npt.NDArray[np.float64], is_present: npt.NDArray[np.bool_]) -> None:
         self.source.read(values)
         is_present[:] = self.check.look(start, values)
+        if self.calibrate is not None and not self.check.has_found_any:
+            self.calibrate(values)
         has_all = self.check.reached == start + len(values) and not self.check.has_found_any
         if self.scoring is not None and has_all:
             self.scoring.add(start, values)

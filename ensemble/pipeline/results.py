@@ -30,6 +30,7 @@ from ensemble.data.predictions_csv import PredictionsReader, SpilledRows
 from ensemble.members.base import OutputColumns
 from ensemble.members.registry import member_kind
 from ensemble.merging.blocks import MergedMember, RowSource, block_spans, merge_blocks
+from ensemble.merging.calibration import calibrator
 from ensemble.merging.methods import merge_method
 from ensemble.merging.methods.base import Members
 from ensemble.merging.metrics import Score, Scoring
@@ -125,7 +126,11 @@ class ResultWriter:
         demand_unchanged(self._prepared, member.model, work)
         with atomic_path(self._rundir.predictions(member.name)) as temporary:
             names = [self._config.data.id_column, *self._labels]
-            write_csv(temporary, names, [table.ids, *map(pa.array, values.T)])
+            columns = [table.ids, *map(pa.array, values.T)]
+            if member_kind(member.model).may_lack_rows:
+                is_there = pa.array(~np.isnan(values[:, 0]))
+                columns = [column.filter(is_there) for column in columns]
+            write_csv(temporary, names, columns)
             sha256 = file_sha256(temporary)
         write_manifest(self._rundir, work, sha256)
         work.is_done[:] = True
@@ -203,8 +208,11 @@ class ResultWriter:
         for state, name in zip(members, names, strict=True):
             if name in complete:
                 path, id_column = self._rundir.predictions(name), config.data.id_column
+                may_lack = member_kind(state.plan.model).may_lack_rows
                 sources.append(
-                    PredictionsReader(path, id_column, self._labels, table.ids, folder, len(complete))
+                    PredictionsReader(
+                        path, id_column, self._labels, table.ids, folder, len(complete), may_lack
+                    )
                 )
             else:
                 sources.append(SpilledRows(self._unfinished(state), folder))
@@ -217,9 +225,12 @@ class ResultWriter:
                 source.rewind()
                 name, is_complete = state.plan.name, state.plan.name in complete
                 place = self._rundir.predictions(name) if is_complete else self._works[name].shards_dir
-                check = RowCheck(str(place), activation, table.ids, may_lack_rows=not is_complete)
-                weight = state.plan.model.weight
-                merged.append(MergedMember(name, weight, source, check, self._scoring()))
+                may_lack = not is_complete or member_kind(state.plan.model).may_lack_rows
+                check = RowCheck(str(place), activation, table.ids, may_lack)
+                model = state.plan.model
+                calibrate = calibrator(model.calibration, activation, self._labels)
+                scoring = self._scoring()
+                merged.append(MergedMember(name, model.weight, source, check, scoring, calibrate))
             return merged
 
         weights = tuple(state.plan.model.weight for state in members)
@@ -272,7 +283,7 @@ class ResultWriter:
         elif sample is not None:
             whole = np.empty((table.rows, len(self._labels)), order="F")
         texts: deque[Future[list[pa.Buffer]]] = deque()
-        missing = 0
+        missing, first_missing = 0, ""
         with ExitStack() as files:
             streams: list[BinaryIO] = []
             for path, header, _ in reversed(targets):  # because the first then gets its name first
@@ -295,7 +306,9 @@ class ResultWriter:
                 ]
 
             for start, values in blocks:
-                missing += int(np.isnan(values[:, 0]).sum())
+                if (empty := np.flatnonzero(np.isnan(values[:, 0]))).size:
+                    first_missing = first_missing if missing else str(table.ids[start + int(empty[0])])
+                    missing += len(empty)
                 if whole is not None:
                     whole[start : start + len(values)] = values
                 if scoring is not None:
@@ -307,7 +320,8 @@ class ResultWriter:
                 write_text(text)
             if missing:
                 raise MergeError(
-                    f"no member has probabilities for {plural(missing, 'row')}; run the same command again"
+                    f"no member with a weight has probabilities for {plural(missing, 'row')}, the first is id "
+                    f"{first_missing}; run the same command again, or add a member that has them"
                 )
         self.results.files["ensemble"] = rundir.ensemble
         return whole

@@ -145,9 +145,8 @@ class RunReport:
         explanation: where the time went of a limit that left none to compute anything, in a sentence.
         ensemble: the merge method and its settings.
         files: results by what they are, in the order they were made.
-        config: the YAML as it was written or, of several files and overrides, one that is all of them.
+        config: the YAML as it was written; of several files, what they are together with the overrides.
         config_files: as they were named.
-        overrides: as they were given; ``config`` holds them.
         table: the absolute path of the input table.
     """
 
