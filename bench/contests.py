@@ -185,4 +185,5 @@ class Ground:
             "defaults": {"max_length": MAX_LENGTH, **(own if is_pairs else {"text_column": "text"})},
             "models": [{"name": name, "model_name_or_path": path} for name, path in job["models"].items()],
             "output_dir": OURS,
+            "report": False,  # the others write none either
         }

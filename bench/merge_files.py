@@ -73,6 +73,7 @@ def _prepared_run(folder: Path, name: str, members: int, labels: list[str]) -> t
         "data": data,
         "labels": labels,
         "output_dir": str(folder / name),
+        "report": False,
         "models": [
             {
                 "name": member,

@@ -73,7 +73,7 @@ def _long_table(folder: Path, times: int) -> Path:
 
 def _run(folder: Path, table: Path, kind: str) -> float:
     path = [os.environ.get("PYTHONPATH", ""), str(ROOT), *([str(WITHOUT)] if kind == "without" else [])]
-    settings = [f"data.path={table}", f"output_dir={folder / 'run'}", "submission=null"]
+    settings = [f"data.path={table}", f"output_dir={folder / 'run'}", "submission=null", "report=false"]
     command = [sys.executable, "-m", "ensemble", "run", str(ROOT / "configs" / "demo.yaml")]
     command += ["--quiet", "--fresh", *(word for setting in settings for word in ("--set", setting))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}

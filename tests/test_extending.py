@@ -15,6 +15,8 @@ import yaml
 from pyarrow import feather
 
 from bench.merge_files import label_names, make_files, member_names
+from ensemble.pipeline.run_report import ProgressReport
+from tests.cli.reports import member, report
 from tests.packages import pip_install
 from tests.page import blocks
 from tests.project import ROOT, Project, python_path
@@ -80,6 +82,20 @@ def test_the_mean_of_ranks(made: Project, site: Path) -> None:
     values = [pd.read_csv(made.folder / f"ours/predictions/{name}.csv")[LABELS] for name in MEMBERS]
     expected = sum((frame.rank(method="min") - 1) / (ROWS - 1) for frame in values) / len(MEMBERS)
     np.testing.assert_allclose(merged(made, site, {"method": "rank_mean"}), expected, rtol=1e-12)
+
+
+def test_the_section_of_the_report(made: Project, site: Path, tmp_path: Path) -> None:
+    ran = report(
+        member(progress=ProgressReport(seconds=3.0)), member("other", progress=ProgressReport(seconds=9.0))
+    )
+    ran.write(tmp_path / "run.json")
+    environment = {"PYTHONPATH": python_path(ROOT, site)}
+    done = made.ensemble("report", str(tmp_path), environment=environment)
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "<p>The dearest is <b>other</b>.</p>" in page
+    assert page.count('<section id="cost">') == 1
+    assert "seconds for 1,000 rows</text>" in page
 
 
 def test_without_the_package_the_method_is_unknown(made: Project) -> None:

@@ -209,6 +209,7 @@ class Place:
             "defaults": {"text_column": "text", "max_length": MAX_LENGTH},
             "models": [dict(member) for member in members],
             "output_dir": name,
+            "report": False,
             "limit": rows,
             **({"devices": list(devices)} if devices else {}),
         }

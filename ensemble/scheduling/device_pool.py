@@ -43,8 +43,8 @@ log = logging.getLogger(__name__)
 class Release:
     """How a device came back: ``seconds`` until its memory was at the baseline, or until nobody waited longer.
 
-    ``used_bytes`` is what was used then; ``is_free`` whether that was the baseline.  ``after_seconds`` since the run's
-    start its last worker had ended; None in reports of earlier versions.
+    ``used_bytes`` is what was used then; ``is_free`` whether that was the baseline.  ``after_seconds``: when its
+    last worker had ended, since the run's start; None in reports of earlier versions.
     """
 
     device: str

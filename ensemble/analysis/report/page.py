@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from ensemble.analysis.report.pictures import colours
 from ensemble.analysis.report.sections import SECTIONS
 from ensemble.analysis.report.shown import RESULTS_STYLE
 from ensemble.common.files import write_text
+from ensemble.common.redact import Redactor
 from ensemble.common.text import error_text
 from ensemble.pipeline.report_page import DIGEST, page_digest
 from ensemble.pipeline.run_dir import RunDir
@@ -62,8 +65,10 @@ def _sections(data: ReportData) -> Iterator[_Made]:
             title = section.title
             made = section.html(data)
         except Exception as error:  # whatever goes wrong in one, the others are worth reading
-            traceback.print_exc()
-            problem = f"{title}: this section could not be made ({type(error).__name__}: {error_text(error)})"
+            redactor = Redactor(os.environ)
+            print(redactor(traceback.format_exc()), file=sys.stderr)  # noqa: T201
+            why = redactor(f"{type(error).__name__}: {error_text(error)}")
+            problem = f"{title}: this section could not be made ({why})"
             yield _Made(anchor, title, html("<p class=problem>{{ text }}</p>", text=problem), problem)
             continue
         if made is not None:
@@ -86,6 +91,7 @@ th, td { padding: 0.25rem 0.6rem; text-align: right; vertical-align: top; white-
   border-bottom: 1px solid var(--cd8dee4); }
 th { font-weight: 600; color: var(--c656d76); }
 th.left, td.left { text-align: left; }
+td.left { white-space: normal; overflow-wrap: anywhere; min-width: 6rem; }
 td .words, .words { white-space: pre-wrap; overflow-wrap: anywhere; min-width: 16rem; max-width: 36rem; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 0.1rem 1rem; font-size: 0.875rem; }
 dt { color: var(--c656d76); } dd { margin: 0; }

@@ -175,9 +175,7 @@ def _drawn(
             figure = Figure(figsize=size, layout="constrained")
             FigureCanvasSVG(figure)
             draw(figure)
-            figure.savefig(
-                buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
-            )
+            figure.savefig(buffer, format="svg", metadata={"Date": None})
     finally:
         fonts.setLevel(level)
     root = ElementTree.fromstring(_NOT_XML.sub("\ufffd", buffer.getvalue().decode()))

@@ -85,7 +85,7 @@ def _histogram(data: ReportData, lengths: np.typing.NDArray[np.int64]) -> Markup
             label = f"{shown_name(data.report.members[place].name)}: cut beyond, about"
             axes.axvline(min(length, top), color=SERIES[(place + 1) % len(SERIES)], label=label)
         if cut:
-            axes.legend()
+            figure.legend(loc="outside upper left", frameon=False)
 
     text = f"Bytes of text of a row: {quantiles}. The last bar has all that are longer."
     return picture(draw, "How long the rows are", text, 220)

@@ -64,8 +64,7 @@ class Timeline(Section):
         releases = [one for one in report.releases if one.after_seconds is not None]
 
         def draw(figure: Figure) -> None:
-            axes = figure.add_subplot()
-            _draw(axes, report, spans, lanes)
+            axes = _draw(figure, report, spans, lanes)
             for one in releases:
                 if (one.device, 0) in lanes and one.after_seconds is not None:
                     axes.barh(
@@ -145,9 +144,10 @@ def spans_of(report: RunReport) -> list[Span]:
     return spans
 
 
-def _draw(axes: Axes, report: RunReport, spans: Sequence[Span], lanes: Sequence[tuple[str, int]]) -> None:
+def _draw(figure: Figure, report: RunReport, spans: Sequence[Span], lanes: Sequence[tuple[str, int]]) -> Axes:
+    axes = figure.add_subplot()
     seconds = max(span.end for span in spans)
-    is_wide = axes.figure.get_size_inches()[0] > 4
+    is_wide = figure.get_figwidth() > 4
     for place, lane in enumerate(lanes):
         for span in spans:
             if (span.device, span.lane) != lane:
@@ -169,10 +169,11 @@ def _draw(axes: Axes, report: RunReport, spans: Sequence[Span], lanes: Sequence[
     time_axis(axes.xaxis, seconds)
     shown = [number for number, member in enumerate(report.members) if member.workers]
     handles = [Patch(color=SERIES[number % len(SERIES)]) for number in shown]
-    axes.figure.legend(
+    figure.legend(
         handles,
         [shown_name(report.members[number].name) for number in shown],
         loc="outside upper left",
         ncols=4 if is_wide else 2,
         frameon=False,
     )
+    return axes

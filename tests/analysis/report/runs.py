@@ -1,0 +1,128 @@
+"""Directories of runs that never were, with names and texts that nobody should trust."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from ensemble.common.gpus import Device
+from ensemble.data.csv_file import write_csv
+from ensemble.pipeline.run_dir import RunDir
+from ensemble.pipeline.run_report import RunReport
+from ensemble.scheduling.device_pool import MemoryCurve, Release, TelemetryCurve, TelemetryPoint
+from ensemble.scheduling.state import FaultRecord, Gap
+from tests.cli.reports import member, report, worker
+
+EVIL = (
+    "<script>window.harmed = 1</script>",
+    "\"><img src=x onerror='window.harmed = 1'>",
+    "' onmouseover='window.harmed = 1",
+    "javascript:window.harmed=1",
+    "</svg></title><script>window.harmed = 1</script>",
+    "]]>&lt;b&gt; &amp; $x_1$ \\frac{ 中文 \u202e \x01 _",
+    "{{ 7 * 7 }} {% raw %} ${HOME}",
+    '=HYPERLINK("https://example.com")',
+)
+GIB = 2**30
+
+
+def make_run(
+    folder: Path, names: Sequence[str] = ("gemma", "llama", "qwen"), rows: int = 60, is_evil: bool = False
+) -> RunReport:
+    """Write the directory of a run on two GPUs, below ``folder``; the table lies beside it.
+
+    Args:
+        is_evil: labels, ids, texts, messages and the config are taken from ``EVIL``.
+    """
+    chooser = np.random.default_rng(0)
+    labels = EVIL[:3] if is_evil else ("lose", "tie", "win")
+    rundir, table = RunDir(folder / "run"), folder / "table.csv"
+    for needed in (rundir.predictions_dir, rundir.logs_dir):
+        needed.mkdir(parents=True)
+    ids = pa.array([f"{EVIL[row % len(EVIL)]}{row}" if is_evil else f"r{row}" for row in range(rows)])
+    lengths = chooser.lognormal(4, 1, rows).astype(int) + 1
+    if is_evil:
+        texts = pa.array([EVIL[row % len(EVIL)] * int(1 + lengths[row] // 30) for row in range(rows)])
+    else:
+        texts = pa.DictionaryArray.from_arrays(
+            lengths.clip(1, 2_000) - 1, [("word " * size)[:size] for size in range(1, 2_001)]
+        ).cast(pa.string())
+    truth = chooser.integers(0, 3, rows)
+    write_csv(table, ["id", "text", "label"], [ids, texts, pa.array(np.array(labels)[truth])])
+    hint = np.eye(3)[truth]
+    merged = np.zeros((rows, 3))
+    for place, name in enumerate(names):
+        values = np.exp(chooser.normal(size=(rows, 3)) + hint * (1.0 + 0.2 * place))
+        values /= values.sum(axis=1, keepdims=True)
+        merged += values / len(names)
+        write_csv(rundir.predictions(name), ["id", *labels], [ids, *map(pa.array, values.T)])
+    write_csv(rundir.ensemble, ["id", *labels], [ids, *map(pa.array, merged.T)])
+    said = EVIL[0] if is_evil else "CUDA error: an illegal memory access was encountered"
+    made = report(
+        *(_member(place, name, rows, said) for place, name in enumerate(names)),
+        rows=rows,
+        null_texts={"text": 1},
+        timing={"total_seconds": 700.0},
+        devices=tuple(Device(f"GPU-{n}", "Tesla T4", (7, 5), 15 * GIB, 0) for n in (0, 1)),
+        driver_version="550.90.07",
+        idle_gaps=tuple(
+            Gap(f"GPU-{n}", names[k], names[k + 1], 3.1 + k) for k in range(len(names) - 1) for n in (0, 1)
+        ),
+        releases=tuple(
+            Release(f"GPU-{n}", 1.5, GIB // 4, not (n and k == 1), 220.0 * (k + 1))
+            for k in range(len(names))
+            for n in (0, 1)
+        ),
+        device_memory={f"GPU-{n}": _memory(len(names)) for n in (0, 1)},
+        device_telemetry={f"GPU-{n}": _telemetry() for n in (0, 1)},
+        warnings=(said,),
+        explanation=said,
+        table=str(table),
+        config=("# " + " ".join(EVIL).replace("\x01", "") + "\n" if is_evil else "")
+        + "data: {path: table.csv, label_column: label}\nlabels: []\n",
+        overrides=(f"output_dir={said}",),
+        files={"ensemble": str(rundir.ensemble)},
+        merged_rows=dict.fromkeys(names, rows),
+        ensemble={"method": "mean"},
+    )
+    made.write(rundir.run_json)
+    return made
+
+
+def _member(place: int, name: str, rows: int, said: str) -> Any:
+    begin = 220.0 * place
+    shared: dict[str, Any] = {
+        **{"leased_after_seconds": begin, "start_seconds": 8.0, "load_seconds": 30.0, "life_seconds": 219.0},
+        **{"started_after_seconds": max(0.0, begin - 40.0), "device_name": "Tesla T4", "dtype": "float16"},
+        **{"rows": rows // 2, "tokens": rows * 40, "padded_tokens": rows * 42, "batches": rows // 16},
+        **{"truncated_rows": rows // 20, "forward_seconds": 170.0, "predict_seconds": 180.0, "chunks": 8},
+        **{"peak_gpu_memory_bytes": 11 * GIB, "max_length": 512, "forward_share": 0.9},
+    }
+    fault = FaultRecord(name, 1, "death", said, said, (10, 20), "a fresh process takes them over", begin + 90)
+    return member(
+        name,
+        workers=tuple(worker(replica=n, devices=(f"GPU-{n}",), log=said, **shared) for n in (0, 1)),
+        rows=rows,
+        faults=(fault,),
+        bad_rows={"3": said},
+        replicas=2,
+    )
+
+
+def _memory(members: int) -> MemoryCurve:
+    curve = MemoryCurve(GIB // 4)
+    for place in range(members):
+        begin = 220.0 * place
+        for step in range(200):
+            curve.points.append((begin + step, int((0.25 + min(step, 38) / 5 + step % 7 / 4) * GIB)))
+        curve.points.append((begin + 219.0, GIB // 4))
+    return curve
+
+
+def _telemetry() -> TelemetryCurve:
+    points = [TelemetryPoint(60.0 * n, 1_200 - 30 * n, 60 + n, 68.5, ("sw_power_cap",)) for n in range(10)]
+    return TelemetryCurve(1_590, 71, 600.0, 100.0, {"power cap": 100.0}, 1_100.0, points)

@@ -1,0 +1,198 @@
+"""The report at the end of a run: when it is written, and that nothing that goes wrong with it is the run's."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ensemble.pipeline import report_page
+from ensemble.pipeline.report_page import page_digest, write_page
+from ensemble.pipeline.run_dir import RunDir
+from tests.cli.reports import member, report
+from tests.project import ROOT, Project, python_path
+from tests.sampling import one_in
+
+pytestmark = pytest.mark.usefixtures("warm")
+RESULTS = ("run.json", "ensemble.csv", "submission.csv", "predictions/gemma.csv", "config.yaml")
+HINT = "`python -m ensemble report runs/first` writes it"
+
+
+def broken(folder: Path, code: str) -> dict[str, str]:
+    """An environment in which to import Matplotlib is to run this code."""
+    package = folder / "broken" / "matplotlib"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(code)
+    return {"PYTHONPATH": python_path(folder / "broken", ROOT)}
+
+
+def test_a_run_writes_it_once_and_again_only_for_other_results(project: Project) -> None:
+    project.write_config(project.config(report=True))
+    page = project.folder / "runs/first/report.html"
+    done = project.ensemble("run", "config.yaml")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("report page: runs/first/report.html\n")
+    text, first = page.read_text(encoding="utf-8"), page.stat()
+    assert "<title>first: complete</title>" in text
+    assert "could not be made" not in text
+
+    done = project.ensemble("run", "config.yaml")  # which has nothing to do
+    assert done.stdout.endswith("report page: runs/first/report.html\n")
+    assert (page.stat().st_ino, page.stat().st_mtime_ns) == (first.st_ino, first.st_mtime_ns)
+
+    other = ("--set", "models.gemma.weight=3")
+    done = project.ensemble("run", "config.yaml", *other)  # which computes nothing, and merges anew
+    assert page.stat().st_ino != first.st_ino
+    assert "models.gemma.weight=3" in page.read_text(encoding="utf-8")
+
+    done = project.ensemble("report", "runs/first", "-o", "elsewhere.html")
+    assert (done.returncode, done.stdout) == (0, "report: elsewhere.html\n"), done.stderr
+    assert (project.folder / "elsewhere.html").read_bytes() == page.read_bytes()
+
+    # What shows other results than the directory holds does not stay.
+    done = project.ensemble("run", "config.yaml", "--set", "report=false")
+    assert done.returncode == 0
+    assert not page.exists()
+    assert "report page" not in done.stdout
+
+
+def test_a_broken_library_costs_the_report_and_nothing_else(project: Project, tmp_path: Path) -> None:
+    project.write_config(project.config())
+    assert project.ensemble("run", "config.yaml").returncode == 0
+    before = {name: (project.folder / "runs/first" / name).read_bytes() for name in RESULTS[1:-1]}
+    project.write_config(project.config(report=True))
+    variables = broken(tmp_path, "raise ImportError('no Matplotlib here')")
+    done = project.ensemble("run", "config.yaml", environment=variables)
+    assert done.returncode == 0, done.stderr
+    said = " ".join(done.stdout.split())
+    assert (
+        "the report was not written: ImportError: no Matplotlib here; runs/first/logs/report.log says more. "
+        f"The results are complete; {HINT}"
+    ) in said
+    assert project.run_json()["status"] == "complete"
+    assert {name: (project.folder / "runs/first" / name).read_bytes() for name in before} == before
+    assert not (project.folder / "runs/first/report.html").exists()
+    done = project.ensemble("report", "runs/first", environment=variables)
+    assert (done.returncode, done.stdout) == (2, ""), done.stdout
+    assert "no Matplotlib here" in done.stderr
+    done = project.ensemble("run", "config.yaml")
+    assert (project.folder / "runs/first/report.html").exists()
+
+
+@pytest.mark.parametrize("number", one_in(2, [signal.SIGINT, signal.SIGTERM]))
+def test_a_signal_ends_the_report_and_not_the_run(
+    project: Project, tmp_path: Path, number: signal.Signals
+) -> None:
+    project.write_config(project.config())
+    assert project.ensemble("run", "config.yaml").returncode == 0
+    project.write_config(project.config(report=True))
+    mark = tmp_path / "it hangs"
+    hang = f"import pathlib, time\npathlib.Path({str(mark)!r}).touch()\ntime.sleep(600)"
+    variables = {**os.environ, **broken(tmp_path, hang)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ensemble", "run", "config.yaml"],
+        cwd=project.folder,
+        env=variables,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    while not mark.exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(number)
+    output, _ = process.communicate()
+    assert process.returncode == 0
+    said = " ".join(output.split())
+    assert f"the report was not written: a signal stopped it. The results are complete; {HINT}" in said
+    assert project.run_json()["status"] == "complete"
+
+
+Run = Callable[..., tuple[Path | None, list[str]]]
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Writes a page by a process that runs other code."""
+    rundir, ran = RunDir(tmp_path / "run"), report(member())
+    rundir.create()
+    rundir.tidy()
+
+    def run(
+        code: str, left: float = math.inf, is_stopped: Callable[[], bool] = lambda: False, wanted: bool = True
+    ) -> tuple[Path | None, list[str]]:
+        monkeypatch.setattr(report_page, "python_command", lambda module: [sys.executable, "-c", code])
+        said: list[str] = []
+        return write_page(rundir, ran, wanted, left, is_stopped, said.append), said
+
+    return run
+
+
+DIGEST = f'<meta name="ensemble-digest" content="{page_digest(report(member()))}">'
+WRITES = f"import sys, pathlib; pathlib.Path(sys.argv[2]).write_text('{DIGEST}')"
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("import time; time.sleep(600)", r"it was not done after 0\.2 s; .*report\.log says more"),
+        ("import os; os.kill(os.getpid(), 9)", "its process was killed by SIGKILL; "),
+        ("import os; os.abort()", "its process was killed by SIGABRT; "),
+        ("raise MemoryError('no room')", "MemoryError: no room; "),
+        ("raise SystemExit(3)", "its process failed; "),
+        ("import sys; sys.exit('cannot write x (No space left)')", r"cannot write x \(No space left\); "),
+    ],
+)
+def test_a_process_that_fails_or_hangs(
+    made: Run, monkeypatch: pytest.MonkeyPatch, code: str, why: str
+) -> None:
+    if "sleep" in code:
+        monkeypatch.setattr(report_page, "_MAX_SECONDS", 0.1)
+    page, (said,) = made(code)
+    assert page is None
+    assert re.match(f"the report was not written: {why}", said), said
+
+
+def test_the_time_limit_and_what_stands_already(made: Run, tmp_path: Path) -> None:
+    page, (said,) = made(WRITES, left=report_page.MIN_SECONDS)
+    assert page is None
+    assert said.startswith("the report was not written: time_limit leaves no time for it. The results")
+    assert made(WRITES, wanted=False) == (None, [])
+    path = tmp_path / "run/report.html"
+    assert made(WRITES, left=60.0) == (path, [])
+    assert made("raise SystemExit(1)", left=0.0) == (path, [])  # nobody was asked
+    assert made("raise SystemExit(1)", wanted=False) == (path, [])  # it is right, whoever wrote it
+    path.write_text(DIGEST.replace('content="', 'content="0'))
+    assert made("raise SystemExit(1)", is_stopped=lambda: False)[0] is None
+    assert not path.exists()
+
+
+def test_no_process_is_an_answer_too(made: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def popen(*arguments: object, **options: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    page, (said,) = made("")
+    assert page is None
+    assert "no process could be started for it (Resource temporarily unavailable)" in said
+
+
+def test_the_digest_goes_by_results_and_not_by_speed() -> None:
+    first = page_digest(report(member()))
+    assert page_digest(report(member(chunks=0), timing={"total_seconds": 1.0}, pid=8)) == first
+    for other in (
+        report(member(weight=2.0)),
+        report(member(fingerprint="0" * 64)),
+        report(member(), config="# other"),
+        report(member(), status="time_limit"),
+        report(member(), versions={"ensemble": "0.2.0"}),
+        report(member(), filled_rows=3),
+    ):
+        assert page_digest(other) != first
