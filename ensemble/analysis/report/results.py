@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ensemble.analysis.calibration import Kind, VectorScaling, calibrated
 from ensemble.analysis.metrics import METRICS, USUAL, Bootstrap, Interval, Metric, Scored
 from ensemble.analysis.predictions import Predictions, run_settings
 from ensemble.common.errors import DataError
+from ensemble.config import CalibrationConfig
 from ensemble.data.csv_file import read_header
 from ensemble.data.table import TableNeeds, Truth, read_table
 from ensemble.merging.blocks import block_spans, weights_by_bin
+from ensemble.merging.calibration import calibrator
 from ensemble.merging.methods import METHODS
 from ensemble.merging.methods.base import Block, Members, Values
 from ensemble.pipeline.run_dir import RunDir
@@ -110,11 +111,16 @@ class Results:
     @cached_property
     def as_merged(self) -> list[Values]:
         """The members' values with the calibration that the config gives them."""
-        kind: Kind = "sigmoid" if self.activation == "sigmoid" else "softmax"
-        return [
-            calibrated(values, self.calibrations[name], kind) if name in self.calibrations else values
-            for name, values in zip(self.names, self.values, strict=True)
-        ]
+        found = []
+        for name, values in zip(self.names, self.values, strict=True):
+            calibrate = calibrator(
+                self.calibrations.get(name), self.predictions.activations[name], self.labels
+            )
+            found.append(values if calibrate is None else values.copy(order="F"))
+            if calibrate is not None:
+                for start, stop in block_spans(*values.shape):
+                    calibrate(found[-1][start:stop])
+        return found
 
     def merged(
         self,
@@ -215,21 +221,13 @@ class Results:
             raise DataError(f"{report.table} has changed since the run, so the rows' lengths are not known")
         return table.text_bytes
 
-    def _calibrations(self) -> dict[str, float | VectorScaling]:
+    def _calibrations(self) -> dict[str, CalibrationConfig]:
         settings = run_settings(self._data.report)
         models, defaults = settings.get("models"), settings.get("defaults")
-        found: dict[str, float | VectorScaling] = {}
+        inherited: Any = defaults if isinstance(defaults, dict) else {}
+        found = {}
         for model in models if isinstance(models, list) else []:
-            inherited: Any = defaults if isinstance(defaults, dict) else {}
             given = model.get("calibration", inherited.get("calibration"))
-            if not isinstance(given, dict) or model.get("name") not in self.names:
-                continue
-            if (temperature := given.get("temperature")) is not None:
-                found[model["name"]] = float(temperature)
-            else:
-                scale, bias = given.get("scale") or {}, given.get("bias") or {}
-                found[model["name"]] = VectorScaling(
-                    np.array([float(scale.get(label, 1.0)) for label in self.labels]),
-                    np.array([float(bias.get(label, 0.0)) for label in self.labels]),
-                )
-        return found
+            if given is not None and model.get("name") in self.names:
+                found[str(model["name"])] = CalibrationConfig.model_validate(given)
+        return {name: one for name, one in found.items() if one != CalibrationConfig()}

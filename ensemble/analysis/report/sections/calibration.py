@@ -109,7 +109,8 @@ def _compared(results: Results, rows: Rows | None) -> Iterator[_One]:
             given = results.calibrations.get(name)
             if given is not None:
                 after[name] = values
-                temperatures[name] = number(given, 3) if isinstance(given, float) else "by label"
+                by_label = bool(given.scale or given.bias)
+                temperatures[name] = "by label" if by_label else number(given.temperature, 3)
     else:
         kind: Kind = "sigmoid" if results.activation == "sigmoid" else "softmax"
         for name, values in zip(results.names, raw, strict=True):
