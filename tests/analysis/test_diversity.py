@@ -54,7 +54,9 @@ def test_pairs_are_those_of_references(activation: Activation) -> None:
                 )
             errors = [(values - offset - true).ravel() for values in (one, other)]
             assert found.error_correlation is not None
-            assert found.error_correlation[i, j] == pytest.approx(np.asarray(np.corrcoef(errors))[0, 1], abs=1e-7)
+            assert found.error_correlation[i, j] == pytest.approx(
+                np.asarray(np.corrcoef(errors))[0, 1], abs=1e-7
+            )
             if activation == "none":
                 assert found.only_right is None
                 assert found.decisions[i, j] == found.same[i, j] == 0
