@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -14,13 +13,11 @@ from ensemble.analysis.metrics import METRICS, USUAL, Bootstrap, Interval, Metri
 from ensemble.analysis.predictions import Predictions, run_settings
 from ensemble.common.errors import DataError
 from ensemble.config import CalibrationConfig
-from ensemble.data.csv_file import read_header
-from ensemble.data.table import TableNeeds, Truth, read_table
+from ensemble.data.table import Truth
 from ensemble.merging.blocks import block_spans, weights_by_bin
 from ensemble.merging.calibration import calibrator
 from ensemble.merging.methods import METHODS
 from ensemble.merging.methods.base import Block, Members, Values
-from ensemble.pipeline.run_dir import RunDir
 
 if TYPE_CHECKING:
     from ensemble.analysis.report.base import ReportData
@@ -213,13 +210,9 @@ class Results:
         """UTF-8 bytes of each row's text, 0 where nobody asks."""
         if not self._edges:
             return np.zeros(self.predictions.rows, np.int64)
-        report = self._data.report
-        id_column = read_header(RunDir(self._data.run_dir).ensemble)[0]
-        columns = tuple(report.null_texts)
-        table = read_table(Path(report.table), TableNeeds(id_column, None, (), columns, (), (), report.rows))
-        if not table.ids.equals(self.predictions.ids):
-            raise DataError(f"{report.table} has changed since the run, so the rows' lengths are not known")
-        return table.text_bytes
+        if len(found := self._data.text_bytes) != self.predictions.rows:
+            raise DataError(f"{self._data.report.table} has changed since the run")
+        return found
 
     def _calibrations(self) -> dict[str, CalibrationConfig]:
         settings = run_settings(self._data.report)

@@ -13,7 +13,6 @@ from ensemble.analysis.report.base import ReportData, Section, html
 from ensemble.analysis.report.results import Results
 from ensemble.analysis.report.shown import number, percent, shortened
 from ensemble.analysis.rows import TopRows, costliest, least_certain, most_disputed
-from ensemble.analysis.texts import row_texts
 from ensemble.common.errors import EnsembleError
 from ensemble.merging.methods.base import Values
 
@@ -36,7 +35,7 @@ class RowsToRead(Section):
         texts: Mapping[int, Mapping[str, str]] = {}
         problem = ""
         try:
-            texts = row_texts(data.run_dir, data.report, results.predictions.ids, wanted)
+            texts = data.texts(wanted)
         except EnsembleError as error:
             problem = f"No texts are shown: {error}."
         return html(
@@ -122,7 +121,8 @@ def _card(results: Results, row: int, score: str, texts: Mapping[str, str]) -> M
 {% if told %}<div class="muted">truth</div><div>{{ told }}</div>{% endif %}
 {% if own %}<div class="muted">ensemble</div><div>{{ own }}</div>{% endif %}
 {% for label, is_right, who in says %}
-<div><span class="tag{{ ' right' if is_right }}">{{ label }}</span></div><div>{{ who }}</div>
+<div><span class="tag{{ ' right' if is_right }}">{{ label }}{% if is_right %} \N{CHECK MARK}{% endif %}</span></div>
+<div>{{ who }}</div>
 {% endfor %}
 </div></article>
 """,
