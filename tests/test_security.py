@@ -323,6 +323,7 @@ def test_good_names_have_files_of_their_own(tmp_path: Path) -> None:
         "run-0.log",
     ]
     own = [rundir.run_log, rundir.table, rundir.config, rundir.run_json, rundir.ensemble, rundir.submission]
+    own += [rundir.report_page, rundir.report_log]
     found = [path for name in names for path in (rundir.predictions(name), rundir.manifest(name))]
     found += [rundir.log(name, replica) for name in names for replica in (0, 10)]
     found += [rundir.shards_dir(name, fingerprint * 64) for name in names for fingerprint in "01"]
@@ -800,7 +801,7 @@ def test_a_run_keeps_its_secrets_and_follows_no_link(project: Project, precious:
     rundir.logs_dir.mkdir()
     with logging_to(rundir.run_log, Redactor({})):  # which says that it is a run's
         pass
-    for path in (rundir.config, rundir.run_json, rundir.ensemble, rundir.submission):
+    for path in (rundir.config, rundir.run_json, rundir.ensemble, rundir.submission, rundir.report_page):
         link(path, precious / "file", "symlink")
     link(rundir.log("gemma", 0), precious / "other", "hard link")
     for folder in (rundir.predictions_dir, rundir.work_dir):

@@ -147,7 +147,8 @@ def report(run_dir: RunDirArgument, output: PageOption = None) -> None:
 
     A run writes it by itself, unless its config says report: false; this writes it anew.
     """
-    from ensemble.cli.api import write_report
+    with _prepared_process():
+        from ensemble.cli.api import write_report
 
     page, problems = write_report(run_dir, output)
     for problem in problems:

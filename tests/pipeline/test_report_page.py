@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import ensemble
 from ensemble.pipeline import report_page
 from ensemble.pipeline.report_page import page_digest, write_page
 from ensemble.pipeline.run_dir import RunDir
@@ -64,6 +65,7 @@ def test_a_run_writes_it_once_and_again_only_for_other_results(project: Project)
     assert "report page" not in done.stdout
 
 
+@pytest.mark.fault(41)
 def test_a_broken_library_costs_the_report_and_nothing_else(project: Project, tmp_path: Path) -> None:
     project.write_config(project.config())
     assert project.ensemble("run", "config.yaml").returncode == 0
@@ -83,11 +85,17 @@ def test_a_broken_library_costs_the_report_and_nothing_else(project: Project, tm
     done = project.ensemble("report", "runs/first", environment=variables)
     assert (done.returncode, done.stdout) == (2, ""), done.stdout
     assert "no Matplotlib here" in done.stderr
+    (project.folder / "runs/first/report.html/in the way").mkdir(parents=True)
     done = project.ensemble("run", "config.yaml")
-    assert (project.folder / "runs/first/report.html").exists()
+    assert done.returncode == 0, done.stderr
+    assert "not written: cannot write" in " ".join(done.stdout.split())
+    done = project.ensemble("report", "runs/first")
+    assert done.returncode == 1
+    assert "report.html is a folder; name a file to write the report to" in " ".join(done.stderr.split())
 
 
-@pytest.mark.parametrize("number", one_in(2, [signal.SIGINT, signal.SIGTERM]))
+@pytest.mark.fault(41)
+@pytest.mark.parametrize("number", one_in(3, [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]))
 def test_a_signal_ends_the_report_and_not_the_run(
     project: Project, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -109,10 +117,13 @@ def test_a_signal_ends_the_report_and_not_the_run(
         time.sleep(0.01)
     process.send_signal(number)
     output, _ = process.communicate()
+    assert project.run_json()["status"] == "complete"
+    if number == signal.SIGKILL:  # of the whole run: then no process that makes a report is left either
+        assert process.returncode == -number
+        return
     assert process.returncode == 0
     said = " ".join(output.split())
     assert f"the report was not written: a signal stopped it. The results are complete; {HINT}" in said
-    assert project.run_json()["status"] == "complete"
 
 
 Run = Callable[..., tuple[Path | None, list[str]]]
@@ -139,6 +150,7 @@ DIGEST = f'<meta name="ensemble-digest" content="{page_digest(report(member()))}
 WRITES = f"import sys, pathlib; pathlib.Path(sys.argv[2]).write_text('{DIGEST}')"
 
 
+@pytest.mark.fault(41)
 @pytest.mark.parametrize(
     ("code", "why"),
     [
@@ -182,6 +194,17 @@ def test_no_process_is_an_answer_too(made: Run, monkeypatch: pytest.MonkeyPatch)
     page, (said,) = made("")
     assert page is None
     assert "no process could be started for it (Resource temporarily unavailable)" in said
+
+
+def test_the_function(tmp_path: Path) -> None:
+    with pytest.raises(ensemble.DataError, match=r"there is no run\.json that can be read"):
+        ensemble.report(tmp_path)
+    report(member()).write(tmp_path / "run.json")
+    assert ensemble.report(str(tmp_path)) == tmp_path / "report.html"
+    with pytest.raises(ensemble.WriteError, match=r"no/page\.html"):
+        ensemble.report(tmp_path, tmp_path / "no/page.html")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "No worker ran" in page
 
 
 def test_the_digest_goes_by_results_and_not_by_speed() -> None:

@@ -12,7 +12,7 @@ import traceback
 from pathlib import Path
 
 from ensemble.common.errors import EnsembleError
-from ensemble.common.python_process import die_with_parent
+from ensemble.common.python_process import die_with_parent, keep_pandas_out
 from ensemble.common.redact import Redactor, guard_output
 
 
@@ -24,6 +24,7 @@ def main() -> None:
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     try:
+        keep_pandas_out()
         from ensemble.analysis.report.page import write_report  # with Matplotlib, which may be broken
 
         for problem in write_report(Path(run_dir), Path(page)):

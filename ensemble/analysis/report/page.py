@@ -93,7 +93,7 @@ th { font-weight: 600; color: var(--c656d76); }
 th.left, td.left { text-align: left; }
 td.left { white-space: normal; overflow-wrap: anywhere; min-width: 6rem; }
 td .words, .words { white-space: pre-wrap; overflow-wrap: anywhere; min-width: 16rem; max-width: 36rem; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: 0.1rem 1rem; font-size: 0.875rem; }
+dl { display: grid; grid-template-columns: fit-content(40%) minmax(0, 1fr); gap: 0.1rem 1rem; font-size: 0.875rem; }
 dt { color: var(--c656d76); } dd { margin: 0; }
 figure { margin: 1rem 0; }
 figcaption, .note { font-size: 0.875rem; color: var(--c656d76); }

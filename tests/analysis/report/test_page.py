@@ -72,6 +72,13 @@ def test_the_page_opens(
         ).map(one => one.outerHTML.slice(0, 200))"""
     )
     assert wide == []
+    # Nothing is pressed into a column of single letters.
+    squeezed = tab.run(
+        """[...document.querySelectorAll("main *")].filter(one => !one.closest("svg") && one.getClientRects().length
+        && [...one.childNodes].some(node => node.nodeType === 3 && node.data.trim().length > 20)
+        && one.getBoundingClientRect().width < 60).map(one => one.outerHTML.slice(0, 200))"""
+    )
+    assert squeezed == []
     shown = tab.run(
         'getComputedStyle(document.querySelector("svg.narrow")).display + getComputedStyle('
         'document.querySelector("svg.wide")).display'

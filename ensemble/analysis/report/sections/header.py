@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from datetime import datetime
+from pathlib import Path
 from typing import ClassVar
 
 from markupsafe import Markup
 
 from ensemble.analysis.report.base import ReportData, Section, html
-from ensemble.common.text import duration, gib, plural
+from ensemble.common.text import duration, gib, plural, shown_path
 
 _ENDINGS = {
     "complete": ("Complete", "good"),
@@ -42,8 +42,7 @@ class Header(Section):
             "merge": str(report.ensemble.get("method", "")),
             "devices": "; ".join(devices) + driver,
             "versions": ", ".join(f"{name} {version}" for name, version in report.versions.items()),
-            "platform": report.platform,
-            "table": os.path.normpath(report.table) if report.table else "",
+            "table": shown_path(Path(report.table)) if report.table else "",
         }
         return html(
             """

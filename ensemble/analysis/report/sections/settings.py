@@ -25,8 +25,10 @@ class Settings(Section):
 {% endfor %}</pre>{% endif %}
 <details open><summary>The config</summary><pre>{{ text }}</pre></details>
 {{ files }}
+<p class="note">Platform: {{ platform }}.</p>
 """,
             overrides=report.overrides,
             text=text,
+            platform=report.platform,
             files=table(("file", "path"), [*report.files.items()], left=(0, 1)) if report.files else "",
         )
