@@ -25,6 +25,7 @@ from ensemble.pipeline.run_report import RunReport
 
 if TYPE_CHECKING:
     from ensemble.analysis.predictions import Predictions
+    from ensemble.analysis.report.results import Results
 
 
 class Section(ABC):
@@ -63,26 +64,26 @@ class ReportData:
 
         return read_run(self.run_dir)
 
-    def texts(self, rows: Sequence[int]) -> list[dict[str, str]]:
+    @cached_property
+    def results(self) -> Results:
+        """The predictions as they were merged, and the merge, which can be made again without a member.
+
+        Raises:
+            DataError: as ``predictions`` does.
+        """
+        from ensemble.analysis.report.results import Results
+
+        return Results(self)
+
+    def texts(self, rows: Sequence[int]) -> dict[int, dict[str, str]]:
         """What members read of these rows of the table, as text by column, whole; rows count from 0.
 
         Raises:
-            DataError: the table is no longer there, or has other rows than the run had.
+            DataError: the table is no longer there, or has other rows or texts than the run had.
         """
-        table = self._table
-        ids = self.predictions.ids
-        for row in rows:
-            if row >= table.rows or table.ids is None or table.ids[row].as_py() != ids[row].as_py():
-                raise DataError(
-                    f"{self.report.table} has changed since the run: row {row + 1:,} is another one"
-                )
-        columns = {}
-        for name in table.columns.column_names:
-            cells = cell_texts(table.columns.column(name).take(list(rows)).combine_chunks()).to_pylist()
-            columns[name] = [
-                cell.decode("utf-8", "replace") if isinstance(cell, bytes) else cell or "" for cell in cells
-            ]
-        return [{name: cells[place] for name, cells in columns.items()} for place in range(len(rows))]
+        from ensemble.analysis.texts import row_texts
+
+        return row_texts(self.run_dir, self.report, self.predictions.ids, rows)
 
     @cached_property
     def text_bytes(self) -> npt.NDArray[np.int64]:

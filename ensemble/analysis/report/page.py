@@ -15,6 +15,7 @@ from markupsafe import Markup
 from ensemble.analysis.report.base import ReportData, html
 from ensemble.analysis.report.pictures import colours
 from ensemble.analysis.report.sections import SECTIONS
+from ensemble.analysis.report.shown import RESULTS_STYLE
 from ensemble.common.files import write_text
 from ensemble.common.redact import Redactor
 from ensemble.common.text import error_text
@@ -48,7 +49,7 @@ def write_report(run_dir: Path, output: Path) -> list[str]:
         title=f"{run_dir.absolute().name}: {report.status.replace('_', ' ')}",
         digest_name=DIGEST,
         digest=page_digest(report),
-        style=Markup(_STYLE),
+        style=Markup(_STYLE + RESULTS_STYLE),
         colours=[*colours()],
         sections=made,
     )

@@ -13,6 +13,12 @@ SECTIONS: Registry[Section] = Registry(
     built_in={
         "header": ".header:Header",
         # What came of it.
+        "scores": ".scores:Scores",
+        "agreement": ".agreement:Agreement",
+        "calibration": ".calibration:Calibration",
+        "confidence": ".confidence:Confidence",
+        "weights": ".weights:Weights",
+        "rows": ".rows:RowsToRead",
         # How it ran.
         "timeline": ".timeline:Timeline",
         "memory": ".memory:Memory",

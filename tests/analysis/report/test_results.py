@@ -1,0 +1,319 @@
+"""The sections about results, of runs whose numbers are known: what they say, and where data is missing."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pytest
+from sklearn.metrics import accuracy_score, log_loss
+
+from ensemble.analysis.report.base import ReportData, Section
+from ensemble.analysis.report.sections import SECTIONS
+from ensemble.data.csv_file import write_csv
+from ensemble.pipeline.run_dir import RunDir
+from ensemble.pipeline.run_report import RunReport
+from tests.cli.reports import member, report
+
+NAMES = ("scores", "agreement", "calibration", "confidence", "weights", "rows")
+Values = npt.NDArray[np.float64]
+
+
+class Made:
+    """A run directory with these predictions, and what the sections make of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.rundir = RunDir(folder / "run")
+        self.rundir.predictions_dir.mkdir(parents=True)
+        self.table = folder / "table.csv"
+
+    def write(
+        self,
+        members: dict[str, Values],
+        truth: npt.NDArray[Any] | None,
+        merged: Values | None = None,
+        weights: dict[str, Any] | None = None,
+        ensemble: dict[str, Any] | None = None,
+        models: list[dict[str, Any]] | None = None,
+    ) -> ReportData:
+        """Rows of NaN are left out of a member's file; without ``merged`` it is the weighted mean."""
+        rows, count = next(iter(members.values())).shape
+        labels = [f"label {number}" for number in range(count)]
+        ids = pa.array([f"r{row}" for row in range(rows)])
+        shares = weights or dict.fromkeys(members, 1.0)
+        columns: dict[str, Any] = {"id": ids, "text": pa.array([f"text of row {row}" for row in range(rows)])}
+        data: dict[str, Any] = {"path": str(self.table)}
+        if truth is not None and truth.ndim == 1:
+            columns["label"] = pa.array(np.array(labels)[truth])
+            data["label_column"] = "label"
+        elif truth is not None:
+            columns |= dict(zip(labels, map(pa.array, truth.T), strict=True))
+            data["label_columns"] = labels
+        write_csv(self.table, [*columns], [*columns.values()])
+        for name, values in members.items():
+            there = np.isfinite(values[:, 0])
+            cells = [ids.filter(pa.array(there)), *(pa.array(column) for column in values[there].T)]
+            write_csv(self.rundir.predictions(name), ["id", *labels], cells)
+        if merged is None:
+            known = np.stack([np.nan_to_num(values) for values in members.values()])
+            counted = np.array([shares[name] for name in members])[:, None] * [
+                np.isfinite(values[:, 0]) for values in members.values()
+            ]
+            merged = np.einsum("mr,mrl->rl", counted / counted.sum(axis=0), known)
+        write_csv(self.rundir.ensemble, ["id", *labels], [ids, *map(pa.array, merged.T)])
+        config = {
+            "data": data,
+            "labels": labels,
+            "models": models or [{"name": name, "task_type": "csv", "path": "x.csv"} for name in members],
+            "output_dir": str(self.rundir.root),
+        }
+        self.rundir.config.write_text(json.dumps(config), encoding="utf-8")
+        made = report(
+            *(member(name, weight=shares[name], rows=rows) for name in members),
+            rows=rows,
+            null_texts={"text": 0},
+            table=str(self.table),
+            config=json.dumps(config),
+            overrides=(),
+            merged_rows=dict.fromkeys(members, rows),
+            ensemble=ensemble or {"method": "mean"},
+        )
+        made.write(self.rundir.run_json)
+        return self.read()
+
+    def read(self) -> ReportData:
+        return ReportData(self.rundir.root, RunReport.read(self.rundir.run_json))
+
+
+def shown(data: ReportData, name: str) -> str:
+    """A section's text, without its tags and pictures."""
+    section: Section = SECTIONS.load(name)()
+    made = section.html(data)
+    assert made is not None
+    text = re.sub(r"<svg.*?</svg>|<[^>]*>", " ", str(made), flags=re.DOTALL)
+    return " ".join(html.unescape(text).replace("\N{NO-BREAK SPACE}", " ").split())
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Made:
+    return Made(tmp_path)
+
+
+def probabilities(rows: int = 2_000, labels: int = 3, noise: tuple[float, ...] = (0.3, 1.0)) -> Any:
+    """Truth, and members that see it through noise of their own."""
+    chooser = np.random.default_rng(0)
+    scores = chooser.normal(size=(rows, labels)) * 2
+    truth = (scores + chooser.gumbel(size=scores.shape)).argmax(axis=1)
+    found = {}
+    for number, spread in enumerate(noise):
+        values = np.exp(scores + spread * chooser.normal(size=scores.shape))
+        found[f"m{number}"] = values / values.sum(axis=1, keepdims=True)
+    return truth, found
+
+
+def test_numbers_are_those_of_scikit_learn(made: Made) -> None:
+    truth, members = probabilities()
+    data = made.write(members, truth)
+    merged = (members["m0"] + members["m1"]) / 2
+    text = shown(data, "scores")
+    for values in (*members.values(), merged):
+        assert f"{log_loss(truth, values):.4f}" in text
+        assert f"{100 * accuracy_score(truth, values.argmax(axis=1)):.1f} %" in text
+    gap = log_loss(truth, members["m0"]) - log_loss(truth, merged)
+    assert f"{gap:+.4f}".replace("-", "\N{MINUS SIGN}") in text
+    assert "worse by" in text  # equal weights lose to a member that is much better
+    assert "ensemble fit" in text
+    # Without a member there is the other one left.
+    text = shown(data, "weights")
+    assert f"{log_loss(truth, members['m1']) - log_loss(truth, merged):+.4f}" in text
+    assert f"{gap:+.4f}".replace("-", "\N{MINUS SIGN}") in text
+    assert "Without m1 the ensemble would be better" in text
+    assert "not fitted again" in text
+
+
+def test_agreement_says_who_is_right_where_two_differ(made: Made) -> None:
+    truth, members = probabilities()
+    first, second = (members[name].argmax(axis=1) for name in ("m0", "m1"))
+    data = made.write(members, truth)
+    text = shown(data, "agreement")
+    assert f"m0 and m1 agree on {100 * (first == second).mean():.1f} % of rows" in text
+    one, other = ((first == truth) & (second != truth)).sum(), ((first != truth) & (second == truth)).sum()
+    differ = int((first != second).sum())
+    assert f"On the {differ:,} others m0 is right more often: {one:,} times against {other:,}." in text
+    assert "errors correlate at" in text
+
+
+def test_a_member_that_promises_too_much_is_told_its_temperature(made: Made) -> None:
+    truth, members = probabilities(noise=(0.1, 0.1))
+    sharp = members["m1"] ** 3
+    members["m1"] = sharp / sharp.sum(axis=1, keepdims=True)
+    text = shown(made.write(members, truth), "calibration")
+    (found,) = re.findall(r" m1 .*? (\d\.\d{3}) ", text)
+    assert 2.7 < float(found) < 3.3
+    assert "5-fold cross-validation" in text
+    # Once the config has one, before and after are those of the merge.
+    logs = np.log(members["m1"]) / 3
+    soft = np.exp(logs) / np.exp(logs).sum(axis=1, keepdims=True)
+    models: list[dict[str, Any]] = [
+        {"name": "m0", "task_type": "csv", "path": "x"},
+        {"name": "m1", "task_type": "csv", "path": "x", "calibration": {"temperature": 3.0}},
+    ]
+    data = made.write(members, truth, merged=(members["m0"] + soft) / 2, models=models)
+    text = shown(data, "calibration")
+    change = log_loss(truth, soft) - log_loss(truth, members["m1"])
+    assert f"{change:+.4f}".replace("-", "\N{MINUS SIGN}") in text
+    assert "With the calibration of the config" in text
+    assert "cross-validation" not in text
+    assert f"{log_loss(truth, soft) - log_loss(truth, (members['m0'] + soft) / 2):+.4f}" in shown(
+        data, "weights"
+    )
+
+
+@pytest.mark.parametrize("method", ["geometric_mean", "median", "rank_mean", "vote"])
+def test_without_a_member_the_runs_own_method_merges(made: Made, method: str) -> None:
+    truth, members = probabilities(rows=500, noise=(0.3, 0.5, 0.7))
+    data = made.write(members, truth, ensemble={"method": method})
+    results = data.results
+    assert "gives other values" in results.merge_problem  # what was written is the mean
+    assert "What a member adds is not shown" in shown(data, "weights")
+    merged = results.merged(results.values)
+    data = made.write(members, truth, merged=merged, ensemble={"method": method})
+    assert data.results.merge_problem == ""
+    rest = made.write({name: members[name] for name in ("m0", "m2")}, truth, ensemble={"method": method})
+    expected = rest.results.merged(rest.results.values)
+    made.write(members, truth, merged=merged, ensemble={"method": method})
+    results = made.read().results
+    assert results.merged(results.values, without=1) == pytest.approx(expected, abs=1e-12)
+
+
+def test_weights_by_label_and_length_are_those_of_the_merge(made: Made) -> None:
+    truth, members = probabilities(rows=200)
+    weights = {"m0": [1.0, 0.0], "m1": {f"label {number}": 0.5 for number in range(3)}}
+    length = np.array([len(f"text of row {row}") for row in range(200)])
+    share = np.where(length < 14, 1.0, 0.0)[:, None]
+    merged = (share * members["m0"] + 0.5 * members["m1"]) / (share + 0.5)
+    settings = {"method": "mean", "length_bins": [14]}
+    data = made.write(members, truth, merged=merged, weights=weights, ensemble=settings)
+    assert data.results.merge_problem == ""
+    assert "adds most" in shown(data, "weights") or "noise" in shown(data, "weights")
+
+
+def test_a_member_with_some_rows_is_compared_on_these(made: Made) -> None:
+    truth, members = probabilities(rows=1_000, noise=(0.3, 0.5, 0.7))
+    members["m1"][400:] = np.nan
+    data = made.write(members, truth)
+    assert data.results.merge_problem == ""
+    text = shown(data, "scores")
+    assert f"{log_loss(truth[:400], members['m1'][:400], labels=[0, 1, 2]):.4f}" in text
+    merged = data.results.ensemble
+    assert merged is not None
+    gap = log_loss(truth[:400], members["m1"][:400]) - log_loss(truth[:400], merged[:400])
+    assert f"{gap:+.4f}".replace("-", "\N{MINUS SIGN}") in text
+    for name in NAMES:
+        assert "nan" not in shown(data, name).lower()
+
+
+def test_without_true_labels_each_section_says_what_is_missing(made: Made) -> None:
+    _, members = probabilities()
+    data = made.write(members, None)
+    assert "Without true labels nobody can say how good" in shown(data, "scores")
+    assert "data.label_column" in shown(data, "scores")
+    assert "m0 and m1 agree on" in shown(data, "agreement")
+    assert "right" not in shown(data, "agreement").replace("right or what is wrong", "").replace(
+        "what is", ""
+    )
+    assert "Without true labels" in shown(data, "calibration")
+    assert "surer than 90 %" in shown(data, "confidence")
+    assert "Without true labels" in shown(data, "weights")
+    text = shown(data, "rows")
+    assert "Most disputed" in text
+    assert "Costliest" not in text
+
+
+@pytest.mark.parametrize("kind", ["one member", "soft truth", "many labels", "thirty members", "few rows"])
+def test_every_section_of_other_runs_works(made: Made, kind: str) -> None:
+    noise = {"one member": (0.3,), "thirty members": tuple(np.linspace(0.3, 2, 30))}.get(kind, (0.3, 0.6))
+    rows = 20 if kind == "few rows" else 300
+    truth, members = probabilities(rows, 100 if kind == "many labels" else 3, noise)
+    if kind == "soft truth":
+        truth = members["m0"] * 0.5 + members["m1"] * 0.5
+    data = made.write(members, truth)
+    texts = {name: shown(data, name) for name in NAMES}
+    assert not [name for name, text in texts.items() if re.search(r"\bnan\b|\binf\b", text.lower())]
+    assert ("only member" in texts["agreement"]) == (kind == "one member")
+    assert ("bear no temperature" in texts["calibration"]) == (kind == "few rows")
+
+
+def test_labels_that_do_not_exclude_each_other(made: Made) -> None:
+    chooser = np.random.default_rng(0)
+    scores = chooser.normal(size=(1_000, 3)) * 2
+    truth = (scores + chooser.logistic(size=scores.shape) > 0).astype(np.int64)
+    members = {
+        f"m{number}": 1 / (1 + np.exp(-scores - noise * chooser.normal(size=scores.shape)))
+        for number, noise in enumerate((0.5, 1.0))
+    }
+    data = made.write(members, truth)
+    assert data.results.activation == "sigmoid"
+    merged = (members["m0"] + members["m1"]) / 2
+    loss = np.mean([log_loss(truth[:, label], merged[:, label]) for label in range(3)])
+    assert f"{loss:.4f}" in shown(data, "scores")
+    same = ((members["m0"] >= 0.5) == (members["m1"] >= 0.5)).mean()
+    assert f"agree on {100 * same:.1f} % of answers" in shown(data, "agreement")
+    for name in NAMES:
+        shown(data, name)
+
+
+def test_values_that_are_no_probabilities(made: Made) -> None:
+    chooser = np.random.default_rng(0)
+    truth = chooser.normal(100, 20, (1_000, 1))
+    members = {f"m{number}": truth + chooser.normal(0, 5 + number, truth.shape) for number in range(2)}
+    data = made.write(members, truth)
+    assert data.results.activation == "none"
+    merged = (members["m0"] + members["m1"]) / 2
+    assert f"{np.sqrt(np.square(merged - truth).mean()):.4f}" in shown(data, "scores")
+    errors = [(values - truth).ravel() for values in members.values()]
+    assert f"errors correlate at {np.asarray(np.corrcoef(errors))[0, 1]:.2f}" in shown(data, "agreement")
+    assert "no probabilities" in shown(data, "calibration")
+    assert "adds most" in shown(data, "weights")
+    assert "Costliest" in shown(data, "rows")
+
+
+def test_a_run_that_merged_nothing_shows_its_members(made: Made) -> None:
+    truth, members = probabilities(rows=300)
+    made.write(members, truth)
+    made.rundir.ensemble.unlink()
+    data = made.read()
+    assert "merged nothing" in shown(data, "scores")
+    for name in NAMES:
+        shown(data, name)
+
+
+def test_texts_are_shown_cut_and_not_where_the_table_has_changed(made: Made) -> None:
+    truth, members = probabilities(rows=300)
+    members["m0"][7], members["m1"][7] = (0.98, 0.01, 0.01), (0.01, 0.98, 0.01)
+    data = made.write(members, truth)
+    text = shown(data, "rows")
+    assert "r7 row 8" in text
+    assert "text of row 7" in text
+    assert re.search(r"label 0( \N{CHECK MARK})? m0 98 % label 1( \N{CHECK MARK})? m1 98 %", text)
+    lines = made.table.read_text().splitlines()
+    long = lines[8].split(",")
+    long[1] = "word " * 1_000
+    made.table.write_text("\n".join([*lines[:8], ",".join(long), *lines[9:]]))
+    text = shown(made.read(), "rows")
+    assert f"word {'word ' * 10}" in text
+    assert "(4,999 characters)" in text
+    assert len(text) < 60_000
+    made.table.write_text("\n".join([lines[0], *lines[2:]]))
+    text = shown(made.read(), "rows")
+    assert "No texts are shown:" in text
+    assert "has changed since the run" in text
+    made.table.unlink()
+    assert "is not there any more" in shown(made.read(), "rows")

@@ -1,0 +1,85 @@
+"""Reliability, coverage and confusions, held against scikit-learn and SciPy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy.stats import binomtest
+from sklearn.calibration import calibration_curve
+from sklearn.metrics import confusion_matrix
+
+from ensemble.analysis.reliability import confusions, coverage, reliability
+
+ROWS = 70_000
+
+
+def probabilities(labels: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).dirichlet(np.full(labels, 0.4), ROWS)
+
+
+@pytest.mark.parametrize("labels", [2, 14])
+def test_first_labels_are_binned_as_scikit_learn_does(labels: int) -> None:
+    values = probabilities(labels)
+    truth = np.random.default_rng(1).integers(0, labels, ROWS)
+    found = reliability(values, "softmax", truth)
+    right = values.argmax(axis=1) == truth
+    accuracy, confidence = calibration_curve(right, values.max(axis=1), n_bins=10, strategy="uniform")
+    filled = found.counts > 0
+    assert found.accuracy[filled] == pytest.approx(accuracy)
+    assert found.confidence[filled] == pytest.approx(confidence)
+    assert found.counts.sum() == ROWS
+    assert found.overconfidence == pytest.approx(values.max(axis=1).mean() - right.mean())
+    expected = np.abs(accuracy - confidence) @ found.counts[filled] / ROWS
+    assert found.expected_calibration_error == pytest.approx(expected)
+    for bin_ in np.flatnonzero(filled):
+        hits, count = round(found.accuracy[bin_] * found.counts[bin_]), int(found.counts[bin_])
+        interval = binomtest(hits, count).proportion_ci(0.95, "wilson")
+        assert (found.low[bin_], found.high[bin_]) == pytest.approx((interval.low, interval.high))
+
+
+def test_labels_that_do_not_exclude_each_other_are_binned_cell_by_cell() -> None:
+    chooser = np.random.default_rng(3)
+    values = chooser.random((ROWS, 4))
+    truth = (chooser.random(values.shape) < values**2).astype(np.float64)
+    values[:100] = np.nan
+    found = reliability(values, "sigmoid", truth)
+    accuracy, confidence = calibration_curve(truth[100:].ravel(), values[100:].ravel(), n_bins=10)
+    assert found.accuracy == pytest.approx(accuracy)
+    assert found.confidence == pytest.approx(confidence)
+    assert found.overconfidence > 0.1
+
+
+def test_probabilities_as_truth_count_as_they_are_and_none_leaves_counts() -> None:
+    values, truth = probabilities(3), probabilities(3, seed=9)
+    found = reliability(values, "softmax", truth)
+    expected = truth[np.arange(ROWS), values.argmax(axis=1)].mean()
+    assert np.nansum(found.accuracy * found.counts) / ROWS == pytest.approx(expected)
+    without = reliability(values, "softmax")
+    assert (without.counts == found.counts).all()
+    assert np.isnan(without.accuracy).all()
+    assert np.isnan(without.low).all()
+    assert np.isnan(found.accuracy[found.counts == 0]).all()
+
+
+def test_the_most_certain_rows_come_first_and_equal_ones_count_with_their_mean() -> None:
+    confidence = np.array([0.9, 0.5, 0.5, 0.5, 0.5, 0.2])
+    right = np.array([1.0, 1.0, 0.0, 1.0, 0.0, 0.0])
+    found = coverage(confidence, right, points=6)
+    assert found.shares == pytest.approx(np.arange(1, 7) / 6)
+    assert found.accuracy == pytest.approx([1, 1.5 / 2, 2 / 3, 2.5 / 4, 3 / 5, 3 / 6])
+    assert found.thresholds.tolist() == [0.9, 0.5, 0.5, 0.5, 0.5, 0.2]
+    assert coverage(confidence[:1], right[:1]).shares.tolist() == [1.0]
+
+
+def test_confusions_are_those_of_scikit_learn_the_most_frequent_first() -> None:
+    values = probabilities(5)
+    truth = np.random.default_rng(1).integers(0, 5, ROWS)
+    worst, counts = confusions(values, truth, most=4)
+    expected = confusion_matrix(truth, values.argmax(axis=1))
+    assert (counts == expected).all()
+    np.fill_diagonal(expected, 0)
+    assert [one.rows for one in worst] == sorted(expected.ravel().tolist(), reverse=True)[:4]
+    assert worst[0].share == pytest.approx(
+        expected[worst[0].true, worst[0].first] / (truth == worst[0].true).sum()
+    )
+    assert confusions(np.eye(3), np.arange(3))[0] == []

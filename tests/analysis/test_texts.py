@@ -1,0 +1,80 @@
+"""Texts of single rows: those that members have read, from each format, or none."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from ensemble.analysis.predictions import read_run
+from ensemble.analysis.texts import row_texts
+from ensemble.common.errors import DataError
+from ensemble.pipeline.run_dir import RunDir
+from ensemble.pipeline.run_report import RunReport
+from tests.project import Project
+
+pytestmark = pytest.mark.usefixtures("warm")
+
+
+def texts(run_dir: Path, rows: list[int]) -> dict[int, dict[str, str]]:
+    report = RunReport.read(RunDir(run_dir).run_json)
+    return row_texts(run_dir, report, read_run(run_dir, truth="no").ids, rows)
+
+
+@pytest.mark.parametrize("name", ["test.csv", "test.tsv.gz", "test.jsonl"])
+def test_texts_are_those_that_were_read(project: Project, name: str) -> None:
+    project.write_table(60)
+    project.texts[5] = 'a "quoted" text,\nin two lines'
+    path = project.folder / name
+    records = [list(cells) for cells in zip(project.ids, project.texts, strict=True)]
+    turns = [["first turn", number] for number in range(60)]
+
+    def write(changed: str = "") -> None:
+        if name == "test.jsonl":
+            lines = [
+                json.dumps({"id": one, "text": text + changed * (row == 7), "turns": turn})
+                for row, ((one, text), turn) in enumerate(zip(records, turns, strict=True))
+            ]
+            path.write_text("\n".join(lines), encoding="utf-8")
+            return
+        mark = "\t" if "tsv" in name else ","
+        rows = [["id", "text", "turns"]] + [
+            [one, text + changed * (row == 7), json.dumps(turn)]
+            for row, ((one, text), turn) in enumerate(zip(records, turns, strict=True))
+        ]
+        cells = ('"' + cell.replace('"', '""') + '"' for row in rows for cell in row)
+        lines = [mark.join(line) for line in zip(*[cells] * 3, strict=True)]
+        data = "\n".join(lines).encode()
+        path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+
+    write()
+    template = "{{ (turns if turns is not string else (turns | fromjson))[0] }} {{ text }}"
+    models = [
+        {"name": "gemma", "model_name_or_path": str(project.models / "gemma"), "text_column": "text"},
+        {"name": "llama", "model_name_or_path": str(project.models / "llama"), "prompt_template": template},
+    ]
+    data = {"path": name, "id_column": "id"}
+    config = project.config(
+        data=data, models=models, submission=None, defaults={"max_length": 64}, report=False
+    )
+    project.write_config(config)
+    done = project.ensemble("run", "config.yaml")
+    assert done.returncode == 0, done.stderr
+    run_dir = project.folder / "runs/first"
+    found = texts(run_dir, [59, 5, 7])
+    assert [found[row]["text"] for row in (5, 7, 59)] == [project.texts[row] for row in (5, 7, 59)]
+    assert json.loads(found[7]["turns"]) == turns[7]
+    write(changed=" and more")  # with the same ids
+    assert texts(run_dir, [5])[5] == found[5]
+    with pytest.raises(DataError, match=r"has changed since the run: row 8 has other texts"):
+        texts(run_dir, [5, 7])
+    records[4:6] = records[5:3:-1]
+    write()
+    with pytest.raises(DataError, match=r"row 5 is another one"):
+        texts(run_dir, [4])
+    del records[20:], turns[20:]
+    write()
+    with pytest.raises(DataError, match=r"has fewer rows"):
+        texts(run_dir, [59])
