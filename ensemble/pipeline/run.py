@@ -24,7 +24,7 @@ from ensemble.common.files import (
     write_text,
 )
 from ensemble.common.gpus import Device, driver_session
-from ensemble.common.protocol import CommonSpec, Start, WorkerSpec
+from ensemble.common.protocol import ChunkDone, CommonSpec, Start, WorkerSpec
 from ensemble.common.shards import order_path
 from ensemble.common.text import duration, plural, shown_path
 from ensemble.config import LoadedConfig
@@ -306,6 +306,12 @@ class _Run(RunState):
     def on_finished(self, state: MemberState) -> None:
         remove_cache(self.works[state.plan.name].shards_dir)  # there is nothing left to load it for
         self._writer.write_predictions(state, worker_reports(state))
+
+    def on_chunk_done(self, state: MemberState, done: ChunkDone) -> None:
+        pass
+
+    def on_ended(self, state: MemberState) -> None:
+        pass
 
     def on_change(self, members: Sequence[MemberState]) -> None:
         self._display.update(members)

@@ -64,7 +64,8 @@ class MemberPlan:
     ``order`` holds row numbers, longest text first, int64 [rows]; chunks are slices of it.  ``work`` is the
     text of all rows in bytes, as far as max_length lets it through, with what each row costs beyond it.
     ``first_replicas`` start before any later member; the others join where a GPU is left over.  A member that needs
-    no worker has neither replicas nor chunks.
+    no worker has neither replicas nor chunks.  One with ``when`` ``waits_for`` the members before it: then
+    ``chunks`` are those of the whole table, and which of their rows it computes comes out in the run.
     """
 
     index: int
@@ -78,6 +79,7 @@ class MemberPlan:
     chunks: tuple[Chunk, ...]
     order: npt.NDArray[np.int64] = field(compare=False, repr=False)
     load_cache: LoadCache = LoadCache(is_kept=False)
+    waits_for: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
