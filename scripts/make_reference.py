@@ -81,7 +81,7 @@ def section(title: str, model: type[BaseModel], keys: Mapping[str, object] | lis
             default = "**required**"
         else:
             value = field.get_default(call_default_factory=True)
-            plain = value.model_dump() if isinstance(value, BaseModel) else value
+            plain = value.model_dump(exclude_none=True) if isinstance(value, BaseModel) else value
             default = "" if plain is None else f"`{in_yaml(plain)}`"
         held = " or ".join(dict.fromkeys(phrases(hints[key])))
         cells = (f"`{key}`", held, default, meanings.get(key, ""))

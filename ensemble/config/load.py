@@ -22,7 +22,7 @@ from ensemble.common.redact import Redactor
 from ensemble.common.text import nearest_or_all
 from ensemble.config.document import Document, Loc, Problem
 from ensemble.config.overrides import apply_overrides, expand
-from ensemble.config.schema import EnsembleConfig, MemberConfig, RunConfig
+from ensemble.config.schema import MERGE_KEYS, EnsembleConfig, MemberConfig, RunConfig
 from ensemble.config.yamlfile import parse, read_text
 
 M = TypeVar("M", bound=BaseModel)
@@ -114,7 +114,7 @@ def _checked(
             merged |= added
         origins |= {("models", index, key): ("defaults", key) for key in merged}
         # Of a model whose kind is not known, what all kinds have.
-        known = {key: value for key, value in model.items() if kind or key in ("name", "weight")}
+        known = {key: value for key, value in model.items() if kind or key in ("name", *MERGE_KEYS)}
         member, more = validate(kind or MemberConfig, known)
         problems += [(("models", index, *loc), sentence) for loc, sentence in (*wrong, *more)]
         # No name that a member can have: which are alike is told by the values in the YAML.

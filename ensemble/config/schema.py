@@ -9,10 +9,11 @@ rules are shown beside wrong types: they pass over values of the wrong type.  No
 
 # No "from __future__ import annotations": pydantic would evaluate every annotation from its text again.
 
+import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from hashlib import sha256
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny
 
@@ -29,6 +30,7 @@ from ensemble.config.values import (
     Labels,
     Launcher,
     LauncherSettings,
+    LengthBins,
     Method,
     MustBe,
     Name,
@@ -81,20 +83,30 @@ class DataConfig(_Strict):
         return tuple(by_label.get(label, label) for label in labels) if given else ()
 
 
+# Keys of a member that count at the merge alone: whatever they are, its predictions stay.
+MERGE_KEYS: Final = ("weight",)
+
+
 class MemberConfig(_Strict):
     """One member of the ensemble: the keys that all kinds have.  Each kind has a subclass with its own keys."""
 
     name: Name = Field(examples=["gemma2"])  # becomes a file name, so unique whatever the case
     task_type: TaskType = "seq_cls"  # the kind: seq_cls, csv, or what an installed package brings
-    weight: Weight = 1.0  # share in the merge, relative to the other members
+    # Share in the merge, relative to the other members; or a share for each label or length bin.
+    weight: Weight = 1.0
 
     # Keys of which a member has one or the other: its own takes the place of the other one under defaults.
     alternatives: ClassVar[tuple[tuple[str, str], ...]] = ()
 
     @property
+    def has_weight(self) -> bool:
+        """Whether it counts in the merge, for some label and row at least."""
+        return any(_numbers(self.weight))
+
+    @property
     def computed_as(self) -> str:
         """A digest of what decides how long a row takes; values may come from the environment, so no text."""
-        values = [value for key, value in self if key not in ("name", "weight")]
+        values = [value for key, value in self if key not in ("name", *MERGE_KEYS)]
         return sha256(repr(values).encode()).hexdigest()[:16]
 
     @classmethod
@@ -114,6 +126,9 @@ class EnsembleConfig(_Strict):
     """How the members' probabilities become one; a merge method with keys of its own has a subclass of this."""
 
     method: Method = "mean"  # by weight: mean, geometric_mean, or what an installed package brings
+
+    # For a list as weight: bytes of text at which the next bin begins; [500, 2000]: below 500, to 1,999, and more.
+    length_bins: LengthBins | None = None
 
     older_keys: ClassVar[Mapping[str, str]] = {
         "weight (in each model)": "weight weights",
@@ -206,12 +221,9 @@ class RunConfig(_Strict):
                     ("models", index, "name"),
                     f"the same as {other}; names must differ in more than their case",
                 )
-        weights = [member.get("weight", 1.0) for _, member in members]
-        if weights and all(isinstance(weight, int | float) and 0 <= weight < math.inf for weight in weights):
-            if not any(weights):
-                yield ("models",), "the weights are all 0; at least one must be more"
-            elif math.isinf(sum(float(weight) for weight in weights)):
-                yield ("models",), "the weights add up to more than a number can hold"
+        ensemble = values.get("ensemble")
+        edges = ensemble.length_bins or () if isinstance(ensemble, EnsembleConfig) else ()
+        yield from broken_weights(members, labels if known else [], edges)
         submission = values.get("submission")
         columns = submission.get("columns") if isinstance(submission, dict) else None
         for column, label in label_items(columns):
@@ -219,6 +231,62 @@ class RunConfig(_Strict):
                 yield ("submission", "columns", column), "must be one of the labels"
         if values.get("fill") == "sample" and submission is None:
             yield ("fill",), "sample needs submission.sample, the file whose values it takes"
+
+
+def broken_weights(
+    members: Sequence[tuple[int, Mapping[str, Any]]], labels: Sequence[object], edges: Sequence[int]
+) -> Iterator[Problem]:
+    """What is wrong with the members' weights beside their types.
+
+    Args:
+        members: as they stand in the YAML, with their places in the list.
+        labels: the config's; empty where they are not known.
+        edges: ``ensemble.length_bins``.
+    """
+    is_sound = True
+    for index, member in members:
+        weight, loc = member.get("weight", 1.0), ("models", index, "weight")
+        if isinstance(weight, dict):
+            for label in (one for one in weight if labels and one not in labels):
+                yield (*loc, label), "must be one of the labels"
+            if missing := [label for label in labels if label not in weight]:
+                yield loc, f"has no number for {', '.join(map(str, missing))}; give one for each label"
+            is_sound = is_sound and weight.keys() == set(labels)
+        elif isinstance(weight, list) and len(weight) != len(edges) + 1:
+            bins = f"{len(edges)} of ensemble.length_bins make {len(edges) + 1} bins"
+            needed = bins if edges else "a list of weights needs ensemble.length_bins"
+            yield loc, f"{needed}; give one number for each bin"
+            is_sound = False
+        are_numbers = all(isinstance(one, int | float) and 0 <= one < math.inf for one in _numbers(weight))
+        is_sound = is_sound and are_numbers
+    if not members or not is_sound:
+        return
+    # Whatever a row's bin and label, some member must count.
+    for number, label in itertools.product(range(len(edges) + 1), labels or [""]):
+        cells = [float(_of(member.get("weight", 1.0), number, label)) for _, member in members]
+        where = [f" for {label}"] * any(isinstance(member.get("weight"), dict) for _, member in members)
+        if any(isinstance(member.get("weight"), list) for _, member in members):
+            where.append(f" in length bin {number + 1} of {len(edges) + 1}")
+        if not any(cells):
+            yield ("models",), f"the weights{''.join(where)} are all 0; at least one must be more"
+            return
+        if math.isinf(sum(cells)):
+            yield ("models",), f"the weights{''.join(where)} add up to more than a number can hold"
+            return
+
+
+def _numbers(weight: object) -> list[Any]:
+    """All numbers of a weight in any of its forms."""
+    if isinstance(weight, dict):
+        return [*weight.values()]
+    return [*weight] if isinstance(weight, list | tuple) else [weight]
+
+
+def _of(weight: Any, number: int, label: object) -> Any:
+    """A weight's number for a length bin and a label."""
+    if isinstance(weight, dict):
+        return weight.get(label, 0.0)
+    return weight[number] if isinstance(weight, list | tuple) else weight
 
 
 def _broken_truth(data: Mapping[str, Any], labels: Collection[str]) -> Iterator[Problem]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
 from math import inf
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from annotated_types import Ge, Gt, Le, Len
 from pydantic import (
@@ -17,6 +19,8 @@ from pydantic import (
     GetCoreSchemaHandler,
     PlainValidator,
     StringConstraints,
+    TypeAdapter,
+    WithJsonSchema,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
@@ -131,6 +135,29 @@ def _device(key: object) -> int | str:
     return "cpu" if key == "cpu" else int(str(key))
 
 
+def _weight(value: object) -> AnyWeight:
+    """A number, a mapping of labels to numbers, or a list of numbers; errors name the place within."""
+    number, by_label, by_bin = _weight_types()
+    if isinstance(value, dict):
+        return by_label.validate_python(value, strict=True)
+    if isinstance(value, list | tuple):
+        return by_bin.validate_python(tuple(value), strict=True)
+    return number.validate_python(value, strict=True)
+
+
+@cache  # at first use
+def _weight_types() -> tuple[
+    TypeAdapter[float], TypeAdapter[dict[str, float]], TypeAdapter[tuple[float, ...]]
+]:
+    return TypeAdapter(Number), TypeAdapter(dict[str, Number]), TypeAdapter(tuple[Number, ...])
+
+
+def _edges(value: tuple[int, ...]) -> tuple[int, ...]:
+    if not value or any(first >= second for first, second in pairwise(value)):
+        raise ValueError
+    return value
+
+
 # Not Field(...): in older pydantic a Field that several keys share carries the default of one to the others.
 _WORD = StringConstraints(pattern=r"\S")
 _NAME = (
@@ -156,7 +183,29 @@ SplitSize = Annotated[int, Ge(21), Le(MAX_COUNT), MustBe("a whole number of at l
 Retries = Annotated[int, Ge(0), Le(100), MustBe("a whole number from 0 to 100")]
 Devices = Annotated[int, Ge(0), MustBe("a whole number of at least 0")]
 Seed = Annotated[int, Ge(0), Le(MAX_SEED), MustBe(f"a whole number from 0 to {MAX_SEED}")]
-Weight = Annotated[float, Ge(0), AllowInfNan(False), MustBe("a number of at least 0")]
+Number = Annotated[float, Ge(0), AllowInfNan(False), MustBe("a number of at least 0")]
+# By label, or by length bin.
+AnyWeight: TypeAlias = float | dict[str, float] | tuple[float, ...]
+Weight = Annotated[
+    AnyWeight,
+    PlainValidator(_weight),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "number", "minimum": 0},
+                {"type": "object", "additionalProperties": {"type": "number", "minimum": 0}},
+                {"type": "array", "items": {"type": "number", "minimum": 0}, "minItems": 1},
+            ]
+        }
+    ),
+    MustBe("a number of at least 0, or one for each label or each of ensemble.length_bins", object),
+]
+LengthBins = Annotated[
+    tuple[Annotated[int, Ge(1), Le(MAX_BYTES)], ...],
+    BeforeValidator(as_tuple),
+    AfterValidator(_edges),
+    MustBe("a list of whole numbers of at least 1, each more than the one before"),
+]
 Duration = Annotated[float, PlainValidator(_seconds), MustBe("a time such as 90s, 10m or 8h30m")]
 TimeLimit = Annotated[
     float, PlainValidator(_seconds), Gt(0), MustBe("a time of more than 0s, such as 10m or 8h30m")

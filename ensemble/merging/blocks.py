@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from ensemble.config.values import AnyWeight
 from ensemble.merging.methods.base import Block, MergeMethod
 from ensemble.merging.metrics import Scoring
 from ensemble.merging.row_checks import RowCheck
@@ -42,7 +43,7 @@ class MergedMember:
     """A member on its way into the merge; ``scoring`` where the truth is known, for members that have all rows."""
 
     name: str
-    weight: float
+    weight: AnyWeight
     source: RowSource
     check: RowCheck
     scoring: Scoring | None
@@ -71,7 +72,8 @@ def merge_blocks(
     """The merged values from the first row to the last; a row of NaN is one that no member with a weight reached.
 
     Args:
-        open_members: gives the members at their first rows, some with a weight; called once for each pass.
+        open_members: gives the members at their first rows, some with a weight, whatever the row and the label;
+            called once for each pass.
         ids: of the table's rows, [rows]; and ``text_bytes``, [rows].
         pool: its threads read.
 
@@ -86,9 +88,34 @@ def merge_blocks(
         for block in _read_blocks(open_members(), ids, text_bytes, labels, pool):
             method.look(block)
     members = open_members()
-    weights = np.array([member.weight for member in members])
+    edges = method.settings.length_bins or ()
+    weights = weights_by_bin([member.weight for member in members], method.members.labels, len(edges) + 1)
     for block in _read_blocks(members, ids, text_bytes, labels, pool):
-        yield block.start, method.merge(block, weights)
+        bins = np.searchsorted(edges, block.text_bytes, side="right") if weights.shape[1] > 1 else None
+        yield block.start, method.merge(block, weights if bins is None else weights[:, bins])
+
+
+def weights_by_bin(given: Sequence[AnyWeight], labels: Sequence[str], bins: int) -> npt.NDArray[np.float64]:
+    """The members' weights as numbers.
+
+    Args:
+        given: a number, a mapping by label, or a tuple by length bin for each member.
+        bins: how many length bins there are.
+
+    Returns:
+        float64 [members, bins or 1, labels or 1]; 1 where all have the same.
+    """
+    by_label = any(isinstance(weight, dict) for weight in given)
+    by_bin = any(isinstance(weight, tuple) for weight in given)
+    found = np.empty((len(given), bins if by_bin else 1, len(labels) if by_label else 1))
+    for numbers, weight in zip(found, given, strict=True):
+        if isinstance(weight, dict):
+            numbers[:] = [weight[label] for label in labels]
+        elif isinstance(weight, tuple):
+            numbers[:] = np.array(weight)[:, None]
+        else:
+            numbers[:] = weight
+    return found
 
 
 def _read_blocks(

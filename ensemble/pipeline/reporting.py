@@ -88,7 +88,7 @@ class RunState:
             scores=dict(results.scores),
             on_bad_row=prepared.config.on_bad_row,
             explanation=self.explanation,
-            ensemble=prepared.config.ensemble.model_dump(mode="json"),
+            ensemble=prepared.config.ensemble.model_dump(mode="json", exclude_none=True),
             warnings=tuple(prepared.warnings),
             # A copy: members are finished in another thread meanwhile.
             files={name: str(path) for name, path in dict(results.files).items()},

@@ -142,7 +142,7 @@ class ResultWriter:
         Raises:
             MergeError: the CSVs do not fit together, or rows are missing.
         """
-        if not any(state.plan.model.weight for state in members):
+        if not any(state.plan.model.has_weight for state in members):
             members = ()
         results = self.results
         results.scores, results.merged_rows, results.filled_rows = {}, {}, 0  # those of a first submission
@@ -222,7 +222,8 @@ class ResultWriter:
                 merged.append(MergedMember(name, weight, source, check, self._scoring()))
             return merged
 
-        method = merge_method(config.ensemble, Members(names, activations, self._labels))
+        weights = tuple(state.plan.model.weight for state in members)
+        method = merge_method(config.ensemble, Members(names, activations, self._labels, weights))
         yield from merge_blocks(method, open_members, table.ids, table.text_bytes, pool)
 
     def _unfinished(self, state: MemberState) -> _Values:

@@ -328,7 +328,7 @@ class _Run(RunState):
         failures = [state.failure for state in self.members if state.failure is not None]
         may_go_on = self._config.on_member_failure == "continue"
         is_timed = self._config.time_limit is not None
-        counting = [state for state in good if state.plan.model.weight]
+        counting = [state for state in good if state.plan.model.has_weight]
         if not counting or not all(failure.is_dropped or may_go_on for failure in failures):
             if is_timed and any(state.rows_done for state in counting):
                 self._writer.merge(good)  # better than the first submission, which is there in any case

@@ -14,6 +14,7 @@ from ensemble.common.errors import DataError
 from ensemble.common.files import unreadable, write_text
 from ensemble.common.gpus import Device
 from ensemble.common.protocol import Counters
+from ensemble.config.values import AnyWeight
 from ensemble.merging.metrics import Score
 from ensemble.planning.forecast import Speed
 from ensemble.scheduling.device_pool import MemoryCurve, Release, TelemetryCurve
@@ -98,7 +99,7 @@ class MemberReport:
     name: str
     phase: Phase
     status: Literal["failed", "complete", "unfinished"]
-    weight: float
+    weight: AnyWeight
     gpus_per_replica: int
     replicas: int
     first_replicas: int

@@ -366,9 +366,9 @@ def _misfits(
         )
     if len(inspected) == len(config.models):  # else a method could miss those that cannot be read
         activations = tuple(one.activation for one in inspected.values())
-        yield from merge_method(
-            config.ensemble, Members((*inspected,), activations, config.labels)
-        ).problems()
+        weights = tuple(model.weight for model in config.models)
+        members = Members((*inspected,), activations, config.labels, weights)
+        yield from merge_method(config.ensemble, members).problems()
 
 
 def _unfit_places(loaded: LoadedConfig, kinds: _Kinds) -> Iterator[str]:

@@ -235,7 +235,7 @@ def _counting(members: Sequence[MemberState], seconds_left: float) -> list[Membe
     Members with ``when`` get the time that the others leave, and nothing before they know their rows.
     """
     unfailed = [one for one in members if one.failure is None and not one.unknown_rows]
-    counting = [one for one in unfailed if one.plan.model.weight > 0]
+    counting = [one for one in unfailed if one.plan.model.has_weight]
     counting = counting if any(not one.finished for one in counting) else unfailed
     first = [one for one in counting if not one.plan.waits_for]
     is_at_it = any(

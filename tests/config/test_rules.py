@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,50 @@ def test_weights_are_not_all_zero(load: Load, problems: Problems) -> None:
     content["models"][0]["weight"] = 1e308
     (problem,) = problems(content)
     assert "add up to more than a number can hold" in problem
+
+
+def test_weights_by_label_and_by_length_bin(load: Load, problems: Problems) -> None:
+    content = small(weight={"neg": 0.5, "pos": 0}) | {"ensemble": {"length_bins": [500, 2000]}}
+    content["models"].append(content["models"][0] | {"name": "b", "weight": [1, 0.5, 2]})
+    config = load(content).config
+    assert [model.weight for model in config.models] == [{"neg": 0.5, "pos": 0.0}, (1.0, 0.5, 2.0)]
+    assert config.ensemble.length_bins == (500, 2000)
+    assert load(content, "models.0.weight.pos=3").config.models[0].weight == {
+        "neg": 0.5,
+        "pos": 3,
+    }
+
+    def said(first: object, second: object, **ensemble: object) -> list[str]:
+        content["models"][0]["weight"], content["models"][1]["weight"] = first, second
+        return [re.sub(r" .line \d+.", "", text) for text in problems(content | {"ensemble": ensemble})]
+
+    assert said({"neg": -1, "poz": "x"}, 1) == [
+        "models[0].weight: has no number for pos; give one for each label",
+        "models[0].weight.neg: must be a number of at least 0, not -1",
+        "models[0].weight.poz: must be a number of at least 0, not 'x'",
+        "models[0].weight.poz: must be one of the labels, not 'x'",
+    ]
+    assert said([0.5, 1], [0.5, None], length_bins=[9, 10]) == [
+        "models[0].weight: 2 of ensemble.length_bins make 3 bins; give one number for each bin",
+        "models[1].weight: 2 of ensemble.length_bins make 3 bins; give one number for each bin",
+        "models[1].weight[1]: must be a number of at least 0, not empty",
+    ]
+    assert said([0.5, 1], 1) == [
+        "models[0].weight: a list of weights needs ensemble.length_bins; give one number for each bin"
+    ]
+    all_0 = "are all 0; at least one must be more"
+    assert said({"neg": 1, "pos": 0}, 0) == [f"models: the weights for pos {all_0}"]
+    assert said({"neg": 1, "pos": 0}, [1, 0], length_bins=[9]) == [
+        f"models: the weights for pos in length bin 2 of 2 {all_0}"
+    ]
+    assert said([0, 1], [0, 1], length_bins=[9]) == [f"models: the weights in length bin 1 of 2 {all_0}"]
+    assert said({}, 1)[0].startswith("models[0].weight: has no number for neg, pos")
+    assert "or one for each label or each of ensemble.length_bins, not []" in said([], 1)[0]
+    bins = (
+        "ensemble.length_bins: must be a list of whole numbers of at least 1, each more than the one before"
+    )
+    for edges in ([], [0], [2, 1], [1, 1], ["x"], 5, [1.5]):
+        assert said(1, 1, length_bins=edges)[0].startswith(bins), edges
 
 
 def test_each_label_is_given_once(problems: Problems) -> None:

@@ -146,7 +146,7 @@ class RankMean(MergeMethod):
             ranks[member, :, label] = order[member, :, label].searchsorted(
                 block.probabilities[member, :, label]
             )
-        return np.asarray(np.average(ranks, axis=0, weights=weights))
+        return np.asarray(np.average(ranks, axis=0, weights=weights.ravel()))
 
 
 def test_a_method_that_needs_the_whole_table_reads_it_twice(ids: list[str], tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def merged(weights: Sequence[float], arrays: Sequence[Values], activations: Sequ
     )
     before = probabilities.copy()
     found = merge_method(EnsembleConfig(method="geometric_mean"), members).merge(
-        block, np.array(weights, float)
+        block, np.array(weights, float)[:, None, None]
     )
     np.testing.assert_array_equal(probabilities, before)
     assert found.shape == (rows, labels)

@@ -25,7 +25,7 @@ def members(count: int, rows: int, labels: int, seed: int = 0) -> list[npt.NDArr
 
 def mean(weights: list[float], arrays: Sequence[npt.NDArray[np.float64]]) -> npt.NDArray[np.float64]:
     is_present = np.array([~np.isnan(array[:, 0]) for array in arrays])
-    return weighted_mean(np.array(weights, dtype=np.float64), arrays, is_present)
+    return weighted_mean(np.array(weights, dtype=np.float64)[:, None, None], arrays, is_present)
 
 
 @st.composite

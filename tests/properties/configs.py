@@ -97,10 +97,13 @@ GOOD: Final[dict[str, Any]] = {
     "labels": ["neg", 2],
     "models": [
         _MEMBER,
-        {"name": "b", "model_name_or_path": "b", "text_column": ["t", "u"], "max_length": None},
+        {
+            **{"name": "b", "model_name_or_path": "b", "text_column": ["t", "u"], "max_length": None},
+            "weight": [0.5, 0, 1],
+        },
     ],
-    "defaults": {"max_length": 64, "model_kwargs": {"a": 1}, "weight": 1},
-    "ensemble": {"method": "mean"},
+    "defaults": {"max_length": 64, "model_kwargs": {"a": 1}, "weight": {"neg": 1, "2": 0.5}},
+    "ensemble": {"method": "mean", "length_bins": [500, 2000]},
     "submission": {"sample": "s.csv", "path": "out.csv", "columns": {"p": "neg"}},
     "output_dir": "runs/first",
     "limit": 5,

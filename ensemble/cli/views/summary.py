@@ -9,6 +9,7 @@ from ensemble.cli.layout import Table
 from ensemble.common.errors import RESUMES, MembersFailed, TimeLimitReached
 from ensemble.common.gpus import Device
 from ensemble.common.text import duration, plural, shown_path
+from ensemble.config.values import AnyWeight
 from ensemble.pipeline.results import ENSEMBLE_ROW
 from ensemble.pipeline.run_report import MemberReport, RunReport
 from ensemble.scheduling.device_pool import TelemetryCurve
@@ -49,7 +50,10 @@ def view(report: RunReport) -> Iterator[str | Table]:
             yield _throttled(device, curve)
     if left_out := report.left_out:
         weights = {one.name: one.weight for one in report.members if one.name not in left_out}
-        shares = [f"{name} {weight / sum(weights.values()):.3g}" for name, weight in weights.items()]
+        plain = [weight for weight in weights.values() if isinstance(weight, int | float)]
+        if len(plain) == len(weights):
+            weights = {name: weight / sum(plain) for name, weight in zip(weights, plain, strict=True)}
+        shares = [f"{name} {weight_text(weight, 3)}" for name, weight in weights.items()]
         reasons = "; ".join(failure_text(one) for one in report.failures if one.member in left_out)
         yield f"merged without {', '.join(sorted(left_out))}, by the weights {', '.join(shares)}: {reasons}"
     for name, path in report.files.items():
@@ -60,6 +64,15 @@ def failure_text(failure: Failure) -> str:
     """One failed member in a sentence: why, and where to read on."""
     log = f"; its log: {failure.log_path}" if failure.log_path else ""
     return f"member {failure.member} failed: {failure.message}{log}"
+
+
+def weight_text(weight: AnyWeight, digits: int = 6) -> str:
+    """A weight, or those by label or length bin."""
+    if isinstance(weight, dict):
+        return ", ".join(f"{label} {one:.{digits}g}" for label, one in weight.items())
+    if isinstance(weight, tuple):
+        return f"[{', '.join(f'{one:.{digits}g}' for one in weight)}]"
+    return f"{weight:.{digits}g}"
 
 
 def raise_unless_complete(report: RunReport) -> None:

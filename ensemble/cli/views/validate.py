@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ensemble.cli.views.summary import weight_text
 from ensemble.common.text import gib, plural, shown_path
 from ensemble.pipeline.validate import Prepared
 
@@ -24,7 +25,7 @@ def view(prepared: Prepared) -> Iterator[str]:
             where += " each" if member.replicas > 1 else ""
         how = f"{where}, {plural(len(member.chunks), 'chunk')}" if member.needs_worker else "no worker"
         summary = prepared.inspected[member.name].summary
-        yield f"{member.name}: {summary}, weight {member.model.weight:g}, {how}"
+        yield f"{member.name}: {summary}, weight {weight_text(member.model.weight)}, {how}"
         if member.name in prepared.previews:
             prompt = prepared.previews[member.name].replace("\n", "\\n")
             cut = f"the first {_SHOWN_CHARACTERS} characters of " if len(prompt) > _SHOWN_CHARACTERS else ""

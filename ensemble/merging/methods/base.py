@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from ensemble.common.protocol import Activation
 from ensemble.config import EnsembleConfig
+from ensemble.config.values import AnyWeight
 
 Values = npt.NDArray[np.float64]
 
@@ -25,12 +26,18 @@ class Members:
     """Who is merged, in the order of the blocks; ``labels`` are the config's.
 
     A member's activation is "softmax" for probabilities that sum to 1, "sigmoid" for any from 0 to 1, "none" for
-    any number.
+    any number.  ``weights`` are as the config has them: a number, a mapping by label, or a tuple by length bin.
     """
 
     names: tuple[str, ...]
     activations: tuple[Activation, ...]
     labels: tuple[str, ...]
+    weights: tuple[AnyWeight, ...] = ()
+
+    @property
+    def are_exclusive(self) -> bool:
+        """Whether every member says of the labels that a row has one of them."""
+        return all(activation == "softmax" for activation in self.activations)
 
 
 @dataclass(frozen=True)
@@ -80,8 +87,10 @@ class MergeMethod(ABC):
         """The merged values of a block's rows.
 
         Args:
-            weights: float64 [members], each at least 0 and some of them more; not scaled to sum to 1.
+            weights: float64 [members, rows or 1, labels or 1], to be broadcast to the probabilities: 1 where all
+                rows, or all labels, have the same.  Each is at least 0, and for each row and label that of some
+                member is more; not scaled to sum to 1, and whatever it is where a member lacks a row.
 
         Returns:
-            float64 [rows, labels]; NaN in rows that no member with a weight above 0 has.
+            float64 [rows, labels]; NaN in all of a row if for some label no member with a weight above 0 has it.
         """
