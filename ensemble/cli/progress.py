@@ -68,7 +68,7 @@ class PlainDisplay(QuietDisplay):
                 self._phases[name], self._last[name] = phase, now
                 text = describe(state)
                 if changed and phase == "predicting":
-                    text = f"predicting {plural(state.plan.order.shape[0] - state.reused_rows, 'row')}"
+                    text = f"predicting {plural(state.rows - state.reused_rows, 'row')}"
                 self.say(f"{name}: {text}")
 
     def _print(self, line: str) -> None:
@@ -149,7 +149,7 @@ def describe(state: MemberState, short: bool = False) -> str:
         return _BEFORE[phase]
     if phase == "failed":
         return "failed" if short or state.failure is None else f"failed: {state.failure.message}"
-    rows = int(state.plan.order.shape[0])
+    rows = state.rows
     if phase == "done" and not state.workers:
         how = "done by an earlier run" if state.plan.needs_worker else "made elsewhere"
         return f"{plural(rows, 'row')}, {how}"

@@ -39,6 +39,7 @@ from ensemble.config.values import (
     TaskType,
     TimeLimit,
     Weight,
+    When,
     as_label,
     as_tuple,
     label_items,
@@ -84,7 +85,10 @@ class DataConfig(_Strict):
 
 
 # Keys of a member that count at the merge alone: whatever they are, its predictions stay.
-MERGE_KEYS: Final = ("weight",)
+MERGE_KEYS: Final = (
+    "weight",
+    "when",
+)
 
 
 class MemberConfig(_Strict):
@@ -94,6 +98,8 @@ class MemberConfig(_Strict):
     task_type: TaskType = "seq_cls"  # the kind: seq_cls, csv, or what an installed package brings
     # Share in the merge, relative to the other members; or a share for each label or length bin.
     weight: Weight = 1.0
+    # Only the rows of which the weighted mean of the members listed before it is unsure; left out: all rows.
+    when: When | None = Field(default=None, examples=[{"margin_below": 0.3}])
 
     # Keys of which a member has one or the other: its own takes the place of the other one under defaults.
     alternatives: ClassVar[tuple[tuple[str, str], ...]] = ()
@@ -221,6 +227,20 @@ class RunConfig(_Strict):
                     ("models", index, "name"),
                     f"the same as {other}; names must differ in more than their case",
                 )
+        for number, (index, member) in enumerate(members):
+            if not member.get("when"):
+                continue
+            before = [one.get("weight", 1.0) for _, one in members[:number]]
+            if not before:
+                yield (
+                    ("models", index, "when"),
+                    "nobody is listed before it; list the members first whose mean decides",
+                )
+            elif all(_is_zero(weight) for weight in before):
+                yield (
+                    ("models", index, "when"),
+                    "the members before it have no weight above 0, so there is no mean to go by",
+                )
         ensemble = values.get("ensemble")
         edges = ensemble.length_bins or () if isinstance(ensemble, EnsembleConfig) else ()
         yield from broken_weights(members, labels if known else [], edges)
@@ -280,6 +300,10 @@ def _numbers(weight: object) -> list[Any]:
     if isinstance(weight, dict):
         return [*weight.values()]
     return [*weight] if isinstance(weight, list | tuple) else [weight]
+
+
+def _is_zero(weight: object) -> bool:
+    return all(one in (0, 0.0) for one in _numbers(weight))
 
 
 def _of(weight: Any, number: int, label: object) -> Any:

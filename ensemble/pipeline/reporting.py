@@ -13,6 +13,7 @@ from typing import Any
 
 from ensemble import __version__
 from ensemble.common.gpus import Device
+from ensemble.pipeline.cascade import Cascades
 from ensemble.pipeline.results import Results
 from ensemble.pipeline.resume import MemberWork
 from ensemble.pipeline.run_report import (
@@ -53,6 +54,7 @@ class RunState:
     gaps: Sequence[Gap] = ()
     left_out: Sequence[Failure] = ()
     explanation: str = ""
+    cascades: Cascades | None = None
 
     def report(self, status: Status) -> RunReport:
         """Its report; no text in it is a secret."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -34,7 +34,7 @@ from ensemble.merging.methods import merge_method
 from ensemble.merging.methods.base import Members
 from ensemble.merging.metrics import Score, Scoring
 from ensemble.merging.row_checks import RowCheck
-from ensemble.pipeline.resume import MemberWork, demand_unchanged, write_manifest
+from ensemble.pipeline.resume import MemberWork, demand_unchanged, predicted_values, write_manifest
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import WorkerReport
 from ensemble.pipeline.validate import Prepared, given_predictions
@@ -73,6 +73,8 @@ class ResultWriter:
     def __init__(
         self, prepared: Prepared, rundir: RunDir, works: Mapping[str, MemberWork], results: Results
     ) -> None:
+        # The rows that a member is to have; None: all.
+        self.wanted: Callable[[str], npt.NDArray[np.bool_] | None] = lambda name: None
         self._prepared = prepared
         self._config = prepared.config
         self._rundir = rundir
@@ -94,7 +96,10 @@ class ResultWriter:
         name, work = state.plan.name, self._works[state.plan.name]
         if not work.is_complete:
             values = work.values(len(self._labels))
-            missing = np.setdiff1d(np.flatnonzero(np.isnan(values).any(axis=1)), list(state.bad_rows))
+            is_missing, wanted = np.isnan(values).any(axis=1), self.wanted(name)
+            missing = np.setdiff1d(
+                np.flatnonzero(is_missing if wanted is None else is_missing & wanted), list(state.bad_rows)
+            )
             if len(missing):
                 shown = ", ".join(f"row {row + 1}" for row in missing[:3])
                 raise MergeError(
@@ -123,12 +128,15 @@ class ResultWriter:
     def _complete(self, member: MemberPlan, values: _Values) -> None:
         table, work = self._prepared.table, self._works[member.name]
         demand_unchanged(self._prepared, member.model, work)
+        is_there, ids = np.asarray(~np.isnan(values).any(axis=1)), table.ids
+        if not is_there.all():
+            ids, values = ids.filter(pa.array(is_there)), values[is_there]
         with atomic_path(self._rundir.predictions(member.name)) as temporary:
             names = [self._config.data.id_column, *self._labels]
-            write_csv(temporary, names, [table.ids, *map(pa.array, values.T)])
+            write_csv(temporary, names, [ids, *map(pa.array, values.T)])
             sha256 = file_sha256(temporary)
-        write_manifest(self._rundir, work, sha256)
-        work.is_done[:] = True
+        write_manifest(self._rundir, work, sha256, is_there)
+        work.is_done[:] = is_there
         work.is_complete = True
 
     def merge(self, members: Sequence[MemberState]) -> None:
@@ -201,13 +209,15 @@ class ResultWriter:
         complete = [name for name in names if self._works[name].is_complete]
         sources: list[RowSource] = []
         for state, name in zip(members, names, strict=True):
-            if name in complete:
+            wanted = self.wanted(name)
+            if name in complete and self._works[name].is_done.all():
                 path, id_column = self._rundir.predictions(name), config.data.id_column
-                sources.append(
-                    PredictionsReader(path, id_column, self._labels, table.ids, folder, len(complete))
+                source: RowSource = PredictionsReader(
+                    path, id_column, self._labels, table.ids, folder, len(complete)
                 )
             else:
-                sources.append(SpilledRows(self._unfinished(state), folder))
+                source = SpilledRows(self._in_part(state), folder)
+            sources.append(source if wanted is None else _OnlyRows(source, wanted))
             opened.callback(sources[-1].close)
         activations = tuple(self._prepared.inspected[name].activation for name in names)
 
@@ -217,7 +227,8 @@ class ResultWriter:
                 source.rewind()
                 name, is_complete = state.plan.name, state.plan.name in complete
                 place = self._rundir.predictions(name) if is_complete else self._works[name].shards_dir
-                check = RowCheck(str(place), activation, table.ids, may_lack_rows=not is_complete)
+                may_lack_rows = not is_complete or self.wanted(name) is not None
+                check = RowCheck(str(place), activation, table.ids, may_lack_rows)
                 weight = state.plan.model.weight
                 merged.append(MergedMember(name, weight, source, check, self._scoring()))
             return merged
@@ -226,8 +237,13 @@ class ResultWriter:
         method = merge_method(config.ensemble, Members(names, activations, self._labels, weights))
         yield from merge_blocks(method, open_members, table.ids, table.text_bytes, pool)
 
-    def _unfinished(self, state: MemberState) -> _Values:
-        values = self._works[state.plan.name].values(len(self._labels))
+    def _in_part(self, state: MemberState) -> _Values:
+        work = self._works[state.plan.name]
+        if work.is_complete:
+            values = np.full((len(work.is_done), len(self._labels)), np.nan, order="F")
+            values[work.is_done] = predicted_values(self._rundir, work.member)
+            return values
+        values = work.values(len(self._labels))
         if self._config.on_bad_row == "uniform":
             values[list(state.bad_rows)] = self._prepared.even_value(state.plan.name)
         return values
@@ -311,6 +327,31 @@ class ResultWriter:
                 )
         self.results.files["ensemble"] = rundir.ensemble
         return whole
+
+
+class _OnlyRows:
+    """The rows of a source that a member is to have; the others are NaN.
+
+    Args:
+        wanted: bool [rows].
+    """
+
+    def __init__(self, source: RowSource, wanted: npt.NDArray[np.bool_]) -> None:
+        self._source = source
+        self._wanted = wanted
+        self._start = 0
+
+    def read(self, values: _Values) -> None:
+        self._source.read(values)
+        values[~self._wanted[self._start : self._start + len(values)]] = np.nan
+        self._start += len(values)
+
+    def rewind(self) -> None:
+        self._source.rewind()
+        self._start = 0
+
+    def close(self) -> None:
+        self._source.close()
 
 
 def fill_rows(

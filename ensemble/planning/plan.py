@@ -210,6 +210,7 @@ def make_plan(
                 work=float((counted + ROW_OVERHEAD_BYTES).sum()),
                 chunks=chunks,
                 order=order,
+                waits_for=() if model.when is None else tuple(one.name for one in config.models[:index]),
             )
         )
     made_from = (config, facts, tuple(gpus), host, speeds, disk_free_bytes)

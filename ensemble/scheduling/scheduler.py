@@ -90,6 +90,8 @@ class Scheduler:
         try:
             for state in self.members:
                 self._settle(state)
+            self._tell_who_ended()
+            self._go_on()
             self._start_workers()
             while self._workers or self._finishing or self._dispatcher.is_waiting_for_devices():
                 if self._deadline is not None and self._deadline.is_over:

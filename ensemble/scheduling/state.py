@@ -122,7 +122,7 @@ class MemberState:
         self.plan = plan
         # Of the table, in the order of its chunks; and how many of them there are to be, as far as that is known.
         self.order, self.rows = plan.order, len(plan.order)
-        # Rows of which it is not known yet whether it is to compute them, and whether what is known can still change.
+        # Rows of which it is not known yet whether it is to compute them, and whether what is known can change.
         self.unknown_rows, self.may_grow = 0, False
         self.clock = clock
         self.pending = deque(plan.chunks)  # that nobody computes

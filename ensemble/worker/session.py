@@ -221,6 +221,8 @@ class Session:
     def _rows(self, command: Prepare | Predict) -> npt.NDArray[np.int64]:
         if command.rows is None:
             return self._order[command.start : command.stop]
+        import numpy as np
+
         return np.array(command.rows, dtype=np.int64)
 
     def wait(self) -> None:
