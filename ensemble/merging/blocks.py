@@ -6,9 +6,9 @@ for all that takes time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from ensemble.config.values import AnyWeight
 from ensemble.merging.methods.base import Block, MergeMethod
-from ensemble.merging.metrics import Scoring
+from ensemble.merging.metrics import Comparing, Scoring
 from ensemble.merging.row_checks import RowCheck
 
 # Of a block: enough that a thread is not busy with Python, few enough for a core's cache.
@@ -68,6 +68,7 @@ def merge_blocks(
     ids: pa.ChunkedArray,
     text_bytes: npt.NDArray[np.int64],
     pool: ThreadPoolExecutor,
+    comparing: Mapping[int, Comparing] | None = None,
 ) -> Iterator[tuple[int, npt.NDArray[np.float64]]]:
     """The merged values from the first row to the last; a row of NaN is one that no member with a weight reached.
 
@@ -76,6 +77,7 @@ def merge_blocks(
             called once for each pass.
         ids: of the table's rows, [rows]; and ``text_bytes``, [rows].
         pool: its threads read.
+        comparing: takes what each row that a member has would be without it, by the member's number.
 
     Yields:
         the block's first row, and float64 [rows of the block, labels].
@@ -92,7 +94,28 @@ def merge_blocks(
     weights = weights_by_bin([member.weight for member in members], method.members.labels, len(edges) + 1)
     for block in _read_blocks(members, ids, text_bytes, labels, pool):
         bins = np.searchsorted(edges, block.text_bytes, side="right") if weights.shape[1] > 1 else None
-        yield block.start, method.merge(block, weights if bins is None else weights[:, bins])
+        own = weights if bins is None else weights[:, bins]
+        merged = method.merge(block, own)
+        for number, comparison in (comparing or {}).items():
+            _compare(method, block, own, merged, number, comparison)
+        yield block.start, merged
+
+
+def _compare(
+    method: MergeMethod,
+    block: Block,
+    weights: npt.NDArray[np.float64],
+    merged: npt.NDArray[np.float64],
+    number: int,
+    comparison: Comparing,
+) -> None:
+    if not block.is_present[number].any() or not weights[np.arange(len(weights)) != number].any():
+        return
+    is_present, probabilities = block.is_present.copy(), block.probabilities.copy(order="K")
+    is_present[number], probabilities[number] = False, np.nan
+    without = method.merge(replace(block, is_present=is_present, probabilities=probabilities), weights)
+    rows = np.flatnonzero(block.is_present[number] & ~np.isnan(without).any(axis=1))
+    comparison.add(block.start + rows, merged[rows], without[rows])
 
 
 def weights_by_bin(given: Sequence[AnyWeight], labels: Sequence[str], bins: int) -> npt.NDArray[np.float64]:

@@ -17,6 +17,7 @@ from ensemble.pipeline.cascade import Cascades
 from ensemble.pipeline.results import Results
 from ensemble.pipeline.resume import MemberWork
 from ensemble.pipeline.run_report import (
+    CascadeReport,
     MemberReport,
     MemoryForecast,
     ProgressReport,
@@ -83,7 +84,12 @@ class RunState:
             releases=tuple(self.pool.releases) if self.pool else (),
             device_memory=dict(self.pool.curves) if self.pool else {},
             device_telemetry=dict(self.pool.telemetry) if self.pool else {},
-            members=tuple(_member(state, self.works.get(state.plan.name)) for state in self.members),
+            members=tuple(
+                replace(
+                    _member(state, self.works.get(state.plan.name)), cascade=self._cascade(state.plan.name)
+                )
+                for state in self.members
+            ),
             left_out=tuple(failure.member for failure in self.left_out),
             merged_rows=dict(results.merged_rows),
             filled_rows=results.filled_rows,
@@ -99,6 +105,17 @@ class RunState:
         )
         redacted: RunReport = loaded.redactor.document(report)
         return redacted
+
+    def _cascade(self, member: str) -> CascadeReport | None:
+        model = next(one for one in self.prepared.config.models if one.name == member)
+        if model.when is None or self.cascades is None or (wanted := self.cascades.wanted(member)) is None:
+            return None
+        return CascadeReport(
+            dict(model.when),
+            int(wanted.sum()),
+            self.cascades.unknown_rows(member),
+            self.results.comparisons.get(member),
+        )
 
 
 def worker_reports(state: MemberState) -> tuple[WorkerReport, ...]:

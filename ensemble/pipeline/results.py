@@ -32,7 +32,7 @@ from ensemble.members.registry import member_kind
 from ensemble.merging.blocks import MergedMember, RowSource, block_spans, merge_blocks
 from ensemble.merging.methods import merge_method
 from ensemble.merging.methods.base import Members
-from ensemble.merging.metrics import Score, Scoring
+from ensemble.merging.metrics import Comparing, Comparison, Score, Scoring
 from ensemble.merging.row_checks import RowCheck
 from ensemble.pipeline.resume import MemberWork, demand_unchanged, predicted_values, write_manifest
 from ensemble.pipeline.run_dir import RunDir
@@ -54,12 +54,14 @@ class Results:
     """Scores by the member's name (and the ensemble's), and files by what they are, in the order they were made.
 
     ``merged_rows`` counts the rows that each merged member gave, ``filled_rows`` those that none did.
+    ``comparisons`` are of members with ``when``: the ensemble with them and without them.
     """
 
     scores: dict[str, Score] = field(default_factory=dict)
     files: dict[str, Path] = field(default_factory=dict)
     merged_rows: dict[str, int] = field(default_factory=dict)
     filled_rows: int = 0
+    comparisons: dict[str, Comparison] = field(default_factory=dict)
 
 
 class ResultWriter:
@@ -154,6 +156,7 @@ class ResultWriter:
             members = ()
         results = self.results
         results.scores, results.merged_rows, results.filled_rows = {}, {}, 0  # those of a first submission
+        results.comparisons = {}
         table, merged = self._prepared.table, list[MergedMember]()
         scoring = self._scoring() if members else None
         threads = min(len(os.sched_getaffinity(0)), _MAX_THREADS)
@@ -235,7 +238,14 @@ class ResultWriter:
 
         weights = tuple(state.plan.model.weight for state in members)
         method = merge_method(config.ensemble, Members(names, activations, self._labels, weights))
-        yield from merge_blocks(method, open_members, table.ids, table.text_bytes, pool)
+        truth, comparing = self._prepared.truth, dict[int, Comparing]()
+        if truth is not None:
+            limited = [number for number, name in enumerate(names) if self.wanted(name) is not None]
+            comparing = {number: Comparing(truth) for number in limited}
+        yield from merge_blocks(method, open_members, table.ids, table.text_bytes, pool, comparing)
+        for number, one in comparing.items():
+            if (found := one.result()) is not None:
+                self.results.comparisons[names[number]] = found
 
     def _in_part(self, state: MemberState) -> _Values:
         work = self._works[state.plan.name]

@@ -7,6 +7,7 @@ look shows all there is to fix.  Writes nothing.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -357,6 +358,24 @@ def _misfits(
             f"models: {', '.join(raw)} gives raw values (regression), the others probabilities; their mean means "
             f"nothing: run them separately{remedy}"
         )
+    for index, model in enumerate(config.models):
+        if model.when is None:
+            continue
+        values = [name for name in (one.name for one in config.models[:index]) if name in raw]
+        if values:
+            yield (
+                f"models[{index}].when: {', '.join(values)} gives raw values (regression), and a margin is one of "
+                "probabilities"
+            )
+        bound = model.when.get("entropy_above", -1.0)
+        before = [inspected[one.name].activation for one in config.models[:index] if one.name in inspected]
+        labels = len(config.labels)
+        most = math.log(labels) if set(before) == {"softmax"} else labels * math.log(2)
+        if before and not values and bound >= most:
+            yield (
+                f"models[{index}].when.entropy_above: no row of {plural(labels, 'label')} has an entropy above "
+                f"{most:.4g} nats; give a smaller number"
+            )
     if raw and config.on_bad_row == "uniform":
         yield "on_bad_row: uniform is for probabilities, and the models give raw values (regression)"
     if raw and config.time_limit is not None and config.fill == "uniform":

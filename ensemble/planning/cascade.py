@@ -25,6 +25,15 @@ COMPUTE: Final = 1
 _ROUNDING = 1e-9
 
 
+def when_text(when: Mapping[str, float]) -> str:
+    """The rule in words: only where the members before it have ..."""
+    ((rule, number),) = when.items()
+    if rule == "share":
+        return f"only on the {100 * number:g} % of the rows of which the members before it are least certain"
+    what = f"a margin below {number:g}" if rule == "margin_below" else f"an entropy above {number:g} nats"
+    return f"only on rows where the mean of the members before it has {what}"
+
+
 def doubts(rule: str, mean: npt.NDArray[np.float64], is_exclusive: bool) -> Doubts:
     """How unsure each row is, [rows]: more where it is less certain, infinite where there is no mean.
 
