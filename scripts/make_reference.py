@@ -21,9 +21,17 @@ from pydantic import BaseModel
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from ensemble.config.schema import DataConfig, EnsembleConfig, MemberConfig, RunConfig, SubmissionConfig  # noqa: E402
+from ensemble.config.schema import (  # noqa: E402
+    CalibrationConfig,
+    DataConfig,
+    EnsembleConfig,
+    MemberConfig,
+    RunConfig,
+    SubmissionConfig,
+)
 from ensemble.config.values import MustBe  # noqa: E402
 from ensemble.members.registry import KINDS  # noqa: E402
+from ensemble.merging.methods import METHODS  # noqa: E402
 
 PAGE, SCHEMA = ROOT / "docs" / "config.md", ROOT / "docs" / "config.schema.json"
 INTRODUCTION = """\
@@ -55,6 +63,12 @@ def kinds() -> dict[str, type[MemberConfig]]:
     return {name: KINDS.load(name).Settings for name in KINDS.built_in}
 
 
+def methods() -> dict[str, type[EnsembleConfig]]:
+    """The keys of the built-in merge methods that have some of their own."""
+    found = {name: METHODS.load(name).Settings for name in METHODS.built_in}
+    return {name: settings for name, settings in found.items() if settings is not EnsembleConfig}
+
+
 def page() -> str:
     """docs/config.md."""
     parts = [INTRODUCTION]
@@ -65,7 +79,11 @@ def page() -> str:
         ("`submission`", SubmissionConfig),
     ):
         parts += [section(title, model, model.model_fields)]
+        for name, method in methods().items() if model is EnsembleConfig else ():
+            own = [key for key in method.model_fields if key not in EnsembleConfig.model_fields]
+            parts += [section(f"`ensemble` with `method: {name}`", method, own)]
     parts += [section("`models`: every kind", MemberConfig, MemberConfig.model_fields)]
+    parts += [section("`calibration` of a model", CalibrationConfig, CalibrationConfig.model_fields)]
     for name, kind in kinds().items():
         own = [key for key in kind.model_fields if key not in MemberConfig.model_fields]
         parts += [section(f"`models` with `task_type: {name}`", kind, own)]
@@ -192,7 +210,8 @@ def schema() -> dict[str, Any]:
 def plain(model: type[BaseModel]) -> dict[str, Any]:
     """A model's own schema, with what its comments say; labels and names may be numbers."""
     found = model.model_json_schema()
-    models = {one.__name__: one for one in (DataConfig, EnsembleConfig, SubmissionConfig, MemberConfig)}
+    parts = (DataConfig, EnsembleConfig, SubmissionConfig, MemberConfig, CalibrationConfig)
+    models = {one.__name__: one for one in parts}
     for name, part in ((model.__name__, found), *found.get("$defs", {}).items()):
         owner = model if name == model.__name__ else models[name]
         meanings = comments(owner)

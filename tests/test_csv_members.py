@@ -88,7 +88,7 @@ def test_every_row_must_be_there_once(path: Path) -> None:
     path.write_text("id,a,b\n1,0,1\n1,1,0\n4,1,0\n4,1,0\n4,1,0\n", encoding="utf-8")
     assert refused(path, ["1", "2", "3", "4", "5", "6"]) == (
         "2 ids more than once ('1', '4'); keep one row for each id",
-        "4 ids of the table missing ('2', '3', '5', ...); a row is needed for each of them",
+        "4 ids of the table missing ('2', '3', '5', ...); a row is needed for each of them, or partial: true",
     )
 
 
@@ -258,6 +258,50 @@ def test_a_run_of_nothing_but_predictions(project: Project) -> None:
     assert done.returncode == 0, done.stderr + done.stdout
     assert "running on the CPU" not in planned + done.stdout, "nobody asked for GPUs"
     np.testing.assert_allclose(values_of(project, "runs/first/ensemble.csv"), values, rtol=1e-12)
+
+
+def test_a_member_with_some_rows_calibrated_and_by_weights_of_all_forms(project: Project) -> None:
+    values = np.array(write_mate(project))
+    there = np.array([number for number in range(300) if number % 7 < 3])
+    rows = [[project.ids[number], *map(repr, values[number].tolist())] for number in there[::-1]]
+    project.write_csv("some.csv", ["id", *LABELS], rows)
+    some = {"name": "some", "task_type": "csv", "path": "some.csv", "partial": True}
+    some["calibration"] = {"temperature": 2.0, "bias": {LABELS[1]: 0.5}}
+    by_label = dict(zip(LABELS, (0.5, 1, 0.25), strict=True))
+    config = with_mate(project, {**some, "weight": by_label}, weight=[0.6, 0.2])
+    config["ensemble"] = {"length_bins": [150]}
+    project.write_config(config)
+    done = project.ensemble("run", "config.yaml")
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert f"some: has {len(there)} of 300 rows; the other members decide the rest" in done.stdout
+    _, written = project.read("runs/first/predictions/some.csv")
+    assert [row[0] for row in written] == [project.ids[number] for number in there], "in the table's order"
+    np.testing.assert_array_equal(np.array([row[1:] for row in written], float), values[there])
+    merged = values_of(project, "runs/first/ensemble.csv")
+    calibrated = np.sqrt(values) * np.exp([0, 0.5, 0])
+    calibrated /= calibrated.sum(axis=1, keepdims=True)
+    # No member reads any text, so that all rows are in the first length bin.
+    own = np.array([*by_label.values()])
+    both = (own * calibrated + 0.6 * values) / (own + 0.6)
+    expected = np.where(np.isin(range(300), there)[:, None], both / both.sum(axis=1, keepdims=True), values)
+    np.testing.assert_allclose(merged, expected, rtol=1e-12)
+    report = project.run_json()
+    assert [one["weight"] for one in report["members"]] == [by_label, [0.6, 0.2]]
+    assert report["merged_rows"] == {"some": len(there), "mate": 300}
+    assert report["scores"].keys() == {"mate", "ensemble"}, "some has too few rows for a score"
+    assert project.ensemble("status", "runs/first").returncode == 0, "its report can be read"
+    validated = project.ensemble("validate", "config.yaml").stdout
+    assert "weight [0.6, 0.2]" in validated
+    assert f"weight {LABELS[0]} 0.5, {LABELS[1]} 1, {LABELS[2]} 0.25" in " ".join(validated.split())
+
+    alone = project.ensemble(
+        "run", "config.yaml", "--set", "models.mate.weight=0", "--set", "output_dir=alone"
+    )
+    lacking = (
+        f"models: no member has {300 - len(there)} rows of the table, the first is id {project.ids[3]!r}"
+    )
+    assert (alone.returncode, lacking in " ".join(alone.stderr.split())) == (2, True), alone.stderr
+    assert not (project.folder / "alone").exists()
 
 
 def test_a_trial_on_the_first_rows(project: Project) -> None:

@@ -7,9 +7,17 @@ whether ``model_name_or_path`` is a local folder.
 from __future__ import annotations
 
 from ensemble.config.load import LoadedConfig, load_config
-from ensemble.config.schema import DataConfig, EnsembleConfig, MemberConfig, RunConfig, SubmissionConfig
+from ensemble.config.schema import (
+    CalibrationConfig,
+    DataConfig,
+    EnsembleConfig,
+    MemberConfig,
+    RunConfig,
+    SubmissionConfig,
+)
 
 __all__ = [
+    "CalibrationConfig",
     "DataConfig",
     "EnsembleConfig",
     "LoadedConfig",

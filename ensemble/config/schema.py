@@ -23,6 +23,7 @@ from ensemble.config.values import (
     Count,
     DeviceList,
     Duration,
+    Factors,
     File,
     Folder,
     HangTimeout,
@@ -37,6 +38,7 @@ from ensemble.config.values import (
     Retries,
     Seed,
     TaskType,
+    Temperature,
     TimeLimit,
     Weight,
     When,
@@ -85,10 +87,17 @@ class DataConfig(_Strict):
 
 
 # Keys of a member that count at the merge alone: whatever they are, its predictions stay.
-MERGE_KEYS: Final = (
-    "weight",
-    "when",
-)
+MERGE_KEYS: Final = ("weight", "calibration", "when")
+
+
+class CalibrationConfig(_Strict):
+    """What a member's probabilities go through before they are merged; ``fit`` finds it."""
+
+    temperature: Temperature = 1.0  # above 1 the member is less sure, below 1 surer
+    scale: Factors = {}  # by label: what its log probability is multiplied with; 1 where a label is left out
+    bias: Factors = {}  # by label: what is added to that; 0 where a label is left out
+
+    older_keys: ClassVar[Mapping[str, str]] = {"temperature": "t temp", "scale": "w", "bias": "b"}
 
 
 class MemberConfig(_Strict):
@@ -98,6 +107,7 @@ class MemberConfig(_Strict):
     task_type: TaskType = "seq_cls"  # the kind: seq_cls, csv, or what an installed package brings
     # Share in the merge, relative to the other members; or a share for each label or length bin.
     weight: Weight = 1.0
+    calibration: CalibrationConfig | None = None  # corrects its probabilities at the merge
     # Only the rows of which the weighted mean of the members listed before it is unsure; left out: all rows.
     when: When | None = Field(default=None, examples=[{"margin_below": 0.3}])
 
@@ -243,6 +253,13 @@ class RunConfig(_Strict):
                 )
         ensemble = values.get("ensemble")
         edges = ensemble.length_bins or () if isinstance(ensemble, EnsembleConfig) else ()
+        for index, member in members:
+            calibration = member.get("calibration")
+            for key in ("scale", "bias") if isinstance(calibration, dict) and known else ():
+                given = calibration.get(key)
+                for label in given if isinstance(given, dict) else ():
+                    if label not in known:
+                        yield ("models", index, "calibration", key, label), "must be one of the labels"
         yield from broken_weights(members, labels if known else [], edges)
         submission = values.get("submission")
         columns = submission.get("columns") if isinstance(submission, dict) else None

@@ -198,6 +198,23 @@ Retries = Annotated[int, Ge(0), Le(100), MustBe("a whole number from 0 to 100")]
 Devices = Annotated[int, Ge(0), MustBe("a whole number of at least 0")]
 Seed = Annotated[int, Ge(0), Le(MAX_SEED), MustBe(f"a whole number from 0 to {MAX_SEED}")]
 Number = Annotated[float, Ge(0), AllowInfNan(False), MustBe("a number of at least 0")]
+_MAX_FACTOR = 1e6
+_MIN_TEMPERATURE = 1e-6
+Factor = Annotated[
+    float,
+    Ge(-_MAX_FACTOR),
+    Le(_MAX_FACTOR),
+    AllowInfNan(False),
+    MustBe(f"a number from -{_MAX_FACTOR:.0f} to {_MAX_FACTOR:.0f}"),
+]
+Factors = Annotated[dict[str, Factor], MustBe("a mapping of labels to numbers", dict)]
+Temperature = Annotated[
+    float,
+    Ge(_MIN_TEMPERATURE),
+    Le(_MAX_FACTOR),
+    AllowInfNan(False),
+    MustBe(f"a number of more than 0 (from {_MIN_TEMPERATURE:f} to {_MAX_FACTOR:.0f})"),
+]
 # By label, or by length bin.
 AnyWeight: TypeAlias = float | dict[str, float] | tuple[float, ...]
 Weight = Annotated[

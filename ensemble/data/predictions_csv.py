@@ -11,6 +11,7 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +34,12 @@ _Values = npt.NDArray[np.float64]
 
 
 def read_by_id(
-    path: Path, id_column: str, labels: Sequence[str], ids: pa.ChunkedArray, may_have_others: bool
+    path: Path,
+    id_column: str,
+    labels: Sequence[str],
+    ids: pa.ChunkedArray,
+    may_have_others: bool,
+    may_lack: bool = False,
 ) -> tuple[_Values, int]:
     """Reads a CSV whose rows stand in any order, in blocks: what stays of them are ids and numbers.
 
@@ -41,6 +47,7 @@ def read_by_id(
         labels: the columns to read, in this order, wherever they stand in the file.
         ids: text, [rows], unique; each of them must be there once.
         may_have_others: rows of other ids are left out and counted.
+        may_lack: ids that are not there become rows of NaN.
 
     Returns:
         float64 [rows, labels], each column in one piece, and the number of rows left out.
@@ -69,17 +76,18 @@ def read_by_id(
     if len(repeated):
         count = plural(len(repeated), "id")
         problems.append(f"{count} more than once ({first_ids(repeated)}); keep one row for each id")
-    if len(missing):
+    if len(missing) and not may_lack:
         count = plural(len(missing), "id")
+        or_partial = ", or partial: true" if may_have_others else ""
         problems.append(
-            f"{count} of the table missing ({first_ids(missing)}); a row is needed for each of them"
+            f"{count} of the table missing ({first_ids(missing)}); a row is needed for each of them{or_partial}"
         )
     if place.null_count and not may_have_others:
         others = found.filter(pc.invert(is_known))
         problems.append(f"{plural(len(others), 'id')} not in the table ({first_ids(others)})")
     if problems:
         raise DataError([f"{path}: {problem}" for problem in problems])
-    values = np.empty((len(ids), len(labels)), order="F")
+    values = np.full((len(ids), len(labels)), np.nan, order="F")
     values[rows_of_ids] = np.concatenate(blocks)[is_known.to_numpy()]
     return values, place.null_count
 
@@ -92,6 +100,7 @@ class PredictionsReader:
         ids: text, [rows], unique; the file must hold each of them once and no other.
         folder: where the rows of a file in another order may be kept meanwhile.
         files: how many are read at the same time.
+        may_lack: ids may be missing, whose rows become NaN; then the others stand in the table's order.
     """
 
     def __init__(
@@ -102,12 +111,14 @@ class PredictionsReader:
         ids: pa.ChunkedArray,
         folder: Path,
         files: int = 1,
+        may_lack: bool = False,
     ) -> None:
         self._path = path
         self._id_column = id_column
         self._labels = list(labels)
         self._ids = ids
         self._folder = folder
+        self._may_lack = may_lack
         self._block_bytes = min(_BLOCK_BYTES, _ROUND_BYTES // files)
         self._start = 0
         self._batches: pa_csv.CSVStreamingReader | None = None
@@ -124,7 +135,10 @@ class PredictionsReader:
             MergeError: missing, repeated or additional ids, missing columns, cells that are not numbers.
         """
         try:
-            if self._joined is None and not self._read_in_order(values):
+            if self._may_lack:
+                if not self._read_what_is_there(values):
+                    self._refuse()
+            elif self._joined is None and not self._read_in_order(values):
                 self.close()
                 with _JOINING:
                     whole, _ = read_by_id(self._path, self._id_column, self._labels, self._ids, False)
@@ -156,20 +170,6 @@ class PredictionsReader:
         """False where the file is not what this tool writes; then a join says what it is."""
         rows, filled = len(values), 0
         try:
-            if self._batches is None:
-                types = {self._id_column: self._ids.type} | dict.fromkeys(self._labels, pa.float64())
-                self._batches = pa_csv.open_csv(
-                    self._path,
-                    # Several files are read at once; threads of their own would not make them faster.
-                    pa_csv.ReadOptions(block_size=self._block_bytes, use_threads=False),
-                    # An empty cell is no number here, and nothing is looked up for each cell.
-                    convert_options=pa_csv.ConvertOptions(
-                        column_types=types,
-                        include_columns=list(types),
-                        strings_can_be_null=False,
-                        null_values=[],
-                    ),
-                )
             while filled < rows:
                 batch = self._next_batch()
                 if batch is None:
@@ -187,9 +187,53 @@ class PredictionsReader:
         except (pa.ArrowInvalid, pa.ArrowKeyError, UnicodeDecodeError):
             return False
 
+    def _read_what_is_there(self, values: _Values) -> bool:
+        """False where the file holds anything but some of the table's rows, in its order."""
+        values[:] = np.nan
+        rows, reached = self._ids.slice(self._start, len(values)), -1
+        try:
+            while (batch := self._next_batch()) is not None:
+                found = pc.index_in(batch.column(0), value_set=rows)
+                # What comes behind the first id that is not of these rows is left for the next ones.
+                is_other = pc.is_null(found).to_numpy(zero_copy_only=False)
+                count = int(is_other.argmax()) if is_other.any() else len(batch)
+                places = found.slice(0, count).to_numpy()
+                if not (np.diff(places, prepend=reached) > 0).all():
+                    return False
+                for index in range(len(self._labels)):
+                    values[places, index] = batch.column(1 + index).slice(0, count).to_numpy()
+                self._batch = batch.slice(count)
+                if count < len(batch):
+                    break
+                reached = int(places[-1])
+            return self._start + len(values) < len(self._ids) or self._next_batch() is None
+        except (pa.ArrowInvalid, pa.ArrowKeyError, UnicodeDecodeError):
+            return False
+
+    def _refuse(self) -> NoReturn:
+        """Say why a file cannot be read as some of the table's rows."""
+        read_by_id(self._path, self._id_column, self._labels, self._ids, False, may_lack=True)
+        raise MergeError(
+            f"{self._path}: its rows do not stand in the table's order; remove the file and run the same command "
+            "again, which writes it again"
+        )
+
     def _next_batch(self) -> pa.RecordBatch | None:
         """The rows that are left of a batch, or a new one; None at the end of the file."""
-        assert self._batches is not None
+        if self._batches is None:
+            types = {self._id_column: self._ids.type} | dict.fromkeys(self._labels, pa.float64())
+            self._batches = pa_csv.open_csv(
+                self._path,
+                # Several files are read at once; threads of their own would not make them faster.
+                pa_csv.ReadOptions(block_size=self._block_bytes, use_threads=False),
+                # An empty cell is no number here, and nothing is looked up for each cell.
+                convert_options=pa_csv.ConvertOptions(
+                    column_types=types,
+                    include_columns=list(types),
+                    strings_can_be_null=False,
+                    null_values=[],
+                ),
+            )
         while self._batch is None or not len(self._batch):
             try:
                 self._batch = self._batches.read_next_batch()

@@ -107,7 +107,8 @@ class Given:
     """Predictions that need no worker.
 
     Attributes:
-        values: float64 [rows, labels], in the order of the table and of the config's labels.
+        values: float64 [rows, labels], in the order of the table and of the config's labels; NaN in the rows that a
+            kind lacks that may lack rows.
         ignored_ids: how many ids there were that the table does not have.
     """
 
@@ -164,6 +165,11 @@ class MemberKind(ABC, Generic[S, I]):
             EnsembleError: it seems to be, and cannot be used.
         """
         return None
+
+    @property
+    def may_lack_rows(self) -> bool:
+        """Whether it may be complete with some of the table's rows only; its predictions hold no others."""
+        return False
 
     def request(self) -> ResourceRequest:
         """What its workers ask of the machine."""

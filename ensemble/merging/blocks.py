@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ensemble.config.values import AnyWeight
+from ensemble.merging.calibration import Calibrator
 from ensemble.merging.methods.base import Block, MergeMethod
 from ensemble.merging.metrics import Comparing, Scoring
 from ensemble.merging.row_checks import RowCheck
@@ -24,6 +25,14 @@ from ensemble.merging.row_checks import RowCheck
 _MAX_ROWS = 32_768
 _MIN_ROWS = 256
 _CELLS = 131_072
+
+
+@dataclass(frozen=True)
+class Without:
+    """What becomes of the merge without a member: ``method`` is one of its own, ``metrics`` takes what it gives."""
+
+    method: MergeMethod
+    metrics: Comparing
 
 
 class RowSource(Protocol):
@@ -40,17 +49,23 @@ class RowSource(Protocol):
 
 @dataclass
 class MergedMember:
-    """A member on its way into the merge; ``scoring`` where the truth is known, for members that have all rows."""
+    """A member on its way into the merge.
+
+    ``scoring`` where the truth is known, for members that have all rows: it sees what is merged, after calibration.
+    """
 
     name: str
     weight: AnyWeight
     source: RowSource
     check: RowCheck
     scoring: Scoring | None
+    calibrate: Calibrator | None = None
 
     def read(self, start: int, values: npt.NDArray[np.float64], is_present: npt.NDArray[np.bool_]) -> None:
         self.source.read(values)
         is_present[:] = self.check.look(start, values)
+        if self.calibrate is not None and not self.check.has_found_any:
+            self.calibrate(values)
         has_all = self.check.reached == start + len(values) and not self.check.has_found_any
         if self.scoring is not None and has_all:
             self.scoring.add(start, values)
@@ -68,7 +83,7 @@ def merge_blocks(
     ids: pa.ChunkedArray,
     text_bytes: npt.NDArray[np.int64],
     pool: ThreadPoolExecutor,
-    comparing: Mapping[int, Comparing] | None = None,
+    comparing: Mapping[int, Without] | None = None,
 ) -> Iterator[tuple[int, npt.NDArray[np.float64]]]:
     """The merged values from the first row to the last; a row of NaN is one that no member with a weight reached.
 
@@ -89,6 +104,8 @@ def merge_blocks(
     if method.needs_first_pass:
         for block in _read_blocks(open_members(), ids, text_bytes, labels, pool):
             method.look(block)
+            for number, one in (comparing or {}).items():
+                one.method.look(_without(block, number))
     members = open_members()
     edges = method.settings.length_bins or ()
     weights = weights_by_bin([member.weight for member in members], method.members.labels, len(edges) + 1)
@@ -96,26 +113,18 @@ def merge_blocks(
         bins = np.searchsorted(edges, block.text_bytes, side="right") if weights.shape[1] > 1 else None
         own = weights if bins is None else weights[:, bins]
         merged = method.merge(block, own)
-        for number, comparison in (comparing or {}).items():
-            _compare(method, block, own, merged, number, comparison)
+        for number, one in (comparing or {}).items():
+            without = one.method.merge(_without(block, number), own)
+            rows = np.flatnonzero(block.is_present[number] & ~np.isnan(without).any(axis=1))
+            one.metrics.add(block.start + rows, merged[rows], without[rows])
         yield block.start, merged
 
 
-def _compare(
-    method: MergeMethod,
-    block: Block,
-    weights: npt.NDArray[np.float64],
-    merged: npt.NDArray[np.float64],
-    number: int,
-    comparison: Comparing,
-) -> None:
-    if not block.is_present[number].any() or not weights[np.arange(len(weights)) != number].any():
-        return
+def _without(block: Block, number: int) -> Block:
+    """The block as it would be if a member had none of its rows."""
     is_present, probabilities = block.is_present.copy(), block.probabilities.copy(order="K")
     is_present[number], probabilities[number] = False, np.nan
-    without = method.merge(replace(block, is_present=is_present, probabilities=probabilities), weights)
-    rows = np.flatnonzero(block.is_present[number] & ~np.isnan(without).any(axis=1))
-    comparison.add(block.start + rows, merged[rows], without[rows])
+    return replace(block, is_present=is_present, probabilities=probabilities)
 
 
 def weights_by_bin(given: Sequence[AnyWeight], labels: Sequence[str], bins: int) -> npt.NDArray[np.float64]:

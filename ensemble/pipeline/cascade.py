@@ -14,6 +14,7 @@ import numpy.typing as npt
 from ensemble.common.protocol import ChunkDone
 from ensemble.common.shards import read_shard, shard_table
 from ensemble.merging.blocks import weights_by_bin
+from ensemble.merging.calibration import calibrator
 from ensemble.merging.methods.weighted_mean import scaled, weighted_mean
 from ensemble.pipeline.resume import MemberWork, predicted_values
 from ensemble.pipeline.run_dir import RunDir
@@ -225,6 +226,10 @@ class Cascades:
         if not models:
             return np.full((len(rows), len(config.labels)), np.nan)
         values = [self._values[model.name][rows] for model in models]
+        for model, own_values in zip(models, values, strict=True):
+            activation = self._prepared.inspected[model.name].activation
+            if (calibrate := calibrator(model.calibration, activation, config.labels)) is not None:
+                calibrate(own_values)
         is_present = np.array([self._has[model.name][rows] for model in models])
         for present, model in zip(is_present, models, strict=True):
             if (own := self._cascades.get(model.name)) is not None:

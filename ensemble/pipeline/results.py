@@ -29,12 +29,13 @@ from ensemble.data.input_file import malloc_for_arrow
 from ensemble.data.predictions_csv import PredictionsReader, SpilledRows
 from ensemble.members.base import OutputColumns
 from ensemble.members.registry import member_kind
-from ensemble.merging.blocks import MergedMember, RowSource, block_spans, merge_blocks
+from ensemble.merging.blocks import MergedMember, RowSource, Without, block_spans, merge_blocks
+from ensemble.merging.calibration import calibrator
 from ensemble.merging.methods import merge_method
 from ensemble.merging.methods.base import Members
 from ensemble.merging.metrics import Comparing, Comparison, Score, Scoring
 from ensemble.merging.row_checks import RowCheck
-from ensemble.pipeline.resume import MemberWork, demand_unchanged, predicted_values, write_manifest
+from ensemble.pipeline.resume import MemberWork, demand_unchanged, write_manifest
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import WorkerReport
 from ensemble.pipeline.validate import Prepared, given_predictions
@@ -213,13 +214,14 @@ class ResultWriter:
         sources: list[RowSource] = []
         for state, name in zip(members, names, strict=True):
             wanted = self.wanted(name)
-            if name in complete and self._works[name].is_done.all():
+            if name in complete:
                 path, id_column = self._rundir.predictions(name), config.data.id_column
+                is_of_some = not self._works[name].is_done.all()
                 source: RowSource = PredictionsReader(
-                    path, id_column, self._labels, table.ids, folder, len(complete)
+                    path, id_column, self._labels, table.ids, folder, len(complete), is_of_some
                 )
             else:
-                source = SpilledRows(self._in_part(state), folder)
+                source = SpilledRows(self._unfinished(state), folder)
             sources.append(source if wanted is None else _OnlyRows(source, wanted))
             opened.callback(sources[-1].close)
         activations = tuple(self._prepared.inspected[name].activation for name in names)
@@ -230,30 +232,31 @@ class ResultWriter:
                 source.rewind()
                 name, is_complete = state.plan.name, state.plan.name in complete
                 place = self._rundir.predictions(name) if is_complete else self._works[name].shards_dir
-                may_lack_rows = not is_complete or self.wanted(name) is not None
-                check = RowCheck(str(place), activation, table.ids, may_lack_rows)
-                weight = state.plan.model.weight
-                merged.append(MergedMember(name, weight, source, check, self._scoring()))
+                is_of_all = is_complete and self._works[name].is_done.all() and self.wanted(name) is None
+                check = RowCheck(str(place), activation, table.ids, may_lack_rows=not is_of_all)
+                model = state.plan.model
+                calibrate = calibrator(model.calibration, activation, self._labels)
+                scoring = self._scoring()
+                merged.append(MergedMember(name, model.weight, source, check, scoring, calibrate))
             return merged
 
         weights = tuple(state.plan.model.weight for state in members)
-        method = merge_method(config.ensemble, Members(names, activations, self._labels, weights))
-        truth, comparing = self._prepared.truth, dict[int, Comparing]()
+        merged_by = Members(names, activations, self._labels, weights)
+        method = merge_method(config.ensemble, merged_by)
+        truth, comparing = self._prepared.truth, dict[int, Without]()
         if truth is not None:
             limited = [number for number, name in enumerate(names) if self.wanted(name) is not None]
-            comparing = {number: Comparing(truth) for number in limited}
+            comparing = {
+                number: Without(merge_method(config.ensemble, merged_by), Comparing(truth))
+                for number in limited
+            }
         yield from merge_blocks(method, open_members, table.ids, table.text_bytes, pool, comparing)
         for number, one in comparing.items():
-            if (found := one.result()) is not None:
+            if (found := one.metrics.result()) is not None:
                 self.results.comparisons[names[number]] = found
 
-    def _in_part(self, state: MemberState) -> _Values:
-        work = self._works[state.plan.name]
-        if work.is_complete:
-            values = np.full((len(work.is_done), len(self._labels)), np.nan, order="F")
-            values[work.is_done] = predicted_values(self._rundir, work.member)
-            return values
-        values = work.values(len(self._labels))
+    def _unfinished(self, state: MemberState) -> _Values:
+        values = self._works[state.plan.name].values(len(self._labels))
         if self._config.on_bad_row == "uniform":
             values[list(state.bad_rows)] = self._prepared.even_value(state.plan.name)
         return values
@@ -298,7 +301,7 @@ class ResultWriter:
         elif sample is not None:
             whole = np.empty((table.rows, len(self._labels)), order="F")
         texts: deque[Future[list[pa.Buffer]]] = deque()
-        missing = 0
+        missing, first_missing = 0, ""
         with ExitStack() as files:
             streams: list[BinaryIO] = []
             for path, header, _ in reversed(targets):  # because the first then gets its name first
@@ -321,7 +324,9 @@ class ResultWriter:
                 ]
 
             for start, values in blocks:
-                missing += int(np.isnan(values[:, 0]).sum())
+                if (empty := np.flatnonzero(np.isnan(values[:, 0]))).size:
+                    first_missing = first_missing if missing else str(table.ids[start + int(empty[0])])
+                    missing += len(empty)
                 if whole is not None:
                     whole[start : start + len(values)] = values
                 if scoring is not None:
@@ -333,7 +338,8 @@ class ResultWriter:
                 write_text(text)
             if missing:
                 raise MergeError(
-                    f"no member has probabilities for {plural(missing, 'row')}; run the same command again"
+                    f"no member with a weight has probabilities for {plural(missing, 'row')}, the first is id "
+                    f"{first_missing}; run the same command again, or add a member that has them"
                 )
         self.results.files["ensemble"] = rundir.ensemble
         return whole

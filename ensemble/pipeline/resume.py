@@ -124,7 +124,8 @@ def find_works(prepared: Prepared, rundir: RunDir, say: Callable[[str], None]) -
     for member in prepared.plan.members:
         own = files.for_another()
         fingerprint = member_fingerprint(prepared, member, own)
-        ids = prepared.table.ids if member.model.when is not None else None
+        may_lack = member.model.when is not None or member_kind(member.model).may_lack_rows
+        ids = prepared.table.ids if may_lack else None
         work = find_work(rundir, member.name, fingerprint, rows, keeps_bad_rows, ids)
         work.files = own.seen
         works[member.name] = work

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from ensemble.common.errors import ConfigError, DataError, DeviceError, EnsembleError, MergeError
 from ensemble.common.files import FileState, file_state, folder_states, unreadable, unwritable_reason
 from ensemble.common.gpus import Device, Inventory, inventory
 from ensemble.common.packages import unsupported
-from ensemble.common.text import plural
+from ensemble.common.text import plural, quoted
 from ensemble.config import LoadedConfig, RunConfig
 from ensemble.data.json_cells import TemplateProblem
 from ensemble.data.submission import Sample, read_sample
@@ -207,14 +208,30 @@ def prepare(loaded: LoadedConfig, must_fit: bool = True) -> Prepared:
                     place = f"row {number + 1} (id {table.ids[number].as_py()!r})"
                     problems.add([f"{keys[name]}.prompt_template: {place}: {error}"], DataError)
                     break
+        rows_of = list[npt.NDArray[np.bool_]]()
         for name, kind in kinds.items():
             with problems.at(f"{keys[name]} ({name})"):
                 if kind.needs_worker or name not in inspected:
                     continue
-                ignored = given_predictions(kind, inspected[name], table, outputs).ignored_ids
+                given = given_predictions(kind, inspected[name], table, outputs)
+                is_there = ~np.isnan(given.values[:, 0])
+                if kind.settings.has_weight:
+                    rows_of.append(is_there)
+                if not is_there.all():
+                    count = f"{int(is_there.sum()):,} of {plural(table.rows, 'row')}"
+                    left_out.append(f"{name}: has {count}; the other members decide the rest")
+                ignored = given.ignored_ids
                 if ignored and config.limit is None:  # a trial leaves out most of them
                     rows = f"{plural(ignored, 'row')} of {' and '.join(kind.sources())}"
                     left_out.append(f"{name}: {rows} left out, with ids that the table does not have")
+        # Of all members that count; where one has a worker, or its file cannot be read, there are more.
+        if len(rows_of) == sum(model.has_weight for model in config.models) and config.time_limit is None:
+            nobody = np.flatnonzero(~np.logical_or.reduce(rows_of))
+            if len(nobody):
+                first = quoted(table.ids[int(nobody[0])].as_py())
+                rows = plural(len(nobody), "row")
+                lacking = f"no member has {rows} of the table, the first is id {first}; add one that does"
+                problems.add([f"models: {lacking}"], DataError)
     problems.add(_misfits(config, kinds, inspected, bool(gpus)))
     plan: Plan | None = None
     with problems.at():
@@ -282,7 +299,8 @@ def given_predictions(
         DataError: they cannot be had, or are no probabilities.
     """
     given = kind.predictions(table.ids, columns)
-    check = RowCheck(" and ".join(kind.sources()), inspected.activation, table.ids, False, "correct the file")
+    source, may_lack = " and ".join(kind.sources()), kind.may_lack_rows
+    check = RowCheck(source, inspected.activation, table.ids, may_lack, "correct the file")
     for start, stop in block_spans(*given.values.shape):
         check.look(start, given.values[start:stop])
     try:
@@ -350,6 +368,9 @@ def _misfits(
     """What is wrong with members, alone and together, beside what their inspection has found."""
     for index, (name, kind) in enumerate(kinds.items()):
         yield from (f"models[{index}].{text}" for text in kind.problems(inspected.get(name), any_gpu))
+        is_raw = name in inspected and inspected[name].activation == "none"
+        if is_raw and config.models[index].calibration is not None:
+            yield f"models[{index}].calibration: is for probabilities, and {name} gives raw values (regression)"
     raw = [name for name, one in inspected.items() if one.activation == "none"]
     if raw and len(raw) < len(inspected):
         keys = {kind.activation_key for name, kind in kinds.items() if name in raw and kind.activation_key}

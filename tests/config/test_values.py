@@ -161,7 +161,7 @@ def test_wrong_values(problems: Problems, key: str, value: object, words: str) -
         ),
         ({"ensemble": "mean"}, "ensemble (", "must be a mapping of keys to values, not 'mean'"),
         (
-            {"ensemble": {"method": "voting"}},
+            {"ensemble": {"method": "xyz"}},
             "ensemble.method (",
             "unknown method; the methods here are mean",
         ),

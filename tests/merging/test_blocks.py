@@ -200,6 +200,58 @@ def test_what_does_not_fit_is_found_wherever_it_stands(ids: list[str], tmp_path:
             merge([good, path], ids, tmp_path)
 
 
+def test_files_that_lack_rows_are_read_in_order(ids: list[str], tmp_path: Path) -> None:
+    table_ids = pa.chunked_array([pa.array(ids[:50_000]), pa.array(ids[50_000:])])
+    chosen = {
+        "most": np.flatnonzero(np.random.default_rng(3).random(ROWS) < 0.9),
+        "few": np.array([40_000, 69_999]),
+        "block": np.arange(32_768, 65_536),
+        "none": np.array([], dtype=np.int64),
+        "all": np.arange(ROWS),
+    }
+    for name, rows in chosen.items():
+        values = values_of(5)
+        path = tmp_path / f"{name}.csv"
+        columns = [pa.array(column[rows]) for column in values.T]
+        write_csv(path, ["id", *LABELS], [pa.array(ids).take(pa.array(rows)), *columns])
+        reader = PredictionsReader(path, "id", LABELS, table_ids, tmp_path, may_lack=True)
+        expected = np.full_like(values, NAN)
+        expected[rows] = values[rows]
+        for _ in range(2):
+            found = np.empty_like(values)
+            for start, stop in block_spans(*values.shape):
+                reader.read(found[start:stop])
+            np.testing.assert_array_equal(found, expected, err_msg=name)
+            reader.rewind()
+        reader.close()
+
+
+def test_what_a_file_that_may_lack_rows_must_not_hold(ids: list[str], tmp_path: Path) -> None:
+    values = values_of(1)
+    table_ids = pa.chunked_array([pa.array(ids)])
+
+    def refused(path: Path) -> str:
+        reader = PredictionsReader(path, "id", LABELS, table_ids, tmp_path, may_lack=True)
+
+        def read_all() -> None:
+            for start, stop in block_spans(*values.shape):
+                reader.read(np.empty((stop - start, 3), order="F"))
+
+        with pytest.raises(MergeError) as caught:
+            read_all()
+        reader.close()
+        return str(caught.value)
+
+    late = write(tmp_path / "late.csv", ids, values, [*range(9, 60_000), 5])
+    assert "its rows do not stand in the table's order" in refused(late)
+    near = write(tmp_path / "near.csv", ids, values, [9, 5])
+    assert "its rows do not stand in the table's order" in refused(near)
+    twice = write(tmp_path / "twice.csv", ids, values, [1, 2, 2, 3])
+    assert "1 id more than once ('nan')" in refused(twice)
+    other = write(tmp_path / "other.csv", [*ids, "other"], np.vstack([values, values[:1]]), [3, ROWS])
+    assert "1 id not in the table ('other')" in refused(other)
+
+
 def test_blocks_follow_each_other() -> None:
     for rows, labels in [(1, 1), (ROWS, 3), (ROWS, 1000), (1000, 10_000)]:
         spans = block_spans(rows, labels)

@@ -156,7 +156,7 @@ def test_without_a_time_limit_a_missing_row_ends_the_merge(unfinished: Path) -> 
     config["models"][0]["weight"] = 0.0
     del config["time_limit"]
     unfinished.write_text(json.dumps(config))
-    with pytest.raises(MergeError, match="no member has probabilities for 13,000 rows"):
+    with pytest.raises(MergeError, match="has probabilities for 13,000 rows, the first is id"):
         merge(unfinished)
     run = unfinished.parent / "run"
     assert not (run / "ensemble.csv").exists()

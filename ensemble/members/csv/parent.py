@@ -1,7 +1,7 @@
 """Predictions that were made elsewhere, as a member: a CSV with an id and one column per label, joined by id.
 
-The file must hold every row of the table, each once; ids that the table does not have are left out and counted, and
-so are columns that are neither the id nor a label.
+The file must hold every row of the table, each once, or with ``partial`` some of them; ids that the table does not
+have are left out and counted, and so are columns that are neither the id nor a label.
 """
 
 from __future__ import annotations
@@ -49,6 +49,10 @@ class CsvPredictions(MemberKind[CsvSettings, CsvInspection]):
         labels = tuple(name for name in names if name != own)
         return Draft(settings, labels, are_named=True, reads_text=False)
 
+    @property
+    def may_lack_rows(self) -> bool:
+        return self.settings.partial
+
     def sources(self) -> tuple[str, ...]:
         return (str(self.settings.path),)
 
@@ -77,5 +81,8 @@ class CsvPredictions(MemberKind[CsvSettings, CsvInspection]):
 
     def predictions(self, ids: pa.ChunkedArray, columns: OutputColumns) -> Given:
         path, id_column = self.settings.path, self.settings.id_column or columns.id_column
-        values, ignored = read_by_id(path, id_column, columns.labels, ids, may_have_others=True)
+        may_lack = self.settings.partial
+        values, ignored = read_by_id(
+            path, id_column, columns.labels, ids, may_have_others=True, may_lack=may_lack
+        )
         return Given(values, ignored)

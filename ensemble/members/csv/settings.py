@@ -19,12 +19,14 @@ class CsvSettings(MemberConfig):
     """
 
     task_type: Literal["csv"] = "csv"
-    path: File = Field(examples=["mate.csv"])  # every row of the table once; further rows are left out
+    path: File = Field(examples=["mate.csv"])  # every row of the table once; further ones are left out
     id_column: Column | None = None  # names each row; None: data.id_column
     activation: Literal["softmax", "sigmoid", "none"] = "softmax"  # what the values are; none: any numbers
+    partial: bool = False  # whether it may lack rows of the table, which the other members then decide
 
     older_keys: ClassVar[Mapping[str, str]] = {
         "path": "file csv predictions model_name_or_path",
         "id_column": "id id_col",
         "activation": "problem_type",
+        "partial": "allow_missing may_lack_rows",
     }

@@ -14,6 +14,12 @@ METHODS: Registry[MergeMethod] = Registry(
     built_in={
         "mean": ".weighted_mean:WeightedMean",
         "geometric_mean": ".geometric_mean:GeometricMean",
+        "logit_mean": ".logit_mean:LogitMean",
+        "median": ".median:Median",
+        "power_mean": ".power_mean:PowerMean",
+        "rank_mean": ".rank_mean:RankMean",
+        "stacking": ".stacking:Stacking",
+        "vote": ".vote:Vote",
     },
 )
 

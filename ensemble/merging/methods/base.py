@@ -39,6 +39,11 @@ class Members:
         """Whether every member says of the labels that a row has one of them."""
         return all(activation == "softmax" for activation in self.activations)
 
+    def with_activation(self, activation: Activation) -> tuple[str, ...]:
+        """The names of the members that have it."""
+        pairs = zip(self.names, self.activations, strict=True)
+        return tuple(name for name, own in pairs if own == activation)
+
 
 @dataclass(frozen=True)
 class Block:
@@ -78,6 +83,14 @@ class MergeMethod(ABC):
     def problems(self) -> Iterator[str]:
         """What does not go together, found before anything runs; each sentence names its key."""
         return iter(())
+
+    def problems_of_raw_values(self) -> Iterator[str]:
+        """The problem that members give raw values, for a method that needs probabilities."""
+        if raw := self.members.with_activation("none"):
+            yield (
+                f"ensemble.method: {self.settings.method} is for probabilities, and raw values (regression) come "
+                f"from {', '.join(raw)}; use mean"
+            )
 
     def look(self, block: Block) -> None:  # noqa: B027 - most methods need no first pass
         """Take from a block what ``merge`` needs to know of the whole table, such as ranks."""

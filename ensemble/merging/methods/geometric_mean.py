@@ -28,12 +28,7 @@ class GeometricMean(MergeMethod):
     """See the module.  With a sigmoid member all labels are taken one by one, those of softmax members, too."""
 
     def problems(self) -> Iterator[str]:
-        pairs = zip(self.members.names, self.members.activations, strict=True)
-        if raw := [name for name, activation in pairs if activation == "none"]:
-            yield (
-                "ensemble.method: geometric_mean is for probabilities, and raw values (regression) come from "
-                f"{', '.join(raw)}; use mean"
-            )
+        yield from self.problems_of_raw_values()
 
     def merge(self, block: Block, weights: Values) -> Values:
         def mean_log(log: Callable[[Values], Values], smallest: float = -inf) -> Values:
@@ -42,7 +37,7 @@ class GeometricMean(MergeMethod):
 
         # log 0 is -inf, and exp of much is inf: both are meant.
         with np.errstate(divide="ignore", over="ignore"):
-            if all(activation == "softmax" for activation in self.members.activations):
+            if self.members.are_exclusive:
                 logs = mean_log(np.log)
                 ruled_out = np.isneginf(logs).all(axis=1)
                 if ruled_out.any():

@@ -1,0 +1,68 @@
+"""The weighted power mean of the members' probabilities: between the least and the most of what members say.
+
+    p(k)  =  (sum over members i of w_i * p_i(k) ** power) ** (1 / power)
+
+with w_i the weight over the sum of the weights of the members that have the row; where labels exclude each other,
+rows are then scaled to a sum of 1.  ``power: 1`` is the mean; the larger it is, the more the most confident member
+counts for a label, and below 1 the more the least confident one.  It comes to the geometric mean as ``power`` comes
+to 0, and that is refused: ``geometric_mean`` is that.  With a negative one zeros count as the smallest normal
+number.
+
+P. S. Bullen, "Handbook of Means and Their Inequalities" (2003), chapter III.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated
+
+import numpy as np
+from annotated_types import Ge, Le
+from pydantic import AfterValidator, Field
+
+from ensemble.config import EnsembleConfig
+from ensemble.config.values import MustBe
+from ensemble.merging.methods.base import Block, MergeMethod, Values
+from ensemble.merging.methods.weighted_mean import scaled, weighted_mean
+
+_MIN = float(np.finfo(np.float64).tiny)
+_MAX_POWER = 1000
+
+
+def _not_0(value: float) -> float:
+    if value == 0:
+        raise ValueError
+    return value
+
+
+class PowerMeanSettings(EnsembleConfig):
+    """The key of the power mean."""
+
+    # Below 1 whoever gives a label little counts for more, above 1 whoever gives it much.
+    power: Annotated[
+        float,
+        Ge(-_MAX_POWER),
+        Le(_MAX_POWER),
+        AfterValidator(_not_0),
+        MustBe(f"a number from -{_MAX_POWER} to {_MAX_POWER}, and not 0, which is method: geometric_mean"),
+    ] = Field(examples=["2"])
+
+
+class PowerMean(MergeMethod):
+    """See the module; sigmoid values are taken label by label."""
+
+    Settings = PowerMeanSettings
+    settings: PowerMeanSettings
+
+    def problems(self) -> Iterator[str]:
+        yield from self.problems_of_raw_values()
+
+    def merge(self, block: Block, weights: Values) -> Values:
+        power, present = self.settings.power, block.is_present[:, :, None]
+        # By logarithms, from which the largest is taken: powers may be too small for a number.
+        logs = power * np.log(np.maximum(block.probabilities, _MIN))
+        most = np.where(present, logs, -np.inf).max(axis=0)
+        with np.errstate(invalid="ignore", divide="ignore"):  # rows that nobody has, and weights of 0
+            means = weighted_mean(weights, (np.exp(one - most) for one in logs), block.is_present)
+            values = np.exp((np.log(means) + most) / power)
+        return scaled(values) if self.members.are_exclusive else values

@@ -1,0 +1,122 @@
+"""Stacking: a linear model of the members' log probabilities, which logistic regression finds (``fit``).
+
+    score(k)  =  intercept(k)  +  sum over members i and labels j of  c(i, k, j) * x_i(j)
+
+    x_i(j)    =  ln p_i(j)                     of a softmax member
+                 ln p_i(j) - ln (1 - p_i(j))   of a sigmoid one
+                 the value itself              of a member that gives raw values
+
+    result    =  softmax of the scores         where all members are softmax
+                 sigmoid of each score         where some are sigmoid
+                 the scores                    of raw values
+
+p_i is the calibrated probability where the member has a calibration, and probabilities below 2.2e-16 (float64's
+epsilon), or of sigmoid members above 1 - 2.2e-16, count as that.  ``coefficients`` has for each member
+
+    m: 0.7                                a number: c(m, k, k) for every label k; all others are 0
+    m: {neg: 0.7, pos: 0.5}               by label: c(m, k, k); labels that are not named have 0
+    m: {neg: {neg: 0.7, pos: -0.1}}       by label and the member's label: c(m, neg, neg) and c(m, neg, pos)
+
+and ``intercept`` a number by label, 0 where none is named.  They take the place of weights, which must be left out
+or 1. Of rows that a member lacks its x is the mean of those of the other members that count.
+
+D. H. Wolpert, "Stacked generalization", Neural Networks 5 (1992), 241-259.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, TypeAlias
+
+import numpy as np
+from pydantic import Field
+
+from ensemble.config import EnsembleConfig
+from ensemble.config.values import Factor, Factors, MustBe
+from ensemble.merging.calibration import features, probabilities_of
+from ensemble.merging.methods.base import Block, Members, MergeMethod, Values
+
+_Coefficients: TypeAlias = Annotated[
+    Factor | dict[str, Annotated[Factor | dict[str, Factor], MustBe("a number, or one for each label")]],
+    MustBe("a number, a number for each label, or a mapping of labels to such mappings"),
+]
+
+
+class StackingSettings(EnsembleConfig):
+    """The keys of stacking."""
+
+    # By member: a number, one for each label, or a mapping of labels to such mappings.
+    coefficients: Annotated[dict[str, _Coefficients], MustBe("a mapping of members to numbers", dict)] = (
+        Field(examples=["{a: 0.7, b: 0.5}"])
+    )
+    intercept: Factors = Field(
+        default={}
+    )  # by label: what is added to its score; 0 where a label is left out
+
+
+class Stacking(MergeMethod):
+    """See the module."""
+
+    Settings = StackingSettings
+    settings: StackingSettings
+
+    def __init__(self, settings: EnsembleConfig, members: Members) -> None:
+        super().__init__(settings, members)
+        self._intercept = np.array([self.settings.intercept.get(label, 0.0) for label in members.labels])
+        self._matrices = {name: self._matrix(one) for name, one in self.settings.coefficients.items()}
+
+    def problems(self) -> Iterator[str]:
+        labels, names = self.members.labels, self.members.names
+        given = self.settings.coefficients
+        named = {f"coefficients.{name}": one for name, one in given.items() if isinstance(one, dict)}
+        named |= {
+            f"{key}.{label}": one
+            for key, inner in named.items()
+            for label, one in inner.items()
+            if isinstance(one, dict)
+        }
+        for key, inner in {**named, "intercept": self.settings.intercept}.items():
+            for label in (one for one in inner if one not in labels):
+                yield f"ensemble.{key}.{label}: must be one of the labels"
+        for name in (one for one in given if one not in names):
+            yield f"ensemble.coefficients.{name}: there is no member of that name"
+        if missing := [name for name in names if name not in given]:
+            yield f"ensemble.coefficients: has none for {', '.join(missing)}; give each member one, if only 0"
+        if any(weight != 1 for weight in self.members.weights):
+            yield "ensemble.method: stacking has coefficients in place of weights; leave weight out of the models"
+        activations = {*self.members.activations}
+        if "none" in activations and len(activations) > 1:
+            yield "ensemble.method: stacking needs probabilities from every member, or raw values from every one"
+
+    def merge(self, block: Block, weights: Values) -> Values:
+        members = zip(self.members.names, self.members.activations, block.probabilities, strict=True)
+        read = {
+            name: (features(values, activation), is_present[:, None])
+            for (name, activation, values), is_present in zip(members, block.is_present, strict=True)
+            if self._matrices[name].any()
+        }
+        mean, count = np.zeros(block.probabilities.shape[1:]), np.zeros((len(block.ids), 1))
+        for values, is_present in read.values():
+            mean += np.where(is_present, values, 0.0)
+            count += is_present
+        with np.errstate(invalid="ignore"):  # rows that nobody has
+            mean /= count
+        scores = np.tile(self._intercept, (len(mean), 1))
+        for name, matrix in self._matrices.items():
+            if matrix.any():  # who is not merged lacks all rows
+                values, is_present = read.get(name, (mean, count > 0))
+                scores += np.where(is_present, values, mean) @ matrix.T
+        return probabilities_of(scores, self.members.activations)
+
+    def _matrix(self, given: float | dict[str, float | dict[str, float]]) -> Values:
+        """float64 [labels, labels]: of each label's score, by the member's label."""
+        labels = self.members.labels
+        matrix = np.zeros((len(labels), len(labels)))
+        for row, label in enumerate(labels):
+            own = given.get(label, 0.0) if isinstance(given, dict) else given
+            for column, other in enumerate(labels):
+                if isinstance(own, dict):
+                    matrix[row, column] = own.get(other, 0.0)
+                elif row == column:
+                    matrix[row, column] = own
+        return matrix

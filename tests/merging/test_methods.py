@@ -1,0 +1,371 @@
+"""The merge methods beside the means, against scikit-learn, SciPy and numpy; and calibration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import special, stats
+from sklearn.ensemble import VotingClassifier
+from sklearn.linear_model import LogisticRegression
+from sklearn.multioutput import MultiOutputClassifier
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import FunctionTransformer
+
+from ensemble.common.protocol import Activation
+from ensemble.config import CalibrationConfig, EnsembleConfig
+from ensemble.config.values import AnyWeight
+from ensemble.merging.blocks import weights_by_bin
+from ensemble.merging.calibration import EPSILON, calibrator
+from ensemble.merging.methods import METHODS
+from ensemble.merging.methods.base import Block, Members
+from tests.sampling import tries
+
+NAN = float("nan")
+ROWS = 200
+LABELS = ("a", "b", "c")
+Values = npt.NDArray[np.float64]
+
+
+def values_of(member: int, activation: Activation = "softmax", rows: int = ROWS) -> Values:
+    chooser = np.random.default_rng(member)
+    if activation == "softmax":
+        return np.asfortranarray(chooser.dirichlet(np.ones(3), rows))
+    values = chooser.random((rows, 3)) if activation == "sigmoid" else chooser.normal(size=(rows, 3))
+    return np.asfortranarray(values)
+
+
+def method_of(name: str, members: Members, **settings: object) -> Any:
+    method = METHODS.load(name)
+    return method(method.Settings.model_validate({"method": name, **settings}), members)
+
+
+def merged(
+    name: str,
+    arrays: Sequence[Values],
+    weights: Sequence[AnyWeight] | None = None,
+    activation: Activation = "softmax",
+    **settings: Any,
+) -> Values:
+    """By the method as a run has it, in two blocks; what the blocks hold must stay as it is."""
+    given = tuple(weights or [1.0] * len(arrays))
+    names = tuple(f"m{number}" for number in range(len(arrays)))
+    edges = settings.get("length_bins", ())
+    method = method_of(name, Members(names, (activation,) * len(arrays), LABELS, given), **settings)
+    by_bin = weights_by_bin(given, LABELS, len(edges) + 1)
+    rows = len(arrays[0])
+    blocks = []
+    for start, stop in ((0, rows // 3), (rows // 3, rows)):
+        part = np.array([array[start:stop] for array in arrays]).swapaxes(1, 2).copy().swapaxes(1, 2)
+        ids = pa.chunked_array([pa.array([str(row) for row in range(start, stop)])])
+        is_present = ~np.isnan(part[:, :, 0])
+        blocks.append(Block(start, ids, part, is_present, np.arange(start, stop)))
+    before = [block.probabilities.copy() for block in blocks]
+    if method.needs_first_pass:
+        for block in blocks:
+            method.look(block)
+    found = []
+    for block in blocks:
+        bins = np.searchsorted(edges, block.text_bytes, side="right")
+        found.append(method.merge(block, by_bin[:, bins] if by_bin.shape[1] > 1 else by_bin))
+    for block, old in zip(blocks, before, strict=True):
+        np.testing.assert_array_equal(block.probabilities, old)
+    return np.concatenate(found)
+
+
+def to_1(values: Any) -> Values:
+    return np.asarray(values / values.sum(axis=1, keepdims=True))
+
+
+def lacking() -> list[Values]:
+    """Three members, of which the second lacks rows, two of them that the third lacks, too, and one that all do."""
+    arrays = [values_of(number) for number in range(3)]
+    arrays[1][10:150] = NAN
+    arrays[2][[20, 199]] = NAN
+    arrays[0][199] = arrays[1][199] = NAN
+    return arrays
+
+
+ALL = ("mean", "geometric_mean", "median", "rank_mean", "vote", "power_mean")
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_rows_that_members_lack_are_merged_from_the_others(name: str) -> None:
+    settings = {"power": 2} if name == "power_mean" else {}
+    arrays, weights = lacking(), [0.5, 2, 1.0]
+    found = merged(name, arrays, weights, **settings)
+    assert np.isnan(found[199]).all()
+    assert np.isfinite(found[:199]).all()
+    if name == "rank_mean":  # against SciPy below: a rank is one among the rows that the member has
+        return
+    whole, without_second = (range(150, 199), (0, 1, 2)), (range(30, 60), (0, 2))
+    for rows, there in ((range(10), (0, 1, 2)), ([20], (0,)), whole, without_second):
+        alone = merged(
+            name, [arrays[one][rows] for one in there], [weights[one] for one in there], **settings
+        )
+        np.testing.assert_allclose(found[rows], alone, rtol=1e-12, err_msg=str(rows))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_weights_by_label_and_by_length_bin(name: str) -> None:
+    settings = {"power": 3} if name == "power_mean" else {}
+    arrays = [values_of(number, "sigmoid") for number in range(3)]
+    by_label = [{"a": 0.5, "b": 0, "c": 1.0}, {"a": 1.0, "b": 2, "c": 0.0}, 0.7]
+    found = merged(name, arrays, by_label, "sigmoid", **settings)
+    for number, label in enumerate(LABELS):
+        plain = [weight[label] if isinstance(weight, dict) else weight for weight in by_label]
+        column = merged(name, arrays, plain, "sigmoid", **settings)[:, number]
+        np.testing.assert_allclose(found[:, number], column, rtol=1e-12)
+    by_bin: list[AnyWeight] = [(1, 0, 3), 0.5, (0, 2, 0.25)]
+    found = merged(name, arrays, by_bin, "sigmoid", length_bins=(50, 120), **settings)
+    for number, rows in enumerate((slice(0, 50), slice(50, 120), slice(120, ROWS))):
+        plain = [weight[number] if isinstance(weight, tuple) else weight for weight in by_bin]
+        part = merged(name, arrays, plain, "sigmoid", **settings)[rows]
+        np.testing.assert_allclose(found[rows], part, rtol=1e-12)
+    # Both at a time, and rows that sum to 1 again where labels exclude each other.
+    exclusive = merged(
+        name, lacking(), [{"a": 1, "b": 0.1, "c": 2}, (1, 0.5, 3), 0.7], length_bins=(50, 120), **settings
+    )
+    if name != "rank_mean":
+        np.testing.assert_allclose(exclusive[:199].sum(axis=1), 1, rtol=1e-12)
+
+
+def test_a_label_that_no_member_there_counts_for_leaves_the_row_empty() -> None:
+    arrays = [values_of(0), values_of(1)]
+    arrays[0][3:8] = NAN
+    for name in ("mean", "geometric_mean", "median", "vote"):
+        found = merged(name, arrays, [1.0, {"a": 1, "b": 0, "c": 1}])
+        np.testing.assert_array_equal(
+            np.isnan(found).all(axis=1), np.isnan(arrays[0]).all(axis=1), err_msg=name
+        )
+        assert np.isfinite(found[8:]).all()
+
+
+@tries(40)
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=6).filter(any), st.integers(0, 99))
+def test_the_median_is_that_of_values_repeated_by_their_weights(weights: list[int], seed: int) -> None:
+    arrays = [np.round(values_of(seed + number, "none", 9), 1) for number in range(len(weights))]  # with ties
+    found = merged("median", arrays, [weight * 0.1 for weight in weights], "none")
+    repeated = np.repeat(np.array(arrays), weights, axis=0)
+    np.testing.assert_allclose(found, np.median(repeated, axis=0), rtol=1e-12, atol=1e-15)
+
+
+def test_the_median_of_probabilities_sums_to_1() -> None:
+    arrays = [values_of(number) for number in range(5)]
+    np.testing.assert_allclose(merged("median", arrays), to_1(np.median(arrays, axis=0)), rtol=1e-12)
+    sure = [np.eye(3)[[0, 1, 2]], np.eye(3)[[1, 1, 2]], np.eye(3)[[2, 1, 0]]]
+    expected = [[1 / 3] * 3, [0, 1, 0], [0, 0, 1]]
+    np.testing.assert_allclose(merged("median", sure), expected, atol=1e-15)
+
+
+def test_the_mean_of_ranks() -> None:
+    arrays = [np.round(values_of(number, "none"), 1) for number in range(3)]  # with ties
+    arrays[1][5:50] = NAN
+    arrays[2][:] = 7.0
+    ranks = np.array([stats.rankdata(array, axis=0, nan_policy="omit") for array in arrays])
+    shares = (ranks - 0.5) / (~np.isnan(ranks)).sum(axis=1, keepdims=True)
+    weights = [1.0, 2.0, 0.5]
+    expected = np.ma.average(np.ma.masked_invalid(shares), axis=0, weights=weights)
+    for activation in ("none", "softmax"):
+        np.testing.assert_allclose(merged("rank_mean", arrays, weights, activation), expected, rtol=1e-12)
+    assert (merged("rank_mean", arrays[2:]) == 0.5).all()
+
+
+@pytest.mark.parametrize("power", [-700.0, -2.0, 0.5, 1.0, 3.0, 900.0])
+def test_the_power_mean(power: float) -> None:
+    weights = [1.0, 2.0, 0.5]
+    arrays = [values_of(number, "sigmoid") for number in range(3)]
+    found = merged("power_mean", arrays, weights, "sigmoid", power=power)
+    if abs(power) < 100:  # else SciPy's numbers are too small
+        spread = np.broadcast_to(np.reshape(weights, (3, 1, 1)), (3, ROWS, 3))
+        np.testing.assert_allclose(found, stats.pmean(arrays, power, axis=0, weights=spread), rtol=1e-12)
+    else:
+        ends = np.max(arrays, axis=0) if power > 0 else np.min(arrays, axis=0)
+        np.testing.assert_allclose(found, ends, rtol=0.01)
+    arrays = [values_of(number) for number in range(3)]
+    found = merged("power_mean", arrays, weights, power=power)
+    np.testing.assert_allclose(found.sum(axis=1), 1, rtol=1e-12)
+    if power == 1:
+        np.testing.assert_allclose(found, merged("mean", arrays, weights), rtol=1e-12)
+    zeros = [np.array([[0.0, 0.5, 0.5]] * 3), np.array([[0.0, 1, 0]] * 3)]
+    found = merged("power_mean", zeros, power=power)
+    assert np.isfinite(found).all()
+    assert (found[:, 0] < 1e-300).all()
+
+
+class _Given:
+    """A fitted classifier of which only the probabilities are known: those that stand in the row."""
+
+    classes_ = np.array([0, 1, 2])
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def predict(self, rows: Values) -> npt.NDArray[np.int64]:
+        return np.asarray(rows[:, 3 * self.number : 3 * self.number + 3].argmax(axis=1))
+
+
+def test_votes_are_those_of_scikit_learn() -> None:
+    arrays = [values_of(number) for number in range(4)]
+    weights = [1.0, 1.0, 1.0, 2.0]  # with ties
+    found = merged("vote", arrays, weights)
+    voting = VotingClassifier([(str(number), None) for number in range(4)], voting="hard", weights=weights)
+    voting.estimators_ = [_Given(number) for number in range(4)]
+    voting.le_ = type("Encoder", (), {"inverse_transform": staticmethod(lambda values: values)})()
+    voting.classes_ = _Given.classes_
+    expected = voting.predict(np.concatenate(arrays, axis=1))
+    np.testing.assert_array_equal(found.argmax(axis=1), expected)
+    shares = sum(w * np.eye(3)[one.argmax(axis=1)] for w, one in zip(weights, arrays, strict=True)) / 5
+    np.testing.assert_allclose(found, shares, rtol=1e-12)
+
+
+def test_votes_of_members_that_cannot_choose() -> None:
+    split = merged(
+        "vote", [np.array([[0.4, 0.4, 0.2], [1 / 3] * 3]), np.array([[0, 1, 0.0], [0, 0, 1]])], [2, 1]
+    )
+    np.testing.assert_allclose(split, [[1 / 3, 2 / 3, 0], [2 / 9, 2 / 9, 5 / 9]], rtol=1e-12)
+    found = merged(
+        "vote", [np.array([[0.5, 0.6, 0.2]] * 2), np.array([[0.9, 0.5, 0.1]] * 2)], [1, 3], "sigmoid"
+    )
+    np.testing.assert_allclose(found, [[0.125 + 0.75, 0.25 + 0.375, 0]] * 2, rtol=1e-12)
+
+
+def test_the_mean_of_logits() -> None:
+    arrays, weights = [values_of(number, "sigmoid") for number in range(3)], [1.0, 2.0, 0.5]
+    expected = special.expit(np.average(special.logit(np.array(arrays)), axis=0, weights=weights))
+    np.testing.assert_allclose(merged("logit_mean", arrays, weights, "sigmoid"), expected, rtol=1e-12)
+
+
+def test_stacking_is_what_scikit_learn_fits() -> None:
+    arrays = [values_of(number) for number in range(3)]
+    truth = np.random.default_rng(5).integers(0, 3, ROWS)
+    logs = np.log(np.concatenate(arrays, axis=1))
+    model = LogisticRegression(C=1.0).fit(logs, truth)
+    coefficients: dict[str, Any] = {
+        f"m{member}": {
+            label: dict(zip(LABELS, model.coef_[row, 3 * member : 3 * member + 3].tolist(), strict=True))
+            for row, label in enumerate(LABELS)
+        }
+        for member in range(3)
+    }
+    intercept = dict(zip(LABELS, model.intercept_.tolist(), strict=True))
+    found = merged("stacking", arrays, coefficients=coefficients, intercept=intercept)
+    np.testing.assert_allclose(found, model.predict_proba(logs), rtol=1e-9)
+
+    arrays = [values_of(number, "sigmoid") for number in range(3)]
+    logits = special.logit(np.concatenate(arrays, axis=1))
+    truths = np.random.default_rng(5).integers(0, 2, (ROWS, 3))
+    each = MultiOutputClassifier(make_pipeline(FunctionTransformer(), LogisticRegression())).fit(
+        logits, truths
+    )
+    for row, label in enumerate(LABELS):
+        one = each.estimators_[row][-1]
+        intercept[label] = float(one.intercept_[0])
+        for member in range(3):
+            own = one.coef_[0, 3 * member : 3 * member + 3].tolist()
+            coefficients[f"m{member}"][label] = dict(zip(LABELS, own, strict=True))
+    found = merged("stacking", arrays, activation="sigmoid", coefficients=coefficients, intercept=intercept)
+    expected = np.column_stack([one[:, 1] for one in each.predict_proba(logits)])
+    np.testing.assert_allclose(found, expected, rtol=1e-9)
+
+    arrays = [values_of(number, "none") for number in range(2)]
+    short = {"m0": 0.5, "m1": {"a": -1, "c": {"a": 2}}}
+    found = merged("stacking", arrays, activation="none", coefficients=short, intercept={"b": 1})
+    first, second = arrays
+    expected = 0.5 * first + np.column_stack([-second[:, 0], np.ones(ROWS), 2 * second[:, 0]])
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+def test_stacking_of_rows_that_members_lack_and_of_zeros() -> None:
+    whole, gaps = [values_of(number) for number in range(4)], [values_of(number) for number in range(4)]
+    gaps[1][:50] = gaps[2][40:60] = NAN
+    gaps[3][50:] = NAN  # counts for nothing, there or not
+    for array in gaps[:3]:
+        array[199] = NAN
+    coefficients: dict[str, Any] = {"m0": 0.2, "m1": 0.5, "m2": {"a": 0.3, "b": 0.3, "c": 0.3}, "m3": 0}
+    found = merged("stacking", gaps, coefficients=coefficients)
+    logs = np.log(np.array(whole))
+    filled = np.ma.masked_invalid(np.log(np.array(gaps[:3])))
+    logs[:3] = np.where(filled.mask, np.asarray(filled.mean(axis=0)), logs[:3])
+    expected = special.softmax(0.2 * logs[0] + 0.5 * logs[1] + 0.3 * logs[2], axis=1)
+    np.testing.assert_allclose(found[:199], expected[:199], rtol=1e-9)
+    assert np.isnan(found[199]).all()
+    # Without m2, as where it has failed.
+    left = merged("stacking", gaps[:2], coefficients={**coefficients, "m2": 0.3})
+    both = merged("stacking", [*gaps[:2], np.full((ROWS, 3), NAN)], coefficients={**coefficients, "m2": 0.3})
+    np.testing.assert_array_equal(left, both)
+    sure = [np.array([[0, 1, 0], [0.5, 0.5, 0]]), np.array([[1, 0, 0], [0, 0.25, 0.75]])]
+    found = merged("stacking", sure, coefficients={"m0": 1, "m1": 1})
+    expected = special.softmax(np.log(np.maximum(sure, EPSILON)).sum(axis=0), axis=1)
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+def test_what_methods_refuse() -> None:
+    def problems(name: str, *activations: Activation, weights: Any = (1.0, 1.0), **settings: Any) -> str:
+        return " | ".join(
+            method_of(name, Members(("x", "y"), activations, LABELS, weights), **settings).problems()
+        )
+
+    for name in ("median", "rank_mean"):
+        assert not problems(name, "none", "none")
+    for name in ("vote", "power_mean", "logit_mean", "geometric_mean"):
+        settings = {"power": 2} if name == "power_mean" else {}
+        assert problems(name, "none", "none", **settings).startswith(
+            f"ensemble.method: {name} is for probabilities, and raw values (regression) come from x, y; use mean"
+        )
+    assert not problems("logit_mean", "sigmoid", "sigmoid")
+    assert problems("logit_mean", "softmax", "sigmoid").endswith(
+        "softmax probabilities come from x; use geometric_mean, which is the same there"
+    )
+    assert not problems("stacking", "softmax", "sigmoid", coefficients={"x": 1, "y": {"a": {"b": 1}}})
+    wrong = {"x": {"a": 1, "q": 2}, "z": {"a": {"r": 1}}}
+    assert problems(
+        "stacking", "softmax", "none", coefficients=wrong, intercept={"s": 0}, weights=(1.0, 0.5)
+    ).split(" | ") == [
+        "ensemble.coefficients.x.q: must be one of the labels",
+        "ensemble.coefficients.z.a.r: must be one of the labels",
+        "ensemble.intercept.s: must be one of the labels",
+        "ensemble.coefficients.z: there is no member of that name",
+        "ensemble.coefficients: has none for y; give each member one, if only 0",
+        "ensemble.method: stacking has coefficients in place of weights; leave weight out of the models",
+        "ensemble.method: stacking needs probabilities from every member, or raw values from every one",
+    ]
+
+
+def calibrated(values: Values, activation: Activation, **keys: Any) -> Values:
+    calibrate = calibrator(CalibrationConfig(**keys), activation, LABELS)
+    assert calibrate is not None
+    result = values.copy(order="F")
+    calibrate(result)
+    return result
+
+
+def test_calibration() -> None:
+    keys: dict[str, Any] = {"temperature": 1.7, "scale": {"a": 0.5, "c": -2.0}, "bias": {"b": 0.3}}
+    scale, bias = np.array([0.5, 1, -2]), np.array([0, 0.3, 0])
+    values = values_of(0)
+    values[3] = NAN
+    expected = special.softmax(np.log(values) * scale / 1.7 + bias, axis=1)
+    np.testing.assert_allclose(calibrated(values, "softmax", **keys), expected, rtol=1e-12)
+    values = values_of(0, "sigmoid")
+    expected = special.expit(special.logit(values) * scale / 1.7 + bias)
+    np.testing.assert_allclose(calibrated(values, "sigmoid", **keys), expected, rtol=1e-12)
+    for temperature in (1e-6, 1e6):
+        ends = np.array([[1.0, 0, 0], [0.5, 0.5, 0], [1 / 3] * 3])
+        for activation in ("softmax", "sigmoid"):
+            found = calibrated(ends, activation, temperature=temperature)
+            assert np.isfinite(found).all()
+            assert ((found >= 0) & (found <= 1)).all()
+    assert calibrator(None, "softmax", LABELS) is calibrator(CalibrationConfig(), "softmax", LABELS) is None
+
+
+def test_plain_settings_have_no_keys_of_other_methods() -> None:
+    for name in METHODS.built_in:
+        own = METHODS.load(name).Settings
+        assert (own is EnsembleConfig) == (name not in ("power_mean", "stacking")), name
