@@ -5,18 +5,26 @@ The rules are in ``planning.cascade``; here is what they are asked about, and wh
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
 
-from ensemble.common.protocol import ChunkDone
+from ensemble.common.protocol import Activation, ChunkDone
 from ensemble.common.shards import read_shard, shard_table
+from ensemble.common.text import plural, shown_path
+from ensemble.config import MemberConfig, RunConfig
+from ensemble.members.base import Inspection
 from ensemble.merging.blocks import weights_by_bin
 from ensemble.merging.calibration import calibrator
 from ensemble.merging.methods.weighted_mean import scaled, weighted_mean
 from ensemble.pipeline.resume import MemberWork, predicted_values
+from ensemble.pipeline.reuse import read_predictions
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.validate import Prepared
 from ensemble.planning.cascade import (
@@ -221,26 +229,17 @@ class Cascades:
 
     def _mean(self, names: Sequence[str], rows: npt.NDArray[np.int64]) -> _Values:
         """The members' weighted mean, [rows, labels]; NaN in a row that no member with a weight has."""
-        config, table = self._prepared.config, self._prepared.table
+        config = self._prepared.config
         models = [model for model in config.models if model.name in names and model.has_weight]
         if not models:
             return np.full((len(rows), len(config.labels)), np.nan)
         values = [self._values[model.name][rows] for model in models]
-        for model, own_values in zip(models, values, strict=True):
-            activation = self._prepared.inspected[model.name].activation
-            if (calibrate := calibrator(model.calibration, activation, config.labels)) is not None:
-                calibrate(own_values)
         is_present = np.array([self._has[model.name][rows] for model in models])
         for present, model in zip(is_present, models, strict=True):
             if (own := self._cascades.get(model.name)) is not None:
                 present &= own.decided[rows] == COMPUTE
-        edges = config.ensemble.length_bins or ()
-        weights = weights_by_bin([model.weight for model in models], config.labels, len(edges) + 1)
-        if weights.shape[1] > 1:
-            weights = weights[:, np.searchsorted(edges, table.text_bytes[rows], side="right")]
-        mean = weighted_mean(weights, values, is_present)
-        are_exclusive = all(self._prepared.inspected[model.name].activation == "softmax" for model in models)
-        return scaled(mean) if weights.shape[2] > 1 and are_exclusive else mean
+        activations = [self._prepared.inspected[model.name].activation for model in models]
+        return _mean(config, models, activations, values, is_present, self._prepared.table.text_bytes[rows])
 
     def _grow(self, one: _Cascade, state: MemberState) -> None:
         groups: list[Group] = []
@@ -263,3 +262,92 @@ class Cascades:
             idle_cost=float(one.costs[is_idle].sum()) if not is_idle.all() else 1.0,
             may_grow=not (self._ended | self._left_out).issuperset(one.before),
         )
+
+
+@dataclass(frozen=True)
+class ExpectedShare:
+    """What a plan takes as the share of the rows that a member with ``when`` computes; ``why`` in words."""
+
+    share: float
+    why: str
+
+
+def expected_shares(
+    config: RunConfig,
+    inspected: Mapping[str, Inspection],
+    given: Mapping[str, _Values],
+    ids: pa.ChunkedArray | None,
+    folder: Path,
+) -> dict[str, ExpectedShare]:
+    """For each member with ``when``: by the predictions of the members before it, as far as there are any.
+
+    Args:
+        given: values of members that need no worker, [rows, labels], NaN where they lack a row.
+        ids: of the table's rows; None: it cannot be read.
+        folder: the directory of a run, of these rows or of others, such as a labelled sample.
+    """
+    rundir, found = RunDir(folder), dict[str, ExpectedShare]()
+    tables: dict[str, tuple[pa.ChunkedArray, _Values]] = {}
+    for model in config.models:
+        with contextlib.suppress(OSError, pa.ArrowException, ValueError, IndexError):
+            table = read_predictions(rundir.predictions(model.name), with_ids=True)
+            if tuple(table.column_names[1:]) == config.labels and table.num_rows:
+                values = np.stack([column.to_numpy() for column in table.columns[1:]], axis=1)
+                tables[model.name] = table.column(0), values
+                continue
+        if model.name in given and ids is not None:
+            tables[model.name] = pc.cast(ids, pa.string()), given[model.name]
+    for number, model in enumerate(config.models):
+        if model.when is None:
+            continue
+        before = [one for one in config.models[:number] if one.has_weight]
+        ((rule, limit),) = model.when.items()
+        if rule == "share":
+            found[model.name] = ExpectedShare(limit, "as when says")
+        elif any(isinstance(one.weight, tuple) for one in before):
+            found[model.name] = ExpectedShare(
+                1.0, "all rows are assumed: weights by length bin are not looked up"
+            )
+        elif missing := [one.name for one in before if one.name not in tables or one.name not in inspected]:
+            names = " and ".join(missing)
+            why = f"all rows are assumed, as no run in {shown_path(folder)} has predictions of {names}"
+            found[model.name] = ExpectedShare(1.0, why)
+        else:
+            rows, _ = max((tables[one.name] for one in before), key=lambda table: len(table[0]))
+            values, activations = list[_Values](), [inspected[one.name].activation for one in before]
+            for one in before:
+                own_ids, own = tables[one.name]
+                places = pc.index_in(rows, value_set=own_ids).fill_null(-1).to_numpy()
+                values.append(np.where(places[:, None] >= 0, own[places], np.nan))
+            is_present = np.array([~np.isnan(one).any(axis=1) for one in values])
+            mean = _mean(config, before, activations, values, is_present, np.zeros(len(rows), dtype=np.int64))
+            decided = decide(model.when, doubts(rule, mean, set(activations) == {"softmax"}))
+            why = f"by the predictions of {plural(len(rows), 'row')} in {shown_path(folder)}"
+            found[model.name] = ExpectedShare(float((decided == COMPUTE).mean()), why)
+    return found
+
+
+def _mean(
+    config: RunConfig,
+    models: Sequence[MemberConfig],
+    activations: Sequence[Activation],
+    values: Sequence[_Values],
+    is_present: _Rows,
+    text_bytes: npt.NDArray[np.int64],
+) -> _Values:
+    """The weighted mean of members after calibration, [rows, labels].
+
+    Args:
+        models: some with a weight, and their activations.
+        values: [rows, labels] each, which calibration changes; NaN where ``is_present`` [members, rows] is False.
+        text_bytes: of the rows, for weights by length bin.
+    """
+    for model, activation, own in zip(models, activations, values, strict=True):
+        if (calibrate := calibrator(model.calibration, activation, config.labels)) is not None:
+            calibrate(own)
+    edges = config.ensemble.length_bins or ()
+    weights = weights_by_bin([model.weight for model in models], config.labels, len(edges) + 1)
+    if weights.shape[1] > 1:
+        weights = weights[:, np.searchsorted(edges, text_bytes, side="right")]
+    mean = weighted_mean(weights, values, is_present)
+    return scaled(mean) if weights.shape[2] > 1 and set(activations) == {"softmax"} else mean

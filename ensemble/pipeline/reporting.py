@@ -212,7 +212,7 @@ def _seconds_left(prepared: Prepared, members: Sequence[MemberState]) -> float |
             measured[state.plan.name] = whole
     if not measured and not all(state.plan.speed.is_measured for state in members):
         return None
-    guessed = {one.plan.name: one.plan.job.compute_seconds for one in members}
+    guessed = {one.plan.name: one.plan.whole_seconds for one in members}
     seconds = calibrated(guessed, measured)
     jobs = []
     for state in members:
@@ -222,7 +222,7 @@ def _seconds_left(prepared: Prepared, members: Sequence[MemberState]) -> float |
         if whole is None:
             return None
         startup = 0.0 if state.running else state.plan.job.startup_seconds
-        left = whole * (1.0 - state.fraction)
+        left = whole * (1.0 - state.fraction) * (state.plan.expected_share if state.unknown_rows else 1.0)
         jobs.append(replace(state.plan.job, startup_seconds=startup, compute_seconds=left))
     places = {gpu.uuid: prepared.config.max_workers_per_gpu for gpu in prepared.plan.gpus}
     return round(total_seconds(jobs, places), 3)

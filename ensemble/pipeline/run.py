@@ -238,7 +238,11 @@ class _Run(RunState):
                     continue
             # One that is complete, or given, waits for nobody.
             is_done = work.is_done | work.is_complete
-            members.append(replace(without_done(member, is_done, is_timed), waits_for=()))
+            left = replace(without_done(member, is_done, is_timed), waits_for=())
+            wanted = None if self.cascades is None else self.cascades.wanted(member.name)
+            if member.needs_worker and wanted is not None:
+                left = replace(left, order=left.order[wanted[left.order]])
+            members.append(left)
         self.prepared = replace(self.prepared, plan=replace(plan, members=tuple(members)))
         self.members = [
             MemberState(member, self.works[member.name].bad_rows, self._watch) for member in members

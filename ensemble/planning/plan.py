@@ -65,7 +65,8 @@ class MemberPlan:
     text of all rows in bytes, as far as max_length lets it through, with what each row costs beyond it.
     ``first_replicas`` start before any later member; the others join where a GPU is left over.  A member that needs
     no worker has neither replicas nor chunks.  One with ``when`` ``waits_for`` the members before it: then
-    ``chunks`` are those of the whole table, and which of their rows it computes comes out in the run.
+    ``chunks`` are those of the whole table, and which of their rows it computes comes out in the run; the forecast
+    takes ``expected_share`` of them.
     """
 
     index: int
@@ -80,6 +81,7 @@ class MemberPlan:
     order: npt.NDArray[np.int64] = field(compare=False, repr=False)
     load_cache: LoadCache = LoadCache(is_kept=False)
     waits_for: tuple[str, ...] = ()
+    expected_share: float = 1.0
 
     @property
     def name(self) -> str:
@@ -94,10 +96,15 @@ class MemberPlan:
         return self.replicas > 0
 
     @property
+    def whole_seconds(self) -> float:
+        """Of computing all rows of the table on one replica."""
+        return self.speed.seconds_per_work * self.work
+
+    @property
     def job(self) -> Job:
         return Job(
             startup_seconds=self.speed.startup_seconds,
-            compute_seconds=self.speed.seconds_per_work * self.work,
+            compute_seconds=self.whole_seconds * self.expected_share,
             gpus=self.gpus,
             replicas=self.replicas,
             first_replicas=self.first_replicas,
@@ -211,6 +218,7 @@ def make_plan(
                 chunks=chunks,
                 order=order,
                 waits_for=() if model.when is None else tuple(one.name for one in config.models[:index]),
+                expected_share=known.expected_share,
             )
         )
     made_from = (config, facts, tuple(gpus), host, speeds, disk_free_bytes)

@@ -248,7 +248,7 @@ def _counting(members: Sequence[MemberState], seconds_left: float) -> list[Membe
 def _seconds_per_member(members: Sequence[MemberState]) -> dict[str, float | None]:
     """What all of a member's work takes one replica, by name; None where it is not even guessed."""
     return calibrated(
-        {one.plan.name: one.plan.job.compute_seconds for one in members},
+        {one.plan.name: one.plan.whole_seconds for one in members},
         {one.plan.name: one.seconds_per_cost for one in members if one.seconds_per_cost is not None},
     )
 
