@@ -14,7 +14,7 @@ MINUTES ?= 10
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make run     set up an environment and run the demo ensemble ($(CONFIG))"
+	@echo "make run     set up an environment and run the demo ensemble ($(CONFIG)); CONFIG= names one or several"
 	@echo "make test    set up an environment and run the checks to run after every change (5 minutes)"
 	@echo "make lint | types | unit    one of those checks"
 	@echo "make test-all  what make test leaves out (25 minutes): every step of the sweeps of which it takes a sample, fresh"

@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ensemble.cli.api import Preview, Run, open_run, plan, rehearse, run, validate
+    from ensemble.cli.api import Preview, Run, merge, open_run, plan, rehearse, run, validate
     from ensemble.common.errors import (
         CheckpointError,
         ConfigError,
@@ -53,6 +53,7 @@ __all__ = [
     "RunStatus",
     "TimeLimitReached",
     "WriteError",
+    "merge",
     "open_run",
     "plan",
     "rehearse",
@@ -61,7 +62,7 @@ __all__ = [
 ]
 _MODULES = {
     **dict.fromkeys(
-        ("Preview", "Run", "open_run", "plan", "rehearse", "run", "validate"), "ensemble.cli.api"
+        ("Preview", "Run", "merge", "open_run", "plan", "rehearse", "run", "validate"), "ensemble.cli.api"
     ),
     "Rehearsal": "ensemble.pipeline.rehearse",
     "RunReport": "ensemble.pipeline.run_report",

@@ -47,9 +47,11 @@ Made by `scripts/make_reference.py` from the models that check a config. Editors
 (the path or the address of that file) they complete keys and mark mistakes. `ensemble validate` finds more: it
 knows the rules that tie keys together, the table and the models.
 
-`--set models.gemma2.weight=0.5` overrides a key. In texts `${NAME}` is an environment variable, and `${CONFIG_DIR}`
-the YAML's own folder; other relative paths start at the working directory. Everything under `defaults` counts for
-every model whose kind has that key and that does not say otherwise. How a run behaves: [running.md](running.md).
+Every command takes several files: what a later one says takes the place of what an earlier one says
+([how](running.md#several-config-files)); `--set models.gemma2.weight=0.5` comes last. In texts `${NAME}` is an
+environment variable, and `${CONFIG_DIR}` the folder of the YAML file in which it stands; other relative paths start
+at the working directory. Everything under `defaults` counts for every model whose kind has that key and that does
+not say otherwise. How a run behaves: [running.md](running.md).
 """
 
 

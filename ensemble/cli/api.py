@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from ensemble.pipeline.validate import Prepared
     from ensemble.planning.plan import Plan
 
+# The path of a YAML file, or of several, of which later ones override earlier ones.
+ConfigFiles: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 # {"models.gemma2.weight": 0.5} or ["models.gemma2.weight=0.5"], as --set takes them.
 Overrides: TypeAlias = Mapping[str, object] | Sequence[str]
 # One at a time: they share the log, the display, the signals and, above all, the GPUs.
@@ -58,7 +60,7 @@ def _told(redactor: Redactor | None = None) -> Iterator[None]:
 
 
 def run(
-    config: str | os.PathLike[str],
+    config: ConfigFiles,
     overrides: Overrides | None = None,
     *,
     fresh: bool = False,
@@ -70,7 +72,9 @@ def run(
     other than the main one no signal is heeded.
 
     Args:
-        overrides: ``{"models.gemma2.weight": 0.5}``, or texts as ``--set`` takes them.
+        config: the path of a YAML file, or of several, such as ``["config.yaml", "weights.yaml"]``: what later ones
+            say overrides what earlier ones say.
+        overrides: ``{"models.gemma2.weight": 0.5}``, or texts as ``--set`` takes them; they come last.
         fresh: start over, whatever an earlier run did.
         quiet: print nothing.
 
@@ -98,7 +102,7 @@ def run(
     return Run(loaded.config.output_dir)
 
 
-def validate(config: str | os.PathLike[str], overrides: Overrides | None = None) -> Preview:
+def validate(config: ConfigFiles, overrides: Overrides | None = None) -> Preview:
     """Check a config as ``ensemble validate`` does, without loading a model.
 
     Raises:
@@ -107,7 +111,7 @@ def validate(config: str | os.PathLike[str], overrides: Overrides | None = None)
     return _preview("validate", config, overrides)
 
 
-def plan(config: str | os.PathLike[str], overrides: Overrides | None = None) -> Preview:
+def plan(config: ConfigFiles, overrides: Overrides | None = None) -> Preview:
     """What a config would take, as ``ensemble plan`` shows it; what fits nowhere is in its ``problems``.
 
     Raises:
@@ -117,7 +121,7 @@ def plan(config: str | os.PathLike[str], overrides: Overrides | None = None) -> 
 
 
 def rehearse(
-    config: str | os.PathLike[str],
+    config: ConfigFiles,
     overrides: Overrides | None = None,
     *,
     rows: int | None = None,
@@ -163,6 +167,55 @@ def rehearse(
 
 
 @_told()
+def merge(
+    files: Sequence[str | os.PathLike[str]] | Mapping[str, str | os.PathLike[str]],
+    output: str | os.PathLike[str],
+    overrides: Overrides | None = None,
+    *,
+    method: str | None = None,
+    weights: Mapping[str, object] | str | os.PathLike[str] | None = None,
+    id_column: str = "id",
+    labels: Sequence[str] = (),
+    activation: str | None = None,
+    partial: bool = False,
+) -> Path:
+    """Merge CSVs of predictions as ``ensemble merge`` does, joined by id; returns the path that was written.
+
+    Args:
+        files: paths, or paths by the names that the files are to have.
+        overrides: such as ``{"ensemble.power": 2}``.
+        method: of merging; None: that of ``weights``, or the mean.
+        weights: of each file by its name, or the path of a YAML file with weights and calibration.
+        labels: the columns to merge; all but the ids if there are none.
+        activation: "softmax" (the default), "sigmoid" or "none": what the values are.
+        partial: whether files may lack rows that others have.
+
+    Raises:
+        EnsembleError: with every problem found; nothing is written then.
+    """
+    from ensemble.pipeline.merge_files import merge_files
+
+    if found := [*unsupported()]:
+        raise ConfigError(found)
+    advice = "give the path of a CSV"
+    named = {f"{name}=": path for name, path in files.items()} if isinstance(files, Mapping) else None
+    listed = [("", path) for path in files] if named is None else [*named.items()]
+    by_name = dict(text.split("=", 1) for text in _texts(weights)) if isinstance(weights, Mapping) else {}
+    keys = {"partial": partial} | ({} if activation is None else {"activation": activation})
+    sets = [*([] if method is None else [f"ensemble.method={method}"]), *_texts(overrides or {})]
+    with _told():
+        return merge_files(
+            [f"{name}{_path(path, advice)}" for name, path in listed],
+            _path(output, advice),
+            sets,
+            None if weights is None or by_name or isinstance(weights, Mapping) else _path(weights, advice),
+            by_name,
+            id_column,
+            labels,
+            keys,
+        ).path
+
+
 def open_run(path: str | os.PathLike[str]) -> Run:
     """Open the ``output_dir`` of a run, whether it goes on or has ended.
 
@@ -267,7 +320,7 @@ class Preview:
         return redactor("\n".join(lines(self._view, self._prepared, Page())))
 
 
-def _preview(view: str, config: str | os.PathLike[str], overrides: Overrides | None) -> Preview:
+def _preview(view: str, config: ConfigFiles, overrides: Overrides | None) -> Preview:
     from ensemble.pipeline.validate import prepare
 
     loaded = _load(config, overrides)
@@ -275,12 +328,15 @@ def _preview(view: str, config: str | os.PathLike[str], overrides: Overrides | N
         return Preview(view, prepare(loaded, must_fit=view == "validate"))
 
 
-def _load(config: str | os.PathLike[str], overrides: Overrides | None) -> LoadedConfig:
+def _load(config: ConfigFiles, overrides: Overrides | None) -> LoadedConfig:
     if found := [*unsupported()]:
         raise ConfigError(found)
     with _told():
-        path = _path(config, "give the path of a YAML file")
-        return load(path, () if overrides is None else _texts(overrides))
+        listed = config if isinstance(config, Sequence) and not isinstance(config, str | bytes) else [config]
+        if not listed:
+            raise ConfigError("config: the list is empty; give the path of a YAML file")
+        paths = [_path(path, "give the path of a YAML file") for path in listed]
+        return load(paths, () if overrides is None else _texts(overrides))
 
 
 def _path(given: object, advice: str) -> Path:

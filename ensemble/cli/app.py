@@ -19,7 +19,7 @@ from ensemble.common.text import plural
 
 # Commands import what they need when they run: --help and a typo in a key shall answer at once.
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from ensemble.config import LoadedConfig
 
@@ -32,7 +32,12 @@ app = typer.Typer(
 )
 
 ConfigArgument = Annotated[
-    Path, typer.Argument(metavar="CONFIG", readable=False, help="The run's YAML file.")
+    list[Path],
+    typer.Argument(
+        metavar="CONFIG",
+        readable=False,
+        help="The run's YAML file; what further ones say overrides those before them.",
+    ),
 ]
 SetOption = Annotated[
     list[str],
@@ -48,7 +53,10 @@ LimitOption = Annotated[
     int | None, typer.Option("--limit", metavar="N", min=1, help="Only the first N rows.")
 ]
 OptionalConfigArgument = Annotated[
-    Path | None, typer.Argument(metavar="CONFIG", readable=False, help="A run to check this machine for.")
+    list[Path] | None,
+    typer.Argument(
+        metavar="CONFIG", readable=False, show_default=False, help="A run to check this machine for."
+    ),
 ]
 ProblemsOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print problems only.")]
 TableArgument = Annotated[
@@ -100,6 +108,53 @@ SampleRowsOption = Annotated[
     ),
 ]
 FreshOption = Annotated[bool, typer.Option("--fresh", help="Start over, whatever an earlier run did.")]
+FilesArgument = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="[NAME=]CSV",
+        help="Predictions, an id and a column per label; named by the file without its ending.",
+    ),
+]
+MergedOption = Annotated[Path, typer.Option("--output", "-o", metavar="CSV", help="Where to write it.")]
+MethodOption = Annotated[
+    str | None, typer.Option("--method", "-m", metavar="METHOD", help="mean (the default), median, vote, ...")
+]
+WeightOption = Annotated[
+    list[str],
+    typer.Option(
+        "--weight",
+        metavar="NAME=NUMBER",
+        default_factory=list,
+        show_default=False,
+        help="A file's; then every one's.",
+    ),
+]
+WeightsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--weights", metavar="YAML", readable=False, help="Weights and calibration, as fit writes them."
+    ),
+]
+IdOption = Annotated[str, typer.Option("--id-column", metavar="NAME", help="The column of the ids.")]
+LabelOption = Annotated[
+    list[str],
+    typer.Option(
+        "--label",
+        metavar="NAME",
+        default_factory=list,
+        show_default=False,
+        help="A column to merge; all if none is given.",
+    ),
+]
+ActivationOption = Annotated[
+    str | None,
+    typer.Option(
+        "--activation",
+        metavar="KIND",
+        help="softmax (the default), sigmoid, or none: any numbers.",
+    ),
+]
+PartialOption = Annotated[bool, typer.Option("--partial", help="Files may lack rows that others have.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
 
 
@@ -184,7 +239,7 @@ def init(
     for line in (f"{output}: written, to be looked at", *(f"guess: {guess}" for guess in made.guesses)):
         print(*page.wrapped(line, later="  "), sep="\n")
     try:
-        validate(output, [])
+        validate([output], [])
     except EnsembleError as error:
         said = f"{output} does not pass validate yet; change it by what is said here, then validate it again"
         raise type(error)([said, *error.problems]) from error
@@ -226,14 +281,50 @@ def rehearse(
 
 
 @app.command()
+def merge(
+    files: FilesArgument,
+    output: MergedOption,
+    weight: WeightOption,
+    label: LabelOption,
+    sets: SetOption,
+    method: MethodOption = None,
+    weights: WeightsOption = None,
+    id_column: IdOption = "id",
+    activation: ActivationOption = None,
+    partial: PartialOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Merge CSVs of predictions, joined by id, into one in the order of the first; no config is needed.
+
+    --set ensemble.power=2 sets a method's own key.
+    """
+    with _prepared_process():
+        from ensemble.pipeline.merge_files import merge_files
+    if wrong := [one for one in weight if "=" not in one]:
+        raise typer.BadParameter(f"--weight {wrong[0]}: write it like NAME=0.5")
+    merged = merge_files(
+        files,
+        output,
+        [*([] if method is None else [f"ensemble.method={method}"]), *sets],
+        weights,
+        dict(one.split("=", 1) for one in weight),
+        id_column,
+        label,
+        {"partial": partial} | ({} if activation is None else {"activation": activation}),
+    )
+    if not quiet:
+        show("merge", merged, sys.stdout)
+
+
+@app.command()
 def doctor(sets: SetOption, config: OptionalConfigArgument = None, quiet: ProblemsOption = False) -> None:
     """Check this machine: Python, packages, driver, GPUs, torch on each of them, memory, disk, the hub."""
     from ensemble.cli.doctor import examine
 
-    if sets and config is None:
+    if sets and not config:
         raise typer.BadParameter("--set changes a CONFIG; name one")
     problems, page = 0, Page.of(sys.stdout)
-    for finding in examine(config, sets):
+    for finding in examine(config or (), sets):
         problems += finding.mark == "problem"
         for line in finding.lines(page) if finding.mark == "problem" or not quiet else ():
             print(line)
@@ -300,7 +391,7 @@ def _prepared_process() -> Iterator[None]:
         keep_pandas_out()  # with pyarrow, which imports numpy
 
 
-def _load(config: Path, sets: list[str], limit: int | None) -> LoadedConfig:
+def _load(config: Path | Sequence[Path], sets: list[str], limit: int | None) -> LoadedConfig:
     with _prepared_process():
         from ensemble.pipeline.load import load
 

@@ -85,24 +85,24 @@ class Finding:
         return [*shown, *page.wrapped(self.advice, f"{_INDENT}-> ")] if self.advice else shown
 
 
-def examine(path: Path | None = None, overrides: Sequence[str] = ()) -> Iterator[Finding]:
+def examine(paths: Sequence[Path] = (), overrides: Sequence[str] = ()) -> Iterator[Finding]:
     """Look at this machine, in the light of a config where one is given; findings come as they are made."""
     said = set()
-    for finding in _findings(path, overrides):
+    for finding in _findings(paths, overrides):
         # What ``validate`` finds wrong with a directory or a mask, the checks of this machine find as well.
         if (finding.mark, finding.text) not in said:
             said.add((finding.mark, finding.text))
             yield finding
 
 
-def _findings(path: Path | None, overrides: Sequence[str]) -> Iterator[Finding]:
+def _findings(paths: Sequence[Path], overrides: Sequence[str]) -> Iterator[Finding]:
     version = platform.python_version()
     yield Finding("ok", f"Python {version} ({sys.executable}), {platform.platform(terse=True)}")
     config: RunConfig | None = None
     prepared: Prepared | None = None
-    if path is not None:
+    if paths:
         try:
-            loaded = load(path, overrides)
+            loaded = load(paths, overrides)
             config = loaded.config
             keep_pandas_out()
             prepared = prepare(loaded)

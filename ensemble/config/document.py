@@ -11,9 +11,11 @@ from typing import Any, Final
 Loc = tuple[str | int, ...]
 # What is wrong, and where.
 Problem = tuple[Loc, str]
+# The number of a file, from 0, and of a line in it, from 1.
+Line = tuple[int, int]
 
 SHOWN_CHARACTERS: Final = 60
-AFTER_ALL_LINES: Final = sys.maxsize
+AFTER_ALL_LINES: Final[Line] = (sys.maxsize, 0)
 # NUL, and half of a character, which is also how Python keeps bytes that are not UTF-8.
 NOT_TEXT: Final = r"[\x00\ud800-\udfff]"
 
@@ -25,19 +27,22 @@ INVALID: Final = object()
 class Document:
     """The YAML as plain data, with the place of each value and every problem found so far.
 
-    ``lines`` counts from 1.  ``overrides`` maps a place that an override made to that override and to the
-    place that it names.  ``invalid`` are places whose problem is known, and the places around them.
+    ``files`` are the names of the files that it is made of.  ``overrides`` maps a place that an override made to
+    that override and to the place that it names.  ``invalid`` are places whose problem is known, and the places
+    around them.  ``hints`` are added where a key is required at a place or in it.
     """
 
     data: dict[str, Any]
-    lines: dict[Loc, int]
+    lines: dict[Loc, Line]
+    files: tuple[str, ...] = ()
     overrides: dict[Loc, tuple[str, Loc]] = field(default_factory=dict)
     invalid: set[Loc] = field(default_factory=set)
-    found: list[tuple[int, str]] = field(default_factory=list)
+    hints: dict[Loc, str] = field(default_factory=dict)
+    found: list[tuple[Line, str]] = field(default_factory=list)
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What is wrong, each once, from the top of the file to its end, then what has no line."""
+        """What is wrong, each once, from the top of the first file to the end of the last, then the rest."""
         return tuple(dict.fromkeys(text for _, text in sorted(self.found, key=lambda item: item[0])))
 
     def report(self, loc: Loc, sentence: str) -> None:
@@ -51,6 +56,8 @@ class Document:
             sentence += f", not {shown(value)}"
             if isinstance(value, str) and "${" in value:
                 sentence += " (a variable always gives text)"
+        elif sentence.startswith("required"):
+            sentence += "".join(hint for at, hint in self.hints.items() if loc[: len(at)] == at)
         self.found.append((line, f"{self.where(loc)}: {sentence}"))
 
     def refuse(self, loc: Loc, sentence: str) -> None:
@@ -69,14 +76,28 @@ class Document:
         return here
 
     def where(self, loc: Loc) -> str:
-        """The key and its line, such as ``models[1].weight (line 7)``, or the override that it came from."""
+        """The key and its line, such as ``models[1].weight (line 7)``, or the override that it came from.
+
+        Of several files the line's is named as well: ``models[1].weight (weights.yaml, line 7)``.
+        """
         for size in range(len(loc), 0, -1):
             if loc[:size] in self.overrides:
                 text, target = self.overrides[loc[:size]]
                 return text if loc == target else f"{text}: {place(loc)}"
             if loc[:size] in self.lines:
-                return f"{place(loc)} (line {self.lines[loc[:size]]})"
+                file, line = self.lines[loc[:size]]
+                name = f"{self.files[file]}, " if len(self.files) > 1 else ""
+                return f"{place(loc)} ({name}line {line})"
         return place(loc)
+
+    def origin(self, loc: Loc) -> int:
+        """The number of the file that the value at ``loc`` comes from; of an override, more than any file has."""
+        for size in range(len(loc), 0, -1):
+            if loc[:size] in self.overrides:
+                return sys.maxsize
+            if loc[:size] in self.lines:
+                return self.lines[loc[:size]][0]
+        return 0
 
 
 def place(loc: Loc) -> str:

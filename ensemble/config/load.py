@@ -1,7 +1,10 @@
-"""From a YAML file to a ``RunConfig``, step by step: read, override, expand, merge the defaults, check.
+"""From YAML files to a ``RunConfig``, step by step: read, merge, override, expand, merge the defaults, check.
 
 ``defaults:`` is merged under each model, key by key: a mapping in a model replaces that of the defaults as a whole,
 and a key that the model's kind does not know is left out.
+
+Where a later file, or an override, says something that shuts out what an earlier one says, the earlier key is left
+out: that of another kind or merge method, and the other one of two that are alternatives.
 """
 
 from __future__ import annotations
@@ -20,10 +23,11 @@ from pydantic import BaseModel, ValidationError
 from ensemble.common.errors import ConfigError
 from ensemble.common.redact import Redactor
 from ensemble.common.text import nearest_or_all
-from ensemble.config.document import Document, Loc, Problem
-from ensemble.config.overrides import apply_overrides, expand
-from ensemble.config.schema import MERGE_KEYS, EnsembleConfig, MemberConfig, RunConfig
-from ensemble.config.yamlfile import parse, read_text
+from ensemble.config.document import Document, Loc, Problem, one_line
+from ensemble.config.overlays import merge_documents
+from ensemble.config.overrides import apply_overrides, expand, variables_of, with_folders
+from ensemble.config.schema import MERGE_KEYS, DataConfig, EnsembleConfig, MemberConfig, RunConfig
+from ensemble.config.yamlfile import dump, parse, read_text
 
 M = TypeVar("M", bound=BaseModel)
 _PHRASES = dict.fromkeys(("model_type", "dict_type"), "a mapping of keys to values") | {
@@ -35,11 +39,18 @@ Kinds: TypeAlias = Mapping[str, type[MemberConfig]]
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A config, and what it was made from: the YAML exactly as given, its file, the overrides as given."""
+    """A config, and what it was made from: its files and the overrides, as given.
+
+    ``whole`` is one YAML file that gives the same config from any folder: the file exactly as it is where nothing
+    else was given, else files and overrides merged.  Paths in it are still relative to the working directory, and
+    ``${NAME}`` is not replaced.  ``text`` is the file exactly as it is, of several what ``whole`` is; with the
+    overrides it gives the same config.  Files as they are may hold secrets.
+    """
 
     config: RunConfig
     text: str
-    path: Path
+    whole: str
+    paths: tuple[Path, ...]
     overrides: tuple[str, ...]
     document: Document = field(repr=False)
 
@@ -50,33 +61,64 @@ class LoadedConfig:
 
 
 def load_config(
-    path: Path,
+    paths: Sequence[Path],
     overrides: Sequence[str],
     merge_methods: Methods,
     member_kinds: Kinds,
     environ: Mapping[str, str] | None = None,
 ) -> LoadedConfig:
-    """Read, override, expand and check a config.
+    """Read, merge, override, expand and check a config.
 
     Args:
-        path: the YAML file.
+        paths: the YAML files; later ones override earlier ones, see ``overlays``.
         overrides: ``a.b=value``, the value in YAML, as in ``models.gemma2.weight=0.5``; the later one wins.
         merge_methods: the keys below ``ensemble`` by the name of the method that they go with.
         member_kinds: the keys of a model by the ``task_type`` that they go with.
         environ: what ``${NAME}`` stands for; the process's environment if None.  ``${CONFIG_DIR}`` is always
-            the absolute folder of the YAML file.
+            the absolute folder of the YAML file in which it stands.
 
     Raises:
         ConfigError: with every problem there is, each with its path in the YAML and, where known, its line.
     """
-    text = read_text(path)
-    document = parse(text, path)
+    names, texts, documents = [one_line(str(path)) for path in paths], list[str](), list[Document]()
+    unreadable: list[str] = []
+    for number, path in enumerate(paths):
+        try:
+            texts.append(read_text(path))
+            documents.append(parse(texts[-1], path, names, number))
+        except ConfigError as error:
+            unreadable += error.problems
+    if unreadable:
+        raise ConfigError(unreadable)
+    variables = variables_of(paths, os.environ if environ is None else environ)
+    document, config = checked(documents, variables, overrides, merge_methods, member_kinds)
+    whole, parts = texts[0], [*names, *(f"--set {one_line(override)}" for override in overrides)]
+    if len(parts) > 1 or "${CONFIG_DIR}" in whole:
+        # By value: put into the text, *** would be an alias.
+        redactor = Redactor(os.environ, config.model_dump())
+        whole = f"# Made of {', '.join(parts)}\n{dump(redactor.document(with_folders(document, variables)))}"
+    text = texts[0] if len(texts) == 1 else whole
+    return LoadedConfig(config, text, whole, tuple(paths), tuple(overrides), document)
+
+
+def checked(
+    documents: Sequence[Document],
+    variables: Sequence[Mapping[str, str]],
+    overrides: Sequence[str],
+    merge_methods: Methods,
+    member_kinds: Kinds,
+) -> tuple[Document, RunConfig]:
+    """Documents merged into the first one, and what they say as a config; see ``load_config``.
+
+    Args:
+        variables: what ``${NAME}`` stands for in each.
+    """
+    document = merge_documents(documents, variables)
     apply_overrides(document, overrides)
-    variables = {**(os.environ if environ is None else environ), "CONFIG_DIR": str(path.absolute().parent)}
-    config = _checked(document, expand(document, variables), merge_methods, member_kinds)
+    config = _checked(document, expand(document, *variables), merge_methods, member_kinds)
     if config is None or document.problems:
         raise ConfigError(document.problems)
-    return LoadedConfig(config, text, path, tuple(overrides), document)
+    return document, config
 
 
 def _checked(
@@ -86,6 +128,8 @@ def _checked(
     problems: list[Problem] = []
     if isinstance(given := values.get("ensemble"), dict):
         method, wrong = _named(EnsembleConfig, "method", given, merge_methods)
+        if method is not None:
+            _leave_out_foreign(document, ("ensemble",), given, ("ensemble", "method"), method, merge_methods)
         checked, more = validate(method, given) if method is not None else (None, [])
         problems += [(("ensemble", *loc), sentence) for loc, sentence in (*wrong, *more)]
         values["ensemble"] = checked or EnsembleConfig()
@@ -94,6 +138,8 @@ def _checked(
         if defaults is not None:
             problems.append((("defaults",), "must be a mapping of a model's keys to values"))
         defaults = {}
+    if isinstance(given := values.get("data"), dict):
+        _leave_out_alternatives(document, ("data",), given, DataConfig)
     models = values.get("models")
     kinds: list[type[MemberConfig] | None] = []
     members: list[object] = []
@@ -107,6 +153,10 @@ def _checked(
         model |= {key: defaults[key] for key in merged}
         kinds[index], wrong = _named(MemberConfig, "task_type", model, member_kinds)
         if (kind := kinds[index]) is not None:
+            named_at: Loc = (*(("defaults",) if merged else ("models", index)), "task_type")
+            _leave_out_foreign(document, ("models", index), model, named_at, kind, member_kinds)
+            _leave_out_alternatives(document, ("models", index), model, kind)
+            _leave_out_alternatives(document, ("defaults",), defaults, kind)
             other = {mine: theirs for pair in kind.alternatives for mine, theirs in (pair, pair[::-1])}
             own = {"name", *model, *(other[key] for key in other if model.get(key) is not None)}
             added = (defaults.keys() & kind.model_fields.keys()) - own
@@ -132,6 +182,40 @@ def _checked(
         # What a default got wrong is said where it stands, which makes the members' copies of it one problem.
         document.report((*origins.get(loc[:3], loc[:3]), *loc[3:]), sentence)
     return config
+
+
+def _leave_out_foreign(
+    document: Document,
+    loc: Loc,
+    values: dict[str, Any],
+    named_at: Loc,
+    model: type[BaseModel],
+    known: Mapping[str, type[BaseModel]],
+) -> None:
+    """Take away keys of another method or kind, of files before the one that names this one, at ``named_at``."""
+    named = document.origin(named_at) if document.value(named_at) is not None else 0
+    earlier = [
+        key for key in values if document.origin((*loc, key)) < named and key not in model.model_fields
+    ]
+    if earlier:  # only now, because to know the keys of all means to import all that is installed
+        every = {key for one in known.values() for key in one.model_fields}
+        _leave_out(document, loc, values, every.intersection(earlier))
+
+
+def _leave_out_alternatives(
+    document: Document, loc: Loc, values: dict[str, Any], model: type[DataConfig | MemberConfig]
+) -> None:
+    """Take away the keys to which a later file gives the alternative."""
+    for pair in model.alternatives:
+        first, second = (document.origin((*loc, key)) for key in pair)
+        if first != second and all(values.get(key) is not None for key in pair):
+            _leave_out(document, loc, values, {pair[first > second]})
+
+
+def _leave_out(document: Document, loc: Loc, values: dict[str, Any], keys: set[str]) -> None:
+    given: Any = document.value(loc)
+    for key in keys:
+        del values[key], given[key]
 
 
 def _named(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ensemble.common.text import nearest
@@ -79,11 +80,16 @@ def _longest(parts: list[str], known: Iterable[str]) -> tuple[str, list[str]]:
     return key, joined[key]
 
 
-def expand(document: Document, variables: Mapping[str, str]) -> dict[str, Any]:
-    """The data with ``${NAME}`` replaced in every text value; ``$${`` stands for ``${``.
+def variables_of(paths: Sequence[Path], environ: Mapping[str, str]) -> list[dict[str, str]]:
+    """What ``${NAME}`` stands for in each file: the environment, and its own folder as ``CONFIG_DIR``."""
+    return [{**environ, "CONFIG_DIR": str(path.absolute().parent)} for path in paths]
 
-    What a variable gives is text and stays text.  Keys are left as they are.  An unknown variable is noted as
-    a problem and leaves ``INVALID``.  No variable's value gets into a message: it may be a token.
+
+def expanded_text(text: str, variables: Mapping[str, str]) -> str:
+    """The text with ``${NAME}`` replaced; ``$${`` stands for ``${``.
+
+    Raises:
+        LookupError: no such variable is known, or its value is no text; it says so in a sentence without the value.
     """
 
     def replacement(match: re.Match[str]) -> str:
@@ -100,6 +106,19 @@ def expand(document: Document, variables: Mapping[str, str]) -> dict[str, Any]:
             raise LookupError(f"the value of the environment variable {name} is not UTF-8 text")
         return variables[name]
 
+    return re.sub(_VARIABLE, replacement, text)
+
+
+def expand(document: Document, *variables: Mapping[str, str]) -> dict[str, Any]:
+    """The data with ``${NAME}`` replaced in every text value, by what it stands for in the value's file.
+
+    What a variable gives is text and stays text.  Keys are left as they are.  An unknown variable is noted as
+    a problem and leaves ``INVALID``.  No variable's value gets into a message: it may be a token.
+
+    Args:
+        variables: of each file; those of the first count for overrides as well.
+    """
+
     def expanded(value: object, loc: Loc) -> Any:
         if isinstance(value, dict):
             return {key: expanded(item, (*loc, key)) for key, item in value.items()}
@@ -108,10 +127,29 @@ def expand(document: Document, variables: Mapping[str, str]) -> dict[str, Any]:
         if not isinstance(value, str):
             return value
         try:
-            return re.sub(_VARIABLE, replacement, value)
+            file = document.origin(loc)
+            return expanded_text(value, variables[file if file < len(variables) else 0])
         except LookupError as error:
             document.refuse(loc, str(error.args[0]))
             return INVALID
 
     data: dict[str, Any] = expanded(document.data, ())
+    return data
+
+
+def with_folders(document: Document, variables: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+    """The data with ``${CONFIG_DIR}`` alone replaced: what means the same in a file in any folder."""
+
+    def moved(value: object, loc: Loc) -> Any:
+        if isinstance(value, dict):
+            return {key: moved(item, (*loc, key)) for key, item in value.items()}
+        if isinstance(value, list):
+            return [moved(item, (*loc, index)) for index, item in enumerate(value)]
+        if not isinstance(value, str):
+            return value
+        file = document.origin(loc)
+        folder = variables[file if file < len(variables) else 0]["CONFIG_DIR"].replace("${", "$${")
+        return re.sub(_VARIABLE, lambda found: folder if found["name"] == "CONFIG_DIR" else found[0], value)
+
+    data: dict[str, Any] = moved(document.data, ())
     return data

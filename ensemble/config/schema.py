@@ -78,6 +78,8 @@ class DataConfig(_Strict):
         "label_column": "label label_col target target_column",
         "label_columns": "label_cols targets target_columns",
     }
+    # Keys of which a later config file has one or the other, as with members' keys.
+    alternatives: ClassVar[tuple[tuple[str, str], ...]] = (("label_column", "label_columns"),)
 
     def truth_columns(self, labels: Sequence[str]) -> tuple[str, ...]:
         """The column of ``label_columns`` for each of the config's labels; empty where there are none."""
@@ -111,7 +113,8 @@ class MemberConfig(_Strict):
     # Only the rows of which the weighted mean of the members listed before it is unsure; left out: all rows.
     when: When | None = Field(default=None, examples=[{"margin_below": 0.3}])
 
-    # Keys of which a member has one or the other: its own takes the place of the other one under defaults.
+    # Keys of which a member has one or the other: its own takes the place of the other one under defaults, a later
+    # config file's that of an earlier one's.
     alternatives: ClassVar[tuple[tuple[str, str], ...]] = ()
 
     @property
@@ -255,11 +258,9 @@ class RunConfig(_Strict):
         edges = ensemble.length_bins or () if isinstance(ensemble, EnsembleConfig) else ()
         for index, member in members:
             calibration = member.get("calibration")
-            for key in ("scale", "bias") if isinstance(calibration, dict) and known else ():
-                given = calibration.get(key)
-                for label in given if isinstance(given, dict) else ():
-                    if label not in known:
-                        yield ("models", index, "calibration", key, label), "must be one of the labels"
+            for key, given in calibration.items() if isinstance(calibration, dict) and known else ():
+                for label in (one for one in given if one not in known) if isinstance(given, dict) else ():
+                    yield ("models", index, "calibration", key, label), "must be one of the labels"
         yield from broken_weights(members, labels if known else [], edges)
         submission = values.get("submission")
         columns = submission.get("columns") if isinstance(submission, dict) else None

@@ -7,7 +7,7 @@ and ``2024-01-31`` are text, ``012`` is twelve, ``1e-5`` is a number.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,7 +15,7 @@ import yaml
 
 from ensemble.common.errors import ConfigError
 from ensemble.common.files import unreadable
-from ensemble.config.document import INVALID, NOT_TEXT, Document, Loc, one_line, shown
+from ensemble.config.document import INVALID, NOT_TEXT, Document, Line, Loc, one_line, shown
 
 # No config comes near these; a wrong file (a CSV, say) or a bomb of aliases does, and must not fill memory.
 MAX_BYTES: Final = 1 << 20
@@ -57,16 +57,20 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"{name} (line {line}): not UTF-8 text; save the file as UTF-8") from None
 
 
-def parse(text: str, path: Path) -> Document:
+def parse(text: str, path: Path, files: Sequence[str] = (), number: int = 0) -> Document:
     """YAML text as a ``Document``; repeated and non-text keys are problems noted in it.
+
+    Args:
+        files: the names of all the files that are read, if there are more.
+        number: of this one among them.
 
     Raises:
         ConfigError: nothing to go on with: a syntax error, an empty file, too many values, no mapping.
     """
     name = one_line(str(path))
-    document = Document({}, {})
+    document = Document({}, {}, tuple(files) or (name,))
     try:
-        data = build_data(text.removeprefix("\ufeff"), document, (), document.lines)
+        data = build_data(text.removeprefix("\ufeff"), document, (), document.lines, number)
     except Unreadable as error:
         raise ConfigError(f"{name}{error.position}: {error}") from None
     if data is None:
@@ -85,8 +89,8 @@ class Unreadable(Exception):
         self.position = f" (line {mark[0]}, column {mark[1]})" if mark else ""
 
 
-def build_data(text: str, document: Document, loc: Loc, lines: dict[Loc, int]) -> object:
-    """YAML text as plain data, which will stand at ``loc``; ``lines`` takes the line of each value, from 1.
+def build_data(text: str, document: Document, loc: Loc, lines: dict[Loc, Line], file: int = 0) -> object:
+    """YAML text as plain data, which will stand at ``loc``; ``lines`` takes the line of each value in ``file``.
 
     Raises:
         Unreadable: it is no YAML, or too large or too deep.
@@ -109,7 +113,7 @@ def build_data(text: str, document: Document, loc: Loc, lines: dict[Loc, int]) -
     # ValueError: "\UFFFFFFFF", a character that there is not
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise Unreadable(f"not valid YAML: {error}") from None
-    return None if node is None else _Builder(document, lines).build(node, loc)
+    return None if node is None else _Builder(document, lines, file).build(node, loc)
 
 
 def _mark(node: yaml.Node) -> tuple[int, int]:
@@ -142,6 +146,16 @@ _SCALARS: dict[str, tuple[str, str, Callable[[str], object]]] = {
 }
 
 
+def _tag_of(kind: type[yaml.Node], value: str, implicit: tuple[bool, bool]) -> str:
+    """The tag of a node that names none; ``implicit`` begins with whether it is a word without quotes."""
+    if kind is not yaml.ScalarNode:
+        return _TAG + ("seq" if kind is yaml.SequenceNode else "map")
+    is_quoted = not implicit[0]
+    return _TAG + (
+        "str" if is_quoted else next(tag for tag in _SCALARS if re.fullmatch(_SCALARS[tag][0], value))
+    )
+
+
 class _Loader(yaml.SafeLoader):
     """PyYAML's composer with the words of YAML 1.2, and with an end: it is slow, and recursive."""
 
@@ -149,12 +163,7 @@ class _Loader(yaml.SafeLoader):
     nodes = 0
 
     def resolve(self, kind: type[yaml.Node], value: str, implicit: tuple[bool, bool]) -> str:
-        if kind is not yaml.ScalarNode:
-            return _TAG + ("seq" if kind is yaml.SequenceNode else "map")
-        is_quoted = not implicit[0]
-        return _TAG + (
-            "str" if is_quoted else next(tag for tag in _SCALARS if re.fullmatch(_SCALARS[tag][0], value))
-        )
+        return _tag_of(kind, value, implicit)
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if parent is not None and self.depth > MAX_DEPTH:
@@ -181,18 +190,47 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
+class _Dumper(yaml.SafeDumper):
+    """PyYAML's writer, which quotes what ``_Loader`` would not read as text."""
+
+    def resolve(self, kind: type[yaml.Node], value: str, implicit: tuple[bool, bool]) -> str:
+        return _tag_of(kind, value, implicit)
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+def _text_node(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    lines = text.split("\n")
+    # What PyYAML would otherwise leave to line breaks that are none in the text.
+    style = '"' if not all(line.isprintable() for line in lines) else "|" if len(lines) > 1 else None
+    return dumper.represent_scalar(f"{_TAG}str", text, style=style)
+
+
+_Dumper.add_representer(str, _text_node)
+
+
+def dump(data: dict[str, Any]) -> str:
+    """Plain data as YAML text, of which ``parse`` makes the same data."""
+    # No line is folded, so that an editor's search finds what stands in it.
+    return yaml.dump(
+        data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=None, width=MAX_BYTES
+    )
+
+
 class _Builder:
     """Nodes -> plain data.  An alias becomes a copy, so that an override of one leaves the others alone."""
 
-    def __init__(self, document: Document, lines: dict[Loc, int]) -> None:
+    def __init__(self, document: Document, lines: dict[Loc, Line], file: int) -> None:
         self.document = document
         self.lines = lines
+        self.file = file
         self.values_left = MAX_VALUES
 
     def build(self, node: yaml.Node, loc: Loc) -> object:
         self._spend(node, len(loc))
         if loc:
-            self.lines.setdefault(loc, _mark(node)[0])
+            self.lines.setdefault(loc, (self.file, _mark(node)[0]))
         kind = node.tag.removeprefix(_TAG)
         if isinstance(node, yaml.MappingNode) and kind == "map":
             return self._mapping(node, loc)
@@ -233,7 +271,7 @@ class _Builder:
                 sentence = f"the key {shown(key)} (line {line}) must be text; put it in quotes"
                 self.document.refuse(loc, sentence)
             elif key not in values:
-                self.lines[*loc, key] = line
+                self.lines[*loc, key] = self.file, line
                 values[key] = self.build(value_node, (*loc, key))
             elif not merged:
                 self.document.report((*loc, key), f"given twice; again on line {line}")

@@ -147,6 +147,11 @@ def first_config(table: Path, sources: Sequence[str], sample: Path | None, outpu
     if unused:
         lines += [f"  # not used: {', '.join(map(_shown, unused))}"]
     lines += ["", f"# {reason}", *_flow("labels: ", labels), "", "models:"]
+    if len(members) > 1:
+        lines += [
+            "  # They count alike. Where true labels are known, `python -m ensemble fit` earns weights, into a file",
+            "  # of their own: run config.yaml weights.yaml",
+        ]
     if "GUESS" in reason:
         guesses.append(f"labels: {reason.partition('GUESS: ')[2].rstrip('.')}")
 

@@ -16,15 +16,16 @@ if TYPE_CHECKING:
 
 
 def load(
-    path: Path, overrides: Sequence[str] = (), *, environ: Mapping[str, str] | None = None
+    paths: Path | Sequence[Path], overrides: Sequence[str] = (), *, environ: Mapping[str, str] | None = None
 ) -> LoadedConfig:
-    """Read and check a config, see ``load_config``.
+    """Read and check a config of one file or several, see ``load_config``.
 
     Raises:
         ConfigError: with every problem there is.
     """
     methods, kinds = SettingsByName(_merge_methods), SettingsByName(lambda: KINDS)
-    return load_config(path, overrides, methods, kinds, environ)
+    files = [paths] if isinstance(paths, Path) else paths
+    return load_config(files, overrides, methods, kinds, environ)
 
 
 def _merge_methods() -> Registry[MergeMethod]:

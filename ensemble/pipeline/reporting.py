@@ -101,6 +101,7 @@ class RunState:
             # A copy: members are finished in another thread meanwhile.
             files={name: str(path) for name, path in dict(results.files).items()},
             config=loaded.text,
+            config_files=tuple(map(str, loaded.paths)),
             overrides=tuple(loaded.overrides),
         )
         redacted: RunReport = loaded.redactor.document(report)

@@ -166,7 +166,7 @@ class _Run(RunState):
             if is_work_left:
                 rundir.forget_results()
             loaded = self.prepared.loaded
-            write_text(rundir.config, loaded.redactor(loaded.text))
+            write_text(rundir.config, loaded.redactor(loaded.whole))
             reserve = self._first_submission() if is_work_left else 0.0
             if is_work_left:
                 self._wait_for_room(reserve)

@@ -1,7 +1,7 @@
 """Every path in a run directory, its lock and its log, and what proves that a run has made it.
 
 output_dir/
-  config.yaml              as given
+  config.yaml              as given; several files, and what --set says, in one
   run.json                 versions, devices, what each worker did, scores
   predictions/<member>.csv id and one column per label, in the table's order; <member>.json: its manifest, which
                            says what it was made of; <member>.rows: which rows it is of

@@ -159,7 +159,8 @@ class RunReport:
         explanation: where the time went of a limit that left none to compute anything, in a sentence.
         ensemble: the merge method and its settings.
         files: results by what they are, in the order they were made.
-        config: the YAML as it was written.
+        config: the YAML as it was written; of several files, what they are together with the overrides.
+        config_files: as they were named.
     """
 
     status: Status
@@ -188,6 +189,7 @@ class RunReport:
     warnings: tuple[str, ...] = ()
     files: dict[str, str] = field(default_factory=dict)
     config: str = ""
+    config_files: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
 
     @property

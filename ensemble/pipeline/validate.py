@@ -445,7 +445,7 @@ def _unfit_places(loaded: LoadedConfig, kinds: _Kinds) -> Iterator[str]:
     """Where the run cannot write, or would write what it reads."""
     config, asked = loaded.config, loaded.config.submission
     inputs = [
-        loaded.path,
+        *loaded.paths,
         config.data.path,
         *(Path(name) for kind in kinds.values() for name in kind.sources()),
     ]

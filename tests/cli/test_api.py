@@ -276,6 +276,14 @@ def test_what_would_be_is_shown_as_the_commands_show_it(project: Project, monkey
     assert "activations" in repr(planned)
     assert not (project.folder / "runs/first").exists()
 
+    project.write_config({"models": [{"name": "llama", "weight": 3}]}, "weights.yaml")
+    both = ensemble.validate(["config.yaml", project.folder / "weights.yaml"], {"models.gemma.weight": 2})
+    assert [one.weight for one in both.config.models] == [2, 3]
+    with pytest.raises(ensemble.ConfigError, match="the list is empty"):
+        ensemble.validate([])
+    with pytest.raises(ensemble.ConfigError, match="'3' is no path"):
+        ensemble.validate(["config.yaml", 3])  # type: ignore[list-item]
+
 
 def test_what_does_not_fit_is_planned_and_not_validated(project: Project, monkeypatch: Any) -> None:
     monkeypatch.chdir(project.folder)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from tests.checkpoints import reference
 from tests.project import LABELS, Project
@@ -228,8 +229,28 @@ def test_overrides_reach_the_run(project: Project) -> None:
         assert path.is_dir() or b"s3cret" not in path.read_bytes(), (
             f"a secret from the environment stands in {path}"
         )
-    written = (project.folder / "elsewhere/x/config.yaml").read_bytes()
-    assert written == (project.folder / "config.yaml").read_bytes()
+    assert report["config"] == (project.folder / "config.yaml").read_text()
+    kept = yaml.safe_load((project.folder / "elsewhere/x/config.yaml").read_text())
+    models = [config["models"][0] | {"name": "first"}, config["models"][1] | {"weight": 0}]
+    assert kept == config | {"models": models, "limit": 5}
+
+    # Weights of a file of their own invalidate nothing, and are in the one file that is kept.
+    over = {"models": [{"name": "llama", "weight": 3}, {"name": "gemma", "weight": 0}]}
+    project.write_config(over, "weights.yaml")
+    environment = {"WHERE": "elsewhere", "MY_TOKEN": "hf_s3cret"}
+    done = project.ensemble("run", "config.yaml", "weights.yaml", *options[2:], environment=environment)
+    assert done.returncode == 0, done.stderr
+    report = project.run_json("elsewhere/x")
+    assert [(one["chunks"], one["weight"]) for one in report["members"]] == [(0, 0), (0, 3)]
+    assert project.read("elsewhere/x/ensemble.csv")[1] == project.read("elsewhere/x/predictions/llama.csv")[1]
+    assert report["config_files"] == ["config.yaml", "weights.yaml"]
+    kept = yaml.safe_load((project.folder / "elsewhere/x/config.yaml").read_text())
+    models = [config["models"][0] | {"name": "first", "weight": 0}, config["models"][1] | {"weight": 3}]
+    assert kept == config | {"models": models, "limit": 5} == yaml.safe_load(report["config"])
+
+    done = project.ensemble("validate", "config.yaml", "weights.yaml", "none.yaml", "nothing.yaml")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: none.yaml: no such file\nerror: nothing.yaml: no such file\n"
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])

@@ -464,7 +464,7 @@ def test_less_memory_than_the_plan_takes(project: Project, monkeypatch: pytest.M
     monkeypatch.setattr(doctor, "available_memory_bytes", lambda: 100 * MIB)
     monkeypatch.setattr(doctor, "run_trials", lambda *_: [])
     monkeypatch.chdir(project.folder)
-    texts = [finding.text for finding in examine(Path("config.yaml"))]
+    texts = [finding.text for finding in examine([Path("config.yaml")])]
     (told,) = [text for text in texts if text.startswith("the plan's workers take about ")]
     assert told.endswith(" of memory at once, 100.0 MiB are free")
 

@@ -24,7 +24,7 @@ from tests.config.examples import SMALL, WHOLE, Load, Problems, small
 def test_what_a_user_writes(load: Load, tmp_path: Path) -> None:
     loaded = load(WHOLE.replace("\n", "\r\n"), "limit=10")
     assert loaded.text == WHOLE.replace("\n", "\r\n")
-    assert loaded.path == tmp_path / "my config.yaml"
+    assert loaded.paths == (tmp_path / "my config.yaml",)
     assert loaded.overrides == ("limit=10",)
     run = loaded.config
     assert run.data == DataConfig(path=Path("test.csv"), id_column="id", label_column="label")

@@ -79,10 +79,10 @@ def test_numbers_that_are_none_are_refused(value: str) -> None:
 
 def test_lines_of_keys_and_items_are_known() -> None:
     document = read("data:\n  path: x\nmodels:\n  - name: a\n\n  - name: b\n    weight: 1\n")
-    assert document.lines["data",] == 1
-    assert document.lines["data", "path"] == 2
-    assert document.lines["models", 1] == 6
-    assert document.lines["models", 1, "weight"] == 7
+    assert document.lines["data",] == (0, 1)
+    assert document.lines["data", "path"] == (0, 2)
+    assert document.lines["models", 1] == (0, 6)
+    assert document.lines["models", 1, "weight"] == (0, 7)
 
 
 def test_small_numbers_are_keys_as_they_are_written() -> None:
@@ -157,8 +157,8 @@ def test_aliases_and_merge_keys() -> None:
     assert document.data["both"] == {"a": 1, "b": 1, "c": 3}
     assert document.data["end"] == {"b": 2, "c": 2, "d": 4}
     assert document.data["copy"] == {"a": 1, "b": 1}
-    assert document.lines["both", "a"] == 1
-    assert document.lines["both", "c"] == 3
+    assert document.lines["both", "a"] == (0, 1)
+    assert document.lines["both", "c"] == (0, 3)
 
 
 def test_a_merge_of_something_else_is_refused() -> None:

@@ -97,7 +97,7 @@ ALL = ("mean", "geometric_mean", "median", "rank_mean", "vote", "power_mean")
 
 @pytest.mark.parametrize("name", ALL)
 def test_rows_that_members_lack_are_merged_from_the_others(name: str) -> None:
-    settings = {"power": 2} if name == "power_mean" else {}
+    settings: dict[str, Any] = {"power": 2} if name == "power_mean" else {}
     arrays, weights = lacking(), [0.5, 2, 1.0]
     found = merged(name, arrays, weights, **settings)
     assert np.isnan(found[199]).all()
@@ -114,12 +114,14 @@ def test_rows_that_members_lack_are_merged_from_the_others(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_weights_by_label_and_by_length_bin(name: str) -> None:
-    settings = {"power": 3} if name == "power_mean" else {}
+    settings: dict[str, Any] = {"power": 3} if name == "power_mean" else {}
     arrays = [values_of(number, "sigmoid") for number in range(3)]
-    by_label = [{"a": 0.5, "b": 0, "c": 1.0}, {"a": 1.0, "b": 2, "c": 0.0}, 0.7]
+    by_label: list[AnyWeight] = [{"a": 0.5, "b": 0, "c": 1.0}, {"a": 1.0, "b": 2, "c": 0.0}, 0.7]
     found = merged(name, arrays, by_label, "sigmoid", **settings)
     for number, label in enumerate(LABELS):
-        plain = [weight[label] if isinstance(weight, dict) else weight for weight in by_label]
+        plain: list[AnyWeight] = [
+            weight[label] if isinstance(weight, dict) else weight for weight in by_label
+        ]
         column = merged(name, arrays, plain, "sigmoid", **settings)[:, number]
         np.testing.assert_allclose(found[:, number], column, rtol=1e-12)
     by_bin: list[AnyWeight] = [(1, 0, 3), 0.5, (0, 2, 0.25)]
@@ -160,7 +162,7 @@ def test_the_median_of_probabilities_sums_to_1() -> None:
     arrays = [values_of(number) for number in range(5)]
     np.testing.assert_allclose(merged("median", arrays), to_1(np.median(arrays, axis=0)), rtol=1e-12)
     sure = [np.eye(3)[[0, 1, 2]], np.eye(3)[[1, 1, 2]], np.eye(3)[[2, 1, 0]]]
-    expected = [[1 / 3] * 3, [0, 1, 0], [0, 0, 1]]
+    expected = np.array([[1 / 3] * 3, [0, 1, 0], [0, 0, 1]])
     np.testing.assert_allclose(merged("median", sure), expected, atol=1e-15)
 
 
@@ -315,7 +317,7 @@ def test_what_methods_refuse() -> None:
     for name in ("median", "rank_mean"):
         assert not problems(name, "none", "none")
     for name in ("vote", "power_mean", "logit_mean", "geometric_mean"):
-        settings = {"power": 2} if name == "power_mean" else {}
+        settings: dict[str, Any] = {"power": 2} if name == "power_mean" else {}
         assert problems(name, "none", "none", **settings).startswith(
             f"ensemble.method: {name} is for probabilities, and raw values (regression) come from x, y; use mean"
         )

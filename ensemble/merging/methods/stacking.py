@@ -25,7 +25,7 @@ D. H. Wolpert, "Stacked generalization", Neural Networks 5 (1992), 241-259.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, TypeAlias
 
 import numpy as np
@@ -68,15 +68,14 @@ class Stacking(MergeMethod):
     def problems(self) -> Iterator[str]:
         labels, names = self.members.labels, self.members.names
         given = self.settings.coefficients
-        named = {f"coefficients.{name}": one for name, one in given.items() if isinstance(one, dict)}
-        named |= {
-            f"{key}.{label}": one
-            for key, inner in named.items()
-            for label, one in inner.items()
-            if isinstance(one, dict)
-        }
-        for key, inner in {**named, "intercept": self.settings.intercept}.items():
-            for label in (one for one in inner if one not in labels):
+        by_label: list[tuple[str, Mapping[str, object]]] = []
+        for name, one in given.items():
+            if isinstance(one, dict):
+                by_label.append((f"coefficients.{name}", one))
+                inner = ((label, row) for label, row in one.items() if isinstance(row, dict))
+                by_label += [(f"coefficients.{name}.{label}", row) for label, row in inner]
+        for key, named in (*by_label, ("intercept", self.settings.intercept)):
+            for label in (one for one in named if one not in labels):
                 yield f"ensemble.{key}.{label}: must be one of the labels"
         for name in (one for one in given if one not in names):
             yield f"ensemble.coefficients.{name}: there is no member of that name"
