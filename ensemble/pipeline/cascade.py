@@ -314,13 +314,15 @@ def expected_shares(
             found[model.name] = ExpectedShare(1.0, why)
         else:
             rows, _ = max((tables[one.name] for one in before), key=lambda table: len(table[0]))
-            values, activations = list[_Values](), [inspected[one.name].activation for one in before]
+            of_members, activations = list[_Values](), [inspected[one.name].activation for one in before]
             for one in before:
                 own_ids, own = tables[one.name]
                 places = pc.index_in(rows, value_set=own_ids).fill_null(-1).to_numpy()
-                values.append(np.where(places[:, None] >= 0, own[places], np.nan))
-            is_present = np.array([~np.isnan(one).any(axis=1) for one in values])
-            mean = _mean(config, before, activations, values, is_present, np.zeros(len(rows), dtype=np.int64))
+                of_members.append(np.where(places[:, None] >= 0, own[places], np.nan))
+            is_present = np.array([~np.isnan(one).any(axis=1) for one in of_members])
+            mean = _mean(
+                config, before, activations, of_members, is_present, np.zeros(len(rows), dtype=np.int64)
+            )
             decided = decide(model.when, doubts(rule, mean, set(activations) == {"softmax"}))
             why = f"by the predictions of {plural(len(rows), 'row')} in {shown_path(folder)}"
             found[model.name] = ExpectedShare(float((decided == COMPUTE).mean()), why)

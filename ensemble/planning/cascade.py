@@ -66,7 +66,8 @@ def doubts(rule: str, mean: npt.NDArray[np.float64], is_exclusive: bool) -> Doub
 def decide(when: Mapping[str, float], doubt: Doubts) -> npt.NDArray[np.int8]:
     """Which rows are computed, int8 [rows]: ``COMPUTE``, ``SKIP``, or ``UNKNOWN`` for now.
 
-    Of rows that are equally certain, ``share`` takes those that come first in the table.
+    Rows that nobody has are always computed.  Of rows that are equally certain, ``share`` takes those that come
+    first in the table.
 
     Args:
         when: one rule with its number.
@@ -79,6 +80,7 @@ def decide(when: Mapping[str, float], doubt: Doubts) -> npt.NDArray[np.int8]:
         if is_known.all():
             count = math.ceil(number * len(doubt) - _ROUNDING)
             found[np.argsort(-doubt, kind="stable")[:count]] = COMPUTE
+            found[np.isinf(doubt)] = COMPUTE
         return found
     threshold = -number if rule == "margin_below" else number
     with np.errstate(invalid="ignore"):

@@ -79,12 +79,12 @@ def cascade_text(report: RunReport, member: MemberReport) -> str:
         return text
     better = "lower" if found.difference < 0 else "higher"
     noise = "" if abs(found.difference) > 2 * found.error else ", which may be chance"
+    error, over_all = f"(+/- {found.error:.4f}, a standard error)", abs(found.difference_over_all)
     return (
         f"{text}; on {plural(found.rows, 'row')} that it gave the ensemble's log loss is {found.log_loss:.4f} "
-        f"with it and {found.log_loss_without:.4f} without it, {abs(found.difference):.4f} (+/- {found.error:.4f}, a "
-        f"standard error) {better}{noise}; over all rows {abs(found.difference_over_all):.4f} (+/- "
-        f"{found.error_over_all:.4f}) {better}; accuracy {found.accuracy:.1%} with it and "
-        f"{found.accuracy_without:.1%} without it"
+        f"with it and {found.log_loss_without:.4f} without it, {abs(found.difference):.4f} {error} "
+        f"{better}{noise}; over all rows {over_all:.4f} (+/- {found.error_over_all:.4f}) {better}; accuracy "
+        f"{found.accuracy:.1%} with it and {found.accuracy_without:.1%} without it"
     )
 
 
