@@ -278,6 +278,7 @@ def expected_shares(
     given: Mapping[str, _Values],
     ids: pa.ChunkedArray | None,
     folder: Path,
+    place: str = "",
 ) -> dict[str, ExpectedShare]:
     """For each member with ``when``: by the predictions of the members before it, as far as there are any.
 
@@ -285,7 +286,9 @@ def expected_shares(
         given: values of members that need no worker, [rows, labels], NaN where they lack a row.
         ids: of the table's rows; None: it cannot be read.
         folder: the directory of a run, of these rows or of others, such as a labelled sample.
+        place: what it is called; empty: its path.
     """
+    place = place or f"in {shown_path(folder)}"
     rundir, found = RunDir(folder), dict[str, ExpectedShare]()
     tables: dict[str, tuple[pa.ChunkedArray, _Values]] = {}
     for model in config.models:
@@ -305,12 +308,10 @@ def expected_shares(
         if rule == "share":
             found[model.name] = ExpectedShare(limit, "as when says")
         elif any(isinstance(one.weight, tuple) for one in before):
-            found[model.name] = ExpectedShare(
-                1.0, "all rows are assumed: weights by length bin are not looked up"
-            )
+            found[model.name] = ExpectedShare(1.0, "all are assumed: weights by length bin are not looked up")
         elif missing := [one.name for one in before if one.name not in tables or one.name not in inspected]:
             names = " and ".join(missing)
-            why = f"all rows are assumed, as no run in {shown_path(folder)} has predictions of {names}"
+            why = f"all are assumed, as there are no predictions of {names} {place}"
             found[model.name] = ExpectedShare(1.0, why)
         else:
             rows, _ = max((tables[one.name] for one in before), key=lambda table: len(table[0]))
@@ -324,7 +325,7 @@ def expected_shares(
                 config, before, activations, of_members, is_present, np.zeros(len(rows), dtype=np.int64)
             )
             decided = decide(model.when, doubts(rule, mean, set(activations) == {"softmax"}))
-            why = f"by the predictions of {plural(len(rows), 'row')} in {shown_path(folder)}"
+            why = f"by the predictions of {plural(len(rows), 'row')} {place}"
             found[model.name] = ExpectedShare(float((decided == COMPUTE).mean()), why)
     return found
 

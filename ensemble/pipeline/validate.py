@@ -363,7 +363,7 @@ def _plan(
         lengths, memory = lengths_of(columns[name]), None
         if table is not None and name in inspected:
             memory = kind.memory(inspected[name], lengths, len(config.labels))
-        share = shares[name].share if name in shares else 1.0
+        share = shares[name].share if name in shares and kind.settings.when is not None else 1.0
         facts[name] = MemberFacts(name, kind.request(), lengths, memory, kind.needs_worker, share)
     speeds: dict[str, Speed] = {}
     with contextlib.suppress(DataError):  # there was no run here, or one of another version
