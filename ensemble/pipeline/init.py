@@ -149,7 +149,7 @@ def first_config(table: Path, sources: Sequence[str], sample: Path | None, outpu
     lines += ["", f"# {reason}", *_flow("labels: ", labels), "", "models:"]
     if len(members) > 1:
         lines += [
-            "  # They count alike. Where true labels are known, `python -m ensemble fit` earns weights, into a file",
+            "  # They count alike. Where true labels are known, `python -m ensemble fit` earns weights, in a file",
             "  # of their own: run config.yaml weights.yaml",
         ]
     if "GUESS" in reason:

@@ -94,6 +94,7 @@ class RunState:
             merged_rows=dict(results.merged_rows),
             filled_rows=results.filled_rows,
             scores=dict(results.scores),
+            gain=results.gain,
             on_bad_row=prepared.config.on_bad_row,
             explanation=self.explanation,
             ensemble=prepared.config.ensemble.model_dump(mode="json", exclude_none=True),

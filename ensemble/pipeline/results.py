@@ -33,7 +33,7 @@ from ensemble.merging.blocks import MergedMember, RowSource, Without, block_span
 from ensemble.merging.calibration import calibrator
 from ensemble.merging.methods import merge_method
 from ensemble.merging.methods.base import Members
-from ensemble.merging.metrics import Comparing, Comparison, Score, Scoring
+from ensemble.merging.metrics import Comparing, Comparison, Gain, PairedLosses, Score, Scoring
 from ensemble.merging.row_checks import RowCheck
 from ensemble.pipeline.resume import MemberWork, demand_unchanged, write_manifest
 from ensemble.pipeline.run_dir import RunDir
@@ -54,11 +54,13 @@ _Blocks: TypeAlias = Iterator[tuple[int, _Values]]
 class Results:
     """Scores by the member's name (and the ensemble's), and files by what they are, in the order they were made.
 
+    ``gain`` is the ensemble's over its best member, None where no member has all rows or there is one alone.
     ``merged_rows`` counts the rows that each merged member gave, ``filled_rows`` those that none did.
     ``comparisons`` are of members with ``when``: the ensemble with them and without them.
     """
 
     scores: dict[str, Score] = field(default_factory=dict)
+    gain: Gain | None = None
     files: dict[str, Path] = field(default_factory=dict)
     merged_rows: dict[str, int] = field(default_factory=dict)
     filled_rows: int = 0
@@ -156,10 +158,12 @@ class ResultWriter:
         if not any(state.plan.model.has_weight for state in members):
             members = ()
         results = self.results
-        results.scores, results.merged_rows, results.filled_rows = {}, {}, 0  # those of a first submission
+        # Those of a first submission.
+        results.scores, results.gain, results.merged_rows, results.filled_rows = {}, None, {}, 0
         results.comparisons = {}
         table, merged = self._prepared.table, list[MergedMember]()
         scoring = self._scoring() if members else None
+        unscored, paired = set[int](), PairedLosses(len(members))
         threads = min(len(os.sched_getaffinity(0)), _MAX_THREADS)
         with (
             malloc_for_arrow(),
@@ -167,9 +171,13 @@ class ResultWriter:
             ThreadPoolExecutor(threads, "merge") as pool,
         ):
             blocks = self._merged_blocks(members, merged, opened, pool)
+            if scoring is not None:
+                blocks = _scored(blocks, scoring, merged, paired, unscored)
             if self._config.time_limit is not None:
                 blocks = self._filled(blocks)
-            whole = self._write_blocks(blocks, pool, threads, scoring)
+            if scoring is not None:
+                blocks = _score_filled(blocks, scoring, unscored)
+            whole = self._write_blocks(blocks, pool, threads)
         for member in merged:
             results.merged_rows[member.name] = member.check.reached
             if member.scoring is not None and member.check.reached == table.rows:
@@ -178,6 +186,10 @@ class ResultWriter:
             # What fills rows that no member reached says nothing of the members.
             changes = {"no_better_than_prior": False} if results.filled_rows else {}
             results.scores[ENSEMBLE_ROW] = replace(scoring.score(), **changes)
+            whole_members = [number for number, member in enumerate(merged) if member.name in results.scores]
+            if whole_members and len(merged) > 1 and paired.rows == table.rows:
+                best = min(whole_members, key=lambda number: results.scores[merged[number].name].log_loss)
+                results.gain = paired.gain(best, merged[best].name)
         asked, sample, written = self._config.submission, self._prepared.sample, self._rundir.submission
         if asked is None or sample is None:
             return
@@ -286,9 +298,7 @@ class ResultWriter:
                 self.results.filled_rows += fill_rows(values, rule, own, even)
             yield start, values
 
-    def _write_blocks(
-        self, blocks: _Blocks, pool: ThreadPoolExecutor, threads: int, scoring: Scoring | None
-    ) -> _Values | None:
+    def _write_blocks(self, blocks: _Blocks, pool: ThreadPoolExecutor, threads: int) -> _Values | None:
         """Write the files whose rows stand in the table's order; returns all rows where the submission's do not."""
         rundir, table, sample = self._rundir, self._prepared.table, self._prepared.sample
         # A path and its columns: names, and labels by number, None for the ids.
@@ -329,8 +339,6 @@ class ResultWriter:
                     missing += len(empty)
                 if whole is not None:
                     whole[start : start + len(values)] = values
-                if scoring is not None:
-                    scoring.add(start, values)
                 texts.append(pool.submit(text_of, start, values))
                 if len(texts) > threads:
                     write_text(texts.popleft())
@@ -368,6 +376,33 @@ class _OnlyRows:
 
     def close(self) -> None:
         self._source.close()
+
+
+def _scored(
+    blocks: _Blocks,
+    scoring: Scoring,
+    merged: Sequence[MergedMember],
+    paired: PairedLosses,
+    unscored: set[int],
+) -> _Blocks:
+    """The blocks, scored and held against the members' as long as theirs are known: not once rows are filled in.
+
+    ``unscored`` takes where the blocks begin in which rows are missing.
+    """
+    for start, values in blocks:
+        if np.isnan(values[:, 0]).any():
+            unscored.add(start)
+        else:
+            own = [None if member.scoring is None else member.scoring.losses(start) for member in merged]
+            paired.add(scoring.add(start, values), own)
+        yield start, values
+
+
+def _score_filled(blocks: _Blocks, scoring: Scoring, unscored: set[int]) -> _Blocks:
+    for start, values in blocks:
+        if start in unscored:
+            scoring.add(start, values)
+        yield start, values
 
 
 def fill_rows(

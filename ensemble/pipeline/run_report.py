@@ -15,7 +15,7 @@ from ensemble.common.files import unreadable, write_text
 from ensemble.common.gpus import Device
 from ensemble.common.protocol import Counters
 from ensemble.config.values import AnyWeight
-from ensemble.merging.metrics import Comparison, Score
+from ensemble.merging.metrics import Comparison, Gain, Score
 from ensemble.planning.forecast import Speed
 from ensemble.scheduling.device_pool import MemoryCurve, Release, TelemetryCurve
 from ensemble.scheduling.state import Failure, FaultRecord, Gap, Phase
@@ -156,6 +156,7 @@ class RunReport:
         idle_gaps: in which a device computed nothing between two members.
         left_out: members that the others were merged without.
         merged_rows: the rows that each merged member gave; ``filled_rows`` those that none did.
+        gain: of the ensemble over its best member; None where there is nothing to say, or nothing said it then.
         explanation: where the time went of a limit that left none to compute anything, in a sentence.
         ensemble: the merge method and its settings.
         files: results by what they are, in the order they were made.
@@ -184,6 +185,7 @@ class RunReport:
     scores: dict[str, Score]
     on_bad_row: str
     device_telemetry: dict[str, TelemetryCurve] = field(default_factory=dict)
+    gain: Gain | None = None
     explanation: str = ""
     ensemble: dict[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()

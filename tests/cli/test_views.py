@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from ensemble.cli import views
+from ensemble.merging.metrics import Gain, Score
+from ensemble.pipeline.run_report import RunReport
+from ensemble.pipeline.status import RunStatus
 from tests.cli.reports import member, report, shown, worker
 from tests.page import blocks
 
@@ -32,3 +38,65 @@ def test_the_view_of_the_page_on_extending(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_every_view_that_is_named_is_there() -> None:
     assert all(callable(import_module(place).view) for place in views.VIEWS.values())
+
+
+LOST = "worse than its best member b (95 % interval 0.0010 to 0.0046): "
+
+
+@pytest.mark.parametrize(
+    ("gain", "weights", "sentence"),
+    [
+        (
+            (0.0166, 0.012, 0.0212),
+            (1.0, 1.0),
+            "0.0166 better than its best member b (95 % interval 0.0120 to 0.0212)",
+        ),
+        (
+            (0.0016, -0.001, 0.0042),
+            (1.0, 1.0),
+            "0.0016 better than its best member b (95 % interval -0.0010 to 0.0042, which may be chance)",
+        ),
+        (
+            (-0.0028, -0.0046, -0.001),
+            (1.0, 1.0),
+            f"0.0028 {LOST}equal weights lose to it; `python -m ensemble fit CONFIG` earns weights",
+        ),
+        (
+            (-0.0028, -0.0046, -0.001),
+            (1.0, 2.0),
+            f"0.0028 {LOST}these weights lose to it; `python -m ensemble fit CONFIG` earns others",
+        ),
+        ((0.00001, -0.001, 0.001), (1.0, 1.0), None),
+        ((0.0, 0.0, 0.0), (0.0, 1.0), "neither better nor worse than its best member b"),
+        ((0.0, 0.0, 0.0), (1.0, 0.0), "neither better nor worse than its best member b (weight 0)"),
+        ((0.5, None, None), (1.0, 1.0), "0.5000 better than its best member b"),
+    ],
+)
+def test_whether_the_ensemble_is_better_than_its_best_member(
+    gain: tuple[float, float | None, float | None], weights: tuple[float, float], sentence: str | None
+) -> None:
+    sentence = sentence or (
+        "neither better nor worse than its best member b (95 % interval -0.0010 to 0.0010)"
+    )
+    made = report(
+        *(member(name, weight=weight) for name, weight in zip("ab", weights, strict=True)),
+        merged_rows={"a": 1000, "b": 1000},
+        scores={"ensemble": Score(0.481, 0.9, 1000, 1.0, 0.02, False)},
+        gain=Gain("b", *gain, 1000),
+    )
+    said = f"ensemble: log loss 0.4810, {sentence}"
+    assert [line for line in shown("summary", made) if line.startswith("ensemble:")] == [said]
+    status = RunStatus(Path("run"), None, made, 60.0)
+    assert shown("status", status)[-1] == said
+    for silent in (replace(made, gain=None), replace(made, scores={})):
+        assert not any("best member" in line for line in shown("summary", silent))
+
+
+def test_a_gain_is_read_as_it_was_written(tmp_path: Path) -> None:
+    made = report(member(), gain=Gain("m", 0.1, None, None, 1))
+    made.write(tmp_path / "run.json")
+    assert RunReport.read(tmp_path / "run.json") == made
+    older = json.loads((tmp_path / "run.json").read_text())
+    del older["gain"], older["config_files"]
+    (tmp_path / "run.json").write_text(json.dumps(older))
+    assert RunReport.read(tmp_path / "run.json").gain is None

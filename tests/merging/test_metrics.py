@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from scipy import stats
 
-from ensemble.merging.metrics import Score, Scoring
+from ensemble.merging.metrics import Gain, PairedLosses, Score, Scoring
 from tests.cli.reports import report, shown
 
 
@@ -87,6 +88,48 @@ def test_soft_labels_by_the_formulas() -> None:
     assert scored(np.tile(close.mean(axis=0), (350, 1)), close).no_better_than_prior
     alike = np.tile([0.5, 0.3, 0.2], (350, 1))
     assert not scored(alike, alike).no_better_than_prior
+
+
+def paired(truth: np.ndarray, ensemble: np.ndarray, *others: np.ndarray) -> PairedLosses:
+    """Block by block; the others' scoring is a block ahead, as readers are."""
+    scoring, theirs = Scoring(truth), [Scoring(truth) for _ in others]
+    found = PairedLosses(len(others))
+    starts = [*range(0, len(truth), 100)]
+    for start, following in zip(starts, [*starts[1:], None], strict=True):
+        for one, values in zip(theirs, others, strict=True):
+            for ahead in {0, following} if start == 0 else {following}:
+                if ahead is not None and ahead < len(values):
+                    one.add(ahead, values[ahead : ahead + 100])
+        losses = scoring.add(start, ensemble[start : start + 100])
+        found.add(losses, [one.losses(start) for one in theirs])
+    return found
+
+
+@pytest.mark.parametrize("is_soft", [False, True])
+def test_a_gain_and_its_interval_are_those_of_scipy(is_soft: bool) -> None:
+    chooser = np.random.default_rng(4)
+    numbers = chooser.integers(0, 3, 350)
+    members = [informed(numbers, strength, chooser) for strength in (1.0, 1.5)]
+    ensemble = (members[0] + members[1]) / 2
+    truth = chooser.dirichlet([1, 1, 1], 350) if is_soft else np.eye(3)[numbers]
+    found = paired(truth if is_soft else numbers, ensemble, *members, members[0][:200])
+    losses = [-(truth * np.log(values)).sum(axis=1) for values in (ensemble, *members)]
+    for number, name in enumerate("ab"):
+        differences = losses[number + 1] - losses[0]
+        low, high = stats.norm.interval(0.95, differences.mean(), stats.sem(differences))
+        gain = found.gain(number, name)
+        assert (gain.best_member, gain.rows) == (name, 350)
+        assert (gain.gain, gain.low, gain.high) == pytest.approx((differences.mean(), low, high), rel=1e-9)
+    assert np.isnan(found.gain(2, "of fewer rows").gain)
+
+
+def test_a_gain_of_one_row_and_of_none() -> None:
+    truth, values = np.array([0]), np.array([[0.5, 0.5]])
+    assert paired(truth, values, values).gain(0, "a") == Gain("a", 0.0, None, None, 1)
+    truth, values = np.zeros(250, dtype=np.int64), np.tile([0.3, 0.7], (250, 1))
+    assert paired(truth, values, values).gain(0, "a") == Gain("a", 0.0, 0.0, 0.0, 250)
+    shifted = paired(truth, values, np.tile([0.1, 0.9], (250, 1))).gain(0, "a")
+    assert (shifted.gain, shifted.low, shifted.high) == pytest.approx([np.log(3)] * 3, abs=1e-7)
 
 
 def test_a_tiny_table_does_not_cry_wolf() -> None:

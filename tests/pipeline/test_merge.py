@@ -14,6 +14,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.csv as pa_csv
 import pytest
+from scipy import stats
 
 from bench.merge_files import label_names, make_files, member_names
 from ensemble.common.errors import MergeError
@@ -80,8 +81,24 @@ def test_ensemble_scores_and_submission(made: Path, name: str) -> None:
         score = results.scores[who]
         assert score.log_loss == pytest.approx(-np.log(values[np.arange(ROWS), truth]).mean(), rel=1e-9)
         assert score.accuracy == (values.argmax(axis=1) == truth).mean()
+    best = min(range(MEMBERS), key=lambda index: results.scores[member_names(MEMBERS)[index]].log_loss)
+    demand_gain(results, member_names(MEMBERS)[best], truth, members[best].to_numpy(), merged.to_numpy())
     assert results.merged_rows == dict.fromkeys(member_names(MEMBERS), ROWS)
     assert list(results.files.values()) == [made / name / "ensemble.csv", target]
+
+
+def demand_gain(
+    results: Results,
+    name: str,
+    truth: npt.NDArray[np.int64],
+    best: npt.NDArray[Any],
+    merged: npt.NDArray[Any],
+) -> None:
+    own, ours = (np.log(values[np.arange(ROWS), truth]) for values in (best, merged))
+    interval = stats.norm.interval(0.95, (ours - own).mean(), stats.sem(ours - own))
+    assert (gain := results.gain) is not None
+    assert (gain.best_member, gain.rows) == (name, ROWS)
+    assert (gain.gain, gain.low, gain.high) == pytest.approx(((ours - own).mean(), *interval), rel=1e-6)
 
 
 @pytest.fixture
@@ -120,6 +137,8 @@ def test_rows_that_some_members_did_not_reach(made: Path, unfinished: Path) -> N
     names = member_names(MEMBERS)
     assert results.merged_rows == {names[0]: ROWS, names[1]: REACHED, names[2]: REACHED}
     assert sorted(results.scores) == ["ensemble", names[0]]
+    truth = pd.read_csv(made / "table.csv", dtype=str)["label"].map(LABELS.index).to_numpy()
+    demand_gain(results, names[0], truth, values[0], expected)  # of those that have all rows
     assert results.filled_rows == 0
 
 
@@ -149,6 +168,10 @@ def test_rows_that_no_member_reached(made: Path, unfinished: Path, fill: str) ->
     submitted = read(unfinished.parent / "run/submission.csv").to_numpy()
     assert submitted.tobytes() == found.tobytes()
     assert results.filled_rows == ROWS - REACHED
+    truth = pd.read_csv(made / "table.csv", dtype=str)["label"].map(LABELS.index).to_numpy()
+    losses = -np.log(expected[np.arange(ROWS), truth])
+    assert results.scores["ensemble"].log_loss == pytest.approx(losses.mean(), rel=1e-12)
+    assert results.gain is None  # rows that were filled in say nothing of the members
 
 
 def test_without_a_time_limit_a_missing_row_ends_the_merge(unfinished: Path) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ensemble.cli.layout import Table
-from ensemble.cli.views.summary import failure_text
+from ensemble.cli.views.summary import against_best, failure_text
 from ensemble.common.errors import RESUMES
 from ensemble.common.text import duration, plural
+from ensemble.pipeline.run_report import MERGED
 from ensemble.pipeline.status import RunStatus
 
 _HEADERS = ("member", "state", "rows done", "of", "share", "tokens/s", "time", "left")
@@ -46,6 +47,8 @@ def view(status: RunStatus) -> Iterator[str | Table]:
         yield f"{status.folder}: running for {time}{ahead} ({status.holder})"
         return
     yield f"{status.folder}: {_ENDINGS[report.status].format(time=time)}"
+    if report.status in MERGED:
+        yield against_best(report)
     for member in report.members:
         if member.failure is not None:
             yield failure_text(member.failure)

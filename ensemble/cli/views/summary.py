@@ -27,6 +27,7 @@ def view(report: RunReport) -> Iterator[str | Table]:
     rows = [_row(report, one.name, _cells(report, one)) for one in report.members]
     totals = [_row(report, ENSEMBLE_ROW)] if ENSEMBLE_ROW in report.scores else []
     yield Table(_HEADERS, rows, totals)
+    yield against_best(report)
     if method := report.ensemble.get("method"):
         yield f"merge method: {method}"
     if poor := {name: score for name, score in report.scores.items() if score.no_better_than_prior}:
@@ -59,6 +60,30 @@ def view(report: RunReport) -> Iterator[str | Table]:
         yield f"merged without {', '.join(sorted(left_out))}, by the weights {', '.join(shares)}: {reasons}"
     for name, path in report.files.items():
         yield f"{name}: {shown_path(Path(path))}"
+
+
+def against_best(report: RunReport) -> str:
+    """Whether the ensemble is better than its best member, and what to do if not; empty where nobody knows."""
+    gain, score = report.gain, report.scores.get(ENSEMBLE_ROW)
+    if gain is None or score is None:
+        return ""
+    weights = {one.name: one.weight for one in report.members if one.name in report.merged_rows}
+    is_worse, size = gain.gain < 0, f"{abs(gain.gain):.4f}"
+    is_none, interval, advice = not float(size), "", ""
+    how = "neither better nor worse" if is_none else f"{size} {'worse' if is_worse else 'better'}"
+    if gain.low is not None and gain.high is not None and gain.low < gain.high:
+        ends = (-gain.high, -gain.low) if is_worse else (gain.low, gain.high)
+        chance = ", which may be chance" if ends[0] <= 0 and not is_none else ""
+        interval = f" (95 % interval {ends[0]:.4f} to {ends[1]:.4f}{chance})"
+    if is_worse and not is_none:
+        are_equal = all(weight == next(iter(weights.values())) for weight in weights.values())
+        kind, others = ("equal", "weights") if are_equal else ("these", "others")
+        advice = f": {kind} weights lose to it; `python -m ensemble fit CONFIG` earns {others}"
+    none = " (weight 0)" if weights.get(gain.best_member) == 0 else ""
+    return (
+        f"{ENSEMBLE_ROW}: log loss {score.log_loss:.4f}, {how} than its best member {gain.best_member}{none}"
+        f"{interval}{advice}"
+    )
 
 
 def failure_text(failure: Failure) -> str:
