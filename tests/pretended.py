@@ -214,6 +214,10 @@ class PretendedRun:
     def on_finished(self, state: MemberState) -> None:
         self._on_finished(state)
 
+    def on_chunk_done(self, state: MemberState, done: ChunkDone) -> None: ...
+
+    def on_ended(self, state: MemberState) -> None: ...
+
 
 def make_scheduler(
     members: list[MemberState],

@@ -153,7 +153,7 @@ def test_nobody_but_its_class_writes_the_state_of_a_member() -> None:
         one for one in ast.walk(init) if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store)
     ]
     fields = {one.attr for one in stored}
-    assert {"pending", "failure", "max_replicas"} <= fields
+    assert {"pending", "failure", "may_grow"} <= fields
     for path, _ in modules():
         for node in nodes(path):
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]

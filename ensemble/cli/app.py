@@ -93,6 +93,14 @@ LengthsOption = Annotated[
         help="A table, such as train.csv, whose rows are taken.",
     ),
 ]
+PredictionsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--predictions-from",
+        metavar="RUN_DIR",
+        help="A run, such as of a labelled sample, that tells what share of the rows members with when see.",
+    ),
+]
 SampleRowsOption = Annotated[
     int | None,
     typer.Option(
@@ -290,12 +298,17 @@ def validate(
 
 
 @app.command()
-def plan(config: ConfigArgument, sets: SetOption, limit: LimitOption = None) -> None:
+def plan(
+    config: ConfigArgument,
+    sets: SetOption,
+    limit: LimitOption = None,
+    predictions_from: PredictionsOption = None,
+) -> None:
     """Show what CONFIG would take: memory per model, what fits on which GPU, where each runs, and the time."""
     loaded = _load(config, sets, limit)
     from ensemble.pipeline.validate import prepare
 
-    prepared = prepare(loaded, must_fit=False)
+    prepared = prepare(loaded, must_fit=False, predictions_in=predictions_from)
     show("plan", prepared, sys.stdout)
     if prepared.plan.problems:
         raise DeviceError(prepared.plan.problems)

@@ -68,7 +68,7 @@ class PlainDisplay(QuietDisplay):
                 self._phases[name], self._last[name] = phase, now
                 text = describe(state)
                 if changed and phase == "predicting":
-                    text = f"predicting {plural(state.plan.order.shape[0] - state.reused_rows, 'row')}"
+                    text = f"predicting {plural(state.rows - state.reused_rows, 'row')}"
                 self.say(f"{name}: {text}")
 
     def _print(self, line: str) -> None:
@@ -149,15 +149,19 @@ def describe(state: MemberState, short: bool = False) -> str:
         return _BEFORE[phase]
     if phase == "failed":
         return "failed" if short or state.failure is None else f"failed: {state.failure.message}"
-    rows = int(state.plan.order.shape[0])
+    rows = state.rows
     if phase == "done" and not state.workers:
         how = "done by an earlier run" if state.plan.needs_worker else "made elsewhere"
+        if state.plan.model.when is not None and not rows:
+            return "no row of which the members before it are unsure"
         return f"{plural(rows, 'row')}, {how}"
     elapsed, computed = state.predicting_seconds, state.computed_cost
     speed = f"{state.tokens_done / elapsed:,.0f} tokens/s"
     if phase == "done":
         return f"{rows:,}/{rows:,} rows, {speed}, done in {duration(elapsed)}"
     reached = f"{state.rows_done:,}/{rows:,} rows"
+    if state.unknown_rows:
+        reached = f"{state.rows_done:,} of {rows:,} rows so far"
     if phase == "paused":
         return f"{reached}, waiting for its turn"
     if not computed:

@@ -94,19 +94,24 @@ class Load:
 
 @dataclass(frozen=True)
 class Prepare:
-    """A hint: rows ``order[start:stop]`` will probably come next, so their token ids may be made meanwhile."""
+    """A hint: these rows will probably come next, so their token ids may be made meanwhile; see ``Predict``."""
 
     start: int
     stop: int
+    rows: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
 class Predict:
-    """Compute rows ``order[start:stop]`` and leave them as a shard; ``chunk`` is the parent's number for them."""
+    """Compute rows ``order[start:stop]`` and leave them as a shard; ``chunk`` is the parent's number for them.
+
+    ``rows`` are these rows' numbers where the order is not known when the worker starts; None: the file has it.
+    """
 
     chunk: int
     start: int
     stop: int
+    rows: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

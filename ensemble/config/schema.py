@@ -41,6 +41,7 @@ from ensemble.config.values import (
     Temperature,
     TimeLimit,
     Weight,
+    When,
     as_label,
     as_tuple,
     label_items,
@@ -88,7 +89,7 @@ class DataConfig(_Strict):
 
 
 # Keys of a member that count at the merge alone: whatever they are, its predictions stay.
-MERGE_KEYS: Final = ("weight", "calibration")
+MERGE_KEYS: Final = ("weight", "calibration", "when")
 
 
 class CalibrationConfig(_Strict):
@@ -109,6 +110,8 @@ class MemberConfig(_Strict):
     # Share in the merge, relative to the other members; or a share for each label or length bin.
     weight: Weight = 1.0
     calibration: CalibrationConfig | None = None  # corrects its probabilities at the merge
+    # Only the rows of which the weighted mean of the members listed before it is unsure; left out: all rows.
+    when: When | None = Field(default=None, examples=[{"margin_below": 0.3}])
 
     # Keys of which a member has one or the other: its own takes the place of the other one under defaults, a later
     # config file's that of an earlier one's.
@@ -239,6 +242,20 @@ class RunConfig(_Strict):
                     ("models", index, "name"),
                     f"the same as {other}; names must differ in more than their case",
                 )
+        for number, (index, member) in enumerate(members):
+            if not member.get("when"):
+                continue
+            before = [one.get("weight", 1.0) for _, one in members[:number]]
+            if not before:
+                yield (
+                    ("models", index, "when"),
+                    "nobody is listed before it; list the members first whose mean decides",
+                )
+            elif all(_is_zero(weight) for weight in before):
+                yield (
+                    ("models", index, "when"),
+                    "the members before it have no weight above 0, so there is no mean to go by",
+                )
         ensemble = values.get("ensemble")
         edges = ensemble.length_bins or () if isinstance(ensemble, EnsembleConfig) else ()
         for index, member in members:
@@ -303,6 +320,10 @@ def _numbers(weight: object) -> list[Any]:
     if isinstance(weight, dict):
         return [*weight.values()]
     return [*weight] if isinstance(weight, list | tuple) else [weight]
+
+
+def _is_zero(weight: object) -> bool:
+    return all(one in (0, 0.0) for one in _numbers(weight))
 
 
 def _of(weight: Any, number: int, label: object) -> Any:

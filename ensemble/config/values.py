@@ -134,6 +134,20 @@ def _bytes(value: object) -> int:
     return int(float(found[1]) * (1024 if found[3] else 1000) ** ("KMGT".index(found[2]) + 1))
 
 
+def _when(value: object) -> dict[str, float]:
+    """One rule with its number."""
+    ranges = {"margin_below": (0.0, 1.0), "entropy_above": (-1e-300, inf), "share": (0.0, 1.0)}
+    if not isinstance(value, dict) or len(value) != 1:
+        raise ValueError
+    ((rule, number),) = value.items()
+    is_number = isinstance(number, int | float) and not isinstance(number, bool)
+    if rule not in ranges or not is_number or not ranges[rule][0] < number <= ranges[rule][1]:
+        raise ValueError
+    if abs(number) == inf:
+        raise ValueError
+    return {str(rule): float(number)}
+
+
 def _device(key: object) -> int | str:
     if key != "cpu" and not re.fullmatch(GPU_NUMBER, str(key)):
         raise ValueError
@@ -221,6 +235,27 @@ Weight = Annotated[
         }
     ),
     MustBe("a number of at least 0, or one for each label or each of ensemble.length_bins", object),
+]
+When = Annotated[
+    dict[str, float],
+    PlainValidator(_when),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "properties": {
+                "margin_below": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+                "entropy_above": {"type": "number", "minimum": 0},
+                "share": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+            },
+            "additionalProperties": False,
+            "minProperties": 1,
+            "maxProperties": 1,
+        }
+    ),
+    MustBe(
+        "one of {margin_below: m} with m above 0 and up to 1, {entropy_above: e} with e in nats, at least 0, and "
+        "{share: s} with s above 0 and up to 1"
+    ),
 ]
 LengthBins = Annotated[
     tuple[Annotated[int, Ge(1), Le(MAX_BYTES)], ...],

@@ -6,9 +6,9 @@ for all that takes time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -18,13 +18,21 @@ import pyarrow as pa
 from ensemble.config.values import AnyWeight
 from ensemble.merging.calibration import Calibrator
 from ensemble.merging.methods.base import Block, MergeMethod
-from ensemble.merging.metrics import Scoring
+from ensemble.merging.metrics import Comparing, Scoring
 from ensemble.merging.row_checks import RowCheck
 
 # Of a block: enough that a thread is not busy with Python, few enough for a core's cache.
 _MAX_ROWS = 32_768
 _MIN_ROWS = 256
 _CELLS = 131_072
+
+
+@dataclass(frozen=True)
+class Without:
+    """What becomes of the merge without a member: ``method`` is one of its own, ``metrics`` takes what it gives."""
+
+    method: MergeMethod
+    metrics: Comparing
 
 
 class RowSource(Protocol):
@@ -75,6 +83,7 @@ def merge_blocks(
     ids: pa.ChunkedArray,
     text_bytes: npt.NDArray[np.int64],
     pool: ThreadPoolExecutor,
+    comparing: Mapping[int, Without] | None = None,
 ) -> Iterator[tuple[int, npt.NDArray[np.float64]]]:
     """The merged values from the first row to the last; a row of NaN is one that no member with a weight reached.
 
@@ -83,6 +92,7 @@ def merge_blocks(
             called once for each pass.
         ids: of the table's rows, [rows]; and ``text_bytes``, [rows].
         pool: its threads read.
+        comparing: takes what each row that a member has would be without it, by the member's number.
 
     Yields:
         the block's first row, and float64 [rows of the block, labels].
@@ -94,12 +104,27 @@ def merge_blocks(
     if method.needs_first_pass:
         for block in _read_blocks(open_members(), ids, text_bytes, labels, pool):
             method.look(block)
+            for number, one in (comparing or {}).items():
+                one.method.look(_without(block, number))
     members = open_members()
     edges = method.settings.length_bins or ()
     weights = weights_by_bin([member.weight for member in members], method.members.labels, len(edges) + 1)
     for block in _read_blocks(members, ids, text_bytes, labels, pool):
         bins = np.searchsorted(edges, block.text_bytes, side="right") if weights.shape[1] > 1 else None
-        yield block.start, method.merge(block, weights if bins is None else weights[:, bins])
+        own = weights if bins is None else weights[:, bins]
+        merged = method.merge(block, own)
+        for number, one in (comparing or {}).items():
+            without = one.method.merge(_without(block, number), own)
+            rows = np.flatnonzero(block.is_present[number] & ~np.isnan(without).any(axis=1))
+            one.metrics.add(block.start + rows, merged[rows], without[rows])
+        yield block.start, merged
+
+
+def _without(block: Block, number: int) -> Block:
+    """The block as it would be if a member had none of its rows."""
+    is_present, probabilities = block.is_present.copy(), block.probabilities.copy(order="K")
+    is_present[number], probabilities[number] = False, np.nan
+    return replace(block, is_present=is_present, probabilities=probabilities)
 
 
 def weights_by_bin(given: Sequence[AnyWeight], labels: Sequence[str], bins: int) -> npt.NDArray[np.float64]:

@@ -125,18 +125,10 @@ class Scoring:
     def add(self, start: int, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """The rows from ``start`` on: float64 [rows, labels]; returns their losses in nats, [rows]."""
         rows = slice(start, start + len(values))
-        truth, sums = self._truth[rows], values.sum(axis=1)
-        epsilon = np.finfo(np.float64).eps
-        losses: npt.NDArray[np.float64]
-        if self._soft is None:
-            true = np.clip(values[np.arange(len(truth)), truth] / sums, epsilon, 1 - epsilon)
-            losses = -np.log(true)
-        else:
-            shares = np.clip(values / sums[:, None], epsilon, 1 - epsilon)
-            losses = -(self._soft[rows] * np.log(shares)).sum(axis=1)
+        losses = row_losses(self._truth[rows] if self._soft is None else self._soft[rows], values)
         self._loss += float(losses.sum())
         self._squares += float(np.square(losses - self._prior_losses(rows)).sum())
-        self._hits += int((values.argmax(axis=1) == truth).sum())
+        self._hits += int((values.argmax(axis=1) == self._truth[rows]).sum())
         self._losses[start] = losses
         if len(self._losses) > _KEPT_BLOCKS:
             del self._losses[next(iter(self._losses))]
@@ -161,3 +153,84 @@ class Scoring:
         """Those of always predicting the labels' frequencies, [rows]."""
         found = self._prior[self._truth[rows]] if self._soft is None else self._soft[rows] @ self._prior
         return np.asarray(found)
+
+
+def row_losses(
+    truth: npt.NDArray[np.int64] | npt.NDArray[np.float64], values: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
+    """The log loss of each row, [rows], as ``Scoring`` has it.
+
+    Args:
+        truth: of these rows, label numbers or probabilities.
+        values: float64 [rows, labels].
+    """
+    sums, epsilon = values.sum(axis=1), np.finfo(np.float64).eps
+    if truth.ndim == 1:
+        chosen = values[np.arange(len(truth)), truth.astype(np.int64)]
+        return np.asarray(-np.log(np.clip(chosen / sums, epsilon, 1 - epsilon)))
+    shares = np.clip(values / sums[:, None], epsilon, 1 - epsilon)
+    return np.asarray(-(truth * np.log(shares)).sum(axis=1))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The ensemble with a member and without it, on the rows that the member has.
+
+    Log losses are in nats per row; a ``difference`` is with the member less without it, so that less than 0 is a
+    gain, and ``error`` its standard error.  Those ``over_all`` are over all rows of the table.
+    """
+
+    rows: int
+    log_loss: float
+    log_loss_without: float
+    accuracy: float
+    accuracy_without: float
+    difference: float
+    error: float
+    difference_over_all: float
+    error_over_all: float
+
+
+class Comparing:
+    """Adds up a ``Comparison`` block by block; ``truth`` is as for ``Scoring``."""
+
+    def __init__(self, truth: npt.NDArray[np.int64] | npt.NDArray[np.float64]) -> None:
+        self._truth = truth
+        self._sums = np.zeros(
+            6
+        )  # rows, losses with and without, squares of the differences, hits with and without
+
+    def add(
+        self,
+        rows: npt.NDArray[np.int64],
+        values: npt.NDArray[np.float64],
+        without: npt.NDArray[np.float64],
+    ) -> None:
+        """These rows of the table, with what the ensemble gives to them, float64 [n, labels] each."""
+        truth = self._truth[rows]
+        labels = truth if truth.ndim == 1 else truth.argmax(axis=1)
+        both = row_losses(truth, values), row_losses(truth, without)
+        hits = [(one.argmax(axis=1) == labels).sum() for one in (values, without)]
+        squares = np.square(both[0] - both[1]).sum()
+        self._sums += [len(rows), both[0].sum(), both[1].sum(), squares, *hits]
+
+    def result(self) -> Comparison | None:
+        """None where there were no rows."""
+        rows, loss, without, squares, hits, hits_without = self._sums.tolist()
+        if not rows:
+            return None
+        errors, total = [], loss - without
+        for count in (rows, len(self._truth)):
+            variance = max(0.0, squares / count - (total / count) ** 2)
+            errors.append(math.sqrt(variance / max(1, count - 1)))
+        return Comparison(
+            int(rows),
+            loss / rows,
+            without / rows,
+            hits / rows,
+            hits_without / rows,
+            total / rows,
+            errors[0],
+            total / len(self._truth),
+            errors[1],
+        )

@@ -29,6 +29,7 @@ from ensemble.data.csv_file import write_csv
 from ensemble.data.repeat import repeated
 from ensemble.data.table import InputTable, read_table
 from ensemble.members.registry import member_kind
+from ensemble.pipeline.cascade import expected_shares
 from ensemble.pipeline.run import Display, run_prepared
 from ensemble.pipeline.run_report import MemberReport, RunReport, measured_speeds
 from ensemble.pipeline.validate import Prepared, for_rows, prepare
@@ -60,7 +61,8 @@ class MemberRehearsal:
         peak_gpu_memory_bytes: the most that one took of a GPU in the sample's run; None without GPUs.
         forecast_bytes: what the plan says of a device with the longest row of the whole; None: not known.
         usable_bytes: of the GPU that has the least to use; None without GPUs.
-        rows_at_limit: of the rows at ``time_limit``; None without one.
+        rows: that it would compute: all, or with ``when`` what the sample tells.
+        rows_at_limit: of these at ``time_limit``; None without one.
     """
 
     name: str
@@ -71,6 +73,7 @@ class MemberRehearsal:
     peak_gpu_memory_bytes: int | None
     forecast_bytes: int | None
     usable_bytes: int | None
+    rows: int
     rows_at_limit: int | None
 
 
@@ -90,6 +93,7 @@ class Rehearsal:
         host_free_bytes: None where the system does not tell.
         disk_bytes: by what it is for.
         disk_free_bytes: where ``output_dir`` is.
+        assumed: of members with ``when``, a sentence each.
     """
 
     rows: int
@@ -104,6 +108,7 @@ class Rehearsal:
     disk_bytes: Mapping[str, int]
     disk_free_bytes: int
     output_dir: Path
+    assumed: tuple[str, ...] = ()
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -111,7 +116,7 @@ class Rehearsal:
         found = []
         limit = self.time_limit_seconds
         if limit is not None and self.seconds + self.kept_seconds > limit:
-            counts = {one.name: self.rows - (one.rows_at_limit or 0) for one in self.members}
+            counts = {one.name: one.rows - (one.rows_at_limit or 0) for one in self.members}
             rows = plural(self.rows, "row")
             missing = [f"{name} {count:,} of {rows}" for name, count in counts.items() if count]
             found.append(
@@ -314,8 +319,8 @@ def _sample(
     """A run of some of the rows into a directory of its own, which merges, but has no submission and no limit."""
     config = loaded.config
     models = tuple(
-        # Of weight 0 it would not be merged.
-        model.model_copy(update={"weight": 1.0})
+        # Of weight 0 it would not be merged; and how fast a member with ``when`` is more rows tell better than few.
+        model.model_copy(update={"weight": 1.0, "when": None})
         for model in config.models
         if member_kind(model).needs_worker
     )
@@ -355,6 +360,14 @@ def _result(
     computed_as = {model.name: model.computed_as for model in config.models}
     speeds = measured_speeds(report, [gpu.name for gpu in whole.plan.gpus], computed_as)
     plan = with_speeds(whole.plan, speeds)
+    shares = expected_shares(config, whole.inspected, {}, None, sample.config.output_dir, "of the sample")
+    plan = replace(
+        plan,
+        members=tuple(
+            replace(one, expected_share=shares[one.name].share) if one.name in shares else one
+            for one in plan.members
+        ),
+    )
     # What is written after the last row, and before the first one under a limit: a CSV of numbers that are as long.
     names = [config.data.id_column, *config.labels]
     generator, columns = np.random.default_rng(0), len(config.labels)
@@ -379,7 +392,7 @@ def _result(
 
     by_name = {member.name: member for member in report.members}
     members = tuple(
-        _member(one, by_name[one.name], rows - missing[one.name] if missing else None)
+        _member(one, by_name[one.name], rows, missing[one.name] if missing else None)
         for one in plan.members
         if one.needs_worker
     )
@@ -409,10 +422,14 @@ def _result(
         },
         disk_free_bytes=shutil.disk_usage(place).free,
         output_dir=output_dir,
+        assumed=tuple(
+            f"{name}: {one.share:.0%} of the rows are taken to be its by when ({one.why})"
+            for name, one in shares.items()
+        ),
     )
 
 
-def _member(plan: MemberPlan, report: MemberReport, rows_at_limit: int | None) -> MemberRehearsal:
+def _member(plan: MemberPlan, report: MemberReport, rows: int, missing: int | None) -> MemberRehearsal:
     workers = report.workers
     peaks = [one.peak_memory_bytes for one in workers if one.peak_memory_bytes is not None]
     gpu_peaks = [one.peak_gpu_memory_bytes for one in workers if one.peak_gpu_memory_bytes is not None]
@@ -431,7 +448,8 @@ def _member(plan: MemberPlan, report: MemberReport, rows_at_limit: int | None) -
         peak_gpu_memory_bytes=max(gpu_peaks, default=None),
         forecast_bytes=forecast,
         usable_bytes=min(rooms, default=None) if plan.gpus else None,
-        rows_at_limit=rows_at_limit,
+        rows=round(rows * plan.expected_share),
+        rows_at_limit=None if missing is None else round((rows - missing) * plan.expected_share),
     )
 
 

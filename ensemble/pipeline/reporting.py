@@ -13,9 +13,11 @@ from typing import Any
 
 from ensemble import __version__
 from ensemble.common.gpus import Device
+from ensemble.pipeline.cascade import Cascades
 from ensemble.pipeline.results import Results
 from ensemble.pipeline.resume import MemberWork
 from ensemble.pipeline.run_report import (
+    CascadeReport,
     MemberReport,
     MemoryForecast,
     ProgressReport,
@@ -53,6 +55,7 @@ class RunState:
     gaps: Sequence[Gap] = ()
     left_out: Sequence[Failure] = ()
     explanation: str = ""
+    cascades: Cascades | None = None
 
     def report(self, status: Status) -> RunReport:
         """Its report; no text in it is a secret."""
@@ -81,7 +84,12 @@ class RunState:
             releases=tuple(self.pool.releases) if self.pool else (),
             device_memory=dict(self.pool.curves) if self.pool else {},
             device_telemetry=dict(self.pool.telemetry) if self.pool else {},
-            members=tuple(_member(state, self.works.get(state.plan.name)) for state in self.members),
+            members=tuple(
+                replace(
+                    _member(state, self.works.get(state.plan.name)), cascade=self._cascade(state.plan.name)
+                )
+                for state in self.members
+            ),
             left_out=tuple(failure.member for failure in self.left_out),
             merged_rows=dict(results.merged_rows),
             filled_rows=results.filled_rows,
@@ -100,6 +108,17 @@ class RunState:
         )
         redacted: RunReport = loaded.redactor.document(report)
         return redacted
+
+    def _cascade(self, member: str) -> CascadeReport | None:
+        model = next(one for one in self.prepared.config.models if one.name == member)
+        if model.when is None or self.cascades is None or (wanted := self.cascades.wanted(member)) is None:
+            return None
+        return CascadeReport(
+            dict(model.when),
+            int(wanted.sum()),
+            self.cascades.unknown_rows(member),
+            self.results.comparisons.get(member),
+        )
 
 
 def worker_reports(state: MemberState) -> tuple[WorkerReport, ...]:
@@ -196,7 +215,7 @@ def _seconds_left(prepared: Prepared, members: Sequence[MemberState]) -> float |
             measured[state.plan.name] = whole
     if not measured and not all(state.plan.speed.is_measured for state in members):
         return None
-    guessed = {one.plan.name: one.plan.job.compute_seconds for one in members}
+    guessed = {one.plan.name: one.plan.whole_seconds for one in members}
     seconds = calibrated(guessed, measured)
     jobs = []
     for state in members:
@@ -206,7 +225,7 @@ def _seconds_left(prepared: Prepared, members: Sequence[MemberState]) -> float |
         if whole is None:
             return None
         startup = 0.0 if state.running else state.plan.job.startup_seconds
-        left = whole * (1.0 - state.fraction)
+        left = whole * (1.0 - state.fraction) * (state.plan.expected_share if state.unknown_rows else 1.0)
         jobs.append(replace(state.plan.job, startup_seconds=startup, compute_seconds=left))
     places = {gpu.uuid: prepared.config.max_workers_per_gpu for gpu in prepared.plan.gpus}
     return round(total_seconds(jobs, places), 3)

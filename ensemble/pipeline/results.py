@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -29,11 +29,11 @@ from ensemble.data.input_file import malloc_for_arrow
 from ensemble.data.predictions_csv import PredictionsReader, SpilledRows
 from ensemble.members.base import OutputColumns
 from ensemble.members.registry import member_kind
-from ensemble.merging.blocks import MergedMember, RowSource, block_spans, merge_blocks
+from ensemble.merging.blocks import MergedMember, RowSource, Without, block_spans, merge_blocks
 from ensemble.merging.calibration import calibrator
 from ensemble.merging.methods import merge_method
 from ensemble.merging.methods.base import Members
-from ensemble.merging.metrics import Gain, PairedLosses, Score, Scoring
+from ensemble.merging.metrics import Comparing, Comparison, Gain, PairedLosses, Score, Scoring
 from ensemble.merging.row_checks import RowCheck
 from ensemble.pipeline.resume import MemberWork, demand_unchanged, write_manifest
 from ensemble.pipeline.run_dir import RunDir
@@ -56,6 +56,7 @@ class Results:
 
     ``gain`` is the ensemble's over its best member, None where no member has all rows or there is one alone.
     ``merged_rows`` counts the rows that each merged member gave, ``filled_rows`` those that none did.
+    ``comparisons`` are of members with ``when``: the ensemble with them and without them.
     """
 
     scores: dict[str, Score] = field(default_factory=dict)
@@ -63,6 +64,7 @@ class Results:
     files: dict[str, Path] = field(default_factory=dict)
     merged_rows: dict[str, int] = field(default_factory=dict)
     filled_rows: int = 0
+    comparisons: dict[str, Comparison] = field(default_factory=dict)
 
 
 class ResultWriter:
@@ -76,6 +78,8 @@ class ResultWriter:
     def __init__(
         self, prepared: Prepared, rundir: RunDir, works: Mapping[str, MemberWork], results: Results
     ) -> None:
+        # The rows that a member is to have; None: all.
+        self.wanted: Callable[[str], npt.NDArray[np.bool_] | None] = lambda name: None
         self._prepared = prepared
         self._config = prepared.config
         self._rundir = rundir
@@ -97,7 +101,10 @@ class ResultWriter:
         name, work = state.plan.name, self._works[state.plan.name]
         if not work.is_complete:
             values = work.values(len(self._labels))
-            missing = np.setdiff1d(np.flatnonzero(np.isnan(values).any(axis=1)), list(state.bad_rows))
+            is_missing, wanted = np.isnan(values).any(axis=1), self.wanted(name)
+            missing = np.setdiff1d(
+                np.flatnonzero(is_missing if wanted is None else is_missing & wanted), list(state.bad_rows)
+            )
             if len(missing):
                 shown = ", ".join(f"row {row + 1}" for row in missing[:3])
                 raise MergeError(
@@ -126,16 +133,15 @@ class ResultWriter:
     def _complete(self, member: MemberPlan, values: _Values) -> None:
         table, work = self._prepared.table, self._works[member.name]
         demand_unchanged(self._prepared, member.model, work)
+        is_there, ids = np.asarray(~np.isnan(values).any(axis=1)), table.ids
+        if not is_there.all():
+            ids, values = ids.filter(pa.array(is_there)), values[is_there]
         with atomic_path(self._rundir.predictions(member.name)) as temporary:
             names = [self._config.data.id_column, *self._labels]
-            columns = [table.ids, *map(pa.array, values.T)]
-            if member_kind(member.model).may_lack_rows:
-                is_there = pa.array(~np.isnan(values[:, 0]))
-                columns = [column.filter(is_there) for column in columns]
-            write_csv(temporary, names, columns)
+            write_csv(temporary, names, [ids, *map(pa.array, values.T)])
             sha256 = file_sha256(temporary)
-        write_manifest(self._rundir, work, sha256)
-        work.is_done[:] = True
+        write_manifest(self._rundir, work, sha256, is_there)
+        work.is_done[:] = is_there
         work.is_complete = True
 
     def merge(self, members: Sequence[MemberState]) -> None:
@@ -154,6 +160,7 @@ class ResultWriter:
         results = self.results
         # Those of a first submission.
         results.scores, results.gain, results.merged_rows, results.filled_rows = {}, None, {}, 0
+        results.comparisons = {}
         table, merged = self._prepared.table, list[MergedMember]()
         scoring = self._scoring() if members else None
         unscored, paired = set[int](), PairedLosses(len(members))
@@ -218,16 +225,16 @@ class ResultWriter:
         complete = [name for name in names if self._works[name].is_complete]
         sources: list[RowSource] = []
         for state, name in zip(members, names, strict=True):
+            wanted = self.wanted(name)
             if name in complete:
                 path, id_column = self._rundir.predictions(name), config.data.id_column
-                may_lack = member_kind(state.plan.model).may_lack_rows
-                sources.append(
-                    PredictionsReader(
-                        path, id_column, self._labels, table.ids, folder, len(complete), may_lack
-                    )
+                is_of_some = not self._works[name].is_done.all()
+                source: RowSource = PredictionsReader(
+                    path, id_column, self._labels, table.ids, folder, len(complete), is_of_some
                 )
             else:
-                sources.append(SpilledRows(self._unfinished(state), folder))
+                source = SpilledRows(self._unfinished(state), folder)
+            sources.append(source if wanted is None else _OnlyRows(source, wanted))
             opened.callback(sources[-1].close)
         activations = tuple(self._prepared.inspected[name].activation for name in names)
 
@@ -237,8 +244,8 @@ class ResultWriter:
                 source.rewind()
                 name, is_complete = state.plan.name, state.plan.name in complete
                 place = self._rundir.predictions(name) if is_complete else self._works[name].shards_dir
-                may_lack = not is_complete or member_kind(state.plan.model).may_lack_rows
-                check = RowCheck(str(place), activation, table.ids, may_lack)
+                is_of_all = is_complete and self._works[name].is_done.all() and self.wanted(name) is None
+                check = RowCheck(str(place), activation, table.ids, may_lack_rows=not is_of_all)
                 model = state.plan.model
                 calibrate = calibrator(model.calibration, activation, self._labels)
                 scoring = self._scoring()
@@ -246,8 +253,19 @@ class ResultWriter:
             return merged
 
         weights = tuple(state.plan.model.weight for state in members)
-        method = merge_method(config.ensemble, Members(names, activations, self._labels, weights))
-        yield from merge_blocks(method, open_members, table.ids, table.text_bytes, pool)
+        merged_by = Members(names, activations, self._labels, weights)
+        method = merge_method(config.ensemble, merged_by)
+        truth, comparing = self._prepared.truth, dict[int, Without]()
+        if truth is not None:
+            limited = [number for number, name in enumerate(names) if self.wanted(name) is not None]
+            comparing = {
+                number: Without(merge_method(config.ensemble, merged_by), Comparing(truth))
+                for number in limited
+            }
+        yield from merge_blocks(method, open_members, table.ids, table.text_bytes, pool, comparing)
+        for number, one in comparing.items():
+            if (found := one.metrics.result()) is not None:
+                self.results.comparisons[names[number]] = found
 
     def _unfinished(self, state: MemberState) -> _Values:
         values = self._works[state.plan.name].values(len(self._labels))
@@ -333,6 +351,31 @@ class ResultWriter:
                 )
         self.results.files["ensemble"] = rundir.ensemble
         return whole
+
+
+class _OnlyRows:
+    """The rows of a source that a member is to have; the others are NaN.
+
+    Args:
+        wanted: bool [rows].
+    """
+
+    def __init__(self, source: RowSource, wanted: npt.NDArray[np.bool_]) -> None:
+        self._source = source
+        self._wanted = wanted
+        self._start = 0
+
+    def read(self, values: _Values) -> None:
+        self._source.read(values)
+        values[~self._wanted[self._start : self._start + len(values)]] = np.nan
+        self._start += len(values)
+
+    def rewind(self) -> None:
+        self._source.rewind()
+        self._start = 0
+
+    def close(self) -> None:
+        self._source.close()
 
 
 def _scored(

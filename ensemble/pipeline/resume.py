@@ -17,6 +17,8 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from ensemble.common.digests import FileDigest, FileDigests
 from ensemble.common.errors import CheckpointError, ConfigError, MergeError
@@ -37,7 +39,7 @@ from ensemble.config import MemberConfig
 from ensemble.data.digests import RowDigests
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.fingerprint import Fingerprint, member_fingerprint
-from ensemble.pipeline.reuse import EarlierWork, write_row_file, write_shards
+from ensemble.pipeline.reuse import EarlierWork, read_predictions, write_row_file, write_shards
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import WorkerReport, workers_from
 from ensemble.pipeline.validate import Prepared
@@ -122,7 +124,9 @@ def find_works(prepared: Prepared, rundir: RunDir, say: Callable[[str], None]) -
     for member in prepared.plan.members:
         own = files.for_another()
         fingerprint = member_fingerprint(prepared, member, own)
-        work = find_work(rundir, member.name, fingerprint, rows, keeps_bad_rows)
+        may_lack = member.model.when is not None or member_kind(member.model).may_lack_rows
+        ids = prepared.table.ids if may_lack else None
+        work = find_work(rundir, member.name, fingerprint, rows, keeps_bad_rows, ids)
         work.files = own.seen
         works[member.name] = work
         if not work.is_complete and member.needs_worker:
@@ -146,7 +150,12 @@ def find_works(prepared: Prepared, rundir: RunDir, say: Callable[[str], None]) -
 
 
 def find_work(
-    rundir: RunDir, member: str, fingerprint: Fingerprint, rows: int, keeps_bad_rows: bool
+    rundir: RunDir,
+    member: str,
+    fingerprint: Fingerprint,
+    rows: int,
+    keeps_bad_rows: bool,
+    ids: pa.ChunkedArray | None = None,
 ) -> MemberWork:
     """What is done of a member under its own name; shards that are not what their names say are removed.
 
@@ -154,6 +163,7 @@ def find_work(
         rows: of the table.
         keeps_bad_rows: rows that could not be computed count as done (``on_bad_row: uniform``); else they are
             tried again.
+        ids: of the rows, for a member that may have predictions of some of them alone; None: it needs all.
     """
     folder, predictions = rundir.shards_dir(member, fingerprint.digest), rundir.predictions(member)
     work = MemberWork(member, fingerprint, folder, np.zeros(rows, dtype=np.bool_))
@@ -166,11 +176,16 @@ def find_work(
         work.why_again = f"{', '.join(changed)} changed since its predictions were made"
     else:
         bad_rows = rows_with_reasons(manifest.get("bad_rows"), rows)
-        is_whole = False
+        is_whole, is_of_all = False, manifest.get("present") is None
         with suppress(OSError):
             is_whole = manifest.get("sha256") == file_sha256(predictions)
-        if is_whole and (keeps_bad_rows or not bad_rows):
-            work.is_done[:] = True
+        if is_whole and (keeps_bad_rows or not bad_rows) and (is_of_all or ids is not None):
+            if is_of_all:
+                work.is_done[:] = True
+            else:
+                numbers = _rows_in(predictions, ids)
+                work.is_done[numbers] = True
+                bad_rows = {int(numbers[place]): reason for place, reason in bad_rows.items()}
             work.is_complete, work.bad_rows = True, bad_rows
             worked = manifest.get("work")
             work.workers = workers_from(manifest.get("workers"))
@@ -186,6 +201,33 @@ def find_work(
     if keeps_bad_rows:
         work.keep_bad_rows(bad_rows_in(folder, rows))
     return work
+
+
+def predicted_values(rundir: RunDir, member: str) -> npt.NDArray[np.float64]:
+    """What a member's complete predictions hold, in their order: [rows there, labels]."""
+    table = read_predictions(rundir.predictions(member))
+    return np.stack([column.to_numpy() for column in table.columns], axis=1)
+
+
+def _rows_in(predictions: Path, ids: pa.ChunkedArray | None) -> npt.NDArray[np.int64]:
+    """The numbers of the rows that predictions of some rows hold."""
+    there = read_predictions(predictions, with_ids=True).column(0)
+    return np.asarray(pc.index_in(there.cast(pa.string()), value_set=pc.cast(ids, pa.string())).to_numpy())
+
+
+def reopen(prepared: Prepared, rundir: RunDir, work: MemberWork) -> None:
+    """Go on with a member whose predictions are not of all rows that it is to have now: they become shards."""
+    work.row_digests = prepared.table.row_digests(prepared.columns[work.member])
+    rows = np.flatnonzero(work.is_done)
+    values = predicted_values(rundir, work.member)
+    is_good = ~np.isin(rows, list(work.bad_rows))
+    work.is_complete = False
+    work.make_shards_dir()
+    write_shards(work.shards_dir, rows[is_good], values[is_good])
+    if work.bad_rows:
+        write_bad_rows(work, work.bad_rows)
+    for shard in shards_in(work.shards_dir, len(work.is_done)):  # of a run that had gone on as well
+        work.is_done[shard.column("row").to_numpy()] = True
 
 
 def take_over(rundir: RunDir, work: MemberWork, labels: int, keeps_bad_rows: bool) -> None:
@@ -250,18 +292,33 @@ def write_bad_rows(work: MemberWork, bad_rows: Mapping[int, str]) -> None:
     write_text(bad_rows_path(work.shards_dir), _json(dict(sorted(bad_rows.items()))))
 
 
-def write_manifest(rundir: RunDir, work: MemberWork, sha256: str) -> None:
-    """Say beside a member's predictions what they were made of; ``sha256`` is theirs."""
-    document = {
+def write_manifest(
+    rundir: RunDir, work: MemberWork, sha256: str, is_there: npt.NDArray[np.bool_] | None = None
+) -> None:
+    """Say beside a member's predictions what they were made of.
+
+    Rows that could not be computed are named by their places in the predictions.
+
+    Args:
+        sha256: of the predictions.
+        is_there: the rows that they hold, bool [rows]; None: all.
+    """
+    is_there = np.ones(len(work.is_done), dtype=np.bool_) if is_there is None else is_there
+    is_of_all = bool(is_there.all())
+    places = np.cumsum(is_there) - 1
+    bad_places = {row: int(places[row]) for row in sorted(work.bad_rows) if is_there[row]}
+    document: dict[str, object] = {
         "fingerprint": work.fingerprint.to_dict(),
         "sha256": sha256,
         "rows": len(work.is_done),
-        "bad_rows": dict(sorted(work.bad_rows.items())),
+        "bad_rows": {place: work.bad_rows[row] for row, place in bad_places.items()},
         "workers": [asdict(worker) for worker in work.workers],
         "work": work.worked,
     }
+    if not is_of_all:
+        document["present"] = int(is_there.sum())
     if work.row_digests is not None:
-        write_row_file(rundir.rows(work.member), work.fingerprint, work.row_digests)
+        write_row_file(rundir.rows(work.member), work.fingerprint, work.row_digests[is_there])
     write_text(rundir.manifest(work.member), _json(document))
 
 

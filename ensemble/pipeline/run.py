@@ -24,15 +24,16 @@ from ensemble.common.files import (
     write_text,
 )
 from ensemble.common.gpus import Device, driver_session
-from ensemble.common.protocol import CommonSpec, Start, WorkerSpec
+from ensemble.common.protocol import ChunkDone, CommonSpec, Start, WorkerSpec
 from ensemble.common.shards import order_path
 from ensemble.common.text import duration, plural, shown_path
 from ensemble.config import LoadedConfig
 from ensemble.members.registry import member_kind
+from ensemble.pipeline.cascade import Cascades
 from ensemble.pipeline.report_page import write_page
 from ensemble.pipeline.reporting import RunState, worker_reports
 from ensemble.pipeline.results import ResultWriter
-from ensemble.pipeline.resume import find_works, refuse_trial, write_bad_rows
+from ensemble.pipeline.resume import find_works, refuse_trial, reopen, write_bad_rows
 from ensemble.pipeline.run_dir import RunDir, cache_dir, hold, log, logging_to, remove_cache
 from ensemble.pipeline.run_report import MERGED, RunReport
 from ensemble.pipeline.signals import Signals, heed_signals
@@ -164,7 +165,7 @@ class _Run(RunState):
             self._plan_what_is_left()
             rundir.remove_caches([one.shards_dir for one in self.works.values() if not one.is_done.all()])
             self.report("running").write(rundir.run_json)
-            is_work_left = any(state.pending for state in self.members)
+            is_work_left = any(state.has_work for state in self.members)
             if is_work_left:
                 rundir.forget_results()
             loaded = self.prepared.loaded
@@ -234,13 +235,33 @@ class _Run(RunState):
     def _plan_what_is_left(self) -> None:
         plan = self.prepared.plan
         is_timed = self._config.time_limit is not None
-        members = tuple(
-            without_done(member, self.works[member.name].is_done, is_timed) for member in plan.members
-        )
-        self.prepared = replace(self.prepared, plan=replace(plan, members=members))
+        if self.cascades is None and any(member.waits_for for member in plan.members):
+            self.cascades = Cascades(self.prepared, self._rundir, self.works)
+            self._writer.wanted = self.cascades.wanted
+        members = []
+        for member in plan.members:
+            work = self.works[member.name]
+            if member.waits_for and member.needs_worker and self.cascades is not None:
+                if work.is_complete and not self.cascades.is_covered(member.name):
+                    kept = plural(int(work.is_done.sum()), "row")
+                    self.say(f"{member.name}: it may need other rows than it has; {kept} are kept")
+                    reopen(self.prepared, self._rundir, work)
+                if not work.is_complete:
+                    members.append(member)
+                    continue
+            # One that is complete, or given, waits for nobody.
+            is_done = work.is_done | work.is_complete
+            left = replace(without_done(member, is_done, is_timed), waits_for=())
+            wanted = None if self.cascades is None else self.cascades.wanted(member.name)
+            if member.needs_worker and wanted is not None:
+                left = replace(left, order=left.order[wanted[left.order]])
+            members.append(left)
+        self.prepared = replace(self.prepared, plan=replace(plan, members=tuple(members)))
         self.members = [
             MemberState(member, self.works[member.name].bad_rows, self._watch) for member in members
         ]
+        if self.cascades is not None:
+            self.cascades.begin(members, self.members)
         for state in self.members:
             if (failure := self._not_given.get(state.plan.name)) is not None:
                 state.fail(failure)
@@ -315,10 +336,20 @@ class _Run(RunState):
 
     def on_bad_rows(self, state: MemberState) -> None:
         write_bad_rows(self.works[state.plan.name], state.bad_rows)
+        if self.cascades is not None:
+            self.cascades.bad_rows(state)
 
     def on_finished(self, state: MemberState) -> None:
         remove_cache(self.works[state.plan.name].shards_dir)  # there is nothing left to load it for
         self._writer.write_predictions(state, worker_reports(state))
+
+    def on_chunk_done(self, state: MemberState, done: ChunkDone) -> None:
+        if self.cascades is not None:
+            self.cascades.chunk_done(state, done)
+
+    def on_ended(self, state: MemberState) -> None:
+        if self.cascades is not None:
+            self.cascades.ended(state)
 
     def on_change(self, members: Sequence[MemberState]) -> None:
         self._display.update(members)

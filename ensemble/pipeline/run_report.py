@@ -15,7 +15,7 @@ from ensemble.common.files import unreadable, write_text
 from ensemble.common.gpus import Device
 from ensemble.common.protocol import Counters
 from ensemble.config.values import AnyWeight
-from ensemble.merging.metrics import Gain, Score
+from ensemble.merging.metrics import Comparison, Gain, Score
 from ensemble.planning.forecast import Speed
 from ensemble.scheduling.device_pool import MemoryCurve, Release, TelemetryCurve
 from ensemble.scheduling.state import Failure, FaultRecord, Gap, Phase
@@ -88,6 +88,19 @@ class ProgressReport:
     seconds_left: float | None = None
 
 
+@dataclass(frozen=True)
+class CascadeReport:
+    """A member with ``when``: the rows that it is to have, and those of which that is not known.
+
+    ``comparison`` is of the ensemble with it and without it; None where the truth is not known.
+    """
+
+    when: dict[str, float]
+    rows: int
+    unknown_rows: int
+    comparison: Comparison | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class MemberReport:
     """One member.
@@ -120,6 +133,7 @@ class MemberReport:
     faults: tuple[FaultRecord, ...]
     failure: Failure | None
     workers: tuple[WorkerReport, ...]
+    cascade: CascadeReport | None = None
 
     @property
     def workers_now(self) -> tuple[WorkerReport, ...]:

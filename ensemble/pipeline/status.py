@@ -18,12 +18,14 @@ from ensemble.pipeline.run_report import RunReport
 class MemberStatus:
     """``state`` is "done", "failed", "unfinished" or, while the run goes on, the member's phase.
 
-    ``seconds`` are of computing, None where it has not begun; ``seconds_left`` is None where it is not known.
+    ``rows`` are those that it is to have.  ``seconds`` are of computing, None where it has not begun;
+    ``seconds_left`` is None where it is not known.
     """
 
     name: str
     state: str
     rows_done: int
+    rows: int
     tokens_per_second: float | None
     seconds: float | None
     seconds_left: float | None
@@ -67,18 +69,22 @@ class RunStatus:
             name, fingerprint, progress = member.name, str(member.fingerprint), member.progress
             made_of = Fingerprint.from_dict(read_json(rundir.manifest(name)).get("fingerprint"))
             is_same = made_of is not None and made_of.digest == fingerprint
+            # Of a member with ``when``, as far as that is known.
+            rows = report.rows if member.cascade is None else member.cascade.rows
             if is_same and rundir.predictions(name).is_file():
-                state, done = "done", report.rows
+                state, done = "done", rows
             else:
                 state = "failed" if member.failure else member.phase if by else "unfinished"
-                done = min(shard_rows(rundir.shards_dir(name, fingerprint)), report.rows)
+                done = min(shard_rows(rundir.shards_dir(name, fingerprint)), rows)
             if by:  # a chunk in hand counts as far as it has come
-                done = min(max(done, progress.rows_done), report.rows)
+                done = min(max(done, progress.rows_done), rows)
             seconds, left, more = progress.seconds, None, 0.0
             if by and state == "predicting":
                 left, more = _left(progress.seconds_left, age), age
             speed = progress.tokens / seconds if seconds else None
-            members.append(MemberStatus(name, state, done, speed, seconds + more if seconds else None, left))
+            members.append(
+                MemberStatus(name, state, done, rows, speed, seconds + more if seconds else None, left)
+            )
         total = report.timing["total_seconds"] + age
         return cls(folder, by, report, total, _left(report.seconds_left, age), tuple(members))
 

@@ -7,9 +7,10 @@ look shows all there is to fix.  Writes nothing.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -42,6 +43,7 @@ from ensemble.scheduling.launchers.base import Launcher, make_launcher
 
 if TYPE_CHECKING:
     from ensemble.data.template import PromptTemplate
+    from ensemble.pipeline.cascade import ExpectedShare
 
 _RENDERED_ROWS = 5
 # By member name, in the config's order.
@@ -59,6 +61,7 @@ class Prepared:
         file_states: of the files that members are made of, from before anything was read of them, by absolute path.
         table_state: the same of the table's file.
         needs: what is read of the table.
+        shares: what is expected of members with ``when``, by name.
     """
 
     loaded: LoadedConfig
@@ -74,6 +77,7 @@ class Prepared:
     file_states: Mapping[str, FileState]
     table_state: FileState | None
     needs: TableNeeds
+    shares: Mapping[str, ExpectedShare] = field(default_factory=dict)
 
     @property
     def config(self) -> RunConfig:
@@ -122,11 +126,13 @@ class Problems:
             raise ConfigError([problem for error in self._found for problem in error.problems])
 
 
-def prepare(loaded: LoadedConfig, must_fit: bool = True) -> Prepared:
+def prepare(loaded: LoadedConfig, must_fit: bool = True, predictions_in: Path | None = None) -> Prepared:
     """Check a run.
 
     Args:
         must_fit: a member that fits on no device is a problem like any other; else it is the plan's to tell.
+        predictions_in: the directory of a run whose predictions tell what share of the rows members with ``when``
+            see; None: the config's own.
 
     Raises:
         EnsembleError: of exit code 2, with every problem found.
@@ -236,7 +242,8 @@ def prepare(loaded: LoadedConfig, must_fit: bool = True) -> Prepared:
     problems.add(_misfits(config, kinds, inspected, bool(gpus)))
     plan: Plan | None = None
     with problems.at():
-        plan = _plan(config, kinds, inspected, columns, table, gpus)
+        shares = _shares(config, kinds, inspected, table, predictions_in or config.output_dir)
+        plan = _plan(config, kinds, inspected, columns, table, gpus, shares)
         if must_fit or table is None:
             problems.add(plan.problems, DeviceError)
     problems.raise_any()
@@ -270,6 +277,7 @@ def prepare(loaded: LoadedConfig, must_fit: bool = True) -> Prepared:
         file_states=file_states,
         table_state=table_state,
         needs=needs,
+        shares=shares,
     )
 
 
@@ -285,7 +293,9 @@ def for_rows(prepared: Prepared, loaded: LoadedConfig, table: InputTable) -> Pre
     """
     config = loaded.config
     kinds = {model.name: member_kind(model) for model in config.models}
-    plan = _plan(config, kinds, prepared.inspected, prepared.columns, table, prepared.plan.gpus)
+    plan = _plan(
+        config, kinds, prepared.inspected, prepared.columns, table, prepared.plan.gpus, prepared.shares
+    )
     if plan.problems:
         raise DeviceError(plan.problems)
     return replace(prepared, loaded=loaded, table=table, plan=plan, sample=None, previews={})
@@ -348,6 +358,7 @@ def _plan(
     columns: Mapping[str, tuple[str, ...]],
     table: InputTable | None,
     gpus: tuple[Device, ...],
+    shares: Mapping[str, ExpectedShare],
 ) -> Plan:
     """The plan; without the table, what can be said of devices.
 
@@ -360,13 +371,33 @@ def _plan(
         lengths, memory = lengths_of(columns[name]), None
         if table is not None and name in inspected:
             memory = kind.memory(inspected[name], lengths, len(config.labels))
-        facts[name] = MemberFacts(name, kind.request(), lengths, memory, kind.needs_worker)
+        share = shares[name].share if name in shares and kind.settings.when is not None else 1.0
+        facts[name] = MemberFacts(name, kind.request(), lengths, memory, kind.needs_worker, share)
     speeds: dict[str, Speed] = {}
     with contextlib.suppress(DataError):  # there was no run here, or one of another version
         report = RunReport.read(RunDir(config.output_dir).run_json)
         computed_as = {model.name: model.computed_as for model in config.models}
         speeds = measured_speeds(report, [gpu.name for gpu in gpus], computed_as)
     return plan_run(config, facts, gpus, speeds)
+
+
+def _shares(
+    config: RunConfig,
+    kinds: _Kinds,
+    inspected: Mapping[str, Inspection],
+    table: InputTable | None,
+    folder: Path,
+) -> dict[str, ExpectedShare]:
+    if all(model.when is None for model in config.models):
+        return {}
+    from ensemble.pipeline.cascade import expected_shares  # which makes use of this module
+
+    outputs, given = OutputColumns(config.data.id_column, config.labels), {}
+    for name, kind in kinds.items():
+        if table is not None and not kind.needs_worker:
+            with contextlib.suppress(EnsembleError):  # it is a problem, and found as one
+                given[name] = kind.predictions(table.ids, outputs).values
+    return expected_shares(config, inspected, given, None if table is None else table.ids, folder)
 
 
 def _misfits(
@@ -386,6 +417,24 @@ def _misfits(
             f"models: {', '.join(raw)} gives raw values (regression), the others probabilities; their mean means "
             f"nothing: run them separately{remedy}"
         )
+    for index, model in enumerate(config.models):
+        if model.when is None:
+            continue
+        values = [name for name in (one.name for one in config.models[:index]) if name in raw]
+        if values:
+            yield (
+                f"models[{index}].when: {', '.join(values)} gives raw values (regression), and a margin is one of "
+                "probabilities"
+            )
+        bound = model.when.get("entropy_above", -1.0)
+        before = [inspected[one.name].activation for one in config.models[:index] if one.name in inspected]
+        labels = len(config.labels)
+        most = math.log(labels) if set(before) == {"softmax"} else labels * math.log(2)
+        if before and not values and bound >= most:
+            yield (
+                f"models[{index}].when.entropy_above: no row of {plural(labels, 'label')} has an entropy above "
+                f"{most:.4g} nats; give a smaller number"
+            )
     if raw and config.on_bad_row == "uniform":
         yield "on_bad_row: uniform is for probabilities, and the models give raw values (regression)"
     if raw and config.time_limit is not None and config.fill == "uniform":

@@ -24,6 +24,7 @@ class MemberFacts:
     """What the plan must know of a member.
 
     ``lengths`` has the bytes of text per row, int64 [rows].  ``memory`` is None where nothing is known of it.
+    ``expected_share`` is that of the rows which it will probably compute; less than 1 with ``when``.
     """
 
     name: str
@@ -31,6 +32,7 @@ class MemberFacts:
     lengths: npt.NDArray[np.int64]
     memory: MemoryEstimate | None = None
     needs_worker: bool = True
+    expected_share: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,9 @@ class MemberPlan:
     ``order`` holds row numbers, longest text first, int64 [rows]; chunks are slices of it.  ``work`` is the
     text of all rows in bytes, as far as max_length lets it through, with what each row costs beyond it.
     ``first_replicas`` start before any later member; the others join where a GPU is left over.  A member that needs
-    no worker has neither replicas nor chunks.
+    no worker has neither replicas nor chunks.  One with ``when`` ``waits_for`` the members before it: then
+    ``chunks`` are those of the whole table, and which of their rows it computes comes out in the run; the forecast
+    takes ``expected_share`` of them.
     """
 
     index: int
@@ -76,6 +78,8 @@ class MemberPlan:
     chunks: tuple[Chunk, ...]
     order: npt.NDArray[np.int64] = field(compare=False, repr=False)
     load_cache: LoadCache = LoadCache(is_kept=False)
+    waits_for: tuple[str, ...] = ()
+    expected_share: float = 1.0
 
     @property
     def name(self) -> str:
@@ -90,10 +94,15 @@ class MemberPlan:
         return self.replicas > 0
 
     @property
+    def whole_seconds(self) -> float:
+        """Of computing all rows of the table on one replica."""
+        return self.speed.seconds_per_work * self.work
+
+    @property
     def job(self) -> Job:
         return Job(
             startup_seconds=self.speed.startup_seconds,
-            compute_seconds=self.speed.seconds_per_work * self.work,
+            compute_seconds=self.whole_seconds * self.expected_share,
             gpus=self.gpus,
             replicas=self.replicas,
             first_replicas=self.first_replicas,
@@ -206,6 +215,8 @@ def make_plan(
                 work=float((counted + ROW_OVERHEAD_BYTES).sum()),
                 chunks=chunks,
                 order=order,
+                waits_for=() if model.when is None else tuple(one.name for one in config.models[:index]),
+                expected_share=known.expected_share,
             )
         )
     made_from = (config, facts, tuple(gpus), host, speeds, disk_free_bytes)

@@ -180,7 +180,7 @@ class Deadline:
         # Nobody was ready yet and there seems to be time for none: then the one that starts fastest.
         if self.is_over or any(one.running or one.startup_seconds for one in members):
             return False
-        able = [one for one in _counting(members) if one.pending]
+        able = [one for one in _counting(members, self.seconds_left) if one.pending]
         fastest = min(able, key=lambda one: _startup_seconds(one, members), default=None)
         return state is fastest and not any(map(pays, able))
 
@@ -196,7 +196,7 @@ class Deadline:
         None where none can, and where it is not the member's turn: its worker is to stop.
         """
         plan, per_cost, now_left = state.plan, state.seconds_per_cost, self.seconds_left
-        counting = _counting(members)
+        counting = _counting(members, self.seconds_left)
         seconds = _seconds_per_member(counting)
         shares = [
             Share(
@@ -229,17 +229,26 @@ class Deadline:
         return None
 
 
-def _counting(members: Sequence[MemberState]) -> list[MemberState]:
-    """Those who have not failed, without those of weight 0 as long as any other has something to do."""
-    unfailed = [one for one in members if one.failure is None]
+def _counting(members: Sequence[MemberState], seconds_left: float) -> list[MemberState]:
+    """Those who have not failed, without those of weight 0 as long as any other has something to do.
+
+    Members with ``when`` get the time that the others leave, and nothing before they know their rows.
+    """
+    unfailed = [one for one in members if one.failure is None and not one.unknown_rows]
     counting = [one for one in unfailed if one.plan.model.has_weight]
-    return counting if any(not one.finished for one in counting) else unfailed
+    counting = counting if any(not one.finished for one in counting) else unfailed
+    first = [one for one in counting if not one.plan.waits_for]
+    is_at_it = any(
+        one.in_hand or (one.pending and (one.is_loaded or _startup_seconds(one, members) < seconds_left))
+        for one in first
+    )
+    return first if is_at_it else counting
 
 
 def _seconds_per_member(members: Sequence[MemberState]) -> dict[str, float | None]:
     """What all of a member's work takes one replica, by name; None where it is not even guessed."""
     return calibrated(
-        {one.plan.name: one.plan.job.compute_seconds for one in members},
+        {one.plan.name: one.plan.whole_seconds for one in members},
         {one.plan.name: one.seconds_per_cost for one in members if one.seconds_per_cost is not None},
     )
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ensemble.common.gpus import Device
-from ensemble.common.protocol import Prepare
 from ensemble.planning.chunks import Chunk
 from ensemble.planning.forecast import worth_joining
 from ensemble.scheduling.deadline import Deadline
@@ -55,7 +54,8 @@ class Dispatcher:
 
     def _candidates(self) -> Iterator[tuple[MemberState, set[str]]]:
         reserved: set[str] = set()
-        for state in self.members:
+        # Whoever waits for rows of others leaves the devices to them, and to all who need not wait.
+        for state in sorted(self.members, key=lambda state: state.unknown_rows > 0):
             if not self._may_start(state):
                 continue
             if state.running < min(state.plan.first_replicas, state.max_replicas):
@@ -85,11 +85,29 @@ class Dispatcher:
         found = self.deadline.first_fitting(state, self.members, chunks)
         return None if found is None else state.take(*found)
 
+    def is_to_wait(self, worker: RunningWorker) -> bool:
+        """Whether a worker that has nothing to do stays, because there will soon be something for it.
+
+        That is while a worker runs of those whose rows its member waits for, and nobody else waits for its devices.
+        """
+        state = worker.state
+        if not state.unknown_rows or state.failure is not None or worker.fault is not None:
+            return False
+        own = {device.uuid for device in worker.devices}
+        others = [one for one in self.members if one is not state and self._may_start(one)]
+        is_wanted = any(
+            one.running < min(one.plan.first_replicas, one.max_replicas)
+            and (not own.isdisjoint(one.plan.placement.devices) if own else not one.plan.gpus)
+            for one in others
+        )
+        awaited = (one for one in self.members if one.plan.name in state.plan.waits_for)
+        return not is_wanted and any(one.running for one in awaited)
+
     def send_hint(self, worker: RunningWorker) -> None:
         """Let it make the token ids of its next rows while it computes or loads."""
         worker.hint = self._likely_next(worker) if worker.state.pending else None
         if worker.hint is not None:
-            worker.handle.send(Prepare(worker.hint.start, worker.hint.stop))
+            worker.handle.send(worker.state.hint_of(worker.hint))
 
     def _likely_next(self, worker: RunningWorker) -> Chunk:
         """The first that no other worker was told of."""

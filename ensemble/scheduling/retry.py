@@ -116,7 +116,7 @@ class RetryRules:
             self.fail(state, why_failed, fault.traceback)
         else:
             self._record(worker, fault, "row set aside", chunk)
-            self._set_aside(state, {int(state.plan.order[chunk.start]): fault.message}, chunk)
+            self._set_aside(state, {int(state.order[chunk.start]): fault.message}, chunk)
 
     def bad_rows(self, worker: RunningWorker, reasons: Mapping[int, str]) -> None:
         """A worker named rows that it cannot compute: row of the table to reason."""

@@ -18,7 +18,6 @@ from ensemble.common.protocol import (
     Computed,
     Event,
     Load,
-    Predict,
     Progress,
     ProtocolError,
     Ready,
@@ -81,6 +80,7 @@ class Scheduler:
         # Members' last steps, one after the other.
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="finishing")
         self._finishing: dict[Future[None], MemberState] = {}
+        self._ended: set[str] = set()
 
     def run(self) -> None:
         """Run every member to its end, good or bad, or to the end of the time.
@@ -90,6 +90,8 @@ class Scheduler:
         try:
             for state in self.members:
                 self._settle(state)
+            self._tell_who_ended()
+            self._go_on()
             self._start_workers()
             while self._workers or self._finishing or self._dispatcher.is_waiting_for_devices():
                 if self._deadline is not None and self._deadline.is_over:
@@ -102,15 +104,34 @@ class Scheduler:
                         self._receive(worker)
                 for worker in list(self._workers):
                     self._check(worker)
+                self._check_finishing()
+                self._tell_who_ended()
+                self._go_on()
                 self._pool.poll()
                 self._start_workers()
                 if self._may_stand_by:
                     self._standbys.update(self.members, self._workers)
-                self._check_finishing()
                 self._run.on_change(self.members)
         finally:
             self._end_all()
         self._check_finishing()
+
+    def _tell_who_ended(self) -> None:
+        """Each member once: those that failed, and those whose predictions stand."""
+        at_it = self._finishing.values()
+        for state in self.members:
+            is_over = state.failure is not None or (state.finished_at is not None and state not in at_it)
+            if is_over and state.plan.name not in self._ended:
+                self._ended.add(state.plan.name)
+                self._run.on_ended(state)
+
+    def _go_on(self) -> None:
+        """What follows where members have got more to do, or know that no more comes."""
+        for state in self.members:
+            self._settle(state)
+        for worker in self._workers:
+            if worker.is_waiting:
+                self._dispatch(worker)
 
     def _elapsed(self) -> float:
         return self._clock() - self._began
@@ -176,6 +197,7 @@ class Scheduler:
             log.info("%s chunk %d done: %s", worker.name, event.chunk, event)
             if event.bad_rows:
                 self._retry.bad_rows(worker, dict(zip(event.bad_rows, event.bad_row_reasons, strict=True)))
+            self._run.on_chunk_done(state, event)
             self._settle(state)
             if worker.chunk is None and not worker.is_stopping:
                 self._dispatch(worker)
@@ -190,6 +212,9 @@ class Scheduler:
     def _dispatch(self, worker: RunningWorker) -> None:
         """Give the worker its next chunk, or tell it to stop."""
         chunk, now = self._dispatcher.next_chunk(worker), self._clock()
+        worker.is_waiting = chunk is None and self._dispatcher.is_to_wait(worker)
+        if worker.is_waiting:
+            return
         if chunk is None:
             self.gaps.end(worker.name, now)
             worker.is_stopping = True
@@ -198,7 +223,7 @@ class Scheduler:
             return
         worker.chunk, worker.stepped_at = chunk, now
         worker.seconds_left = self._deadline.seconds_left if self._deadline is not None else 0.0
-        worker.handle.send(Predict(chunk.index, chunk.start, chunk.stop))
+        worker.handle.send(worker.state.command_of(chunk))
         self._dispatcher.send_hint(worker)
         self.gaps.begin(worker.name, worker.state.plan.name, worker.record.devices, now)
 

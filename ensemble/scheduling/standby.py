@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 
 from ensemble.common.gpus import Device
-from ensemble.common.protocol import Prepare, ProtocolError
+from ensemble.common.protocol import ProtocolError
 from ensemble.common.text import shown_path
 from ensemble.planning.plan import WORKER_HOST_BYTES
 from ensemble.scheduling.launchers.base import Launcher
@@ -38,7 +38,7 @@ class Standbys:
             if not self._is_well(worker):
                 self._failed.add(worker.state.plan.name)
                 self._close(worker, "it did not get as far as standing by")
-            elif not worker.state.pending or self._missing(worker.state) < 0:
+            elif not worker.state.has_work or self._missing(worker.state) < 0:
                 self._close(worker, "its member needs no more workers")
         for state, devices in self._wanted(members, running):
             # What processes that have just begun will take does not show yet.
@@ -54,7 +54,7 @@ class Standbys:
                 log.info("no worker of %s can stand by: %s", state.plan.name, error)
                 continue
             if (index := len(self.devices_for(state))) < len(state.pending):
-                worker.handle.send(Prepare(state.pending[index].start, state.pending[index].stop))
+                worker.handle.send(state.hint_of(state.pending[index]))
             self._workers.append(worker)
             log.info("%s stands by for %s", worker.name, [device.uuid for device in devices])
 
@@ -101,7 +101,7 @@ class Standbys:
         for state in members:
             count, allowed = state.plan.gpus, state.plan.placement.devices
             # Not for the CPU: all of its cores compute, so that nothing is gained there.
-            if not count or not state.pending or state.plan.name in self._failed:
+            if not count or not state.has_work or state.plan.name in self._failed:
                 continue
             others = [device for worker in by_end if worker.state is not state for device in worker.devices]
             able = [one for one in dict.fromkeys(others) if one.uuid in allowed and one not in taken]

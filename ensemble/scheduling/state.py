@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Literal, Protocol, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 from ensemble.common.gpus import Device
 from ensemble.common.protocol import (
     ChunkDone,
@@ -17,6 +20,8 @@ from ensemble.common.protocol import (
     Event,
     Failed,
     Heartbeat,
+    Predict,
+    Prepare,
     Progress,
     Ready,
     Started,
@@ -115,16 +120,23 @@ class MemberState:
     ) -> None:
         cost = sum(chunk.cost for chunk in plan.chunks)
         self.plan = plan
+        # Of the table, in the order of its chunks; and how many of them there are to be, as far as that is known.
+        self.order, self.rows = plan.order, len(plan.order)
+        # Rows of which it is not known yet whether it is to compute them, and whether what is known can change.
+        self.unknown_rows, self.may_grow = 0, False
         self.clock = clock
         self.pending = deque(plan.chunks)  # that nobody computes
         self.in_hand: dict[int, Chunk] = {}  # that workers have, by chunk number
         self.progress: dict[int, Progress] = {}  # how far they are with them
         self.chunk_numbers = count(1 + max((chunk.index for chunk in plan.chunks), default=0))
         self.replica_numbers = count()
-        self.max_replicas = min(plan.replicas, max(1, len(plan.chunks)))
+        self._replica_limit = plan.replicas
+        self._chunk_count = len(plan.chunks)
         # What earlier runs did, and this one, in shares of all the work.
         self.reused_rows = len(plan.order) - sum(chunk.rows for chunk in plan.chunks)
         self.reused_cost = max(0.0, 1.0 - cost) if plan.chunks else 1.0
+        if plan.waits_for and plan.needs_worker:
+            self.decide_anew(len(plan.order))
         self.done_cost = 0.0
         self.slowest_seconds_per_cost = 0.0
         # Of chunks that the end of the time cut short; where not one batch was computed, all of it takes at least
@@ -163,6 +175,43 @@ class MemberState:
         """No worker has this chunk any more."""
         self.progress.pop(chunk.index, None)
         self.in_hand.pop(chunk.index, None)
+
+    def decide_anew(self, rows: int) -> None:
+        """Of none of so many rows it is known whether it is to compute them; what workers have, they keep."""
+        self.pending.clear()
+        self._chunk_count = len(self.in_hand)
+        self.order = self.order[: max((chunk.stop for chunk in self.in_hand.values()), default=0)]
+        self.rows = self.reused_rows = 0
+        self.reused_cost = 0.0
+        self.unknown_rows, self.may_grow = rows, True
+
+    def grow(
+        self,
+        groups: Sequence[tuple[npt.NDArray[np.int64], float]],
+        unknown_rows: int,
+        rows: int,
+        reused_rows: int,
+        idle_cost: float,
+        may_grow: bool,
+    ) -> None:
+        """More is known of the rows that it is to compute.
+
+        Args:
+            groups: rows of a chunk each, in order, and the chunk's share of the work of the whole table.
+            unknown_rows: of which nothing is known yet.
+            rows: that it is to have by now in all, ``reused_rows`` of them from earlier runs.
+            idle_cost: of all rows that are known and that this run need not compute.
+            may_grow: whether this can change, or more come.
+        """
+        if self.failure is not None:
+            return
+        for numbers, cost in groups:
+            start = len(self.order)
+            self.order = np.concatenate([self.order, numbers])
+            self.pending.append(Chunk(next(self.chunk_numbers), start, len(self.order), cost))
+        self._chunk_count += len(groups)
+        self.unknown_rows, self.may_grow = unknown_rows, may_grow
+        self.rows, self.reused_rows, self.reused_cost = rows, reused_rows, idle_cost
 
     def put_back(self, *chunks: Chunk) -> None:
         """These are the next ones."""
@@ -203,7 +252,7 @@ class MemberState:
 
     def limit_replicas(self) -> None:
         """From now on no more of them than run now, as where the host ran out of memory."""
-        self.max_replicas = max(1, self.running)
+        self._replica_limit = max(1, self.running)
 
     def note_fault(self, record: FaultRecord) -> None:
         self.faults.append(record)
@@ -219,7 +268,30 @@ class MemberState:
 
     @property
     def finished(self) -> bool:
-        return self.failure is None and not self.pending and not self.in_hand
+        return self.failure is None and not self.may_grow and not self.pending and not self.in_hand
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is something to compute that nobody has in hand, or perhaps will be."""
+        return bool(self.pending) or (self.unknown_rows > 0 and self.failure is None)
+
+    @property
+    def max_replicas(self) -> int:
+        """No more of them than have a chunk each, or than there is memory for."""
+        return min(self._replica_limit, max(1, self._chunk_count))
+
+    def command_of(self, chunk: Chunk) -> Predict:
+        """What tells a worker to compute it."""
+        return Predict(chunk.index, chunk.start, chunk.stop, self._travelling(chunk))
+
+    def hint_of(self, chunk: Chunk) -> Prepare:
+        """What tells a worker that it will probably come next."""
+        return Prepare(chunk.start, chunk.stop, self._travelling(chunk))
+
+    def _travelling(self, chunk: Chunk) -> tuple[int, ...] | None:
+        if not self.plan.waits_for:
+            return None
+        return tuple(self.order[chunk.start : chunk.stop].tolist())
 
     @property
     def running(self) -> int:
@@ -330,6 +402,7 @@ class RunningWorker:
     chunk: Chunk | None = None  # what it computes
     writing: dict[int, Chunk] = field(default_factory=dict)  # what it has computed and writes, by number
     hint: Chunk | None = None  # what it was told would probably come next
+    is_waiting: bool = False  # it has nothing to do until more rows of its member are known
     is_stopping: bool = False  # it was told to stop
     failed: Failed | None = None  # why it said it cannot go on
     fault: Fault | None = None  # what the parent found wrong with it
@@ -423,6 +496,12 @@ class RunHooks(Protocol):
         """Called a few times a second; what it raises ends the run."""
 
     def on_bad_rows(self, state: MemberState) -> None: ...
+    def on_chunk_done(self, state: MemberState, done: ChunkDone) -> None:
+        """A shard stands; members that wait for its rows may get more to do."""
+
+    def on_ended(self, state: MemberState) -> None:
+        """A member has failed, or its predictions stand: no row of it comes any more."""
+
     def on_finished(self, state: MemberState) -> None:
         """A member's last chunk is done.  In another thread; a MergeError fails the member, others end the run."""
 

@@ -169,7 +169,7 @@ class Session:
 
     def prepare(self, hint: Prepare) -> None:
         """Pass a hint on; from any thread."""
-        self.predictor.prepare(self._order[hint.start : hint.stop])
+        self.predictor.prepare(self._rows(hint))
 
     def load(self) -> None:
         """Put the member on its devices; raises what making a session does."""
@@ -211,12 +211,19 @@ class Session:
 
         if self.unwritten_chunk is not None:
             self.wait()
-        rows = self._order[command.start : command.stop]
+        rows = self._rows(command)
         prediction = self.predictor.predict(rows, report)
         self.wait()
         self._heartbeat.begin_write()
         self._send(Computed(command.chunk))
         self._writing = self._writer.submit(write)
+
+    def _rows(self, command: Prepare | Predict) -> npt.NDArray[np.int64]:
+        if command.rows is None:
+            return self._order[command.start : command.stop]
+        import numpy as np
+
+        return np.array(command.rows, dtype=np.int64)
 
     def wait(self) -> None:
         """Until the last shard stands under its name; raises why it could not be written."""

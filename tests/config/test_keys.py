@@ -38,7 +38,7 @@ def test_an_empty_mapping_lists_what_is_required(problems: Problems) -> None:
         ("template", "use prompt_template"),
         ("Max_Length", "did you mean max_length?"),
         ("wheight", "did you mean weight?"),
-        ("zzz", "the keys here are name, task_type, weight, calibration, model_name_or_path"),
+        ("zzz", "the keys here are name, task_type, weight"),
         ("a\nb", "the keys here are"),
         ("z" * 5000, "the keys here are"),
     ],

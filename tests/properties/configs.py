@@ -65,6 +65,7 @@ _MEMBER: Final = {
     "merge_adapter": False,
     "gguf_file": None,
     "weight": 0.5,
+    "when": None,
     "calibration": {"temperature": 1.5, "scale": {"neg": 0.9}, "bias": {"2": -0.1, "neg": 0}},
     "prompt_template": "{{ prompt | fromjson }}",
     "text_column": None,

@@ -8,6 +8,7 @@ from ensemble.cli.layout import Table
 from ensemble.common.text import duration, gib, plural, shown_path
 from ensemble.pipeline.validate import Prepared
 from ensemble.pipeline.wait_for_gpus import held_texts
+from ensemble.planning.cascade import when_text
 from ensemble.planning.plan import MemberPlan
 
 _HEADERS = "member,parameters,weights,batch tokens,activations,attention,overhead,peak,usable,fit".split(",")
@@ -98,9 +99,14 @@ def _member_facts(prepared: Prepared, member: MemberPlan) -> Iterator[str]:
     elif cache.reason:
         yield f"quantized at each load: {cache.reason}"
     yield plural(len(member.chunks), "chunk")
+    if (expected := prepared.shares.get(member.name)) is not None and member.model.when is not None:
+        yield f"runs {when_text(member.model.when)}: {expected.share:.0%} of the rows, {expected.why}"
     if member.speed.is_measured:
         job = member.job
-        yield f"about {duration(job.startup_seconds + job.compute_seconds / member.replicas)}"
+        text = f"about {duration(job.startup_seconds + job.compute_seconds / member.replicas)}"
+        if saved := (member.whole_seconds - job.compute_seconds) / member.replicas:
+            text += f", {duration(saved)} less than for all rows"
+        yield text
 
 
 def _where(prepared: Prepared, member: MemberPlan) -> str:

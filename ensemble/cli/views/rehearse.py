@@ -17,7 +17,8 @@ def view(rehearsal: Rehearsal) -> Iterator[str | Table]:
     """A table of the members, and a sentence each on time, memory and disk; then one for each problem."""
     rows = rehearsal.rows
     yield f"by a run of {rehearsal.sample_rows:,} of {plural(rows, 'row')}:"
-    yield Table(_HEADERS, [_cells(one, rows) for one in rehearsal.members])
+    yield Table(_HEADERS, [_cells(one) for one in rehearsal.members])
+    yield from rehearsal.assumed
     seconds, limit = rehearsal.seconds, rehearsal.time_limit_seconds
     of_limit = ""
     if limit is not None:
@@ -42,7 +43,7 @@ def view(rehearsal: Rehearsal) -> Iterator[str | Table]:
         yield f"It would end in time, {duration(limit - seconds)} before the limit."
 
 
-def _cells(member: MemberRehearsal, rows: int) -> list[str]:
+def _cells(member: MemberRehearsal) -> list[str]:
     memory = (
         member.peak_memory_bytes,
         member.peak_gpu_memory_bytes,
@@ -55,7 +56,7 @@ def _cells(member: MemberRehearsal, rows: int) -> list[str]:
         str(member.replicas),
         duration(member.startup_seconds),
         duration(compute),
-        f"{rows / compute:,.1f}" if compute else "",
+        f"{member.rows / compute:,.1f}" if compute else "",
         *("" if size is None else gib(size) for size in memory),
         "" if member.rows_at_limit is None else f"{member.rows_at_limit:,}",
     ]

@@ -27,14 +27,13 @@ def view(status: RunStatus) -> Iterator[str | Table]:
     if report is None:
         yield f"{status.folder}: {status.holder} is about to start a run here"
         return
-    rows = report.rows
     cells = [
         (
             one.name,
             one.state,
             f"{one.rows_done:,}",
-            f"{rows:,}",
-            f"{one.rows_done / rows:.0%}" if rows else "",
+            f"{one.rows:,}",
+            f"{one.rows_done / one.rows:.0%}" if one.rows else "",
             "" if one.tokens_per_second is None else f"{one.tokens_per_second:,.0f}",
             "" if one.seconds is None else duration(one.seconds),
             "" if one.seconds_left is None else duration(one.seconds_left),

@@ -41,6 +41,7 @@ def view(report: RunReport) -> Iterator[str | Table]:
     # By subject: the same of all members, then the next.
     for notes in zip(*(_notes(report, one) for one in report.members), strict=True):
         yield from notes
+    yield from (cascade_text(report, one) for one in report.members if one.cascade is not None)
     if gaps := report.idle_gaps:
         each = [f"{gap.seconds:.1f} s ({gap.after} to {gap.before})" for gap in gaps[:_SHOWN_GAPS]]
         more = f", {len(gaps) - _SHOWN_GAPS} more in run.json" if len(gaps) > _SHOWN_GAPS else ""
@@ -91,6 +92,27 @@ def failure_text(failure: Failure) -> str:
     return f"member {failure.member} failed: {failure.message}{log}"
 
 
+def cascade_text(report: RunReport, member: MemberReport) -> str:
+    """What a member with ``when`` saw, and what that cost or gained."""
+    if (own := member.cascade) is None:
+        return ""
+    share = f"{own.rows / report.rows:.1%}" if report.rows else "none"
+    text = f"{member.name}: {own.rows:,} of {plural(report.rows, 'row')} ({share}) are its by when"
+    if own.unknown_rows:
+        text += f", {own.unknown_rows:,} more are not decided"
+    if (found := own.comparison) is None:
+        return text
+    better = "lower" if found.difference < 0 else "higher"
+    noise = "" if abs(found.difference) > 2 * found.error else ", which may be chance"
+    error, over_all = f"(+/- {found.error:.4f}, a standard error)", abs(found.difference_over_all)
+    return (
+        f"{text}; on {plural(found.rows, 'row')} that it gave the ensemble's log loss is {found.log_loss:.4f} "
+        f"with it and {found.log_loss_without:.4f} without it, {abs(found.difference):.4f} {error} "
+        f"{better}{noise}; over all rows {over_all:.4f} (+/- {found.error_over_all:.4f}) {better}; accuracy "
+        f"{found.accuracy:.1%} with it and {found.accuracy_without:.1%} without it"
+    )
+
+
 def weight_text(weight: AnyWeight, digits: int = 6) -> str:
     """A weight, or those by label or length bin."""
     if isinstance(weight, dict):
@@ -109,7 +131,7 @@ def raise_unless_complete(report: RunReport) -> None:
     """
     if report.status == "time_limit":
         parts = [
-            f"{one.name} {report.merged_rows.get(one.name, 0):,} of {plural(report.rows, 'row')}"
+            f"{one.name} {report.merged_rows.get(one.name, 0):,} of {plural(_rows_of(report, one), 'row')}"
             for one in report.members
         ]
         filled = report.filled_rows
@@ -120,6 +142,11 @@ def raise_unless_complete(report: RunReport) -> None:
         raise TimeLimitReached([coverage, *filter(None, [report.explanation])])
     if report.status != "complete":
         raise MembersFailed([failure_text(failure) for failure in report.failures])
+
+
+def _rows_of(report: RunReport, member: MemberReport) -> int:
+    """The rows that a member is to have, as far as that is known."""
+    return report.rows if member.cascade is None else member.cascade.rows
 
 
 def _row(report: RunReport, name: str, cells: Sequence[str] = ()) -> list[str]:
@@ -139,7 +166,10 @@ def _cells(report: RunReport, member: MemberReport) -> list[str]:
         # What the merge found may be more than a worker had time to tell.
         return [f"{max(rows, report.merged_rows.get(member.name, 0)):,}", "unfinished"]
     if not workers:
-        return [f"{report.rows:,}", "reused" if member.replicas else "given"]  # to no worker at all
+        return [
+            f"{_rows_of(report, member):,}",
+            "reused" if member.replicas else "given",
+        ]  # to no worker at all
     seconds, counters = member.progress.seconds or 0.0, member.counters
     gpu = [one.peak_gpu_memory_bytes for one in workers if one.peak_gpu_memory_bytes is not None]
     peaks = gpu or [one.peak_memory_bytes for one in workers if one.peak_memory_bytes is not None]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from ensemble.cli.views.summary import weight_text
 from ensemble.common.text import gib, plural, shown_path
 from ensemble.pipeline.validate import Prepared
+from ensemble.planning.cascade import when_text
 
 _SHOWN_CHARACTERS = 160
 
@@ -18,6 +19,7 @@ def view(prepared: Prepared) -> Iterator[str]:
     yield from (*table.remarks, prepared.inventory.note, *prepared.warnings)
     for gpu in prepared.inventory.gpus:
         yield f"{gpu.name} ({gpu.uuid}), {gib(gpu.used_bytes)} of {gib(gpu.total_bytes)} used"
+    before: list[str] = []
     for member in prepared.plan.members:
         where = "CPU"
         if member.gpus:
@@ -26,6 +28,9 @@ def view(prepared: Prepared) -> Iterator[str]:
         how = f"{where}, {plural(len(member.chunks), 'chunk')}" if member.needs_worker else "no worker"
         summary = prepared.inspected[member.name].summary
         yield f"{member.name}: {summary}, weight {weight_text(member.model.weight)}, {how}"
+        if member.model.when is not None:
+            yield f"{member.name}: runs {when_text(member.model.when)} ({', '.join(before)})"
+        before.append(member.name)
         if member.name in prepared.previews:
             prompt = prepared.previews[member.name].replace("\n", "\\n")
             cut = f"the first {_SHOWN_CHARACTERS} characters of " if len(prompt) > _SHOWN_CHARACTERS else ""

@@ -1,0 +1,356 @@
+"""The rows of members with ``when``, as the members before them get on.
+
+The rules are in ``planning.cascade``; here is what they are asked about, and who gets what comes of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ensemble.common.protocol import Activation, ChunkDone
+from ensemble.common.shards import read_shard, shard_table
+from ensemble.common.text import plural, shown_path
+from ensemble.config import MemberConfig, RunConfig
+from ensemble.members.base import Inspection
+from ensemble.merging.blocks import weights_by_bin
+from ensemble.merging.calibration import calibrator
+from ensemble.merging.methods.weighted_mean import scaled, weighted_mean
+from ensemble.pipeline.resume import MemberWork, predicted_values
+from ensemble.pipeline.reuse import read_predictions
+from ensemble.pipeline.run_dir import RunDir
+from ensemble.pipeline.validate import Prepared
+from ensemble.planning.cascade import (
+    COMPUTE,
+    SKIP,
+    UNKNOWN,
+    Group,
+    Grouping,
+    closest_first,
+    decide,
+    doubts,
+    row_costs,
+)
+from ensemble.planning.plan import MemberPlan
+from ensemble.scheduling.state import MemberState
+
+_Rows = npt.NDArray[np.bool_]
+_Values = npt.NDArray[np.float64]
+
+
+@dataclass
+class _Cascade:
+    """A member with ``when``.
+
+    Attributes:
+        before: the members that decide.
+        doubt: of each row, NaN while a value is missing; and what was ``decided`` of it.
+        is_done: rows that need not be computed any more, or are being computed; ``was_done`` before this run.
+        costs: of each row, in shares of the work of the whole table.
+    """
+
+    member: MemberPlan
+    when: Mapping[str, float]
+    before: tuple[str, ...]
+    doubt: _Values
+    decided: npt.NDArray[np.int8]
+    state: MemberState | None = None
+    grouping: Grouping | None = None
+    is_given: bool = False
+    costs: _Values = field(default_factory=lambda: np.zeros(0))
+    is_done: _Rows = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
+    was_done: _Rows = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
+
+    def forget(self) -> None:
+        """Nothing is decided."""
+        self.doubt[:] = np.nan
+        self.decided = np.full(len(self.doubt), UNKNOWN, dtype=np.int8)
+        self.is_given = False
+        self.grouping = Grouping(self.member.chunks, self.member.order)
+
+
+class Cascades:
+    """Those of a run; none where no member has ``when``.
+
+    Args:
+        works: by member name; what is done of a member before this run.
+    """
+
+    def __init__(self, prepared: Prepared, rundir: RunDir, works: Mapping[str, MemberWork]) -> None:
+        config, rows = prepared.config, prepared.table.rows
+        self._prepared = prepared
+        self._works = works
+        self._cascades: dict[str, _Cascade] = {}
+        self._values: dict[str, _Values] = {}
+        self._has: dict[str, _Rows] = {}
+        self._ended: set[str] = set()
+        self._left_out: set[str] = set()
+        names = [model.name for model in config.models]
+        for number, member in enumerate(prepared.plan.members):
+            if (when := member.model.when) is None:
+                continue
+            unknown = np.full(rows, UNKNOWN, dtype=np.int8)
+            self._cascades[member.name] = _Cascade(
+                member, when, tuple(names[:number]), np.full(rows, np.nan), unknown
+            )
+        for name in {name for one in self._cascades.values() for name in one.before}:
+            work, labels = works[name], len(config.labels)
+            if work.is_complete:
+                values = np.full((rows, labels), np.nan, order="F")
+                numbers = np.flatnonzero(work.is_done)
+                values[numbers] = predicted_values(rundir, name)
+            else:
+                values = work.values(labels)
+            self._values[name], self._has[name] = values, ~np.isnan(values).any(axis=1)
+            self._take_bad_rows(name, work.bad_rows)
+            if work.is_complete and name not in self._cascades:
+                self._ended.add(name)
+        self._update()
+
+    def wanted(self, member: str) -> _Rows | None:
+        """The rows that the member is to have by what is known now; None: all."""
+        found = self._cascades.get(member)
+        return None if found is None else found.decided == COMPUTE
+
+    def unknown_rows(self, member: str) -> int:
+        """Of how many rows it is not known yet whether the member is to have them."""
+        found = self._cascades.get(member)
+        return 0 if found is None else int((found.decided == UNKNOWN).sum())
+
+    def is_covered(self, member: str) -> bool:
+        """Whether what is done of a member is all that it is to have."""
+        found = self._cascades.get(member)
+        if found is None:
+            return bool(self._works[member].is_done.all())
+        return bool(
+            (found.decided != UNKNOWN).all() and self._works[member].is_done[self.wanted(member)].all()
+        )
+
+    def begin(self, members: Sequence[MemberPlan], states: Sequence[MemberState]) -> None:
+        """Give members their first rows.
+
+        Args:
+            members: as they were planned, with the chunks of the whole table.
+            states: of the same members.
+        """
+        for member, state in zip(members, states, strict=True):
+            found = self._cascades.get(member.name)
+            if found is None or not state.plan.waits_for:
+                continue
+            found.member, found.state, found.is_given = member, state, False
+            found.grouping = Grouping(member.chunks, member.order)
+            found.costs = row_costs(member.chunks, member.order)
+            found.was_done = self._works[member.name].is_done.copy()
+            found.is_done = found.was_done.copy()
+        self._update()
+
+    def chunk_done(self, state: MemberState, done: ChunkDone) -> None:
+        """A member's shard stands."""
+        if not self._cascades:
+            return
+        name = state.plan.name
+        table = shard_table(read_shard(self._works[name].shards_dir / done.shard), self._prepared.table.rows)
+        if table is None:  # the member will not get far with it
+            return
+        rows = table.column("row").to_numpy()
+        if (own := self._cascades.get(name)) is not None and own.state is not None:
+            own.is_done[rows] = True
+            own.is_done[list(done.bad_rows)] = True
+        if name in self._values:
+            for label in range(len(self._prepared.config.labels)):
+                self._values[name][rows, label] = table.column(f"p{label}").to_numpy()
+            self._has[name][rows] = True
+            self._take_bad_rows(name, state.bad_rows)
+            self._update()
+
+    def bad_rows(self, state: MemberState) -> None:
+        """Rows of a member cannot be computed."""
+        if state.plan.name in self._values:
+            self._take_bad_rows(state.plan.name, state.bad_rows)
+            self._update()
+
+    def ended(self, state: MemberState) -> None:
+        """No row of a member comes any more.
+
+        Those that wait for one that failed go by the others, if its failure lets the run go on; else they wait for
+        the run that has it.
+        """
+        name = state.plan.name
+        if name not in self._values:
+            return
+        if state.failure is None:
+            self._ended.add(name)
+        elif state.failure.is_dropped or self._prepared.config.on_member_failure == "continue":
+            self._left_out.add(name)
+            for one in self._cascades.values():
+                if name not in one.before:
+                    continue
+                one.forget()
+                if one.state is not None:
+                    for chunk in one.state.in_hand.values():
+                        one.is_done[one.state.order[chunk.start : chunk.stop]] = True
+                    one.state.decide_anew(len(one.doubt))
+        self._update()
+
+    def _take_bad_rows(self, name: str, bad_rows: Mapping[int, str]) -> None:
+        """They get equal probabilities, or else the member will fail."""
+        if bad_rows and self._prepared.config.on_bad_row == "uniform":
+            self._values[name][list(bad_rows)] = self._prepared.even_value(name)
+            self._has[name][list(bad_rows)] = True
+
+    def _update(self) -> None:
+        for one in self._cascades.values():
+            before = [name for name in one.before if name not in self._left_out]
+            is_new = np.isnan(one.doubt)
+            for name in before:
+                is_new &= self._is_known(name)
+            if is_new.any():
+                rows = np.flatnonzero(is_new)
+                ((rule, _),) = one.when.items()
+                is_exclusive = all(self._prepared.inspected[name].activation == "softmax" for name in before)
+                one.doubt[rows] = doubts(rule, self._mean(before, rows), is_exclusive)
+                one.decided = decide(one.when, one.doubt)
+            if one.state is not None:
+                self._grow(one, one.state)
+
+    def _is_known(self, name: str) -> _Rows:
+        """The rows of which it is known what the member gives to them, if anything."""
+        is_known = self._has[name] | (name in self._ended)
+        if (own := self._cascades.get(name)) is not None:
+            return np.asarray((own.decided == SKIP) | ((own.decided == COMPUTE) & is_known))
+        return np.asarray(is_known)
+
+    def _mean(self, names: Sequence[str], rows: npt.NDArray[np.int64]) -> _Values:
+        """The members' weighted mean, [rows, labels]; NaN in a row that no member with a weight has."""
+        config = self._prepared.config
+        models = [model for model in config.models if model.name in names and model.has_weight]
+        if not models:
+            return np.full((len(rows), len(config.labels)), np.nan)
+        values = [self._values[model.name][rows] for model in models]
+        is_present = np.array([self._has[model.name][rows] for model in models])
+        for present, model in zip(is_present, models, strict=True):
+            if (own := self._cascades.get(model.name)) is not None:
+                present &= own.decided[rows] == COMPUTE
+        activations = [self._prepared.inspected[model.name].activation for model in models]
+        return _mean(config, models, activations, values, is_present, self._prepared.table.text_bytes[rows])
+
+    def _grow(self, one: _Cascade, state: MemberState) -> None:
+        groups: list[Group] = []
+        unknown = int((one.decided == UNKNOWN).sum())
+        if self._prepared.config.time_limit is not None:
+            if not unknown and not one.is_given:
+                groups = closest_first(one.doubt, one.decided, one.member.chunks, one.member.order)
+                one.is_given = True
+        elif one.grouping is not None:
+            groups = one.grouping.take(one.decided)
+        left = [group.without(one.is_done) for group in groups]
+        wanted = one.decided == COMPUTE
+        is_reused = wanted & one.was_done
+        is_idle = (one.decided == SKIP) | is_reused
+        state.grow(
+            [(group.rows, group.cost) for group in left if len(group.rows)],
+            unknown_rows=unknown,
+            rows=int(wanted.sum()),
+            reused_rows=int(is_reused.sum()),
+            idle_cost=float(one.costs[is_idle].sum()) if not is_idle.all() else 1.0,
+            may_grow=not (self._ended | self._left_out).issuperset(one.before),
+        )
+
+
+@dataclass(frozen=True)
+class ExpectedShare:
+    """What a plan takes as the share of the rows that a member with ``when`` computes; ``why`` in words."""
+
+    share: float
+    why: str
+
+
+def expected_shares(
+    config: RunConfig,
+    inspected: Mapping[str, Inspection],
+    given: Mapping[str, _Values],
+    ids: pa.ChunkedArray | None,
+    folder: Path,
+    place: str = "",
+) -> dict[str, ExpectedShare]:
+    """For each member with ``when``: by the predictions of the members before it, as far as there are any.
+
+    Args:
+        given: values of members that need no worker, [rows, labels], NaN where they lack a row.
+        ids: of the table's rows; None: it cannot be read.
+        folder: the directory of a run, of these rows or of others, such as a labelled sample.
+        place: what it is called; empty: its path.
+    """
+    place = place or f"in {shown_path(folder)}"
+    rundir, found = RunDir(folder), dict[str, ExpectedShare]()
+    tables: dict[str, tuple[pa.ChunkedArray, _Values]] = {}
+    for model in config.models:
+        with contextlib.suppress(OSError, pa.ArrowException, ValueError, IndexError):
+            table = read_predictions(rundir.predictions(model.name), with_ids=True)
+            if tuple(table.column_names[1:]) == config.labels and table.num_rows:
+                values = np.stack([column.to_numpy() for column in table.columns[1:]], axis=1)
+                tables[model.name] = table.column(0), values
+                continue
+        if model.name in given and ids is not None:
+            tables[model.name] = pc.cast(ids, pa.string()), given[model.name]
+    for number, model in enumerate(config.models):
+        if model.when is None:
+            continue
+        before = [one for one in config.models[:number] if one.has_weight]
+        ((rule, limit),) = model.when.items()
+        if rule == "share":
+            found[model.name] = ExpectedShare(limit, "as when says")
+        elif any(isinstance(one.weight, tuple) for one in before):
+            found[model.name] = ExpectedShare(1.0, "all are assumed: weights by length bin are not looked up")
+        elif missing := [one.name for one in before if one.name not in tables or one.name not in inspected]:
+            names = " and ".join(missing)
+            why = f"all are assumed, as there are no predictions of {names} {place}"
+            found[model.name] = ExpectedShare(1.0, why)
+        else:
+            rows, _ = max((tables[one.name] for one in before), key=lambda table: len(table[0]))
+            of_members, activations = list[_Values](), [inspected[one.name].activation for one in before]
+            for one in before:
+                own_ids, own = tables[one.name]
+                places = pc.index_in(rows, value_set=own_ids).fill_null(-1).to_numpy()
+                of_members.append(np.where(places[:, None] >= 0, own[places], np.nan))
+            is_present = np.array([~np.isnan(one).any(axis=1) for one in of_members])
+            mean = _mean(
+                config, before, activations, of_members, is_present, np.zeros(len(rows), dtype=np.int64)
+            )
+            decided = decide(model.when, doubts(rule, mean, set(activations) == {"softmax"}))
+            why = f"by the predictions of {plural(len(rows), 'row')} {place}"
+            found[model.name] = ExpectedShare(float((decided == COMPUTE).mean()), why)
+    return found
+
+
+def _mean(
+    config: RunConfig,
+    models: Sequence[MemberConfig],
+    activations: Sequence[Activation],
+    values: Sequence[_Values],
+    is_present: _Rows,
+    text_bytes: npt.NDArray[np.int64],
+) -> _Values:
+    """The weighted mean of members after calibration, [rows, labels].
+
+    Args:
+        models: some with a weight, and their activations.
+        values: [rows, labels] each, which calibration changes; NaN where ``is_present`` [members, rows] is False.
+        text_bytes: of the rows, for weights by length bin.
+    """
+    for model, activation, own in zip(models, activations, values, strict=True):
+        if (calibrate := calibrator(model.calibration, activation, config.labels)) is not None:
+            calibrate(own)
+    edges = config.ensemble.length_bins or ()
+    weights = weights_by_bin([model.weight for model in models], config.labels, len(edges) + 1)
+    if weights.shape[1] > 1:
+        weights = weights[:, np.searchsorted(edges, text_bytes, side="right")]
+    mean = weighted_mean(weights, values, is_present)
+    return scaled(mean) if weights.shape[2] > 1 and set(activations) == {"softmax"} else mean

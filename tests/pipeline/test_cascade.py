@@ -1,0 +1,171 @@
+"""Members with ``when``: real runs, and what they compute of which rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from tests.project import LABELS, Project
+
+pytestmark = pytest.mark.usefixtures("warm")
+
+_Values = npt.NDArray[np.float64]
+
+
+def cascade(project: Project, when: dict[str, float], **changes: Any) -> dict[str, Any]:
+    """gemma, then llama only where ``when`` says so; weights 0.6 and 0.4."""
+    config = project.config(**changes)
+    config["models"][1]["when"] = when
+    return config
+
+
+def run(project: Project, config: dict[str, Any], *options: str, code: int = 0) -> str:
+    project.write_config(config)
+    done = project.ensemble("run", "config.yaml", *options)
+    assert done.returncode == code, done.stdout + done.stderr
+    return " ".join(done.stdout.split())
+
+
+def predictions(project: Project, name: str) -> dict[str, list[float]]:
+    _, rows = project.read(name)
+    return {row[0]: [float(cell) for cell in row[1:]] for row in rows}
+
+
+def in_order(project: Project, found: dict[str, list[float]]) -> _Values:
+    """[rows, labels], NaN where there is no row."""
+    assert [row_id for row_id in project.ids if row_id in found] == list(found), "in the table's order"
+    return np.array([found.get(row_id, [np.nan] * 3) for row_id in project.ids])
+
+
+def margins(values: _Values) -> _Values:
+    ordered = np.sort(values, axis=1)
+    return np.asarray(ordered[:, -1] - ordered[:, -2])
+
+
+@pytest.fixture
+def plain(project: Project) -> tuple[_Values, _Values]:
+    """What gemma and llama give for all 300 rows of the table, without ``when``."""
+    project.write_table()
+    run(project, project.config(output_dir="runs/plain"))
+    gemma, llama = (
+        in_order(project, predictions(project, f"runs/plain/predictions/{name}.csv"))
+        for name in ("gemma", "llama")
+    )
+    return gemma, llama
+
+
+def check(
+    project: Project,
+    plain: tuple[_Values, _Values],
+    wanted: npt.NDArray[np.bool_],
+    folder: str = "runs/first",
+) -> None:
+    """llama has these rows, with the values of a plain run, and only they count."""
+    gemma, llama = plain
+    found = in_order(project, predictions(project, f"{folder}/predictions/llama.csv"))
+    np.testing.assert_array_equal(~np.isnan(found[:, 0]), wanted)
+    np.testing.assert_allclose(found[wanted], llama[wanted], atol=1e-5)
+    merged = in_order(project, predictions(project, f"{folder}/ensemble.csv"))
+    expected = np.where(wanted[:, None], 0.6 * gemma + 0.4 * llama, gemma)
+    np.testing.assert_allclose(merged, expected, atol=1e-5)
+
+
+def test_a_member_computes_only_the_rows_of_which_the_one_before_is_unsure(
+    project: Project, plain: tuple[_Values, _Values]
+) -> None:
+    gemma, _ = plain
+    number = float(np.median(margins(gemma)))
+    printed = run(project, cascade(project, {"margin_below": number}))
+    wanted = margins(gemma) < number
+    assert 100 < wanted.sum() < 200
+    check(project, plain, wanted)
+    member = project.run_json()["members"][1]
+    assert member["rows"] == wanted.sum(), printed
+    # The same again computes nothing, and a share of all rows only what is missing.
+    before = (project.folder / "runs/first/ensemble.csv").read_bytes()
+    run(project, cascade(project, {"margin_below": number}))
+    assert (project.folder / "runs/first/ensemble.csv").read_bytes() == before
+    assert project.run_json()["members"][1]["rows"] == 0
+
+
+def test_the_least_certain_share_and_what_it_gained(project: Project, plain: tuple[_Values, _Values]) -> None:
+    gemma, llama = plain
+    config = cascade(project, {"share": 0.07})
+    project.write_config(config)
+    planned = " ".join(project.ensemble("plan", "config.yaml").stdout.split())
+    assert "runs only on the 7 % of the rows of which the members before it are least certain" in planned
+    printed = run(project, config)
+    wanted = np.zeros(300, dtype=bool)
+    wanted[np.argsort(margins(gemma), kind="stable")[:21]] = True
+    check(project, plain, wanted)
+    (_, member) = project.run_json()["members"]
+    assert (member["cascade"]["rows"], member["cascade"]["unknown_rows"]) == (21, 0)
+    truth = np.array([LABELS.index(label) for label in project.truth])[wanted]
+
+    def losses(values: _Values) -> _Values:
+        return np.asarray(-np.log(values[wanted][np.arange(21), truth]))
+
+    difference = losses(0.6 * gemma + 0.4 * llama) - losses(gemma)
+    found = member["cascade"]["comparison"]
+    assert found["rows"] == 21
+    assert found["log_loss_without"] == pytest.approx(losses(gemma).mean(), abs=1e-5)
+    assert found["difference"] == pytest.approx(difference.mean(), abs=1e-5)
+    assert found["error"] == pytest.approx(difference.std(ddof=1) / 21**0.5, abs=1e-5)
+    over_all = np.concatenate([difference, np.zeros(279)])
+    assert found["difference_over_all"] == pytest.approx(over_all.mean(), abs=1e-6)
+    assert found["error_over_all"] == pytest.approx(over_all.std(ddof=1) / 300**0.5, abs=1e-6)
+    assert "llama: 21 of 300 rows (7.0%) are its by when; on 21 rows" in printed
+
+
+def test_another_rule_keeps_what_is_computed_and_merges_what_it_asks_for(
+    project: Project, plain: tuple[_Values, _Values]
+) -> None:
+    gemma, _ = plain
+    order = np.argsort(margins(gemma), kind="stable")
+    merged: dict[float, bytes] = {}
+    for share, rows in ((0.5, 150), (0.2, 0), (0.6, 30), (0.5, 0)):
+        run(project, cascade(project, {"share": share}))
+        assert project.run_json()["members"][1]["rows"] == rows, share
+        wanted = np.zeros(300, dtype=bool)
+        wanted[order[: round(300 * share)]] = True
+        _, found = project.read("runs/first/predictions/llama.csv")
+        assert len(found) == (180 if share == 0.6 or 0.6 in merged else 150), "what is there stays"
+        content = (project.folder / "runs/first/ensemble.csv").read_bytes()
+        assert merged.setdefault(share, content) == content
+    # Without when it needs all rows, and takes those that it has; another name does, too.
+    config = project.config()
+    run(project, config)
+    assert project.run_json()["members"][1]["rows"] == 120
+    check(project, plain, np.ones(300, dtype=bool))
+
+
+def test_one_after_the_other(project: Project, plain: tuple[_Values, _Values]) -> None:
+    """The second of two sees the mean with the first where that has the row."""
+    gemma, llama = plain
+    config = cascade(project, {"share": 0.3})
+    again = {"name": "again", "model_name_or_path": str(project.models / "gemma"), "weight": 1.0}
+    config["models"].append(again | {"when": {"entropy_above": 0.7}})
+    run(project, config)
+    first = np.zeros(300, dtype=bool)
+    first[np.argsort(margins(gemma), kind="stable")[:90]] = True
+    mean = np.where(first[:, None], 0.6 * gemma + 0.4 * llama, gemma)
+    entropy = -(mean * np.log(mean)).sum(axis=1)
+    second = entropy > 0.7
+    assert 0 < (first & second).sum() < second.sum() < 300
+    check_rows(project, "llama", first)
+    check_rows(project, "again", second)
+    merged = in_order(project, predictions(project, "runs/first/ensemble.csv"))
+    expected = np.where(
+        second[:, None],
+        (mean * np.where(first, 1.0, 0.6)[:, None] + gemma) / (np.where(first, 1.0, 0.6)[:, None] + 1.0),
+        mean,
+    )
+    np.testing.assert_allclose(merged, expected, atol=1e-5)
+
+
+def check_rows(project: Project, name: str, wanted: npt.NDArray[np.bool_]) -> None:
+    found = in_order(project, predictions(project, f"runs/first/predictions/{name}.csv"))
+    np.testing.assert_array_equal(~np.isnan(found[:, 0]), wanted)
