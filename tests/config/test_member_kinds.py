@@ -30,6 +30,7 @@ def test_a_default_goes_to_the_kinds_that_have_the_key(load: Load) -> None:
         "id_column": None,
         "activation": "sigmoid",
         "calibration": None,
+        "when": None,
         "partial": False,
     }
 
