@@ -21,7 +21,9 @@ import pyarrow.compute as pc
 from ensemble.common.errors import ConfigError, DataError, EnsembleError, MergeError, OutputError
 from ensemble.common.extensions import SettingsByName
 from ensemble.common.files import atomic_path, unwritable_reason
+from ensemble.common.protocol import Activation
 from ensemble.common.text import did_you_mean, listed, plural, quoted
+from ensemble.config import CalibrationConfig
 from ensemble.config.document import Document, one_line
 from ensemble.config.load import checked
 from ensemble.config.overrides import variables_of
@@ -31,7 +33,8 @@ from ensemble.config.yamlfile import parse, read_text
 from ensemble.data.csv_file import csv_cells, csv_lines, header_line, read_header, text_batches
 from ensemble.data.input_file import first_ids, malloc_for_arrow, missing_column
 from ensemble.data.predictions_csv import PredictionsReader, SpilledRows, read_by_id
-from ensemble.members.csv.settings import CsvSettings
+from ensemble.members.base import OutputColumns
+from ensemble.members.registry import KINDS, member_kind
 from ensemble.merging.blocks import MergedMember, RowSource, merge_blocks
 from ensemble.merging.calibration import calibrator
 from ensemble.merging.methods import METHODS, merge_method
@@ -52,6 +55,18 @@ class Merged:
     rows: int
     weights: dict[str, AnyWeight]
     rows_of: dict[str, int]
+
+
+@dataclass(frozen=True)
+class _File:
+    """One to merge; see ``Inspection`` and ``MemberKind.may_lack_rows``."""
+
+    name: str
+    path: Path
+    weight: AnyWeight
+    activation: Activation
+    calibration: CalibrationConfig | None
+    partial: bool
 
 
 def merge_files(
@@ -83,16 +98,16 @@ def merge_files(
     columns = _columns(paths, id_column, labels)
     given = [*_weight_overrides(weight or {}, [*paths]), *overrides]
     config = _config(paths, id_column, columns, keys or {}, weights, given)
-    settings = [model for model in config.models if isinstance(model, CsvSettings)]
-    activations = tuple(one.activation for one in settings)
-    weights_of = tuple(one.weight for one in settings)
+    given_files = [*_files(config)]
+    activations = tuple(one.activation for one in given_files)
+    weights_of = tuple(one.weight for one in given_files)
     method = merge_method(config.ensemble, Members(tuple(paths), activations, config.labels, weights_of))
-    if problems := [*_problems(settings, method)]:
+    if problems := [*_problems(given_files, method)]:
         raise ConfigError(problems)
     with malloc_for_arrow(), ExitStack() as opened:
         try:
-            ids, sources = _sources(settings, id_column, config.labels, _folder(output), opened)
-            return _merge(settings, method, ids, sources, id_column, output)
+            ids, sources = _sources(given_files, id_column, config.labels, _folder(output), opened)
+            return _merge(given_files, method, ids, sources, id_column, output)
         except MergeError as error:
             raise DataError(error.problems) from error
 
@@ -200,8 +215,17 @@ def _config(
         _demand_all(weights, given, [*paths])
         documents.append(given)
     variables = [dict(os.environ), *variables_of([weights] if weights is not None else [], os.environ)]
-    kinds = {"csv": CsvSettings}
+    kinds = {"csv": KINDS.load("csv").Settings}
     return checked(documents, variables, overrides, SettingsByName(lambda: METHODS), kinds)[1]
+
+
+def _files(config: RunConfig) -> Iterator[_File]:
+    columns = OutputColumns(config.data.id_column, config.labels)
+    for model in config.models:
+        kind = member_kind(model)
+        (source,) = kind.sources()
+        activation = kind.inspect(columns).activation
+        yield _File(model.name, Path(source), model.weight, activation, model.calibration, kind.may_lack_rows)
 
 
 def _plain(value: Any) -> Any:
@@ -251,12 +275,12 @@ def _folder(output: Path) -> Path:
     return folder
 
 
-def _problems(settings: Sequence[CsvSettings], method: MergeMethod) -> Iterator[str]:
+def _problems(files: Sequence[_File], method: MergeMethod) -> Iterator[str]:
     """What does not go together."""
     raw = method.members.with_activation("none")
-    if raw and len(raw) < len(settings):
+    if raw and len(raw) < len(files):
         yield f"{listed(raw)}: raw values, and the others are probabilities; their mean means nothing"
-    for one in settings:
+    for one in files:
         if one.calibration is not None and one.name in raw:
             yield f"{one.name}: calibration is for probabilities, and these are raw values"
         if isinstance(one.weight, tuple):
@@ -268,23 +292,23 @@ def _problems(settings: Sequence[CsvSettings], method: MergeMethod) -> Iterator[
 
 
 def _sources(
-    settings: Sequence[CsvSettings], id_column: str, labels: Sequence[str], folder: Path, opened: ExitStack
+    files: Sequence[_File], id_column: str, labels: Sequence[str], folder: Path, opened: ExitStack
 ) -> tuple[pa.ChunkedArray, list[RowSource]]:
     """The ids of the rows, and where each member's rows come from."""
-    whole = next((one for one in settings if not one.partial), None)
-    first = whole or settings[0]
+    whole = next((one for one in files if not one.partial), None)
+    first = whole or files[0]
     ids = _ids(first, id_column)
     table = str(first.path) if whole else "the files"
     own: dict[str, pa.ChunkedArray] = {}
     if whole is None:
-        for one in settings[1:]:
+        for one in files[1:]:
             own[one.name] = _ids(one, id_column)
             new = own[one.name].filter(pc.invert(pc.is_in(own[one.name], value_set=ids)))
             ids = pa.chunked_array([*ids.chunks, *new.chunks], ids.type)
     if not len(ids):
         raise DataError(f"{table}: there are no rows; nothing to merge")
     sources: list[RowSource] = []
-    for one in settings:
+    for one in files:
         source: RowSource | None = None
         advice = _ALLOW if whole is not None and not one.partial else None
         if one.partial and one is not first:
@@ -294,14 +318,14 @@ def _sources(
                 values, _ = read_by_id(one.path, id_column, labels, ids, False, True, table, advice)
                 source = SpilledRows(values, folder)
         source = source or PredictionsReader(
-            one.path, id_column, labels, ids, folder, len(settings), one.partial, table, advice
+            one.path, id_column, labels, ids, folder, len(files), one.partial, table, advice
         )
         opened.callback(source.close)
         sources.append(source)
     return ids, sources
 
 
-def _ids(one: CsvSettings, id_column: str) -> pa.ChunkedArray:
+def _ids(one: _File, id_column: str) -> pa.ChunkedArray:
     chunks = [batch.column(0) for batch in text_batches(one.path, [id_column])]
     ids = pa.chunked_array(chunks, pa.string())
     counts = pc.value_counts(ids)
@@ -315,7 +339,7 @@ def _ids(one: CsvSettings, id_column: str) -> pa.ChunkedArray:
 
 
 def _merge(
-    settings: Sequence[CsvSettings],
+    files: Sequence[_File],
     method: MergeMethod,
     ids: pa.ChunkedArray,
     sources: Sequence[RowSource],
@@ -326,7 +350,7 @@ def _merge(
 
     def open_members() -> list[MergedMember]:
         merged.clear()
-        for one, source in zip(settings, sources, strict=True):
+        for one, source in zip(files, sources, strict=True):
             source.rewind()
             advice = "correct the file, or say what its values are with --activation"
             check = RowCheck(str(one.path), one.activation, ids, one.partial, advice)
@@ -365,6 +389,6 @@ def _merge(
         method=method.settings.method,
         labels=labels,
         rows=len(ids),
-        weights={one.name: one.weight for one in settings},
+        weights={one.name: one.weight for one in files},
         rows_of={one.name: one.check.reached for one in merged},
     )
