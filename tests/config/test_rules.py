@@ -99,6 +99,51 @@ def test_weights_by_label_and_by_length_bin(load: Load, problems: Problems) -> N
         assert said(1, 1, length_bins=edges)[0].startswith(bins), edges
 
 
+def test_calibration_and_the_keys_of_methods(load: Load, problems: Problems) -> None:
+    good = small(calibration={"temperature": 2, "scale": {"neg": 0.5}, "bias": {"pos": -1}})
+    calibration = load(good).config.models[0].calibration
+    assert (calibration.temperature, calibration.scale, calibration.bias) == (
+        2.0,
+        {"neg": 0.5},
+        {"pos": -1.0},
+    )
+
+    def said(content: dict[str, Any]) -> list[str]:
+        return [re.sub(r" .line \d+.", "", text) for text in problems(content)]
+
+    temperature = (
+        "models[0].calibration.temperature: must be a number of more than 0 (from 0.000001 to 1000000)"
+    )
+    for wrong, shown in ((0, "0"), (-1, "-1"), (float("inf"), "inf"), (float("nan"), "nan"), ("x", "'x'")):
+        assert said(small(calibration={"temperature": wrong})) == [f"{temperature}, not {shown}"]
+    assert said(small(calibration={"scale": {"neg": "x", "nag": 1}, "bias": [1], "temp": 2})) == [
+        "models[0].calibration.scale.neg: must be a number from -1000000 to 1000000, not 'x'",
+        "models[0].calibration.scale.nag: must be one of the labels, not 1",
+        "models[0].calibration.bias: must be a mapping of labels to numbers, not [1]",
+        "models[0].calibration.temp: unknown key; use temperature",
+    ]
+    assert said(small(calibration=1.5)) == [
+        "models[0].calibration: must be a mapping of keys to values, not 1.5"
+    ]
+
+    def of_method(**ensemble: object) -> list[str]:
+        return said(small() | {"ensemble": ensemble})
+
+    power = "must be a number from -1000 to 1000, and not 0, which is method: geometric_mean"
+    assert of_method(method="power_mean") == ["ensemble.power: required, for example power: 2"]
+    assert of_method(method="power_mean", power=0) == [f"ensemble.power: {power}, not 0"]
+    assert of_method(method="mean", power=2) == [
+        "ensemble.power: unknown key; the keys here are method, length_bins"
+    ]
+    assert of_method(method="stacking", coefficients={"a": {"neg": {"pos": "x"}}, "b": 1}) == [
+        "ensemble.coefficients.a: must be a number, a number for each label, or a mapping of labels to such "
+        "mappings, not a mapping"
+    ]
+    stacked = {"method": "stacking", "coefficients": {"a": {"neg": {"pos": 1}}}, "intercept": {"neg": 0.5}}
+    settings = load(small() | {"ensemble": stacked}).config.ensemble
+    assert settings.coefficients == {"a": {"neg": {"pos": 1.0}}}
+
+
 def test_each_label_is_given_once(problems: Problems) -> None:
     (problem,) = problems(small(label_map={"x": "pos", "y": "neg", "z": "pos"}))
     assert problem.startswith("models[0].label_map.z (line ")

@@ -12,6 +12,7 @@ F. Y. Edgeworth, "On a New Method of Reducing Observations Relating to Several Q
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from ensemble.merging.methods.base import Block, MergeMethod, Values
 from ensemble.merging.methods.weighted_mean import scaled
@@ -30,7 +31,7 @@ class Median(MergeMethod):
         reached = np.take_along_axis(counted, order, axis=0).cumsum(axis=0)
         half = reached[-1] / 2
 
-        def at(is_beyond: np.typing.NDArray[np.bool_]) -> Values:
+        def at(is_beyond: npt.NDArray[np.bool_]) -> Values:
             first = is_beyond.argmax(axis=0)[None]
             return np.asarray(np.take_along_axis(values, first, axis=0)[0])
 
