@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ensemble.analysis.compare import Comparison
     from ensemble.analysis.fit import FitReport
-    from ensemble.cli.api import Preview, Run, compare, fit, open_run, plan, rehearse, run, validate
+    from ensemble.cli.api import Preview, Run, compare, fit, merge, open_run, plan, rehearse, run, validate
     from ensemble.common.errors import (
         CheckpointError,
         ConfigError,
@@ -59,6 +59,7 @@ __all__ = [
     "WriteError",
     "compare",
     "fit",
+    "merge",
     "open_run",
     "plan",
     "rehearse",
@@ -67,7 +68,7 @@ __all__ = [
 ]
 _MODULES = {
     **dict.fromkeys(
-        ("Preview", "Run", "compare", "fit", "open_run", "plan", "rehearse", "run", "validate"),
+        ("Preview", "Run", "compare", "fit", "merge", "open_run", "plan", "rehearse", "run", "validate"),
         "ensemble.cli.api",
     ),
     "Comparison": "ensemble.analysis.compare",

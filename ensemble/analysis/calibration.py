@@ -103,7 +103,7 @@ def fit_vector_scaling(values: Values, truth: Truth, kind: Kind) -> VectorScalin
             else:
                 top = scores.max(axis=0)
                 total += float((top + np.log(np.exp(scores - top).sum(axis=0))).sum())
-        return total / rows
+        return float(total / rows)
 
     best = loss(found)
     for _ in range(_MAX_STEPS):

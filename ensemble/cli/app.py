@@ -170,6 +170,53 @@ MergeMethodOption = Annotated[
 FoldsOption = Annotated[int, typer.Option("--folds", metavar="N", min=2, help="Of the cross-validation.")]
 SeedOption = Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of the folds.")]
 FreshOption = Annotated[bool, typer.Option("--fresh", help="Start over, whatever an earlier run did.")]
+FilesArgument = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="[NAME=]CSV",
+        help="Predictions, an id and a column per label; named by the file without its ending.",
+    ),
+]
+MergedOption = Annotated[Path, typer.Option("--output", "-o", metavar="CSV", help="Where to write it.")]
+MethodOption = Annotated[
+    str | None, typer.Option("--method", "-m", metavar="METHOD", help="mean (the default), median, vote, ...")
+]
+WeightOption = Annotated[
+    list[str],
+    typer.Option(
+        "--weight",
+        metavar="NAME=NUMBER",
+        default_factory=list,
+        show_default=False,
+        help="A file's; then every one's.",
+    ),
+]
+WeightsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--weights", metavar="YAML", readable=False, help="Weights and calibration, as fit writes them."
+    ),
+]
+IdOption = Annotated[str, typer.Option("--id-column", metavar="NAME", help="The column of the ids.")]
+LabelOption = Annotated[
+    list[str],
+    typer.Option(
+        "--label",
+        metavar="NAME",
+        default_factory=list,
+        show_default=False,
+        help="A column to merge; all if none is given.",
+    ),
+]
+ActivationOption = Annotated[
+    str | None,
+    typer.Option(
+        "--activation",
+        metavar="KIND",
+        help="softmax (the default), sigmoid, or none: any numbers.",
+    ),
+]
+PartialOption = Annotated[bool, typer.Option("--partial", help="Files may lack rows that others have.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
 
 
@@ -351,6 +398,42 @@ def fit(
     if not quiet:
         show("fit", report, sys.stdout)
         print(f"{output}: written")
+
+
+@app.command()
+def merge(
+    files: FilesArgument,
+    output: MergedOption,
+    weight: WeightOption,
+    label: LabelOption,
+    sets: SetOption,
+    method: MethodOption = None,
+    weights: WeightsOption = None,
+    id_column: IdOption = "id",
+    activation: ActivationOption = None,
+    partial: PartialOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Merge CSVs of predictions, joined by id, into one in the order of the first; no config is needed.
+
+    --set ensemble.power=2 sets a method's own key.
+    """
+    with _prepared_process():
+        from ensemble.pipeline.merge_files import merge_files
+    if wrong := [one for one in weight if "=" not in one]:
+        raise typer.BadParameter(f"--weight {wrong[0]}: write it like NAME=0.5")
+    merged = merge_files(
+        files,
+        output,
+        [*([] if method is None else [f"ensemble.method={method}"]), *sets],
+        weights,
+        dict(one.split("=", 1) for one in weight),
+        id_column,
+        label,
+        {"partial": partial} | ({} if activation is None else {"activation": activation}),
+    )
+    if not quiet:
+        show("merge", merged, sys.stdout)
 
 
 @app.command()

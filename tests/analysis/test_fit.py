@@ -47,7 +47,7 @@ def multi_label(of: Predictions) -> Predictions:
     return replace(of, truth=truth, activations=dict.fromkeys(of.members, "sigmoid"))
 
 
-def weights_of(report: FitReport) -> list[float | None]:
+def weights_of(report: FitReport) -> Any:
     return [member.weight for member in report.members]
 
 
@@ -153,7 +153,9 @@ def test_stacking_is_the_logistic_regression_of_scikit_learn(is_multi_label: boo
     if is_multi_label:
         for label in range(3):
             logits = np.column_stack([np.log(one[:, label] / (1 - one[:, label])) for one in values])
-            model = LogisticRegression(C=penalty, tol=1e-8, max_iter=5_000).fit(logits, found.truth[:, label])
+            model = LogisticRegression(C=penalty, tol=1e-8, max_iter=5_000).fit(
+                logits, np.asarray(found.truth)[:, label]
+            )
             np.testing.assert_allclose(merged[:, label], model.predict_proba(logits)[:, 1], atol=2e-3)
     else:
         logs = np.log(np.column_stack(values))
@@ -178,7 +180,9 @@ def test_rows_that_a_member_lacks_are_left_out_of_the_fit() -> None:
     members = {"m0": found.members["m0"], "m1": some}
     report = fit(replace(found, members=members), Options())
     rest = {name: values[300:] for name, values in found.members.items()}
-    alone = fit(replace(found, members=rest, truth=found.truth[300:], ids=found.ids.slice(300)), Options())
+    alone = fit(
+        replace(found, members=rest, truth=np.asarray(found.truth)[300:], ids=found.ids.slice(300)), Options()
+    )
     assert (report.rows, report.rows_left_out, report.score) == (700, 300, alone.score)
     assert any("300 rows" in sentence for sentence in verdicts(report))
 
@@ -197,7 +201,7 @@ def raw(found: Predictions) -> Predictions:
         found,
         members=values,
         activations=dict.fromkeys(values, "none"),
-        truth=found.truth[:, None] * np.ones(3),
+        truth=np.asarray(found.truth)[:, None] * np.ones(3),
     )
 
 

@@ -99,7 +99,7 @@ def test_a_run_merges_as_the_fit_does(files: Project, options: list[str]) -> Non
         labels=files.folder / "truth.csv",
         method="stacking" if "stacking" in options else "greedy" if "accuracy" in options else None,
         metric="accuracy" if "accuracy" in options else "log_loss",
-        calibration=next((one for one in ("temperature", "vector") if one in options), "none"),  # type: ignore[arg-type]
+        calibration=next((one for one in ("temperature", "vector") if one in options), "none"),
         merge_method="geometric_mean" if "geometric_mean" in options else "mean",
         quiet=True,
     )

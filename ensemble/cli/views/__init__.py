@@ -24,6 +24,7 @@ VIEWS: Final[dict[str, str]] = {
     "rehearse": "ensemble.cli.views.rehearse",
     "compare": "ensemble.cli.views.compare",
     "fit": "ensemble.cli.views.fit",
+    "merge": "ensemble.cli.views.merge",
 }
 
 
