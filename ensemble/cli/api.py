@@ -310,6 +310,7 @@ def merge(
         ).path
 
 
+@_told()
 def open_run(path: str | os.PathLike[str]) -> Run:
     """Open the ``output_dir`` of a run, whether it goes on or has ended.
 
