@@ -458,7 +458,8 @@ def _cost(member: MemberReport) -> Cost:
     def largest(values: Iterator[float | None]) -> float | None:
         return max(filter(None, values), default=None)
 
-    workers, seconds = member.workers, member.progress.seconds
+    # Not the workers of an earlier run, whose time is no part of this one's.
+    workers, seconds = member.workers_now, member.progress.seconds
     host = largest(one.peak_memory_bytes for one in workers)
     gpu = largest(one.peak_gpu_memory_bytes for one in workers)
     return Cost(
@@ -468,5 +469,5 @@ def _cost(member: MemberReport) -> Cost:
         rows_per_second=member.counters.rows / seconds if seconds else None,
         host_bytes=None if host is None else int(host),
         gpu_bytes=None if gpu is None else int(gpu),
-        origin="" if member.workers_now else "reused" if member.replicas else "given",
+        origin="" if workers else "reused" if member.replicas else "given",
     )

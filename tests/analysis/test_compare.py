@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -219,7 +220,19 @@ def test_two_runs(
     assert gemma_now.seconds is not None
     assert mate.seconds is None
 
-    # A run with itself; then with a file; then where the rows are of other labels.
+    # Again with other weights, for which nothing is computed; with itself; with a file; with rows of other labels.
+    shutil.copytree("runs/first", "runs/again")
+    project.write_config(
+        {"models": [{"name": "gemma", "weight": 9}], "output_dir": "runs/again"}, "weights.yaml"
+    )
+    assert project.ensemble("run", "config.yaml", "weights.yaml").returncode == 0
+    again = ensemble.compare("runs/first", "runs/again", quiet=True)
+    assert again.settings is not None
+    assert [(one.key, one.first, one.second) for one in again.settings] == [
+        ("models.gemma.weight", "0.6", "9")
+    ]
+    assert [one.changed > 0 for one in again.changes] == [True, False, False]
+    assert [(one.origin, one.startup_seconds) for one in again.second.costs] == [("reused", None)] * 2
     same = ensemble.compare("runs/first", Path("runs/first"))
     assert not same.settings
     assert not same.remarks
