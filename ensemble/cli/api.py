@@ -203,19 +203,19 @@ def merge(
     by_name = dict(text.split("=", 1) for text in _texts(weights)) if isinstance(weights, Mapping) else {}
     keys = {"partial": partial} | ({} if activation is None else {"activation": activation})
     sets = [*([] if method is None else [f"ensemble.method={method}"]), *_texts(overrides or {})]
-    with _told():
-        return merge_files(
-            [f"{name}{_path(path, advice)}" for name, path in listed],
-            _path(output, advice),
-            sets,
-            None if weights is None or by_name or isinstance(weights, Mapping) else _path(weights, advice),
-            by_name,
-            id_column,
-            labels,
-            keys,
-        ).path
+    return merge_files(
+        [f"{name}{_path(path, advice)}" for name, path in listed],
+        _path(output, advice),
+        sets,
+        None if weights is None or isinstance(weights, Mapping) else _path(weights, advice),
+        by_name,
+        id_column,
+        labels,
+        keys,
+    ).path
 
 
+@_told()
 def open_run(path: str | os.PathLike[str]) -> Run:
     """Open the ``output_dir`` of a run, whether it goes on or has ended.
 
