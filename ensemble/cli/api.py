@@ -308,7 +308,7 @@ def merge(
         [f"{name}{_path(path, advice)}" for name, path in listed],
         _path(output, advice),
         sets,
-        None if weights is None or by_name or isinstance(weights, Mapping) else _path(weights, advice),
+        None if weights is None or isinstance(weights, Mapping) else _path(weights, advice),
         by_name,
         id_column,
         labels,
