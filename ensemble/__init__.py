@@ -15,8 +15,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ensemble.analysis.compare import Comparison
     from ensemble.analysis.fit import FitReport
-    from ensemble.cli.api import Preview, Run, fit, open_run, plan, rehearse, run, validate
+    from ensemble.cli.api import Preview, Run, compare, fit, merge, open_run, plan, rehearse, run, validate
     from ensemble.common.errors import (
         CheckpointError,
         ConfigError,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "CheckpointError",
+    "Comparison",
     "ConfigError",
     "DataError",
     "DeviceError",
@@ -55,7 +57,9 @@ __all__ = [
     "RunStatus",
     "TimeLimitReached",
     "WriteError",
+    "compare",
     "fit",
+    "merge",
     "open_run",
     "plan",
     "rehearse",
@@ -64,8 +68,10 @@ __all__ = [
 ]
 _MODULES = {
     **dict.fromkeys(
-        ("Preview", "Run", "fit", "open_run", "plan", "rehearse", "run", "validate"), "ensemble.cli.api"
+        ("Preview", "Run", "compare", "fit", "merge", "open_run", "plan", "rehearse", "run", "validate"),
+        "ensemble.cli.api",
     ),
+    "Comparison": "ensemble.analysis.compare",
     "FitReport": "ensemble.analysis.fit",
     "Rehearsal": "ensemble.pipeline.rehearse",
     "RunReport": "ensemble.pipeline.run_report",

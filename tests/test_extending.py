@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import statistics
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ import pyarrow as pa
 import pytest
 import yaml
 from pyarrow import feather
+from scipy import stats
 
 from bench.merge_files import label_names, make_files, member_names
 from tests.packages import pip_install
@@ -60,32 +60,43 @@ def merged(made: Project, site: Path, ensemble: dict[str, object]) -> np.ndarray
     return read(made.folder / "ours/ensemble.csv")
 
 
-def test_the_median(made: Project, site: Path) -> None:
+def test_the_trimmed_mean(made: Project, site: Path) -> None:
     ensemble = yaml.safe_load(blocks()["config.yaml"])["ensemble"]
-    assert ensemble == {"method": "median", "scale": False}
+    assert ensemble == {"method": "trimmed_mean", "scale": False}
     values = np.array([read(made.folder / f"ours/predictions/{name}.csv") for name in MEMBERS])
-    cells = values.reshape(len(MEMBERS), -1).T.tolist()
-    expected = np.array([statistics.median_low(cell) for cell in cells]).reshape(ROWS, len(LABELS))
-    np.testing.assert_array_equal(merged(made, site, ensemble), expected)
-    scaled = merged(made, site, {"method": "median"})
-    np.testing.assert_allclose(scaled, expected / expected.sum(axis=1, keepdims=True), rtol=1e-14)
+    expected = stats.trim_mean(values, 1 / len(MEMBERS), axis=0)
+    np.testing.assert_allclose(merged(made, site, ensemble), expected, rtol=1e-12)
+    scaled = merged(made, site, {"method": "trimmed_mean"})
+    np.testing.assert_allclose(scaled, expected / expected.sum(axis=1, keepdims=True), rtol=1e-12)
     done = made.ensemble(
-        *("validate", "ours.yaml", "--set=ensemble={method: median, scael: 1}"),
+        *("validate", "ours.yaml", "--set=ensemble={method: trimmed_mean, scael: 1}"),
         environment={"PYTHONPATH": python_path(ROOT, site)},
     )
     assert "unknown key; did you mean scale?" in done.stderr
+    done = made.ensemble(
+        *(
+            "validate",
+            "ours.yaml",
+            "--set=ensemble.method=trimmed_mean",
+            f"--set=models.{MEMBERS[0]}.weight=3",
+        ),
+        environment={"PYTHONPATH": python_path(ROOT, site)},
+    )
+    assert "trimmed_mean counts all members alike" in done.stderr
 
 
-def test_the_mean_of_ranks(made: Project, site: Path) -> None:
+def test_the_mean_of_standard_scores(made: Project, site: Path) -> None:
     values = [pd.read_csv(made.folder / f"ours/predictions/{name}.csv")[LABELS] for name in MEMBERS]
-    expected = sum((frame.rank(method="min") - 1) / (ROWS - 1) for frame in values) / len(MEMBERS)
-    np.testing.assert_allclose(merged(made, site, {"method": "rank_mean"}), expected, rtol=1e-12)
+    expected = sum(stats.zscore(frame) for frame in values) / len(MEMBERS)
+    np.testing.assert_allclose(
+        merged(made, site, {"method": "standard_scores"}), expected, rtol=1e-9, atol=1e-12
+    )
 
 
 def test_without_the_package_the_method_is_unknown(made: Project) -> None:
-    done = made.ensemble("validate", "ours.yaml", "--set", "ensemble.method=median")
+    done = made.ensemble("validate", "ours.yaml", "--set", "ensemble.method=trimmed_mean")
     assert done.returncode == 2
-    assert "--set ensemble.method=median: unknown method; " in done.stderr
+    assert "--set ensemble.method=trimmed_mean: unknown method; " in done.stderr
 
 
 def test_the_format(made: Project, tmp_path: Path) -> None:

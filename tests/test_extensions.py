@@ -88,7 +88,7 @@ def test_what_is_built_in() -> None:
 
 
 def test_a_package_brings_a_method_with_keys_of_its_own(power: Path, tmp_path: Path) -> None:
-    assert METHODS.names() == ["mean", "geometric_mean", "power"]
+    assert METHODS.names() == [*METHODS.built_in, "power"]
     assert issubclass(METHODS.load("power"), MergeMethod)
     path = tmp_path / "c.yaml"
     path.write_text(json.dumps({**SMALL, "ensemble": {"method": "power", "power": 3}}))
@@ -103,7 +103,7 @@ def test_a_package_brings_a_method_with_keys_of_its_own(power: Path, tmp_path: P
         ({"method": "power", "powr": 1}, "ensemble.powr (line 4): unknown key; did you mean power?"),
         (
             {"method": "power", "zzz": 1},
-            "ensemble.zzz (line 4): unknown key; the keys here are method, power, scale, kind",
+            "ensemble.zzz (line 4): unknown key; the keys here are method, length_bins, power, scale, kind",
         ),
         ({"method": "power", "power": "x"}, "ensemble.power (line 4): must be a valid number, not 'x'"),
         (
@@ -114,11 +114,15 @@ def test_a_package_brings_a_method_with_keys_of_its_own(power: Path, tmp_path: P
         ({"method": "power", "kind": 1}, "ensemble.kind (line 4): must be a valid string, not 1"),
         ({"method": "power", "power": 10}, "ensemble (line 2): power above 9 goes with scale: false"),
         ({"method": "powr"}, "ensemble.method (line 3): unknown method; did you mean power?"),
-        ({"method": "mean", "power": 1}, "ensemble.power (line 4): unknown key; the keys here are method"),
+        (
+            {"method": "mean", "power": 1},
+            "ensemble.power (line 4): unknown key; the keys here are method, length_bins",
+        ),
         ({"weights": [1]}, "ensemble.weights (line 3): unknown key; use weight (in each model)"),
         (
             {"method": "x"},
-            "ensemble.method (line 3): unknown method; the methods here are mean, geometric_mean, power",
+            "ensemble.method (line 3): unknown method; the methods here are mean, geometric_mean, logit_mean, median, "
+            "power_mean, rank_mean, stacking, vote, power",
         ),
     ],
 )

@@ -146,6 +146,8 @@ class Metric(ABC):
             DataError: it is not defined for such values, or there are rows without any.
         """
         rows = self.checked(truth, values, activation)
+        if weights is not None and not weights.any():
+            raise UndefinedMetric(f"{self.name}: the weights of all rows are 0")
         found = self.of_rows(rows, np.ones(len(values)) if weights is None else weights)
         if why := "" if np.isfinite(found) else self.why_undefined(rows) or "its denominator is 0":
             raise UndefinedMetric(f"{self.name}: not defined for these {plural(len(values), 'row')}: {why}")
@@ -407,8 +409,7 @@ class Auc(Metric):
         for ranking in rankings:
             placements = ranking.placements(sample.weights)
             sums, _ = sample.sums(lambda places, all_rows=placements: all_rows[places], 4)  # type: ignore[misc]
-            with np.errstate(invalid="ignore", divide="ignore"):
-                found.append(sums[:, 0] / sums[:, 1] + sums[:, 2] / sums[:, 3])
+            found.append(sums[:, 0] / sums[:, 1] + sums[:, 2] / sums[:, 3])
         return np.asarray(np.mean(found, axis=0) - value)
 
     def why_undefined(self, rows: Rows) -> str:
@@ -485,7 +486,7 @@ class Scored:
         found = replicates[np.isfinite(replicates)]
         if not len(found):
             return Interval(value, np.nan, np.nan)
-        low, high = np.quantile(found, [(1 - self.level) / 2, (1 + self.level) / 2])
+        low, high = np.quantile(found, [(1 - self.level) / 2, (1 + self.level) / 2], method="linear")
         return Interval(value, float(low), float(high))
 
 
@@ -539,7 +540,8 @@ class Bootstrap:
         """
         value = metric.value(self._truth, values, self.weights, self._activation)
         rows = metric.checked(self._truth, values, self._activation)
-        return Scored(value, metric.of_resamples(rows, self, value), self._level)
+        with np.errstate(invalid="ignore", divide="ignore"):  # of resamples in which it is not defined
+            return Scored(value, metric.of_resamples(rows, self, value), self._level)
 
     def sums(
         self, statistics: Callable[[npt.NDArray[np.int64]], _Array], width: int

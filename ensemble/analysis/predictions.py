@@ -184,7 +184,9 @@ def read_run(run_dir: Path, truth: Literal["needed", "if there", "no"] = "if the
     rundir, remarks, problems = RunDir(run_dir), list[str](), list[str]()
     report = RunReport.read(rundir.run_json)
     paths = {one.name: rundir.predictions(one.name) for one in report.members}
-    if missing := [name for name, path in paths.items() if not path.exists()]:
+    # What stands there of a member that is not complete is an earlier run's, perhaps with other settings.
+    complete = [one.name for one in report.members if one.status == "complete"]
+    if missing := [name for name, path in paths.items() if name not in complete or not path.exists()]:
         remarks.append(f"{run_dir}: no complete predictions of {', '.join(missing)}; left out")
     paths = {name: path for name, path in paths.items() if name not in missing}
     if not paths:

@@ -32,6 +32,7 @@ from ensemble.pipeline.status import RunStatus
 if TYPE_CHECKING:
     import pandas as pd
 
+    from ensemble.analysis.compare import Comparison
     from ensemble.analysis.fit import FitReport
     from ensemble.pipeline.rehearse import Rehearsal
     from ensemble.pipeline.validate import Prepared
@@ -222,6 +223,93 @@ def fit(
 
 
 @_told()
+def compare(
+    first: str | os.PathLike[str],
+    second: str | os.PathLike[str],
+    metrics: Sequence[str] = (),
+    *,
+    labels: str | os.PathLike[str] | None = None,
+    label_column: str = "label",
+    id_column: str | None = None,
+    activation: Literal["softmax", "sigmoid", "none"] | None = None,
+    quiet: bool = False,
+) -> Comparison:
+    """Two runs, or two CSVs of predictions, side by side, as ``ensemble compare`` shows them.
+
+    Args:
+        first, second: the ``output_dir`` of a run, or a CSV.
+        metrics: by name, such as "log_loss" or "map@3"; empty: the usual ones.
+        labels: a table with the true labels; None: the table of a run.
+        label_column: its column of them; where it is not there, a column per label is read.
+        id_column: of the CSVs; None: ``id``, or the first.
+        activation: what the values of the CSVs are; None: probabilities that sum to 1, or of one label any numbers.
+        quiet: print nothing.
+
+    Raises:
+        DataError: as the command fails.
+    """
+    from ensemble.analysis.compare import compare as compare_sides
+
+    if isinstance(metrics, str):
+        raise ConfigError(f"metrics: give a list of names, such as [{quoted(metrics)}]")
+    one, two = (_path(path, "give the output_dir of a run, or a CSV") for path in (first, second))
+    table = None if labels is None else _path(labels, "give the path of a table")
+    result = compare_sides(one, two, metrics, table, label_column, id_column, activation)
+    if not quiet and sys.stdout is not None:
+        show("compare", result, cast(IO[str], _Redacted(sys.stdout, Redactor(os.environ))))
+    return result
+
+
+@_told()
+def merge(
+    files: Sequence[str | os.PathLike[str]] | Mapping[str, str | os.PathLike[str]],
+    output: str | os.PathLike[str],
+    overrides: Overrides | None = None,
+    *,
+    method: str | None = None,
+    weights: Mapping[str, object] | str | os.PathLike[str] | None = None,
+    id_column: str = "id",
+    labels: Sequence[str] = (),
+    activation: str | None = None,
+    partial: bool = False,
+) -> Path:
+    """Merge CSVs of predictions as ``ensemble merge`` does, joined by id; returns the path that was written.
+
+    Args:
+        files: paths, or paths by the names that the files are to have.
+        overrides: such as ``{"ensemble.power": 2}``.
+        method: of merging; None: that of ``weights``, or the mean.
+        weights: of each file by its name, or the path of a YAML file with weights and calibration.
+        labels: the columns to merge; all but the ids if there are none.
+        activation: "softmax" (the default), "sigmoid" or "none": what the values are.
+        partial: whether files may lack rows that others have.
+
+    Raises:
+        EnsembleError: with every problem found; nothing is written then.
+    """
+    from ensemble.pipeline.merge_files import merge_files
+
+    if found := [*unsupported()]:
+        raise ConfigError(found)
+    advice = "give the path of a CSV"
+    named = {f"{name}=": path for name, path in files.items()} if isinstance(files, Mapping) else None
+    listed = [("", path) for path in files] if named is None else [*named.items()]
+    by_name = dict(text.split("=", 1) for text in _texts(weights)) if isinstance(weights, Mapping) else {}
+    keys = {"partial": partial} | ({} if activation is None else {"activation": activation})
+    sets = [*([] if method is None else [f"ensemble.method={method}"]), *_texts(overrides or {})]
+    with _told():
+        return merge_files(
+            [f"{name}{_path(path, advice)}" for name, path in listed],
+            _path(output, advice),
+            sets,
+            None if weights is None or by_name or isinstance(weights, Mapping) else _path(weights, advice),
+            by_name,
+            id_column,
+            labels,
+            keys,
+        ).path
+
+
 def open_run(path: str | os.PathLike[str]) -> Run:
     """Open the ``output_dir`` of a run, whether it goes on or has ended.
 

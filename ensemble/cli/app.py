@@ -99,6 +99,30 @@ SampleRowsOption = Annotated[
         "--sample-rows", metavar="N", min=1, help="Rows to compute; what takes long enough if not given."
     ),
 ]
+FirstSideArgument = Annotated[
+    Path,
+    typer.Argument(metavar="A", readable=False, help="The output_dir of a run, or a CSV of predictions."),
+]
+SecondSideArgument = Annotated[
+    Path, typer.Argument(metavar="B", readable=False, help="What to hold against it, of the same rows.")
+]
+MetricsOption = Annotated[
+    list[str],
+    typer.Option(
+        "--metric",
+        metavar="NAME",
+        default_factory=list,
+        show_default=False,
+        help="log_loss, accuracy, macro_f1, auc, brier, ece, quadratic_kappa, map@K, rmse; for several, repeat it.",
+    ),
+]
+ValuesOption = Annotated[
+    Literal["softmax", "sigmoid", "none"] | None,
+    typer.Option(
+        "--activation",
+        help="What the values of the CSVs are: probabilities that sum to 1, one per label, or any numbers.",
+    ),
+]
 SourcesArgument = Annotated[
     list[Path],
     typer.Argument(
@@ -110,11 +134,14 @@ SourcesArgument = Annotated[
 LabelsOption = Annotated[
     Path | None,
     typer.Option(
-        "--labels", metavar="TABLE", readable=False, help="The true labels, if not in CONFIG's table."
+        "--labels", metavar="TABLE", readable=False, help="The true labels, if not in the run's table."
     ),
 ]
 LabelColumnOption = Annotated[
-    str, typer.Option("--label-column", metavar="NAME", help="The truth's column in --labels.")
+    str,
+    typer.Option(
+        "--label-column", metavar="NAME", help="Its column in --labels, or a column per label there."
+    ),
 ]
 IdColumnOption = Annotated[
     str | None,
@@ -143,6 +170,53 @@ MergeMethodOption = Annotated[
 FoldsOption = Annotated[int, typer.Option("--folds", metavar="N", min=2, help="Of the cross-validation.")]
 SeedOption = Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of the folds.")]
 FreshOption = Annotated[bool, typer.Option("--fresh", help="Start over, whatever an earlier run did.")]
+FilesArgument = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="[NAME=]CSV",
+        help="Predictions, an id and a column per label; named by the file without its ending.",
+    ),
+]
+MergedOption = Annotated[Path, typer.Option("--output", "-o", metavar="CSV", help="Where to write it.")]
+MethodOption = Annotated[
+    str | None, typer.Option("--method", "-m", metavar="METHOD", help="mean (the default), median, vote, ...")
+]
+WeightOption = Annotated[
+    list[str],
+    typer.Option(
+        "--weight",
+        metavar="NAME=NUMBER",
+        default_factory=list,
+        show_default=False,
+        help="A file's; then every one's.",
+    ),
+]
+WeightsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--weights", metavar="YAML", readable=False, help="Weights and calibration, as fit writes them."
+    ),
+]
+IdOption = Annotated[str, typer.Option("--id-column", metavar="NAME", help="The column of the ids.")]
+LabelOption = Annotated[
+    list[str],
+    typer.Option(
+        "--label",
+        metavar="NAME",
+        default_factory=list,
+        show_default=False,
+        help="A column to merge; all if none is given.",
+    ),
+]
+ActivationOption = Annotated[
+    str | None,
+    typer.Option(
+        "--activation",
+        metavar="KIND",
+        help="softmax (the default), sigmoid, or none: any numbers.",
+    ),
+]
+PartialOption = Annotated[bool, typer.Option("--partial", help="Files may lack rows that others have.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
 
 
@@ -264,6 +338,26 @@ def rehearse(
 
 
 @app.command()
+def compare(
+    first: FirstSideArgument,
+    second: SecondSideArgument,
+    metrics: MetricsOption,
+    labels: LabelsOption = None,
+    label_column: LabelColumnOption = "label",
+    id_column: IdColumnOption = None,
+    activation: ValuesOption = None,
+) -> None:
+    """Compare the runs in A and B: settings, rows whose prediction changed, metrics, time and memory.
+
+    Metrics need the true labels, from the table of a run or --labels; their differences have paired intervals.
+    """
+    with _prepared_process():
+        from ensemble.analysis.compare import compare as compare_sides
+    result = compare_sides(first, second, metrics, labels, label_column, id_column, activation)
+    show("compare", result, sys.stdout)
+
+
+@app.command()
 def fit(
     sources: SourcesArgument,
     sets: SetOption,
@@ -304,6 +398,42 @@ def fit(
     if not quiet:
         show("fit", report, sys.stdout)
         print(f"{output}: written")
+
+
+@app.command()
+def merge(
+    files: FilesArgument,
+    output: MergedOption,
+    weight: WeightOption,
+    label: LabelOption,
+    sets: SetOption,
+    method: MethodOption = None,
+    weights: WeightsOption = None,
+    id_column: IdOption = "id",
+    activation: ActivationOption = None,
+    partial: PartialOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Merge CSVs of predictions, joined by id, into one in the order of the first; no config is needed.
+
+    --set ensemble.power=2 sets a method's own key.
+    """
+    with _prepared_process():
+        from ensemble.pipeline.merge_files import merge_files
+    if wrong := [one for one in weight if "=" not in one]:
+        raise typer.BadParameter(f"--weight {wrong[0]}: write it like NAME=0.5")
+    merged = merge_files(
+        files,
+        output,
+        [*([] if method is None else [f"ensemble.method={method}"]), *sets],
+        weights,
+        dict(one.split("=", 1) for one in weight),
+        id_column,
+        label,
+        {"partial": partial} | ({} if activation is None else {"activation": activation}),
+    )
+    if not quiet:
+        show("merge", merged, sys.stdout)
 
 
 @app.command()

@@ -141,7 +141,8 @@ class MemberConfig(_Strict):
 class EnsembleConfig(_Strict):
     """How the members' probabilities become one; a merge method with keys of its own has a subclass of this."""
 
-    method: Method = "mean"  # by weight: mean, geometric_mean, or what an installed package brings
+    # By weight: mean, geometric_mean, logit_mean, median, power_mean, rank_mean, vote, or stacking; or a package's.
+    method: Method = "mean"
 
     # For a list as weight: bytes of text at which the next bin begins; [500, 2000]: below 500, to 1,999, and more.
     length_bins: LengthBins | None = None

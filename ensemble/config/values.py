@@ -94,11 +94,16 @@ def as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _member_name(name: str) -> str:
+def is_member_name(name: str) -> bool:
+    """Whether a member can be so called."""
     # It becomes a file's name, perhaps on a disk that Windows reads, and stands in people's shell commands.
     fits = re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_-])?", name)
     is_taken = re.fullmatch(r"ensemble|(con|prn|aux|nul|com\d|lpt\d)(\..*)?", name.lower())
-    if not fits or is_taken or len(name) > MAX_NAME_CHARACTERS:
+    return bool(fits) and not is_taken and len(name) <= MAX_NAME_CHARACTERS
+
+
+def _member_name(name: str) -> str:
+    if not is_member_name(name):
         raise ValueError
     return name
 

@@ -40,6 +40,8 @@ def read_by_id(
     ids: pa.ChunkedArray,
     may_have_others: bool,
     may_lack: bool = False,
+    table: str = "the table",
+    advice: str | None = None,
 ) -> tuple[_Values, int]:
     """Reads a CSV whose rows stand in any order, in blocks: what stays of them are ids and numbers.
 
@@ -48,6 +50,7 @@ def read_by_id(
         ids: text, [rows], unique; each of them must be there once.
         may_have_others: rows of other ids are left out and counted.
         may_lack: ids that are not there become rows of NaN.
+        table: what ``ids`` are those of, for a message; ``advice``: what to do of ids that only one of them has.
 
     Returns:
         float64 [rows, labels], each column in one piece, and the number of rows left out.
@@ -67,13 +70,12 @@ def read_by_id(
         problems.append(f"{count} more than once ({first_ids(repeated)}); keep one row for each id")
     if len(missing) and not may_lack:
         count = plural(len(missing), "id")
-        or_partial = ", or partial: true" if may_have_others else ""
-        problems.append(
-            f"{count} of the table missing ({first_ids(missing)}); a row is needed for each of them{or_partial}"
-        )
+        needed = advice or "a row is needed for each of them"
+        problems.append(f"{count} of {table} missing ({first_ids(missing)}); {needed}")
     if place.null_count and not may_have_others:
         others = found.filter(pc.invert(is_known))
-        problems.append(f"{plural(len(others), 'id')} not in the table ({first_ids(others)})")
+        remedy = f"; {advice}" if advice else ""
+        problems.append(f"{plural(len(others), 'id')} not in {table} ({first_ids(others)}){remedy}")
     if problems:
         raise DataError([f"{path}: {problem}" for problem in problems])
     values = np.full((len(ids), len(labels)), np.nan, order="F")
@@ -114,6 +116,7 @@ class PredictionsReader:
         folder: where the rows of a file in another order may be kept meanwhile.
         files: how many are read at the same time.
         may_lack: ids may be missing, whose rows become NaN; then the others stand in the table's order.
+        table, advice: see ``read_by_id``.
     """
 
     def __init__(
@@ -125,6 +128,8 @@ class PredictionsReader:
         folder: Path,
         files: int = 1,
         may_lack: bool = False,
+        table: str = "the table",
+        advice: str | None = None,
     ) -> None:
         self._path = path
         self._id_column = id_column
@@ -132,6 +137,7 @@ class PredictionsReader:
         self._ids = ids
         self._folder = folder
         self._may_lack = may_lack
+        self._words = table, advice
         self._block_bytes = min(_BLOCK_BYTES, _ROUND_BYTES // files)
         self._start = 0
         self._batches: pa_csv.CSVStreamingReader | None = None
@@ -154,7 +160,9 @@ class PredictionsReader:
             elif self._joined is None and not self._read_in_order(values):
                 self.close()
                 with _JOINING:
-                    whole, _ = read_by_id(self._path, self._id_column, self._labels, self._ids, False)
+                    whole, _ = read_by_id(
+                        self._path, self._id_column, self._labels, self._ids, False, False, *self._words
+                    )
                     self._joined = SpilledRows(whole, self._folder, self._start)
             if self._joined is not None:
                 self._joined.read(values)
@@ -225,7 +233,7 @@ class PredictionsReader:
 
     def _refuse(self) -> NoReturn:
         """Say why a file cannot be read as some of the table's rows."""
-        read_by_id(self._path, self._id_column, self._labels, self._ids, False, may_lack=True)
+        read_by_id(self._path, self._id_column, self._labels, self._ids, False, True, *self._words)
         raise MergeError(
             f"{self._path}: its rows do not stand in the table's order; remove the file and run the same command "
             "again, which writes it again"

@@ -21,6 +21,7 @@ from ensemble.common.errors import ConfigError, DataError, DeviceError, Ensemble
 from ensemble.common.files import FileState, file_state, folder_states, unreadable, unwritable_reason
 from ensemble.common.gpus import Device, Inventory, inventory
 from ensemble.common.packages import unsupported
+from ensemble.common.protocol import Activation
 from ensemble.common.text import plural, quoted
 from ensemble.config import LoadedConfig, RunConfig
 from ensemble.data.json_cells import TemplateProblem
@@ -171,6 +172,7 @@ def prepare(loaded: LoadedConfig, must_fit: bool = True) -> Prepared:
         json_columns=tuple(dict.fromkeys(name for one in templates.values() for name in one.json_columns)),
         text_columns=tuple(dict.fromkeys(texts)),
         limit=config.limit,
+        truth_as=_together(inspected),
     )
     table_state = file_state(config.data.path)
     with problems.at():
@@ -326,6 +328,12 @@ def may_use_gpus(config: RunConfig) -> list[bool]:
     """For each member that needs a worker whether that may run on a GPU."""
     kinds = map(member_kind, config.models)
     return [kind.request().num_gpus != 0 for kind in kinds if kind.needs_worker]
+
+
+def _together(inspected: Mapping[str, Inspection]) -> Activation:
+    """What the members' values are together: exclusive probabilities only where each one's are."""
+    found = {one.activation for one in inspected.values()}
+    return "none" if "none" in found else "sigmoid" if "sigmoid" in found else "softmax"
 
 
 def _is_exclusive(inspected: Mapping[str, Inspection]) -> bool:

@@ -271,6 +271,17 @@ def test_groups_of_rows_stand_for_rows(name: str, monkeypatch: pytest.MonkeyPatc
     assert np.mean(by_group.replicates) == pytest.approx(np.mean(by_row.replicates), abs=0.2 * spread)
 
 
+def test_rows_without_a_weight_do_not_count() -> None:
+    truth, values = softmax_rows(30, 3)
+    weights = np.zeros(30)
+    with pytest.raises(UndefinedMetric, match="brier: the weights of all rows are 0"):
+        METRICS["brier"].value(truth, values, weights)
+    weights[:2] = 1  # in one resample of seven are neither of them
+    scored = Bootstrap(truth, weights=weights).score(METRICS["brier"], values)
+    assert scored.value == pytest.approx(METRICS["brier"].value(truth[:2], values[:2]))
+    assert np.isnan(scored.replicates).mean() == pytest.approx((28 / 30) ** 30, abs=0.05)
+
+
 def test_what_is_not_defined_in_a_resample_is_left_out() -> None:
     truth, values = softmax_rows(40, 3)
     truth[truth == 2] = 0

@@ -132,14 +132,14 @@ def test_what_a_later_file_shuts_out_is_left_out(overlaid: Overlaid, tmp_path: P
 
 def test_keys_of_another_merge_method_are_left_out(overlaid: Overlaid) -> None:
     class Power(EnsembleConfig):
-        power: float = 1.0
+        strength: float = 1.0
 
-    problems(overlaid, "ensemble: {method: power, power: 2}", "ensemble: {method: mean}")  # writes them
+    problems(overlaid, "ensemble: {method: power, strength: 2}", "ensemble: {method: mean}")  # writes them
     paths = [Path("base.yaml"), Path("1.yaml"), Path("2.yaml")]
     methods = {"mean": EnsembleConfig, "power": Power}
     kinds = {"seq_cls": KINDS.load("seq_cls").Settings}
     run = load_with(paths[:2], [], methods, kinds).config
-    assert run.ensemble == Power(method="power", power=2.0)
+    assert run.ensemble == Power(method="power", strength=2.0)
     for files, sets in ((paths, []), (paths[:2], ["ensemble.method=mean"])):
         assert load_with(files, sets, methods, kinds).config.ensemble == EnsembleConfig()
 

@@ -12,8 +12,7 @@ from typing import IO, Any, Final, TypeAlias
 
 from ensemble.cli.layout import Page, Table
 
-# Of a ``Prepared`` run, a ``RunReport``, a ``RunStatus``, a ``Rehearsal`` or a ``FitReport``; an empty sentence is
-# left out.
+# Of what a command has made, such as a ``RunReport``; an empty sentence is left out.
 View: TypeAlias = Callable[[Any], Iterator[str | Table]]
 
 # By name: the module here whose function ``view`` it is.
@@ -23,7 +22,9 @@ VIEWS: Final[dict[str, str]] = {
     "summary": "ensemble.cli.views.summary",
     "status": "ensemble.cli.views.status",
     "rehearse": "ensemble.cli.views.rehearse",
+    "compare": "ensemble.cli.views.compare",
     "fit": "ensemble.cli.views.fit",
+    "merge": "ensemble.cli.views.merge",
 }
 
 

@@ -23,6 +23,8 @@ from ensemble.data.predictions_csv import read_by_id
 from ensemble.members.base import Assigned, Draft, Given, Inspection, MemberKind, OutputColumns
 from ensemble.members.csv.settings import CsvSettings
 
+_NEEDED = "a row is needed for each of them, or partial: true"
+
 
 @dataclass(frozen=True)
 class CsvInspection(Inspection):
@@ -82,7 +84,5 @@ class CsvPredictions(MemberKind[CsvSettings, CsvInspection]):
     def predictions(self, ids: pa.ChunkedArray, columns: OutputColumns) -> Given:
         path, id_column = self.settings.path, self.settings.id_column or columns.id_column
         may_lack = self.settings.partial
-        values, ignored = read_by_id(
-            path, id_column, columns.labels, ids, may_have_others=True, may_lack=may_lack
-        )
+        values, ignored = read_by_id(path, id_column, columns.labels, ids, True, may_lack, advice=_NEEDED)
         return Given(values, ignored)

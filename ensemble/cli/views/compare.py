@@ -1,0 +1,89 @@
+"""What ``compare`` shows of two runs or files: settings, rows, metrics, time and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ensemble.analysis.compare import Comparison, Cost, MetricChange
+from ensemble.analysis.metrics import Interval
+from ensemble.cli.layout import Table
+from ensemble.common.text import duration, gib
+
+_ROWS = ("prediction", "rows", "changed", "share", "mean difference", "largest")
+_METRICS = ("metric", "of", "rows", "A", "B", "B - A", "better")
+_COSTS = ("member", "run", "computing", "start-up", "rows/s", "host memory", "GPU memory")
+
+
+def view(comparison: Comparison) -> Iterator[str | Table]:
+    """Tables of what differs, each with a sentence where there is nothing."""
+    sides = {"A": comparison.first, "B": comparison.second}
+    for letter, side in sides.items():
+        ended = "" if side.status in (None, "complete") else f", {side.status}"
+        yield f"{letter}: {side.name}{ended}"
+    for one in comparison.settings or ():
+        yield f"{one.key}: {one.first} -> {one.second}"
+    if comparison.settings == ():
+        yield "The settings are the same."
+    if comparison.changes:
+        yield Table(
+            _ROWS,
+            [
+                (
+                    one.name,
+                    f"{one.rows:,}",
+                    f"{one.changed:,}",
+                    f"{one.changed / one.rows:.1%}" if one.rows else "",
+                    _small(one.mean),
+                    _small(one.largest),
+                )
+                for one in comparison.changes
+            ],
+        )
+    for change in comparison.changes[:1]:  # of the ensemble, as a rule
+        for example in change.examples:
+            yield f"{change.name}: id {example.id!r}: {example.first} -> {example.second}"
+    if comparison.metrics:
+        yield Table(_METRICS, [_metric_row(one) for one in comparison.metrics], texts=["of", "better"])
+        yield (
+            f"In brackets: {comparison.level:.0%} bootstrap intervals, those of B - A of the same rows for both; "
+            "neither is better where that one holds 0"
+        )
+    costs = [(one.name, letter, *_cost_cells(one)) for one, letter in _by_member(comparison)]
+    totals = [
+        ("whole run", letter, duration(side.seconds))
+        for letter, side in sides.items()
+        if side.seconds is not None
+    ]
+    if costs or totals:
+        yield Table(_COSTS, costs, totals, texts=["run"])
+    yield from (f"! {remark}" for remark in comparison.remarks)
+
+
+def _by_member(comparison: Comparison) -> Iterator[tuple[Cost, str]]:
+    sides = {"A": comparison.first.costs, "B": comparison.second.costs}
+    for name in dict.fromkeys(cost.name for costs in sides.values() for cost in costs):
+        yield from ((cost, letter) for letter, costs in sides.items() for cost in costs if cost.name == name)
+
+
+def _cost_cells(cost: Cost) -> tuple[str, ...]:
+    return (
+        cost.origin or ("" if cost.seconds is None else duration(cost.seconds)),
+        "" if cost.startup_seconds is None else duration(cost.startup_seconds),
+        "" if cost.rows_per_second is None else f"{cost.rows_per_second:,.1f}",
+        *("" if size is None else gib(size) for size in (cost.host_bytes, cost.gpu_bytes)),
+    )
+
+
+def _metric_row(one: MetricChange) -> tuple[str, ...]:
+    better = {"first": "A", "second": "B", "": "neither"}[one.better]
+    difference = f"{one.difference.value:+.4f} {_interval(one.difference, '+')}"
+    values = (f"{side.value:.4f} {_interval(side)}" for side in (one.first, one.second))
+    return one.metric, one.name, f"{one.rows:,}", *values, difference, better
+
+
+def _interval(interval: Interval, sign: str = "") -> str:
+    return f"[{interval.low:{sign}.4f}, {interval.high:{sign}.4f}]"
+
+
+def _small(difference: float) -> str:
+    return f"{difference:.2g}" if 0 < difference < 0.0005 else f"{difference:.4f}"

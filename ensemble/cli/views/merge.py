@@ -1,0 +1,21 @@
+"""What ``merge`` shows: what was written, by which method, and what each file counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ensemble.cli.layout import Table
+from ensemble.cli.views.summary import weight_text
+from ensemble.common.text import plural, shown_path
+from ensemble.pipeline.merge_files import Merged
+
+
+def view(merged: Merged) -> Iterator[str | Table]:
+    """A table of the files, and the file that was written."""
+    rows = [
+        [name, f"{merged.rows_of[name]:,}", weight_text(weight)] for name, weight in merged.weights.items()
+    ]
+    yield Table(["file", "rows", "weight"], rows)
+    count, labels = plural(merged.rows, "row"), ", ".join(merged.labels)
+    yield f"merge method: {merged.method}"
+    yield f"{shown_path(merged.path)}: {count} of {labels}"

@@ -1,0 +1,234 @@
+"""``merge``: CSVs of predictions into one, against pandas and scikit-learn's metrics of what is asked."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import ensemble
+from ensemble.common.errors import EnsembleError
+from tests.project import ROOT, python_path
+
+LABELS = ["neg", "neu", "pos"]
+ROWS = 40_000  # two blocks
+Write = Callable[..., pd.DataFrame]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("merge files")
+
+
+@pytest.fixture(scope="module")
+def frames(folder: Path) -> dict[str, pd.DataFrame]:
+    """Three files, the second in another order of rows and columns, the third with quotes and CRLF."""
+    chooser = np.random.default_rng(0)
+    ids = [f"{number:05d}" for number in range(ROWS - 2)] + ['say "x", y', "ü"]
+    made = {}
+    for number, name in enumerate(("a", "b", "c.oof")):
+        frame = pd.DataFrame(chooser.dirichlet(np.ones(3), ROWS), columns=LABELS)
+        frame.insert(number % 2, "id", ids)
+        made[name] = frame.set_index("id")
+        if name == "b":
+            frame = frame.sample(frac=1, random_state=1)[["pos", "id", "neg", "neu"]]
+        ending = {"lineterminator": "\r\n", "quoting": 1} if name == "c.oof" else {}
+        frame.to_csv(folder / f"{name}.csv", index=False, **ending)
+    return made
+
+
+def read(path: Path) -> pd.DataFrame:
+    return pd.read_csv(path, dtype={"id": str}, keep_default_na=False).set_index("id")
+
+
+def paths(folder: Path, *names: str) -> list[Path]:
+    return [folder / f"{name}.csv" for name in names]
+
+
+def test_files_in_any_order_by_weights(frames: dict[str, pd.DataFrame], folder: Path) -> None:
+    out = folder / "new" / "out.csv"
+    weights = {"a": 0.5, "b": 1.5, "c.oof": 3}
+    assert ensemble.merge(paths(folder, *frames), out, weights=weights) == out
+    found = read(out)
+    expected = sum(weight * frames[name] for name, weight in weights.items()) / 5
+    pd.testing.assert_frame_equal(found, expected, rtol=1e-12)
+    assert [*out.parent.iterdir()] == [out], "nothing is left beside it"
+    # By a path that names what the file's own name cannot.
+    again = folder / "again.csv"
+    ensemble.merge({"a": folder / "a.csv", "before": out}, again, {"ensemble.power": 2}, method="power_mean")
+    both = np.sqrt((frames["a"] ** 2 + found**2) / 2)
+    pd.testing.assert_frame_equal(read(again), both.div(both.sum(axis=1), axis=0), rtol=1e-12)
+
+
+def test_a_file_of_weights_and_what_comes_after_it(frames: dict[str, pd.DataFrame], folder: Path) -> None:
+    (folder / "weights.yaml").write_text(
+        "models:\n"
+        "  - {name: a, weight: 0.25, calibration: {temperature: 2}}\n"
+        "  - {name: b, weight: {neg: 1, neu: 0, pos: 0.5}}\n"
+        "ensemble: {method: geometric_mean}\n"
+    )
+    out = folder / "weighted.csv"
+    ensemble.merge(paths(folder, "a", "b"), out, weights=folder / "weights.yaml")
+    calm = np.sqrt(frames["a"])
+    logs = np.log(calm.div(calm.sum(axis=1), axis=0))
+    own = np.array([1, 0, 0.5])
+    merged = np.exp((0.25 * logs + own * np.log(frames["b"])) / (0.25 + own))
+    pd.testing.assert_frame_equal(read(out), merged.div(merged.sum(axis=1), axis=0), rtol=1e-12)
+    environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
+    command = [
+        sys.executable,
+        "-m",
+        "ensemble",
+        "merge",
+        "a.csv",
+        "b.csv",
+        "-o",
+        "cli.csv",
+        "--weights",
+        "weights.yaml",
+    ]
+    more = ["--method", "mean", "--weight", "a=1", "--weight", "b=3", "--set", "models.a.calibration=null"]
+    done = subprocess.run([*command, *more], cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "merge method: mean" in done.stdout
+    assert done.stdout.splitlines()[3].split() == ["b", f"{ROWS:,}", "3"]
+    pd.testing.assert_frame_equal(read(folder / "cli.csv"), (frames["a"] + 3 * frames["b"]) / 4, rtol=1e-12)
+    done = subprocess.run(
+        [*command[:-1], "gone.yaml"], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr.count("error:")) == (2, 1), done.stderr
+
+
+def test_files_that_lack_rows(frames: dict[str, pd.DataFrame], folder: Path) -> None:
+    chooser = np.random.default_rng(2)
+    some = {}
+    for name, frame in frames.items():
+        some[name] = frame[chooser.random(ROWS) < 0.6]
+        rows = some[name].sample(frac=1, random_state=3) if name == "b" else some[name]
+        rows.reset_index().to_csv(folder / f"some {name}.csv", index=False)
+    given = {name: folder / f"some {name}.csv" for name in frames}
+    out = folder / "some.csv"
+    weights = {"a": 1, "b": 2, "c.oof": 0.5}
+    for method in ("mean", "rank_mean"):
+        ensemble.merge(given, out, method=method, weights=weights, partial=True)
+        order = list(dict.fromkeys(name for frame in some.values() for name in frame.index))
+        # Of the second file's own order only its rows that the first lacks tell anything.
+        found = read(out)
+        assert len(found) == len(order)
+        assert set(found.index) == set(order)
+        assert list(found.index[: len(some["a"])]) == list(some["a"].index)
+        values = {
+            name: frame if method == "mean" else (frame.rank() - 0.5) / len(frame)
+            for name, frame in some.items()
+        }
+        stacked = np.ma.masked_invalid(np.stack([values[name].reindex(found.index) for name in frames]))
+        expected = np.ma.average(stacked, axis=0, weights=[*weights.values()])
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
+    # Only b may lack rows.
+    ensemble.merge(
+        {"a": folder / "a.csv", "b": given["b"]}, out, {"models.b.partial": True}, weights={"a": 1, "b": 1}
+    )
+    expected = (frames["a"] + some["b"].reindex(frames["a"].index).fillna(frames["a"])) / 2
+    pd.testing.assert_frame_equal(read(out), expected, rtol=1e-12)
+
+
+def test_other_values_columns_and_a_single_label(folder: Path) -> None:
+    raw = pd.DataFrame({"key": ["x", "y"], "score": [3.5, -1.0], "fold": ["one", "two"]})
+    raw.to_csv(folder / "raw1.csv", index=False)
+    raw.assign(score=[0.5, 2.0]).rename(columns={"fold": "set"}).to_csv(folder / "raw2.csv", index=False)
+    files = paths(folder, "raw1", "raw2")
+    ensemble.merge(files, folder / "raw.csv", id_column="key", labels=["score"], activation="none")
+    assert (folder / "raw.csv").read_text() == "key,score\nx,2\ny,0.5\n"
+
+
+def refused(files: Any, output: Path, **keys: Any) -> list[str]:
+    before = sorted(output.parent.iterdir())
+    with pytest.raises(EnsembleError) as caught:
+        ensemble.merge(files, output, **keys)
+    assert caught.value.exit_code == 2
+    assert sorted(output.parent.iterdir()) == before, "nothing is written"
+    return [problem.replace(f"{output.parent}/", "") for problem in caught.value.problems]
+
+
+def test_what_is_wrong_is_said_in_a_sentence_each(frames: dict[str, pd.DataFrame], folder: Path) -> None:
+    out, good = folder / "never.csv", folder / "a.csv"
+    whole = frames["a"].reset_index()
+
+    def file(name: str, frame: pd.DataFrame) -> Path:
+        frame.to_csv(folder / f"{name}.csv", index=False)
+        return folder / f"{name}.csv"
+
+    def said(second: Path, **keys: Any) -> str:
+        (problem,) = refused([good, second], out, **keys)
+        return problem
+
+    assert said(file("less", whole[5:])) == (
+        "less.csv: 5 ids of a.csv missing ('00000', '00001', '00002', ...); --partial merges rows that some files "
+        "lack from the others"
+    )
+    more = file("more", pd.concat([whole, whole[:1].assign(id="other")]))
+    assert said(more).startswith("more.csv: 1 id not in a.csv ('other'); --partial merges")
+    twice = file("twice", pd.concat([whole, whole[7:8]]))
+    assert said(twice) == "twice.csv: 1 id more than once ('00007'); keep one row for each id"
+    (problem,) = refused([twice, good], out)
+    assert problem == "twice.csv: 1 id more than once ('00007'); keep one row for each id"
+    assert "twice.csv: 1 id more than once" in said(twice, partial=True)
+    sums = file("sums", whole.assign(pos=whole.pos.where(whole.index != 35_000, 0.0)))
+    assert said(sums) == (
+        "sums.csv: 1 row with values that do not sum to 1, the first is id 35000; correct the file, or say what "
+        "its values are with --activation"
+    )
+    assert said(file("other", whole.rename(columns={"neu": "mid"}))) == (
+        "other.csv: its columns are not those of a.csv ('neu' only in a.csv, 'mid' only in other.csv); name the "
+        "columns to merge, such as --label neg"
+    )
+    text = said(file("text", whole.assign(pos=["high", *whole.pos[1:].astype(str)])))
+    assert text == "text.csv: row 1: 'high' in column 'pos' is no number; write a number in every row"
+    assert said(folder / "gone.csv").startswith("gone.csv: no such file")
+    assert "no id column 'key'" in refused([good, folder / "b.csv"], out, id_column="key")[0]
+    empty = file("empty", whole[:0])
+    assert refused([empty], out) == ["empty.csv: there are no rows; nothing to merge"]
+    assert said(good) == "a.csv: has the same name as a.csv; name it yourself, as in a=a.csv"
+    assert "'ensemble' cannot be a name" in said(file("ensemble", whole))
+    assert refused([good, folder / "b.csv"], good) == [
+        "a.csv: is one of the files to merge; choose another name"
+    ]
+    assert "is a directory" in refused([good], folder)[0]
+    both = [good, folder / "b.csv"]
+    assert refused(both, out, weights={"a": 1, "d": 2}) == [
+        "--weight d=2: no file is named 'd'; the files are 'a', 'b'",
+        "--weight: none is given for 'b'; give one for each file",
+    ]
+    assert "the weights are all 0" in refused(both, out, weights={"a": 0, "b": 0})[0]
+    assert refused(both, out, weights={"a": {"neg": 1}, "b": 1})[0].startswith("--set models.a.weight=")
+    assert "unknown method; did you mean median?" in refused(both, out, method="medain")[0]
+    assert refused(both, out, method="logit_mean")[0].endswith("use geometric_mean, which is the same there")
+    assert "weights by length bin need the texts" in " ".join(
+        refused(both, out, overrides={"ensemble.length_bins": [9]}, weights={"a": [0, 1], "b": 1})
+    )
+    (folder / "odd.yaml").write_text("models: [{name: a, weight: 1}, {name: bb}]\n")
+    assert refused(both, out, weights=folder / "odd.yaml") == [
+        "odd.yaml: models: no file is named 'bb' (did you mean 'b'?); the files are 'a', 'b'",
+        "odd.yaml: models: nothing is said of 'b'; add each, with its weight",
+    ]
+    assert refused(both, out, weights={"a": 1, "b": 0}, method="mean", overrides={"models.a.partial": 3})
+    lacking = file("lacking", whole[9:])
+    needed = refused({"a": lacking, "b": good}, out, partial=True, weights={"a": 1, "b": 0})
+    assert needed == ["no file with a weight above 0 has the id '00000'; add one that does"]
+
+
+def names(problems: Sequence[str]) -> list[str]:
+    return [problem.partition(":")[0] for problem in problems]
+
+
+def test_all_broken_files_are_named_at_once(folder: Path, frames: dict[str, pd.DataFrame]) -> None:
+    (folder / "blank.csv").write_text("")
+    problems = refused([folder / "gone1.csv", folder / "a.csv", folder / "blank.csv"], folder / "never.csv")
+    assert names(problems) == ["gone1.csv", "blank.csv"]
