@@ -55,7 +55,7 @@ LOG_LOSS: Final = "log_loss"
 MIN_ROWS_PER_NUMBER: Final = 10
 ERRORS: Final = 2.0  # standard errors up to which a difference is noise
 # Of more rows a greedy selection looks at so many, drawn at random: it tries hundreds of means.
-MAX_GREEDY_ROWS: Final = 100_000
+MAX_GREEDY_ROWS: Final = 50_000
 _GROUPS = 20  # of rows, left out one by one for the standard error of a metric that is no mean over rows
 
 
@@ -141,11 +141,12 @@ def fit(predictions: Predictions, options: Options) -> FitReport:
     names, everything = sample.names, np.arange(sample.rows)
     blend, calibrations = _fitted(sample, everything, options, aim)[:2]
     found = _cross_validated(sample, options, aim)
+    merged, equal, best = map(judge.score, (found.merged, found.equal, found.best))
     gains: list[Gain | None] = [None] * len(names)
     if len(names) > 1:
-        gains = [judge.gain(found.merged, one) for one in found.without]
+        gains = [judge.gain(merged, judge.score(one)) for one in found.without]
     members = tuple(
-        FittedMember(name, calibration, blend.weight(number), judge.value(values), gain)
+        FittedMember(name, calibration, blend.weight(number), aim.value(sample.truth, values), gain)
         for number, (name, calibration, values, gain) in enumerate(
             zip(names, calibrations, sample.members, gains, strict=True)
         )
@@ -157,12 +158,12 @@ def fit(predictions: Predictions, options: Options) -> FitReport:
         predictions.rows - sample.rows,
         aim.metric.greater_is_better,
         members,
-        judge.value(found.merged),
-        judge.value(found.equal),
-        judge.gain(found.merged, found.equal),
-        judge.value(found.best),
+        merged.value,
+        equal.value,
+        judge.gain(merged, equal),
+        best.value,
         names[Counter(found.best_members).most_common(1)[0][0]],
-        judge.gain(found.merged, found.best),
+        judge.gain(merged, best),
         blend.stacking,
         predictions.remarks,
     )
@@ -448,38 +449,44 @@ def folds(truth: Truth, count: int, seed: int) -> Rows:
     return fold_of
 
 
-class _Judge:
-    """The metric of values, and differences of it with their standard errors.
+@dataclass(frozen=True)
+class _Score:
+    """The metric of values, and what its differences' standard errors are told by.
 
-    Log loss is a mean over rows: the error is that of the mean of the rows' differences.  Of other metrics it is
-    the jackknife's: 20 groups of rows, drawn at random, left out one by one.
+    Log loss is a mean over rows: ``parts`` are the rows' losses.  Of other metrics they are those of all rows but a
+    group, 20 groups drawn at random, for the jackknife.
     """
+
+    value: float
+    parts: Values
+
+
+class _Judge:
+    """Scores values of all rows, and compares the scores."""
 
     def __init__(self, sample: _Sample, aim: _Aim, options: Options) -> None:
         self._truth, self._kind, self._aim = sample.truth, sample.kind, aim
         self._is_log_loss = options.metric == LOG_LOSS
         self._group_of = np.random.default_rng(options.seed).permutation(sample.rows) % _GROUPS
 
-    def value(self, values: Values) -> float:
-        return float(self._aim.value(self._truth, values))
-
-    def gain(self, values: Values, other: Values) -> Gain:
-        """What ``values`` are better than ``other``."""
+    def score(self, values: Values) -> _Score:
         if self._is_log_loss:
-            differences = row_losses(self._truth, other, self._kind) - row_losses(
-                self._truth, values, self._kind
-            )
-            return Gain(float(differences.mean()), float(differences.std(ddof=1)) / len(differences) ** 0.5)
-        sign = self._aim.sign
-        groups = min(_GROUPS, len(self._truth))
-        parts = list[float]()
-        for group in range(groups):
+            losses = row_losses(self._truth, values, self._kind)
+            return _Score(float(losses.mean()), losses)
+        parts = []
+        for group in range(min(_GROUPS, len(self._truth))):
             kept = np.flatnonzero(self._group_of != group)
-            truth = self._truth[kept]
-            pair = [self._aim.value(truth, _taken(one, kept)) for one in (values, other)]
-            parts.append(sign * (pair[0] - pair[1]))
-        error = ((groups - 1) / groups * np.square(np.array(parts) - np.mean(parts)).sum()) ** 0.5
-        return Gain(sign * (self.value(values) - self.value(other)), float(error))
+            parts.append(self._aim.value(self._truth[kept], _taken(values, kept)))
+        return _Score(self._aim.value(self._truth, values), np.array(parts))
+
+    def gain(self, score: _Score, other: _Score) -> Gain:
+        """What a score is better than another."""
+        sign, count = self._aim.sign, len(score.parts)
+        difference = sign * (score.parts - other.parts)
+        if self._is_log_loss:
+            return Gain(float(difference.mean()), float(difference.std(ddof=1)) / count**0.5)
+        error = ((count - 1) / count * np.square(difference - difference.mean()).sum()) ** 0.5
+        return Gain(sign * (score.value - other.value), float(error))
 
 
 def row_losses(truth: Truth, values: Values, kind: Kind) -> Values:

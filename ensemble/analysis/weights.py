@@ -236,10 +236,11 @@ def _newton_point(weights: Values, gradient: Values, hessian: Values) -> Values:
     target = factor @ weights - scipy.linalg.solve_triangular(factor, gradient, trans="T")
     weight_of_sum = _SUM_FACTOR * float(np.abs(factor).max())
     rows = np.vstack([factor, np.full(members, weight_of_sum)])
-    try:
-        found, _ = scipy.optimize.nnls(rows, np.append(target, weight_of_sum))
-    except RuntimeError:  # too many iterations
-        return weights
+    # Not scipy.optimize.nnls: that of SciPy 1.12 squares the condition number, and fails where members are the same.
+    found = scipy.optimize.lsq_linear(
+        rows, np.append(target, weight_of_sum), (0, np.inf), method="bvls", tol=1e-15, max_iter=10 * members
+    ).x
+    found = np.maximum(found, 0)
     return np.asarray(found / found.sum())
 
 

@@ -80,39 +80,29 @@ def test_fitted_weights_of_the_demo_do_not_lose_and_it_says_what_is_noise(projec
 @pytest.mark.parametrize(
     "options",
     [
-        ["--calibration", "temperature"],
-        ["--calibration", "vector", "--merge-method", "geometric_mean"],
-        ["--method", "stacking"],
-        ["--method", "stacking", "--calibration", "temperature"],
-        ["--metric", "accuracy"],
+        {"calibration": "temperature"},
+        {"calibration": "vector", "merge_method": "geometric_mean"},
+        {"method": "stacking", "calibration": "temperature"},
+        {"metric": "accuracy"},
     ],
 )
-def test_a_run_merges_as_the_fit_does(files: Project, options: list[str]) -> None:
-    done = files.ensemble("fit", "one.csv", "two.csv", "--labels", "truth.csv", *options)
-    assert done.returncode == 0, done.stderr
+def test_a_run_merges_as_the_fit_does(files: Project, options: dict[str, Any]) -> None:
+    report = ensemble.fit(
+        [files.folder / "one.csv", files.folder / "two.csv"],
+        labels=files.folder / "truth.csv",
+        output=files.folder / "weights.yaml",
+        quiet=True,
+        **options,
+    )
     done = files.ensemble("run", "config.yaml", "weights.yaml", "-q")
     assert done.returncode == 0, done.stderr
     values, truth = merged(files)
-    given = {"one": files.folder / "one.csv", "two": files.folder / "two.csv"}
-    report = ensemble.fit(
-        [*given.values()],
-        labels=files.folder / "truth.csv",
-        method="stacking" if "stacking" in options else "greedy" if "accuracy" in options else None,
-        metric="accuracy" if "accuracy" in options else "log_loss",
-        calibration=next((one for one in ("temperature", "vector") if one in options), "none"),
-        merge_method="geometric_mean" if "geometric_mean" in options else "mean",
-        quiet=True,
-    )
-    reached = float(log_loss(truth, values))
-    if "accuracy" in options:
-        assert (
-            float((values.argmax(axis=1) == [LABELS.index(one) for one in truth]).mean())
-            >= report.score - 0.02
-        )
+    # What is fitted to these rows is better than on rows that were held out, but not by much.
+    if "metric" in options:
+        hits = values.argmax(axis=1) == [LABELS.index(one) for one in truth]
+        assert report.score - 0.02 < hits.mean() < report.score + 0.05
     else:
-        # What is fitted to these rows is better than on rows that were held out, but not by much.
-        assert report.score - 0.05 < reached < report.score
-        assert reached < min(member.alone for member in report.members)
+        assert report.score - 0.05 < log_loss(truth, values) < report.score
 
 
 def test_the_file_loses_nothing_that_matters(files: Project) -> None:
@@ -156,36 +146,47 @@ def write(project: Project, name: str, change: Any) -> None:
     project.write_csv(name, header, rows)
 
 
-FIT = ["fit", "one.csv", "two.csv", "--labels", "truth.csv"]
 WRONG = {
-    "columns": ("two.csv", lambda h, r: (["id", "a", "b", "d"], r), FIT, "two.csv: has other label columns"),
-    "labels": ("truth.csv", lambda h, r: (h, [*r[:-1], [r[-1][0], "d"]]), FIT, "'d'"),
-    "a missing truth": ("truth.csv", lambda h, r: (h, r[1:]), FIT, "1 id of the predictions missing"),
-    "other ids": ("two.csv", lambda h, r: (h, [["x", *r[0][1:]], *r[1:]]), FIT, "1 id"),
-    "sums": ("two.csv", lambda h, r: (h, [[r[0][0], "0.9", "0.9", "0.9"], *r[1:]]), FIT, "do not sum to 1"),
-    "constant": ("two.csv", lambda h, r: (h, [[row[0], "0.5", "0.25", "0.25"] for row in r]), FIT, "cannot help"),
-    "one label": ("truth.csv", lambda h, r: (h, [[row[0], "b"] for row in r]), FIT, "'b' in every row"),
-    "no truth": ("truth.csv", None, ["fit", "one.csv", "two.csv"], "--labels"),
-    "no run": ("truth.csv", None, ["fit", "config.yaml"], "run the config first"),
-    "both": ("truth.csv", None, ["fit", "config.yaml", "one.csv"], "not both"),
-    "metric": ("truth.csv", None, [*FIT, "--metric", "log_los"], "log_loss"),
-    "method": ("truth.csv", None, ["fit", "config.yaml", "--set", "ensemble.method=median"], "median"),
-    "folder": ("truth.csv", None, [*FIT, "-o", "nowhere/w.yaml"], "--output"),
-}  # fmt: skip
+    "columns": ("two.csv", lambda h, r: (["id", "a", "b", "d"], r), {}, "two.csv: has other label columns"),
+    "labels": ("truth.csv", lambda h, r: (h, [*r[:-1], [r[-1][0], "d"]]), {}, "'d'"),
+    "a missing truth": ("truth.csv", lambda h, r: (h, r[1:]), {}, "1 id of the predictions missing"),
+    "other ids": ("two.csv", lambda h, r: (h, [["x", *r[0][1:]], *r[1:]]), {}, "1 id that the others do not"),
+    "sums": ("two.csv", lambda h, r: (h, [[r[0][0], "0.9", "0.9", "0.9"], *r[1:]]), {}, "do not sum to 1"),
+    "constant": (
+        "two.csv",
+        lambda h, r: (h, [[row[0], "0.5", "0.25", "0.25"] for row in r]),
+        {},
+        "cannot help",
+    ),
+    "one label": ("truth.csv", lambda h, r: (h, [[row[0], "b"] for row in r]), {}, "'b' in every row"),
+    "no truth": ("", None, {"labels": None}, "--labels"),
+    "no run": ("", None, {"sources": "config.yaml"}, "run the config first"),
+    "both": ("", None, {"sources": ["config.yaml", "one.csv"]}, "not both"),
+    "metric": ("", None, {"metric": "log_los"}, "log_loss"),
+    "method": ("", None, {"sources": "config.yaml", "overrides": ["ensemble.method=median"]}, "median"),
+    "folder": ("", None, {"output": "nowhere/w.yaml"}, "--output"),
+}
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_what_cannot_be_fitted_is_one_sentence_and_nothing_written(files: Project, what: str) -> None:
+def test_what_cannot_be_fitted_is_one_sentence_and_nothing_written(
+    files: Project, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(files.folder)
     name, change, arguments, words = WRONG[what]
     if change is not None:
         write(files, name, change)
     before = set(files.folder.iterdir())
-    done = files.ensemble(*arguments)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert words in done.stderr
-    assert done.stderr.count("error:") == 1
-    assert done.stdout == ""
+    usual = {"sources": ["one.csv", "two.csv"], "labels": "truth.csv", "output": "weights.yaml"}
+    with pytest.raises(ensemble.EnsembleError) as caught:
+        ensemble.fit(**{**usual, **arguments})
+    assert caught.value.exit_code == 2
+    (problem,) = caught.value.problems
+    assert words in problem
     assert set(files.folder.iterdir()) == before
+
+
+FIT = ["fit", "one.csv", "two.csv", "--labels", "truth.csv"]
 
 
 def test_a_file_that_is_there_is_replaced_by_force_alone(files: Project) -> None:
