@@ -126,7 +126,7 @@ def test_what_a_later_file_shuts_out_is_left_out(overlaid: Overlaid, tmp_path: P
     assert (
         problem
         == "models[0].max_lenght (base.yaml, line 7): unknown key; the keys here are name, task_type, "
-        + ("weight, path, id_column, activation")
+        + ("weight, calibration, when, path, id_column, activation, partial")
     )
 
 
