@@ -122,13 +122,22 @@ def validate(config: ConfigFiles, overrides: Overrides | None = None) -> Preview
     return _preview("validate", config, overrides)
 
 
-def plan(config: ConfigFiles, overrides: Overrides | None = None) -> Preview:
+def plan(
+    config: ConfigFiles,
+    overrides: Overrides | None = None,
+    *,
+    predictions_from: str | os.PathLike[str] | None = None,
+) -> Preview:
     """What a config would take, as ``ensemble plan`` shows it; what fits nowhere is in its ``problems``.
+
+    Args:
+        predictions_from: the directory of a run whose predictions tell what members with ``when`` would compute.
 
     Raises:
         EnsembleError: with every other problem found.
     """
-    return _preview("plan", config, overrides)
+    folder = None if predictions_from is None else _path(predictions_from, "give the output_dir of a run")
+    return _preview("plan", config, overrides, folder)
 
 
 def rehearse(
@@ -454,12 +463,14 @@ class Preview:
         return redactor("\n".join(lines(self._view, self._prepared, Page())))
 
 
-def _preview(view: str, config: ConfigFiles, overrides: Overrides | None) -> Preview:
+def _preview(
+    view: str, config: ConfigFiles, overrides: Overrides | None, predictions_in: Path | None = None
+) -> Preview:
     from ensemble.pipeline.validate import prepare
 
     loaded = _load(config, overrides)
     with _told(loaded.redactor):
-        return Preview(view, prepare(loaded, must_fit=view == "validate"))
+        return Preview(view, prepare(loaded, view == "validate", predictions_in))
 
 
 def _load(config: ConfigFiles, overrides: Overrides | None) -> LoadedConfig:

@@ -98,20 +98,21 @@ class Prepare:
 
     start: int
     stop: int
-    rows: tuple[int, ...] | None = None
+    rows: str | None = None
 
 
 @dataclass(frozen=True)
 class Predict:
     """Compute rows ``order[start:stop]`` and leave them as a shard; ``chunk`` is the parent's number for them.
 
-    ``rows`` are these rows' numbers where the order is not known when the worker starts; None: the file has it.
+    ``rows`` are these rows' numbers where the order is not known when the worker starts, as base64 of little-endian
+    int32: a pipe shall take two chunks' of them, whatever the worker does.  None: the file has the order.
     """
 
     chunk: int
     start: int
     stop: int
-    rows: tuple[int, ...] | None = None
+    rows: str | None = None
 
 
 @dataclass(frozen=True)

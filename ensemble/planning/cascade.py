@@ -139,7 +139,7 @@ class Grouping:
             self._cost += chunk.cost * len(wanted) / chunk.rows
             self._next += 1
             is_last = self._next == len(self._chunks)
-            if is_last or self._cost >= self._enough or sum(map(len, self._rows)) >= CHUNK_MAX_ROWS // 2:
+            if is_last or self._cost >= self._enough or sum(map(len, self._rows)) >= CHUNK_MAX_ROWS // 4:
                 if len(joined := np.concatenate(self._rows)):
                     found.append(Group(joined, self._cost))
                 self._rows, self._cost = [], 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -288,10 +289,10 @@ class MemberState:
         """What tells a worker that it will probably come next."""
         return Prepare(chunk.start, chunk.stop, self._travelling(chunk))
 
-    def _travelling(self, chunk: Chunk) -> tuple[int, ...] | None:
+    def _travelling(self, chunk: Chunk) -> str | None:
         if not self.plan.waits_for:
             return None
-        return tuple(self.order[chunk.start : chunk.stop].tolist())
+        return base64.b64encode(self.order[chunk.start : chunk.stop].astype("<i4").tobytes()).decode("ascii")
 
     @property
     def running(self) -> int:

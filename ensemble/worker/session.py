@@ -5,6 +5,7 @@ Knows nothing of what a member is: that is its kind's, whose child side the spec
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import importlib
 import os
@@ -223,7 +224,7 @@ class Session:
             return self._order[command.start : command.stop]
         import numpy as np
 
-        return np.array(command.rows, dtype=np.int64)
+        return np.frombuffer(base64.b64decode(command.rows), "<i4").astype(np.int64)
 
     def wait(self) -> None:
         """Until the last shard stands under its name; raises why it could not be written."""

@@ -72,7 +72,7 @@ def test_a_model_has_the_keys_of_its_kind_and_no_others(problems: Problems) -> N
     assert found == (
         "models[1].path (line 12): must be the path of a file, not empty",
         "models[1].max_length (line 13): unknown key; the keys here are name, task_type, weight, calibration, "
-        "path, id_column, activation, partial",
+        "when, path, id_column, activation, partial",
         "models[1].file (line 14): unknown key; use path",
     )
     content = both({})

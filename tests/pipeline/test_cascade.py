@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -169,3 +171,73 @@ def test_one_after_the_other(project: Project, plain: tuple[_Values, _Values]) -
 def check_rows(project: Project, name: str, wanted: npt.NDArray[np.bool_]) -> None:
     found = in_order(project, predictions(project, f"runs/first/predictions/{name}.csv"))
     np.testing.assert_array_equal(~np.isnan(found[:, 0]), wanted)
+
+
+def test_members_that_were_made_elsewhere(project: Project, plain: tuple[_Values, _Values]) -> None:
+    """A csv member decides at once, and one with ``when`` counts for those rows alone."""
+    gemma, _ = plain
+    number = float(np.median(margins(gemma)))
+    wanted = margins(gemma) < number
+    given = {
+        name: {"name": name, "task_type": "csv", "path": f"runs/plain/predictions/{name}.csv"}
+        for name in ("gemma", "llama")
+    }
+    config = cascade(project, {"margin_below": number})
+    csv_decides, csv_is_limited = copy.deepcopy(config), copy.deepcopy(config)
+    csv_decides["models"][0] = given["gemma"] | {"weight": 0.6}
+    csv_is_limited["models"][1] = given["llama"] | {"weight": 0.4, "when": {"margin_below": number}}
+    project.write_config(csv_decides)
+    planned = " ".join(project.ensemble("plan", "config.yaml").stdout.split())
+    share = f"{wanted.mean():.0%} of the rows, by the predictions of 300 rows in runs/first"
+    assert f"the mean of the members before it has a margin below {number:g}: {share}" in planned
+    merged = []
+    for name, one in (("a", csv_decides), ("b", csv_is_limited)):
+        run(project, one | {"output_dir": f"runs/{name}", "submission": None})
+        merged.append(in_order(project, predictions(project, f"runs/{name}/ensemble.csv")))
+        (_, member) = project.run_json(f"runs/{name}")["members"]
+        assert member["cascade"]["rows"] == wanted.sum()
+    check(project, plain, wanted, "runs/a")
+    np.testing.assert_allclose(merged[1], merged[0], atol=1e-5)
+
+
+def test_rehearse_takes_the_share_from_its_sample(project: Project) -> None:
+    project.write_table()
+    project.write_config(cascade(project, {"margin_below": 0.2}))
+    done = project.ensemble("rehearse", "config.yaml", "--sample-rows", "40")
+    printed = " ".join(done.stdout.split())
+    assert done.returncode == 0, done.stderr
+    assert "of the rows are taken to be its by when (by the predictions of 40 rows of the sample)" in printed
+    assert "runs only on rows where the mean" in " ".join(
+        project.ensemble("validate", "config.yaml").stdout.split()
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda models: models[0].update(when={"share": 0.4}),
+            "models[0].when (line 13): nobody is listed before it",
+        ),
+        (lambda models: models[0].update(weight=0), "the members before it have no weight above 0"),
+        (lambda models: models[1].update(when={"share": 1.5}), "models[1].when (line 16): must be one of"),
+        (lambda models: models[1].update(when={"share": 0.1, "margin_below": 1}), "must be one of"),
+        (lambda models: models[1].update(when={"margin": 0.1}), "must be one of {margin_below: m}"),
+        (
+            lambda models: models[1].update(when={"entropy_above": 1.1}),
+            "models[1].when.entropy_above: no row of 3 labels has an entropy above 1.099 nats",
+        ),
+        (
+            lambda models: [one.update(problem_type="regression") for one in models],
+            "models[1].when: gemma gives raw values (regression)",
+        ),
+    ],
+)
+def test_rules_that_decide_nothing(project: Project, change: Callable[[Any], object], said: str) -> None:
+    project.write_table(10)
+    config = cascade(project, {"share": 0.4})
+    change(config["models"])
+    project.write_config(config)
+    done = project.ensemble("validate", "config.yaml")
+    assert done.returncode == 2
+    assert said in " ".join(done.stderr.split())

@@ -47,7 +47,14 @@ AWKWARD: Final[list[Any]] = [
     *(["a", "b"], ["a"], [0.5], [True], ["GPU-1", 10**99], {"0": "14GiB", "cpu": 0}),
     *({"00": 1, "0": 2}, {"9" * 5000: 1}, {"9" * 9: "1GB"}, {"cpu": 10**99}),
     *({"a": "neg", "b": "neg"}, {"load_in_4bit": True}, {"": {"": {"": []}}}, {"token": "x"}),
-    *({"torch_dtype": "auto"}, {"name": "a"}, [{"name": "a"}, {"name": "A"}]),
+    *(
+        {"share": 0},
+        {"margin_below": 1, "share": 1},
+        {"entropy_above": 0},
+        {"torch_dtype": "auto"},
+        {"name": "a"},
+        [{"name": "a"}, {"name": "A"}],
+    ),
 ]
 awkward = st.sampled_from(AWKWARD).map(copy.deepcopy)
 values = awkward | st.recursive(
@@ -100,7 +107,13 @@ GOOD: Final[dict[str, Any]] = {
     "models": [
         _MEMBER,
         {
-            **{"name": "b", "model_name_or_path": "b", "text_column": ["t", "u"], "max_length": None},
+            **{
+                "name": "b",
+                "model_name_or_path": "b",
+                "text_column": ["t", "u"],
+                "max_length": None,
+                "when": {"share": 0.4},
+            },
             "weight": [0.5, 0, 1],
         },
     ],
