@@ -228,6 +228,7 @@ def test_another_class_than_the_vocabulary_is_for(kind: str, tmp_path: Path) -> 
     config = json.loads((folder / "tokenizer_config.json").read_text())
     texts = make_texts(6)
     refused: dict[str, str] = {}
+    passed_over: set[str] = set()
     for other in ("BertTokenizer", "RobertaTokenizer", "LlamaTokenizer", "GPT2Tokenizer", "T5Tokenizer"):
         changed = tmp_path / other
         shutil.copytree(folder, changed)
@@ -240,9 +241,12 @@ def test_another_class_than_the_vocabulary_is_for(kind: str, tmp_path: Path) -> 
         else:  # as where GPT-2's class makes Roberta's tokens
             sound, other_one = (load_tokenizer(worker_spec(path)) for path in (folder, changed))
             assert sound(texts)["input_ids"] == other_one(texts)["input_ids"]
+            if type(other_one).__name__ != other:  # transformers 5.0 to 5.5 go by tokenizer.json alone there
+                passed_over.add(other)
     assert kind not in refused
     assert all("tokenizer" in said for said in refused.values())
-    assert set(refused) >= {"T5Tokenizer", "RobertaTokenizer" if kind == "BertTokenizer" else "BertTokenizer"}
+    wrong = {"T5Tokenizer", "RobertaTokenizer" if kind == "BertTokenizer" else "BertTokenizer"}
+    assert refused.keys() | passed_over >= wrong
 
 
 def test_text_that_the_vocabulary_does_not_know_is_noted(tmp_path: Path) -> None:
