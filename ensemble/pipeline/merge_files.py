@@ -6,6 +6,7 @@ What is asked for goes through the same checks as a config whose members are all
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -275,6 +276,23 @@ def _folder(output: Path) -> Path:
     return folder
 
 
+@contextlib.contextmanager
+def _folder_for(output: Path) -> Iterator[None]:
+    """Make the folder of the output, and take it away where nothing comes of it."""
+    folder = output.absolute().parent
+    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException as error:
+        for one in missing:
+            with contextlib.suppress(OSError):
+                one.rmdir()
+        if isinstance(error, OSError):
+            raise OutputError(f"{output}: cannot be written ({error.strerror or error})") from error
+        raise
+
+
 def _problems(files: Sequence[_File], method: MergeMethod) -> Iterator[str]:
     """What does not go together."""
     raw = method.members.with_activation("none")
@@ -364,8 +382,8 @@ def _merge(
 
     threads = min(len(os.sched_getaffinity(0)), _MAX_THREADS)
     text_bytes = np.zeros(len(ids), dtype=np.int64)
-    output.parent.mkdir(parents=True, exist_ok=True)
     with (
+        _folder_for(output),
         ThreadPoolExecutor(threads, "merge") as pool,
         atomic_path(output) as temporary,
         temporary.open("wb") as stream,

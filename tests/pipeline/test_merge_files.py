@@ -149,11 +149,12 @@ def test_other_values_columns_and_a_single_label(folder: Path) -> None:
 
 
 def refused(files: Any, output: Path, **keys: Any) -> list[str]:
-    before = sorted(output.parent.iterdir())
+    before = sorted(output.parent.iterdir()) if output.parent.is_dir() else None
     with pytest.raises(EnsembleError) as caught:
         ensemble.merge(files, output, **keys)
     assert caught.value.exit_code == 2
-    assert sorted(output.parent.iterdir()) == before, "nothing is written"
+    after = sorted(output.parent.iterdir()) if output.parent.is_dir() else None
+    assert after == before, "nothing is written"
     return [problem.replace(f"{output.parent}/", "") for problem in caught.value.problems]
 
 
@@ -185,6 +186,9 @@ def test_what_is_wrong_is_said_in_a_sentence_each(frames: dict[str, pd.DataFrame
         "sums.csv: 1 row with values that do not sum to 1, the first is id 35000; correct the file, or say what "
         "its values are with --activation"
     )
+    assert refused([good, sums], folder / "not" / "made" / "never.csv")
+    assert not (folder / "not").exists()
+    assert "cannot be written" in refused([good], Path("/proc/none/never.csv"))[0]
     assert said(file("other", whole.rename(columns={"neu": "mid"}))) == (
         "other.csv: its columns are not those of a.csv ('neu' only in a.csv, 'mid' only in other.csv); name the "
         "columns to merge, such as --label neg"
