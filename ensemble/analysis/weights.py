@@ -236,7 +236,7 @@ def _newton_point(weights: Values, gradient: Values, hessian: Values) -> Values:
     target = factor @ weights - scipy.linalg.solve_triangular(factor, gradient, trans="T")
     weight_of_sum = _SUM_FACTOR * float(np.abs(factor).max())
     rows = np.vstack([factor, np.full(members, weight_of_sum)])
-    # Not scipy.optimize.nnls: that of SciPy 1.12 squares the condition number, and fails where members are the same.
+    # Not scipy.optimize.nnls: that of SciPy 1.12 solves normal equations, and fails where members are the same.
     found = scipy.optimize.lsq_linear(
         rows, np.append(target, weight_of_sum), (0, np.inf), method="bvls", tol=1e-15, max_iter=10 * members
     ).x

@@ -146,7 +146,7 @@ def write(project: Project, name: str, change: Any) -> None:
     project.write_csv(name, header, rows)
 
 
-WRONG = {
+WRONG: dict[str, Any] = {
     "columns": ("two.csv", lambda h, r: (["id", "a", "b", "d"], r), {}, "two.csv: has other label columns"),
     "labels": ("truth.csv", lambda h, r: (h, [*r[:-1], [r[-1][0], "d"]]), {}, "'d'"),
     "a missing truth": ("truth.csv", lambda h, r: (h, r[1:]), {}, "1 id of the predictions missing"),
@@ -177,7 +177,11 @@ def test_what_cannot_be_fitted_is_one_sentence_and_nothing_written(
     if change is not None:
         write(files, name, change)
     before = set(files.folder.iterdir())
-    usual = {"sources": ["one.csv", "two.csv"], "labels": "truth.csv", "output": "weights.yaml"}
+    usual: dict[str, Any] = {
+        "sources": ["one.csv", "two.csv"],
+        "labels": "truth.csv",
+        "output": "weights.yaml",
+    }
     with pytest.raises(ensemble.EnsembleError) as caught:
         ensemble.fit(**{**usual, **arguments})
     assert caught.value.exit_code == 2
