@@ -178,9 +178,9 @@ article { border: 1px solid var(--cd8dee4); border-radius: 8px; padding: 0.6rem 
 article p { margin: 0.25rem 0; white-space: pre-wrap; }
 article .top { display: flex; flex-wrap: wrap; justify-content: space-between; gap: 0 1rem; font-size: 0.8125rem; }
 .says { font-size: 0.8125rem; display: grid; grid-template-columns: fit-content(45%) minmax(0, 1fr);
-  gap: 0.1rem 0.75rem;
-  margin-top: 0.4rem; }
+  gap: 0.1rem 0.75rem; margin-top: 0.4rem; }
 .says > div { min-width: 0; }
+.says > div:nth-child(odd) { min-width: 5.5rem; }
 .tag { display: inline-block; border-radius: 4px; padding: 0 0.35rem; background: rgb(101 109 118 / 0.15); }
 .tag.right { background: rgb(43 138 92 / 0.25); }
 summary { cursor: pointer; font-size: 0.875rem; color: var(--c2f6fd1); margin: 0.5rem 0; }

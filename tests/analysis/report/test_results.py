@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from sklearn.metrics import accuracy_score, log_loss
 from ensemble.analysis.report.base import ReportData, Section
 from ensemble.analysis.report.sections import SECTIONS
 from ensemble.data.csv_file import write_csv
+from ensemble.merging import metrics
+from ensemble.pipeline import run_report
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import RunReport
 from tests.cli.reports import member, report
@@ -218,6 +221,22 @@ def test_a_member_with_some_rows_is_compared_on_these(made: Made) -> None:
     assert f"{gap:+.4f}".replace("-", "\N{MINUS SIGN}") in text
     for name in NAMES:
         assert "nan" not in shown(data, name).lower()
+
+
+@pytest.mark.skipif(not hasattr(run_report, "CascadeReport"), reason="no member has when here")
+def test_a_member_for_unsure_rows_says_what_it_saw_and_gained(made: Made) -> None:
+    truth, members = probabilities(rows=1_000)
+    members["m1"][200:] = np.nan
+    data = made.write(members, truth)
+    assert SECTIONS.load("cascade")().html(data) is None
+    found = vars(metrics)["Comparison"](200, 0.9, 1.0, 0.5, 0.4, -0.1, 0.02, -0.02, 0.004)
+    seen = vars(run_report)["CascadeReport"]({"margin_below": 0.3}, 200, 0, found)
+    first, second = data.report.members
+    replace(data.report, members=(first, replace(second, **{"cascade": seen}))).write(made.rundir.run_json)
+    text = shown(made.read(), "cascade")
+    assert "m1 saw 200 of 1,000 rows (20.0 %)" in text
+    assert "log loss 0.1000 nats lower, over all rows 0.0200." in text
+    assert "margin_below 0.3" in text
 
 
 def test_without_true_labels_each_section_says_what_is_missing(made: Made) -> None:

@@ -18,6 +18,7 @@ SECTIONS: Registry[Section] = Registry(
         "calibration": ".calibration:Calibration",
         "confidence": ".confidence:Confidence",
         "weights": ".weights:Weights",
+        "cascade": ".cascade:Cascade",
         "rows": ".rows:RowsToRead",
         # How it ran.
         "timeline": ".timeline:Timeline",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
+import numpy as np
 from markupsafe import Markup
 
 from ensemble.analysis.metrics import Interval
@@ -44,11 +45,12 @@ class Weights(Section):
         members = results.as_merged if rows is None else [values[rows] for values in results.as_merged]
         whole = results.ensemble if rows is None else results.ensemble[rows]
         worth = dict[str, Interval]()
+        compared = dict[str, int]()
         alone: list[str] = []
         for number_, name in enumerate(results.names):
-            found = results.difference(
-                results.loss, results.merged(members, without=number_, rows=rows), whole, rows
-            )
+            rest = results.merged(members, without=number_, rows=rows)
+            compared[name] = int((~np.isnan(rest).any(axis=1)).sum())
+            found = results.difference(results.loss, rest, whole, rows)
             if isinstance(found, Interval):
                 worth[name] = found
             else:
@@ -62,8 +64,8 @@ class Weights(Section):
 {% endfor %}
 {{ picture }}{{ table }}
 <p class="note">The other members' weights are left as they are and scaled up; they are not fitted again. The
-intervals are paired: the same {{ rows }} count with and without the member.{% if sampled %} To stay within seconds,
-these rows are a sample, taken at the same distance.{% endif %}</p>
+intervals are paired: the same rows count with and without the member, and rows that no other member has do not.
+{% if sampled %}To stay within seconds, {{ rows }} are taken, at the same distance.{% endif %}</p>
 {% for line in alone %}<p class="note">{{ line }}</p>{% endfor %}
 """,
             lines=[*_lines(order, worth, by_name, results.loss.name)],
@@ -75,13 +77,14 @@ these rows are a sample, taken at the same distance.{% endif %}</p>
                 f"{metric_heading(results.loss.name)}, without less with",
             ),
             table=table(
-                ["member", "weight", f"{loss} without less with it", ""],
+                ["member", "weight", f"{loss} without less with it", "", "rows"],
                 [
                     [
                         shortened(name, MAX_NAME),
                         percent(by_name[name]),
                         with_interval(results.loss.name, worth[name], is_difference=True),
                         _word(worth[name]),
+                        f"{compared[name]:,}",
                     ]
                     for name in order
                 ],
