@@ -205,6 +205,7 @@ def test_the_function(tmp_path: Path) -> None:
         ensemble.report(tmp_path, tmp_path / "no/page.html")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "No worker ran" in page
+    assert page.count("no member&#39;s predictions are complete") == 1
 
 
 def test_the_digest_goes_by_results_and_not_by_speed() -> None:

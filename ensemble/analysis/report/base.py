@@ -37,7 +37,8 @@ class Section(ABC):
     def html(self, data: ReportData) -> Markup | None:
         """What stands below the heading, made with ``html``, ``table`` and ``picture``; None: nothing to show.
 
-        Where it raises, the page says so in its place, and has the other sections.
+        Where it raises, the page says so in its place, and has the other sections.  A ``DataError`` is no fault:
+        what it would show is not there, as in a run that failed.
         """
 
 

@@ -16,6 +16,7 @@ from ensemble.analysis.report.base import ReportData, html
 from ensemble.analysis.report.pictures import colours
 from ensemble.analysis.report.sections import SECTIONS
 from ensemble.analysis.report.shown import RESULTS_STYLE
+from ensemble.common.errors import DataError
 from ensemble.common.files import write_text
 from ensemble.common.redact import Redactor
 from ensemble.common.text import error_text
@@ -58,12 +59,18 @@ def write_report(run_dir: Path, output: Path) -> list[str]:
 
 
 def _sections(data: ReportData) -> Iterator[_Made]:
+    lacking = set[str]()
     for name in SECTIONS.names():
         title, anchor = name, re.sub(r"\W+", "-", name)
         try:
             section = SECTIONS.load(name)()
             title = section.title
             made = section.html(data)
+        except DataError as error:  # what it would show is not there, as in a run that failed: said once
+            if (why := str(error)) not in lacking:
+                lacking.add(why)
+                yield _Made(anchor, title, html('<p class="note">Not shown: {{ why }}</p>', why=why))
+            continue
         except Exception as error:  # whatever goes wrong in one, the others are worth reading
             redactor = Redactor(os.environ)
             print(redactor(traceback.format_exc()), file=sys.stderr)  # noqa: T201
