@@ -120,6 +120,10 @@ def test_the_least_certain_share_and_what_it_gained(project: Project, plain: tup
     assert found["difference_over_all"] == pytest.approx(over_all.mean(), abs=1e-6)
     assert found["error_over_all"] == pytest.approx(over_all.std(ddof=1) / 300**0.5, abs=1e-6)
     assert "llama: 21 of 300 rows (7.0%) are its by when; on 21 rows" in printed
+    # A method that takes two passes, without another look at any model.
+    run(project, config | {"ensemble": {"method": "rank_mean"}})
+    (_, member) = project.run_json()["members"]
+    assert (member["rows"], member["cascade"]["comparison"]["rows"]) == (0, 21)
 
 
 def test_another_rule_keeps_what_is_computed_and_merges_what_it_asks_for(
