@@ -85,7 +85,7 @@ def _sections(data: ReportData) -> Iterator[_Made]:
 _STYLE = """
 body { margin: 0; background: var(--cfefefe); color: var(--c1f2328); line-height: 1.5;
   font: 16px/1.5 var(--font); overflow-wrap: anywhere; }
-main { max-width: 48rem; margin: 0 auto; padding: 1rem; }
+main { max-width: 58rem; margin: 0 auto; padding: 1rem; }
 h1 { font-size: 1.5rem; line-height: 1.25; margin: 0.5rem 0; }
 h2 { font-size: 1.2rem; margin: 2.5rem 0 0.5rem; padding-top: 0.5rem; border-top: 1px solid var(--cd8dee4); }
 h3 { font-size: 1rem; margin: 1.5rem 0 0.25rem; }

@@ -223,16 +223,15 @@ def test_a_member_with_some_rows_is_compared_on_these(made: Made) -> None:
         assert "nan" not in shown(data, name).lower()
 
 
-@pytest.mark.skipif(not hasattr(run_report, "CascadeReport"), reason="no member has when here")
 def test_a_member_for_unsure_rows_says_what_it_saw_and_gained(made: Made) -> None:
     truth, members = probabilities(rows=1_000)
     members["m1"][200:] = np.nan
     data = made.write(members, truth)
     assert SECTIONS.load("cascade")().html(data) is None
-    found = vars(metrics)["Comparison"](200, 0.9, 1.0, 0.5, 0.4, -0.1, 0.02, -0.02, 0.004)
-    seen = vars(run_report)["CascadeReport"]({"margin_below": 0.3}, 200, 0, found)
+    found = metrics.Comparison(200, 0.9, 1.0, 0.5, 0.4, -0.1, 0.02, -0.02, 0.004)
+    seen = run_report.CascadeReport({"margin_below": 0.3}, 200, 0, found)
     first, second = data.report.members
-    replace(data.report, members=(first, replace(second, **{"cascade": seen}))).write(made.rundir.run_json)
+    replace(data.report, members=(first, replace(second, cascade=seen))).write(made.rundir.run_json)
     text = shown(made.read(), "cascade")
     assert "m1 saw 200 of 1,000 rows (20.0 %)" in text
     assert "log loss 0.1000 nats lower, over all rows 0.0200." in text

@@ -19,7 +19,7 @@ class Cascade(Section):
     title: ClassVar[str] = "Members for unsure rows"
 
     def html(self, data: ReportData) -> Markup | None:
-        members = ((one.name, getattr(one, "cascade", None)) for one in data.report.members)
+        members = ((one.name, one.cascade) for one in data.report.members)
         found = [(name, one) for name, one in members if one is not None]
         if not found:
             return None
