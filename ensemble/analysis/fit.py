@@ -55,7 +55,7 @@ LOG_LOSS: Final = "log_loss"
 MIN_ROWS_PER_NUMBER: Final = 10
 ERRORS: Final = 2.0  # standard errors up to which a difference is noise
 # Of more rows a greedy selection looks at so many, drawn at random: it tries hundreds of means.
-MAX_GREEDY_ROWS: Final = 50_000
+MAX_GREEDY_ROWS: Final = 20_000
 _GROUPS = 20  # of rows, left out one by one for the standard error of a metric that is no mean over rows
 
 
