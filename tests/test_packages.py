@@ -86,6 +86,15 @@ def test_what_is_out_of_range_is_refused_before_anything_else(
     assert not (project.folder / "runs").exists()
 
 
+def test_what_analysis_alone_needs_is_refused_by_its_commands_alone(project: Project, tmp_path: Path) -> None:
+    project.write_config(project.config())
+    old = pretend(tmp_path, scikit_learn="1.2.2")
+    assert project.ensemble("validate", "config.yaml", environment=old).returncode == 0
+    done = project.ensemble("fit", "config.yaml", environment=old)
+    assert done.returncode == 2
+    assert "scikit-learn 1.2.2 is older than 1.4; pip install 'scikit-learn>=1.4'" in done.stderr
+
+
 def test_a_package_that_is_missing_is_said_by_every_command(project: Project, tmp_path: Path) -> None:
     (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\")")
     project.write_config(project.config())

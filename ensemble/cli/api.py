@@ -29,7 +29,7 @@ from ensemble.common.errors import (
     OutputInUse,
     WriteError,
 )
-from ensemble.common.packages import unsupported
+from ensemble.common.packages import ANALYSIS, unsupported
 from ensemble.common.redact import Redactor
 from ensemble.common.text import did_you_mean, quoted
 from ensemble.config import LoadedConfig, RunConfig
@@ -215,6 +215,7 @@ def fit(
     Raises:
         EnsembleError: as the command fails.
     """
+    _demand_packages(for_analysis=True)
     from ensemble.analysis.fit import Options
     from ensemble.analysis.weights_file import TruthFile, check_output, fit_sources, write_weights
 
@@ -264,6 +265,7 @@ def compare(
     Raises:
         DataError: as the command fails.
     """
+    _demand_packages(for_analysis=True)
     from ensemble.analysis.compare import compare as compare_sides
 
     if isinstance(metrics, str):
@@ -305,8 +307,7 @@ def merge(
     """
     from ensemble.pipeline.merge_files import merge_files
 
-    if found := [*unsupported()]:
-        raise ConfigError(found)
+    _demand_packages()
     advice = "give the path of a CSV"
     named = {f"{name}=": path for name, path in files.items()} if isinstance(files, Mapping) else None
     listed = [("", path) for path in files] if named is None else [*named.items()]
@@ -362,10 +363,9 @@ def report(path: str | os.PathLike[str], output: str | os.PathLike[str] | None =
 
 def write_report(run_dir: Path, output: Path | None) -> tuple[Path, list[str]]:
     """The page that was written, and what could not be shown in it."""
+    _demand_packages(for_analysis=True)
     from ensemble.analysis.report.page import write_report as write
 
-    if found := [*unsupported()]:
-        raise ConfigError(found)
     page = RunDir(run_dir).report_page if output is None else output
     if page.is_dir():
         raise WriteError(f"{page} is a folder; name a file to write the report to")
@@ -474,14 +474,18 @@ def _preview(
 
 
 def _load(config: ConfigFiles, overrides: Overrides | None) -> LoadedConfig:
-    if found := [*unsupported()]:
-        raise ConfigError(found)
+    _demand_packages()
     with _told():
         listed = config if isinstance(config, Sequence) and not isinstance(config, str | bytes) else [config]
         if not listed:
             raise ConfigError("config: the list is empty; give the path of a YAML file")
         paths = [_path(path, "give the path of a YAML file") for path in listed]
         return load(paths, () if overrides is None else _texts(overrides))
+
+
+def _demand_packages(for_analysis: bool = False) -> None:
+    if found := [*unsupported(), *(unsupported(ANALYSIS) if for_analysis else ())]:
+        raise ConfigError(found)
 
 
 def _count(name: str, given: object) -> int | None:

@@ -272,7 +272,7 @@ def report(run_dir: RunDirArgument, output: PageOption = None) -> None:
 
     A run writes it by itself, unless its config says report: false; this writes it anew.
     """
-    with _prepared_process():
+    with _prepared_process(for_analysis=True):
         from ensemble.cli.api import write_report
 
     page, problems = write_report(run_dir, output)
@@ -421,7 +421,7 @@ def compare(
 
     Metrics need the true labels, from the table of a run or --labels; their differences have paired intervals.
     """
-    with _prepared_process():
+    with _prepared_process(for_analysis=True):
         from ensemble.analysis.compare import compare as compare_sides
     result = compare_sides(first, second, metrics, labels, label_column, id_column, activation)
     show("compare", result, sys.stdout)
@@ -449,7 +449,7 @@ def fit(
     CONFIG's run must be complete, and its table have the labels. What is reported is from rows that were held out.
     Then: ensemble run CONFIG weights.yaml, which computes nothing again but the merge.
     """
-    with _prepared_process():
+    with _prepared_process(for_analysis=True):
         from ensemble.analysis.fit import Options
         from ensemble.analysis.weights_file import TruthFile, check_output, fit_sources, write_weights
         from ensemble.pipeline.load import load
@@ -529,16 +529,16 @@ def main() -> NoReturn:
 
 
 @contextlib.contextmanager
-def _prepared_process() -> Iterator[None]:
-    """Around the first import of numpy and pyarrow.
+def _prepared_process(for_analysis: bool = False) -> Iterator[None]:
+    """Around the first import of numpy and pyarrow; for commands of ``ensemble.analysis``, of what they need, too.
 
     Raises:
         ConfigError: a package is too old.
     """
-    from ensemble.common.packages import unsupported
+    from ensemble.common.packages import ANALYSIS, unsupported
     from ensemble.common.python_process import keep_pandas_out, one_thread_for_numpy
 
-    if found := [*unsupported()]:
+    if found := [*unsupported(), *(unsupported(ANALYSIS) if for_analysis else ())]:
         raise ConfigError(found)
     with one_thread_for_numpy():
         yield

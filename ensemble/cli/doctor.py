@@ -32,7 +32,7 @@ from ensemble.common.gpus import (
     processes_on,
 )
 from ensemble.common.host import available_memory_bytes, own_groups, total_memory_bytes
-from ensemble.common.packages import Requirement, installed_versions, own_requirements
+from ensemble.common.packages import ANALYSIS, Requirement, installed_versions, own_requirements
 from ensemble.common.python_process import keep_pandas_out
 from ensemble.common.text import gib
 from ensemble.config import RunConfig
@@ -145,12 +145,15 @@ def package_findings(requirements: Iterable[Requirement], needed: Mapping[str, s
     installed = installed_versions([one.name for one in requirements])
     for requirement in requirements:
         name, version = requirement.name, installed.get(requirement.name)
+        is_needed = name in needed or not (requirement.extra or name in ANALYSIS)
+        mark: Mark = "problem" if is_needed else "note"
+        why = f", which {needed[name]} needs" if name in needed else ""
+        if name in ANALYSIS:
+            why = "; fit, compare and the report need it, a run does not"
         if version is None:
             if not requirement.extra:
-                yield Finding("problem", f"{name} is not installed", requirement.install)
+                yield Finding(mark, f"{name} is not installed{why}", requirement.install)
         elif wrong := requirement.wrong(version):
-            why = f", which {needed[name]} needs" if name in needed else ""
-            mark: Mark = "problem" if not requirement.extra or name in needed else "note"
             yield Finding(mark, f"{name} {version} is {wrong}{why}", requirement.install)
         else:
             good.append(f"{name}{NO_BREAK}{version}")

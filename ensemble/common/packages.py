@@ -17,6 +17,8 @@ DISTRIBUTION = "ensemble-runner"
 OLDEST_PYTHON = (3, 11)
 # What the command line itself cannot start without.
 COMMAND_LINE = ("typer", "rich", "pydantic", "pyyaml", "numpy", "pyarrow", "jinja2")
+# What the commands of ensemble.analysis need and no run imports.
+ANALYSIS = ("pandas", "scikit-learn", "scipy", "matplotlib")
 # transformers brings these; which versions go with it is its own to check, when it is imported.
 _BROUGHT = ("tokenizers", "safetensors")
 
@@ -53,12 +55,13 @@ def unsupported(
     """A sentence for each package that is installed outside of its range.
 
     Args:
-        names: only these; None: all that a run cannot do without.
+        names: only these, such as ``ANALYSIS``; None: all that a run cannot do without.
         needed: packages of extras, too, with what needs each.
     """
     needed = needed or {}
     for one in own_requirements():
-        is_asked = one.name in needed if one.extra else names is None or one.name in names
+        is_asked = one.name not in ANALYSIS if names is None else one.name in names
+        is_asked = one.name in needed if one.extra else is_asked
         version = installed_versions([one.name]).get(one.name) if is_asked else None
         if version is not None and (wrong := one.wrong(version)):
             why = f", which {needed[one.name]} needs" if one.name in needed else ""

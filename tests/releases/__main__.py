@@ -34,10 +34,23 @@ WHOLE = (
     *QUICK,
     *(f"tests/worker/test_{name}.py" for name in ("predict", "precision", "float32", "gguf", "offload")),
     *(f"tests/worker/test_{name}.py" for name in ("session", "compute", "repeated", "proof", "warmup")),
-    *("tests/checkpoint", "tests/test_configs.py"),
+    *("tests/checkpoint", "tests/test_configs.py", "tests/merging", "tests/analysis"),
 )
 # Shown in the table.
-_SHOWN = ("torch", "transformers", "accelerate", *EXTRAS, "numpy", "pyarrow", "pydantic", "typer")
+_SHOWN = (
+    "torch",
+    "transformers",
+    "accelerate",
+    *EXTRAS,
+    "numpy",
+    "pyarrow",
+    "pandas",
+    "scikit-learn",
+    "scipy",
+    "matplotlib",
+    "pydantic",
+    "typer",
+)
 _MARKS = ("<!-- table -->", "<!-- end of table -->")
 
 

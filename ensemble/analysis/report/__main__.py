@@ -11,7 +11,8 @@ import sys
 import traceback
 from pathlib import Path
 
-from ensemble.common.errors import EnsembleError
+from ensemble.common.errors import ConfigError, EnsembleError
+from ensemble.common.packages import ANALYSIS, unsupported
 from ensemble.common.python_process import die_with_parent, keep_pandas_out
 from ensemble.common.redact import Redactor, guard_output
 
@@ -24,6 +25,8 @@ def main() -> None:
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     try:
+        if found := [*unsupported(ANALYSIS)]:
+            raise ConfigError(found)
         keep_pandas_out()
         from ensemble.analysis.report.page import write_report  # with Matplotlib, which may be broken
 
