@@ -94,3 +94,12 @@ def test_the_members_values_stay_as_they_are() -> None:
     mean([1, 2, 3], arrays)
     for array, old in zip(arrays, before, strict=True):
         np.testing.assert_array_equal(array, old)
+
+
+@pytest.mark.filterwarnings("error")
+def test_logs_of_zeros_do_not_count_where_their_label_has_no_weight() -> None:
+    first = np.array([[-np.inf, -1.0], [-2.0, -np.inf]])
+    second = np.array([[-3.0, -4.0], [-5.0, -6.0]])
+    weights = np.array([[[0.0, 1.0]], [[1.0, 1.0]]])
+    merged = weighted_mean(weights, [first, second], np.ones((2, 2), np.bool_))
+    np.testing.assert_array_equal(merged, [[-3.0, -2.5], [-5.0, -np.inf]])

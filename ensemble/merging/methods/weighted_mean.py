@@ -44,8 +44,9 @@ def weighted_mean(weights: Values, members: Iterable[Values], is_present: npt.ND
     total: Values | None = None
     for share, values, present, does_count in zip(shares, members, is_present, counts, strict=True):
         if does_count:
-            part = values * share
-            if not share.all():  # 0 * -inf is NaN
+            with np.errstate(invalid="ignore"):  # 0 * -inf, taken out below
+                part = values * share
+            if not share.all():
                 part[np.broadcast_to(share == 0, part.shape)] = 0.0
             if not present.all():
                 part[~present] = 0.0
