@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from ensemble.analysis.fit import FitReport, Gain, Options, fit
 from ensemble.analysis.predictions import read_files, read_run, read_truth
 from ensemble.analysis.weights import Pool
 from ensemble.common.errors import ConfigError, DataError, WriteError
-from ensemble.common.files import cannot_write, write_text
+from ensemble.common.files import cannot_write, output_file, write_text
 from ensemble.common.text import plural
 from ensemble.config import LoadedConfig
 from ensemble.pipeline.run_dir import RunDir
@@ -53,13 +52,17 @@ def fit_sources(
     Raises:
         ConfigError: they are some of both.
     """
-    configs = [path for path in sources if path.suffix.lower() in (".yaml", ".yml")]
+    configs = [path for path in sources if _is_config(path)]
     if not configs:
         return fit_files(sources, truth, options)
     if len(configs) < len(sources):
         other = next(path for path in sources if path not in configs)
         raise ConfigError(f"{configs[0]}, {other}: name a config, or CSVs of predictions, not both")
     return fit_run(load(sources), truth, options)
+
+
+def _is_config(path: Path) -> bool:
+    return path.suffix.lower() in (".yaml", ".yml")
 
 
 def fit_files(paths: Sequence[Path], truth: TruthFile, options: Options) -> tuple[FitReport, str]:
@@ -170,16 +173,20 @@ def overlay(report: FitReport, method: str, sources: str, has_calibration: bool 
     return "\n".join([*lines, f"ensemble: {_flow(settings)}", ""])
 
 
-def check_output(output: Path, may_replace: bool) -> None:
-    """Refuse a place where nothing can or may be written, before anything is computed.
+def check_output(output: Path, may_replace: bool, sources: Sequence[Path], labels: Path | None) -> Path:
+    """Where the overlay is to be written, asked before anything is computed.
+
+    Args:
+        sources: what is fitted; an overlay among them may be replaced by a new one.
 
     Raises:
-        ConfigError: a file is there already, or there is no such folder.
+        EnsembleError: a file is there already, or what must not be replaced, or there is no such folder.
     """
-    if not may_replace and os.path.lexists(output):
-        raise ConfigError(f"{output} is there already; --force replaces it, --output names another file")
-    if output.is_dir() or not output.parent.is_dir():
+    kept = [path for number, path in enumerate(sources) if not number or not _is_config(path)]
+    target = output_file(output, [*kept, *([] if labels is None else [labels])], may_replace)
+    if not target.parent.is_dir():
         raise ConfigError(f"--output: {output}: name a file in a folder that is there")
+    return target
 
 
 def write_weights(output: Path, text: str) -> None:

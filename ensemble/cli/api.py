@@ -26,14 +26,17 @@ from ensemble.common.errors import (
     DataError,
     EnsembleError,
     Interrupted,
+    OutputError,
     OutputInUse,
     WriteError,
 )
+from ensemble.common.files import output_file
 from ensemble.common.packages import ANALYSIS, unsupported
 from ensemble.common.redact import Redactor
 from ensemble.common.text import did_you_mean, quoted
 from ensemble.config import LoadedConfig, RunConfig
 from ensemble.pipeline.load import load
+from ensemble.pipeline.report_page import is_report
 from ensemble.pipeline.run_dir import RunDir, holder
 from ensemble.pipeline.run_report import RunReport
 from ensemble.pipeline.status import RunStatus
@@ -227,7 +230,7 @@ def fit(
         known = None if labels is None else _path(labels, "give the path of a table")
         target = None if output is None else _path(output, "give the path of a file to write")
         if target is not None:
-            check_output(target, force)
+            target = check_output(target, force, paths, known)
         chosen = method or ("simplex" if metric == "log_loss" else "greedy")
         options = Options(metric, chosen, calibration, folds, seed, merge_method)
         truth = TruthFile(known, label_column, id_column)
@@ -349,6 +352,7 @@ def report(path: str | os.PathLike[str], output: str | os.PathLike[str] | None =
 
     Raises:
         DataError: there is no run.json that can be read.
+        OutputError: something is there that is no report.
         WriteError: the file cannot be written.
     """
     with _told():
@@ -366,10 +370,15 @@ def write_report(run_dir: Path, output: Path | None) -> tuple[Path, list[str]]:
     _demand_packages(for_analysis=True)
     from ensemble.analysis.report.page import write_report as write
 
-    page = RunDir(run_dir).report_page if output is None else output
-    if page.is_dir():
-        raise WriteError(f"{page} is a folder; name a file to write the report to")
-    return page, write(run_dir, page)
+    if output is None:
+        page = RunDir(run_dir).report_page
+        if page.is_dir():
+            raise WriteError(f"{page} is a folder; name a file to write the report to")
+        return page, write(run_dir, page)  # a link there was not named by anybody, and is not followed
+    target = output_file(output)
+    if target.exists() and not is_report(target):
+        raise OutputError(f"{output}: is there already and is no report; choose another name")
+    return output, write(run_dir, target)
 
 
 class Run:

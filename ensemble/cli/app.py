@@ -454,7 +454,7 @@ def fit(
         from ensemble.analysis.weights_file import TruthFile, check_output, fit_sources, write_weights
         from ensemble.pipeline.load import load
 
-    check_output(output, force)
+    target = check_output(output, force, sources, labels)
     chosen = method or ("simplex" if metric == "log_loss" else "greedy")
     options = Options(metric, chosen, calibration, folds, seed, merge_method)
 
@@ -464,7 +464,7 @@ def fit(
         return found
 
     report, text = fit_sources(sources, loaded, TruthFile(labels, label_column, id_column), options)
-    write_weights(output, text)
+    write_weights(target, text)
     if not quiet:
         show("fit", report, sys.stdout)
         print(f"{output}: written")

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
-from ensemble.common.errors import WriteError
+from ensemble.common.errors import OutputError, WriteError
 from ensemble.common.text import listed
 
 TEMPORARY = ".tmp-"
@@ -79,6 +79,35 @@ def unwritable_reason(key: str, path: Path) -> str | None:
     if not os.access(at, os.W_OK | os.X_OK):
         return f"{key}: cannot write to {path} ({at} is not writable); choose another directory"
     return None
+
+
+def output_file(path: Path, inputs: Iterable[Path] = (), may_replace: bool = True) -> Path:
+    """Where a file that a user names is to be written: behind links, which stay as they are.
+
+    Args:
+        inputs: files that the same command reads.
+        may_replace: a regular file that is there already.
+
+    Raises:
+        OutputError: what is there must not be replaced: a folder, a device, a pipe or one of the inputs.
+    """
+    target = Path(os.path.realpath(path))
+    try:
+        mode = target.lstat().st_mode
+    except OSError:  # nothing is there; what else is wrong with the place shows when it is written
+        return target
+    if stat.S_ISDIR(mode):
+        raise OutputError(f"{path}: is a directory; name a file in it")
+    if not stat.S_ISREG(mode):
+        what = "leads to no file" if stat.S_ISLNK(mode) else "is a device or a pipe, and no file"
+        raise OutputError(f"{path}: {what}; choose another name")
+    for one in inputs:
+        with contextlib.suppress(OSError):
+            if target.samefile(one):
+                raise OutputError(f"{path}: is one of the files that are read; choose another name")
+    if not may_replace:
+        raise OutputError(f"{path} is there already; --force replaces it, --output names another file")
+    return target
 
 
 def free_bytes(path: Path) -> int | None:

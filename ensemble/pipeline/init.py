@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow.compute as pc
 
 from ensemble.common.errors import ConfigError, DataError, EnsembleError, WriteError
-from ensemble.common.files import cannot_write, write_text
+from ensemble.common.files import cannot_write, output_file, write_text
 from ensemble.common.text import listed, plural, quoted
 from ensemble.config.values import MAX_NAME_CHARACTERS
 from ensemble.data.csv_file import read_header, read_text_csv
@@ -69,13 +69,13 @@ def write_first_config(
     Raises:
         EnsembleError: as ``first_config``; also where the file is there already, or cannot be written.
     """
-    if not may_replace and os.path.lexists(output):
-        raise ConfigError(f"{output} is there already; --force replaces it, --output names another file")
-    if output.is_dir() or not output.parent.is_dir():
+    inputs = [table, *map(Path, sources), *([] if sample is None else [sample])]
+    target = output_file(output, inputs, may_replace)
+    if not target.parent.is_dir():
         raise ConfigError(f"--output: {output}: name a file in a folder that is there")
     config = first_config(table, sources, sample, output)
     try:
-        write_text(output, config.text)
+        write_text(target, config.text)
     except WriteError as error:
         raise ConfigError(error.problems) from error
     except OSError as error:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 
 from ensemble.common.errors import ConfigError, DataError, EnsembleError, MergeError, OutputError
 from ensemble.common.extensions import SettingsByName
-from ensemble.common.files import atomic_path, unwritable_reason
+from ensemble.common.files import atomic_path, output_file, unwritable_reason
 from ensemble.common.protocol import Activation
 from ensemble.common.text import did_you_mean, listed, plural, quoted
 from ensemble.config import CalibrationConfig
@@ -95,7 +95,7 @@ def merge_files(
         EnsembleError: with every problem found; nothing is written then.
     """
     paths = _named(files)
-    _refuse_output(output, paths)
+    target = _target(output, [*paths.values(), *([] if weights is None else [weights])])
     columns = _columns(paths, id_column, labels)
     given = [*_weight_overrides(weight or {}, [*paths]), *overrides]
     config = _config(paths, id_column, columns, keys or {}, weights, given)
@@ -107,8 +107,9 @@ def merge_files(
         raise ConfigError(problems)
     with malloc_for_arrow(), ExitStack() as opened:
         try:
-            ids, sources = _sources(given_files, id_column, config.labels, _folder(output), opened)
-            return _merge(given_files, method, ids, sources, id_column, output)
+            ids, sources = _sources(given_files, id_column, config.labels, _folder(target), opened)
+            merged = _merge(given_files, method, ids, sources, id_column, target)
+            return replace(merged, path=output)
         except MergeError as error:
             raise DataError(error.problems) from error
 
@@ -136,15 +137,14 @@ def _named(files: Sequence[str]) -> dict[str, Path]:
     return paths
 
 
-def _refuse_output(output: Path, paths: Mapping[str, Path]) -> None:
-    if output.is_dir():
-        raise OutputError(f"{output}: is a directory; name a file in it")
-    if any(path.resolve() == output.resolve() for path in paths.values()):
-        raise OutputError(f"{output}: is one of the files to merge; choose another name")
+def _target(output: Path, inputs: Sequence[Path]) -> Path:
+    """Where the CSV is to be written; raises OutputError where it cannot or must not be."""
+    target = output_file(output, inputs)
     if output.suffix.lower() in (".gz", ".tsv"):
         raise OutputError(f"{output}: a plain CSV is written; choose a name that ends in .csv")
-    if reason := unwritable_reason(str(output), output.absolute().parent):
+    if reason := unwritable_reason(str(output), target.parent):
         raise OutputError(reason)
+    return target
 
 
 def _columns(paths: Mapping[str, Path], id_column: str, labels: Sequence[str]) -> tuple[str, ...]:

@@ -48,6 +48,11 @@ def page_digest(report: RunReport) -> str:
     return hashlib.sha256(told.encode()).hexdigest()
 
 
+def is_report(page: Path) -> bool:
+    """Whether a file is a report of some run."""
+    return f'name="{DIGEST}"'.encode() in head(page)
+
+
 def write_page(
     rundir: RunDir,
     report: RunReport,

@@ -201,6 +201,12 @@ def test_a_file_that_is_there_is_replaced_by_force_alone(files: Project) -> None
     assert (files.folder / "weights.yaml").read_text() == "mine"
     assert files.ensemble(*FIT, "--force", "-q").stdout == ""
     assert yaml.safe_load((files.folder / "weights.yaml").read_text())["models"][0]["name"] == "one"
+    # Whatever --force says, what is read stays.
+    for name in ("truth.csv", "two.csv"):
+        done = files.ensemble(*FIT, "--force", "-o", name)
+        assert done.returncode == 2
+        assert f"{name}: is one of the files that are read" in done.stderr
+    assert files.ensemble("fit", "config.yaml", "--force", "-o", "config.yaml").returncode == 2
 
 
 def test_predictions_of_a_run_that_is_not_complete_are_not_fitted(files: Project) -> None:

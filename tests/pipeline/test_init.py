@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -110,6 +111,12 @@ def test_the_first_config_of_a_contest_runs(project: Project, contest_models: Pa
     assert (project.folder / "config.yaml").read_bytes() == before
     assert project.ensemble("init", "test.csv", names[1], "--force").returncode == 0
     assert len(made(project)[1]["models"]) == 1
+    # Whatever --force says, what is read stays, and what is no file, too.
+    os.mkfifo(project.folder / "pipe.yaml")
+    for name in ("test.csv", "pipe.yaml"):
+        again = project.ensemble("init", "test.csv", names[1], "--force", "-o", name)
+        assert (again.returncode, again.stderr.count("choose another name")) == (2, 1), again.stderr
+    assert (project.folder / "pipe.yaml").is_fifo()
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".parquet", ".jsonl"])

@@ -202,7 +202,7 @@ def test_what_is_wrong_is_said_in_a_sentence_each(frames: dict[str, pd.DataFrame
     assert said(good) == "a.csv: has the same name as a.csv; name it yourself, as in a=a.csv"
     assert "'ensemble' cannot be a name" in said(file("ensemble", whole))
     assert refused([good, folder / "b.csv"], good) == [
-        "a.csv: is one of the files to merge; choose another name"
+        "a.csv: is one of the files that are read; choose another name"
     ]
     assert "is a directory" in refused([good], folder)[0]
     both = [good, folder / "b.csv"]
@@ -226,6 +226,35 @@ def test_what_is_wrong_is_said_in_a_sentence_each(frames: dict[str, pd.DataFrame
     lacking = file("lacking", whole[9:])
     needed = refused({"a": lacking, "b": good}, out, partial=True, weights={"a": 1, "b": 0})
     assert needed == ["no file with a weight above 0 has the id '00000'; add one that does"]
+
+
+def test_what_is_there_is_replaced_where_it_is_a_file_of_no_other_use(
+    frames: dict[str, pd.DataFrame], folder: Path
+) -> None:
+    both = paths(folder, "a", "b")
+    other = folder / "targets"
+    other.mkdir()
+    pipe, link, loop = other / "pipe.csv", other / "link.csv", other / "loop.csv"
+    os.mkfifo(pipe)
+    loop.symlink_to(loop.name)
+    (other / "to_pipe.csv").symlink_to(pipe)
+    for target in (pipe, other / "to_pipe.csv", loop):
+        assert refused(both, target)[0].endswith("; choose another name")
+    assert pipe.is_fifo()
+    own = other / "weights.yaml"
+    own.write_text("models: [{name: a, weight: 1}, {name: b, weight: 2}]\n")
+    (other / "own.csv").symlink_to(own)
+    (other / "hard.csv").hardlink_to(both[1])
+    for name, weights in (("weights.yaml", own), ("own.csv", own), ("hard.csv", None)):
+        assert "one of the files that are read" in refused(both, other / name, weights=weights)[0]
+    assert own.read_text().startswith("models:")
+    # The file behind a link is replaced, and the link stays.
+    (other / "behind.csv").write_text("of an earlier merge")
+    link.symlink_to("behind.csv")
+    assert ensemble.merge(both, link) == link
+    assert link.is_symlink()
+    assert not (other / "behind.csv").is_symlink()
+    pd.testing.assert_frame_equal(read(other / "behind.csv"), (frames["a"] + frames["b"]) / 2, rtol=1e-12)
 
 
 def names(problems: Sequence[str]) -> list[str]:

@@ -203,6 +203,14 @@ def test_the_function(tmp_path: Path) -> None:
     assert ensemble.report(str(tmp_path)) == tmp_path / "report.html"
     with pytest.raises(ensemble.WriteError, match=r"no/page\.html"):
         ensemble.report(tmp_path, tmp_path / "no/page.html")
+    with pytest.raises(ensemble.OutputError, match=r"run\.json: is there already and is no report"):
+        ensemble.report(tmp_path, tmp_path / "run.json")
+    os.mkfifo(tmp_path / "pipe.html")
+    with pytest.raises(ensemble.OutputError, match=r"pipe\.html: is a device or a pipe"):
+        ensemble.report(tmp_path, tmp_path / "pipe.html")
+    (tmp_path / "link.html").symlink_to("report.html")
+    ensemble.report(tmp_path, tmp_path / "link.html")
+    assert (tmp_path / "link.html").is_symlink()
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "No worker ran" in page
     assert page.count("no member&#39;s predictions are complete") == 1
