@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol, TypeAlias
+from typing import Final, Literal, Protocol, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -42,7 +42,7 @@ from ensemble.analysis.weights import (
 )
 from ensemble.common.errors import ConfigError, DataError
 from ensemble.common.protocol import Activation
-from ensemble.common.text import listed, plural
+from ensemble.common.text import listed, nearest_or_all, plural, quoted
 
 Method: TypeAlias = Literal["simplex", "greedy", "stacking"]
 CalibrationMethod: TypeAlias = Literal["none", "temperature", "vector"]
@@ -61,14 +61,47 @@ _GROUPS = 20  # of rows, left out one by one for the standard error of a metric 
 
 @dataclass(frozen=True)
 class Options:
-    """What is asked of a fit; ``pool`` is the merge method that the weights are for."""
+    """What is asked of a fit.
+
+    Attributes:
+        method: None becomes "simplex" for log loss and "greedy" for other metrics.
+        pool: the merge method that the weights are for.
+
+    Raises:
+        ConfigError: a word that means nothing here, or a number out of range.
+    """
 
     metric: str = LOG_LOSS
-    method: Method = "simplex"
+    method: Method | None = None
     calibration: CalibrationMethod = "none"
     folds: int = 5
     seed: int = 0
     pool: Pool = "mean"
+
+    def __post_init__(self) -> None:
+        if self.method is None:
+            object.__setattr__(self, "method", "simplex" if self.metric == LOG_LOSS else "greedy")
+        problems = []
+        for key, given, known in (
+            ("method", self.method, get_args(Method)),
+            ("calibration", self.calibration, get_args(CalibrationMethod)),
+            ("merge_method", self.pool, get_args(Pool)),
+        ):
+            if given not in known:
+                hint = nearest_or_all(str(given), known, key.replace("_", " "))
+                problems.append(f"{key}: {quoted(str(given))} is unknown; {hint}")
+        for key, number, smallest in (("folds", self.folds, 2), ("seed", self.seed, 0)):
+            is_whole = hasattr(number, "__index__") and not isinstance(number, bool)
+            if not is_whole or number < smallest:
+                problems.append(
+                    f"{key}: give a whole number of at least {smallest}, not {quoted(str(number))}"
+                )
+        if not isinstance(self.metric, str):
+            problems.append(
+                f"metric: give the name of one, such as {LOG_LOSS}, not {quoted(str(self.metric))}"
+            )
+        if problems:
+            raise ConfigError(problems)
 
 
 @dataclass(frozen=True)
@@ -234,8 +267,6 @@ def _checked(sample: _Sample, options: Options) -> _Aim:
     members, labels = len(sample.names), len(sample.labels)
     if members == 1 and options.calibration == "none" and options.method != "stacking":
         raise ConfigError(f"{sample.names[0]} is the only member, and --calibration is none: nothing to fit")
-    if options.folds < 2:
-        raise ConfigError("--folds: must be at least 2")
     if not sample.rows:
         raise DataError("no row has a truth and all members; fit needs rows that every member has")
     problems = [

@@ -17,7 +17,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 from ensemble.analysis.fit import MIN_ROWS_PER_NUMBER, FitReport, Options, fit, folds
 from ensemble.analysis.predictions import Predictions
 from ensemble.analysis.weights_file import verdicts
-from ensemble.common.errors import EnsembleError
+from ensemble.common.errors import ConfigError, EnsembleError
 
 ROWS = 1_500
 LABELS = ("a", "b", "c")
@@ -218,8 +218,8 @@ def constant(found: Predictions) -> Predictions:
         (lambda p: predictions(9), Options(), "9 labelled rows for 1 number to fit: too few"),
         (lambda p: predictions(59), Options(calibration="vector"), "59 labelled rows for 13 numbers"),
         (lambda p: p, Options("acuracy", "greedy"), "accuracy"),
-        (lambda p: p, Options("accuracy"), "use --method greedy"),
-        (raw, Options("rmse"), "greedy"),
+        (lambda p: p, Options("accuracy", "simplex"), "use --method greedy"),
+        (raw, Options("rmse", "stacking"), "greedy"),
         (raw, Options(), "raw values"),
         (lambda p: replace(p, members={"m0": p.members["m0"]}), Options(), "the only member"),
         (
@@ -235,6 +235,33 @@ def test_what_cannot_be_fitted_is_refused_in_a_sentence(change: Any, options: Op
         fit(change(predictions()), options)
     assert caught.value.exit_code == 2
     assert len(caught.value.problems) == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"method": "foo"}, "method: 'foo' is unknown; the methods here are simplex, greedy, stacking"),
+        ({"calibration": "temp"}, "calibration: 'temp' is unknown; did you mean temperature?"),
+        ({"pool": "median"}, "merge_method: 'median' is unknown; did you mean mean?"),
+        ({"folds": 2.5}, "folds: give a whole number of at least 2, not '2.5'"),
+        ({"folds": 1}, "folds: give a whole number of at least 2, not '1'"),
+        ({"seed": -1}, "seed: give a whole number of at least 0, not '-1'"),
+        ({"seed": True}, "seed: give a whole number of at least 0, not 'True'"),
+        ({"metric": 3}, "metric: give the name of one, such as log_loss, not '3'"),
+    ],
+)
+def test_what_the_command_line_would_refuse_is_refused_in_python(asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Options(**asked)
+    assert caught.value.problems == (said,)
+
+
+def test_the_method_goes_by_the_metric_where_none_is_asked_for() -> None:
+    assert (Options().method, Options("auc").method, Options(method="greedy").method) == (
+        "simplex",
+        "greedy",
+        "greedy",
+    )
 
 
 def test_regression_is_fitted_by_its_own_metric() -> None:
