@@ -308,7 +308,7 @@ def _read(path: Path, id_column: str | None, activation: Activation | None, want
     if path.is_dir():
         report = RunReport.read(path / "run.json")
         return _Source(path, read_run(path, "if there" if wants_truth else "no"), report)
-    return _Source(path, read_files([path], id_column, activation=activation), None)
+    return _Source(path, read_files({"predictions": path}, id_column, activation=activation), None)
 
 
 def _common(one: _Source, two: _Source, remarks: list[str]) -> tuple[_Source, _Source]:

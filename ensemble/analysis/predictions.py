@@ -6,20 +6,19 @@ From CSV files, or from a run's directory.  A million rows of ten members with t
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ensemble.common.errors import DataError, EnsembleError, MergeError
+from ensemble.common.errors import ConfigError, DataError, EnsembleError, MergeError
 from ensemble.common.protocol import Activation
-from ensemble.common.text import listed, plural, quoted
+from ensemble.common.text import listed, nearest_or_all, plural, quoted
 from ensemble.config.document import Document
 from ensemble.config.overrides import apply_overrides, expand
 from ensemble.config.schema import DataConfig
@@ -28,13 +27,19 @@ from ensemble.config.yamlfile import parse
 from ensemble.data.csv_file import read_header
 from ensemble.data.formats import read_contents
 from ensemble.data.input_file import Wanted, first_ids, malloc_for_arrow, missing_column
-from ensemble.data.predictions_csv import read_numbers
+from ensemble.data.predictions_csv import (
+    ID_COLUMN,
+    guessed_id_column,
+    read_numbers,
+    repeated_ids,
+    repeated_text,
+)
 from ensemble.data.table import TableNeeds, Truth, read_table
 from ensemble.merging.row_checks import RowCheck
+from ensemble.pipeline.prediction_files import ROWS_ADVICE, file_columns, named_files
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import RunReport
 
-ID_COLUMN: Final = "id"
 LABEL_COLUMN: Final = "label"
 # What the sum of a row that a run has written may miss 1 by.
 _SUM_TOLERANCE = 1e-3
@@ -76,7 +81,7 @@ class Predictions:
 
 
 def read_files(
-    paths: Sequence[Path],
+    paths: Sequence[str | os.PathLike[str]] | Mapping[str, Path],
     id_column: str | None = None,
     labels: Path | None = None,
     label_column: str = LABEL_COLUMN,
@@ -84,10 +89,11 @@ def read_files(
     columns: Sequence[str] | None = None,
     may_lack_rows: bool = False,
 ) -> Predictions:
-    """Reads CSVs of predictions, each a member named as its file is, joined by id in the first file's order.
+    """Reads CSVs of predictions, each a member, joined by id in the first file's order.
 
     Args:
-        id_column: in each file; None: ``id``, where there is one, else the first column.
+        paths: by the members' names, or see ``named_files``.
+        id_column: in each file; None: see ``guessed_id_column``.
         labels: the table of the truth, in any input format.
         label_column: of that table; where it is not there, a column per label holds 0 and 1 or how likely it is.
         activation: what the values are; None: of several labels "softmax", of a single one "sigmoid" where all
@@ -96,26 +102,31 @@ def read_files(
         may_lack_rows: members after the first may have only some of its rows.
 
     Raises:
+        ConfigError: there is no such kind of values; see also ``named_files``.
         DataError: with every problem of the first kind that there is: files that cannot be read, that have other
             columns or ids, or rows that are no probabilities; a truth that does not fit them.
     """
-    names = _names_by_file(paths)
-    id_columns, label_names = _columns(paths, id_column, label_column, columns)
+    if activation is not None and activation not in get_args(Activation):
+        hint = nearest_or_all(str(activation), get_args(Activation), "kind")
+        raise ConfigError(f"--activation: {quoted(str(activation))} is unknown; {hint}")
+    names = paths if isinstance(paths, Mapping) else named_files(paths)
+    first_name = next(iter(names))
+    id_columns, label_names = file_columns(names, id_column, columns or (), label_column)
     found: dict[str, tuple[pa.ChunkedArray, Values]] = {}
     problems: list[str] = []
     with malloc_for_arrow():
         for name, path in names.items():
             try:
-                ids, values = read_numbers(path, id_columns[path], label_names)
+                ids, values = read_numbers(path, id_columns[name], label_names)
                 if not len(ids):
                     raise DataError(
                         f"{path}: has no rows below its header; give the predictions of some rows"
                     )
-                if repeated := _repeated(ids):
-                    raise DataError(f"{path}: {repeated}")
+                if len(repeated := repeated_ids(ids)):
+                    raise DataError(repeated_text(path, repeated, id_column or id_columns[name]))
                 if found:
                     first, _ = found[next(iter(found))]
-                    values = _joined(path, ids, values, first, f"of {paths[0]} ", may_lack_rows)
+                    values = _joined(path, ids, values, first, f"of {names[first_name]} ", may_lack_rows)
                     ids = first
                 found[name] = ids, np.asfortranarray(values)
             except EnsembleError as error:
@@ -124,19 +135,17 @@ def read_files(
         raise DataError(problems)
     ids, _ = found[next(iter(found))]
     members = {name: values for name, (_, values) in found.items()}
-    advice = "correct the file"
     if activation is None:
-        advice += ", or say what its values are: sigmoid (one probability per label) or none (any numbers)"
         is_single = len(label_names) == 1
         activation = _told_by([*members.values()]) if is_single else "softmax"
     for values, path in zip(members.values(), names.values(), strict=True):
-        problems += _row_problems(RowCheck(str(path), activation, ids, may_lack_rows, advice), values)
+        problems += _row_problems(RowCheck(str(path), activation, ids, may_lack_rows, ROWS_ADVICE), values)
     if problems:
         raise DataError(problems)
     truth, remarks = None, list[str]()
     if labels is not None:
         truth, left_out = read_truth(
-            labels, ids, label_names, activation, label_column, id_column or id_columns[paths[0]]
+            labels, ids, label_names, activation, label_column, id_column or id_columns[first_name]
         )
         remarks += left_out
     return Predictions(
@@ -166,8 +175,15 @@ def read_truth(
     """
     remarks: list[str] = []
     own = id_column if id_column in _header(path) else None
-    source = _TruthSource(path, own or _id_column(path, None), label_column, (), None)
-    return _truth(source, ids, labels, activation, remarks), remarks
+    column = own or guessed_id_column(_header(path), (label_column, *labels))
+    source = _TruthSource(path, column, label_column, (), None)
+    try:
+        return _truth(source, ids, labels, activation, remarks), remarks
+    except DataError as error:
+        if own or column == ID_COLUMN:
+            raise
+        hint = f" (its ids are those of column {quoted(column)}; --id-column names another)"
+        raise DataError([one + hint * (" id" in one) for one in error.problems]) from error
 
 
 def read_run(run_dir: Path, truth: Literal["needed", "if there", "no"] = "if there") -> Predictions:
@@ -320,90 +336,9 @@ def _truth(
     return truth
 
 
-def _names_by_file(paths: Sequence[Path]) -> dict[str, Path]:
-    """The files by the names of their members.
-
-    Raises:
-        DataError: two would have the same name, or there is no file.
-    """
-    if not paths:
-        raise DataError("no predictions; name one CSV or more")
-    names = [path.name.removesuffix(".gz").removesuffix(".csv").removesuffix(".tsv") for path in paths]
-    if twice := sorted(name for name, count in Counter(name.lower() for name in names).items() if count > 1):
-        shown = ", ".join(
-            str(path) for path, name in zip(paths, names, strict=True) if name.lower() == twice[0]
-        )
-        raise DataError(
-            f"{shown}: a member is named as its file is, and these would have the same name; rename one"
-        )
-    return dict(zip(names, paths, strict=True))
-
-
-def _columns(
-    paths: Sequence[Path], id_column: str | None, label_column: str, columns: Sequence[str] | None
-) -> tuple[dict[Path, str], tuple[str, ...]]:
-    """The column of the ids in each file, and the labels, in the first file's order."""
-    problems: list[str] = []
-    headers: dict[Path, tuple[str, ...]] = {}
-    id_columns: dict[Path, str] = {}
-    for path in paths:
-        try:
-            headers[path] = read_header(path)
-            id_columns[path] = _id_column(path, id_column)
-        except EnsembleError as error:
-            problems += error.problems
-    if problems:
-        raise DataError(problems)
-    own = {path: [name for name in header if name != id_columns[path]] for path, header in headers.items()}
-    if columns is not None:
-        for path, names in own.items():
-            problems += [
-                missing_column(path, "column of the label", name, names)
-                for name in columns
-                if name not in names
-            ]
-        labels = tuple(columns)
-    else:
-        # A truth that stands beside the predictions is no prediction.
-        own = {path: [name for name in names if name != label_column] or names for path, names in own.items()}
-        labels = tuple(own[paths[0]])
-        for path, names in own.items():
-            only = (
-                [name for name in labels if name not in names],
-                [name for name in names if name not in labels],
-            )
-            if any(only):
-                where = zip((paths[0], path), only, strict=True)
-                said = ", ".join(f"only {source} has {listed(those)}" for source, those in where if those)
-                problems.append(
-                    f"{path}: has other label columns than {paths[0]}: {said}; rename or remove them"
-                )
-        if not labels:
-            problems.append(f"{paths[0]}: has no column beside its ids; a column per label is needed")
-    if problems:
-        raise DataError(problems)
-    return id_columns, labels
-
-
 def _header(path: Path) -> tuple[str, ...]:
     """The columns of a table in any format."""
     return read_contents(path, Wanted("", None, (), 1)).names
-
-
-def _id_column(path: Path, given: str | None) -> str:
-    names = _header(path)
-    if given is not None and given not in names:
-        raise DataError(missing_column(path, "id column", given, names))
-    return given or (ID_COLUMN if ID_COLUMN in names else names[0])
-
-
-def _repeated(ids: pa.ChunkedArray) -> str:
-    """The sentence about ids that are there more than once; empty where there are none."""
-    if pc.count_distinct(ids, mode="all").as_py() == len(ids):
-        return ""
-    counted = pc.value_counts(ids)
-    twice = counted.field("values").filter(pc.greater(counted.field("counts"), 1))
-    return f"{plural(len(twice), 'id')} more than once ({first_ids(twice)}); keep one row for each id"
 
 
 def places_of(wanted: pa.ChunkedArray, ids: pa.ChunkedArray) -> npt.NDArray[np.int64]:
@@ -427,8 +362,8 @@ def _joined(
     """A file's rows in the order of ``ids``, rows of NaN for those that it lacks, [rows, labels]."""
     if own.equals(ids):
         return values
-    if repeated := _repeated(own):
-        raise DataError(f"{path}: {repeated}")
+    if len(repeated := repeated_ids(own)):
+        raise DataError(repeated_text(path, repeated))
     places, problems = places_of(ids, own), list[str]()
     is_there = places >= 0
     if not is_there.any():

@@ -16,8 +16,10 @@ from ensemble.analysis.predictions import read_files, read_run, read_truth
 from ensemble.analysis.weights import Pool
 from ensemble.common.errors import ConfigError, DataError, WriteError
 from ensemble.common.files import cannot_write, output_file, write_text
+from ensemble.common.protocol import Activation
 from ensemble.common.text import plural
 from ensemble.config import LoadedConfig
+from ensemble.pipeline.prediction_files import path_of
 from ensemble.pipeline.run_dir import RunDir
 
 # The methods of a config for which weights can be fitted.  The mean of logits is the geometric mean of sigmoid
@@ -46,18 +48,41 @@ def fit_sources(
     load: Callable[[Sequence[Path]], LoadedConfig],
     truth: TruthFile,
     options: Options,
+    merge_method: Pool | None = None,
+    activation: Activation | None = None,
+    has_overrides: bool = False,
 ) -> tuple[FitReport, str]:
     """Fit a config's run, or files of predictions, whichever the sources are; see ``fit_run`` and ``fit_files``.
 
+    Args:
+        load: of configs.
+        merge_method, activation: of files; a config has its own.
+        has_overrides: ``load`` overrides keys, which files have none of.
+
     Raises:
-        ConfigError: they are some of both.
+        ConfigError: they are some of both, or something is asked that goes with the other.
     """
     configs = [path for path in sources if _is_config(path)]
     if not configs:
-        return fit_files(sources, truth, options)
+        if has_overrides:
+            raise ConfigError("--set: changes a config, and these are CSVs of predictions; leave it out")
+        options = options if merge_method is None else replace(options, pool=merge_method)
+        return fit_files(sources, truth, options, activation)
     if len(configs) < len(sources):
         other = next(path for path in sources if path not in configs)
         raise ConfigError(f"{configs[0]}, {other}: name a config, or CSVs of predictions, not both")
+    problems = []
+    if merge_method is not None:
+        problems.append(
+            f"--merge-method: is for CSVs of predictions, and {configs[0]} has its own; use --set "
+            f"ensemble.method={merge_method}"
+        )
+    if activation is not None:
+        problems.append(
+            f"--activation: is for CSVs of predictions, and {configs[0]} says it of its own; leave it out"
+        )
+    if problems:
+        raise ConfigError(problems)
     return fit_run(load(sources), truth, options)
 
 
@@ -65,8 +90,10 @@ def _is_config(path: Path) -> bool:
     return path.suffix.lower() in (".yaml", ".yml")
 
 
-def fit_files(paths: Sequence[Path], truth: TruthFile, options: Options) -> tuple[FitReport, str]:
-    """Fit CSVs of predictions, each a member named as its file is.
+def fit_files(
+    files: Sequence[Path], truth: TruthFile, options: Options, activation: Activation | None = None
+) -> tuple[FitReport, str]:
+    """Fit CSVs of predictions, each a member, see ``named_files``.
 
     Returns:
         the report, and the overlay that ``write_weights`` writes.
@@ -76,9 +103,11 @@ def fit_files(paths: Sequence[Path], truth: TruthFile, options: Options) -> tupl
     """
     if truth.path is None:
         raise ConfigError("--labels: name the table with the true labels of these predictions")
-    predictions = read_files(paths, truth.id_column, truth.path, truth.label_column, may_lack_rows=True)
+    predictions = read_files(
+        files, truth.id_column, truth.path, truth.label_column, activation, may_lack_rows=True
+    )
     report = fit(predictions, options)
-    sources = f"{', '.join(path.name for path in paths)} by {truth.path.name}"
+    sources = f"{', '.join(path_of(file).name for file in files)} by {truth.path.name}"
     return report, overlay(report, options.pool, sources)
 
 
@@ -129,7 +158,7 @@ def overlay(report: FitReport, method: str, sources: str, has_calibration: bool 
     """
     options = report.options
     today = time.strftime("%Y-%m-%d", time.gmtime())
-    how = options.method + {"none": "", "vector": ", vector scaling"}.get(
+    how = str(options.method) + {"none": "", "vector": ", vector scaling"}.get(
         options.calibration, f", {options.calibration}"
     )
     head = [
@@ -182,7 +211,7 @@ def check_output(output: Path, may_replace: bool, sources: Sequence[Path], label
     Raises:
         EnsembleError: a file is there already, or what must not be replaced, or there is no such folder.
     """
-    kept = [path for number, path in enumerate(sources) if not number or not _is_config(path)]
+    kept = [path_of(path) for number, path in enumerate(sources) if not number or not _is_config(path)]
     target = output_file(output, [*kept, *([] if labels is None else [labels])], may_replace)
     if not target.parent.is_dir():
         raise ConfigError(f"--output: {output}: name a file in a folder that is there")

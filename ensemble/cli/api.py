@@ -188,7 +188,7 @@ def rehearse(
 
 
 def fit(
-    sources: ConfigFiles,
+    sources: ConfigFiles | Mapping[str, str | os.PathLike[str]],
     overrides: Overrides | None = None,
     *,
     labels: str | os.PathLike[str] | None = None,
@@ -197,7 +197,8 @@ def fit(
     metric: str = "log_loss",
     method: Literal["simplex", "greedy", "stacking"] | None = None,
     calibration: Literal["none", "temperature", "vector"] = "none",
-    merge_method: Literal["mean", "geometric_mean"] = "mean",
+    merge_method: Literal["mean", "geometric_mean"] | None = None,
+    activation: Literal["softmax", "sigmoid", "none"] | None = None,
     folds: int = 5,
     seed: int = 0,
     output: str | os.PathLike[str] | None = None,
@@ -208,9 +209,11 @@ def fit(
 
     Args:
         sources: a config whose run is complete, several of which later ones override earlier ones, or CSVs of
-            predictions, for which ``labels`` names the table of the truth.
+            predictions, perhaps by the names that they are to have, for which ``labels`` names the table of the
+            truth.
         method: None: "simplex" for log loss, "greedy" for other metrics.
-        merge_method: what the weights of CSVs are for; a config has its own.
+        merge_method: what the weights of CSVs are for, None: the mean; a config has its own.
+        activation: what the values of CSVs are; None: as for ``compare``.
         output: where to write the overlay; None: nowhere.
         force: replace a file that is there.
         quiet: print nothing.
@@ -222,19 +225,26 @@ def fit(
     from ensemble.analysis.fit import Options
     from ensemble.analysis.weights_file import TruthFile, check_output, fit_sources, write_weights
 
-    listed = sources if isinstance(sources, Sequence) and not isinstance(sources, str) else [sources]
     with _told():
-        paths = [_path(path, "give the path of a config or of a CSV") for path in listed]
+        paths = _files(sources, "give the path of a config or of a CSV")
         if not paths:
             raise ConfigError("sources: the list is empty; give the path of a config or of CSVs")
         known = None if labels is None else _path(labels, "give the path of a table")
         target = None if output is None else _path(output, "give the path of a file to write")
         if target is not None:
             target = check_output(target, force, paths, known)
-        chosen = method or ("simplex" if metric == "log_loss" else "greedy")
-        options = Options(metric, chosen, calibration, folds, seed, merge_method)
+        # merge_method is here to be checked; a config's own takes its place.
+        options = Options(metric, method, calibration, folds, seed, merge_method or "mean")
         truth = TruthFile(known, label_column, id_column)
-        report, text = fit_sources(paths, lambda files: _load(files, overrides), truth, options)
+        report, text = fit_sources(
+            paths,
+            lambda files: _load(files, overrides),
+            truth,
+            options,
+            merge_method,
+            activation,
+            bool(overrides),
+        )
         if target is not None:
             write_weights(target, text)
     if not quiet and sys.stdout is not None:
@@ -289,9 +299,9 @@ def merge(
     *,
     method: str | None = None,
     weights: Mapping[str, object] | str | os.PathLike[str] | None = None,
-    id_column: str = "id",
+    id_column: str | None = None,
     labels: Sequence[str] = (),
-    activation: str | None = None,
+    activation: Literal["softmax", "sigmoid", "none"] | None = None,
     partial: bool = False,
 ) -> Path:
     """Merge CSVs of predictions as ``ensemble merge`` does, joined by id; returns the path that was written.
@@ -301,6 +311,7 @@ def merge(
         overrides: such as ``{"ensemble.power": 2}``.
         method: of merging; None: that of ``weights``, or the mean.
         weights: of each file by its name, or the path of a YAML file with weights and calibration.
+        id_column: of the files; None: ``id``, or the first.
         labels: the columns to merge; all but the ids if there are none.
         activation: "softmax" (the default), "sigmoid" or "none": what the values are.
         partial: whether files may lack rows that others have.
@@ -312,13 +323,13 @@ def merge(
 
     _demand_packages()
     advice = "give the path of a CSV"
-    named = {f"{name}=": path for name, path in files.items()} if isinstance(files, Mapping) else None
-    listed = [("", path) for path in files] if named is None else [*named.items()]
+    if isinstance(labels, str):
+        raise ConfigError(f"labels: give a list of names, such as [{quoted(labels)}]")
     by_name = dict(text.split("=", 1) for text in _texts(weights)) if isinstance(weights, Mapping) else {}
     keys = {"partial": partial} | ({} if activation is None else {"activation": activation})
     sets = [*([] if method is None else [f"ensemble.method={method}"]), *_texts(overrides or {})]
     return merge_files(
-        [f"{name}{_path(path, advice)}" for name, path in listed],
+        [*map(str, _files(files, advice))],
         _path(output, advice),
         sets,
         None if weights is None or isinstance(weights, Mapping) else _path(weights, advice),
@@ -508,6 +519,15 @@ def _count(name: str, given: object) -> int | None:
     if count < 1:
         raise ConfigError(f"{name}: give a whole number of at least 1, not {quoted(str(given))}")
     return count
+
+
+def _files(given: object, advice: str) -> list[Path]:
+    """A path, several, or paths by their names, which become ``NAME=path``."""
+    if isinstance(given, Mapping):
+        return [Path(f"{name}={_path(path, advice)}") for name, path in given.items()]
+    if isinstance(given, Sequence) and not isinstance(given, str | bytes):
+        return [_path(path, advice) for path in given]
+    return [_path(given, advice)]
 
 
 def _path(given: object, advice: str) -> Path:

@@ -124,7 +124,7 @@ MetricsOption = Annotated[
         help="log_loss, accuracy, macro_f1, auc, brier, ece, quadratic_kappa, map@K, rmse; for several, repeat it.",
     ),
 ]
-ValuesOption = Annotated[
+ActivationOption = Annotated[
     Literal["softmax", "sigmoid", "none"] | None,
     typer.Option(
         "--activation",
@@ -134,7 +134,7 @@ ValuesOption = Annotated[
 SourcesArgument = Annotated[
     list[Path],
     typer.Argument(
-        metavar="CONFIG|CSV...",
+        metavar="CONFIG|[NAME=]CSV...",
         readable=False,
         help="A run's YAML, or several (later ones override earlier ones), or CSVs of members' predictions.",
     ),
@@ -172,8 +172,10 @@ CalibrationOption = Annotated[
     ),
 ]
 MergeMethodOption = Annotated[
-    Literal["mean", "geometric_mean"],
-    typer.Option("--merge-method", help="What the weights of CSVs are for; a CONFIG has its own."),
+    Literal["mean", "geometric_mean"] | None,
+    typer.Option(
+        "--merge-method", help="What the weights of CSVs are for, mean if not given; a CONFIG has its own."
+    ),
 ]
 FoldsOption = Annotated[int, typer.Option("--folds", metavar="N", min=2, help="Of the cross-validation.")]
 SeedOption = Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of the folds.")]
@@ -211,7 +213,6 @@ WeightsOption = Annotated[
         "--weights", metavar="YAML", readable=False, help="Weights and calibration, as fit writes them."
     ),
 ]
-IdOption = Annotated[str, typer.Option("--id-column", metavar="NAME", help="The column of the ids.")]
 LabelOption = Annotated[
     list[str],
     typer.Option(
@@ -220,14 +221,6 @@ LabelOption = Annotated[
         default_factory=list,
         show_default=False,
         help="A column to merge; all if none is given.",
-    ),
-]
-ActivationOption = Annotated[
-    str | None,
-    typer.Option(
-        "--activation",
-        metavar="KIND",
-        help="softmax (the default), sigmoid, or none: any numbers.",
     ),
 ]
 PartialOption = Annotated[bool, typer.Option("--partial", help="Files may lack rows that others have.")]
@@ -380,7 +373,7 @@ def merge(
     sets: SetOption,
     method: MethodOption = None,
     weights: WeightsOption = None,
-    id_column: IdOption = "id",
+    id_column: IdColumnOption = None,
     activation: ActivationOption = None,
     partial: PartialOption = False,
     quiet: QuietOption = False,
@@ -415,7 +408,7 @@ def compare(
     labels: LabelsOption = None,
     label_column: LabelColumnOption = "label",
     id_column: IdColumnOption = None,
-    activation: ValuesOption = None,
+    activation: ActivationOption = None,
 ) -> None:
     """Compare the runs in A and B: settings, rows whose prediction changed, metrics, time and memory.
 
@@ -437,7 +430,8 @@ def fit(
     metric: MetricOption = "log_loss",
     method: FitMethodOption = None,
     calibration: CalibrationOption = "none",
-    merge_method: MergeMethodOption = "mean",
+    merge_method: MergeMethodOption = None,
+    activation: ActivationOption = None,
     folds: FoldsOption = 5,
     seed: SeedOption = 0,
     output: OutputOption = Path("weights.yaml"),
@@ -455,15 +449,15 @@ def fit(
         from ensemble.pipeline.load import load
 
     target = check_output(output, force, sources, labels)
-    chosen = method or ("simplex" if metric == "log_loss" else "greedy")
-    options = Options(metric, chosen, calibration, folds, seed, merge_method)
+    options = Options(metric, method, calibration, folds, seed)
 
     def loaded(paths: Sequence[Path]) -> LoadedConfig:
         found = load(paths, sets)
         guard_output(found.redactor)
         return found
 
-    report, text = fit_sources(sources, loaded, TruthFile(labels, label_column, id_column), options)
+    truth = TruthFile(labels, label_column, id_column)
+    report, text = fit_sources(sources, loaded, truth, options, merge_method, activation, bool(sets))
     write_weights(target, text)
     if not quiet:
         show("fit", report, sys.stdout)

@@ -7,11 +7,12 @@ another order, or of ids that take whole blocks or lines, is joined as a whole, 
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Final, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,7 @@ from ensemble.common.text import plural, quoted
 from ensemble.data.csv_file import text_as_numbers, text_batches
 from ensemble.data.input_file import first_ids
 
+ID_COLUMN: Final = "id"
 # pyarrow reads up to 32 blocks of a file ahead; all files together have this much in a round.
 _ROUND_BYTES = 1 << 22
 _BLOCK_BYTES = 1 << 18
@@ -31,6 +33,31 @@ _ITEM_BYTES = 8
 # Held while a whole file is in memory, so that files are joined one after the other.
 _JOINING = threading.Lock()
 _Values = npt.NDArray[np.float64]
+
+
+def file_stem(path: Path) -> str:
+    """A file's name without its ending: .csv or .tsv, with or without .gz, in any case."""
+    return re.sub(r"(?i)(\.[ct]sv)?(\.gz)?$", "", path.name) or path.name
+
+
+def guessed_id_column(names: Sequence[str], others: Collection[str] = (), usual: str = ID_COLUMN) -> str:
+    """The column of the ids where nobody names it: the usual one, else the first that is none of the others."""
+    return usual if usual in names else next((name for name in names if name not in others), names[0])
+
+
+def repeated_ids(ids: pa.ChunkedArray) -> pa.Array:
+    """The ids that are there more than once, each once."""
+    if pc.count_distinct(ids, mode="all").as_py() == len(ids):
+        return pa.array([], ids.type)
+    counted = pc.value_counts(ids)
+    return counted.field("values").filter(pc.greater(counted.field("counts"), 1))
+
+
+def repeated_text(path: Path, repeated: pa.Array | pa.ChunkedArray, column: str = ID_COLUMN) -> str:
+    """The sentence about ids that are there more than once, in a column that may have been guessed."""
+    another = "" if column == ID_COLUMN else f" (in column {quoted(column)}; --id-column names another)"
+    count = plural(len(repeated), "id")
+    return f"{path}: {count} more than once ({first_ids(repeated)}); keep one row for each id{another}"
 
 
 def read_by_id(
@@ -65,9 +92,6 @@ def read_by_id(
     counts = np.bincount(rows_of_ids, minlength=len(ids))
     repeated, missing = ids.filter(pa.array(counts > 1)), ids.filter(pa.array(counts == 0))
     problems = []
-    if len(repeated):
-        count = plural(len(repeated), "id")
-        problems.append(f"{count} more than once ({first_ids(repeated)}); keep one row for each id")
     if len(missing) and not may_lack:
         count = plural(len(missing), "id")
         needed = advice or "a row is needed for each of them"
@@ -76,8 +100,11 @@ def read_by_id(
         others = found.filter(pc.invert(is_known))
         remedy = f"; {advice}" if advice else ""
         problems.append(f"{plural(len(others), 'id')} not in {table} ({first_ids(others)}){remedy}")
+    problems = [f"{path}: {problem}" for problem in problems]
+    if len(repeated):
+        problems.insert(0, repeated_text(path, repeated))
     if problems:
-        raise DataError([f"{path}: {problem}" for problem in problems])
+        raise DataError(problems)
     values = np.full((len(ids), len(labels)), np.nan, order="F")
     values[rows_of_ids] = read[is_known.to_numpy()]
     return values, place.null_count

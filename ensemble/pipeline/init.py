@@ -25,6 +25,7 @@ from ensemble.data.csv_file import read_header, read_text_csv
 from ensemble.data.formats import read_contents
 from ensemble.data.input_file import Wanted
 from ensemble.data.json_cells import TemplateProblem, parse_json_cell
+from ensemble.data.predictions_csv import file_stem
 from ensemble.data.table import TableNeeds, read_table
 from ensemble.members.base import Draft
 from ensemble.members.registry import KINDS
@@ -259,8 +260,10 @@ def _members(sources: Sequence[str], id_column: str) -> list[_Member]:
         except EnsembleError as error:
             problems += error.problems
             continue
-        stem = re.sub(r"(\.csv|\.tsv|\.gz)+$", "", Path(source).name) or "model"
-        base = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip(".-")[: MAX_NAME_CHARACTERS - 4] or "model"
+        base = (
+            re.sub(r"[^A-Za-z0-9._-]+", "-", file_stem(Path(source))).strip(".-")[: MAX_NAME_CHARACTERS - 4]
+            or "model"
+        )
         name = next(
             name
             for name in (base, *(f"{base}-{number}" for number in range(2, 10_000)))

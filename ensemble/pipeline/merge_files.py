@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,21 +20,27 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ensemble.common.errors import ConfigError, DataError, EnsembleError, MergeError, OutputError
+from ensemble.common.errors import ConfigError, DataError, MergeError, OutputError
 from ensemble.common.extensions import SettingsByName
 from ensemble.common.files import atomic_path, output_file, unwritable_reason
 from ensemble.common.protocol import Activation
-from ensemble.common.text import did_you_mean, listed, plural, quoted
+from ensemble.common.text import did_you_mean, listed, quoted
 from ensemble.config import CalibrationConfig
-from ensemble.config.document import Document, one_line
+from ensemble.config.document import Document, Loc, one_line, place
 from ensemble.config.load import checked
-from ensemble.config.overrides import variables_of
+from ensemble.config.overrides import apply_overrides, variables_of
 from ensemble.config.schema import RunConfig
-from ensemble.config.values import MAX_NAME_CHARACTERS, AnyWeight, is_member_name
+from ensemble.config.values import AnyWeight
 from ensemble.config.yamlfile import parse, read_text
-from ensemble.data.csv_file import csv_cells, csv_lines, header_line, read_header, text_batches
-from ensemble.data.input_file import first_ids, malloc_for_arrow, missing_column
-from ensemble.data.predictions_csv import PredictionsReader, SpilledRows, read_by_id
+from ensemble.data.csv_file import csv_cells, csv_lines, header_line, text_batches
+from ensemble.data.input_file import malloc_for_arrow
+from ensemble.data.predictions_csv import (
+    PredictionsReader,
+    SpilledRows,
+    read_by_id,
+    repeated_ids,
+    repeated_text,
+)
 from ensemble.members.base import OutputColumns
 from ensemble.members.registry import KINDS, member_kind
 from ensemble.merging.blocks import MergedMember, RowSource, merge_blocks
@@ -41,8 +48,14 @@ from ensemble.merging.calibration import calibrator
 from ensemble.merging.methods import METHODS, merge_method
 from ensemble.merging.methods.base import Members, MergeMethod, Values
 from ensemble.merging.row_checks import RowCheck
+from ensemble.pipeline.prediction_files import ROWS_ADVICE, file_columns, named_files
 
 _MAX_THREADS = 16
+# What may be said of a file beside its path.
+_MODEL_KEYS = ("weight", "calibration", "activation", "partial", "task_type")
+_NO_SUCH_KEY = (
+    f"a merge of files has no such key; it has ensemble.*, and {listed(_MODEL_KEYS[:-1])} of each file"
+)
 _ALLOW = "--partial merges rows that some files lack from the others"
 
 
@@ -64,6 +77,7 @@ class _File:
 
     name: str
     path: Path
+    id_column: str
     weight: AnyWeight
     activation: Activation
     calibration: CalibrationConfig | None
@@ -76,30 +90,29 @@ def merge_files(
     overrides: Sequence[str] = (),
     weights: Path | None = None,
     weight: Mapping[str, str] | None = None,
-    id_column: str = "id",
+    id_column: str | None = None,
     labels: Sequence[str] = (),
     keys: Mapping[str, object] | None = None,
 ) -> Merged:
     """Merge CSVs of predictions, joined by their ids.
 
     Args:
-        files: paths, each perhaps with a name before it (``a=runs/a/ensemble.csv``); else its name is the file's,
-            without the ending.
+        files: see ``named_files``.
         overrides: of a config of these members, such as ``ensemble.method=median``; they come last.
         weights: a YAML file with ``models`` and ``ensemble``, as ``fit`` writes it; it names all of the files.
+        id_column, labels: see ``file_columns``; the ids' column of the first file is that of the output.
         weight: of every file, as YAML, by name; they come after those of ``weights``.
-        labels: the columns to merge; none: all but the ids, which must then be the same in every file.
         keys: of every member, such as ``activation`` and ``partial``.
 
     Raises:
         EnsembleError: with every problem found; nothing is written then.
     """
-    paths = _named(files)
+    paths = named_files(files)
     target = _target(output, [*paths.values(), *([] if weights is None else [weights])])
-    columns = _columns(paths, id_column, labels)
+    id_columns, columns = file_columns(paths, id_column, labels, choose="--label")
     given = [*_weight_overrides(weight or {}, [*paths]), *overrides]
-    config = _config(paths, id_column, columns, keys or {}, weights, given)
-    given_files = [*_files(config)]
+    config = _config(paths, id_columns, columns, keys or {}, weights, given)
+    given_files = [*_files(config, id_columns)]
     activations = tuple(one.activation for one in given_files)
     weights_of = tuple(one.weight for one in given_files)
     method = merge_method(config.ensemble, Members(tuple(paths), activations, config.labels, weights_of))
@@ -107,34 +120,11 @@ def merge_files(
         raise ConfigError(problems)
     with malloc_for_arrow(), ExitStack() as opened:
         try:
-            ids, sources = _sources(given_files, id_column, config.labels, _folder(target), opened)
-            merged = _merge(given_files, method, ids, sources, id_column, target)
+            ids, sources = _sources(given_files, config.labels, _folder(target), opened)
+            merged = _merge(given_files, method, ids, sources, config.data.id_column, target)
             return replace(merged, path=output)
         except MergeError as error:
             raise DataError(error.problems) from error
-
-
-def _named(files: Sequence[str]) -> dict[str, Path]:
-    """Each file by its name."""
-    paths: dict[str, Path] = {}
-    problems = []
-    for given in files:
-        name, equals, path = given.partition("=")
-        if not equals or Path(given).exists():
-            path, name = given, Path(given).name.removesuffix(".gz").rpartition(".")[0] or Path(given).name
-        advice = f"name it yourself, as in a={path}"
-        if other := next((known for known in paths if known.lower() == name.lower()), None):
-            problems.append(f"{path}: has the same name as {paths[other]}; {advice}")
-        elif not is_member_name(name):
-            problems.append(
-                f"{path}: {quoted(name)} cannot be a name (letters, digits, '.', '_' and '-', at most "
-                f"{MAX_NAME_CHARACTERS}, and not 'ensemble'); {advice}"
-            )
-        else:
-            paths[name] = Path(path)
-    if problems:
-        raise ConfigError(problems)
-    return paths
 
 
 def _target(output: Path, inputs: Sequence[Path]) -> Path:
@@ -147,64 +137,21 @@ def _target(output: Path, inputs: Sequence[Path]) -> Path:
     return target
 
 
-def _columns(paths: Mapping[str, Path], id_column: str, labels: Sequence[str]) -> tuple[str, ...]:
-    """The columns to merge, in the first file's order."""
-    headers: dict[Path, tuple[str, ...]] = {}
-    problems: list[str] = []
-    for path in paths.values():
-        try:
-            headers[path] = read_header(path)
-        except EnsembleError as error:
-            problems += error.problems
-            continue
-        needed = {id_column: "id column"} | dict.fromkeys(labels, "column of the label")
-        problems += [
-            missing_column(path, role, name, headers[path])
-            for name, role in needed.items()
-            if name not in headers[path]
-        ]
-    if problems:
-        raise DataError(problems)
-    first, *others = headers
-    own = [name for name in headers[first] if name != id_column]
-    if labels:
-        return tuple(labels)
-    if not own:
-        raise DataError(f"{first}: has no column beside the ids; nothing to merge")
-    for path in others:
-        here = set(headers[path]) - {id_column}
-        parts = [
-            f"{listed(names)} only in {where}"
-            for names, where in (
-                ([one for one in own if one not in here], first),
-                (sorted(here - set(own)), path),
-            )
-            if names
-        ]
-        if parts:
-            shared = [one for one in own if one in here]
-            advice = f", such as --label {shared[0]}" if shared else ""
-            problems.append(
-                f"{path}: its columns are not those of {first} ({', '.join(parts)}); name the columns to merge"
-                f"{advice}"
-            )
-    if problems:
-        raise DataError(problems)
-    return tuple(own)
-
-
 def _config(
     paths: Mapping[str, Path],
-    id_column: str,
+    id_columns: Mapping[str, str],
     labels: Sequence[str],
     keys: Mapping[str, object],
     weights: Path | None,
     overrides: Sequence[str],
 ) -> RunConfig:
     """A config whose members are the files."""
-    models = [{"name": name, "task_type": "csv", "path": str(path), **keys} for name, path in paths.items()]
+    models = [
+        {"name": name, "task_type": "csv", "path": str(path), "id_column": id_columns[name], **keys}
+        for name, path in paths.items()
+    ]
     data: dict[str, Any] = {
-        "data": {"path": models[0]["path"], "id_column": id_column},
+        "data": {"path": models[0]["path"], "id_column": models[0]["id_column"]},
         "labels": [*labels],
         "models": models,
         "output_dir": ".",
@@ -217,16 +164,43 @@ def _config(
         documents.append(given)
     variables = [dict(os.environ), *variables_of([weights] if weights is not None else [], os.environ)]
     kinds = {"csv": KINDS.load("csv").Settings}
+    apart = Document(deepcopy(documents[0].data), {})
+    apply_overrides(apart, overrides)
+    problems = [f"{text}: {_NO_SUCH_KEY}" for text, loc in apart.overrides.values() if not _applies(loc)]
+    if weights is not None:
+        problems += [f"{weights}: {place(loc)}: {_NO_SUCH_KEY}" for loc in _keys(given) if not _applies(loc)]
+    if problems:
+        raise ConfigError([*dict.fromkeys(problems)])
     return checked(documents, variables, overrides, SettingsByName(lambda: METHODS), kinds)[1]
 
 
-def _files(config: RunConfig) -> Iterator[_File]:
+def _keys(given: Document) -> Iterator[Loc]:
+    """The keys of a file of weights that say something."""
+    for key, value in given.data.items():
+        if key == "models":
+            for number, one in enumerate(value if isinstance(value, list) else []):
+                yield from (
+                    ((key, number, name) for name in one if name != "name") if isinstance(one, dict) else ()
+                )
+        else:
+            yield (key,)
+
+
+def _applies(loc: Loc) -> bool:
+    """Whether a key says something of a merge of files."""
+    return loc[0] == "ensemble" or (loc[0] == "models" and len(loc) > 2 and loc[2] in _MODEL_KEYS)
+
+
+def _files(config: RunConfig, id_columns: Mapping[str, str]) -> Iterator[_File]:
     columns = OutputColumns(config.data.id_column, config.labels)
     for model in config.models:
         kind = member_kind(model)
         (source,) = kind.sources()
         activation = kind.inspect(columns).activation
-        yield _File(model.name, Path(source), model.weight, activation, model.calibration, kind.may_lack_rows)
+        ids = id_columns[model.name]
+        yield _File(
+            model.name, Path(source), ids, model.weight, activation, model.calibration, kind.may_lack_rows
+        )
 
 
 def _plain(value: Any) -> Any:
@@ -310,17 +284,17 @@ def _problems(files: Sequence[_File], method: MergeMethod) -> Iterator[str]:
 
 
 def _sources(
-    files: Sequence[_File], id_column: str, labels: Sequence[str], folder: Path, opened: ExitStack
+    files: Sequence[_File], labels: Sequence[str], folder: Path, opened: ExitStack
 ) -> tuple[pa.ChunkedArray, list[RowSource]]:
     """The ids of the rows, and where each member's rows come from."""
     whole = next((one for one in files if not one.partial), None)
     first = whole or files[0]
-    ids = _ids(first, id_column)
+    ids = _ids(first)
     table = str(first.path) if whole else "the files"
     own: dict[str, pa.ChunkedArray] = {}
     if whole is None:
         for one in files[1:]:
-            own[one.name] = _ids(one, id_column)
+            own[one.name] = _ids(one)
             new = own[one.name].filter(pc.invert(pc.is_in(own[one.name], value_set=ids)))
             ids = pa.chunked_array([*ids.chunks, *new.chunks], ids.type)
     if not len(ids):
@@ -330,29 +304,24 @@ def _sources(
         source: RowSource | None = None
         advice = _ALLOW if whole is not None and not one.partial else None
         if one.partial and one is not first:
-            here = own.pop(one.name) if one.name in own else _ids(one, id_column)
+            here = own.pop(one.name) if one.name in own else _ids(one)
             places = pc.index_in(here, value_set=ids)
             if places.null_count or not (np.diff(places.to_numpy()) > 0).all():  # in another order
-                values, _ = read_by_id(one.path, id_column, labels, ids, False, True, table, advice)
+                values, _ = read_by_id(one.path, one.id_column, labels, ids, False, True, table, advice)
                 source = SpilledRows(values, folder)
         source = source or PredictionsReader(
-            one.path, id_column, labels, ids, folder, len(files), one.partial, table, advice
+            one.path, one.id_column, labels, ids, folder, len(files), one.partial, table, advice
         )
         opened.callback(source.close)
         sources.append(source)
     return ids, sources
 
 
-def _ids(one: _File, id_column: str) -> pa.ChunkedArray:
-    chunks = [batch.column(0) for batch in text_batches(one.path, [id_column])]
+def _ids(one: _File) -> pa.ChunkedArray:
+    chunks = [batch.column(0) for batch in text_batches(one.path, [one.id_column])]
     ids = pa.chunked_array(chunks, pa.string())
-    counts = pc.value_counts(ids)
-    repeated = counts.filter(pc.greater(counts.field("counts"), 1)).field("values")
-    if len(repeated):
-        count = plural(len(repeated), "id")
-        raise DataError(
-            f"{one.path}: {count} more than once ({first_ids(repeated)}); keep one row for each id"
-        )
+    if len(repeated := repeated_ids(ids)):
+        raise DataError(repeated_text(one.path, repeated, one.id_column))
     return ids
 
 
@@ -370,8 +339,7 @@ def _merge(
         merged.clear()
         for one, source in zip(files, sources, strict=True):
             source.rewind()
-            advice = "correct the file, or say what its values are with --activation"
-            check = RowCheck(str(one.path), one.activation, ids, one.partial, advice)
+            check = RowCheck(str(one.path), one.activation, ids, one.partial, ROWS_ADVICE)
             calibrate = calibrator(one.calibration, one.activation, labels)
             merged.append(MergedMember(one.name, one.weight, source, check, None, calibrate))
         return merged

@@ -14,7 +14,8 @@ import pandas as pd
 import pytest
 
 from ensemble.analysis.predictions import read_files, read_run, run_settings
-from ensemble.common.errors import DataError
+from ensemble.common.errors import ConfigError, DataError
+from ensemble.pipeline.prediction_files import named_files
 from ensemble.pipeline.run_report import RunReport
 from tests.project import LABELS, Project
 
@@ -153,8 +154,35 @@ def test_two_files_of_one_name(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         write(tmp_path / name, oof=A)
-    with pytest.raises(DataError, match=r"one/oof\.csv, .*two/oof\.csv: a member is named as its file is"):
-        read_files([tmp_path / "one/oof.csv", tmp_path / "two/oof.csv"])
+    one, two = tmp_path / "one/oof.csv", tmp_path / "two/oof.csv"
+    with pytest.raises(
+        ConfigError, match=r"two/oof\.csv: has the same name as .*one/oof\.csv; name it yourself"
+    ):
+        read_files([one, two])
+    assert list(read_files([one, f"again={two}"]).members) == ["oof", "again"]
+
+
+@pytest.mark.parametrize("name", ["a.v2.csv", "a.v2.CSV", "a.v2.Tsv", "a.v2.csv.gz", "a.v2.CSV.GZ"])
+def test_a_member_is_named_as_its_file_without_the_ending(name: str) -> None:
+    assert named_files([f"oof/{name}"]) == {"a.v2": Path(f"oof/{name}")}
+
+
+def test_the_column_of_the_ids_is_not_that_of_the_labels(tmp_path: Path) -> None:
+    named = {"label": ["neg", "neg", "pos"], "key": A["id"]}
+    fold = {"fold": ["1", "1", "2"], "key": A["id"], "label": named["label"]}
+    a, truth, folds = write(tmp_path, a=A, truth=named, folds=fold)
+    read = read_files([a], labels=truth)
+    assert read.truth is not None
+    assert read.truth.tolist() == [0, 0, 1]
+    (said,) = problems([a], labels=folds)
+    assert "more than once" in said
+    assert said.endswith("(its ids are those of column 'fold'; --id-column names another)")
+    beside = {"label": named["label"], "key": A["id"], "neg": A["neg"], "pos": A["pos"]}
+    twice = {"fold": ["1", "1", "2"], "neg": A["neg"], "pos": A["pos"]}
+    both, wrong = write(tmp_path, both=beside, wrong=twice)
+    assert read_files([both]).ids.to_pylist() == A["id"]
+    (said,) = problems([wrong])
+    assert said.endswith("keep one row for each id (in column 'fold'; --id-column names another)")
 
 
 @pytest.mark.usefixtures("warm")

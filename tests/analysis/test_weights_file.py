@@ -164,6 +164,16 @@ WRONG: dict[str, Any] = {
     "both": ("", None, {"sources": ["config.yaml", "one.csv"]}, "not both"),
     "metric": ("", None, {"metric": "log_los"}, "log_loss"),
     "method": ("", None, {"sources": "config.yaml", "overrides": ["ensemble.method=median"]}, "median"),
+    "set": ("", None, {"overrides": ["limit=3"]}, "--set: changes a config"),
+    "merge method": (
+        "",
+        None,
+        {"sources": "config.yaml", "merge_method": "geometric_mean"},
+        "--merge-method",
+    ),
+    "values": ("", None, {"sources": "config.yaml", "activation": "sigmoid"}, "--activation: is for CSVs"),
+    "unknown values": ("", None, {"activation": "sigmoidal"}, "did you mean sigmoid?"),
+    "names": ("", None, {"sources": ["one.csv", "One=two.csv"]}, "name it yourself, as in a=two.csv"),
     "folder": ("", None, {"output": "nowhere/w.yaml"}, "--output"),
 }
 
@@ -207,6 +217,32 @@ def test_a_file_that_is_there_is_replaced_by_force_alone(files: Project) -> None
         assert done.returncode == 2
         assert f"{name}: is one of the files that are read" in done.stderr
     assert files.ensemble("fit", "config.yaml", "--force", "-o", "config.yaml").returncode == 2
+
+
+def test_labels_that_are_not_exclusive(files: Project) -> None:
+    for name in ("one", "two"):
+        header, rows = files.read(f"{name}.csv")
+        files.write_csv(
+            f"{name}.csv", header, [[row[0], *(f"{float(one) * 0.9}" for one in row[1:])] for row in rows]
+        )
+    truth = {row[0]: LABELS.index(row[1]) for row in files.read("truth.csv")[1]}
+    cells = [[name, *("1" if one == label else "0" for one in range(3))] for name, label in truth.items()]
+    files.write_csv("truth.csv", ["id", *LABELS], cells)
+    done = files.ensemble(*FIT)
+    assert done.returncode == 2
+    assert "say what its values are with --activation" in " ".join(done.stderr.split())
+    done = files.ensemble(*FIT[:1], "a=one.csv", *FIT[2:], "--activation", "sigmoid")
+    assert done.returncode == 0, done.stderr
+    weights = yaml.safe_load((files.folder / "weights.yaml").read_text())["models"]
+    assert [one["name"] for one in weights] == ["a", "two"]
+    loss = ensemble.fit(
+        {"a": files.folder / "one.csv"}, labels=files.folder / "truth.csv", activation="sigmoid",
+        calibration="temperature", quiet=True,
+    ).members[0].alone  # fmt: skip
+    values = {row[0]: np.array(row[1:], float) for row in files.read("one.csv")[1]}
+    known, said = np.array([row[1:] for row in cells], float), np.array([values[row[0]] for row in cells])
+    expected = np.mean([log_loss(known[:, one], said[:, one]) for one in range(3)])
+    assert loss == pytest.approx(expected, rel=1e-9)
 
 
 def test_predictions_of_a_run_that_is_not_complete_are_not_fitted(files: Project) -> None:

@@ -146,6 +146,10 @@ def test_other_values_columns_and_a_single_label(folder: Path) -> None:
     files = paths(folder, "raw1", "raw2")
     ensemble.merge(files, folder / "raw.csv", id_column="key", labels=["score"], activation="none")
     assert (folder / "raw.csv").read_text() == "key,score\nx,2\ny,0.5\n"
+    # Where nobody names the ids' column it is id, else the first, in each file by itself.
+    pd.DataFrame({"score": [1.0, 3.0], "id": ["y", "x"]}).to_csv(folder / "raw2.csv", index=False)
+    ensemble.merge(files, folder / "raw.csv", labels=["score"], activation="none")
+    assert (folder / "raw.csv").read_text() == "key,score\nx,3.25\ny,0\n"
 
 
 def refused(files: Any, output: Path, **keys: Any) -> list[str]:
@@ -190,8 +194,8 @@ def test_what_is_wrong_is_said_in_a_sentence_each(frames: dict[str, pd.DataFrame
     assert not (folder / "not").exists()
     assert "cannot be written" in refused([good], Path("/proc/none/never.csv"))[0]
     assert said(file("other", whole.rename(columns={"neu": "mid"}))) == (
-        "other.csv: its columns are not those of a.csv ('neu' only in a.csv, 'mid' only in other.csv); name the "
-        "columns to merge, such as --label neg"
+        "other.csv: has other label columns than a.csv: only a.csv has 'neu', only other.csv has 'mid'; name those "
+        "to take, such as --label neg"
     )
     text = said(file("text", whole.assign(pos=["high", *whole.pos[1:].astype(str)])))
     assert text == "text.csv: row 1: 'high' in column 'pos' is no number; write a number in every row"
@@ -217,6 +221,23 @@ def test_what_is_wrong_is_said_in_a_sentence_each(frames: dict[str, pd.DataFrame
     assert "weights by length bin need the texts" in " ".join(
         refused(both, out, overrides={"ensemble.length_bins": [9]}, weights={"a": [0, 1], "b": 1})
     )
+    assert refused(both, out, labels="neg") == ["labels: give a list of names, such as ['neg']"]
+    for override in (
+        "limit=5",
+        "models.b.when.share=0.4",
+        "output_dir=x",
+        "models.a.path=b.csv",
+        "models.a.id_column=x",
+    ):
+        (problem,) = refused(both, out, overrides=[override])
+        assert problem.startswith(
+            f"--set {override}: a merge of files has no such key; it has ensemble.*, and"
+        )
+    (folder / "odd.yaml").write_text("models: [{name: a, weight: 1, path: b.csv}, {name: b}]\nlimit: 3\n")
+    assert [one.partition(": a merge")[0] for one in refused(both, out, weights=folder / "odd.yaml")] == [
+        "odd.yaml: models[0].path",
+        "odd.yaml: limit",
+    ]
     (folder / "odd.yaml").write_text("models: [{name: a, weight: 1}, {name: bb}]\n")
     assert refused(both, out, weights=folder / "odd.yaml") == [
         "odd.yaml: models: no file is named 'bb' (did you mean 'b'?); the files are 'a', 'b'",

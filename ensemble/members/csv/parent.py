@@ -19,7 +19,7 @@ from ensemble.common.text import quoted, shown_path
 from ensemble.config import MemberConfig
 from ensemble.data.csv_file import read_header
 from ensemble.data.input_file import missing_column
-from ensemble.data.predictions_csv import read_by_id
+from ensemble.data.predictions_csv import guessed_id_column, read_by_id
 from ensemble.members.base import Assigned, Draft, Given, Inspection, MemberKind, OutputColumns
 from ensemble.members.csv.settings import CsvSettings
 
@@ -46,7 +46,7 @@ class CsvPredictions(MemberKind[CsvSettings, CsvInspection]):
         if not path.is_file() or not {".csv", ".tsv"} & {suffix.lower() for suffix in path.suffixes[-2:]}:
             return None
         names = read_header(path)
-        own = id_column if id_column in names else names[0]
+        own = guessed_id_column(names, usual=id_column)
         settings = {"task_type": "csv", "path": source} | ({} if own == id_column else {"id_column": own})
         labels = tuple(name for name in names if name != own)
         return Draft(settings, labels, are_named=True, reads_text=False)
