@@ -241,7 +241,7 @@ def test_what_cannot_be_fitted_is_refused_in_a_sentence(change: Any, options: Op
     ("asked", "said"),
     [
         ({"method": "foo"}, "method: 'foo' is unknown; the methods here are simplex, greedy, stacking"),
-        ({"calibration": "temp"}, "calibration: 'temp' is unknown; did you mean temperature?"),
+        ({"calibration": "temperatur"}, "calibration: 'temperatur' is unknown; did you mean temperature?"),
         ({"pool": "median"}, "merge_method: 'median' is unknown; did you mean mean?"),
         ({"folds": 2.5}, "folds: give a whole number of at least 2, not '2.5'"),
         ({"folds": 1}, "folds: give a whole number of at least 2, not '1'"),
