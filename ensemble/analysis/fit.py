@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ensemble.analysis.calibration import (
-    EPSILON,
     Kind,
     Truth,
     Values,
@@ -43,6 +42,7 @@ from ensemble.analysis.weights import (
 from ensemble.common.errors import ConfigError, DataError
 from ensemble.common.protocol import Activation
 from ensemble.common.text import listed, plural
+from ensemble.merging.metrics import row_losses
 
 Method: TypeAlias = Literal["simplex", "greedy", "stacking"]
 CalibrationMethod: TypeAlias = Literal["none", "temperature", "vector"]
@@ -487,18 +487,6 @@ class _Judge:
             return Gain(float(difference.mean()), float(difference.std(ddof=1)) / count**0.5)
         error = ((count - 1) / count * np.square(difference - difference.mean()).sum()) ** 0.5
         return Gain(sign * (score.value - other.value), float(error))
-
-
-def row_losses(truth: Truth, values: Values, kind: Kind) -> Values:
-    """The rows' log losses in nats, [rows]; of sigmoid members the mean over labels."""
-    if kind == "softmax":
-        shares = np.clip(values / values.sum(axis=1, keepdims=True), EPSILON, 1)
-        if truth.ndim == 1:
-            return np.asarray(-np.log(shares[np.arange(len(truth)), truth]))
-        return -np.asarray((truth * np.log(shares)).sum(axis=1))
-    yes = np.clip(values, EPSILON, 1 - EPSILON)
-    known = one_hot(truth, values.shape[1])
-    return -np.asarray((known * np.log(yes) + (1 - known) * np.log1p(-yes)).mean(axis=1))
 
 
 def _calibrated(values: Values, calibration: Calibration, activation: Activation) -> Values:
