@@ -119,11 +119,13 @@ class Metric(ABC):
     name: as users write it.
     greater_is_better: False for losses and errors.
     takes: the kinds of values that it is defined for.
+    needs_every_label: it is not defined for rows of which none, or all, have some label.
     """
 
     name: str
     greater_is_better: ClassVar[bool] = True
     takes: ClassVar[tuple[Activation, ...]] = ("softmax", "sigmoid")
+    needs_every_label: ClassVar[bool] = False
 
     def value(
         self,
@@ -387,6 +389,7 @@ class Auc(Metric):
     """
 
     name = "auc"
+    needs_every_label = True
 
     def of_rows(self, rows: Rows, weights: _Array) -> float:
         return float(np.mean([ranking.areas(weights[None])[0] for ranking in self._rankings(rows)]))

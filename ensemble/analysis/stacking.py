@@ -16,8 +16,9 @@ from typing import Final
 
 import numpy as np
 
-from ensemble.analysis.calibration import EPSILON, Kind, Truth, Values, one_hot, sigmoid, softmax
+from ensemble.analysis.calibration import Kind, Truth, Values, one_hot, sigmoid, softmax
 from ensemble.analysis.weights import to_logs
+from ensemble.merging.calibration import EPSILON
 from ensemble.merging.metrics import row_losses
 
 # Inverse strengths of the penalty: the larger, the weaker it is.

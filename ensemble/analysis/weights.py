@@ -20,7 +20,6 @@ import scipy.linalg
 import scipy.optimize
 
 from ensemble.analysis.calibration import (
-    EPSILON,
     Kind,
     Truth,
     Values,
@@ -31,6 +30,7 @@ from ensemble.analysis.calibration import (
     sigmoid,
     softmax,
 )
+from ensemble.merging.calibration import EPSILON
 
 # A merge method that weights can be fitted for.
 Pool: TypeAlias = Literal["mean", "geometric_mean"]

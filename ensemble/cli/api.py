@@ -197,6 +197,7 @@ def fit(
     merge_method: Literal["mean", "geometric_mean"] = "mean",
     folds: int = 5,
     seed: int = 0,
+    partial: bool = False,
     output: str | os.PathLike[str] | None = None,
     force: bool = False,
     quiet: bool = False,
@@ -208,6 +209,7 @@ def fit(
             predictions, for which ``labels`` names the table of the truth.
         method: None: "simplex" for log loss, "greedy" for other metrics.
         merge_method: what the weights of CSVs are for; a config has its own.
+        partial: whether CSVs may lack rows that others have; fitted is to the rows that all have.
         output: where to write the overlay; None: nowhere.
         force: replace a file that is there.
         quiet: print nothing.
@@ -231,7 +233,7 @@ def fit(
         chosen = method or ("simplex" if metric == "log_loss" else "greedy")
         options = Options(metric, chosen, calibration, folds, seed, merge_method)
         truth = TruthFile(known, label_column, id_column)
-        report, text = fit_sources(paths, lambda files: _load(files, overrides), truth, options)
+        report, text = fit_sources(paths, lambda files: _load(files, overrides), truth, options, partial)
         if target is not None:
             write_weights(target, text)
     if not quiet and sys.stdout is not None:

@@ -440,6 +440,7 @@ def fit(
     merge_method: MergeMethodOption = "mean",
     folds: FoldsOption = 5,
     seed: SeedOption = 0,
+    partial: PartialOption = False,
     output: OutputOption = Path("weights.yaml"),
     force: ForceOption = False,
     quiet: QuietOption = False,
@@ -463,7 +464,8 @@ def fit(
         guard_output(found.redactor)
         return found
 
-    report, text = fit_sources(sources, loaded, TruthFile(labels, label_column, id_column), options)
+    truth = TruthFile(labels, label_column, id_column)
+    report, text = fit_sources(sources, loaded, truth, options, partial)
     write_weights(output, text)
     if not quiet:
         show("fit", report, sys.stdout)
