@@ -13,16 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+from ensemble.merging.calibration import EPSILON, features
 
 Values: TypeAlias = npt.NDArray[np.float64]
 Truth: TypeAlias = npt.NDArray[np.int64] | npt.NDArray[np.float64]
 Kind: TypeAlias = Literal["softmax", "sigmoid"]
 
-EPSILON: Final = float(np.finfo(np.float64).eps)
 # Of a temperature; a member at the upper end knows nothing of these labels, one at the lower is right in every row.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
 _CELLS = 1 << 17  # values at a time, for a core's cache
@@ -51,7 +52,7 @@ def fit_temperature(values: Values, truth: Truth, kind: Kind) -> float:
     """
     if kind == "sigmoid":
         values, truth = binary(values), binary(one_hot(truth, values.shape[1]))
-    logs = log_probabilities(values)
+    logs = log_scores(values, "softmax")
     target = float(of_truth(logs, truth).sum())
     ends = low, high = 1 / MAX_TEMPERATURE, 1 / MIN_TEMPERATURE  # of the inverse
     inverse = 1.0
@@ -87,7 +88,7 @@ def fit_vector_scaling(values: Values, truth: Truth, kind: Kind) -> VectorScalin
         values: probabilities, float64 [rows, labels]; and the truth as ``fit_temperature`` takes it.
     """
     rows, labels = values.shape
-    logs = logits(values) if kind == "sigmoid" else log_probabilities(values)
+    logs = log_scores(values, kind)
     targets = np.ascontiguousarray(one_hot(truth, labels).T)
     start = np.concatenate([np.ones(labels), np.zeros(labels)])
     found = start.copy()
@@ -143,7 +144,7 @@ def calibrated(values: Values, calibration: float | VectorScaling | None, kind: 
     if calibration is None:
         return values
     result = np.empty(values.shape, order="F")
-    logs = logits(values) if kind == "sigmoid" else log_probabilities(values)
+    logs = log_scores(values, kind)
     for part, block in _blocks(logs):
         if isinstance(calibration, VectorScaling):
             scores = calibration.scale[:, None] * block + calibration.bias[:, None]
@@ -153,17 +154,9 @@ def calibrated(values: Values, calibration: float | VectorScaling | None, kind: 
     return result
 
 
-def log_probabilities(values: Values) -> Values:
-    """ln p, float64 [labels, rows], of probabilities, float64 [rows, labels]."""
-    clipped = np.maximum(values.T, EPSILON, order="C")
-    return np.log(clipped, out=clipped)
-
-
-def logits(values: Values) -> Values:
-    """ln p - ln(1 - p), float64 [labels, rows]."""
-    clipped = np.clip(values.T, EPSILON, 1 - EPSILON, order="C")
-    result: Values = np.log(clipped) - np.log1p(-clipped)
-    return result
+def log_scores(values: Values, kind: Kind) -> Values:
+    """ln p, or of sigmoid members ln p - ln(1 - p), float64 [labels, rows], of probabilities [rows, labels]."""
+    return np.ascontiguousarray(features(values.T, kind))
 
 
 def binary(values: Values) -> Values:

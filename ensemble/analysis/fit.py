@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ensemble.analysis.calibration import (
-    EPSILON,
     Kind,
     Truth,
     Values,
@@ -28,6 +27,7 @@ from ensemble.analysis.calibration import (
     one_hot,
 )
 from ensemble.analysis.metrics import Metric, find_metric
+from ensemble.analysis.metrics import Rows as ScoredRows
 from ensemble.analysis.predictions import Predictions
 from ensemble.analysis.stacking import Stacking, fit_stacking
 from ensemble.analysis.weights import (
@@ -43,6 +43,7 @@ from ensemble.analysis.weights import (
 from ensemble.common.errors import ConfigError, DataError
 from ensemble.common.protocol import Activation
 from ensemble.common.text import listed, nearest_or_all, plural, quoted
+from ensemble.merging.metrics import row_losses
 
 Method: TypeAlias = Literal["simplex", "greedy", "stacking"]
 CalibrationMethod: TypeAlias = Literal["none", "temperature", "vector"]
@@ -56,6 +57,8 @@ MIN_ROWS_PER_NUMBER: Final = 10
 ERRORS: Final = 2.0  # standard errors up to which a difference is noise
 # Of more rows a greedy selection looks at so many, drawn at random: it tries hundreds of means.
 MAX_GREEDY_ROWS: Final = 20_000
+# Of each label, and without it, for metrics that need both in every part of the rows.
+MIN_ROWS_OF_LABEL: Final = 5
 _GROUPS = 20  # of rows, left out one by one for the standard error of a metric that is no mean over rows
 
 
@@ -288,6 +291,8 @@ def _checked(sample: _Sample, options: Options) -> _Aim:
             problems.append(
                 f"no row tells {listed(missing)} from the others; stacking needs rows of each label"
             )
+    if metric.needs_every_label and sample.activation in metric.takes and not problems:
+        problems += _rare_labels(sample, options)
     numbers = _numbers(sample, options)
     if sample.rows < MIN_ROWS_PER_NUMBER * numbers:
         problems.append(
@@ -302,6 +307,27 @@ def _checked(sample: _Sample, options: Options) -> _Aim:
     aim = _Aim(metric, sample.activation)
     aim.value(truth, sample.members[0])  # where it is not defined for these, it says so
     return aim
+
+
+def _rare_labels(sample: _Sample, options: Options) -> list[str]:
+    """The sentences about labels that some part of the rows that is scored by itself might lack."""
+    # By the label dealt out evenly; greedy selection looks at some rows alone, drawn at random.
+    needed = max(options.folds, MIN_ROWS_OF_LABEL)
+    needed = max(needed, -(-2 * MIN_ROWS_OF_LABEL * sample.rows // MAX_GREEDY_ROWS))
+    true = ScoredRows(sample.truth, sample.members[0], sample.activation).true_each.sum(axis=0)
+    problems = []
+    for label, count in zip(sample.labels, true.tolist(), strict=True):
+        counts = {"has": count}
+        if sample.activation != "softmax":
+            counts["lacks"] = sample.rows - count
+        for what, many in counts.items():
+            if many < needed:
+                problems.append(
+                    f"the truth {what} {label!r} in {many:,} of {plural(sample.rows, 'row')}: --metric "
+                    f"{options.metric} with --folds {options.folds} needs {needed:,} at least, so that no part of "
+                    "the rows is without; give more rows, or use --metric log_loss"
+                )
+    return problems
 
 
 def _numbers(sample: _Sample, options: Options) -> int:
@@ -518,18 +544,6 @@ class _Judge:
             return Gain(float(difference.mean()), float(difference.std(ddof=1)) / count**0.5)
         error = ((count - 1) / count * np.square(difference - difference.mean()).sum()) ** 0.5
         return Gain(sign * (score.value - other.value), float(error))
-
-
-def row_losses(truth: Truth, values: Values, kind: Kind) -> Values:
-    """The rows' log losses in nats, [rows]; of sigmoid members the mean over labels."""
-    if kind == "softmax":
-        shares = np.clip(values / values.sum(axis=1, keepdims=True), EPSILON, 1)
-        if truth.ndim == 1:
-            return np.asarray(-np.log(shares[np.arange(len(truth)), truth]))
-        return -np.asarray((truth * np.log(shares)).sum(axis=1))
-    yes = np.clip(values, EPSILON, 1 - EPSILON)
-    known = one_hot(truth, values.shape[1])
-    return -np.asarray((known * np.log(yes) + (1 - known) * np.log1p(-yes)).mean(axis=1))
 
 
 def _calibrated(values: Values, calibration: Calibration, activation: Activation) -> Values:

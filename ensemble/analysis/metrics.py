@@ -22,13 +22,13 @@ from ensemble.common.errors import DataError
 from ensemble.common.protocol import Activation
 from ensemble.common.text import nearest_or_all, plural, quoted
 from ensemble.data.table import Truth
+from ensemble.merging.metrics import row_losses
 
 ECE_BINS: Final = 15
 REPLICATES: Final = 1_000
 LEVEL: Final = 0.95
 # Rows are resampled one by one up to so many, and in so many random groups where there are more.
 MAX_GROUPS: Final = 8_192
-_EPSILON = float(np.finfo(np.float64).eps)
 # Numbers in memory at a time.
 _CELLS = 1 << 20
 _SUM_TOLERANCE = 1e-3
@@ -119,11 +119,13 @@ class Metric(ABC):
     name: as users write it.
     greater_is_better: False for losses and errors.
     takes: the kinds of values that it is defined for.
+    needs_every_label: it is not defined for rows of which none, or all, have some label.
     """
 
     name: str
     greater_is_better: ClassVar[bool] = True
     takes: ClassVar[tuple[Activation, ...]] = ("softmax", "sigmoid")
+    needs_every_label: ClassVar[bool] = False
 
     def value(
         self,
@@ -232,15 +234,7 @@ class LogLoss(SumMetric):
     greater_is_better = False
 
     def statistics(self, rows: Rows) -> _Array:
-        if rows.truth.ndim == 1:
-            own = rows.values[np.arange(len(rows.values)), rows.truth] / rows.values.sum(axis=1)
-            return np.asarray(-np.log(np.clip(own, _EPSILON, 1 - _EPSILON))[:, None])
-        clipped = np.clip(rows.probabilities, _EPSILON, 1 - _EPSILON)
-        losses = -rows.truth * np.log(clipped)
-        if rows.is_exclusive:
-            return np.asarray(losses.sum(axis=1, keepdims=True))
-        losses -= (1 - rows.truth) * np.log1p(-clipped)
-        return np.asarray(losses.mean(axis=1, keepdims=True))
+        return row_losses(rows.truth, rows.values, rows.activation)[:, None]
 
 
 class Accuracy(SumMetric):
@@ -395,6 +389,7 @@ class Auc(Metric):
     """
 
     name = "auc"
+    needs_every_label = True
 
     def of_rows(self, rows: Rows, weights: _Array) -> float:
         return float(np.mean([ranking.areas(weights[None])[0] for ranking in self._rankings(rows)]))

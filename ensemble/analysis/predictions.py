@@ -88,6 +88,7 @@ def read_files(
     activation: Activation | None = None,
     columns: Sequence[str] | None = None,
     may_lack_rows: bool = False,
+    advice: str = "give the same rows in each file",
 ) -> Predictions:
     """Reads CSVs of predictions, each a member, joined by id in the first file's order.
 
@@ -99,7 +100,8 @@ def read_files(
         activation: what the values are; None: of several labels "softmax", of a single one "sigmoid" where all
             values are from 0 to 1, else "none".
         columns: the labels; None: all columns but the ids, which must be the same ones in each file.
-        may_lack_rows: members after the first may have only some of its rows.
+        may_lack_rows: each may lack rows that others have, or have NaN there; the others' ids follow the first's.
+        advice: what to do where some lack rows and may not.
 
     Raises:
         ConfigError: there is no such kind of values; see also ``named_files``.
@@ -124,17 +126,20 @@ def read_files(
                     )
                 if len(repeated := repeated_ids(ids)):
                     raise DataError(repeated_text(path, repeated, id_column or id_columns[name]))
-                if found:
-                    first, _ = found[next(iter(found))]
-                    values = _joined(path, ids, values, first, f"of {names[first_name]} ", may_lack_rows)
-                    ids = first
                 found[name] = ids, np.asfortranarray(values)
+                if not may_lack_rows:
+                    first, _ = found[next(iter(found))]
+                    _refuse_other_rows(names[first_name], first, path, ids, advice)
             except EnsembleError as error:
                 problems += error.problems
-    if problems:
-        raise DataError(problems)
-    ids, _ = found[next(iter(found))]
-    members = {name: values for name, (_, values) in found.items()}
+        if problems:
+            raise DataError(problems)
+        ids = _all_ids([own for own, _ in found.values()])
+        members = {
+            name: np.asfortranarray(_joined(names[name], own, values, ids, "", may_lack_rows=True))
+            for name, (own, values) in found.items()
+        }
+        found.clear()
     if activation is None:
         is_single = len(label_names) == 1
         activation = _told_by([*members.values()]) if is_single else "softmax"
@@ -218,6 +223,7 @@ def read_run(run_dir: Path, truth: Literal["needed", "if there", "no"] = "if the
                 problems += error.problems
         if problems:
             raise DataError(problems)
+        _refuse_fewer_rows(report, {name: (path, len(found[path][0])) for name, path in paths.items()})
         # Members may have only some rows, in the table's order; what was merged has all of them.
         longest = max(found, key=lambda path: len(found[path][0]))
         ids = found[rundir.ensemble if rundir.ensemble in found else longest][0]
@@ -242,6 +248,25 @@ def read_run(run_dir: Path, truth: Literal["needed", "if there", "no"] = "if the
                 raise DataError(error.problems) from error
             remarks += [f"no truth: {problem}" for problem in error.problems]
     return Predictions(ids, labels, members, activations, known, merged, tuple(remarks))
+
+
+def _refuse_fewer_rows(report: RunReport, found: Mapping[str, tuple[Path, int]]) -> None:
+    """Raises DataError where files, by member, have fewer rows than the run has merged, or must have had."""
+    settings = run_settings(report)
+    models, defaults = settings.get("models"), settings.get("defaults")
+    common = defaults if isinstance(defaults, dict) else {}
+    given = [common | one for one in models if isinstance(one, dict)] if isinstance(models, list) else []
+    may_lack = {one.get("name") for one in given if one.get("partial") or one.get("when")}
+    problems = []
+    for name, (path, rows) in found.items():
+        needed = report.merged_rows.get(name, 0 if name in may_lack else report.rows)
+        if rows < needed:
+            problems.append(
+                f"{path}: has {plural(rows, 'row')}, and run.json says {needed:,}; remove the file and run the "
+                "config again, which computes it again"
+            )
+    if problems:
+        raise DataError(problems)
 
 
 @dataclass(frozen=True)
@@ -349,6 +374,34 @@ def places_of(wanted: pa.ChunkedArray, ids: pa.ChunkedArray) -> npt.NDArray[np.i
         return np.arange(len(ids))
     found = pc.fill_null(pc.index_in(wanted, value_set=ids), -1)
     return np.asarray(found.to_numpy(), dtype=np.int64)
+
+
+def _all_ids(given: Sequence[pa.ChunkedArray]) -> pa.ChunkedArray:
+    """Each id once, in the order in which they come."""
+    ids = given[0]
+    for own in given[1:]:
+        if not own.equals(ids) and (new := own.filter(pa.array(places_of(own, ids) < 0))):
+            ids = pa.chunked_array([*ids.chunks, *pc.cast(new, ids.type).chunks], ids.type)
+    return ids
+
+
+def _refuse_other_rows(
+    first: Path, first_own: pa.ChunkedArray, path: Path, own: pa.ChunkedArray, advice: str
+) -> None:
+    """Raises DataError where one of two files has ids that the other lacks, whichever it is."""
+    if own.equals(first_own):
+        return
+    said = []
+    for lacking, known, other, ids in ((path, own, first, first_own), (first, first_own, path, own)):
+        missing = ids.filter(pa.array(places_of(ids, known) < 0))
+        if len(missing) == len(ids):
+            raise DataError(
+                f"{path}: has no id of {first} at all; is it of another table, or another column the id?"
+            )
+        if len(missing):
+            said.append(f"{lacking}: {plural(len(missing), 'id')} of {other} missing ({first_ids(missing)})")
+    if said:
+        raise DataError(f"{', and '.join(said)}; {advice}")
 
 
 def _joined(

@@ -12,6 +12,7 @@ from ensemble.common.protocol import Activation
 from ensemble.data.table import Truth
 from ensemble.merging.blocks import block_spans
 from ensemble.merging.methods.base import Values
+from ensemble.merging.metrics import row_losses
 
 
 @dataclass(frozen=True)
@@ -89,22 +90,12 @@ def costliest(values: Values, truth: Truth, activation: Activation, count: int =
     """
 
     def score(rows: slice) -> Values:
-        return row_losses(values[rows], truth[rows], activation)
+        known, given = truth[rows], values[rows]
+        if activation == "none":
+            return np.asarray(np.square(given - known).mean(axis=1))
+        return row_losses(known, given, activation)
 
     return _top(score, values.shape, count)
-
-
-def row_losses(values: Values, truth: Truth, activation: Activation) -> Values:
-    """Each row's loss, [rows]: see ``costliest``; probabilities are clipped to the smallest step of float64."""
-    actual = truth if truth.ndim == 2 else (truth[:, None] == np.arange(values.shape[1])).astype(np.float64)
-    if activation == "none":
-        return np.asarray(np.square(values - actual).mean(axis=1))
-    epsilon = np.finfo(np.float64).eps
-    if activation == "sigmoid":
-        clipped = np.clip(values, epsilon, 1 - epsilon)
-        return np.asarray(-(actual * np.log(clipped) + (1 - actual) * np.log1p(-clipped)).mean(axis=1))
-    clipped = np.clip(values / values.sum(axis=1, keepdims=True), epsilon, 1 - epsilon)
-    return np.asarray(-(actual * np.log(clipped)).sum(axis=1))
 
 
 def _top(score: Callable[[slice], Values], shape: tuple[int, ...], count: int) -> TopRows:

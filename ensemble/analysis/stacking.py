@@ -16,8 +16,10 @@ from typing import Final
 
 import numpy as np
 
-from ensemble.analysis.calibration import EPSILON, Kind, Truth, Values, one_hot, sigmoid, softmax
+from ensemble.analysis.calibration import Kind, Truth, Values, one_hot, sigmoid, softmax
 from ensemble.analysis.weights import to_logs
+from ensemble.merging.calibration import EPSILON
+from ensemble.merging.metrics import row_losses
 
 # Inverse strengths of the penalty: the larger, the weaker it is.
 PENALTIES: Final = (0.001, 0.01, 0.1, 1.0)
@@ -76,10 +78,7 @@ def fit_stacking(
         kept, held = np.flatnonzero(fold_of != fold), np.flatnonzero(fold_of == fold)
         for number, tried in enumerate(PENALTIES):
             fitted = _fitted([one[kept] for one in logs], known[kept], kind, tried)
-            shares = np.clip(fitted.of_logs([one[held] for one in logs]), EPSILON, 1 - EPSILON)
-            losses[number] -= (known[held] * np.log(shares)).sum()
-            if kind == "sigmoid":
-                losses[number] -= ((1 - known[held]) * np.log1p(-shares)).sum()
+            losses[number] += row_losses(known[held], fitted.of_logs([one[held] for one in logs]), kind).sum()
     return _fitted(logs, known, kind, PENALTIES[int(losses.argmin())])
 
 

@@ -20,18 +20,17 @@ import scipy.linalg
 import scipy.optimize
 
 from ensemble.analysis.calibration import (
-    EPSILON,
     Kind,
     Truth,
     Values,
     binary,
-    log_probabilities,
-    logits,
+    log_scores,
     of_truth,
     one_hot,
     sigmoid,
     softmax,
 )
+from ensemble.merging.calibration import EPSILON
 
 # A merge method that weights can be fitted for.
 Pool: TypeAlias = Literal["mean", "geometric_mean"]
@@ -300,7 +299,7 @@ def mean_of(members: Sequence[Values], weights: Values) -> Values:
 
 def to_logs(values: Values, kind: Kind) -> Values:
     """What the geometric mean is the plain mean of: ln p, or of sigmoid members the logit; [rows, labels]."""
-    return (logits(values) if kind == "sigmoid" else log_probabilities(values)).T
+    return log_scores(values, kind).T
 
 
 def from_logs(values: Values, kind: Kind) -> Values:

@@ -8,17 +8,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import yaml
 
 from ensemble.analysis.calibration import Values, VectorScaling
 from ensemble.analysis.fit import FitReport, Gain, Options, fit
-from ensemble.analysis.predictions import read_files, read_run, read_truth
+from ensemble.analysis.predictions import Predictions, read_files, read_run, read_truth
 from ensemble.analysis.weights import Pool
 from ensemble.common.errors import ConfigError, DataError, WriteError
 from ensemble.common.files import cannot_write, output_file, write_text
 from ensemble.common.protocol import Activation
 from ensemble.common.text import plural
-from ensemble.config import LoadedConfig
+from ensemble.config import LoadedConfig, RunConfig
+from ensemble.pipeline.cascade import asked_rows
 from ensemble.pipeline.prediction_files import path_of
 from ensemble.pipeline.run_dir import RunDir
 
@@ -51,6 +53,7 @@ def fit_sources(
     merge_method: Pool | None = None,
     activation: Activation | None = None,
     has_overrides: bool = False,
+    partial: bool = False,
 ) -> tuple[FitReport, str]:
     """Fit a config's run, or files of predictions, whichever the sources are; see ``fit_run`` and ``fit_files``.
 
@@ -58,6 +61,7 @@ def fit_sources(
         load: of configs.
         merge_method, activation: of files; a config has its own.
         has_overrides: ``load`` overrides keys, which files have none of.
+        partial: CSVs may lack rows that others have; of a config its members say so.
 
     Raises:
         ConfigError: they are some of both, or something is asked that goes with the other.
@@ -67,7 +71,7 @@ def fit_sources(
         if has_overrides:
             raise ConfigError("--set: changes a config, and these are CSVs of predictions; leave it out")
         options = options if merge_method is None else replace(options, pool=merge_method)
-        return fit_files(sources, truth, options, activation)
+        return fit_files(sources, truth, options, activation, partial)
     if len(configs) < len(sources):
         other = next(path for path in sources if path not in configs)
         raise ConfigError(f"{configs[0]}, {other}: name a config, or CSVs of predictions, not both")
@@ -81,6 +85,10 @@ def fit_sources(
         problems.append(
             f"--activation: is for CSVs of predictions, and {configs[0]} says it of its own; leave it out"
         )
+    if partial:
+        problems.append(
+            f"--partial: is for CSVs of predictions, and the members of {configs[0]} say it; leave it out"
+        )
     if problems:
         raise ConfigError(problems)
     return fit_run(load(sources), truth, options)
@@ -91,9 +99,16 @@ def _is_config(path: Path) -> bool:
 
 
 def fit_files(
-    files: Sequence[Path], truth: TruthFile, options: Options, activation: Activation | None = None
+    files: Sequence[Path],
+    truth: TruthFile,
+    options: Options,
+    activation: Activation | None = None,
+    partial: bool = False,
 ) -> tuple[FitReport, str]:
     """Fit CSVs of predictions, each a member, see ``named_files``.
+
+    Args:
+        partial: whether files may lack rows that others have.
 
     Returns:
         the report, and the overlay that ``write_weights`` writes.
@@ -104,7 +119,13 @@ def fit_files(
     if truth.path is None:
         raise ConfigError("--labels: name the table with the true labels of these predictions")
     predictions = read_files(
-        files, truth.id_column, truth.path, truth.label_column, activation, may_lack_rows=True
+        files,
+        truth.id_column,
+        truth.path,
+        truth.label_column,
+        activation,
+        may_lack_rows=partial,
+        advice="give the same rows in each file, or --partial to fit to the rows that all of them have",
     )
     report = fit(predictions, options)
     sources = f"{', '.join(path_of(file).name for file in files)} by {truth.path.name}"
@@ -134,6 +155,7 @@ def fit_run(loaded: LoadedConfig, truth: TruthFile, options: Options) -> tuple[F
         )
     members = {name: found.members[name] for name in names}
     found = replace(found, members=members, activations={name: found.activations[name] for name in names})
+    found = replace(found, members=_as_asked(config, found))
     column = truth.label_column if truth.path else config.data.label_column
     if column is not None:
         ids = truth.id_column or config.data.id_column
@@ -143,18 +165,28 @@ def fit_run(loaded: LoadedConfig, truth: TruthFile, options: Options) -> tuple[F
     if method == "logit_mean" and found.activation == "softmax":
         raise ConfigError(f"ensemble.method: logit_mean is not for labels that exclude each other; {again}")
     report = fit(found, replace(options, pool=POOLS.get(method, "mean")))
-    has_calibration = any(model.calibration is not None for model in config.models)
-    text = overlay(report, method, f"the predictions in {config.output_dir.name}", has_calibration)
+    text = overlay(report, method, f"the predictions in {config.output_dir.name}")
     return report, loaded.redactor(text)
 
 
-def overlay(report: FitReport, method: str, sources: str, has_calibration: bool = False) -> str:
+def _as_asked(config: RunConfig, found: Predictions) -> dict[str, Values]:
+    """The members' values, NaN also in rows that a member has, and that its ``when`` does not ask for now."""
+    members = dict(found.members)
+    for number, model in enumerate(config.models):
+        # Weights by length bin need the texts; what the member has is taken then.
+        if model.when is not None and not any(isinstance(one.weight, tuple) for one in config.models):
+            before = {one.name: members[one.name] for one in config.models[:number]}
+            asked = asked_rows(config, model.name, before, found.activations)
+            members[model.name] = np.where(asked[:, None], members[model.name], np.nan).copy(order="F")
+    return members
+
+
+def overlay(report: FitReport, method: str, sources: str) -> str:
     """The text of ``weights.yaml``.
 
     Args:
         method: the merge method of the weights.
         sources: what was fitted, for the head.
-        has_calibration: some member in the config below has one, which must go where none was fitted.
     """
     options = report.options
     today = time.strftime("%Y-%m-%d", time.gmtime())
@@ -179,8 +211,8 @@ def overlay(report: FitReport, method: str, sources: str, has_calibration: bool 
             }
         elif member.calibration is not None:
             keys["calibration"] = {"temperature": _short(member.calibration)}
-        elif has_calibration:
-            keys["calibration"] = None
+        else:
+            keys["calibration"] = None  # what the config below has must go: the weights are without it
         lines.append(f"  - {_flow(keys)}")
     settings: dict[str, Any] = {"method": method}
     if (stacking := report.stacking) is not None:
@@ -241,6 +273,8 @@ def verdicts(report: FitReport) -> Iterator[str]:
     )
     as_well = " Equal weights do as well." if report.over_equal.is_noise else ""
     yield f"{_against('equal weights', report.equal, report.over_equal)}{as_well}"
+    if report.over_equal.value < 0 and not report.over_equal.is_noise:
+        yield "Keep equal weights: what is fitted here does worse than they do."
     if len(report.members) > 1:
         yield _against(f"the best member, {report.best_member}", report.best, report.over_best)
     for member in report.members:
@@ -254,11 +288,17 @@ def verdicts(report: FitReport) -> Iterator[str]:
         else:
             yield f"{member.name} is not shown to help: without it {difference(gain, -1)}, which may be noise."
     if report.rows_left_out:
-        yield f"{plural(report.rows_left_out, 'row')} that not all members have: left out of the fit."
+        whole = report.rows + report.rows_left_out
+        yield (
+            f"These figures are of the {report.rows:,} of {plural(whole, 'row')} that all members have; a run "
+            "merges the others by the members that are there."
+        )
 
 
 def difference(gain: Gain, sign: int = 1) -> str:
     """``0.0012 better +- 0.0004``; with -1 for ``sign`` of what the gain was over."""
+    if not _is_any(gain):
+        return "no difference"
     digits = _decimals(gain)
     word = "better" if sign * gain.value >= 0 else "worse"
     return f"{abs(gain.value):.{digits}f} {word} +- {gain.error:.{digits}f}"
@@ -266,9 +306,16 @@ def difference(gain: Gain, sign: int = 1) -> str:
 
 def _against(what: str, value: float, gain: Gain) -> str:
     said = f"Against {what} ({_value(value, gain)}): {difference(gain)}"
+    if not _is_any(gain):
+        return f"{said}."
     if not gain.is_noise:
         return f"{said}, more than noise."
     return f"{said}, which is no more than noise."
+
+
+def _is_any(gain: Gain) -> bool:
+    """Whether some digit of it is shown that is not 0."""
+    return any(round(number, _decimals(gain)) for number in (gain.value, gain.error))
 
 
 def _value(value: float, gain: Gain) -> str:

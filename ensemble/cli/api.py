@@ -201,6 +201,7 @@ def fit(
     activation: Literal["softmax", "sigmoid", "none"] | None = None,
     folds: int = 5,
     seed: int = 0,
+    partial: bool = False,
     output: str | os.PathLike[str] | None = None,
     force: bool = False,
     quiet: bool = False,
@@ -214,6 +215,7 @@ def fit(
         method: None: "simplex" for log loss, "greedy" for other metrics.
         merge_method: what the weights of CSVs are for, None: the mean; a config has its own.
         activation: what the values of CSVs are; None: as for ``compare``.
+        partial: whether CSVs may lack rows that others have; fitted is to the rows that all have.
         output: where to write the overlay; None: nowhere.
         force: replace a file that is there.
         quiet: print nothing.
@@ -244,6 +246,7 @@ def fit(
             merge_method,
             activation,
             bool(overrides),
+            partial,
         )
         if target is not None:
             write_weights(target, text)

@@ -434,6 +434,7 @@ def fit(
     activation: ActivationOption = None,
     folds: FoldsOption = 5,
     seed: SeedOption = 0,
+    partial: PartialOption = False,
     output: OutputOption = Path("weights.yaml"),
     force: ForceOption = False,
     quiet: QuietOption = False,
@@ -457,7 +458,7 @@ def fit(
         return found
 
     truth = TruthFile(labels, label_column, id_column)
-    report, text = fit_sources(sources, loaded, truth, options, merge_method, activation, bool(sets))
+    report, text = fit_sources(sources, loaded, truth, options, merge_method, activation, bool(sets), partial)
     write_weights(target, text)
     if not quiet:
         show("fit", report, sys.stdout)

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ensemble.common.protocol import Activation
+from ensemble.merging.calibration import EPSILON
+
 # Standard errors that count as chance, and the share of the prior's log loss that counts as no gain at all.
 _ERRORS = 2.0
 _NO_GAIN = 0.01
@@ -156,19 +159,26 @@ class Scoring:
 
 
 def row_losses(
-    truth: npt.NDArray[np.int64] | npt.NDArray[np.float64], values: npt.NDArray[np.float64]
+    truth: npt.NDArray[np.int64] | npt.NDArray[np.float64],
+    values: npt.NDArray[np.float64],
+    activation: Activation = "softmax",
 ) -> npt.NDArray[np.float64]:
-    """The log loss of each row, [rows], as ``Scoring`` has it.
+    """The log loss of each row in nats, [rows]; of exclusive labels as ``Scoring`` has it.
 
     Args:
-        truth: of these rows, label numbers or probabilities.
-        values: float64 [rows, labels].
+        truth: of these rows, label numbers (exclusive labels), or how likely each label is, float64 [rows, labels].
+        values: probabilities, float64 [rows, labels].
+        activation: with "sigmoid" the mean over labels of -truth * ln p - (1 - truth) * ln(1 - p), p clipped to the
+            smallest step of float64.
     """
-    sums, epsilon = values.sum(axis=1), np.finfo(np.float64).eps
+    if activation == "sigmoid":
+        yes = np.clip(values, EPSILON, 1 - EPSILON)
+        return np.asarray(-(truth * np.log(yes) + (1 - truth) * np.log1p(-yes)).mean(axis=1))
+    sums = values.sum(axis=1)
     if truth.ndim == 1:
         chosen = values[np.arange(len(truth)), truth.astype(np.int64)]
-        return np.asarray(-np.log(np.clip(chosen / sums, epsilon, 1 - epsilon)))
-    shares = np.clip(values / sums[:, None], epsilon, 1 - epsilon)
+        return np.asarray(-np.log(np.clip(chosen / sums, EPSILON, 1 - EPSILON)))
+    shares = np.clip(values / sums[:, None], EPSILON, 1 - EPSILON)
     return np.asarray(-(truth * np.log(shares)).sum(axis=1))
 
 

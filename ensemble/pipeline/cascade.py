@@ -330,6 +330,31 @@ def expected_shares(
     return found
 
 
+def asked_rows(
+    config: RunConfig, member: str, before: Mapping[str, _Values], activations: Mapping[str, Activation]
+) -> _Rows:
+    """The rows that ``when`` of a member asks for, [rows], by what the members before it give.
+
+    Args:
+        config: weights by length bin are refused.
+        before: all members before it, float64 [rows, labels] before calibration; NaN in rows that a member lacks,
+            and in those that its own ``when`` does not ask for.
+    """
+    model = next(one for one in config.models if one.name == member)
+    assert model.when is not None
+    ((rule, _),) = model.when.items()
+    counted = [one for one in config.models if one.name in before and one.has_weight]
+    values = [before[one.name].copy() for one in counted]
+    is_present = np.array([~np.isnan(one).any(axis=1) for one in values])
+    kinds = [activations[one.name] for one in counted]
+    rows = len(next(iter(before.values())))
+    mean = np.full((rows, len(config.labels)), np.nan)
+    if counted:
+        mean = _mean(config, counted, kinds, values, is_present, np.zeros(rows, dtype=np.int64))
+    is_exclusive = all(activations[name] == "softmax" for name in before)
+    return np.asarray(decide(model.when, doubts(rule, mean, is_exclusive)) == COMPUTE)
+
+
 def _mean(
     config: RunConfig,
     models: Sequence[MemberConfig],

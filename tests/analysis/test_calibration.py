@@ -10,7 +10,6 @@ from scipy.optimize import minimize
 from scipy.special import log_expit, log_softmax, softmax
 
 from ensemble.analysis.calibration import (
-    EPSILON,
     MAX_TEMPERATURE,
     MIN_TEMPERATURE,
     VectorScaling,
@@ -18,6 +17,7 @@ from ensemble.analysis.calibration import (
     fit_temperature,
     fit_vector_scaling,
 )
+from ensemble.merging.calibration import EPSILON
 
 ROWS, LABELS = 800, 4
 KINDS = ("softmax", "sigmoid")

@@ -14,9 +14,10 @@ from scipy.stats import sem
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import log_loss, roc_auc_score
 
-from ensemble.analysis.fit import MIN_ROWS_PER_NUMBER, FitReport, Options, fit, folds
+from ensemble.analysis.fit import MIN_ROWS_PER_NUMBER, FitReport, Gain, Options, fit, folds
 from ensemble.analysis.predictions import Predictions
 from ensemble.analysis.weights_file import verdicts
+from ensemble.cli.views.fit import view
 from ensemble.common.errors import ConfigError, EnsembleError
 
 ROWS = 1_500
@@ -184,7 +185,50 @@ def test_rows_that_a_member_lacks_are_left_out_of_the_fit() -> None:
         replace(found, members=rest, truth=np.asarray(found.truth)[300:], ids=found.ids.slice(300)), Options()
     )
     assert (report.rows, report.rows_left_out, report.score) == (700, 300, alone.score)
-    assert any("300 rows" in sentence for sentence in verdicts(report))
+    assert any(
+        sentence.startswith("These figures are of the 700 of 1,000 rows that all members have; a run merges")
+        for sentence in verdicts(report)
+    )
+
+
+def test_what_makes_no_difference_is_said_so_and_what_loses_to_equal_weights() -> None:
+    report = replace(fit(predictions(300), Options()), over_equal=Gain(0.0, 0.0))
+    assert [one for one in verdicts(report) if "equal weights" in one] == [
+        f"Against equal weights ({report.equal:.4f}): no difference. Equal weights do as well."
+    ]
+    (said, keep) = [
+        one for one in verdicts(replace(report, over_equal=Gain(-0.01, 0.001))) if "equal weights" in one
+    ]
+    assert said.endswith("0.0100 worse +- 0.0010, more than noise.")
+    assert keep.startswith("Keep equal weights: ")
+    assert not any(one.startswith("Keep") for one in verdicts(replace(report, over_equal=Gain(0.01, 0.001))))
+
+
+def test_the_table_says_that_a_vector_scaling_was_fitted() -> None:
+    report = fit(predictions(600), Options(calibration="vector"))
+    (table,) = [one for one in view(report) if not isinstance(one, str)]
+    assert table.headers[1] == "calibration"
+    assert [row[1] for row in table.rows] == ["vector", "vector"]
+
+
+def rare(found: Predictions, count: int) -> Predictions:
+    """The last label is true in so many rows."""
+    truth = np.minimum(np.asarray(found.truth), 1)
+    truth[:count] = 2
+    return replace(found, truth=truth)
+
+
+@pytest.mark.parametrize("is_multi_label", [False, True])
+def test_a_label_that_is_too_rare_for_the_metric_is_named(is_multi_label: bool) -> None:
+    found = rare(predictions(400), 1)
+    with pytest.raises(EnsembleError) as caught:
+        fit(multi_label(found) if is_multi_label else found, Options("auc", "greedy"))
+    assert [*caught.value.problems] == [
+        "the truth has 'c' in 1 of 400 rows: --metric auc with --folds 5 needs 5 at least, so that no part of the "
+        "rows is without; give more rows, or use --metric log_loss"
+    ]
+    assert fit(rare(predictions(400), 5), Options("auc", "greedy")).rows == 400
+    assert fit(found, Options("accuracy", "greedy")).rows == 400
 
 
 def test_each_fold_has_its_share_of_each_label() -> None:

@@ -109,12 +109,28 @@ def test_members_with_some_of_the_rows(tmp_path: Path) -> None:
             f"{tmp_path}/", ""
         )
     ]
+    # Whichever comes first: the same file is named, and the same rows are there.
+    assert problems([b, a]) == problems([a, b])
+    read = read_files([b, a], may_lack_rows=True)
+    assert read.ids.to_pylist() == A["id"]
+    assert np.flatnonzero(np.isnan(read.members["b"][:, 0])).tolist() == [1, 2]
+    assert read.members["a"].tolist() == [[0.7, 0.3], [0.2, 0.8], [0.5, 0.5]]
+
+
+def test_rows_of_nan_are_those_of_members_that_may_lack_rows(tmp_path: Path) -> None:
+    hollow = {"id": A["id"], "neg": [0.7, np.nan, 0.5], "pos": [0.3, np.nan, 0.5]}
+    (tmp_path / "b.csv").write_text(pd.DataFrame(hollow).to_csv(index=False, na_rep="nan"))
+    (a,), b = write(tmp_path, a=A), tmp_path / "b.csv"
+    (found,) = problems([a, b])
+    assert found.startswith("b.csv: 1 row with no finite number, the first is id 1e5")
+    assert np.isnan(read_files([a, b], may_lack_rows=True).members["b"][1]).all()
 
 
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        ({**A, "id": ["007", "1e5", "y"]}, "b.csv: 1 id of a.csv missing (' x'); give the same rows"),
+        ({**A, "id": ["007", "1e5", "y"]},
+         "b.csv: 1 id of a.csv missing (' x'), and a.csv: 1 id of b.csv missing ('y'); give the same rows"),
         ({**A, "id": ["u", "v", "w"]}, "b.csv: has no id of a.csv at all"),
         ({**A, "id": ["007", "007", " x"]}, "b.csv: 1 id more than once ('007'); keep one row for each id"),
         ({"id": A["id"], "neg": A["neg"], "tie": A["pos"]},
@@ -207,6 +223,13 @@ def test_a_run_as_it_stands(project: Project) -> None:
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([lines[0], *lines[5:7]]))
     (run_dir / "predictions/gemma.csv").unlink()
+    with pytest.raises(DataError, match=r"llama\.csv: has 2 rows, and run\.json says 30; remove the file"):
+        read_run(run_dir)
+    document = json.loads((run_dir / "run.json").read_text())
+    (run_dir / "run.json").write_text(json.dumps(document | {"merged_rows": {}}))
+    with pytest.raises(DataError, match=r"llama\.csv: has 2 rows, and run\.json says 30; remove the file"):
+        read_run(run_dir)
+    (run_dir / "run.json").write_text(json.dumps(document | {"merged_rows": {"llama": 2}}))
     (project.folder / "test.csv").unlink()
     moved = project.folder / "elsewhere"
     shutil.move(run_dir, moved)

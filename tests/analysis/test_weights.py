@@ -5,12 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from scipy.optimize import minimize
 from scipy.special import softmax
 from sklearn.metrics import accuracy_score, log_loss
 
-from ensemble.analysis.weights import GeometricLoss, MeanLoss, greedy_selection, minimize_on_simplex
+from ensemble.analysis.weights import (
+    GeometricLoss,
+    MeanLoss,
+    greedy_selection,
+    minimize_on_simplex,
+    pooled,
+)
+from ensemble.config import EnsembleConfig
+from ensemble.merging.methods import merge_method
+from ensemble.merging.methods.base import Block, Members
+from ensemble.merging.metrics import row_losses
 
 ROWS, LABELS = 1_500, 3
 TRUTHS = ("hard", "soft", "multi-label", "soft multi-label")
@@ -124,3 +135,25 @@ def test_greedy_selection_comes_close_to_the_weights_of_least_log_loss() -> None
     least = minimize_on_simplex(MeanLoss.of(members, truth, "softmax"))
     assert least.loss <= -score <= least.loss + 3e-4
     np.testing.assert_allclose(weights, least.weights, atol=0.06)
+
+
+@pytest.mark.parametrize("labels", ["hard", "multi-label"])
+@pytest.mark.parametrize("pool", ["mean", "geometric_mean"])
+def test_what_is_fitted_is_what_the_merge_then_gives_also_with_zeros(labels: Any, pool: Any) -> None:
+    members, truth, kind = sample(labels, 3, 400)
+    for number, values in enumerate(members):  # in a tenth of the rows each is quite sure of one label
+        some = np.arange(number, 400, 10)
+        values[some] = (values[some] == values[some].max(axis=1, keepdims=True)).astype(float)
+    family = MeanLoss if pool == "mean" else GeometricLoss
+    fitted = minimize_on_simplex(family.of(members, truth, kind))
+    assert (fitted.weights > 0.05).sum() >= 2
+    names = Members(("a", "b", "c"), (kind,) * 3, tuple(str(label) for label in range(LABELS)))
+    method = merge_method(EnsembleConfig(method=pool), names)
+    ids = pa.chunked_array([pa.array([str(row) for row in range(400)])])
+    block = Block(0, ids, np.array(members), np.ones((3, 400), bool), np.zeros(400, np.int64))
+    merged_rows = method.merge(block, fitted.weights[:, None, None])
+    np.testing.assert_allclose(
+        pooled(members, fitted.weights, pool, kind), merged_rows, rtol=1e-9, atol=1e-18
+    )
+    reached = row_losses(truth, merged_rows, kind).mean()
+    assert reached == pytest.approx(fitted.loss, rel=1e-6)  # 1 - p has few digits where p is nearly 1

@@ -140,6 +140,75 @@ def test_fitting_again_without_calibration_takes_the_calibration_away(files: Pro
     assert files.ensemble("validate", "config.yaml", "weights.yaml", "plain.yaml").returncode == 0
 
 
+def test_weights_of_csvs_take_the_calibration_of_a_config_away(files: Project) -> None:
+    assert files.ensemble(*FIT).returncode == 0
+    done = files.ensemble("merge", "one.csv", "two.csv", "-o", "merged.csv", "--weights", "weights.yaml")
+    assert done.returncode == 0, done.stderr
+    hot = config()
+    for member in hot["models"]:
+        member["calibration"] = {"temperature": 3.0}
+    files.write_config(hot)
+    done = files.ensemble("run", "config.yaml", "weights.yaml", "-q")
+    assert done.returncode == 0, done.stderr
+    of_run = {row[0]: row[1:] for row in files.read("out/ensemble.csv")[1]}
+    of_merge = {row[0]: row[1:] for row in files.read("merged.csv")[1]}
+    assert of_run == of_merge
+
+
+@pytest.mark.parametrize("method", ["mean", "geometric_mean"])
+def test_the_log_loss_of_the_merge_is_that_of_the_fit_also_where_members_say_0(
+    files: Project, method: str
+) -> None:
+    def some_sure(header: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+        for row in rows[::10]:
+            numbers = [float(cell) for cell in row[1:]]
+            row[1:] = [str(float(number == max(numbers))) for number in numbers]
+        return header, rows
+
+    for name in ("one.csv", "two.csv"):
+        write(files, name, some_sure)
+    assert files.ensemble(*FIT, "--merge-method", method).returncode == 0
+    done = files.ensemble("run", "config.yaml", "weights.yaml", "-q")
+    assert done.returncode == 0, done.stderr
+    overlay = yaml.safe_load((files.folder / "weights.yaml").read_text())
+    assert overlay["ensemble"] == {"method": method}
+    report = ensemble.fit(
+        [files.folder / "one.csv", files.folder / "two.csv"],
+        labels=files.folder / "truth.csv",
+        merge_method="mean" if method == "mean" else "geometric_mean",
+        quiet=True,
+    )
+    assert all(member.weight is not None and member.weight > 0.1 for member in report.members)
+    # On the rows that it is fitted to it is a little less than on those held out.
+    assert files.run_json("out")["scores"]["ensemble"]["log_loss"] == pytest.approx(report.score, abs=0.15)
+
+
+def test_rows_that_some_files_lack_are_left_out_by_partial_alone(files: Project) -> None:
+    write(files, "one.csv", lambda header, rows: (header, rows[3:]))
+    for order in (["one.csv", "two.csv"], ["two.csv", "one.csv"]):
+        done = files.ensemble("fit", *order, "--labels", "truth.csv", "--force")
+        assert done.returncode == 2
+        assert "one.csv: 3 ids of two.csv missing (" in done.stderr
+        assert "--partial" in done.stderr
+        done = files.ensemble("fit", *order, "--labels", "truth.csv", "--partial", "--force")
+        assert done.returncode == 0, done.stderr
+        text = (files.folder / "weights.yaml").read_text()
+        for said in (done.stdout, text):
+            assert "These figures are of the 397 of 400 rows that all members have; a run merges" in said
+
+
+def test_a_member_with_when_is_fitted_on_the_rows_that_it_is_asked_for(files: Project) -> None:
+    limited = config()
+    limited["models"][1]["when"] = {"margin_below": 0.5}
+    files.write_config(limited)
+    assert files.ensemble("run", "config.yaml", "-q").returncode == 0
+    asked = files.run_json("out")["merged_rows"]["two"]
+    assert 40 < asked < 300
+    done = files.ensemble("fit", "config.yaml")
+    assert done.returncode == 0, done.stderr
+    assert f"These figures are of the {asked} of 400 rows that all members have" in done.stdout
+
+
 def write(project: Project, name: str, change: Any) -> None:
     header, rows = project.read(name)
     header, rows = change(header, rows)
@@ -150,7 +219,12 @@ WRONG: dict[str, Any] = {
     "columns": ("two.csv", lambda h, r: (["id", "a", "b", "d"], r), {}, "two.csv: has other label columns"),
     "labels": ("truth.csv", lambda h, r: (h, [*r[:-1], [r[-1][0], "d"]]), {}, "'d'"),
     "a missing truth": ("truth.csv", lambda h, r: (h, r[1:]), {}, "1 id of the predictions missing"),
-    "other ids": ("two.csv", lambda h, r: (h, [["x", *r[0][1:]], *r[1:]]), {}, "1 id that the others do not"),
+    "other ids": (
+        "two.csv",
+        lambda h, r: (h, [["x", *r[0][1:]], *r[1:]]),
+        {},
+        "1 id of two.csv missing ('x'); give the same rows",
+    ),
     "sums": ("two.csv", lambda h, r: (h, [[r[0][0], "0.9", "0.9", "0.9"], *r[1:]]), {}, "do not sum to 1"),
     "constant": (
         "two.csv",

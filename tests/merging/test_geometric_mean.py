@@ -22,7 +22,7 @@ from tests.project import LABELS, Project
 from tests.sampling import tries
 
 NAN = float("nan")
-TINY = Decimal(float(np.finfo(np.float64).tiny))
+EPSILON = Decimal(float(np.finfo(np.float64).eps))
 Values = npt.NDArray[np.float64]
 Kind = Literal["softmax", "sigmoid"]
 
@@ -55,17 +55,13 @@ def merged(weights: Sequence[float], arrays: Sequence[Values], activations: Sequ
 def product(values: Sequence[Decimal], weights: Sequence[Decimal]) -> Decimal:
     result = Decimal(1)
     for value, weight in zip(values, weights, strict=True):
-        if value == 0 and weight:
-            return Decimal(0)
-        result *= (value.ln() * weight).exp() if weight else 1
+        result *= (max(value, EPSILON).ln() * weight).exp()
     return result
 
 
 def pooled(options: Sequence[Sequence[Decimal]], weights: Sequence[Decimal]) -> list[Decimal]:
     """Members' probabilities of things that exclude each other, [options][members], as one probability each."""
     products = [product(values, weights) for values in options]
-    if not any(products):
-        products = [product([max(value, TINY) for value in values], weights) for values in options]
     return [one / sum(products) for one in products]
 
 
@@ -82,7 +78,8 @@ def expected(weights: Sequence[float], arrays: Sequence[Values], kind: Kind) -> 
         if kind == "softmax":
             found.append([float(one) for one in pooled(labels, shares)])
         else:
-            found.append([float(pooled([one, [1 - p for p in one]], shares)[0]) for one in labels])
+            one_less = [[min(p, 1 - EPSILON) for p in one] for one in labels]
+            found.append([float(pooled([one, [1 - p for p in one]], shares)[0]) for one in one_less])
     return found
 
 
@@ -150,13 +147,17 @@ def test_by_hand() -> None:
 
 def test_zeros() -> None:
     sure, other = np.array([[0.0, 1.0], [0.0, 1.0]]), np.array([[0.4, 0.6], [1.0, 0.0]])
-    # The second row is ruled out as a whole: both zeros count as the smallest normal number.
-    ruled_out = np.array([[0.0, 1.0], [0.5, 0.5]])
-    np.testing.assert_allclose(merged([1, 1], [sure, other], ["softmax"] * 2), ruled_out, rtol=1e-12)
-    np.testing.assert_allclose(merged([1, 1], [sure, other], ["sigmoid"] * 2), ruled_out, rtol=1e-12)
-    # Whose weight is the larger decides then; and without a weight a zero says nothing.
-    assert merged([2, 1], [sure, other], ["softmax"] * 2)[1].tolist() == pytest.approx([0, 1], abs=1e-99)
-    np.testing.assert_array_equal(merged([0, 1], [sure, other], ["softmax"] * 2), other)
+    # Zeros count as float64's epsilon, 2 ** -52: they do not rule a label out.
+    first = (0.4 * 2**-52) ** 0.5 / 0.6**0.5
+    expected_rows = np.array([[first / (1 + first), 1 / (1 + first)], [0.5, 0.5]])
+    np.testing.assert_allclose(merged([1, 1], [sure, other], ["softmax"] * 2), expected_rows, rtol=1e-12)
+    np.testing.assert_allclose(
+        merged([1, 1], [sure, other], ["sigmoid"] * 2)[1], expected_rows[1], rtol=1e-12
+    )
+    # Whose weight is the larger decides where they contradict; and without a weight a zero says nothing.
+    against = merged([3, 1], [sure, other], ["softmax"] * 2)[1]
+    np.testing.assert_allclose(against[0] / against[1], 2.0**-26, rtol=1e-12)
+    np.testing.assert_allclose(merged([0, 1], [sure, other], ["softmax"] * 2), other, rtol=1e-12, atol=3e-16)
 
 
 def test_one_sigmoid_member_makes_all_labels_independent() -> None:

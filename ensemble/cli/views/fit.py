@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ensemble.analysis.fit import FitReport
+from ensemble.analysis.fit import Calibration, FitReport
 from ensemble.analysis.weights_file import difference, verdicts
 from ensemble.cli.layout import Table
 
@@ -14,14 +14,21 @@ def view(report: FitReport) -> Iterator[str | Table]:
     rows = [
         [
             member.name,
-            f"{member.calibration:.3f}" if isinstance(member.calibration, float) else "",
+            _calibration(member.calibration),
             "" if member.weight is None else f"{member.weight:.4f}",
             f"{member.alone:.4f}",
             "" if member.gain is None else difference(member.gain, -1),
         ]
         for member in report.members
     ]
+    how = "temperature" if report.options.calibration == "temperature" else "calibration"
     metric = report.options.metric.replace("_", " ")
-    yield Table(["member", "temperature", "weight", f"{metric} alone", "without it"], rows)
+    yield Table(["member", how, "weight", f"{metric} alone", "without it"], rows)
     yield from verdicts(report)
     yield from (f"! {remark}" for remark in report.remarks)
+
+
+def _calibration(calibration: Calibration) -> str:
+    if calibration is None:
+        return ""
+    return f"{calibration:.3f}" if isinstance(calibration, float) else "vector"
