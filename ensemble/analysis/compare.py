@@ -190,7 +190,7 @@ def compare(
         metrics: by name; empty: the usual ones of such values.
         labels: the table of the truth; None: a run's own table, where its config names the truth.
         label_column, id_column: of that table and of CSVs, see ``read_files``.
-        activation: what the values of CSVs are, see ``read_files``.
+        activation: what the values of CSVs are; None: those of the run on the other side, or see ``read_files``.
 
     Raises:
         DataError: one of them cannot be read, two files have no row in common, or metrics are asked for that are
@@ -198,14 +198,16 @@ def compare(
     """
     asked = [find_metric(name) for name in metrics]
     sources, problems = list[_Source](), list[str]()
-    for path in (first, second):
+    # A file of unknown values is of what the run is that it is held against, which is therefore read first.
+    for path in sorted((first, second), key=lambda path: not path.is_dir()):
         try:
             sources.append(_read(path, id_column, activation, labels is None))
+            activation = activation or (sources[-1].predictions.activation if path.is_dir() else None)
         except DataError as error:
             problems += error.problems
     if problems:
         raise DataError(problems)
-    one, two = sources
+    one, two = sources if sources[0].path == first else reversed(sources)
     remarks = [f"{source.name}: {text}" for source in sources for text in source.predictions.remarks]
     settings = None
     if one.report is not None and two.report is not None:

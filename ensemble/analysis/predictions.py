@@ -36,6 +36,7 @@ from ensemble.pipeline.run_report import RunReport
 
 ID_COLUMN: Final = "id"
 LABEL_COLUMN: Final = "label"
+_ADVICE: Final = "remove the file and run the config again, which computes it again"
 # What the sum of a row that a run has written may miss 1 by.
 _SUM_TOLERANCE = 1e-3
 Values: TypeAlias = npt.NDArray[np.float64]
@@ -177,6 +178,8 @@ def read_run(run_dir: Path, truth: Literal["needed", "if there", "no"] = "if the
         truth: from the table of the run's config; "needed": without it there is nothing to do.  "if there": why it
             could not be had, if the config names it, is a remark.
 
+    What a member's values are is taken from run.json; where that is from before it said so, they tell it.
+
     Raises:
         DataError: this is no directory of a run, there are no predictions in it, they are not what a run writes, or
             the truth is needed and cannot be had.
@@ -209,7 +212,12 @@ def read_run(run_dir: Path, truth: Literal["needed", "if there", "no"] = "if the
             whole = _joined(path, own, values, ids, "", path != rundir.ensemble)
             found[path] = own, np.asfortranarray(whole)
     members = {name: found[path][1] for name, path in paths.items()}
-    activations = {name: _told_by([values]) for name, values in members.items()}
+    told = {one.name: one.activation for one in report.members}
+    activations = {name: told[name] or _told_by([values]) for name, values in members.items()}
+    for name, values in members.items():
+        problems += _row_problems(RowCheck(str(paths[name]), activations[name], ids, True, _ADVICE), values)
+    if problems:
+        raise DataError(problems)
     merged = found[rundir.ensemble][1] if rundir.ensemble in found else None
     predictions = Predictions(ids, labels, members, activations, None, merged)
     known: Truth | None = None
