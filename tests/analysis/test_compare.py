@@ -288,6 +288,11 @@ def test_runs_of_labels_that_are_not_exclusive(activation: str, project: Project
     found = compare(project.folder / "runs/first", project.folder / "runs/second")
     assert [one.name for one in found.changes] == ["ensemble", "m"]
     scores = {one.metric: one for one in found.metrics if one.name == "m"}
+    # What the run said at its end.
+    told = ensemble.open_run(project.folder / "runs/first").report.scores
+    own = told["m"].rmse if activation == "none" else told["m"].log_loss
+    assert own == pytest.approx(scores["rmse" if activation == "none" else "log_loss"].first.value, rel=1e-12)
+    assert told["ensemble"] == told["m"]
     with_file = compare(project.folder / "first.csv", project.folder / "runs/second")
     assert with_file.first.name.endswith("first.csv")
     assert {one.metric: one for one in with_file.metrics} == {

@@ -11,13 +11,13 @@ import numpy.typing as npt
 
 from ensemble.analysis.metrics import METRICS, USUAL, Bootstrap, Interval, Metric, Scored
 from ensemble.analysis.predictions import Predictions, run_settings
-from ensemble.common.errors import DataError
+from ensemble.common.errors import DataError, EnsembleError
 from ensemble.config import CalibrationConfig
 from ensemble.data.table import Truth
 from ensemble.merging.blocks import block_spans, weights_by_bin
 from ensemble.merging.calibration import calibrator
 from ensemble.merging.methods import METHODS
-from ensemble.merging.methods.base import Block, Members, Values
+from ensemble.merging.methods.base import Block, Members, MergeMethod, Values
 
 if TYPE_CHECKING:
     from ensemble.analysis.report.base import ReportData
@@ -62,6 +62,22 @@ class Results:
     def loss(self) -> Metric:
         """The metric that decides: less is better."""
         return METRICS[self.metrics[0]]
+
+    @property
+    def method(self) -> type[MergeMethod]:
+        """Of the merge; what is so of most where its package is not there any more."""
+        try:
+            return METHODS.load(str(self._data.report.ensemble.get("method", "mean")))
+        except EnsembleError:
+            return MergeMethod
+
+    @property
+    def no_loss(self) -> str:
+        """Why nothing is said of how large the loss of the merged values is."""
+        given = self._data.report.ensemble.get("method")
+        what = "predictions" if self.activation == "none" else "probabilities"
+        loss = self.loss.name.replace("_", " ")
+        return f"the values that {given} gives are no {what}, so that {loss} is not for them"
 
     def scored(self, metric: Metric, values: Values, rows: Rows | None = None) -> Scored | str:
         """A metric of float64 [rows, labels], of rows with values alone; or why it has none.

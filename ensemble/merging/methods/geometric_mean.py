@@ -27,6 +27,8 @@ _MIN_LOG = float(np.log(np.finfo(np.float64).tiny))
 class GeometricMean(MergeMethod):
     """See the module.  With a sigmoid member all labels are taken one by one, those of softmax members, too."""
 
+    fit_options = ""
+
     def problems(self) -> Iterator[str]:
         yield from self.problems_of_raw_values()
 
