@@ -24,6 +24,8 @@ from ensemble.analysis.predictions import (
     LABEL_COLUMN,
     Predictions,
     Values,
+    as_merged,
+    calibrations_of,
     places_of,
     read_files,
     read_run,
@@ -186,6 +188,8 @@ def compare(
 ) -> Comparison:
     """Compares two directories of runs, two CSVs of predictions, or one with the other.
 
+    A run's members count as they were merged, after their ``calibration``, as in its own scores.
+
     Args:
         metrics: by name; empty: the usual ones of such values.
         labels: the table of the truth; None: a run's own table, where its config names the truth.
@@ -309,7 +313,8 @@ def _around_difference(first: str, second: str) -> list[str]:
 def _read(path: Path, id_column: str | None, activation: Activation | None, wants_truth: bool) -> _Source:
     if path.is_dir():
         report = RunReport.read(path / "run.json")
-        return _Source(path, read_run(path, "if there" if wants_truth else "no"), report)
+        found = read_run(path, "if there" if wants_truth else "no")
+        return _Source(path, replace(found, members=as_merged(found, calibrations_of(report))), report)
     return _Source(path, read_files([path], id_column, activation=activation), None)
 
 

@@ -16,13 +16,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+from pydantic import ValidationError
 
 from ensemble.common.errors import DataError, EnsembleError, MergeError
 from ensemble.common.protocol import Activation
 from ensemble.common.text import listed, plural, quoted
 from ensemble.config.document import Document
 from ensemble.config.overrides import apply_overrides, expand
-from ensemble.config.schema import DataConfig
+from ensemble.config.schema import CalibrationConfig, DataConfig
 from ensemble.config.values import as_label
 from ensemble.config.yamlfile import parse
 from ensemble.data.csv_file import read_header
@@ -30,6 +31,8 @@ from ensemble.data.formats import read_contents
 from ensemble.data.input_file import Wanted, first_ids, malloc_for_arrow, missing_column
 from ensemble.data.predictions_csv import read_numbers
 from ensemble.data.table import TableNeeds, Truth, read_table
+from ensemble.merging.blocks import block_spans
+from ensemble.merging.calibration import calibrator
 from ensemble.merging.row_checks import RowCheck
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import RunReport
@@ -169,6 +172,50 @@ def read_truth(
     own = id_column if id_column in _header(path) else None
     source = _TruthSource(path, own or _id_column(path, None), label_column, (), None)
     return _truth(source, ids, labels, activation, remarks), remarks
+
+
+def read_truth_of(
+    data: DataConfig, ids: pa.ChunkedArray, labels: tuple[str, ...], activation: Activation
+) -> tuple[Truth, list[str]]:
+    """Reads the truth that a config names, by ``label_column`` or ``label_columns``; else as ``read_truth``."""
+    remarks: list[str] = []
+    source = _TruthSource(data.path, data.id_column, data.label_column, data.truth_columns(labels), None)
+    return _truth(source, ids, labels, activation, remarks), remarks
+
+
+def calibrations_of(report: RunReport) -> dict[str, CalibrationConfig]:
+    """Those by which a run has merged, by member name, of the members that have one.
+
+    Raises:
+        DataError: its config says what is none.
+    """
+    settings = run_settings(report)
+    models, defaults = settings.get("models"), settings.get("defaults")
+    inherited = defaults if isinstance(defaults, dict) else {}
+    found = {}
+    for model in models if isinstance(models, list) else []:
+        given = model.get("calibration", inherited.get("calibration"))
+        if given is None:
+            continue
+        try:
+            one = CalibrationConfig.model_validate(given)
+        except ValidationError as error:  # such as ${NAME}, which stands there as it was written
+            raise DataError(f"{model.get('name')}: its calibration in run.json cannot be read") from error
+        if one != CalibrationConfig():
+            found[str(model.get("name"))] = one
+    return found
+
+
+def as_merged(predictions: Predictions, calibrations: Mapping[str, CalibrationConfig]) -> dict[str, Values]:
+    """The members' values after their calibration, [rows, labels]; those without one are the same arrays."""
+    found = dict(predictions.members)
+    for name, values in predictions.members.items():
+        calibrate = calibrator(calibrations.get(name), predictions.activations[name], predictions.labels)
+        if calibrate is not None:
+            found[name] = values.copy(order="F")
+            for start, stop in block_spans(*values.shape):
+                calibrate(found[name][start:stop])
+    return found
 
 
 def read_run(run_dir: Path, truth: Literal["needed", "if there", "no"] = "if there") -> Predictions:

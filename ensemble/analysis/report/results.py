@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from ensemble.analysis.metrics import METRICS, USUAL, Bootstrap, Interval, Metric, Scored
-from ensemble.analysis.predictions import Predictions, run_settings
+from ensemble.analysis.predictions import Predictions, as_merged, calibrations_of
 from ensemble.common.errors import DataError, EnsembleError
-from ensemble.config import CalibrationConfig
 from ensemble.data.table import Truth
 from ensemble.merging.blocks import block_spans, weights_by_bin
-from ensemble.merging.calibration import calibrator
 from ensemble.merging.methods import METHODS
 from ensemble.merging.methods.base import Block, Members, MergeMethod, Values
 
@@ -50,7 +48,9 @@ class Results:
         given = {one.name: one.weight for one in data.report.members}
         self._given = [given[name] for name in self.names]
         self.weights: Values = weights_by_bin(self._given, self.labels, self._bins).mean(axis=(1, 2))
-        self.calibrations = self._calibrations()
+        self.calibrations = {
+            name: one for name, one in calibrations_of(data.report).items() if name in self.names
+        }
         self._scored: dict[tuple[str, int], Scored | str] = {}  # of what is scored again and again
 
     @property
@@ -124,16 +124,7 @@ class Results:
     @cached_property
     def as_merged(self) -> list[Values]:
         """The members' values with the calibration that the config gives them."""
-        found = []
-        for name, values in zip(self.names, self.values, strict=True):
-            calibrate = calibrator(
-                self.calibrations.get(name), self.predictions.activations[name], self.labels
-            )
-            found.append(values if calibrate is None else values.copy(order="F"))
-            if calibrate is not None:
-                for start, stop in block_spans(*values.shape):
-                    calibrate(found[-1][start:stop])
-        return found
+        return [*as_merged(self.predictions, self.calibrations).values()]
 
     def merged(
         self,
@@ -229,14 +220,3 @@ class Results:
         if len(found := self._data.text_bytes) != self.predictions.rows:
             raise DataError(f"{self._data.report.table} has changed since the run")
         return found
-
-    def _calibrations(self) -> dict[str, CalibrationConfig]:
-        settings = run_settings(self._data.report)
-        models, defaults = settings.get("models"), settings.get("defaults")
-        inherited: Any = defaults if isinstance(defaults, dict) else {}
-        found = {}
-        for model in models if isinstance(models, list) else []:
-            given = model.get("calibration", inherited.get("calibration"))
-            if given is not None and model.get("name") in self.names:
-                found[str(model["name"])] = CalibrationConfig.model_validate(given)
-        return {name: one for name, one in found.items() if one != CalibrationConfig()}
