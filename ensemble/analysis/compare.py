@@ -24,6 +24,8 @@ from ensemble.analysis.predictions import (
     LABEL_COLUMN,
     Predictions,
     Values,
+    as_merged,
+    calibrations_of,
     places_of,
     read_files,
     read_run,
@@ -186,11 +188,13 @@ def compare(
 ) -> Comparison:
     """Compares two directories of runs, two CSVs of predictions, or one with the other.
 
+    A run's members count as they were merged, after their ``calibration``, as in its own scores.
+
     Args:
         metrics: by name; empty: the usual ones of such values.
         labels: the table of the truth; None: a run's own table, where its config names the truth.
         label_column, id_column: of that table and of CSVs, see ``read_files``.
-        activation: what the values of CSVs are, see ``read_files``.
+        activation: what the values of CSVs are; None: those of the run on the other side, or see ``read_files``.
 
     Raises:
         DataError: one of them cannot be read, two files have no row in common, or metrics are asked for that are
@@ -198,14 +202,16 @@ def compare(
     """
     asked = [find_metric(name) for name in metrics]
     sources, problems = list[_Source](), list[str]()
-    for path in (first, second):
+    # A file of unknown values is of what the run is that it is held against, which is therefore read first.
+    for path in sorted((first, second), key=lambda path: not path.is_dir()):
         try:
             sources.append(_read(path, id_column, activation, labels is None))
+            activation = activation or (sources[-1].predictions.activation if path.is_dir() else None)
         except DataError as error:
             problems += error.problems
     if problems:
         raise DataError(problems)
-    one, two = sources
+    one, two = sources if sources[0].path == first else reversed(sources)
     remarks = [f"{source.name}: {text}" for source in sources for text in source.predictions.remarks]
     settings = None
     if one.report is not None and two.report is not None:
@@ -307,7 +313,8 @@ def _around_difference(first: str, second: str) -> list[str]:
 def _read(path: Path, id_column: str | None, activation: Activation | None, wants_truth: bool) -> _Source:
     if path.is_dir():
         report = RunReport.read(path / "run.json")
-        return _Source(path, read_run(path, "if there" if wants_truth else "no"), report)
+        found = read_run(path, "if there" if wants_truth else "no")
+        return _Source(path, replace(found, members=as_merged(found, calibrations_of(report))), report)
     return _Source(path, read_files({"predictions": path}, id_column, activation=activation), None)
 
 

@@ -15,13 +15,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+from pydantic import ValidationError
 
 from ensemble.common.errors import ConfigError, DataError, EnsembleError, MergeError
 from ensemble.common.protocol import Activation
 from ensemble.common.text import listed, nearest_or_all, plural, quoted
 from ensemble.config.document import Document
 from ensemble.config.overrides import apply_overrides, expand
-from ensemble.config.schema import DataConfig
+from ensemble.config.schema import CalibrationConfig, DataConfig
 from ensemble.config.values import as_label
 from ensemble.config.yamlfile import parse
 from ensemble.data.csv_file import read_header
@@ -35,12 +36,15 @@ from ensemble.data.predictions_csv import (
     repeated_text,
 )
 from ensemble.data.table import TableNeeds, Truth, read_table
+from ensemble.merging.blocks import block_spans
+from ensemble.merging.calibration import calibrator
 from ensemble.merging.row_checks import RowCheck
 from ensemble.pipeline.prediction_files import ROWS_ADVICE, file_columns, named_files
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import RunReport
 
 LABEL_COLUMN: Final = "label"
+_ADVICE: Final = "remove the file and run the config again, which computes it again"
 # What the sum of a row that a run has written may miss 1 by.
 _SUM_TOLERANCE = 1e-3
 Values: TypeAlias = npt.NDArray[np.float64]
@@ -191,12 +195,58 @@ def read_truth(
         raise DataError([one + hint * (" id" in one) for one in error.problems]) from error
 
 
+def read_truth_of(
+    data: DataConfig, ids: pa.ChunkedArray, labels: tuple[str, ...], activation: Activation
+) -> tuple[Truth, list[str]]:
+    """Reads the truth that a config names, by ``label_column`` or ``label_columns``; else as ``read_truth``."""
+    remarks: list[str] = []
+    source = _TruthSource(data.path, data.id_column, data.label_column, data.truth_columns(labels), None)
+    return _truth(source, ids, labels, activation, remarks), remarks
+
+
+def calibrations_of(report: RunReport) -> dict[str, CalibrationConfig]:
+    """Those by which a run has merged, by member name, of the members that have one.
+
+    Raises:
+        DataError: its config says what is none.
+    """
+    settings = run_settings(report)
+    models, defaults = settings.get("models"), settings.get("defaults")
+    inherited = defaults if isinstance(defaults, dict) else {}
+    found = {}
+    for model in models if isinstance(models, list) else []:
+        given = model.get("calibration", inherited.get("calibration"))
+        if given is None:
+            continue
+        try:
+            one = CalibrationConfig.model_validate(given)
+        except ValidationError as error:  # such as ${NAME}, which stands there as it was written
+            raise DataError(f"{model.get('name')}: its calibration in run.json cannot be read") from error
+        if one != CalibrationConfig():
+            found[str(model.get("name"))] = one
+    return found
+
+
+def as_merged(predictions: Predictions, calibrations: Mapping[str, CalibrationConfig]) -> dict[str, Values]:
+    """The members' values after their calibration, [rows, labels]; those without one are the same arrays."""
+    found = dict(predictions.members)
+    for name, values in predictions.members.items():
+        calibrate = calibrator(calibrations.get(name), predictions.activations[name], predictions.labels)
+        if calibrate is not None:
+            found[name] = values.copy(order="F")
+            for start, stop in block_spans(*values.shape):
+                calibrate(found[name][start:stop])
+    return found
+
+
 def read_run(run_dir: Path, truth: Literal["needed", "if there", "no"] = "if there") -> Predictions:
     """Reads the members' complete predictions and the ensemble from the directory of a run, as they stand there.
 
     Args:
         truth: from the table of the run's config; "needed": without it there is nothing to do.  "if there": why it
             could not be had, if the config names it, is a remark.
+
+    What a member's values are is taken from run.json; where that is from before it said so, they tell it.
 
     Raises:
         DataError: this is no directory of a run, there are no predictions in it, they are not what a run writes, or
@@ -231,7 +281,12 @@ def read_run(run_dir: Path, truth: Literal["needed", "if there", "no"] = "if the
             whole = _joined(path, own, values, ids, "", path != rundir.ensemble)
             found[path] = own, np.asfortranarray(whole)
     members = {name: found[path][1] for name, path in paths.items()}
-    activations = {name: _told_by([values]) for name, values in members.items()}
+    told = {one.name: one.activation for one in report.members}
+    activations = {name: told[name] or _told_by([values]) for name, values in members.items()}
+    for name, values in members.items():
+        problems += _row_problems(RowCheck(str(paths[name]), activations[name], ids, True, _ADVICE), values)
+    if problems:
+        raise DataError(problems)
     merged = found[rundir.ensemble][1] if rundir.ensemble in found else None
     predictions = Predictions(ids, labels, members, activations, None, merged)
     known: Truth | None = None

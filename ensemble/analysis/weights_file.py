@@ -13,7 +13,7 @@ import yaml
 
 from ensemble.analysis.calibration import Values, VectorScaling
 from ensemble.analysis.fit import FitReport, Gain, Options, fit
-from ensemble.analysis.predictions import Predictions, read_files, read_run, read_truth
+from ensemble.analysis.predictions import Predictions, read_files, read_run, read_truth, read_truth_of
 from ensemble.analysis.weights import Pool
 from ensemble.common.errors import ConfigError, DataError, WriteError
 from ensemble.common.files import cannot_write, output_file, write_text
@@ -146,7 +146,9 @@ def fit_run(loaded: LoadedConfig, truth: TruthFile, options: Options) -> tuple[F
     rundir = RunDir(config.output_dir)
     if not rundir.run_json.exists():
         raise DataError(f"{config.output_dir}: there is no run.json; run the config first, then fit")
-    found = read_run(config.output_dir, "no" if truth.path or config.data.label_column else "needed")
+    data = config.data
+    has_truth = truth.path is not None or data.label_column is not None or data.label_columns is not None
+    found = read_run(config.output_dir, "no" if has_truth else "needed")
     names = [model.name for model in config.models]
     if missing := [name for name in names if name not in found.members]:
         raise DataError(
@@ -156,12 +158,14 @@ def fit_run(loaded: LoadedConfig, truth: TruthFile, options: Options) -> tuple[F
     members = {name: found.members[name] for name in names}
     found = replace(found, members=members, activations={name: found.activations[name] for name in names})
     found = replace(found, members=_as_asked(config, found))
-    column = truth.label_column if truth.path else config.data.label_column
-    if column is not None:
-        ids = truth.id_column or config.data.id_column
-        path = truth.path or config.data.path
-        known, _ = read_truth(Path(path), found.ids, found.labels, found.activation, column, ids)
-        found = replace(found, truth=known)
+    if has_truth:
+        rows = found.ids, found.labels, found.activation
+        if truth.path is not None:
+            ids = truth.id_column or data.id_column
+            known, remarks = read_truth(truth.path, *rows, truth.label_column, ids)
+        else:
+            known, remarks = read_truth_of(data, *rows)
+        found = replace(found, truth=known, remarks=(*found.remarks, *remarks))
     if method == "logit_mean" and found.activation == "softmax":
         raise ConfigError(f"ensemble.method: logit_mean is not for labels that exclude each other; {again}")
     report = fit(found, replace(options, pool=POOLS.get(method, "mean")))

@@ -275,7 +275,8 @@ def compare(
         labels: a table with the true labels; None: the table of a run.
         label_column: its column of them; where it is not there, a column per label is read.
         id_column: of the CSVs; None: ``id``, or the first.
-        activation: what the values of the CSVs are; None: probabilities that sum to 1, or of one label any numbers.
+        activation: what the values of the CSVs are; None: those of the run that they are held against, else
+            probabilities that sum to 1, and of one label probabilities where all are from 0 to 1, or any numbers.
         quiet: print nothing.
 
     Raises:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -25,27 +26,31 @@ _KEPT_BLOCKS = 2
 
 @dataclass(frozen=True)
 class Score:
-    """``log_loss`` in nats per row, ``accuracy`` as a share of the ``rows``.
+    """How good a member, or the ensemble, is in ``rows``; None for what says nothing of such values.
 
+    ``log_loss`` is in nats per row, of labels that do not exclude each other the mean over labels.  ``accuracy`` is
+    a share of the rows, of exclusive labels alone; ``rmse`` is of regression, of several labels the mean of theirs.
     ``prior_log_loss`` is that of always predicting the labels' frequencies in these rows, ``margin`` two standard
     errors of the difference, both in nats per row.  ``no_better_than_prior``: even with the margin in favour the
-    log loss is not below the prior's by 1 % of what the truth itself is below it (all of it, where each row has one
-    label).  Chance alone brings a good member there on hardly any table.
+    log loss is not below the prior's by 1 % of what the truth itself is below it (all of it, where the truth holds
+    no probabilities but 0 and 1).  Chance alone brings a good member there on hardly any table.
     """
 
-    log_loss: float
-    accuracy: float
+    log_loss: float | None
+    accuracy: float | None
     rows: int
-    prior_log_loss: float
-    margin: float
+    prior_log_loss: float | None
+    margin: float | None
     no_better_than_prior: bool
+    rmse: float | None = None
 
 
 @dataclass(frozen=True)
 class Gain:
-    """How much better the ensemble is than its best member on the same rows, in nats of log loss per row.
+    """How much better the ensemble is than its best member on the same rows.
 
-    ``best_member`` is the one of least log loss of those that have all ``rows``; ``gain`` is below 0 where it is
+    In nats of log loss per row, or where ``of`` is "squared error" in the mean of that over rows and labels.
+    ``best_member`` is the one of least loss of those that have all ``rows``; ``gain`` is below 0 where it is
     better than the ensemble.  ``low`` to ``high`` is the normal 95 % interval of the mean of the rows' differences:
     what other rows of the same kind would give for these two.  It does not know that the best member was chosen on
     the same rows, where luck makes the best of several look better than it is: a gain is rather more than it seems,
@@ -58,6 +63,7 @@ class Gain:
     low: float | None
     high: float | None
     rows: int
+    of: Literal["log loss", "squared error"] = "log loss"
 
 
 class PairedLosses:
@@ -85,53 +91,75 @@ class PairedLosses:
                 differences, out=differences
             ).sum()  # @ would start BLAS's threads
 
-    def gain(self, number: int, name: str) -> Gain:
-        """Over one of the others."""
+    def best(self, numbers: Iterable[int]) -> int:
+        """Which of these others has the least loss; the first of equal ones."""
+        return min(numbers, key=lambda number: self._sums[number])
+
+    def gain(self, number: int, name: str, activation: Activation = "softmax") -> Gain:
+        """Over one of the others; ``activation`` is that of the losses."""
         rows, mean = self.rows, float(self._sums[number]) / self.rows
+        of: Literal["log loss", "squared error"] = "squared error" if activation == "none" else "log loss"
         if rows < 2:
-            return Gain(name, mean, None, None, rows)
+            return Gain(name, mean, None, None, rows, of)
         variance = max(0.0, float(self._squares[number]) - rows * mean**2) / (rows - 1)
         margin = _NORMAL_95 * math.sqrt(variance / rows)
-        return Gain(name, mean, mean - margin, mean + margin, rows)
+        return Gain(name, mean, mean - margin, mean + margin, rows, of)
 
 
 class Scoring:
-    """Log loss and accuracy of class probabilities, added up block by block.
+    """Log loss and accuracy of probabilities, or errors of regression, added up block by block.
 
     The log loss is the mean of -ln p(true label), with p clipped to the smallest step of float64 as
     scikit-learn's ``log_loss`` does, after rows are scaled to sum to 1.  Where the truth is probabilities itself,
     it is the cross-entropy, the mean of -sum(truth * ln p), and a row's true label is the likeliest; of equal
-    ones, the first, as in predictions.
+    ones, the first, as in predictions.  Of labels that do not exclude each other it is the mean over rows and
+    labels of -truth * ln p - (1 - truth) * ln(1 - p).
 
     Args:
-        truth: label numbers, int64 [rows], or probabilities that sum to 1, float64 [rows, labels].
+        truth: label numbers, int64 [rows], of exclusive labels; or float64 [rows, labels]: of these probabilities
+            that sum to 1, of others probabilities, of regression any numbers.
+        activation: what the values are; "none" is regression.
+        has_loss: False for values that are no probabilities, whatever they are made of; then there is an accuracy
+            at most.
     """
 
-    def __init__(self, truth: npt.NDArray[np.int64] | npt.NDArray[np.float64]) -> None:
-        self._loss = 0.0
+    def __init__(
+        self,
+        truth: npt.NDArray[np.int64] | npt.NDArray[np.float64],
+        activation: Activation = "softmax",
+        has_loss: bool = True,
+    ) -> None:
+        self._truth = truth
+        self._activation = activation
+        self._has_loss = has_loss
         self._hits = 0
-        self._squares = 0.0
-        self._soft = truth if truth.ndim == 2 else None
-        self._entropy = 0.0  # of the truth, nats per row
-        if truth.ndim == 2:
-            counts = truth.sum(axis=0)
-            self._entropy = -float((truth * np.log(np.where(truth > 0, truth, 1.0))).sum()) / max(
-                1, len(truth)
+        self._loss, self._squares = 0.0, 0.0
+        self._of_labels = np.zeros(truth.shape[-1])  # squared errors
+        self._least, self._prior = 0.0, np.zeros(0)  # the truth's own log loss; shares of the labels
+        if activation != "none":
+            counts = np.bincount(truth) if truth.ndim == 1 else truth.sum(axis=0)
+            self._prior = counts / max(1, len(truth))
+            self._least = (
+                0.0
+                if truth.ndim == 1
+                else float(row_losses(truth, truth.astype(np.float64), activation).mean())
             )
-            self._truth = truth.argmax(axis=1)
-        else:
-            counts = np.bincount(truth)
-            self._truth = truth
-        self._prior = -np.log(np.where(counts > 0, counts, 1) / max(1, len(truth)))
         self._losses: dict[int, npt.NDArray[np.float64]] = {}  # by the block's first row, the latest blocks
 
     def add(self, start: int, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """The rows from ``start`` on: float64 [rows, labels]; returns their losses in nats, [rows]."""
-        rows = slice(start, start + len(values))
-        losses = row_losses(self._truth[rows] if self._soft is None else self._soft[rows], values)
-        self._loss += float(losses.sum())
-        self._squares += float(np.square(losses - self._prior_losses(rows)).sum())
-        self._hits += int((values.argmax(axis=1) == self._truth[rows]).sum())
+        """The rows from ``start`` on: float64 [rows, labels]; returns their losses, [rows], see ``row_losses``."""
+        truth = self._truth[start : start + len(values)]
+        losses = np.zeros(len(values))
+        if self._has_loss:
+            losses = row_losses(truth, values, self._activation)
+            self._loss += float(losses.sum())
+            if self._activation == "none":
+                self._of_labels += np.square(values - truth).sum(axis=0)
+            else:
+                self._squares += float(np.square(losses - self._prior_losses(truth)).sum())
+        if self._activation == "softmax":
+            labels = truth if truth.ndim == 1 else truth.argmax(axis=1)
+            self._hits += int((values.argmax(axis=1) == labels).sum())
         self._losses[start] = losses
         if len(self._losses) > _KEPT_BLOCKS:
             del self._losses[next(iter(self._losses))]
@@ -141,21 +169,31 @@ class Scoring:
         """Those of the block from ``start`` on, if it was added and is one of the latest two."""
         return self._losses.get(start)
 
-    def score(self) -> Score:
-        """Of all rows, once each was added."""
+    def score(self) -> Score | None:
+        """Of all rows, once each was added; None where nothing can be said of such values."""
         rows = len(self._truth)
-        loss, prior = self._loss / rows, float(self._prior_losses(slice(None)).mean())
+        accuracy = self._hits / rows if self._activation == "softmax" else None
+        if not self._has_loss:
+            return None if accuracy is None else Score(None, accuracy, rows, None, None, False)
+        if self._activation == "none":
+            rmse = float(np.sqrt(self._of_labels / rows).mean())
+            return Score(None, None, rows, None, None, False, rmse)
+        loss, prior = self._loss / rows, float(self._prior_losses(self._truth).mean())
         # Of the mean of the rows' differences, which share what is hard about a row.
         variance = max(0.0, self._squares / rows - (loss - prior) ** 2)
         margin = _ERRORS * math.sqrt(variance / max(1, rows - 1))
-        gain = prior - self._entropy
+        gain = prior - self._least
         is_no_better = gain > _ROUNDING and rows > 1 and loss - margin > prior - gain * _NO_GAIN
-        return Score(loss, self._hits / rows, rows, prior, margin, is_no_better)
+        return Score(loss, accuracy, rows, prior, margin, is_no_better)
 
-    def _prior_losses(self, rows: slice) -> npt.NDArray[np.float64]:
+    def _prior_losses(
+        self, truth: npt.NDArray[np.int64] | npt.NDArray[np.float64]
+    ) -> npt.NDArray[np.float64]:
         """Those of always predicting the labels' frequencies, [rows]."""
-        found = self._prior[self._truth[rows]] if self._soft is None else self._soft[rows] @ self._prior
-        return np.asarray(found)
+        if self._activation == "sigmoid":
+            return row_losses(truth, np.broadcast_to(self._prior, truth.shape), "sigmoid")
+        prior = -np.log(np.where(self._prior > 0, self._prior, 1 / max(1, len(self._truth))))
+        return np.asarray(prior[truth.astype(np.int64)] if truth.ndim == 1 else truth @ prior)
 
 
 def row_losses(
@@ -163,14 +201,17 @@ def row_losses(
     values: npt.NDArray[np.float64],
     activation: Activation = "softmax",
 ) -> npt.NDArray[np.float64]:
-    """The log loss of each row in nats, [rows]; of exclusive labels as ``Scoring`` has it.
+    """The log loss of each row in nats, [rows], as ``Scoring`` has it; in regression the mean of squared errors.
 
     Args:
-        truth: of these rows, label numbers (exclusive labels), or how likely each label is, float64 [rows, labels].
-        values: probabilities, float64 [rows, labels].
+        truth: of these rows, label numbers (exclusive labels), or how likely each label is, float64 [rows, labels];
+            in regression the numbers themselves.
+        values: float64 [rows, labels].
         activation: with "sigmoid" the mean over labels of -truth * ln p - (1 - truth) * ln(1 - p), p clipped to the
-            smallest step of float64.
+            smallest step of float64; with "none" the mean over labels of squared differences.
     """
+    if activation == "none":
+        return np.asarray(np.square(values - truth).mean(axis=1))
     if activation == "sigmoid":
         yes = np.clip(values, EPSILON, 1 - EPSILON)
         return np.asarray(-(truth * np.log(yes) + (1 - truth) * np.log1p(-yes)).mean(axis=1))

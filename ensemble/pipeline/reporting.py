@@ -86,7 +86,9 @@ class RunState:
             device_telemetry=dict(self.pool.telemetry) if self.pool else {},
             members=tuple(
                 replace(
-                    _member(state, self.works.get(state.plan.name)), cascade=self._cascade(state.plan.name)
+                    _member(state, self.works.get(state.plan.name)),
+                    cascade=self._cascade(state.plan.name),
+                    activation=prepared.inspected[state.plan.name].activation,
                 )
                 for state in self.members
             ),

@@ -31,7 +31,7 @@ from ensemble.members.base import OutputColumns
 from ensemble.members.registry import member_kind
 from ensemble.merging.blocks import MergedMember, RowSource, Without, block_spans, merge_blocks
 from ensemble.merging.calibration import calibrator
-from ensemble.merging.methods import merge_method
+from ensemble.merging.methods import METHODS, merge_method
 from ensemble.merging.methods.base import Members
 from ensemble.merging.metrics import Comparing, Comparison, Gain, PairedLosses, Score, Scoring
 from ensemble.merging.row_checks import RowCheck
@@ -162,7 +162,8 @@ class ResultWriter:
         results.scores, results.gain, results.merged_rows, results.filled_rows = {}, None, {}, 0
         results.comparisons = {}
         table, merged = self._prepared.table, list[MergedMember]()
-        scoring = self._scoring() if members else None
+        is_scored = METHODS.load(self._config.ensemble.method).gives_probabilities
+        scoring = self._scoring(is_scored) if members else None
         unscored, paired = set[int](), PairedLosses(len(members))
         threads = min(len(os.sched_getaffinity(0)), _MAX_THREADS)
         with (
@@ -180,16 +181,17 @@ class ResultWriter:
             whole = self._write_blocks(blocks, pool, threads)
         for member in merged:
             results.merged_rows[member.name] = member.check.reached
-            if member.scoring is not None and member.check.reached == table.rows:
-                results.scores[member.name] = member.scoring.score()
-        if scoring is not None:
+            own = member.scoring if member.check.reached == table.rows else None
+            if own is not None and (score := own.score()) is not None:
+                results.scores[member.name] = score
+        if scoring is not None and (score := scoring.score()) is not None:
             # What fills rows that no member reached says nothing of the members.
             changes = {"no_better_than_prior": False} if results.filled_rows else {}
-            results.scores[ENSEMBLE_ROW] = replace(scoring.score(), **changes)
+            results.scores[ENSEMBLE_ROW] = replace(score, **changes)
             whole_members = [number for number, member in enumerate(merged) if member.name in results.scores]
-            if whole_members and len(merged) > 1 and paired.rows == table.rows:
-                best = min(whole_members, key=lambda number: results.scores[merged[number].name].log_loss)
-                results.gain = paired.gain(best, merged[best].name)
+            if is_scored and whole_members and len(merged) > 1 and paired.rows == table.rows:
+                best = paired.best(whole_members)
+                results.gain = paired.gain(best, merged[best].name, self._prepared.activation)
         asked, sample, written = self._config.submission, self._prepared.sample, self._rundir.submission
         if asked is None or sample is None:
             return
@@ -205,8 +207,9 @@ class ResultWriter:
             written = asked.path
         results.files["submission"] = written
 
-    def _scoring(self) -> Scoring | None:
-        return None if (truth := self._prepared.truth) is None else Scoring(truth)
+    def _scoring(self, has_loss: bool = True) -> Scoring | None:
+        truth = self._prepared.truth
+        return None if truth is None else Scoring(truth, self._prepared.activation, has_loss)
 
     def _merged_blocks(
         self,
@@ -256,7 +259,7 @@ class ResultWriter:
         merged_by = Members(names, activations, self._labels, weights)
         method = merge_method(config.ensemble, merged_by)
         truth, comparing = self._prepared.truth, dict[int, Without]()
-        if truth is not None:
+        if truth is not None and self._prepared.activation == "softmax" and method.gives_probabilities:
             limited = [number for number, name in enumerate(names) if self.wanted(name) is not None]
             comparing = {
                 number: Without(merge_method(config.ensemble, merged_by), Comparing(truth))

@@ -13,7 +13,7 @@ from ensemble import __version__
 from ensemble.common.errors import DataError
 from ensemble.common.files import unreadable, write_text
 from ensemble.common.gpus import Device
-from ensemble.common.protocol import Counters
+from ensemble.common.protocol import Activation, Counters
 from ensemble.config.values import AnyWeight
 from ensemble.merging.metrics import Comparison, Gain, Score
 from ensemble.planning.forecast import Speed
@@ -106,7 +106,8 @@ class MemberReport:
     """One member.
 
     ``workers`` of a member that an earlier run did are that run's.  ``chunks`` were left to do when this run began,
-    ``reused_rows`` were done by then.  ``bad_rows`` could not be computed: row of the table to reason.
+    ``reused_rows`` were done by then.  ``bad_rows`` could not be computed: row of the table to reason.  What its
+    values are says ``activation``; None in a run.json from before there was this key.
     """
 
     name: str
@@ -134,6 +135,7 @@ class MemberReport:
     failure: Failure | None
     workers: tuple[WorkerReport, ...]
     cascade: CascadeReport | None = None
+    activation: Activation | None = None
 
     @property
     def workers_now(self) -> tuple[WorkerReport, ...]:

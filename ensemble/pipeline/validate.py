@@ -85,8 +85,14 @@ class Prepared:
 
     @property
     def truth(self) -> Truth | None:
-        """The rows' true labels, where members can be scored by them."""
-        return self.table.truth if _is_exclusive(self.inspected) else None
+        """What is true of the rows, where members can be scored by it."""
+        found = self.table.truth
+        return found if found is None or found.ndim == 2 or _is_exclusive(self.inspected) else None
+
+    @property
+    def activation(self) -> Activation:
+        """What all members' values are together."""
+        return _together(self.inspected)
 
     def even_value(self, member: str) -> float:
         """What stands in each column of a row of which nothing is known."""
@@ -258,10 +264,10 @@ def prepare(loaded: LoadedConfig, must_fit: bool = True, predictions_in: Path | 
         warnings.append(
             "models: some give exclusive labels (softmax), some independent ones (sigmoid); their mean is neither"
         )
-    if table.truth is not None and not _is_exclusive(inspected):
-        key = "label_column" if config.data.label_columns is None else "label_columns"
+    if table.truth is not None and table.truth.ndim == 1 and not _is_exclusive(inspected):
         warnings.append(
-            f"data.{key}: log loss and accuracy need exclusive labels from every member; none are shown"
+            "data.label_column: one true label for each row is for members whose labels exclude each other "
+            "(softmax); no scores are shown; set data.label_columns"
         )
     return Prepared(
         loaded=loaded,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -273,20 +274,34 @@ def test_runs_of_labels_that_are_not_exclusive(activation: str, project: Project
     sides = {}
     for name, better in (("first", 0.0), ("second", 0.3)):
         values = np.clip(0.35 + 0.3 * generator.random((80, 2)) + better * (true - 0.5), 0, 1)
-        sides[name] = values + (3 if activation == "none" else 0)
-        pd.DataFrame(sides[name], index, names).to_csv(project.folder / f"{name}.csv")
-        config = {
+        sides[name] = values  # numbers from 0 to 1, whatever they mean
+        pd.DataFrame(values, index, names).to_csv(project.folder / f"{name}.csv")
+        config: dict[str, Any] = {
             "data": {"path": "test.csv", "label_columns": {f"is_{label}": label for label in names}},
             "labels": names,
             "models": [{"name": "m", "task_type": "csv", "path": f"{name}.csv", "activation": activation}],
             "output_dir": f"runs/{name}",
         }
+        if name == "second" and activation == "sigmoid":
+            config["models"][0]["calibration"] = {"temperature": 0.7}
         project.write_config(config)
         done = project.ensemble("run", "config.yaml")
         assert done.returncode == 0, done.stderr
     found = compare(project.folder / "runs/first", project.folder / "runs/second")
     assert [one.name for one in found.changes] == ["ensemble", "m"]
     scores = {one.metric: one for one in found.metrics if one.name == "m"}
+    # What the run said at its end.
+    one = scores["rmse" if activation == "none" else "log_loss"]
+    for name, interval in {"first": one.first, "second": one.second}.items():
+        told = ensemble.open_run(project.folder / f"runs/{name}").report.scores
+        own = told["m"].rmse if activation == "none" else told["m"].log_loss
+        assert own == pytest.approx(interval.value, rel=1e-9)
+        assert told["ensemble"] == told["m"]
+    with_file = compare(project.folder / "first.csv", project.folder / "runs/second")
+    assert with_file.first.name.endswith("first.csv")
+    assert {one.metric: one for one in with_file.metrics} == {
+        name: replace(one, name="ensemble") for name, one in scores.items()
+    }
     if activation == "none":
         root = np.sqrt(((sides["first"] - true) ** 2).mean(axis=0)).mean()
         assert scores.keys() == {"rmse"}

@@ -248,3 +248,41 @@ def test_a_run_as_it_stands(project: Project) -> None:
     (moved / "run.json").write_text(json.dumps(document | {"members": []}))
     with pytest.raises(DataError, match="no member's predictions are complete"):
         read_run(moved)
+
+
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize(("activation", "looks_like"), [("sigmoid", "softmax"), ("none", "sigmoid")])
+def test_what_the_values_of_a_run_are_is_what_its_config_said(
+    activation: str, looks_like: str, project: Project
+) -> None:
+    """Two sigmoid labels may sum to 1, and numbers of a regression lie between 0 and 1."""
+    columns = {"rude": [0.9, 0.2], "kind": [0.1, 0.8] if activation == "sigmoid" else [0.2, 0.3]}
+    pd.DataFrame({"id": ["1", "2"], **columns}).to_csv(project.folder / "a.csv", index=False)
+    member = {"name": "a", "task_type": "csv", "path": "a.csv", "activation": activation}
+    config = {"data": {"path": "a.csv"}, "labels": [*columns], "models": [member], "output_dir": "run"}
+    project.write_config(config)
+    assert project.ensemble("run", "config.yaml", "-q").returncode == 0
+    assert read_run(project.folder / "run").activations == {"a": activation}
+    # One from before run.json said so.
+    place = project.folder / "run/run.json"
+    document = json.loads(place.read_text())
+    assert document["members"][0].pop("activation") == activation
+    place.write_text(json.dumps(document))
+    assert read_run(project.folder / "run").activations == {"a": looks_like}
+
+
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize(
+    ("cell", "said"), [("inf", "infinite values or NaN in part"), ("1.5", "values below 0 or above 1")]
+)
+def test_a_file_of_a_run_that_was_changed(cell: str, said: str, project: Project) -> None:
+    pd.DataFrame(A).to_csv(project.folder / "a.csv", index=False)
+    config = {"data": {"path": "a.csv"}, "labels": ["neg", "pos"], "output_dir": "run"}
+    project.write_config(config | {"models": [{"name": "a", "task_type": "csv", "path": "a.csv"}]})
+    assert project.ensemble("run", "config.yaml", "-q").returncode == 0
+    path = project.folder / "run/predictions/a.csv"
+    path.write_text(path.read_text().replace("0.7", cell))
+    with pytest.raises(
+        DataError, match=rf"predictions/a\.csv: 1 row with {said}, the first is id 007; remove"
+    ):
+        read_run(project.folder / "run")

@@ -12,6 +12,8 @@ from scipy.special import softmax
 from sklearn.metrics import log_loss
 
 import ensemble
+from ensemble.analysis.weights_file import POOLS
+from ensemble.merging.methods import METHODS
 from tests.project import ROOT, Project
 
 pytestmark = pytest.mark.usefixtures("warm")
@@ -207,6 +209,34 @@ def test_a_member_with_when_is_fitted_on_the_rows_that_it_is_asked_for(files: Pr
     done = files.ensemble("fit", "config.yaml")
     assert done.returncode == 0, done.stderr
     assert f"These figures are of the {asked} of 400 rows that all members have" in done.stdout
+
+
+def test_a_truth_that_is_named_when_the_run_is_fitted(files: Project) -> None:
+    """In a column per label, in a table of its own, with a row that the run did not have."""
+    _, rows = files.read("truth.csv")
+    files.write_csv("rows.csv", ["id"], [row[:1] for row in rows])
+    each = [[name, *(str(int(label == own)) for own in LABELS)] for name, label in [*rows, ["more", "a"]]]
+    files.write_csv("columns.csv", ["id", *(f"is_{label}" for label in LABELS)], each)
+    given = config()
+    given["data"] = {"path": "rows.csv"}
+    files.write_config(given)
+    assert files.ensemble("run", "config.yaml", "-q").returncode == 0
+    columns = ", ".join(f"is_{label}: {label}" for label in LABELS)
+    sets = ["data.path=columns.csv", f"data.label_columns={{{columns}}}"]
+    done = files.ensemble("fit", "config.yaml", "--set", sets[0], "--set", sets[1], "-o", "a.yaml")
+    assert done.returncode == 0, done.stderr
+    assert "! 1 row of columns.csv left out, of ids without predictions" in done.stdout
+    sets = ["data.path=truth.csv", "data.label_column=label"]
+    assert (
+        files.ensemble("fit", "config.yaml", "--set", sets[0], "--set", sets[1], "-o", "b.yaml").returncode
+        == 0
+    )
+    found = [yaml.safe_load((files.folder / name).read_text()) for name in ("a.yaml", "b.yaml")]
+    assert found[0] == found[1]
+
+
+def test_the_methods_that_can_be_fitted_are_those_that_say_so() -> None:
+    assert {name for name in METHODS.built_in if not METHODS.load(name).fit_options} == {*POOLS}
 
 
 def write(project: Project, name: str, change: Any) -> None:

@@ -67,6 +67,11 @@ LOST = "worse than its best member b (95 % interval 0.0010 to 0.0046): "
             f"0.0028 {LOST}these weights lose to it; `python -m ensemble fit CONFIG` earns others",
         ),
         ((0.00001, -0.001, 0.001), (1.0, 1.0), None),
+        (
+            (-0.000001, -0.00001, 0.00001),
+            (1.0, 1.0),
+            "neither better nor worse than its best member b (95 % interval 0.0000 to 0.0000)",
+        ),
         ((0.0, 0.0, 0.0), (0.0, 1.0), "neither better nor worse than its best member b"),
         ((0.0, 0.0, 0.0), (1.0, 0.0), "neither better nor worse than its best member b (weight 0)"),
         ((0.5, None, None), (1.0, 1.0), "0.5000 better than its best member b"),
@@ -90,6 +95,44 @@ def test_whether_the_ensemble_is_better_than_its_best_member(
     assert shown("status", status)[-1] == said
     for silent in (replace(made, gain=None), replace(made, scores={})):
         assert not any("best member" in line for line in shown("summary", silent))
+
+
+@pytest.mark.parametrize(
+    ("method", "advice"),
+    [
+        ("geometric_mean", "equal weights lose to it; `python -m ensemble fit CONFIG` earns weights"),
+        (
+            "median",
+            "median loses to it; `python -m ensemble fit CONFIG --set ensemble.method=mean` earns weights",
+        ),
+        ("stacking", "stacking loses to it; `python -m ensemble fit CONFIG --method stacking` earns weights"),
+        ("of a package that is gone", "--set ensemble.method=mean` earns weights"),
+        ("vote", None),
+        ("rank_mean", None),
+    ],
+)
+def test_what_is_said_of_a_loss_is_what_the_merge_method_bears(method: str, advice: str | None) -> None:
+    made = report(
+        *(member(name) for name in "ab"),
+        merged_rows={"a": 1000, "b": 1000},
+        scores={"ensemble": Score(0.481, 0.9, 1000, 1.0, 0.02, False)},
+        gain=Gain("b", -0.1, -0.2, -0.05, 1000),
+        ensemble={"method": method},
+    )
+    said = [line for line in shown("summary", made) if line.startswith("ensemble:")]
+    assert [line.endswith(advice or "") for line in said] == ([] if advice is None else [True])
+    # Of labels that do not exclude each other there is no accuracy, of regression neither that nor a log loss.
+    raw = replace(
+        made,
+        scores={"ensemble": Score(None, None, 1000, None, None, False, 12.25)},
+        gain=Gain("b", -150.0, -200.0, -100.0, 1000, "squared error"),
+    )
+    if method == "geometric_mean":
+        (line,) = [line for line in shown("summary", raw) if line.startswith("ensemble:")]
+        assert line == (
+            "ensemble: RMSE 12.25, 150 worse in squared error than its best member b (95 % interval 100 to 200): "
+            "equal weights lose to it; `python -m ensemble fit CONFIG --metric rmse` earns weights"
+        )
 
 
 def test_a_gain_is_read_as_it_was_written(tmp_path: Path) -> None:

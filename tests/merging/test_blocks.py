@@ -271,5 +271,6 @@ def test_scores_of_members_that_have_every_row(tmp_path: Path) -> None:
             pass
     source.close()
     score = scoring.score()
+    assert score is not None
     assert score.log_loss == pytest.approx(-np.log(values[np.arange(ROWS), truth]).mean(), rel=1e-9)
     assert score.accuracy == (values.argmax(axis=1) == truth).mean()

@@ -97,6 +97,7 @@ def test_scores_equal_torchs() -> None:
     for start in range(0, 500, 200):
         scoring.add(start, values[start : start + 200])
     got = scoring.score()
+    assert got is not None
     clipped = torch.from_numpy(np.clip(values, np.finfo(float).eps, 1))
     expected = torch.nn.functional.nll_loss(clipped.log(), torch.from_numpy(truth))
     assert got.log_loss == pytest.approx(expected.item(), rel=1e-12)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from scipy import stats
+from scipy import special, stats
 
-from ensemble.merging.metrics import Gain, PairedLosses, Score, Scoring
+from ensemble.common.protocol import Activation
+from ensemble.merging.metrics import Gain, PairedLosses, Score, Scoring, row_losses
 from tests.cli.reports import report, shown
 
 
-def scored(values: np.ndarray, truth: np.ndarray) -> Score:
-    scoring = Scoring(truth)
+def scored(values: np.ndarray, truth: np.ndarray, activation: Activation = "softmax") -> Score:
+    scoring = Scoring(truth, activation)
     for start in range(0, len(truth), 100):  # as the merge does, block by block
         scoring.add(start, values[start : start + 100])
-    return scoring.score()
+    found = scoring.score()
+    assert found is not None
+    return found
 
 
 def test_the_prior_and_the_margin_by_hand() -> None:
@@ -88,6 +91,55 @@ def test_soft_labels_by_the_formulas() -> None:
     assert scored(np.tile(close.mean(axis=0), (350, 1)), close).no_better_than_prior
     alike = np.tile([0.5, 0.3, 0.2], (350, 1))
     assert not scored(alike, alike).no_better_than_prior
+
+
+def test_labels_that_are_not_exclusive_and_regression_by_scikit_learn() -> None:
+    metrics = pytest.importorskip("sklearn.metrics")
+    chooser = np.random.default_rng(5)
+    truth = (chooser.random((350, 2)) < [0.3, 0.6]).astype(float)
+    values = np.clip(0.25 + 0.5 * truth + chooser.normal(scale=0.2, size=(350, 2)), 0, 1)
+    score = scored(values, truth, "sigmoid")
+    each = [metrics.log_loss(truth[:, label], values[:, label]) for label in (0, 1)]
+    prior = [metrics.log_loss(truth[:, label], np.full(350, truth[:, label].mean())) for label in (0, 1)]
+    assert score.log_loss == pytest.approx(np.mean(each), rel=1e-9)
+    assert score.prior_log_loss == pytest.approx(np.mean(prior))
+    assert (score.accuracy, score.rmse) == (None, None)
+    assert not score.no_better_than_prior
+    assert scored(np.tile(truth.mean(axis=0), (350, 1)), truth, "sigmoid").no_better_than_prior
+    assert scored(1 - values, truth, "sigmoid").no_better_than_prior
+    wanted = 100 * truth + chooser.normal(size=(350, 2))
+    score = scored(200 * values, wanted, "none")
+    by_label = np.sqrt(metrics.mean_squared_error(wanted, 200 * values, multioutput="raw_values"))
+    assert score.rmse == pytest.approx(by_label.mean())
+    assert (score.log_loss, score.accuracy) == (None, None)
+    # Of what is no probability the accuracy alone is said, and of labels that have none nothing.
+    assert Scoring(truth, "sigmoid", False).score() is None
+    only = Scoring(np.array([0, 1]), "softmax", False)
+    only.add(0, np.array([[1.5, -1.5], [2.0, -2.0]]))
+    assert only.score() == Score(None, 0.5, 2, None, None, False)
+
+
+@pytest.mark.parametrize("activation", ["sigmoid", "none"])
+def test_gains_of_other_values_by_scipy(activation: Activation) -> None:
+    chooser = np.random.default_rng(6)
+    truth = chooser.random((250, 2))
+    ours, theirs = (chooser.random((250, 2)) for _ in range(2))
+    found = PairedLosses(1)
+    for start in (0, 100, 200):
+        rows = slice(start, start + 100)
+        own, other = (row_losses(truth[rows], values[rows], activation) for values in (ours, theirs))
+        found.add(own, [other])
+
+    def losses(values: np.ndarray) -> np.ndarray:
+        if activation == "none":
+            return np.asarray(((values - truth) ** 2).mean(axis=1))
+        return np.asarray(-(special.xlogy(truth, values) + special.xlog1py(1 - truth, -values)).mean(axis=1))
+
+    differences = losses(theirs) - losses(ours)
+    low, high = stats.norm.interval(0.95, differences.mean(), stats.sem(differences))
+    gain = found.gain(found.best([0]), "a", activation)
+    assert gain.of == ("squared error" if activation == "none" else "log loss")
+    assert (gain.gain, gain.low, gain.high) == pytest.approx((differences.mean(), low, high), rel=1e-9)
 
 
 def paired(truth: np.ndarray, ensemble: np.ndarray, *others: np.ndarray) -> PairedLosses:

@@ -19,6 +19,7 @@ from scipy import stats
 from bench.merge_files import label_names, make_files, member_names
 from ensemble.common.errors import MergeError
 from ensemble.common.shards import shard_name
+from ensemble.merging.metrics import Score
 from ensemble.pipeline.load import load as load_config
 from ensemble.pipeline.results import Results, ResultWriter
 from ensemble.pipeline.resume import find_works
@@ -81,10 +82,24 @@ def test_ensemble_scores_and_submission(made: Path, name: str) -> None:
         score = results.scores[who]
         assert score.log_loss == pytest.approx(-np.log(values[np.arange(ROWS), truth]).mean(), rel=1e-9)
         assert score.accuracy == (values.argmax(axis=1) == truth).mean()
-    best = min(range(MEMBERS), key=lambda index: results.scores[member_names(MEMBERS)[index]].log_loss)
+    losses = [results.scores[name].log_loss or 0.0 for name in member_names(MEMBERS)]
+    best = int(np.argmin(losses))
     demand_gain(results, member_names(MEMBERS)[best], truth, members[best].to_numpy(), merged.to_numpy())
     assert results.merged_rows == dict.fromkeys(member_names(MEMBERS), ROWS)
     assert list(results.files.values()) == [made / name / "ensemble.csv", target]
+
+
+@pytest.mark.parametrize("method", ["vote", "rank_mean"])
+def test_of_votes_and_ranks_the_accuracy_alone_is_said(made: Path, method: str, tmp_path: Path) -> None:
+    config = json.loads((made / "ours_in_full.yaml").read_text())
+    (tmp_path / "config.yaml").write_text(json.dumps(config | {"ensemble": {"method": method}}))
+    results = merge(tmp_path / "config.yaml")
+    truth = pd.read_csv(made / "table.csv", dtype=str)["label"].map(LABELS.index).to_numpy()
+    merged = read(made / "ours_in_full/ensemble.csv").to_numpy()
+    accuracy = (merged.argmax(axis=1) == truth).mean()
+    assert results.scores["ensemble"] == Score(None, accuracy, ROWS, None, None, False)
+    assert results.gain is None
+    assert all(results.scores[name].log_loss is not None for name in member_names(MEMBERS))
 
 
 def demand_gain(

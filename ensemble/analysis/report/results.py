@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from ensemble.analysis.metrics import METRICS, USUAL, Bootstrap, Interval, Metric, Scored
-from ensemble.analysis.predictions import Predictions, run_settings
-from ensemble.common.errors import DataError
-from ensemble.config import CalibrationConfig
+from ensemble.analysis.predictions import Predictions, as_merged, calibrations_of
+from ensemble.common.errors import DataError, EnsembleError
 from ensemble.data.table import Truth
 from ensemble.merging.blocks import block_spans, weights_by_bin
-from ensemble.merging.calibration import calibrator
 from ensemble.merging.methods import METHODS
-from ensemble.merging.methods.base import Block, Members, Values
+from ensemble.merging.methods.base import Block, Members, MergeMethod, Values
 
 if TYPE_CHECKING:
     from ensemble.analysis.report.base import ReportData
@@ -50,7 +48,9 @@ class Results:
         given = {one.name: one.weight for one in data.report.members}
         self._given = [given[name] for name in self.names]
         self.weights: Values = weights_by_bin(self._given, self.labels, self._bins).mean(axis=(1, 2))
-        self.calibrations = self._calibrations()
+        self.calibrations = {
+            name: one for name, one in calibrations_of(data.report).items() if name in self.names
+        }
         self._scored: dict[tuple[str, int], Scored | str] = {}  # of what is scored again and again
 
     @property
@@ -62,6 +62,22 @@ class Results:
     def loss(self) -> Metric:
         """The metric that decides: less is better."""
         return METRICS[self.metrics[0]]
+
+    @property
+    def method(self) -> type[MergeMethod]:
+        """Of the merge; what is so of most where its package is not there any more."""
+        try:
+            return METHODS.load(str(self._data.report.ensemble.get("method", "mean")))
+        except EnsembleError:
+            return MergeMethod
+
+    @property
+    def no_loss(self) -> str:
+        """Why nothing is said of how large the loss of the merged values is."""
+        given = self._data.report.ensemble.get("method")
+        what = "predictions" if self.activation == "none" else "probabilities"
+        loss = self.loss.name.replace("_", " ")
+        return f"the values that {given} gives are no {what}, so that {loss} is not for them"
 
     def scored(self, metric: Metric, values: Values, rows: Rows | None = None) -> Scored | str:
         """A metric of float64 [rows, labels], of rows with values alone; or why it has none.
@@ -108,16 +124,7 @@ class Results:
     @cached_property
     def as_merged(self) -> list[Values]:
         """The members' values with the calibration that the config gives them."""
-        found = []
-        for name, values in zip(self.names, self.values, strict=True):
-            calibrate = calibrator(
-                self.calibrations.get(name), self.predictions.activations[name], self.labels
-            )
-            found.append(values if calibrate is None else values.copy(order="F"))
-            if calibrate is not None:
-                for start, stop in block_spans(*values.shape):
-                    calibrate(found[-1][start:stop])
-        return found
+        return [*as_merged(self.predictions, self.calibrations).values()]
 
     def merged(
         self,
@@ -213,14 +220,3 @@ class Results:
         if len(found := self._data.text_bytes) != self.predictions.rows:
             raise DataError(f"{self._data.report.table} has changed since the run")
         return found
-
-    def _calibrations(self) -> dict[str, CalibrationConfig]:
-        settings = run_settings(self._data.report)
-        models, defaults = settings.get("models"), settings.get("defaults")
-        inherited: Any = defaults if isinstance(defaults, dict) else {}
-        found = {}
-        for model in models if isinstance(models, list) else []:
-            given = model.get("calibration", inherited.get("calibration"))
-            if given is not None and model.get("name") in self.names:
-                found[str(model["name"])] = CalibrationConfig.model_validate(given)
-        return {name: one for name, one in found.items() if one != CalibrationConfig()}

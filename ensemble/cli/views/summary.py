@@ -6,16 +6,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ensemble.cli.layout import Table
-from ensemble.common.errors import RESUMES, MembersFailed, TimeLimitReached
+from ensemble.common.errors import RESUMES, EnsembleError, MembersFailed, TimeLimitReached
 from ensemble.common.gpus import Device
 from ensemble.common.text import duration, plural, shown_path
 from ensemble.config.values import AnyWeight
+from ensemble.merging.methods import METHODS
+from ensemble.merging.methods.base import MergeMethod
 from ensemble.pipeline.results import ENSEMBLE_ROW
 from ensemble.pipeline.run_report import MemberReport, RunReport
 from ensemble.scheduling.device_pool import TelemetryCurve
 from ensemble.scheduling.state import Failure
 
-_HEADERS = "member,rows,seconds,tokens/s,real tokens,peak memory,log loss,accuracy".split(",")
+_HEADERS = "member,rows,seconds,tokens/s,real tokens,peak memory,log loss,accuracy,RMSE".split(",")
 _SHOWN_GAPS = 4
 _SHOWN_ROWS = 5
 # Before the log loss of a row of which more is said below.
@@ -64,26 +66,44 @@ def view(report: RunReport) -> Iterator[str | Table]:
 
 def against_best(report: RunReport) -> str:
     """Whether the ensemble is better than its best member, and what to do if not; empty where nobody knows."""
-    gain, score = report.gain, report.scores.get(ENSEMBLE_ROW)
-    if gain is None or score is None:
+    gain, score, method = report.gain, report.scores.get(ENSEMBLE_ROW), _method(report)
+    if gain is None or score is None or not method.gives_probabilities:
         return ""
+    is_regression = score.rmse is not None  # whose numbers are of any size
+    value = f"RMSE {score.rmse:.4g}" if is_regression else f"log loss {score.log_loss:.4f}"
+
+    def shown(number: float) -> str:
+        # 0.0 added to -0.0 is 0.0, which has no sign.
+        return f"{number + 0.0:.4g}" if is_regression else f"{round(number, 4) + 0.0:.4f}"
+
     weights = {one.name: one.weight for one in report.members if one.name in report.merged_rows}
-    is_worse, size = gain.gain < 0, f"{abs(gain.gain):.4f}"
+    is_worse, size = gain.gain < 0, shown(abs(gain.gain))
     is_none, interval, advice = not float(size), "", ""
     how = "neither better nor worse" if is_none else f"{size} {'worse' if is_worse else 'better'}"
+    if gain.of == "squared error":
+        how += " in squared error"
     if gain.low is not None and gain.high is not None and gain.low < gain.high:
         ends = (-gain.high, -gain.low) if is_worse else (gain.low, gain.high)
         chance = ", which may be chance" if ends[0] <= 0 and not is_none else ""
-        interval = f" (95 % interval {ends[0]:.4f} to {ends[1]:.4f}{chance})"
+        interval = f" (95 % interval {shown(ends[0])} to {shown(ends[1])}{chance})"
     if is_worse and not is_none:
         are_equal = all(weight == next(iter(weights.values())) for weight in weights.values())
-        kind, others = ("equal", "weights") if are_equal else ("these", "others")
-        advice = f": {kind} weights lose to it; `python -m ensemble fit CONFIG` earns {others}"
+        loser, others = ("equal weights lose", "weights") if are_equal else ("these weights lose", "others")
+        if method.fit_options:
+            loser, others = f"{report.ensemble['method']} loses", "weights"
+        options = [method.fit_options, "--metric rmse" if is_regression else ""]
+        command = " ".join(filter(None, ["python -m ensemble fit CONFIG", *options]))
+        advice = f": {loser} to it; `{command}` earns {others}"
     none = " (weight 0)" if weights.get(gain.best_member) == 0 else ""
-    return (
-        f"{ENSEMBLE_ROW}: log loss {score.log_loss:.4f}, {how} than its best member {gain.best_member}{none}"
-        f"{interval}{advice}"
-    )
+    return f"{ENSEMBLE_ROW}: {value}, {how} than its best member {gain.best_member}{none}{interval}{advice}"
+
+
+def _method(report: RunReport) -> type[MergeMethod]:
+    """The method that merged; what is so of most of them for one of a package that is not there any more."""
+    try:
+        return METHODS.load(str(report.ensemble.get("method", "mean")))
+    except EnsembleError:
+        return MergeMethod
 
 
 def failure_text(failure: Failure) -> str:
@@ -154,7 +174,11 @@ def _row(report: RunReport, name: str, cells: Sequence[str] = ()) -> list[str]:
     if (score := report.scores.get(name)) is not None:
         row += [""] * (_HEADERS.index("log loss") - len(row))
         mark = _MARK if score.no_better_than_prior else ""
-        row += [f"{mark}{score.log_loss:.4f}", f"{score.accuracy:.1%}"]
+        row += [
+            "" if score.log_loss is None else f"{mark}{score.log_loss:.4f}",
+            "" if score.accuracy is None else f"{score.accuracy:.1%}",
+            "" if score.rmse is None else f"{score.rmse:.4g}",
+        ]
     return row
 
 

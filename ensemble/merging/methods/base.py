@@ -71,10 +71,16 @@ class MergeMethod(ABC):
     Attributes:
         Settings: the keys below ``ensemble`` in the config, ``method`` among them; ``settings`` is one of these.
         needs_first_pass: ``look`` is to see every block before ``merge`` sees the first; all files are read twice.
+        gives_probabilities: of probabilities, or of raw values such; False where results are shares of votes,
+            ranks or the like, of which log loss says nothing.
+        fit_options: what the command ``fit CONFIG`` needs beside a config of this method; empty where it finds
+            weights for the method itself.
     """
 
     Settings: ClassVar[type[EnsembleConfig]] = EnsembleConfig
     needs_first_pass: ClassVar[bool] = False
+    gives_probabilities: ClassVar[bool] = True
+    fit_options: ClassVar[str] = "--set ensemble.method=mean"
 
     def __init__(self, settings: EnsembleConfig, members: Members) -> None:
         self.settings = settings

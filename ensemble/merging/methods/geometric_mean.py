@@ -26,6 +26,8 @@ from ensemble.merging.methods.weighted_mean import weighted_mean
 class GeometricMean(MergeMethod):
     """See the module.  With a sigmoid member all labels are taken one by one, those of softmax members, too."""
 
+    fit_options = ""
+
     def problems(self) -> Iterator[str]:
         yield from self.problems_of_raw_values()
 

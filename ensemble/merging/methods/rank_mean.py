@@ -27,6 +27,7 @@ class RankMean(MergeMethod):
     """See the module; softmax, sigmoid and raw values alike."""
 
     needs_first_pass = True
+    gives_probabilities = False
 
     def __init__(self, settings: EnsembleConfig, members: Members) -> None:
         super().__init__(settings, members)

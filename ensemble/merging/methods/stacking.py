@@ -59,6 +59,7 @@ class Stacking(MergeMethod):
 
     Settings = StackingSettings
     settings: StackingSettings
+    fit_options = "--method stacking"
 
     def __init__(self, settings: EnsembleConfig, members: Members) -> None:
         super().__init__(settings, members)

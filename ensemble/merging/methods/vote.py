@@ -27,6 +27,8 @@ from ensemble.merging.methods.weighted_mean import scaled, weighted_mean
 class Vote(MergeMethod):
     """See the module.  Where labels exclude each other and have weights of their own, rows are scaled to 1."""
 
+    gives_probabilities = False
+
     def problems(self) -> Iterator[str]:
         yield from self.problems_of_raw_values()
 

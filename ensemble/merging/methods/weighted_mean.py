@@ -19,6 +19,8 @@ class WeightedMean(MergeMethod):
     Where labels exclude each other and have weights of their own, rows are scaled to a sum of 1.
     """
 
+    fit_options = ""
+
     def merge(self, block: Block, weights: Values) -> Values:
         total = weighted_mean(weights, block.probabilities, block.is_present)
         return scaled(total) if weights.shape[2] > 1 and self.members.are_exclusive else total

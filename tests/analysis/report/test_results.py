@@ -189,6 +189,13 @@ def test_without_a_member_the_runs_own_method_merges(made: Made, method: str) ->
     merged = results.merged(results.values)
     data = made.write(members, truth, merged=merged, ensemble={"method": method})
     assert data.results.merge_problem == ""
+    is_silent = method in ("rank_mean", "vote")
+    assert (
+        "Nothing is said of the ensemble's log loss: the values that" in shown(data, "scores")
+    ) == is_silent
+    assert (f"{method} gives are no probabilities" in shown(data, "weights")) == is_silent
+    assert "accuracy" in shown(data, "scores")
+    assert ("ensemble" in shown(data, "calibration")) != is_silent
     rest = made.write({name: members[name] for name in ("m0", "m2")}, truth, ensemble={"method": method})
     expected = rest.results.merged(rest.results.values)
     made.write(members, truth, merged=merged, ensemble={"method": method})

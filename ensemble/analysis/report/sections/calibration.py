@@ -124,7 +124,7 @@ def _compared(results: Results, rows: Rows | None) -> Iterator[_One]:
                 temperature = fit_temperature(values[fitted], part[fitted], kind)
                 after[name][held] = calibrated(values[held], temperature, kind)
             temperatures[name] = number(fit_temperature(values[there], part[there], kind), 3)
-    if results.ensemble is not None:
+    if results.ensemble is not None and results.method.gives_probabilities:
         own = results.ensemble if rows is None else results.ensemble[rows]
         merged: Values | None = None
         if not results.merge_problem and after:

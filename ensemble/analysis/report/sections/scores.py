@@ -44,7 +44,7 @@ class Scores(Section):
 
 
 def _with_truth(results: Results) -> Markup:
-    ensemble = results.ensemble
+    ensemble, has_loss = results.ensemble, results.method.gives_probabilities
     loss, name = results.loss, METRIC_NAMES[results.loss.name]
     everybody: list[tuple[str, Values]] = [*zip(results.names, results.values, strict=True)]
     if ensemble is not None:
@@ -53,12 +53,20 @@ def _with_truth(results: Results) -> Markup:
         who: [results.scored(METRICS[metric], values) for metric in results.metrics]
         for who, values in everybody
     }
+    if ensemble is not None and not has_loss:
+        of_ranks = ("accuracy", "auc")  # by which label is ahead, not by how much
+        scores[_ENSEMBLE] = [
+            found if metric in of_ranks else ""
+            for metric, found in zip(results.metrics, scores[_ENSEMBLE], strict=True)
+        ]
     rows_of = {who: int((~np.isnan(values).any(axis=1)).sum()) for who, values in everybody}
-    problems = {one for found in scores.values() for one in found if isinstance(one, str)}
+    problems = {one for found in scores.values() for one in found if isinstance(one, str) and one}
     differences = {
         who: found
         for who, values in zip(results.names, results.values, strict=True)
-        if ensemble is not None and isinstance(found := results.difference(loss, values, ensemble), Interval)
+        if ensemble is not None
+        and has_loss
+        and isinstance(found := results.difference(loss, values, ensemble), Interval)
     }
     order = sorted(results.names, key=lambda who: _value(scores[who][0]))
     shares = results.weights / results.weights.sum()
@@ -119,6 +127,9 @@ def _verdict(
     if _ENSEMBLE not in scores:
         yield html("The run has merged nothing, so there are only its members to look at.")
         return
+    if not results.method.gives_probabilities:
+        yield html("Nothing is said of the ensemble's {{ name }}: {{ why }}.", name=name, why=results.no_loss)
+        return
     own = scores[_ENSEMBLE][0]
     whole = [who for who in differences if rows_of[who] == rows_of[_ENSEMBLE]]
     if isinstance(own, str) or not whole:
@@ -147,9 +158,10 @@ def _verdict(
         yield html('{{ first }}: <strong class="bad">worse by {{ size }}</strong>.', first=first, size=size)
     if gap.value < 0:
         yield html(
-            "These weights lose to {{ best }} alone. <code>ensemble fit</code> finds weights that the rows with "
+            "These weights lose to {{ best }} alone. <code>{{ command }}</code> finds weights that the rows with "
             "labels bear out.",
             best=best,
+            command=" ".join(filter(None, ["ensemble fit CONFIG", results.method.fit_options])),
         )
 
 

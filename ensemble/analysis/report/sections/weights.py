@@ -101,6 +101,8 @@ def _missing(results: Results) -> str:
         return "Without true labels nobody can say what a member adds; these are the weights of the merge."
     if len(results.names) < 2:
         return f"{results.names[0]} is the only member, so there is no ensemble without it."
+    if not results.method.gives_probabilities:
+        return f"What a member adds is not shown: {results.no_loss}."
     if problem := results.merge_problem:
         return f"What a member adds is not shown: {problem}."
     return ""
