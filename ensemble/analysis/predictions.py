@@ -31,6 +31,7 @@ from ensemble.data.input_file import Wanted, first_ids, malloc_for_arrow, missin
 from ensemble.data.predictions_csv import read_numbers
 from ensemble.data.table import TableNeeds, Truth, read_table
 from ensemble.merging.row_checks import RowCheck
+from ensemble.pipeline.reuse import rows_merged
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import RunReport
 
@@ -173,6 +174,8 @@ def read_truth(
 def read_run(run_dir: Path, truth: Literal["needed", "if there", "no"] = "if there") -> Predictions:
     """Reads the members' complete predictions and the ensemble from the directory of a run, as they stand there.
 
+    Rows that a member has and the run has not merged, as its ``when`` does not ask for them, count as not there.
+
     Args:
         truth: from the table of the run's config; "needed": without it there is nothing to do.  "if there": why it
             could not be had, if the config names it, is a remark.
@@ -203,13 +206,16 @@ def read_run(run_dir: Path, truth: Literal["needed", "if there", "no"] = "if the
         if problems:
             raise DataError(problems)
         # Members may have only some rows, in the table's order; what was merged has all of them.
+        merged_rows = {path: rundir.merged_rows(name) for name, path in paths.items()}
         longest = max(found, key=lambda path: len(found[path][0]))
         ids = found[rundir.ensemble if rundir.ensemble in found else longest][0]
         for path, (own, values) in found.items():
+            if path in merged_rows:
+                values[~rows_merged(merged_rows[path], len(values))] = np.nan
             whole = _joined(path, own, values, ids, "", path != rundir.ensemble)
             found[path] = own, np.asfortranarray(whole)
     members = {name: found[path][1] for name, path in paths.items()}
-    activations = {name: _told_by([values]) for name, values in members.items()}
+    activations = _activations(members)
     merged = found[rundir.ensemble][1] if rundir.ensemble in found else None
     predictions = Predictions(ids, labels, members, activations, None, merged)
     known: Truth | None = None
@@ -431,7 +437,7 @@ def _joined(
         raise DataError(f"{path}: {repeated}")
     places, problems = places_of(ids, own), list[str]()
     is_there = places >= 0
-    if not is_there.any():
+    if len(own) and not is_there.any():
         raise DataError(f"{path}: has no id {whose}at all; is it of another table, or another column the id?")
     if not may_lack_rows and not is_there.all():
         lacking = ids.filter(pa.array(~is_there))
@@ -454,6 +460,14 @@ def _told_by(values: Sequence[Values]) -> Activation:
         return "none"
     is_exclusive = values[0].shape[1] > 1 and all(_sums_to_one(one) for one in values)
     return "softmax" if is_exclusive else "sigmoid"
+
+
+def _activations(members: Mapping[str, Values]) -> dict[str, Activation]:
+    """Of each by its own values; one without any row has that of the others."""
+    found = {name: _told_by([values]) for name, values in members.items() if not np.isnan(values).all()}
+    told: set[Activation] = set(found.values())
+    others: Activation = "none" if "none" in told else "sigmoid" if "sigmoid" in told else "softmax"
+    return {name: found.get(name, others) for name in members}
 
 
 def _sums_to_one(values: Values) -> bool:
