@@ -292,3 +292,12 @@ LauncherSettings = Annotated[
     dict[str, Settings], Len(1, 1), MustBe("a mapping of one such name to its settings")
 ]
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
+
+
+def weight_text(weight: AnyWeight, digits: int = 6) -> str:
+    """A weight, or those by label or length bin."""
+    if isinstance(weight, dict):
+        return ", ".join(f"{label} {one:.{digits}g}" for label, one in weight.items())
+    if isinstance(weight, tuple):
+        return f"[{', '.join(f'{one:.{digits}g}' for one in weight)}]"
+    return f"{weight:.{digits}g}"

@@ -70,7 +70,9 @@ class Results:
         """
         assert self.truth is not None
         key = (metric.name, id(values))
-        is_kept = rows is None and any(values is one for one in (self.ensemble, *self.values))
+        is_kept = rows is None and any(
+            values is one for one in (self.ensemble, *self.values, *self.as_merged)
+        )
         if is_kept and key in self._scored:
             return self._scored[key]
         there = ~np.isnan(values).any(axis=1)
@@ -99,6 +101,15 @@ class Results:
         if isinstance(one, str):
             return one
         return other if isinstance(other, str) else one.minus(other)
+
+    @property
+    def gain(self) -> tuple[str, Interval] | None:
+        """The best member and how much its log loss is above the ensemble's, as the run itself has told it."""
+        gain = self._data.report.gain
+        if gain is None or gain.low is None or gain.high is None or gain.best_member not in self.names:
+            return None
+        is_of_these = self.loss.name == "log_loss" and self.ensemble is not None and self.truth is not None
+        return (gain.best_member, Interval(gain.gain, gain.low, gain.high)) if is_of_these else None
 
     @cached_property
     def _bootstrap(self) -> Bootstrap:

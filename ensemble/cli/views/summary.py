@@ -9,7 +9,7 @@ from ensemble.cli.layout import Table
 from ensemble.common.errors import RESUMES, MembersFailed, TimeLimitReached
 from ensemble.common.gpus import Device
 from ensemble.common.text import duration, plural, shown_path
-from ensemble.config.values import AnyWeight
+from ensemble.config.values import weight_text
 from ensemble.pipeline.results import ENSEMBLE_ROW
 from ensemble.pipeline.run_report import MemberReport, RunReport
 from ensemble.scheduling.device_pool import TelemetryCurve
@@ -111,15 +111,6 @@ def cascade_text(report: RunReport, member: MemberReport) -> str:
         f"{better}{noise}; over all rows {over_all:.4f} (+/- {found.error_over_all:.4f}) {better}; accuracy "
         f"{found.accuracy:.1%} with it and {found.accuracy_without:.1%} without it"
     )
-
-
-def weight_text(weight: AnyWeight, digits: int = 6) -> str:
-    """A weight, or those by label or length bin."""
-    if isinstance(weight, dict):
-        return ", ".join(f"{label} {one:.{digits}g}" for label, one in weight.items())
-    if isinstance(weight, tuple):
-        return f"[{', '.join(f'{one:.{digits}g}' for one in weight)}]"
-    return f"{weight:.{digits}g}"
 
 
 def raise_unless_complete(report: RunReport) -> None:

@@ -16,6 +16,7 @@ import pytest
 from sklearn.metrics import accuracy_score, log_loss
 
 from ensemble.analysis.report.base import ReportData, Section
+from ensemble.analysis.report.page import write_report
 from ensemble.analysis.report.sections import SECTIONS
 from ensemble.data.csv_file import write_csv
 from ensemble.merging import metrics
@@ -161,6 +162,7 @@ def test_a_member_that_promises_too_much_is_told_its_temperature(made: Made) -> 
     (found,) = re.findall(r" m1 .*? (\d\.\d{3}) ", text)
     assert 2.7 < float(found) < 3.3
     assert "5-fold cross-validation" in text
+    assert "expected calibration error, of 15 bins; the diagrams have 10" in text
     # Once the config has one, before and after are those of the merge.
     logs = np.log(members["m1"]) / 3
     soft = np.exp(logs) / np.exp(logs).sum(axis=1, keepdims=True)
@@ -206,6 +208,29 @@ def test_weights_by_label_and_length_are_those_of_the_merge(made: Made) -> None:
     data = made.write(members, truth, merged=merged, weights=weights, ensemble=settings)
     assert data.results.merge_problem == ""
     assert "adds most" in shown(data, "weights") or "noise" in shown(data, "weights")
+    # The whole page, with weights in all forms.
+    assert write_report(made.rundir.root, made.rundir.report_page) == []
+    page = html.unescape(made.rundir.report_page.read_text(encoding="utf-8"))
+    assert "m0 (weight [1, 0]), m1 (weight label 0 0.5, label 1 0.5, label 2 0.5)" in page
+
+
+def test_the_page_and_the_terminal_say_the_same_of_the_best_member(made: Made) -> None:
+    """Also where a normal interval and the bootstrap's disagree, and where members are calibrated."""
+    truth, members = probabilities(rows=300, noise=(0.3, 0.4))
+    data = made.write(members, truth)
+    gain = metrics.Gain("m1", 0.0040, -0.0001, 0.0081, 300)
+    replace(data.report, gain=gain).write(made.rundir.run_json)
+    text = shown(made.read(), "scores")
+    assert "best member, m1," in text
+    assert "no more than noise (m1 less the ensemble: +0.0040 (\N{MINUS SIGN}0.0001 to 0.0081)" in text
+    replace(data.report, gain=replace(gain, low=0.0001, high=0.0079)).write(made.rundir.run_json)
+    assert "better by 0.0040 (0.0001 to 0.0079)" in shown(made.read(), "scores")
+    models: list[dict[str, Any]] = [{"name": name, "task_type": "csv", "path": "x"} for name in members]
+    models[1]["calibration"] = {"temperature": 3.0}
+    soft = members["m1"] ** (1 / 3)
+    soft /= soft.sum(axis=1, keepdims=True)
+    data = made.write(members, truth, merged=(members["m0"] + soft) / 2, models=models)
+    assert f"m1 {log_loss(truth, soft):.4f}" in shown(data, "scores")
 
 
 def test_a_member_with_some_rows_is_compared_on_these(made: Made) -> None:
