@@ -301,3 +301,10 @@ def weight_text(weight: AnyWeight, digits: int = 6) -> str:
     if isinstance(weight, tuple):
         return f"[{', '.join(f'{one:.{digits}g}' for one in weight)}]"
     return f"{weight:.{digits}g}"
+
+
+def weight_numbers(weight: object) -> list[Any]:
+    """All numbers of a weight in any of its forms."""
+    if isinstance(weight, dict):
+        return [*weight.values()]
+    return [*weight] if isinstance(weight, list | tuple) else [weight]

@@ -50,7 +50,7 @@ class _Cascade:
     """A member with ``when``.
 
     Attributes:
-        before: the members that decide.
+        before: the members that decide: those with a weight.
         doubt: of each row, NaN while a value is missing; and what was ``decided`` of it.
         is_done: rows that need not be computed any more, or are being computed; ``was_done`` before this run.
         costs: of each row, in shares of the work of the whole table.
@@ -92,13 +92,12 @@ class Cascades:
         self._has: dict[str, _Rows] = {}
         self._ended: set[str] = set()
         self._left_out: set[str] = set()
-        names = [model.name for model in config.models]
         for number, member in enumerate(prepared.plan.members):
             if (when := member.model.when) is None:
                 continue
             unknown = np.full(rows, UNKNOWN, dtype=np.int8)
             self._cascades[member.name] = _Cascade(
-                member, when, tuple(names[:number]), np.full(rows, np.nan), unknown
+                member, when, config.deciders(number), np.full(rows, np.nan), unknown
             )
         for name in {name for one in self._cascades.values() for name in one.before}:
             work, labels = works[name], len(config.labels)

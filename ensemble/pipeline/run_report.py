@@ -14,7 +14,7 @@ from ensemble.common.errors import DataError
 from ensemble.common.files import unreadable, write_text
 from ensemble.common.gpus import Device
 from ensemble.common.protocol import Counters
-from ensemble.config.values import AnyWeight
+from ensemble.config.values import AnyWeight, weight_numbers
 from ensemble.merging.metrics import Comparison, Gain, Score
 from ensemble.planning.forecast import Speed
 from ensemble.scheduling.device_pool import MemoryCurve, Release, TelemetryCurve
@@ -134,6 +134,11 @@ class MemberReport:
     failure: Failure | None
     workers: tuple[WorkerReport, ...]
     cascade: CascadeReport | None = None
+
+    @property
+    def has_weight(self) -> bool:
+        """Whether it counts in the merge."""
+        return any(weight_numbers(self.weight))
 
     @property
     def workers_now(self) -> tuple[WorkerReport, ...]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from ensemble.analysis.predictions import read_run
 from tests.project import LABELS, Project
@@ -308,3 +310,22 @@ def test_what_was_not_merged_is_nowhere_taken_for_the_members(project: Project) 
         ),
     )
     assert not np.isnan(read_run(project.folder / "runs/given").members["llama"]).any()
+
+
+def test_members_without_a_weight_hold_nobody_up(project: Project) -> None:
+    """One that is listed before and cannot be computed at all."""
+    project.write_table(60)
+    broken = project.folder / "broken"
+    shutil.copytree(project.models / "gemma", broken)
+    weights = load_file(broken / "model.safetensors")
+    save_file(
+        {name: np.full_like(one, np.nan) for name, one in weights.items()}, broken / "model.safetensors"
+    )
+    config = cascade(project, {"share": 0.3}, submission=None)
+    config["models"].insert(1, {"name": "zero", "model_name_or_path": str(broken), "weight": 0})
+    project.write_config(config)
+    done = project.ensemble("run", "config.yaml")
+    assert done.returncode == 1
+    found = {one["name"]: one for one in project.run_json()["members"]}
+    assert (found["zero"]["status"], found["llama"]["status"]) == ("failed", "complete")
+    assert (found["llama"]["rows"], found["llama"]["cascade"]["unknown_rows"]) == (18, 0)

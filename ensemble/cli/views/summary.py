@@ -102,6 +102,8 @@ def cascade_text(report: RunReport, member: MemberReport) -> str:
         text += f", {own.unknown_rows:,} more are not decided"
     if (found := own.comparison) is None:
         return text
+    if not member.has_weight:
+        return f"{text}; with weight 0 it makes no difference"
     better = "lower" if found.difference < 0 else "higher"
     noise = "" if abs(found.difference) > 2 * found.error else ", which may be chance"
     error, over_all = f"(+/- {found.error:.4f}, a standard error)", abs(found.difference_over_all)

@@ -261,6 +261,19 @@ def test_a_member_for_unsure_rows_says_what_it_saw_and_gained(made: Made) -> Non
     assert "m1 saw 200 of 1,000 rows (20.0 %)" in text
     assert "log loss 0.1000 nats lower, over all rows 0.0200." in text
     assert "margin_below 0.3" in text
+    # No row, no truth that can be compared, no weight.
+    for changes, weight, said in (
+        (
+            {"rows": 0, "comparison": None},
+            1.0,
+            "m1 saw none of the 1,000 rows: of none were the",
+        ),
+        ({"comparison": None}, 1.0, "compared only where labels exclude each other"),
+        ({}, 0.0, "with weight 0 it is no part of the ensemble"),
+    ):
+        other = replace(second, cascade=replace(seen, **changes), weight=weight)
+        replace(data.report, members=(first, other)).write(made.rundir.run_json)
+        assert said in shown(made.read(), "cascade")
 
 
 def test_without_true_labels_each_section_says_what_is_missing(made: Made) -> None:
