@@ -269,9 +269,7 @@ def _truth_of_run(run_dir: Path, report: RunReport, labels: tuple[str, ...]) -> 
     if isinstance(listed_columns, list):
         listed_columns = [as_label(one) for one in listed_columns]
     data = DataConfig.model_validate({**given, "label_columns": listed_columns})
-    path = Path(report.table) if report.table else data.path
-    if not path.exists():
-        raise DataError(f"{run_dir}: the table of its run, {path}, is not there any more; name it anew")
+    path = report.table_path()
     limit = document.data.get("limit")
     columns = data.truth_columns(labels)
     return _TruthSource(

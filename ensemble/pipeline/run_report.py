@@ -14,6 +14,7 @@ from ensemble.common.errors import DataError
 from ensemble.common.files import unreadable, write_text
 from ensemble.common.gpus import Device
 from ensemble.common.protocol import Counters
+from ensemble.common.redact import MASK
 from ensemble.config.values import AnyWeight, weight_numbers
 from ensemble.merging.metrics import Comparison, Gain, Score
 from ensemble.planning.forecast import Speed
@@ -107,6 +108,7 @@ class MemberReport:
 
     ``workers`` of a member that an earlier run did are that run's.  ``chunks`` were left to do when this run began,
     ``reused_rows`` were done by then.  ``bad_rows`` could not be computed: row of the table to reason.
+    ``calibration`` is that of the merge, as the config has it; empty without one.
     """
 
     name: str
@@ -134,6 +136,7 @@ class MemberReport:
     failure: Failure | None
     workers: tuple[WorkerReport, ...]
     cascade: CascadeReport | None = None
+    calibration: dict[str, Any] = field(default_factory=dict)
 
     @property
     def has_weight(self) -> bool:
@@ -200,6 +203,25 @@ class RunReport:
     config_files: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
     table: str = ""
+
+    def table_path(self) -> Path:
+        """Where the run's table is.
+
+        Raises:
+            DataError: it is not known, holds a secret, or there is no such file any more.
+        """
+        if not self.table:
+            raise DataError(
+                "the run's table is not known: this run.json was written before its path was in it"
+            )
+        if MASK in self.table:
+            raise DataError(
+                "the path of the run's table holds a secret, which run.json does not keep, so its texts and true "
+                "labels cannot be read"
+            )
+        if not (path := Path(self.table)).exists():
+            raise DataError(f"the table of the run, {path}, is not there any more")
+        return path
 
     @property
     def failures(self) -> tuple[Failure, ...]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from ensemble.analysis.metrics import METRICS, USUAL, Bootstrap, Interval, Metric, Scored
-from ensemble.analysis.predictions import Predictions, run_settings
+from ensemble.analysis.predictions import Predictions
 from ensemble.common.errors import DataError
+from ensemble.common.text import listed
 from ensemble.config import CalibrationConfig
 from ensemble.data.table import Truth
 from ensemble.merging.blocks import block_spans, weights_by_bin
@@ -50,7 +51,12 @@ class Results:
         given = {one.name: one.weight for one in data.report.members}
         self._given = [given[name] for name in self.names]
         self.weights: Values = weights_by_bin(self._given, self.labels, self._bins).mean(axis=(1, 2))
-        self.calibrations = self._calibrations()
+        self.calibrations = {
+            one.name: given
+            for one in data.report.members
+            if one.name in self.names
+            and (given := CalibrationConfig.model_validate(one.calibration)) != CalibrationConfig()
+        }
         self._scored: dict[tuple[str, int], Scored | str] = {}  # of what is scored again and again
 
     @property
@@ -175,10 +181,12 @@ class Results:
             return f"the merge cannot be repeated ({error})"
         known = ~np.isnan(again[:, 0])
         furthest = float(np.abs(again[known] - self.ensemble[known]).max(initial=0.0))
+        lacking = [one.name for one in self._data.report.members if one.name not in self.names]
+        missing = f"; there are no complete predictions of {listed(lacking)}" if lacking else ""
         if furthest > _SAME * max(1.0, float(np.abs(self.ensemble).max())):
             return (
                 "to merge the members' files by the config again gives other values than stand in ensemble.csv "
-                f"(by up to {furthest:.2g}); members without complete predictions are not in these files"
+                f"(by up to {furthest:.2g}){missing}"
             )
         return ""
 
@@ -224,14 +232,3 @@ class Results:
         if len(found := self._data.text_bytes) != self.predictions.rows:
             raise DataError(f"{self._data.report.table} has changed since the run")
         return found
-
-    def _calibrations(self) -> dict[str, CalibrationConfig]:
-        settings = run_settings(self._data.report)
-        models, defaults = settings.get("models"), settings.get("defaults")
-        inherited: Any = defaults if isinstance(defaults, dict) else {}
-        found = {}
-        for model in models if isinstance(models, list) else []:
-            given = model.get("calibration", inherited.get("calibration"))
-            if given is not None and model.get("name") in self.names:
-                found[str(model["name"])] = CalibrationConfig.model_validate(given)
-        return {name: one for name, one in found.items() if one != CalibrationConfig()}

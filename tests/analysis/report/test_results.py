@@ -18,9 +18,11 @@ from sklearn.metrics import accuracy_score, log_loss
 from ensemble.analysis.report.base import ReportData, Section
 from ensemble.analysis.report.page import write_report
 from ensemble.analysis.report.sections import SECTIONS
+from ensemble.common.errors import DataError
 from ensemble.data.csv_file import write_csv
 from ensemble.merging import metrics
 from ensemble.pipeline import run_report
+from ensemble.pipeline.report_page import page_digest
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import RunReport
 from tests.cli.reports import member, report
@@ -79,8 +81,12 @@ class Made:
             "output_dir": str(self.rundir.root),
         }
         self.rundir.config.write_text(json.dumps(config), encoding="utf-8")
+        calibrations = {one["name"]: one.get("calibration", {}) for one in models or []}
         made = report(
-            *(member(name, weight=shares[name], rows=rows) for name in members),
+            *(
+                member(name, weight=shares[name], rows=rows, calibration=calibrations.get(name, {}))
+                for name in members
+            ),
             rows=rows,
             null_texts={"text": 0},
             table=str(self.table),
@@ -373,3 +379,37 @@ def test_texts_are_shown_cut_and_not_where_the_table_has_changed(made: Made) -> 
     assert "has changed since the run" in text
     made.table.unlink()
     assert "is not there any more" in shown(made.read(), "rows")
+
+
+def test_a_table_whose_path_holds_a_secret_is_said_to_be_one(made: Made) -> None:
+    truth, members = probabilities(rows=100)
+    data = made.write(members, truth)
+    table = data.report.table.replace("table.csv", "***.csv")
+    replace(data.report, table=table).write(made.rundir.run_json)
+    data = made.read()
+    assert "the path of the run's table holds a secret" in shown(data, "scores")
+    with pytest.raises(DataError, match="holds a secret"):
+        data.texts([0])
+    made.table.unlink()
+    replace(data.report, table=str(made.table)).write(made.rundir.run_json)
+    assert "is not there any more" in shown(made.read(), "scores")
+
+
+def test_a_page_with_something_missing_counts_as_one_of_other_results(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next run makes it anew: once a section works, or the table is there."""
+    truth, members = probabilities(rows=100)
+    data = made.write(members, truth)
+    assert write_report(made.rundir.root, made.rundir.report_page) == []
+    assert page_digest(data.report) in made.rundir.report_page.read_text(encoding="utf-8")
+    away = made.table.rename(made.table.with_name("away.csv"))
+    assert page_digest(data.report) not in made.rundir.report_page.read_text(encoding="utf-8")
+    away.rename(made.table)
+
+    def fail(self: Section, data: ReportData) -> None:
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(SECTIONS.load("header"), "html", fail)
+    assert len(write_report(made.rundir.root, made.rundir.report_page)) == 1
+    assert page_digest(data.report) not in made.rundir.report_page.read_text(encoding="utf-8")
