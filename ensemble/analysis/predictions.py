@@ -40,6 +40,7 @@ from ensemble.merging.blocks import block_spans
 from ensemble.merging.calibration import calibrator
 from ensemble.merging.row_checks import RowCheck
 from ensemble.pipeline.prediction_files import ROWS_ADVICE, file_columns, named_files
+from ensemble.pipeline.reuse import rows_merged
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import RunReport
 
@@ -208,23 +209,13 @@ def calibrations_of(report: RunReport) -> dict[str, CalibrationConfig]:
     """Those by which a run has merged, by member name, of the members that have one.
 
     Raises:
-        DataError: its config says what is none.
+        DataError: run.json says what is none.
     """
-    settings = run_settings(report)
-    models, defaults = settings.get("models"), settings.get("defaults")
-    inherited = defaults if isinstance(defaults, dict) else {}
-    found = {}
-    for model in models if isinstance(models, list) else []:
-        given = model.get("calibration", inherited.get("calibration"))
-        if given is None:
-            continue
-        try:
-            one = CalibrationConfig.model_validate(given)
-        except ValidationError as error:  # such as ${NAME}, which stands there as it was written
-            raise DataError(f"{model.get('name')}: its calibration in run.json cannot be read") from error
-        if one != CalibrationConfig():
-            found[str(model.get("name"))] = one
-    return found
+    try:
+        found = {one.name: CalibrationConfig.model_validate(one.calibration) for one in report.members}
+    except ValidationError as error:
+        raise DataError("a member's calibration in run.json cannot be read; run the config again") from error
+    return {name: one for name, one in found.items() if one != CalibrationConfig()}
 
 
 def as_merged(predictions: Predictions, calibrations: Mapping[str, CalibrationConfig]) -> dict[str, Values]:
@@ -241,6 +232,8 @@ def as_merged(predictions: Predictions, calibrations: Mapping[str, CalibrationCo
 
 def read_run(run_dir: Path, truth: Literal["needed", "if there", "no"] = "if there") -> Predictions:
     """Reads the members' complete predictions and the ensemble from the directory of a run, as they stand there.
+
+    Rows that a member has and the run has not merged, as its ``when`` does not ask for them, count as not there.
 
     Args:
         truth: from the table of the run's config; "needed": without it there is nothing to do.  "if there": why it
@@ -275,14 +268,18 @@ def read_run(run_dir: Path, truth: Literal["needed", "if there", "no"] = "if the
             raise DataError(problems)
         _refuse_fewer_rows(report, {name: (path, len(found[path][0])) for name, path in paths.items()})
         # Members may have only some rows, in the table's order; what was merged has all of them.
+        merged_rows = {path: rundir.merged_rows(name) for name, path in paths.items()}
         longest = max(found, key=lambda path: len(found[path][0]))
         ids = found[rundir.ensemble if rundir.ensemble in found else longest][0]
         for path, (own, values) in found.items():
+            if path in merged_rows:
+                values[~rows_merged(merged_rows[path], len(values))] = np.nan
             whole = _joined(path, own, values, ids, "", path != rundir.ensemble)
             found[path] = own, np.asfortranarray(whole)
     members = {name: found[path][1] for name, path in paths.items()}
     told = {one.name: one.activation for one in report.members}
-    activations = {name: told[name] or _told_by([values]) for name, values in members.items()}
+    guessed = _activations(members)
+    activations = {name: told[name] or guessed[name] for name in members}
     for name, values in members.items():
         problems += _row_problems(RowCheck(str(paths[name]), activations[name], ids, True, _ADVICE), values)
     if problems:
@@ -359,9 +356,7 @@ def _truth_of_run(run_dir: Path, report: RunReport, labels: tuple[str, ...]) -> 
     if isinstance(listed_columns, list):
         listed_columns = [as_label(one) for one in listed_columns]
     data = DataConfig.model_validate({**given, "label_columns": listed_columns})
-    path = Path(report.table) if report.table else data.path
-    if not path.exists():
-        raise DataError(f"{run_dir}: the table of its run, {path}, is not there any more; name it anew")
+    path = report.table_path()
     limit = document.data.get("limit")
     columns = data.truth_columns(labels)
     return _TruthSource(
@@ -474,7 +469,7 @@ def _joined(
         raise DataError(repeated_text(path, repeated))
     places, problems = places_of(ids, own), list[str]()
     is_there = places >= 0
-    if not is_there.any():
+    if len(own) and not is_there.any():
         raise DataError(f"{path}: has no id {whose}at all; is it of another table, or another column the id?")
     if not may_lack_rows and not is_there.all():
         lacking = ids.filter(pa.array(~is_there))
@@ -497,6 +492,14 @@ def _told_by(values: Sequence[Values]) -> Activation:
         return "none"
     is_exclusive = values[0].shape[1] > 1 and all(_sums_to_one(one) for one in values)
     return "softmax" if is_exclusive else "sigmoid"
+
+
+def _activations(members: Mapping[str, Values]) -> dict[str, Activation]:
+    """Of each by its own values; one without any row has that of the others."""
+    found = {name: _told_by([values]) for name, values in members.items() if not np.isnan(values).all()}
+    told: set[Activation] = set(found.values())
+    others: Activation = "none" if "none" in told else "sigmoid" if "sigmoid" in told else "softmax"
+    return {name: found.get(name, others) for name in members}
 
 
 def _sums_to_one(values: Values) -> bool:

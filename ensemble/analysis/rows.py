@@ -13,6 +13,7 @@ from ensemble.data.table import Truth
 from ensemble.merging.blocks import block_spans
 from ensemble.merging.methods.base import Values
 from ensemble.merging.metrics import row_losses
+from ensemble.planning.cascade import entropy_terms, margins
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,7 @@ def least_certain(values: Values, activation: Activation, count: int = 20) -> To
             return np.asarray(_binary_entropy(block).mean(axis=1) / np.log(2))
         if block.shape[1] < 2:
             return np.full(len(block), np.nan)
-        second, first = np.partition(block, -2, axis=1)[:, -2:].T
-        return np.asarray(1 - (first - second))
+        return np.asarray(1 - margins(block))
 
     return _top(score, values.shape, count)
 
@@ -114,13 +114,9 @@ def _top(score: Callable[[slice], Values], shape: tuple[int, ...], count: int) -
 
 def _entropy(values: Values) -> Values:
     """In nats, over the last axis."""
-    return np.asarray(-(values * np.log(np.where(values > 0, values, 1.0))).sum(axis=-1))
+    return np.asarray(entropy_terms(values).sum(axis=-1))
 
 
 def _binary_entropy(values: Values) -> Values:
     """In nats, of each cell."""
-    other = 1 - values
-    logs = values * np.log(np.where(values > 0, values, 1.0)) + other * np.log(
-        np.where(other > 0, other, 1.0)
-    )
-    return np.asarray(-logs)
+    return entropy_terms(values) + entropy_terms(1 - values)

@@ -44,13 +44,12 @@ def row_texts(
     Raises:
         DataError: the table is not there any more, or has other rows or other texts than those that were predicted.
     """
-    columns, path = tuple(report.null_texts), Path(report.table)
+    columns = tuple(report.null_texts)
     if not columns or not rows:
         return {row: {} for row in rows}
+    path = report.table_path()
     wanted = np.unique(np.asarray(rows, dtype=np.int64))
     changed = f"{path} has changed since the run"
-    if not report.table or not path.exists():
-        raise DataError(f"{path} is not there any more" if report.table else "the run's table is not known")
     with malloc_for_arrow():
         try:
             header = _id_column(run_dir)

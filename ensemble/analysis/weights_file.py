@@ -8,19 +8,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import yaml
 
 from ensemble.analysis.calibration import Values, VectorScaling
 from ensemble.analysis.fit import FitReport, Gain, Options, fit
-from ensemble.analysis.predictions import Predictions, read_files, read_run, read_truth, read_truth_of
+from ensemble.analysis.predictions import read_files, read_run, read_truth, read_truth_of
 from ensemble.analysis.weights import Pool
 from ensemble.common.errors import ConfigError, DataError, WriteError
 from ensemble.common.files import cannot_write, output_file, write_text
 from ensemble.common.protocol import Activation
 from ensemble.common.text import plural
-from ensemble.config import LoadedConfig, RunConfig
-from ensemble.pipeline.cascade import asked_rows
+from ensemble.config import LoadedConfig
 from ensemble.pipeline.prediction_files import path_of
 from ensemble.pipeline.run_dir import RunDir
 
@@ -157,7 +155,6 @@ def fit_run(loaded: LoadedConfig, truth: TruthFile, options: Options) -> tuple[F
         )
     members = {name: found.members[name] for name in names}
     found = replace(found, members=members, activations={name: found.activations[name] for name in names})
-    found = replace(found, members=_as_asked(config, found))
     if has_truth:
         rows = found.ids, found.labels, found.activation
         if truth.path is not None:
@@ -171,18 +168,6 @@ def fit_run(loaded: LoadedConfig, truth: TruthFile, options: Options) -> tuple[F
     report = fit(found, replace(options, pool=POOLS.get(method, "mean")))
     text = overlay(report, method, f"the predictions in {config.output_dir.name}")
     return report, loaded.redactor(text)
-
-
-def _as_asked(config: RunConfig, found: Predictions) -> dict[str, Values]:
-    """The members' values, NaN also in rows that a member has, and that its ``when`` does not ask for now."""
-    members = dict(found.members)
-    for number, model in enumerate(config.models):
-        # Weights by length bin need the texts; what the member has is taken then.
-        if model.when is not None and not any(isinstance(one.weight, tuple) for one in config.models):
-            before = {one.name: members[one.name] for one in config.models[:number]}
-            asked = asked_rows(config, model.name, before, found.activations)
-            members[model.name] = np.where(asked[:, None], members[model.name], np.nan).copy(order="F")
-    return members
 
 
 def overlay(report: FitReport, method: str, sources: str) -> str:

@@ -45,6 +45,7 @@ from ensemble.config.values import (
     as_label,
     as_tuple,
     label_items,
+    weight_numbers,
 )
 
 
@@ -120,7 +121,7 @@ class MemberConfig(_Strict):
     @property
     def has_weight(self) -> bool:
         """Whether it counts in the merge, for some label and row at least."""
-        return any(_numbers(self.weight))
+        return any(weight_numbers(self.weight))
 
     @property
     def computed_as(self) -> str:
@@ -210,6 +211,10 @@ class RunConfig(_Strict):
         "limit": "max_rows n_rows nrows num_rows",
     }
 
+    def deciders(self, index: int) -> tuple[str, ...]:
+        """The members whose mean decides on the rows of the member ``index``, which has ``when``."""
+        return tuple(one.name for one in self.models[:index] if one.has_weight)
+
     @classmethod
     def broken_rules(
         cls, values: Mapping[str, Any], kinds: Sequence[type[MemberConfig] | None]
@@ -297,7 +302,9 @@ def broken_weights(
             needed = bins if edges else "a list of weights needs ensemble.length_bins"
             yield loc, f"{needed}; give one number for each bin"
             is_sound = False
-        are_numbers = all(isinstance(one, int | float) and 0 <= one < math.inf for one in _numbers(weight))
+        are_numbers = all(
+            isinstance(one, int | float) and 0 <= one < math.inf for one in weight_numbers(weight)
+        )
         is_sound = is_sound and are_numbers
     if not members or not is_sound:
         return
@@ -315,15 +322,8 @@ def broken_weights(
             return
 
 
-def _numbers(weight: object) -> list[Any]:
-    """All numbers of a weight in any of its forms."""
-    if isinstance(weight, dict):
-        return [*weight.values()]
-    return [*weight] if isinstance(weight, list | tuple) else [weight]
-
-
 def _is_zero(weight: object) -> bool:
-    return all(one in (0, 0.0) for one in _numbers(weight))
+    return all(one in (0, 0.0) for one in weight_numbers(weight))
 
 
 def _of(weight: Any, number: int, label: object) -> Any:

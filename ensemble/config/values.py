@@ -292,3 +292,19 @@ LauncherSettings = Annotated[
     dict[str, Settings], Len(1, 1), MustBe("a mapping of one such name to its settings")
 ]
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
+
+
+def weight_text(weight: AnyWeight, digits: int = 6) -> str:
+    """A weight, or those by label or length bin."""
+    if isinstance(weight, dict):
+        return ", ".join(f"{label} {one:.{digits}g}" for label, one in weight.items())
+    if isinstance(weight, tuple):
+        return f"[{', '.join(f'{one:.{digits}g}' for one in weight)}]"
+    return f"{weight:.{digits}g}"
+
+
+def weight_numbers(weight: object) -> list[Any]:
+    """All numbers of a weight in any of its forms."""
+    if isinstance(weight, dict):
+        return [*weight.values()]
+    return [*weight] if isinstance(weight, list | tuple) else [weight]

@@ -50,7 +50,7 @@ class _Cascade:
     """A member with ``when``.
 
     Attributes:
-        before: the members that decide.
+        before: the members that decide: those with a weight.
         doubt: of each row, NaN while a value is missing; and what was ``decided`` of it.
         is_done: rows that need not be computed any more, or are being computed; ``was_done`` before this run.
         costs: of each row, in shares of the work of the whole table.
@@ -92,13 +92,12 @@ class Cascades:
         self._has: dict[str, _Rows] = {}
         self._ended: set[str] = set()
         self._left_out: set[str] = set()
-        names = [model.name for model in config.models]
         for number, member in enumerate(prepared.plan.members):
             if (when := member.model.when) is None:
                 continue
             unknown = np.full(rows, UNKNOWN, dtype=np.int8)
             self._cascades[member.name] = _Cascade(
-                member, when, tuple(names[:number]), np.full(rows, np.nan), unknown
+                member, when, config.deciders(number), np.full(rows, np.nan), unknown
             )
         for name in {name for one in self._cascades.values() for name in one.before}:
             work, labels = works[name], len(config.labels)
@@ -328,31 +327,6 @@ def expected_shares(
             why = f"by the predictions of {plural(len(rows), 'row')} {place}"
             found[model.name] = ExpectedShare(float((decided == COMPUTE).mean()), why)
     return found
-
-
-def asked_rows(
-    config: RunConfig, member: str, before: Mapping[str, _Values], activations: Mapping[str, Activation]
-) -> _Rows:
-    """The rows that ``when`` of a member asks for, [rows], by what the members before it give.
-
-    Args:
-        config: weights by length bin are refused.
-        before: all members before it, float64 [rows, labels] before calibration; NaN in rows that a member lacks,
-            and in those that its own ``when`` does not ask for.
-    """
-    model = next(one for one in config.models if one.name == member)
-    assert model.when is not None
-    ((rule, _),) = model.when.items()
-    counted = [one for one in config.models if one.name in before and one.has_weight]
-    values = [before[one.name].copy() for one in counted]
-    is_present = np.array([~np.isnan(one).any(axis=1) for one in values])
-    kinds = [activations[one.name] for one in counted]
-    rows = len(next(iter(before.values())))
-    mean = np.full((rows, len(config.labels)), np.nan)
-    if counted:
-        mean = _mean(config, counted, kinds, values, is_present, np.zeros(rows, dtype=np.int64))
-    is_exclusive = all(activations[name] == "softmax" for name in before)
-    return np.asarray(decide(model.when, doubts(rule, mean, is_exclusive)) == COMPUTE)
 
 
 def _mean(

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import time
@@ -37,14 +38,18 @@ _LOG_BYTES = 4_096
 
 
 def page_digest(report: RunReport) -> str:
-    """What a report is made of, but for when and how fast the run went: the same again, and nothing has changed."""
+    """What a report is made of, but for when and how fast the run went: the same again, and nothing has changed.
+
+    Whether the table can be read belongs to it: what its absence left out is shown once it is back.
+    """
     members = [
         (one.name, one.weight, one.status, one.fingerprint, one.bad_rows, one.failure and one.failure.message)
         for one in report.members
     ]
     results = (report.merged_rows, report.filled_rows, [*map(str, report.scores.items())], report.ensemble)
     asked = report.config, report.overrides, report.versions.get("ensemble")
-    told = json.dumps([report.status, report.rows, members, results, asked], sort_keys=True)
+    is_table_there = bool(report.table) and Path(report.table).exists()
+    told = json.dumps([is_table_there, report.status, report.rows, members, results, asked], sort_keys=True)
     return hashlib.sha256(told.encode()).hexdigest()
 
 
@@ -92,7 +97,7 @@ def write_page(
     log.warning("the report was not written: %s", why)
     say(
         f"the report was not written: {why}. The results are complete; `python -m ensemble report "
-        f"{shown_path(rundir.root)}` writes it"
+        f"{shlex.quote(shown_path(rundir.root))}` writes it"
     )
     return None
 

@@ -177,6 +177,7 @@ def _member(state: MemberState, work: MemberWork | None) -> MemberReport:
         phase=state.phase,
         status="failed" if state.failure else "complete" if state.finished else "unfinished",
         weight=plan.model.weight,
+        calibration={} if plan.model.calibration is None else plan.model.calibration.model_dump(mode="json"),
         gpus_per_replica=plan.gpus,
         replicas=plan.replicas,
         first_replicas=plan.first_replicas,

@@ -36,6 +36,7 @@ from ensemble.merging.methods.base import Members
 from ensemble.merging.metrics import Comparing, Comparison, Gain, PairedLosses, Score, Scoring
 from ensemble.merging.row_checks import RowCheck
 from ensemble.pipeline.resume import MemberWork, demand_unchanged, write_manifest
+from ensemble.pipeline.reuse import note_merged_rows
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import WorkerReport
 from ensemble.pipeline.validate import Prepared, given_predictions
@@ -232,6 +233,9 @@ class ResultWriter:
             if name in complete:
                 path, id_column = self._rundir.predictions(name), config.data.id_column
                 is_of_some = not self._works[name].is_done.all()
+                there = self._works[name].is_done
+                is_merged = np.ones(int(there.sum()), dtype=np.bool_) if wanted is None else wanted[there]
+                note_merged_rows(self._rundir.merged_rows(name), is_merged)
                 source: RowSource = PredictionsReader(
                     path, id_column, self._labels, table.ids, folder, len(complete), is_of_some
                 )

@@ -129,7 +129,7 @@ class EarlierWork:
 def write_row_file(path: Path, fingerprint: Fingerprint, digests: RowDigests) -> None:
     """Write the file that says which rows a member's work is of, unless it is there already."""
     there = EarlierWork.at(path)
-    content = np.ascontiguousarray(digests, "<u8").data.cast("B")
+    content = np.ascontiguousarray(digests, "<u8").tobytes()
     sha256 = hashlib.sha256(content).hexdigest()
     if there is not None and (there.fingerprint, there.sha256) == (fingerprint, sha256):
         return
@@ -154,6 +154,26 @@ def write_shards(folder: Path, rows: npt.NDArray[np.int64], values: npt.NDArray[
         pa_csv.write_csv(pa.table(columns, names=names), sink)
         with atomic_path(folder / shard_name(start, stop, sink.getvalue())) as temporary:
             temporary.write_bytes(sink.getvalue())
+
+
+def note_merged_rows(path: Path, is_merged: npt.NDArray[np.bool_]) -> None:
+    """Write which rows of a member's predictions a merge takes, bool [rows there]; nothing where it takes all."""
+    if is_merged.all():
+        path.unlink(missing_ok=True)
+    else:
+        with atomic_path(path) as temporary:
+            temporary.write_bytes(np.packbits(is_merged).tobytes())
+
+
+def rows_merged(path: Path, rows: int) -> npt.NDArray[np.bool_]:
+    """Which of so many rows of a member's predictions the last merge has taken, [rows]."""
+    try:
+        bits = np.frombuffer(path.read_bytes(), np.uint8)
+    except OSError:
+        return np.ones(rows, dtype=np.bool_)
+    if len(bits) != -(-rows // 8):  # of other predictions
+        return np.ones(rows, dtype=np.bool_)
+    return np.unpackbits(bits, count=rows).astype(np.bool_)
 
 
 def read_predictions(path: Path, with_ids: bool = False) -> pa.Table:

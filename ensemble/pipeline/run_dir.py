@@ -4,7 +4,8 @@ output_dir/
   config.yaml              as given; several files, and what --set says, in one
   run.json                 versions, devices, what each worker did, scores
   predictions/<member>.csv id and one column per label, in the table's order; <member>.json: its manifest, which
-                           says what it was made of; <member>.rows: which rows it is of
+                           says what it was made of; <member>.rows: which rows it is of;
+                           <member>.merged: which of these were merged, where not all were
   ensemble.csv             the merged predictions
   submission.csv           the sample submission's columns and row order, where one is named
   report.html              what ran where and what came of it, as a page to look at
@@ -76,6 +77,9 @@ class RunDir:
 
     def rows(self, member: str) -> Path:
         return self.predictions_dir / f"{member}.rows"
+
+    def merged_rows(self, member: str) -> Path:
+        return self.predictions_dir / f"{member}.merged"
 
     def log(self, member: str, replica: int) -> Path:
         return self.logs_dir / f"{member}-{replica}.log"

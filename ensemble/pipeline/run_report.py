@@ -14,7 +14,8 @@ from ensemble.common.errors import DataError
 from ensemble.common.files import unreadable, write_text
 from ensemble.common.gpus import Device
 from ensemble.common.protocol import Activation, Counters
-from ensemble.config.values import AnyWeight
+from ensemble.common.redact import MASK
+from ensemble.config.values import AnyWeight, weight_numbers
 from ensemble.merging.metrics import Comparison, Gain, Score
 from ensemble.planning.forecast import Speed
 from ensemble.scheduling.device_pool import MemoryCurve, Release, TelemetryCurve
@@ -107,7 +108,8 @@ class MemberReport:
 
     ``workers`` of a member that an earlier run did are that run's.  ``chunks`` were left to do when this run began,
     ``reused_rows`` were done by then.  ``bad_rows`` could not be computed: row of the table to reason.  What its
-    values are says ``activation``; None in a run.json from before there was this key.
+    values are says ``activation``; None in a run.json from before there was this key.  ``calibration`` is that of
+    the merge, as the config has it; empty without one.
     """
 
     name: str
@@ -136,6 +138,12 @@ class MemberReport:
     workers: tuple[WorkerReport, ...]
     cascade: CascadeReport | None = None
     activation: Activation | None = None
+    calibration: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def has_weight(self) -> bool:
+        """Whether it counts in the merge."""
+        return any(weight_numbers(self.weight))
 
     @property
     def workers_now(self) -> tuple[WorkerReport, ...]:
@@ -197,6 +205,25 @@ class RunReport:
     config_files: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
     table: str = ""
+
+    def table_path(self) -> Path:
+        """Where the run's table is.
+
+        Raises:
+            DataError: it is not known, holds a secret, or there is no such file any more.
+        """
+        if not self.table:
+            raise DataError(
+                "the run's table is not known: this run.json was written before its path was in it"
+            )
+        if MASK in self.table:
+            raise DataError(
+                "the path of the run's table holds a secret, which run.json does not keep, so its texts and true "
+                "labels cannot be read"
+            )
+        if not (path := Path(self.table)).exists():
+            raise DataError(f"the table of the run, {path}, is not there any more")
+        return path
 
     @property
     def failures(self) -> tuple[Failure, ...]:

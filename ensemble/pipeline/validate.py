@@ -433,7 +433,7 @@ def _misfits(
                 "probabilities"
             )
         bound = model.when.get("entropy_above", -1.0)
-        before = [inspected[one.name].activation for one in config.models[:index] if one.name in inspected]
+        before = [inspected[name].activation for name in config.deciders(index) if name in inspected]
         labels = len(config.labels)
         most = math.log(labels) if set(before) == {"softmax"} else labels * math.log(2)
         if before and not values and bound >= most:

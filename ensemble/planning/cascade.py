@@ -34,6 +34,17 @@ def when_text(when: Mapping[str, float]) -> str:
     return f"only on rows where the mean of the members before it has {what}"
 
 
+def margins(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """From the second likeliest of two labels or more to the likeliest, [rows]."""
+    second, first = np.partition(values, -2, axis=1)[:, -2:].T
+    return np.asarray(first - second)
+
+
+def entropy_terms(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """-p ln p of each cell, in nats; 0 of 0."""
+    return np.asarray(-(values * np.log(np.where(values > 0, values, 1.0))))
+
+
 def doubts(rule: str, mean: npt.NDArray[np.float64], is_exclusive: bool) -> Doubts:
     """How unsure each row is, [rows]: more where it is less certain, infinite where there is no mean.
 
@@ -52,12 +63,9 @@ def doubts(rule: str, mean: npt.NDArray[np.float64], is_exclusive: bool) -> Doub
                 shares = [mean / mean.sum(axis=1)[:, None]]
         else:
             shares = [mean, 1.0 - mean]
-        found = np.zeros(len(mean))
-        for part in shares:
-            found -= (part * np.log(np.where(part > 0, part, 1.0))).sum(axis=1)
+        found = sum((entropy_terms(part).sum(axis=1) for part in shares), np.zeros(len(mean)))
     elif is_exclusive and mean.shape[1] > 1:
-        second, first = np.partition(mean, -2, axis=1)[:, -2:].T
-        found = second - first
+        found = -margins(mean)
     else:
         found = -np.abs(2.0 * mean - 1.0).min(axis=1)
     return np.where(np.isnan(found), np.inf, found)

@@ -62,9 +62,9 @@ class MemberPlan:
     ``order`` holds row numbers, longest text first, int64 [rows]; chunks are slices of it.  ``work`` is the
     text of all rows in bytes, as far as max_length lets it through, with what each row costs beyond it.
     ``first_replicas`` start before any later member; the others join where a GPU is left over.  A member that needs
-    no worker has neither replicas nor chunks.  One with ``when`` ``waits_for`` the members before it: then
-    ``chunks`` are those of the whole table, and which of their rows it computes comes out in the run; the forecast
-    takes ``expected_share`` of them.
+    no worker has neither replicas nor chunks.  One with ``when`` ``waits_for`` the members with a weight
+    before it: then ``chunks`` are those of the whole table, and which of their rows it computes comes out in the
+    run; the forecast takes ``expected_share`` of them.
     """
 
     index: int
@@ -215,7 +215,7 @@ def make_plan(
                 work=float((counted + ROW_OVERHEAD_BYTES).sum()),
                 chunks=chunks,
                 order=order,
-                waits_for=() if model.when is None else tuple(one.name for one in config.models[:index]),
+                waits_for=() if model.when is None else config.deciders(index),
                 expected_share=known.expected_share,
             )
         )

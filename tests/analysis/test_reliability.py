@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from scipy.stats import binomtest
+from scipy.stats import binomtest, norm, sem
 from sklearn.calibration import calibration_curve
 from sklearn.metrics import confusion_matrix
 
-from ensemble.analysis.reliability import confusions, coverage, reliability
+from ensemble.analysis.reliability import confusions, coverage, overconfidence, reliability
 
 ROWS = 70_000
 
@@ -28,9 +28,10 @@ def test_first_labels_are_binned_as_scikit_learn_does(labels: int) -> None:
     assert found.accuracy[filled] == pytest.approx(accuracy)
     assert found.confidence[filled] == pytest.approx(confidence)
     assert found.counts.sum() == ROWS
-    assert found.overconfidence == pytest.approx(values.max(axis=1).mean() - right.mean())
-    expected = np.abs(accuracy - confidence) @ found.counts[filled] / ROWS
-    assert found.expected_calibration_error == pytest.approx(expected)
+    gap = overconfidence(values, "softmax", truth)
+    assert gap.value == pytest.approx(values.max(axis=1).mean() - right.mean())
+    expected = norm.interval(0.95, gap.value, sem(values.max(axis=1) - right))
+    assert (gap.low, gap.high) == pytest.approx(expected)
     for bin_ in np.flatnonzero(filled):
         hits, count = round(found.accuracy[bin_] * found.counts[bin_]), int(found.counts[bin_])
         interval = binomtest(hits, count).proportion_ci(0.95, "wilson")
@@ -46,7 +47,24 @@ def test_labels_that_do_not_exclude_each_other_are_binned_cell_by_cell() -> None
     accuracy, confidence = calibration_curve(truth[100:].ravel(), values[100:].ravel(), n_bins=10)
     assert found.accuracy == pytest.approx(accuracy)
     assert found.confidence == pytest.approx(confidence)
-    assert found.overconfidence > 0.1
+    gap = overconfidence(values, "sigmoid", truth)
+    # Rows are drawn, not cells: four copies of each label tell no more than one.
+    again = overconfidence(np.repeat(values, 4, axis=1), "sigmoid", np.repeat(truth, 4, axis=1))
+    assert (again.low, again.high) == pytest.approx((gap.low, gap.high))
+    expected = norm.interval(0.95, gap.value, sem((values - truth)[100:].mean(axis=1)))
+    assert (gap.low, gap.high) == pytest.approx(expected)
+    assert gap.low > 0.1
+
+
+def test_the_interval_of_a_calibrated_member_holds_0_as_often_as_it_says() -> None:
+    """Confidence that varies from row to row is no noise: an interval of the accuracy alone is far too wide."""
+    chooser, held, tries = np.random.default_rng(4), 0, 400
+    for _ in range(tries):
+        chance = np.clip(chooser.beta(0.3, 0.3, 300), 1e-9, 1 - 1e-9)
+        truth = (chooser.random(300) < chance).astype(np.int64)
+        values = np.stack([1 - chance, chance], axis=1)
+        held += not overconfidence(values, "softmax", truth).excludes_zero
+    assert binomtest(held, tries, 0.95).pvalue > 1e-4
 
 
 def test_probabilities_as_truth_count_as_they_are_and_none_leaves_counts() -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from safetensors.numpy import load_file, save_file
 
+from ensemble.analysis.predictions import read_run
 from tests.project import LABELS, Project
 
 pytestmark = pytest.mark.usefixtures("warm")
@@ -245,3 +248,84 @@ def test_rules_that_decide_nothing(project: Project, change: Callable[[Any], obj
     done = project.ensemble("validate", "config.yaml")
     assert done.returncode == 2
     assert said in " ".join(done.stderr.split())
+
+
+def test_a_rule_that_selects_no_row(project: Project) -> None:
+    project.write_table(60)
+    config = cascade(project, {"margin_below": 1e-9})
+    for _ in range(2):
+        assert "llama: 0 of 60 rows (0.0%)" in run(project, config)
+        (_, member) = project.run_json()["members"]
+        assert (member["status"], member["rows"], member["cascade"]["rows"]) == ("complete", 0, 0)
+        assert project.read("runs/first/predictions/llama.csv") == (["id", *LABELS], [])
+        ensemble, gemma = (
+            predictions(project, f"runs/first/{name}.csv") for name in ("ensemble", "predictions/gemma")
+        )
+        np.testing.assert_allclose([*ensemble.values()], [*gemma.values()], atol=1e-12)
+    for command in (["report", "runs/first"], ["compare", "runs/first", "runs/first/predictions/gemma.csv"]):
+        done = project.ensemble(*command)
+        assert done.returncode == 0, command[0] + done.stdout + done.stderr
+    page = (project.folder / "runs/first/report.html").read_text()
+    assert 'class="problem"' not in page
+    # Rows that another rule asks for are computed all the same.
+    run(project, cascade(project, {"share": 0.5}))
+    assert len(predictions(project, "runs/first/predictions/llama.csv")) == 30
+
+
+def test_what_was_not_merged_is_nowhere_taken_for_the_members(project: Project) -> None:
+    """Rows that an earlier rule asked for, and rows of a file that the rule does not."""
+    project.write_table(60)
+    run(project, cascade(project, {"share": 0.5}))
+    run(project, cascade(project, {"share": 0.2}))
+    assert len(predictions(project, "runs/first/predictions/llama.csv")) == 30
+    read = read_run(project.folder / "runs/first")
+    assert read.ensemble is not None
+    given = ~np.isnan(read.members["llama"][:, 0])
+    assert given.sum() == 12
+    expected = np.where(
+        given[:, None],
+        0.6 * read.members["gemma"] + 0.4 * np.nan_to_num(read.members["llama"]),
+        read.members["gemma"],
+    )
+    np.testing.assert_allclose(read.ensemble, expected, atol=1e-12)
+    config = cascade(project, {"share": 0.2}, output_dir="runs/given")
+    whole = project.folder / "llama.csv"
+    run(project, project.config(output_dir="runs/whole"))
+    whole.write_bytes((project.folder / "runs/whole/predictions/llama.csv").read_bytes())
+    config["models"][1] = {
+        "name": "llama",
+        "task_type": "csv",
+        "path": str(whole),
+        "weight": 0.4,
+        "when": {"share": 0.2},
+    }
+    run(project, config)
+    of_file = read_run(project.folder / "runs/given")
+    np.testing.assert_array_equal(~np.isnan(of_file.members["llama"][:, 0]), given)
+    # Without the rule all of them count again.
+    run(
+        project,
+        project.config(
+            output_dir="runs/given", models=[config["models"][0], {**config["models"][1], "when": None}]
+        ),
+    )
+    assert not np.isnan(read_run(project.folder / "runs/given").members["llama"]).any()
+
+
+def test_members_without_a_weight_hold_nobody_up(project: Project) -> None:
+    """One that is listed before and cannot be computed at all."""
+    project.write_table(60)
+    broken = project.folder / "broken"
+    shutil.copytree(project.models / "gemma", broken)
+    weights = load_file(broken / "model.safetensors")
+    save_file(
+        {name: np.full_like(one, np.nan) for name, one in weights.items()}, broken / "model.safetensors"
+    )
+    config = cascade(project, {"share": 0.3}, submission=None)
+    config["models"].insert(1, {"name": "zero", "model_name_or_path": str(broken), "weight": 0})
+    project.write_config(config)
+    done = project.ensemble("run", "config.yaml")
+    assert done.returncode == 1
+    found = {one["name"]: one for one in project.run_json()["members"]}
+    assert (found["zero"]["status"], found["llama"]["status"]) == ("failed", "complete")
+    assert (found["llama"]["rows"], found["llama"]["cascade"]["unknown_rows"]) == (18, 0)

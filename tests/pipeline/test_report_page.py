@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -38,7 +39,9 @@ def broken(folder: Path, code: str) -> dict[str, str]:
 def test_a_run_writes_it_once_and_again_only_for_other_results(project: Project) -> None:
     project.write_config(project.config(report=True))
     page = project.folder / "runs/first/report.html"
-    done = project.ensemble("run", "config.yaml")
+    # What a user has set for Matplotlib is not for this page, nor needs it a home.
+    surroundings = {"MPLBACKEND": "no such backend", "HOME": "/proc/no/home"}
+    done = project.ensemble("run", "config.yaml", environment=surroundings)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("report page: runs/first/report.html\n")
     text, first = page.read_text(encoding="utf-8"), page.stat()
@@ -54,7 +57,7 @@ def test_a_run_writes_it_once_and_again_only_for_other_results(project: Project)
     assert page.stat().st_ino != first.st_ino
     assert "models.gemma.weight=3" in page.read_text(encoding="utf-8")
 
-    done = project.ensemble("report", "runs/first", "-o", "elsewhere.html")
+    done = project.ensemble("report", "runs/first", "-o", "elsewhere.html", environment=surroundings)
     assert (done.returncode, done.stdout) == (0, "report: elsewhere.html\n"), done.stderr
     assert (project.folder / "elsewhere.html").read_bytes() == page.read_bytes()
 
@@ -184,6 +187,15 @@ def test_the_time_limit_and_what_stands_already(made: Run, tmp_path: Path) -> No
     path.write_text(DIGEST.replace('content="', 'content="0'))
     assert made("raise SystemExit(1)", is_stopped=lambda: False)[0] is None
     assert not path.exists()
+
+
+def test_the_advice_can_be_pasted(tmp_path: Path) -> None:
+    rundir, said = RunDir(tmp_path / "it's a run"), list[str]()
+    rundir.create()
+    rundir.tidy()
+    assert write_page(rundir, report(member()), True, 0.0, lambda: False, said.append) is None
+    command = re.findall("`(.*)`", said[0])[0]
+    assert shlex.split(command)[-2:] == ["report", str(rundir.root)]
 
 
 def test_no_process_is_an_answer_too(made: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ def main() -> None:
     # Where memory is short, the kernel shall end this process and not the run.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    os.environ["MPLBACKEND"] = "svg"  # what the user has set may be unknown here, or need a screen
     try:
         if found := [*unsupported(ANALYSIS)]:
             raise ConfigError(found)

@@ -16,7 +16,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from markupsafe import Markup
 
-from ensemble.common.errors import DataError
 from ensemble.data.csv_file import read_header
 from ensemble.data.formats import read_contents
 from ensemble.data.input_file import Contents, Wanted, cell_texts
@@ -105,9 +104,7 @@ class ReportData:
         written = [rundir.ensemble, *(rundir.predictions(one.name) for one in self.report.members)]
         id_column = next((read_header(path)[0] for path in written if path.exists()), "")
         wanted = Wanted(id_column, None, tuple(self.report.null_texts), self.report.rows)
-        if not self.report.table:
-            raise DataError("this run.json was written before the table's path was in it")
-        return read_contents(Path(self.report.table), wanted)
+        return read_contents(self.report.table_path(), wanted)
 
 
 _ENVIRONMENT = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)

@@ -49,7 +49,8 @@ def write_report(run_dir: Path, output: Path) -> list[str]:
         _PAGE,
         title=f"{run_dir.absolute().name}: {report.status.replace('_', ' ')}",
         digest_name=DIGEST,
-        digest=page_digest(report),
+        # What could not be made may be made the next time: such a page counts as one of other results.
+        digest="" if any(one.problem for one in made) else page_digest(report),
         style=Markup(_STYLE + RESULTS_STYLE),
         colours=[*colours()],
         sections=made,

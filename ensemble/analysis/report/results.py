@@ -12,6 +12,7 @@ import numpy.typing as npt
 from ensemble.analysis.metrics import METRICS, USUAL, Bootstrap, Interval, Metric, Scored
 from ensemble.analysis.predictions import Predictions, as_merged, calibrations_of
 from ensemble.common.errors import DataError, EnsembleError
+from ensemble.common.text import listed
 from ensemble.data.table import Truth
 from ensemble.merging.blocks import block_spans, weights_by_bin
 from ensemble.merging.methods import METHODS
@@ -86,7 +87,9 @@ class Results:
         """
         assert self.truth is not None
         key = (metric.name, id(values))
-        is_kept = rows is None and any(values is one for one in (self.ensemble, *self.values))
+        is_kept = rows is None and any(
+            values is one for one in (self.ensemble, *self.values, *self.as_merged)
+        )
         if is_kept and key in self._scored:
             return self._scored[key]
         there = ~np.isnan(values).any(axis=1)
@@ -115,6 +118,15 @@ class Results:
         if isinstance(one, str):
             return one
         return other if isinstance(other, str) else one.minus(other)
+
+    @property
+    def gain(self) -> tuple[str, Interval] | None:
+        """The best member and how much its log loss is above the ensemble's, as the run itself has told it."""
+        gain = self._data.report.gain
+        if gain is None or gain.low is None or gain.high is None or gain.best_member not in self.names:
+            return None
+        is_of_these = self.loss.name == "log_loss" and self.ensemble is not None and self.truth is not None
+        return (gain.best_member, Interval(gain.gain, gain.low, gain.high)) if is_of_these else None
 
     @cached_property
     def _bootstrap(self) -> Bootstrap:
@@ -171,10 +183,12 @@ class Results:
             return f"the merge cannot be repeated ({error})"
         known = ~np.isnan(again[:, 0])
         furthest = float(np.abs(again[known] - self.ensemble[known]).max(initial=0.0))
+        lacking = [one.name for one in self._data.report.members if one.name not in self.names]
+        missing = f"; there are no complete predictions of {listed(lacking)}" if lacking else ""
         if furthest > _SAME * max(1.0, float(np.abs(self.ensemble).max())):
             return (
                 "to merge the members' files by the config again gives other values than stand in ensemble.csv "
-                f"(by up to {furthest:.2g}); members without complete predictions are not in these files"
+                f"(by up to {furthest:.2g}){missing}"
             )
         return ""
 

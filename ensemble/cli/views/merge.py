@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ensemble.cli.layout import Table
-from ensemble.cli.views.summary import weight_text
 from ensemble.common.text import plural, shown_path
+from ensemble.config.values import weight_text
 from ensemble.pipeline.merge_files import Merged
 
 

@@ -9,7 +9,7 @@ from ensemble.cli.layout import Table
 from ensemble.common.errors import RESUMES, EnsembleError, MembersFailed, TimeLimitReached
 from ensemble.common.gpus import Device
 from ensemble.common.text import duration, plural, shown_path
-from ensemble.config.values import AnyWeight
+from ensemble.config.values import weight_text
 from ensemble.merging.methods import METHODS
 from ensemble.merging.methods.base import MergeMethod
 from ensemble.pipeline.results import ENSEMBLE_ROW
@@ -122,6 +122,8 @@ def cascade_text(report: RunReport, member: MemberReport) -> str:
         text += f", {own.unknown_rows:,} more are not decided"
     if (found := own.comparison) is None:
         return text
+    if not member.has_weight:
+        return f"{text}; with weight 0 it makes no difference"
     better = "lower" if found.difference < 0 else "higher"
     noise = "" if abs(found.difference) > 2 * found.error else ", which may be chance"
     error, over_all = f"(+/- {found.error:.4f}, a standard error)", abs(found.difference_over_all)
@@ -131,15 +133,6 @@ def cascade_text(report: RunReport, member: MemberReport) -> str:
         f"{better}{noise}; over all rows {over_all:.4f} (+/- {found.error_over_all:.4f}) {better}; accuracy "
         f"{found.accuracy:.1%} with it and {found.accuracy_without:.1%} without it"
     )
-
-
-def weight_text(weight: AnyWeight, digits: int = 6) -> str:
-    """A weight, or those by label or length bin."""
-    if isinstance(weight, dict):
-        return ", ".join(f"{label} {one:.{digits}g}" for label, one in weight.items())
-    if isinstance(weight, tuple):
-        return f"[{', '.join(f'{one:.{digits}g}' for one in weight)}]"
-    return f"{weight:.{digits}g}"
 
 
 def raise_unless_complete(report: RunReport) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ensemble.cli.views.summary import weight_text
 from ensemble.common.text import gib, plural, shown_path
+from ensemble.config.values import weight_text
 from ensemble.pipeline.validate import Prepared
 from ensemble.planning.cascade import when_text
 

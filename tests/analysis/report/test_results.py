@@ -16,10 +16,13 @@ import pytest
 from sklearn.metrics import accuracy_score, log_loss
 
 from ensemble.analysis.report.base import ReportData, Section
+from ensemble.analysis.report.page import write_report
 from ensemble.analysis.report.sections import SECTIONS
+from ensemble.common.errors import DataError
 from ensemble.data.csv_file import write_csv
 from ensemble.merging import metrics
 from ensemble.pipeline import run_report
+from ensemble.pipeline.report_page import page_digest
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import RunReport
 from tests.cli.reports import member, report
@@ -78,8 +81,12 @@ class Made:
             "output_dir": str(self.rundir.root),
         }
         self.rundir.config.write_text(json.dumps(config), encoding="utf-8")
+        calibrations = {one["name"]: one.get("calibration", {}) for one in models or []}
         made = report(
-            *(member(name, weight=shares[name], rows=rows) for name in members),
+            *(
+                member(name, weight=shares[name], rows=rows, calibration=calibrations.get(name, {}))
+                for name in members
+            ),
             rows=rows,
             null_texts={"text": 0},
             table=str(self.table),
@@ -161,6 +168,7 @@ def test_a_member_that_promises_too_much_is_told_its_temperature(made: Made) -> 
     (found,) = re.findall(r" m1 .*? (\d\.\d{3}) ", text)
     assert 2.7 < float(found) < 3.3
     assert "5-fold cross-validation" in text
+    assert "expected calibration error, of 15 bins; the diagrams have 10" in text
     # Once the config has one, before and after are those of the merge.
     logs = np.log(members["m1"]) / 3
     soft = np.exp(logs) / np.exp(logs).sum(axis=1, keepdims=True)
@@ -213,6 +221,29 @@ def test_weights_by_label_and_length_are_those_of_the_merge(made: Made) -> None:
     data = made.write(members, truth, merged=merged, weights=weights, ensemble=settings)
     assert data.results.merge_problem == ""
     assert "adds most" in shown(data, "weights") or "noise" in shown(data, "weights")
+    # The whole page, with weights in all forms.
+    assert write_report(made.rundir.root, made.rundir.report_page) == []
+    page = html.unescape(made.rundir.report_page.read_text(encoding="utf-8"))
+    assert "m0 (weight [1, 0]), m1 (weight label 0 0.5, label 1 0.5, label 2 0.5)" in page
+
+
+def test_the_page_and_the_terminal_say_the_same_of_the_best_member(made: Made) -> None:
+    """Also where a normal interval and the bootstrap's disagree, and where members are calibrated."""
+    truth, members = probabilities(rows=300, noise=(0.3, 0.4))
+    data = made.write(members, truth)
+    gain = metrics.Gain("m1", 0.0040, -0.0001, 0.0081, 300)
+    replace(data.report, gain=gain).write(made.rundir.run_json)
+    text = shown(made.read(), "scores")
+    assert "best member, m1," in text
+    assert "no more than noise (m1 less the ensemble: +0.0040 (\N{MINUS SIGN}0.0001 to 0.0081)" in text
+    replace(data.report, gain=replace(gain, low=0.0001, high=0.0079)).write(made.rundir.run_json)
+    assert "better by 0.0040 (0.0001 to 0.0079)" in shown(made.read(), "scores")
+    models: list[dict[str, Any]] = [{"name": name, "task_type": "csv", "path": "x"} for name in members]
+    models[1]["calibration"] = {"temperature": 3.0}
+    soft = members["m1"] ** (1 / 3)
+    soft /= soft.sum(axis=1, keepdims=True)
+    data = made.write(members, truth, merged=(members["m0"] + soft) / 2, models=models)
+    assert f"m1 {log_loss(truth, soft):.4f}" in shown(data, "scores")
 
 
 def test_a_member_with_some_rows_is_compared_on_these(made: Made) -> None:
@@ -243,6 +274,19 @@ def test_a_member_for_unsure_rows_says_what_it_saw_and_gained(made: Made) -> Non
     assert "m1 saw 200 of 1,000 rows (20.0 %)" in text
     assert "log loss 0.1000 nats lower, over all rows 0.0200." in text
     assert "margin_below 0.3" in text
+    # No row, no truth that can be compared, no weight.
+    for changes, weight, said in (
+        (
+            {"rows": 0, "comparison": None},
+            1.0,
+            "m1 saw none of the 1,000 rows: of none were the",
+        ),
+        ({"comparison": None}, 1.0, "compared only where labels exclude each other"),
+        ({}, 0.0, "with weight 0 it is no part of the ensemble"),
+    ):
+        other = replace(second, cascade=replace(seen, **changes), weight=weight)
+        replace(data.report, members=(first, other)).write(made.rundir.run_json)
+        assert said in shown(made.read(), "cascade")
 
 
 def test_without_true_labels_each_section_says_what_is_missing(made: Made) -> None:
@@ -342,3 +386,37 @@ def test_texts_are_shown_cut_and_not_where_the_table_has_changed(made: Made) -> 
     assert "has changed since the run" in text
     made.table.unlink()
     assert "is not there any more" in shown(made.read(), "rows")
+
+
+def test_a_table_whose_path_holds_a_secret_is_said_to_be_one(made: Made) -> None:
+    truth, members = probabilities(rows=100)
+    data = made.write(members, truth)
+    table = data.report.table.replace("table.csv", "***.csv")
+    replace(data.report, table=table).write(made.rundir.run_json)
+    data = made.read()
+    assert "the path of the run's table holds a secret" in shown(data, "scores")
+    with pytest.raises(DataError, match="holds a secret"):
+        data.texts([0])
+    made.table.unlink()
+    replace(data.report, table=str(made.table)).write(made.rundir.run_json)
+    assert "is not there any more" in shown(made.read(), "scores")
+
+
+def test_a_page_with_something_missing_counts_as_one_of_other_results(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next run makes it anew: once a section works, or the table is there."""
+    truth, members = probabilities(rows=100)
+    data = made.write(members, truth)
+    assert write_report(made.rundir.root, made.rundir.report_page) == []
+    assert page_digest(data.report) in made.rundir.report_page.read_text(encoding="utf-8")
+    away = made.table.rename(made.table.with_name("away.csv"))
+    assert page_digest(data.report) not in made.rundir.report_page.read_text(encoding="utf-8")
+    away.rename(made.table)
+
+    def fail(self: Section, data: ReportData) -> None:
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(SECTIONS.load("header"), "html", fail)
+    assert len(write_report(made.rundir.root, made.rundir.report_page)) == 1
+    assert page_digest(data.report) not in made.rundir.report_page.read_text(encoding="utf-8")

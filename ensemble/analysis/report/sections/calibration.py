@@ -11,8 +11,8 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from ensemble.analysis.calibration import Kind, calibrated, fit_temperature
-from ensemble.analysis.metrics import METRICS, Interval
-from ensemble.analysis.reliability import Reliability, reliability, wilson
+from ensemble.analysis.metrics import ECE_BINS, METRICS, Interval
+from ensemble.analysis.reliability import BINS, Reliability, overconfidence, reliability
 from ensemble.analysis.report.base import ReportData, Section, html, table
 from ensemble.analysis.report.pictures import MUTED, SERIES, picture
 from ensemble.analysis.report.results import Results, Rows
@@ -54,6 +54,7 @@ class _One:
     before: Reliability
     after: Reliability | None
     errors: tuple[float, float | None]
+    gaps: tuple[Interval, Interval | None]
     change: Interval | None
     temperature: str
 
@@ -92,7 +93,7 @@ class Calibration(Section):
                 + ("" if rows is None else f" over {plural(len(rows), 'row')} at the same distance")
                 + ")."
             ),
-            why=why,
+            why=f"ECE: the expected calibration error, of {ECE_BINS} bins; the diagrams have {BINS}. {why}",
         )
 
 
@@ -156,37 +157,38 @@ def _one(
         except DataError:
             return np.nan
 
+    def gap(values: Values) -> Interval:
+        return overconfidence(values, results.activation, truth)
+
     change = None if after is None else results.difference(results.loss, after, before, rows)
     return _One(
         name,
         reliability(before, results.activation, truth),
         None if after is None else reliability(after, results.activation, truth),
         (error(before), None if after is None else error(after)),
+        (gap(before), None if after is None else gap(after)),
         change if isinstance(change, Interval) else None,
         temperature,
     )
 
 
-def _gap(found: Reliability) -> Interval:
-    """Mean confidence less accuracy, with the 95 % interval of the accuracy."""
-    count = int(found.counts.sum())
-    filled = found.counts > 0
-    accuracy = float(found.accuracy[filled] @ found.counts[filled]) / count
-    low, high = (float(one[0]) for one in wilson(np.array([accuracy]), np.array([count])))
-    gap = found.overconfidence
-    return Interval(gap, gap + accuracy - high, gap + accuracy - low)
-
-
 def _lines(results: Results, shown: list[_One], is_set: bool) -> Iterator[str]:
     first = shown[0]
-    gap = _gap(first.after if is_set and first.after is not None else first.before)
+    before, after = first.gaps
+    gap = after if is_set and after is not None else before
     size = points(abs(gap.value)).lstrip("+")
+    name = "the ensemble" if first.name == _ENSEMBLE else first.name
     who = "The ensemble" if first.name == _ENSEMBLE else first.name
-    if results.activation == "sigmoid":
+    is_exclusive = results.activation == "softmax"
+    if not gap.excludes_zero:
+        what = "mean confidence less accuracy" if is_exclusive else "mean probability less frequency"
+        said = (
+            f"As far as these rows tell, {name} is neither "
+            f"over- nor underconfident ({what}: {points(gap.value)}, {points(gap.low)} to {points(gap.high)})"
+        )
+    elif not is_exclusive:
         word = "higher" if gap.value > 0 else "lower"
         said = f"{who}'s probabilities are {size} {word} on average than how often labels come true"
-    elif not gap.excludes_zero:
-        said = f"{who} is about as sure as it is right (mean confidence less accuracy: {points(gap.value)}, noise)"
     elif gap.value > 0:
         said = f"{who} is overconfident: {size} surer than it is right"
     else:
@@ -262,7 +264,7 @@ def _table(results: Results, shown: list[_One], is_set: bool) -> Markup:
     rows: list[list[object]] = []
     for one in shown:
         before, after = one.errors
-        gap = _gap(one.before)
+        gap, _ = one.gaps
         rows.append(
             [
                 html("<strong>{{ name }}</strong>", name=one.name)

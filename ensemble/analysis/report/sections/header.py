@@ -10,6 +10,7 @@ from markupsafe import Markup
 
 from ensemble.analysis.report.base import ReportData, Section, html
 from ensemble.common.text import duration, gib, plural, shown_path
+from ensemble.config.values import weight_text
 
 _ENDINGS = {
     "complete": ("Complete", "good"),
@@ -36,7 +37,7 @@ class Header(Section):
             for one in report.devices
         ]
         driver = f"; driver {report.driver_version}" if report.driver_version else ""
-        names = ", ".join(f"{one.name} (weight {one.weight:g})" for one in report.members)
+        names = ", ".join(f"{one.name} (weight {weight_text(one.weight)})" for one in report.members)
         facts = {
             "members": names,
             "merge": str(report.ensemble.get("method", "")),

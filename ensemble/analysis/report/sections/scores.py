@@ -46,7 +46,7 @@ class Scores(Section):
 def _with_truth(results: Results) -> Markup:
     ensemble, has_loss = results.ensemble, results.method.gives_probabilities
     loss, name = results.loss, METRIC_NAMES[results.loss.name]
-    everybody: list[tuple[str, Values]] = [*zip(results.names, results.values, strict=True)]
+    everybody: list[tuple[str, Values]] = [*zip(results.names, results.as_merged, strict=True)]
     if ensemble is not None:
         everybody.insert(0, (_ENSEMBLE, ensemble))
     scores = {
@@ -63,11 +63,13 @@ def _with_truth(results: Results) -> Markup:
     problems = {one for found in scores.values() for one in found if isinstance(one, str) and one}
     differences = {
         who: found
-        for who, values in zip(results.names, results.values, strict=True)
+        for who, values in zip(results.names, results.as_merged, strict=True)
         if ensemble is not None
         and has_loss
         and isinstance(found := results.difference(loss, values, ensemble), Interval)
     }
+    if (gain := results.gain) is not None:
+        differences[gain[0]] = gain[1]
     order = sorted(results.names, key=lambda who: _value(scores[who][0]))
     shares = results.weights / results.weights.sum()
     rows: list[list[object]] = []
@@ -99,7 +101,8 @@ def _with_truth(results: Results) -> Markup:
 {% endfor %}
 {{ picture }}{{ table }}
 <p class="note">In brackets 95 % intervals (bootstrap over rows); those of differences are paired: the same rows
-count for both. The best member stands first.</p>
+count for both. The best member stands first{% if gain %}; its difference is the one that the run has printed, with
+the normal interval of the rows' differences{% endif %}.</p>
 {% for line in problems %}<p class="note">{{ line }}</p>{% endfor %}
 """,
         lines=[*_verdict(results, scores, rows_of, differences)],
@@ -113,6 +116,7 @@ count for both. The best member stands first.</p>
         if drawn
         else "",
         table=table(headers, rows),
+        gain=gain,
         problems=sorted(problems),
     )
 
@@ -136,6 +140,8 @@ def _verdict(
         yield html("No member has all rows, so none can be compared with the whole ensemble.")
         return
     best = min(whole, key=lambda who: _value(scores[who][0]))
+    if results.gain is not None:
+        best = results.gain[0]
     gap, theirs = differences[best], _value(scores[best][0])
     one, other = (metric_text(results.loss.name, value) for value in (own.value, theirs))
     first = f"The ensemble's {name} is {one}, that of its best member, {best}, {other}"
