@@ -92,7 +92,7 @@ class Made:
             table=str(self.table),
             config=json.dumps(config),
             overrides=(),
-            merged_rows=dict.fromkeys(members, rows),
+            merged_rows={name: int(np.isfinite(one[:, 0]).sum()) for name, one in members.items()},
             ensemble=ensemble or {"method": "mean"},
         )
         made.write(self.rundir.run_json)
