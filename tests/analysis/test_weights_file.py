@@ -276,6 +276,7 @@ WRONG: dict[str, Any] = {
         "--merge-method",
     ),
     "values": ("", None, {"sources": "config.yaml", "activation": "sigmoid"}, "--activation: is for CSVs"),
+    "partial": ("", None, {"sources": "config.yaml", "partial": True}, "--partial: is for CSVs"),
     "unknown values": ("", None, {"activation": "sigmoidal"}, "did you mean sigmoid?"),
     "names": ("", None, {"sources": ["one.csv", "One=two.csv"]}, "name it yourself, as in a=two.csv"),
     "folder": ("", None, {"output": "nowhere/w.yaml"}, "--output"),
