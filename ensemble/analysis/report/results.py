@@ -52,10 +52,10 @@ class Results:
         self._given = [given[name] for name in self.names]
         self.weights: Values = weights_by_bin(self._given, self.labels, self._bins).mean(axis=(1, 2))
         self.calibrations = {
-            one.name: given
+            one.name: calibration
             for one in data.report.members
             if one.name in self.names
-            and (given := CalibrationConfig.model_validate(one.calibration)) != CalibrationConfig()
+            and (calibration := CalibrationConfig.model_validate(one.calibration)) != CalibrationConfig()
         }
         self._scored: dict[tuple[str, int], Scored | str] = {}  # of what is scored again and again
 
