@@ -535,6 +535,8 @@ def _prepared_process(for_analysis: bool = False) -> Iterator[None]:
 
     if found := [*unsupported(), *(unsupported(ANALYSIS) if for_analysis else ())]:
         raise ConfigError(found)
+    if for_analysis:
+        os.environ["MPLBACKEND"] = "svg"  # what the user has set may be unknown here, or need a screen
     with one_thread_for_numpy():
         yield
         keep_pandas_out()  # with pyarrow, which imports numpy

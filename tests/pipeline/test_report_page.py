@@ -57,7 +57,7 @@ def test_a_run_writes_it_once_and_again_only_for_other_results(project: Project)
     assert page.stat().st_ino != first.st_ino
     assert "models.gemma.weight=3" in page.read_text(encoding="utf-8")
 
-    done = project.ensemble("report", "runs/first", "-o", "elsewhere.html", environment=surroundings)
+    done = project.ensemble("report", "runs/first", "-o", "elsewhere.html", environment={"MPLBACKEND": "no"})
     assert (done.returncode, done.stdout) == (0, "report: elsewhere.html\n"), done.stderr
     assert (project.folder / "elsewhere.html").read_bytes() == page.read_bytes()
 
