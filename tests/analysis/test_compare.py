@@ -262,6 +262,7 @@ def test_secrets_stay_hidden(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("activation", ["sigmoid", "none"])
 def test_runs_of_labels_that_are_not_exclusive(activation: str, project: Project) -> None:

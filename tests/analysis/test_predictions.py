@@ -250,6 +250,7 @@ def test_a_run_as_it_stands(project: Project) -> None:
         read_run(moved)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(("activation", "looks_like"), [("sigmoid", "softmax"), ("none", "sigmoid")])
 def test_what_the_values_of_a_run_are_is_what_its_config_said(
@@ -271,6 +272,7 @@ def test_what_the_values_of_a_run_are_is_what_its_config_said(
     assert read_run(project.folder / "run").activations == {"a": looks_like}
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(
     ("cell", "said"), [("inf", "infinite values or NaN in part"), ("1.5", "values below 0 or above 1")]

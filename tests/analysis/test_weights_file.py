@@ -56,6 +56,7 @@ def merged(project: Project) -> tuple[Any, list[str]]:
     return np.array([row[1:] for row in rows], dtype=float), [truth[row[0]] for row in rows]
 
 
+@pytest.mark.long
 def test_fitted_weights_of_the_demo_do_not_lose_and_it_says_what_is_noise(project: Project) -> None:
     assert project.ensemble("run", DEMO, "-q").returncode == 0
     done = project.ensemble("fit", DEMO)
@@ -79,6 +80,7 @@ def test_fitted_weights_of_the_demo_do_not_lose_and_it_says_what_is_noise(projec
     assert reached < report.equal
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [
@@ -107,6 +109,7 @@ def test_a_run_merges_as_the_fit_does(files: Project, options: dict[str, Any]) -
         assert report.score - 0.05 < log_loss(truth, values) < report.score
 
 
+@pytest.mark.long
 def test_the_file_loses_nothing_that_matters(files: Project) -> None:
     assert files.ensemble("run", "config.yaml", "-q").returncode == 0
     done = files.ensemble("fit", "config.yaml", "--calibration", "temperature", "-o", "w.yaml")
@@ -132,6 +135,7 @@ def test_the_file_loses_nothing_that_matters(files: Project) -> None:
     assert reached == pytest.approx(exact, abs=1e-7)
 
 
+@pytest.mark.long
 def test_fitting_again_without_calibration_takes_the_calibration_away(files: Project) -> None:
     assert files.ensemble("run", "config.yaml", "-q").returncode == 0
     assert files.ensemble("fit", "config.yaml", "--calibration", "vector").returncode == 0
@@ -142,6 +146,7 @@ def test_fitting_again_without_calibration_takes_the_calibration_away(files: Pro
     assert files.ensemble("validate", "config.yaml", "weights.yaml", "plain.yaml").returncode == 0
 
 
+@pytest.mark.long
 def test_weights_of_csvs_take_the_calibration_of_a_config_away(files: Project) -> None:
     assert files.ensemble(*FIT).returncode == 0
     done = files.ensemble("merge", "one.csv", "two.csv", "-o", "merged.csv", "--weights", "weights.yaml")
@@ -199,6 +204,7 @@ def test_rows_that_some_files_lack_are_left_out_by_partial_alone(files: Project)
             assert "These figures are of the 397 of 400 rows that all members have; a run merges" in said
 
 
+@pytest.mark.long
 def test_a_member_with_when_is_fitted_on_the_rows_that_it_is_asked_for(files: Project) -> None:
     limited = config()
     limited["models"][1]["when"] = {"margin_below": 0.5}
@@ -211,6 +217,7 @@ def test_a_member_with_when_is_fitted_on_the_rows_that_it_is_asked_for(files: Pr
     assert f"These figures are of the {asked} of 400 rows that all members have" in done.stdout
 
 
+@pytest.mark.long
 def test_a_truth_that_is_named_when_the_run_is_fitted(files: Project) -> None:
     """In a column per label, in a table of its own, with a row that the run did not have."""
     _, rows = files.read("truth.csv")
@@ -350,6 +357,7 @@ def test_labels_that_are_not_exclusive(files: Project) -> None:
     assert loss == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.long
 def test_predictions_of_a_run_that_is_not_complete_are_not_fitted(files: Project) -> None:
     assert files.ensemble("run", "config.yaml", "-q").returncode == 0
     more = config()

@@ -80,6 +80,7 @@ def test_killed_and_resumed_it_ends_with_the_same_bytes(
     assert [member["reused_rows"] for member in chunky.run_json()["members"]] == [ROWS, len(rows)]
 
 
+@pytest.mark.long
 def test_a_row_that_the_first_cannot_compute_is_unsure(
     chunky: Project, forked: ForkedRuns, tmp_path: Path
 ) -> None:
@@ -99,6 +100,7 @@ def test_a_row_that_the_first_cannot_compute_is_unsure(
     assert chunky.run_json()["members"][1]["reused_rows"] == 1, "what is known of a bad row stays"
 
 
+@pytest.mark.long
 def test_where_those_before_fail_it_goes_by_the_others_or_waits(
     chunky: Project, forked: ForkedRuns, tmp_path: Path
 ) -> None:

@@ -175,6 +175,7 @@ def test_raw_values_are_refused() -> None:
     assert not [*merge_method(EnsembleConfig(), members).problems()]
 
 
+@pytest.mark.long
 def test_a_run_and_another_method_on_the_same_predictions(project: Project) -> None:
     config = project.config()
     project.write_config(config)

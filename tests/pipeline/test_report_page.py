@@ -36,6 +36,7 @@ def broken(folder: Path, code: str) -> dict[str, str]:
     return {"PYTHONPATH": python_path(folder / "broken", ROOT)}
 
 
+@pytest.mark.long
 def test_a_run_writes_it_once_and_again_only_for_other_results(project: Project) -> None:
     project.write_config(project.config(report=True))
     page = project.folder / "runs/first/report.html"
@@ -68,6 +69,7 @@ def test_a_run_writes_it_once_and_again_only_for_other_results(project: Project)
     assert "report page" not in done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.fault(41)
 def test_a_broken_library_costs_the_report_and_nothing_else(project: Project, tmp_path: Path) -> None:
     project.write_config(project.config())

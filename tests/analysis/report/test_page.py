@@ -147,6 +147,7 @@ def test_the_file_holds_no_script_and_nothing_from_elsewhere(pages: dict[str, Pa
             assert words in said
 
 
+@pytest.mark.long
 def test_the_same_run_gives_the_same_bytes(tmp_path: Path, pages: dict[str, Path]) -> None:
     again = tmp_path / "again.html"
     assert write_report(pages["plain"].parent / "run", again) == []

@@ -402,6 +402,7 @@ def test_a_table_whose_path_holds_a_secret_is_said_to_be_one(made: Made) -> None
     assert "is not there any more" in shown(made.read(), "scores")
 
 
+@pytest.mark.long
 def test_a_page_with_something_missing_counts_as_one_of_other_results(
     made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
