@@ -46,7 +46,6 @@ SPEC = WorkerSpec(
         labels=(),
         activation="softmax",
         gpus=0,
-        cpu_threads=None,
         memory_limit_bytes=None,
         seed=0,
         table_path="",

@@ -6,7 +6,7 @@ First the arithmetic, then how it meets the members' states and the clock.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ensemble.planning.chunks import Chunk
@@ -165,18 +165,22 @@ class Deadline:
     def is_over(self) -> bool:
         return self.seconds_left <= 0
 
-    def may_start(self, state: MemberState, members: Sequence[MemberState]) -> bool:
+    def may_start(
+        self, state: MemberState, members: Sequence[MemberState], beyond_goal: bool = False
+    ) -> bool:
         """Whether it is this member's turn, and a worker of it would get something done in time.
 
         A run ends in no case without having tried: what an earlier run measured may have been a slow moment, such
-        as weights that nobody had read since the machine was started, and a guess is one.
+        as weights that nobody had read since the machine was started, and a guess is one.  ``beyond_goal`` is that
+        of ``first_fitting``.
         """
 
         def pays(one: MemberState) -> bool:
-            return self.first_fitting(one, members, one.pending, _startup_seconds(one, members)) is not None
+            startup = _startup_seconds(one, members)
+            return self.first_fitting(one, members, startup, beyond_goal) is not None
 
-        if pays(state):
-            return True
+        if (is_worth_it := pays(state)) or beyond_goal:
+            return is_worth_it
         # Nobody was ready yet and there seems to be time for none: then the one that starts fastest.
         if self.is_over or any(one.running or one.startup_seconds for one in members):
             return False
@@ -184,31 +188,46 @@ class Deadline:
         fastest = min(able, key=lambda one: _startup_seconds(one, members), default=None)
         return state is fastest and not any(map(pays, able))
 
+    def takes_most_to_start(self, state: MemberState, members: Sequence[MemberState]) -> bool:
+        """Whether a start of this member would use up most of the time: nobody who computes is stopped for it."""
+        return 2 * _startup_seconds(state, members) >= self.seconds_left
+
     def first_fitting(
         self,
         state: MemberState,
         members: Sequence[MemberState],
-        chunks: Iterable[Chunk],
         startup_seconds: float = 0.0,
+        beyond_goal: bool = False,
     ) -> tuple[Chunk, int] | None:
-        """The first of these chunks of the member of which rows can be done in time, and where those begin.
+        """The member's first pending chunk of which rows can be done in time, and where those begin.
 
-        None where none can, and where it is not the member's turn: its worker is to stop.
+        None where none can, and where it is not the member's turn: its worker is to stop.  Members are brought
+        equally far in their first views; those that have these behind them, in all of their work.
+
+        Args:
+            startup_seconds: until the member's worker computes.
+            beyond_goal: although others are not as far, where none of them can use the device.
         """
         plan, per_cost, now_left = state.plan, state.seconds_per_cost, self.seconds_left
         counting = _counting(members, self.seconds_left)
         seconds = _seconds_per_member(counting)
+        is_first = state.has_first_view_pending
         shares = [
             Share(
                 name=one.plan.name,
-                fraction_done=one.fraction,
-                seconds_per_member=(each := seconds[one.plan.name]) and each * max(one.plan.gpus, 1),
+                fraction_done=one.first_view_fraction if is_first else one.fraction,
+                seconds_per_member=(each := seconds[one.plan.name])
+                and each * max(one.plan.gpus, 1) / (one.plan.views if is_first else 1),
                 startup_seconds=0.0 if one.is_loaded else _startup_seconds(one, counting),
                 gpus=one.plan.gpus,
             )
             for one in counting
+            # What is left of others' first views is for devices that this member cannot use, or it would wait.
+            if is_first or not one.has_first_view_pending
         ]
-        if state.fraction >= goals(shares, self.workers, now_left).get(plan.name, 0.0):
+        fraction = state.first_view_fraction if is_first else state.fraction
+        goal = goals(shares, self.workers, now_left).get(plan.name)
+        if goal is None or (fraction >= goal and not beyond_goal):
             return None
         left, ratio, trust = now_left - startup_seconds, 1.0, 1.0
         if per_cost is not None:
@@ -217,12 +236,12 @@ class Deadline:
             per_cost = _seconds_per_member(members)[plan.name]
             trust = 1.0 if plan.speed.is_measured else _TRUST_IN_GUESSES
         # Before anything is done: better a single row that surely costs so much than none.
-        is_first = all(one.seconds_per_cost is None for one in members)
-        min_rows = 1 if plan.speed.is_measured and is_first else MIN_ROWS
-        for chunk in chunks:
+        is_untried = all(one.seconds_per_cost is None for one in members)
+        min_rows = 1 if plan.speed.is_measured and is_untried else MIN_ROWS
+        for chunk in state.pending.in_first_view() if left > 0 else ():
             start = fitting_start(chunk, per_cost, ratio, trust * left, min_rows)
             # No guess and no measurement of earlier stops anybody: a few rows tell more.
-            if start is None and is_first and left > 0:
+            if start is None and is_untried:
                 start = max(chunk.start, chunk.stop - min_rows)
             if start is not None:
                 return chunk, start

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, count, islice, takewhile
 
 from ensemble.common.gpus import Device, Telemetry, gpu_users
 from ensemble.common.text import gib
@@ -131,7 +133,14 @@ class DevicePool:
         release_timeout_seconds: how long a device may take to come back to its baseline.
         say: takes a sentence for the user.
         clock: the run's, in seconds.
+
+    Attributes:
+        hosts: the machines whose CPUs workers share.
+        max_cpu_workers: how many may be there at a time; None: as many as their shares leave room for.
     """
+
+    hosts = 1
+    max_cpu_workers: int | None = None
 
     def __init__(
         self,
@@ -144,11 +153,18 @@ class DevicePool:
     ) -> None:
         self._gpus = tuple(gpus)
         self._workers_per_gpu = workers_per_gpu
-        self._workers = dict.fromkeys(gpus, 0)
-        self._releasing: dict[Device, float] = {}
-        self._doubtful: set[Device] = set()  # never came free
-        self._suspect: set[Device] = set()  # a worker could not start there
+        # By UUID: that are taken; since when they come back; that never came free; where a worker could not start.
+        self._places = dict.fromkeys((gpu.uuid for gpu in gpus), 0)
+        self._releasing: dict[str, float] = {}
+        self._doubtful: set[str] = set()
+        self._suspect: set[str] = set()
         self._timeout_seconds = release_timeout_seconds
+        # Those that are there, with their numbers in the inventory; and sorted, by the places that are taken first,
+        # those of them that are not on their way back.
+        self._numbers = count()
+        self._there = {gpu.uuid: (next(self._numbers), gpu) for gpu in gpus}
+        self._by_use = [self._use_of(gpu.uuid) for gpu in gpus]
+        self.seen = self._gpus  # with those that have come since, and those that have gone
         self._launcher = launcher
         self._say = say
         self._clock = clock
@@ -159,21 +175,50 @@ class DevicePool:
         self.telemetry = {gpu.uuid: TelemetryCurve() for gpu in self._gpus}
         self.releases: list[Release] = []
 
+    @property
+    def gpus(self) -> tuple[Device, ...]:
+        """Those that are there."""
+        return self._gpus
+
+    def change(self, joined: Sequence[Device], lost: Collection[str]) -> None:
+        """Devices have come, and others have gone for good with their nodes."""
+        self._gpus = (*(gpu for gpu in self._gpus if gpu.uuid not in lost), *joined)
+        self.seen = tuple({gpu.uuid: gpu for gpu in (*self.seen, *joined)}.values())
+        self._by_use = [one for one in self._by_use if one[2].uuid not in lost]
+        for uuid in lost:
+            self._releasing.pop(uuid, None)
+            self._there.pop(uuid, None)
+        for gpu in joined:
+            self._places.setdefault(gpu.uuid, 0)
+            self._there[gpu.uuid] = next(self._numbers), gpu
+            insort(self._by_use, self._use_of(gpu.uuid))
+            self.telemetry[gpu.uuid] = TelemetryCurve()
+            self.curves[gpu.uuid] = MemoryCurve(gpu.used_bytes)
+
     def is_releasing(self, among: Collection[str] | None = None) -> bool:
         """Whether a device is on its way back; of these UUIDs, or of all."""
-        return any(among is None or gpu.uuid in among for gpu in self._releasing)
+        return any(among is None or uuid in among for uuid in self._releasing)
+
+    def is_in_use(self, among: Collection[str]) -> bool:
+        """Whether a worker is on any device of these UUIDs."""
+        return any(self._places[uuid] for uuid in among)
+
+    def _use_of(self, uuid: str) -> tuple[int, int, Device]:
+        return self._places[uuid], *self._there[uuid]
 
     def acquire(
         self,
         count: int,
         allowed: Collection[str],
         is_last_resort: bool = False,
-        preferred: Sequence[Sequence[Device]] = (),
+        preferred: Iterable[Sequence[Device]] = (),
+        places: int = 1,
     ) -> tuple[Device, ...]:
         """Lease so many devices: those known to be free first, then those with fewer workers, then in order.
 
         Args:
             allowed: UUIDs.
+            places: on each of them, of the ``workers_per_gpu``.
             is_last_resort: also those whose memory never came free, and those on which a worker could not start.
             preferred: choices to be made if they can, the first of them that can.
 
@@ -181,41 +226,71 @@ class DevicePool:
             The devices, in the inventory's order; none where there are not so many.
         """
         doubts = self._doubtful | self._suspect
-        usable = [
+        most = self._workers_per_gpu - places
+
+        def usable(is_doubtful: bool) -> Iterator[Device]:
+            for _, _, gpu in takewhile(lambda use: use[0] <= most, self._by_use):
+                if gpu.uuid in allowed and (gpu.uuid in doubts) == is_doubtful:
+                    yield gpu
+
+        def is_sound(gpu: Device) -> bool:
+            uuid = gpu.uuid
+            is_free = uuid in self._there and uuid not in self._releasing and self._places[uuid] <= most
+            return is_free and uuid in allowed and uuid not in doubts
+
+        by_use = chain(usable(False), usable(True) if is_last_resort else ())
+        if count == 1:  # the first will do, of hundreds
+            found = list(islice(by_use, 1))
+        else:
+            # All on one node: the one whose devices are the best choice.
+            of_node: dict[str, list[Device]] = {}
+            for gpu in by_use:
+                of_node.setdefault(gpu.node, []).append(gpu)
+            found = next((gpus[:count] for gpus in of_node.values() if len(gpus) >= count), [])
+        if not found:
+            return ()
+        choices = (wanted for wanted in preferred if len(wanted) == count and all(map(is_sound, wanted)))
+        chosen = {gpu.uuid for gpu in next(choices, found)}
+        for uuid in chosen:
+            del self._by_use[bisect_left(self._by_use, self._use_of(uuid))]
+            self._places[uuid] += places
+            insort(self._by_use, self._use_of(uuid))
+        self._doubtful -= chosen
+        return tuple(gpu for _, gpu in sorted(map(self._there.__getitem__, chosen)))
+
+    def could_acquire(
+        self, count: int, allowed: Collection[str], places: int, returned: Mapping[Device, int]
+    ) -> bool:
+        """Whether so many devices could be leased, as by ``acquire``, once ``returned`` places on each are free."""
+        able = [
             gpu
             for gpu in self._gpus
             if gpu.uuid in allowed
-            and gpu not in self._releasing
-            and self._workers[gpu] < self._workers_per_gpu
-            and (is_last_resort or gpu not in doubts)
+            and self._places[gpu.uuid] - returned.get(gpu, 0) + places <= self._workers_per_gpu
         ]
-        if len(usable) < count:
-            return ()
-        by_use = sorted(usable, key=lambda gpu: (gpu in doubts, self._workers[gpu]))
-        sound = set(usable) - doubts
-        choices = (wanted for wanted in preferred if len(wanted) == count and set(wanted) <= sound)
-        chosen = next(choices, by_use[:count])
-        for gpu in chosen:
-            self._workers[gpu] += 1
-        self._doubtful -= set(chosen)
-        return tuple(gpu for gpu in self._gpus if gpu in chosen)
+        return len(able) >= count
 
-    def release(self, devices: Sequence[Device], is_suspect: bool = False) -> None:
+    def release(self, devices: Sequence[Device], places: int = 1, is_suspect: bool = False) -> None:
         """The worker on these devices has ended; a device is free once its memory says so.
 
         What a worker leaves on a device that others still use cannot be told from theirs: it counts as gone.
 
         Args:
+            places: as they were acquired.
             is_suspect: it ended before it could compute: the devices are then taken last, since one can answer
                 NVML and fail at every start.
         """
-        (self._suspect.update if is_suspect else self._suspect.difference_update)(devices)
+        uuids = {gpu.uuid for gpu in devices}
+        (self._suspect.update if is_suspect else self._suspect.difference_update)(uuids)
         for gpu in devices:
-            self._workers[gpu] -= 1
-            if not self._workers[gpu]:
-                self._releasing[gpu] = self._clock()
-        self._sampled_at = self._telemetry_due = -math.inf  # look at once
-        self.poll()
+            if is_there := gpu.uuid in self._there:
+                del self._by_use[bisect_left(self._by_use, self._use_of(gpu.uuid))]
+            self._places[gpu.uuid] -= places
+            if is_there and self._places[gpu.uuid]:
+                insort(self._by_use, self._use_of(gpu.uuid))
+            elif is_there:
+                self._releasing[gpu.uuid] = self._clock()
+        self._sampled_at = self._telemetry_due = -math.inf  # the next poll looks, whenever it is
 
     def poll(self) -> None:
         """Look at the memory if it is time, and free the devices that are back at their baseline."""
@@ -233,30 +308,32 @@ class DevicePool:
             for uuid, seen in self._launcher.telemetry(list(self.telemetry)).items():
                 if seen is not None:
                     self.telemetry[uuid].add(now - self._began, passed, seen)
-        for gpu, since in list(self._releasing.items()):
-            used, is_free, seconds = self._used.get(gpu.uuid), self._is_back(gpu), now - since
+        for uuid, since in list(self._releasing.items()):
+            used, is_free, seconds = self._used.get(uuid), self._is_back(uuid), now - since
             if not is_free and used is not None and seconds < self._timeout_seconds:
                 continue
-            del self._releasing[gpu]
+            del self._releasing[uuid]
+            insort(self._by_use, self._use_of(uuid))
             after = round(since - self._began, 3)
-            self.releases.append(Release(gpu.uuid, round(seconds, 3), used, is_free, after))
-            log.info("%s released: %s", gpu.uuid, self.releases[-1])
+            self.releases.append(Release(uuid, round(seconds, 3), used, is_free, after))
+            log.info("%s released: %s", uuid, self.releases[-1])
             if is_free:
                 continue
-            self._doubtful.add(gpu)
+            self._doubtful.add(uuid)
+            _, gpu = self._there[uuid]
             what = " no longer answers; it"
             if used is not None:
                 what = (
                     f": {gib(used)} still in use {self._timeout_seconds:g} s after its worker ended, "
-                    f"{gib(self.curves[gpu.uuid].baseline_bytes or 0)} before the first one started; NVML shows "
-                    f"{gpu_users(gpu.uuid)} there. The device"
+                    f"{gib(self.curves[uuid].baseline_bytes or 0)} before the first one started; "
+                    f"{gpu_users(gpu)}. The device"
                 )
-            self._say(f"{gpu.name} ({gpu.uuid}){what} is left out as long as there is another")
+            self._say(f"{gpu.title}{what} is left out as long as there is another")
         # A late release is still one.
-        self._doubtful -= {gpu for gpu in self._doubtful if self._is_back(gpu)}
+        self._doubtful -= {uuid for uuid in self._doubtful if self._is_back(uuid)}
 
-    def _is_back(self, gpu: Device) -> bool:
-        used, baseline = self._used.get(gpu.uuid), self.curves[gpu.uuid].baseline_bytes
+    def _is_back(self, uuid: str) -> bool:
+        used, baseline = self._used.get(uuid), self.curves[uuid].baseline_bytes
         if baseline is None:
             return True  # what the driver never told cannot be waited for
         return used is not None and used <= baseline + TOLERANCE_BYTES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -37,6 +37,8 @@ class Rules:
     on_bad_row: OnBadRow
     hang_timeout: float
     standby: bool = True
+    workers_per_gpu: int = 1
+    devices: Sequence[int | str] | None = None  # that the user has chosen; None: all
 
 
 @dataclass
@@ -66,7 +68,14 @@ class RetryRules:
     def worker_failed(self, worker: RunningWorker, fault: Fault, others_compute: bool) -> None:
         """A worker has ended badly, with chunks in its hands or without; others of its member may compute."""
         state, history = worker.state, self._histories[worker.state.plan.name]
-        if worker.chunks:
+        if fault.kind == "lost":
+            for chunk in worker.chunks:
+                self._record(worker, fault, "again", chunk)
+                worker.drop(chunk)
+                state.put_back(chunk)
+            if not worker.chunks:
+                log.warning("%s: %s", worker.name, fault.message)
+        elif worker.chunks:
             blamed, *others = worker.chunks
             for chunk in others:  # nothing is known against them
                 worker.drop(chunk)
@@ -131,7 +140,9 @@ class RetryRules:
         if not state.bad_rows or self._rules.on_bad_row == "uniform":
             return
         rows = sorted(state.bad_rows)
-        shown = "; ".join(f"row {row + 1:,}: {state.bad_rows[row]}" for row in rows[:_MAX_SHOWN_ROWS])
+        shown = "; ".join(
+            f"row {state.row_text(row)}: {state.bad_rows[row]}" for row in rows[:_MAX_SHOWN_ROWS]
+        )
         more = f"; {len(rows) - _MAX_SHOWN_ROWS:,} more in run.json" if len(rows) > _MAX_SHOWN_ROWS else ""
         advice = (
             "left out of the merge (on_bad_row: drop_member)"
@@ -171,7 +182,7 @@ class RetryRules:
         state.set_aside(reasons, chunk)
         self._run.on_bad_rows(state)
         count = len(reasons)
-        rows = ", ".join(f"{row + 1:,}" for row in sorted(reasons)[:_MAX_SHOWN_ROWS])
+        rows = ", ".join(map(state.row_text, sorted(reasons)[:_MAX_SHOWN_ROWS]))
         more = ", ..." if count > _MAX_SHOWN_ROWS else ""
         text = f"row {rows}" if count == 1 else f"{plural(count, 'row')} ({rows}{more})"
         self._run.say(f"{state.plan.name}: {text} could not be computed; {next(iter(reasons.values()))}")

@@ -7,6 +7,7 @@ data here; it never ends the loop.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -23,24 +24,31 @@ from ensemble.common.protocol import (
     Ready,
     Stop,
 )
+from ensemble.planning.placement import rooms
 from ensemble.scheduling.deadline import Deadline
 from ensemble.scheduling.device_pool import DevicePool
 from ensemble.scheduling.dispatch import Dispatcher
-from ensemble.scheduling.launchers.base import Launcher
+from ensemble.scheduling.launchers.base import Changes, Handle, Launcher
 from ensemble.scheduling.retry import RetryRules, Rules
 from ensemble.scheduling.standby import Standbys
-from ensemble.scheduling.state import Fault, Gaps, MemberState, RunHooks, RunningWorker
+from ensemble.scheduling.state import Fault, Gaps, MemberState, NodeChange, RunHooks, RunningWorker
 
 TICK_SECONDS = 0.25
 # The run's clock counts no more than this of one turn: nobody hangs, and nobody is late, while this process is
 # stopped.  Turns are longer than a tick where the disk is slow that takes run.json.
 MAX_TURN_SECONDS = 4 * TICK_SECONDS
+# To look after all workers, whatever they say, takes some microseconds for each.  With more than a few there are so
+# many seconds for each of them between two looks, up to a second: it is soon gone beside a load of so many models.
+_FEW_WORKERS, _LOOK_SECONDS, _MAX_LOOK_SECONDS = 64, 0.002, 1.0
+# So many workers say something all the time: what comes in such a while is heard in one turn.
+_MANY_WORKERS, _GATHER_SECONDS = 256, 0.02
 # A worker that was told to stop, or has closed its channel, may take this long: freeing a GPU takes a while.
 EXIT_SECONDS = 30.0
 # One that is asked to drop its work holds nothing that needs longer.
 TERMINATE_SECONDS = 5.0
 # What one that hangs gets to write its stacks to its log.
 ABORT_SECONDS = 2.0
+_OF_CHUNK = (Progress, Computed, ChunkFailed)  # events that are of the chunk that it computes
 log = logging.getLogger(__name__)
 
 
@@ -65,6 +73,7 @@ class Scheduler:
     ) -> None:
         self.members = members
         self.gaps = Gaps()
+        self.node_changes: list[NodeChange] = []
         self._pool = pool
         self._launcher = launcher
         self._run = run
@@ -73,6 +82,7 @@ class Scheduler:
         self._deadline = deadline
         self._began = clock()
         self._workers: list[RunningWorker] = []
+        self._by_handle: dict[Handle, RunningWorker] = {}  # the same
         self._retry = RetryRules(rules, run, self._elapsed)
         self._standbys = Standbys(launcher, run, self._elapsed)
         self._may_stand_by = rules.standby
@@ -81,6 +91,8 @@ class Scheduler:
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="finishing")
         self._finishing: dict[Future[None], MemberState] = {}
         self._ended: set[str] = set()
+        # When all workers are looked after again, by the run's clock; and whether any has said something since.
+        self._look_at, self._has_heard = -math.inf, False
 
     def run(self) -> None:
         """Run every member to its end, good or bad, or to the end of the time.
@@ -99,22 +111,77 @@ class Scheduler:
                 if not self._workers and self._finishing:
                     wait(self._finishing, TICK_SECONDS, return_when=FIRST_COMPLETED)
                 else:
-                    heard = self._launcher.wait([worker.handle for worker in self._workers], TICK_SECONDS)
-                    for worker in [one for one in self._workers if one.handle in heard]:
-                        self._receive(worker)
-                for worker in list(self._workers):
-                    self._check(worker)
+                    if len(self._workers) >= _MANY_WORKERS:
+                        time.sleep(_GATHER_SECONDS)
+                    until_look = max(0.0, self._look_at - self._clock())
+                    at_most = until_look if self._has_heard else TICK_SECONDS
+                    heard, now = self._launcher.wait([*self._by_handle], at_most), self._clock()
+                    self._has_heard |= bool(heard)
+                    for handle in heard:
+                        self._receive(self._by_handle[handle], now)
+                is_to_look = self._clock() >= self._look_at
+                began = self._clock()
+                for worker in list(self._workers) if is_to_look else ():
+                    self._check(worker, began)
                 self._check_finishing()
                 self._tell_who_ended()
                 self._go_on()
+                if not is_to_look:
+                    continue
+                if (changes := self._launcher.changes()) is not None:
+                    self._change_places(changes)
                 self._pool.poll()
                 self._start_workers()
                 if self._may_stand_by:
                     self._standbys.update(self.members, self._workers)
+                self._has_heard = False
+                if len(self._workers) > _FEW_WORKERS:
+                    self._look_at = self._clock() + min(len(self._workers) * _LOOK_SECONDS, _MAX_LOOK_SECONDS)
                 self._run.on_change(self.members)
         finally:
             self._end_all()
         self._check_finishing()
+
+    def _change_places(self, changes: Changes) -> None:
+        """Nodes have come or gone: members run on devices like those that they were planned for.
+
+        Another kind of device is for the next plan: what is computed there may differ in its last digits.
+        """
+        for text in changes.news:
+            self._run.say(text)
+        after = round(self._elapsed(), 3)
+        for host in changes.joined_nodes:
+            self.node_changes.append(NodeChange(host.node, False, after, host.total_bytes))
+        for node, why in changes.lost_nodes.items():
+            self.node_changes.append(NodeChange(node, True, after, why=why))
+        if not changes.joined_nodes and not changes.lost_nodes:
+            return
+        chosen = self._rules.devices
+        joined = tuple(gpu for gpu in changes.joined if chosen is None or gpu.uuid in chosen)
+        for state in self.members:
+            plan, own = state.plan, set(state.plan.placement.devices)
+            if not plan.needs_worker:
+                continue
+            like = {(gpu.name, gpu.total_bytes) for gpu in self._pool.gpus if gpu.uuid in own}
+            fitting = [gpu.uuid for gpu in joined if (gpu.name, gpu.total_bytes) in like]
+            devices = tuple(uuid for uuid in (*plan.placement.devices, *fitting) if uuid not in changes.lost)
+            room = round(changes.hosts / (plan.cpu_share or 1))
+            if plan.gpus:
+                there = [gpu for gpu in (*self._pool.gpus, *joined) if gpu.uuid in devices]
+                room = rooms(there, plan.gpus, self._rules.workers_per_gpu // plan.placement.places)
+            asked = plan.request.replicas
+            state.move(devices, max(1, room if asked == "auto" else asked))
+            if not room and state.failure is None and not state.finished:
+                what = "it can run on"
+                if like and changes.hosts:
+                    kinds = " or ".join(sorted({name for name, _ in like}))
+                    what = f"has a GPU like those that it was planned for ({kinds})"
+                self._retry.fail(
+                    state, f"no node of the cluster is left that {what}; run the same command again to go on"
+                )
+                self._settle(state)
+        self._pool.change(joined, changes.lost)
+        self._pool.hosts = changes.hosts
 
     def _tell_who_ended(self) -> None:
         """Each member once: those that failed, and those whose predictions stand."""
@@ -129,7 +196,7 @@ class Scheduler:
         """What follows where members have got more to do, or know that no more comes."""
         for state in self.members:
             self._settle(state)
-        for worker in self._workers:
+        for worker in self._workers if any(state.plan.waits_for for state in self.members) else ():
             if worker.is_waiting:
                 self._dispatch(worker)
 
@@ -137,15 +204,15 @@ class Scheduler:
         return self._clock() - self._began
 
     def _start_workers(self) -> None:
+        loading: set[str] | None = None
         while (found := self._dispatcher.next_lease()) is not None:
             state, devices = found
+            if loading is None:
+                loading = {one.state.plan.name for one in self._workers if not one.is_ready}
             try:
-                loading = {one.state.plan.name for one in self._workers if not one.is_ready} - {
-                    state.plan.name
-                }
-                worker = self._standbys.worker_for(state, devices, len(loading))
+                worker = self._standbys.worker_for(state, devices, len(loading - {state.plan.name}))
             except OSError as error:
-                self._pool.release(devices)
+                self._pool.release(devices, state.plan.placement.places)
                 self._retry.fail(state, f"could not start a worker: {error}")
                 self._settle(state)
                 continue
@@ -153,16 +220,18 @@ class Scheduler:
             worker.record.leased_after_seconds = round(self._elapsed(), 3)
             state.worker_began(worker.record)
             self._workers.append(worker)
+            self._by_handle[worker.handle] = worker
+            loading.add(state.plan.name)
             log.info("%s has %s as process %s", worker.name, worker.record.devices, worker.record.process)
             self._dispatcher.send_hint(worker)
             worker.handle.send(Load())
 
-    def _receive(self, worker: RunningWorker) -> None:
+    def _receive(self, worker: RunningWorker, now: float) -> None:
         if not worker.handle.is_open:
             return
         try:
             for event in worker.handle.receive():
-                worker.note(event, self._clock())
+                worker.note(event, now)
                 self._handle(worker, event)
         except ProtocolError as error:
             worker.fault = worker.fault or Fault("lasting", f"ProtocolError: {error}")
@@ -172,9 +241,7 @@ class Scheduler:
 
     def _handle(self, worker: RunningWorker, event: Event) -> None:
         state, chunk = worker.state, worker.chunk
-        if isinstance(event, Progress | Computed | ChunkFailed) and (
-            chunk is None or chunk.index != event.chunk
-        ):
+        if isinstance(event, _OF_CHUNK) and (chunk is None or chunk.index != event.chunk):
             raise ProtocolError(f"it spoke of chunk {event.chunk}, which it was not given")
         if isinstance(event, Ready):
             log.info("%s ready: %s", worker.name, event)
@@ -194,7 +261,11 @@ class Scheduler:
             worker.record.counters += event.counters
             state.complete(worker.writing[event.chunk], event)
             worker.drop(worker.writing[event.chunk])
-            log.info("%s chunk %d done: %s", worker.name, event.chunk, event)
+            # Not all that it says, which run.json sums up: to look through long lines for secrets takes time.
+            done = event.counters
+            facts = event.chunk, done.rows, done.bad_rows, done.tokens, done.batches, done.predict_seconds
+            text = "%s chunk %d done: %d rows (%d bad), %d tokens in %d batches, %.3f s, %s"
+            log.info(text, worker.name, *facts, event.shard)
             if event.bad_rows:
                 self._retry.bad_rows(worker, dict(zip(event.bad_rows, event.bad_row_reasons, strict=True)))
             self._run.on_chunk_done(state, event)
@@ -227,14 +298,14 @@ class Scheduler:
         self._dispatcher.send_hint(worker)
         self.gaps.begin(worker.name, worker.state.plan.name, worker.record.devices, now)
 
-    def _check(self, worker: RunningWorker) -> None:
+    def _check(self, worker: RunningWorker, now: float) -> None:
         """End what has exited or had its time; notice what hangs."""
-        now = self._clock()
         if worker.handle.has_exited() or now > (worker.exit_by or float("inf")):
-            self._receive(worker)
+            self._receive(worker, now)
             self._end(worker)
         elif worker.exit_by is None and worker.hang_text(now, self._rules.hang_timeout):
-            self._receive(worker)  # what it said while this process was busy, as with a large table, counts
+            # What it said while this process was busy, as with a large table, counts.
+            self._receive(worker, self._clock())
             text = worker.hang_text(self._clock(), self._rules.hang_timeout)
             if text and worker.exit_by is None:
                 worker.fault = Fault("hang", text)
@@ -244,10 +315,13 @@ class Scheduler:
     def _end(self, worker: RunningWorker) -> None:
         """The worker has ended, or had its time: give its devices back, and see to what it leaves undone."""
         self._workers.remove(worker)
+        del self._by_handle[worker.handle]
         ended, record, state = worker.handle.close(), worker.record, worker.state
+        worker.told(None)
         state.worker_ended(record, ended.code, round(self._elapsed() - record.leased_after_seconds, 3))
         self.gaps.end(worker.name, self._clock())
-        self._pool.release(worker.devices, is_suspect=not worker.is_ready and state.failure is None)
+        is_suspect = not worker.is_ready and state.failure is None
+        self._pool.release(worker.devices, state.plan.placement.places, is_suspect)
         log.info("%s ended with exit code %d", worker.name, ended.code)
         if state.failure is not None:  # it was told to end
             for chunk in worker.chunks:
@@ -255,6 +329,8 @@ class Scheduler:
         elif (fault := worker.fault_of(ended)) is not None:
             if fault.kind == "memory":
                 state.limit_replicas()
+                if not worker.devices:
+                    self._pool.max_cpu_workers = max(1, sum(not one.devices for one in self._workers))
                 self._may_stand_by = False  # those that did may be what there was no room for
                 self._standbys.end_all()
             others_compute = any(other.state is state and other.is_ready for other in self._workers)

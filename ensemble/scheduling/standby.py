@@ -8,7 +8,9 @@ Nothing depends on it: where it fails, or where other devices come free, a fresh
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 
 from ensemble.common.gpus import Device
 from ensemble.common.protocol import ProtocolError
@@ -30,6 +32,7 @@ class Standbys:
         self._run = run
         self._elapsed = elapsed
         self._workers: list[RunningWorker] = []
+        self._standing: Counter[str] = Counter()  # how many of each member
         self._failed: set[str] = set()
 
     def update(self, members: Sequence[MemberState], running: Sequence[RunningWorker]) -> None:
@@ -53,14 +56,16 @@ class Standbys:
                 self._failed.add(state.plan.name)
                 log.info("no worker of %s can stand by: %s", state.plan.name, error)
                 continue
-            if (index := len(self.devices_for(state))) < len(state.pending):
-                worker.handle.send(state.hint_of(state.pending[index]))
+            following = islice(state.pending, self._standing[state.plan.name], None)
+            if (chunk := next(following, None)) is not None:
+                worker.handle.send(state.hint_of(chunk))
             self._workers.append(worker)
+            self._standing[state.plan.name] += 1
             log.info("%s stands by for %s", worker.name, [device.uuid for device in devices])
 
-    def devices_for(self, state: MemberState) -> list[tuple[Device, ...]]:
+    def devices_for(self, state: MemberState) -> Iterator[tuple[Device, ...]]:
         """What those of a member wait for, the earliest first."""
-        return [worker.devices for worker in self._workers if worker.state is state]
+        return (worker.devices for worker in self._workers if worker.state is state)
 
     def worker_for(self, state: MemberState, devices: tuple[Device, ...], loading: int = 0) -> RunningWorker:
         """A worker of this member that sees just these devices: one that stands by, or else a fresh one.
@@ -74,6 +79,7 @@ class Standbys:
         for worker in self._workers:
             if worker.state is state and devices and worker.devices == devices and self._is_well(worker):
                 self._workers.remove(worker)
+                self._standing[state.plan.name] -= 1
                 return worker
         # Loading onto a GPU waits for the disk; on a CPU both would want the same cores.
         available = self._launcher.available_memory(devices) if devices else None
@@ -90,41 +96,56 @@ class Standbys:
         self, members: Sequence[MemberState], running: Sequence[RunningWorker]
     ) -> Iterator[tuple[MemberState, tuple[Device, ...]]]:
         """Members whose first workers are to come, with the devices that will probably come free for them first."""
-        taken = {device for worker in self._workers for device in worker.devices}
+        # Not for the CPU: all of its cores compute, so that nothing is gained there.
+        lacking = [
+            state
+            for state in members
+            if state.plan.gpus
+            and state.has_work
+            and state.plan.name not in self._failed
+            and self._missing(state) > 0
+        ]
+        if not lacking:
+            return
         # While one still loads, it shall have the disk and the processor to itself; and until all have computed
         # something nobody knows whose devices come free first.
         if not all(
             worker.is_stopping or (worker.is_ready and worker.state.computed_cost) for worker in running
         ):
             return
-        by_end = sorted(running, key=lambda worker: worker.state.seconds_left)
-        for state in members:
-            count, allowed = state.plan.gpus, state.plan.placement.devices
-            # Not for the CPU: all of its cores compute, so that nothing is gained there.
-            if not count or not state.has_work or state.plan.name in self._failed:
-                continue
-            others = [device for worker in by_end if worker.state is not state for device in worker.devices]
-            able = [one for one in dict.fromkeys(others) if one.uuid in allowed and one not in taken]
+        taken = {device.uuid for worker in self._workers for device in worker.devices}
+        left = {worker.state.plan.name: worker.state.seconds_left for worker in running}
+        by_end = sorted(running, key=lambda worker: left[worker.state.plan.name])
+        for state in lacking:
+            count = state.plan.gpus
+            # In the order of a lease: max_memory and device_map number a member's GPUs.
+            place = {uuid: number for number, uuid in enumerate(state.plan.placement.devices)}
+            others = {
+                device.uuid: device
+                for worker in by_end
+                if worker.state is not state
+                for device in worker.devices
+            }
+            able = [one for uuid, one in others.items() if uuid in place and uuid not in taken]
             for start in range(0, min(self._missing(state), len(able) // count) * count, count):
                 devices = able[start : start + count]
-                taken.update(devices)
-                # In the order of a lease: max_memory and device_map number a member's GPUs.
-                yield state, tuple(sorted(devices, key=lambda device: allowed.index(device.uuid)))
+                taken.update(device.uuid for device in devices)
+                yield state, tuple(sorted(devices, key=lambda device: place[device.uuid]))
 
     def _missing(self, state: MemberState) -> int:
         """How many of its first workers neither run nor stand by."""
         first = min(state.plan.first_replicas, state.max_replicas)
-        return first - state.running - len(self.devices_for(state))
+        return first - state.running - self._standing[state.plan.name]
 
     def _start(self, state: MemberState, devices: tuple[Device, ...], preload_bytes: int) -> RunningWorker:
         replica = next(state.replica_numbers)
         start = self._run.worker_start(state.plan, replica, devices, preload_bytes)
         handle = self._launcher.start(start)
-        uuids = tuple(device.uuid for device in devices) or ("cpu",)
+        cpu = f"cpu on {handle.on_node}" if handle.on_node else "cpu"
+        uuids = tuple(device.uuid for device in devices) or (cpu,)
         began = round(self._elapsed(), 3)
-        record = WorkerRecord(
-            state.plan.name, replica, uuids, handle.process, shown_path(start.log), began, began
-        )
+        who = (state.plan.name, replica, uuids, handle.process, shown_path(start.log))
+        record = WorkerRecord(*who, began, began, node=handle.on_node)
         log.info("%s-%d started as process %s", state.plan.name, replica, handle.process)
         return RunningWorker(state, handle, record, devices)
 
@@ -139,6 +160,7 @@ class Standbys:
 
     def _close(self, worker: RunningWorker, why: str) -> None:
         self._workers.remove(worker)
+        self._standing[worker.state.plan.name] -= 1
         worker.handle.terminate()
         ended = worker.handle.close()
         log.info("%s no longer stands by: %s (exit code %d)", worker.name, why, ended.code)

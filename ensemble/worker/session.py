@@ -162,7 +162,9 @@ class Session:
         self._write_shard = write_shard
         self._order: npt.NDArray[np.int64] = np.asarray(np.load(self._common.order_path, mmap_mode="r"))
         with self._unchanged():
-            table = PublishedTable(Path(self._common.table_path))
+            views = [view.columns for view in self._common.views]
+            table = PublishedTable(Path(self._common.table_path), views)
+            self._table_rows = table.rows
             self.predictor = child.make_predictor(self._common, start.spec.settings, table)
         if start.preload_bytes:
             self.predictor.preload(start.preload_bytes)
@@ -201,9 +203,9 @@ class Session:
 
         def write() -> None:
             try:
-                done = self._write_shard(self._common, command, rows, prediction)
+                done = self._write_shard(self._common, command, rows, prediction, self._table_rows)
                 self._heartbeat.end_write()
-                seconds = self._heartbeat.clock() - began
+                seconds = max(0.0, self._heartbeat.clock() - began - prediction.aside_seconds)
                 self._send(replace(done, counters=replace(done.counters, predict_seconds=seconds)))
             except BaseException:  # whatever it is, the main thread must hear of it
                 self.unwritten_chunk = command.chunk

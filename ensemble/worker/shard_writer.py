@@ -11,20 +11,26 @@ import pyarrow as pa
 import pyarrow.csv as pa_csv
 
 from ensemble.common.files import atomic_path, check_unchanged
-from ensemble.common.protocol import Activation, ChunkDone, CommonSpec, Predict
+from ensemble.common.protocol import SUM_TOLERANCE, Activation, ChunkDone, CommonSpec, Predict
 from ensemble.common.shards import shard_name
 from ensemble.members.predictor import Prediction
 
 
 def write_shard(
-    spec: CommonSpec, command: Predict, rows: npt.NDArray[np.int64], prediction: Prediction
+    spec: CommonSpec,
+    command: Predict,
+    rows: npt.NDArray[np.int64],
+    prediction: Prediction,
+    table_rows: int,
 ) -> ChunkDone:
     """Write a chunk's shard under its final name.
 
     Args:
         spec: says where shards go, what the numbers in them are, and which files must not change.
-        rows: the chunk's rows of the table.
+        rows: the chunk's rows, numbered through the views of the table; the shard has their numbers in the table,
+            and labels that have changed places in their view are back in them.
         prediction: of these.
+        table_rows: how many the table has.
 
     Raises:
         ValueError: the prediction is of another shape than was asked for.
@@ -42,12 +48,19 @@ def write_shard(
     bad = dict.fromkeys(np.flatnonzero(~good).tolist(), reason) | dict(prediction.bad_rows)
     bad_places = sorted(bad, key=rows.__getitem__)
 
-    columns = {"row": pa.array(rows[good])}
+    folder, places = "", rows
+    if spec.views:
+        number = int(rows[0]) // table_rows if len(rows) else 0
+        view, places = spec.views[number], rows - number * table_rows
+        folder, values = f"{view.folder}/", values[:, list(view.label_order)]
+    columns = {"row": pa.array(places[good])}
     columns |= {f"p{label}": pa.array(numbers) for label, numbers in enumerate(values[good].T)}
     buffer = pa.BufferOutputStream()
     pa_csv.write_csv(pa.table(columns), buffer)
     content = buffer.getvalue().to_pybytes()
-    name = shard_name(command.start, command.stop, content)
+    name = folder + shard_name(command.start, command.stop, content)
+    if folder:  # on another machine than the run's
+        (Path(spec.shards_dir) / folder).mkdir(parents=True, exist_ok=True)
     with atomic_path(Path(spec.shards_dir) / name) as temporary:
         temporary.write_bytes(content)
         # Last: weights can be mapped, so that whoever writes into their file changes a loaded model.
@@ -58,6 +71,8 @@ def write_shard(
         counters=replace(prediction.counters, chunks=1, rows=len(rows), bad_rows=len(bad)),
         bad_rows=tuple(rows[bad_places].tolist()),
         bad_row_reasons=tuple(bad[place] for place in bad_places),
+        token_budget=prediction.token_budget,
+        note=prediction.note,
     )
 
 
@@ -68,5 +83,5 @@ def _good_rows(values: npt.NDArray[np.float64], activation: Activation) -> npt.N
         if activation != "none":
             good &= ((values >= 0) & (values <= 1)).all(axis=1)
         if activation == "softmax":
-            good &= np.abs(values.sum(axis=1) - 1) < 1e-3
+            good &= np.abs(values.sum(axis=1) - 1) < SUM_TOLERANCE
     return np.asarray(good)

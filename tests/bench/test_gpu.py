@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bench.gpu import __main__ as command
-from bench.gpu.figures import flops, member_row, speed_of, sweep_row
+from bench.gpu.figures import flops, gpus_row, member_row, speed_of, sweep_row
 from bench.gpu.place import Place, why_no_gpu
 from tests.checkpoints import make_checkpoint
 
@@ -64,6 +64,17 @@ def test_the_chosen_budget_is_held_to_the_best() -> None:
         speed_of(member(tokens=0))
 
 
+def test_workers_on_several_gpus_are_counted_together() -> None:
+    alone = speed_of(member(2.0))
+    assert gpus_row(member(1.25), 2, alone)["of one GPU's"] == pytest.approx(1.6), "over both"
+    two = {"name": "m", "workers": member(2.1)["workers"] * 2}
+    row = gpus_row(two, 2, alone)
+    assert (row["workers"], row["tokens/s together"]) == (2, 952)
+    assert row["of one GPU's"] == pytest.approx(2 / 1.05)
+    two["workers"].append(member(0.0, tokens=0)["workers"][0])
+    assert gpus_row(two, 2, alone) == row, "one that came too late for a chunk"
+
+
 def test_what_there_is_no_time_for_is_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = Place(tmp_path, [], False, 30)
     assert command._try("members", 150, lambda: pytest.fail("was begun"), place)
@@ -91,4 +102,5 @@ def test_a_rehearsal_goes_through_all_of_it(capsys: pytest.CaptureFixture[str]) 
     assert "| -" not in said, "a share below nothing"
     assert "| g270, 0.00e9 parameters |" in said
     assert "| gemma2b, 0.00e9 parameters |" in said
-    assert "| 24 | g270 | 2,048 |" in said
+    assert said.count("| 24 | g270 | 2,048 |") == 2, "the sweep, and the budget that is timed on a GPU"
+    assert "| over-two | 2 | 1 |" in said

@@ -23,6 +23,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 WRITER_WORDS = Words(tuple(WORDS), (1,) * len(WORDS))
 
 
+@pytest.mark.long
 def test_memory_is_that_of_all_processes_together(tmp_path: Path) -> None:
     hold = "data = bytes(range(256)) * (300 << 12); time.sleep(1.2)"
     inner = f"import time; {hold}"
@@ -68,6 +69,7 @@ def test_the_floor_must_compute_as_many_tokens(tmp_path: Path) -> None:
         check(ground, work, "floor", 52_000)
 
 
+@pytest.mark.long
 def test_who_fails_does_not_stop_the_others(tmp_path: Path) -> None:
     works = [Work(name, "single", ("missing",), 4, 1, ()) for name in ("two", "three")]
     ground, found = Ground(tmp_path, ENVIRONMENT), Found()

@@ -97,7 +97,7 @@ class AgentLauncher(Launcher):
             return heard()
 
     def close(self) -> None:
-        if self._socket is not None:
+        if self._socket is not None and self._socket.fileno() >= 0:  # it may be called again
             self._socket.shutdown(socket.SHUT_WR)
             self._agent.wait()
             self._reader.join()

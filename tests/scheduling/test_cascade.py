@@ -54,7 +54,7 @@ class Growing(PretendedRun):
         unknown = total - self._done
         known = self._wanted if not unknown else 0 if self._at_once else min(self._done, self._wanted)
         new, self._given = range(self._given, known), known
-        groups = [(np.array([number]), 1 / total) for number in new]
+        groups = [(np.array([number]), 1 / total, 0) for number in new]
         self.last.grow(groups, unknown, known, 0, (self._done - known) / total, may_grow)
 
 

@@ -61,6 +61,7 @@ def watch_run(
 FLASH = "raise ImportError('undefined symbol: _ZN3c104cuda9SetDeviceEi')"
 
 
+@pytest.mark.long
 @pytest.mark.fault(30)
 def test_a_flash_attention_that_does_not_work_is_not_planned_with(
     project: Project, nvml_sim: NvmlSim, tmp_path: Path
@@ -110,6 +111,7 @@ def test_a_replica_on_each_gpu(project: Project, two_gpus: NvmlSim) -> None:
     assert "the driver shows a GPU, but this torch" in printed, "a torch without CUDA is said, not hidden"
 
 
+@pytest.mark.long
 def test_quantizing_workers_load_without_threads_and_stored_layers_compute_as_planned(
     project: Project, two_gpus: NvmlSim, tmp_path: Path
 ) -> None:
@@ -153,6 +155,7 @@ def save_in_four_bits(source: Path, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.fault(38)
 def test_a_gpu_that_was_throttled_is_told_of(project: Project, nvml_sim: NvmlSim) -> None:
     """And the driver was asked all of it in one session, which was closed when the run ended."""
@@ -177,6 +180,7 @@ def test_a_gpu_that_was_throttled_is_told_of(project: Project, nvml_sim: NvmlSim
     assert opened == ["open", "close"]
 
 
+@pytest.mark.long
 def test_small_members_run_at_the_same_time_by_default(project: Project, two_gpus: NvmlSim) -> None:
     """Loading is most of their time, and this way each is loaded once."""
     project.write_table(rows=2500)
@@ -192,6 +196,7 @@ def test_small_members_run_at_the_same_time_by_default(project: Project, two_gpu
     assert starts[1] < starts[0] + report["members"][0]["workers"][0]["life_seconds"]
 
 
+@pytest.mark.long
 def test_a_member_on_two_gpus_waits_for_both(project: Project, two_gpus: NvmlSim) -> None:
     config = project.config()
     config["models"][1]["num_gpus"] = 2
@@ -228,6 +233,7 @@ def test_more_gpus_than_there_are_is_said_before_anything_starts(project: Projec
     assert not (project.folder / "runs").exists()
 
 
+@pytest.mark.long
 def test_two_members_share_a_gpu_where_that_is_asked(project: Project, nvml_sim: NvmlSim) -> None:
     nvml_sim.write([Gpu(A)])
     project.write_config(project.config())
@@ -437,6 +443,7 @@ def test_a_signal_while_waiting_for_memory_is_heeded(project: Project, nvml_sim:
     assert "stopped by SIGTERM" in printed
 
 
+@pytest.mark.long
 def test_with_no_other_device_the_run_goes_on_all_the_same(
     project: Project, nvml_sim: NvmlSim, at_work: Injected
 ) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from ensemble.common.protocol import Failed, Stop
 from ensemble.scheduling.launchers.local import LocalWorker
-from tests.waiting import PATIENCE_SECONDS
+from tests.waiting import PATIENCE_SECONDS, wait_until
 from tests.worker.test_predict import start, worker_spec
 from tests.worker.test_session import publish
 
@@ -40,8 +40,9 @@ def wait_until_closed(worker: LocalWorker, seconds: float = PATIENCE_SECONDS) ->
 
 
 def test_the_environment_is_set_before_the_process_starts(worker: LocalWorker) -> None:
-    variables = Path(f"/proc/{worker.pid}/environ").read_bytes().split(b"\0")
-    assert b"CUDA_VISIBLE_DEVICES=GPU-1,GPU-2" in variables
+    environment = Path(f"/proc/{worker.pid}/environ")
+    wait_until(environment.read_bytes, "the process has begun with what it was started with")
+    assert b"CUDA_VISIBLE_DEVICES=GPU-1,GPU-2" in environment.read_bytes().split(b"\0")
 
 
 def test_it_has_a_session_of_its_own(worker: LocalWorker) -> None:

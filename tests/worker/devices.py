@@ -2,6 +2,11 @@
 
 A dispatch mode below all of torch's Python sees every operation. As on real devices, one whose tensors are on
 different ones is an error, but for copies and for numbers on the CPU; copies between devices are counted.
+
+It also keeps the time that CUDA's streams would take, in steps of one operation each. The host launches without
+waiting, and a device works off what it was given. A copy between two runs when both have done all they were given
+before, and both go on when it is over (torch, aten/src/ATen/native/cuda/Copy.cu, a two-way barrier). Who looks at a
+value waits for its device.
 """
 
 from __future__ import annotations
@@ -15,6 +20,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 # One that torch knows and has no code for, so that nothing computes there behind our back.
 TYPE = "maia"
 _COPIES = (torch.ops.aten._to_copy, torch.ops.aten.copy_, torch.ops.aten.to)
+_LOOKS = (
+    torch.ops.aten._local_scalar_dense,
+    torch.ops.aten.item,
+    torch.ops.aten.is_nonzero,
+    torch.ops.aten.nonzero,
+    torch.ops.aten.equal,
+)
 
 
 class Elsewhere(torch.Tensor):
@@ -58,11 +70,16 @@ class Machine(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         copies: what was copied from one of them to another, in order, with where it went.
+        looks: operations for which the host waits.
+        busy_until: when each device has done what it was given, in steps.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.copies: list[tuple[Any, torch.device]] = []
+        self.looks: list[Any] = []
+        self.busy_until: dict[torch.device, int] = {}
+        self._host = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -80,12 +97,24 @@ class Machine(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.copies.append((tensors[0], device))
             elif func.overloadpacket is torch.ops.aten.to and tensors[0].dtype == _dtype(leaves, tensors[0]):
                 return tensors[0]
+        self._pass_time(func, is_copy, {one.device for one in tensors if one.device.type == TYPE}, device)
         done = func(*tree_map(_on_cpu, args), **tree_map(_on_cpu, kwargs))
         if func._schema.is_mutable:
             return args[0]
         if device.type != TYPE:
             return done
         return tree_map(lambda one: Elsewhere(one, device) if isinstance(one, torch.Tensor) else one, done)
+
+    def _pass_time(self, func: Any, is_copy: bool, sources: set[torch.device], device: torch.device) -> None:
+        there = {*sources, *([device] if device.type == TYPE else [])}
+        if not there:
+            return
+        now = max(self._host, *(self.busy_until.get(one, 0) for one in there))
+        for one in there:
+            self.busy_until[one] = now + (len(there) == 1)
+        if func.overloadpacket in _LOOKS or (is_copy and device.type != TYPE):
+            self.looks.append(func)
+            self._host = now + 1
 
 
 def _on_cpu(value: Any) -> Any:

@@ -94,3 +94,14 @@ def test_a_batch_size_of_the_users_holds_whatever_the_memory() -> None:
     for equal_lengths in (False, True):
         batches = make_batches(lengths, 50, 4, equal_lengths, MemoryLimit(1, 1.0, 1.0))
         assert [len(batch) for batch in batches] == [4, 4, 2]
+
+
+def test_what_is_not_computed_counts_as_memory_and_not_as_work() -> None:
+    lengths = np.random.default_rng(0).integers(30, 100, 500)
+    limit = MemoryLimit(10**6, 100.0, 0.1, skipped=300)
+    batches = make_batches(lengths, 2048, memory=limit)
+    assert sorted(np.concatenate(batches).tolist()) == list(range(500))
+    for batch in batches:
+        whole = int(lengths[batch].max()) + 300
+        assert len(batch) * whole * (100.0 + 0.1 * whole) <= 1.1 * 10**6
+    assert len(make_batches(lengths, 2048, memory=MemoryLimit(10**12, 100.0, 0.1, 300))) < len(batches)

@@ -13,6 +13,7 @@ import pytest
 
 from tests.checkpoints import make_checkpoint, make_texts
 from tests.project import ROOT, Project, python_path
+from tests.sampling import shares
 from tests.worker.test_predict import LABELS, make_session, worker_spec
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -42,7 +43,8 @@ def run(classifier: Any, encoded: Any, limit: Any, batch_size: int | None = None
 
 
 @pytest.mark.fault(6)
-def test_an_error_at_any_batch_changes_no_number(loaded: tuple[Any, Any]) -> None:
+@pytest.mark.parametrize("share", shares(4))
+def test_an_error_at_any_batch_changes_no_number(share: int, loaded: tuple[Any, Any]) -> None:
     from tests.oom.limit import AllocatorLimit
 
     classifier, encoded = loaded
@@ -50,9 +52,8 @@ def test_an_error_at_any_batch_changes_no_number(loaded: tuple[Any, Any]) -> Non
     assert undisturbed.counters.oom_events == 0
     assert sizes.tokens_at(1) == BUDGET
     assert undisturbed.counters.batches > 5
-    for number in range(
-        undisturbed.counters.batches - 1
-    ):  # the last batch may hold one row, which cannot be halved
+    # The last batch may hold one row, which cannot be halved.
+    for number in range(share, undisturbed.counters.batches - 1, 4):
         computed, sizes = run(classifier, encoded, AllocatorLimit(fail_at=frozenset({number})))
         assert computed.counters.oom_events == 1
         assert sizes.tokens_at(1) < BUDGET

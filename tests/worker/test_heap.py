@@ -10,7 +10,7 @@ import pytest
 SCRIPT = """
 import os, resource, sys
 import torch
-from ensemble.members.huggingface.loading.load import keep_freed_memory
+from ensemble.common.python_process import keep_freed_memory
 # Each in a process of its own; both have the one import of torch.
 read, write = os.pipe()
 if os.fork() == 0:

@@ -6,7 +6,7 @@ import platform
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -45,11 +45,10 @@ def start(folder: Path, files: Sequence[Path] = ()) -> Start:
         labels=("short", "medium", "long"),
         activation="softmax",
         gpus=0,
-        cpu_threads=None,
         memory_limit_bytes=None,
         seed=0,
         files={str(path): file_state(path) for path in files},
-        **publish(folder, {"text": TEXTS}, [2, 1, 0, 3, 4]),
+        **cast(Any, publish(folder, {"text": TEXTS}, [2, 1, 0, 3, 4])),
     )
     (folder / "scale").write_text("4")
     settings = {"column": "text", "scale_path": str(folder / "scale")}

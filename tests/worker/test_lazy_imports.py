@@ -165,6 +165,7 @@ except AttributeError as error:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "asked",
     one_in(

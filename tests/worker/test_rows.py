@@ -40,6 +40,21 @@ def test_takes_any_rows_in_any_order_over_many_batches(tmp_path: Path) -> None:
     assert view.take(np.array([3], dtype=np.int32)) == [{"text": "é 3", "turns": ["3", None]}]
 
 
+def test_ids_stand_beside_the_columns_where_they_are_asked_for(tmp_path: Path) -> None:
+    rows = 70_000
+    cells = pa.array([None, *range(1, rows)], pa.int64())
+    pq.write_table(pa.table({"key": [f"é{i}" for i in range(rows)], "id": cells}), tmp_path / "x.parquet")
+    table = read_table(tmp_path / "x.parquet", TableNeeds("key", None, (), ("id",), (), (), None))
+    table.publish(tmp_path / "t.arrow", with_ids=True)
+    view = PublishedTable(tmp_path / "t.arrow")
+    assert (view.columns, view.rows, view.has_nulls) == (("id",), rows, {"id": True})
+    numbers = np.array([66_000, 0, 1, 66_000])
+    assert view.ids(numbers) == ["é66000", "é0", "é1", "é66000"]
+    assert view.take(numbers) == [{"id": 66_000}, {"id": None}, {"id": 1}, {"id": 66_000}]
+    with pytest.raises(IndexError):
+        view.ids(np.array([rows]))
+
+
 def test_json_values_come_back_as_they_were(tmp_path: Path) -> None:
     values: list[Any] = ["text", 1, 2.5, True, None, ["a", None], {"k": ["é", "\ud83d"]}, "", "[1"]
     source = tmp_path / "x.jsonl"

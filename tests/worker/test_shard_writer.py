@@ -119,7 +119,7 @@ def test_rows_that_are_no_probabilities_are_bad_rows(tmp_path: Path) -> None:
         places = publish(tmp_path / activation, {"text": ["a"] * 20})
         spec = start(worker_spec(tmp_path, labels=("a", "b"), activation=activation, **places)).spec.common
         prediction = Prediction(values, {3: "too long"}, Counters(tokens=7, rows=1), "ask for more")
-        done = write_shard(spec, Predict(4, 0, 6), rows, prediction)
+        done = write_shard(spec, Predict(4, 0, 6), rows, prediction, 6)
         assert dict(zip(done.bad_rows, done.bad_row_reasons, strict=True)) == reasons
         assert list(done.bad_rows) == sorted(reasons)
         assert done.counters == Counters(chunks=1, rows=6, bad_rows=len(reasons), tokens=7)
@@ -131,7 +131,7 @@ def test_rows_that_are_no_probabilities_are_bad_rows(tmp_path: Path) -> None:
 def test_a_prediction_of_another_shape_is_refused(tmp_path: Path) -> None:
     spec = start(worker_spec(tmp_path, **publish(tmp_path, {"text": ["a"] * 4}))).spec.common
     with pytest.raises(ValueError, match=r"shape \(4, 2\), and \(4, 3\) was asked for"):
-        write_shard(spec, Predict(0, 0, 4), np.arange(4), Prediction(np.ones((4, 2))))
+        write_shard(spec, Predict(0, 0, 4), np.arange(4), Prediction(np.ones((4, 2))), 4)
     assert list((tmp_path / "shards").iterdir()) == []
 
 
@@ -148,7 +148,7 @@ def test_ids_made_for_another_length_are_thrown_away(tmp_path: Path, told: Told)
     session.wait()
     ((_, done),) = told.done()
     assert (done.counters.truncated_rows, done.bad_rows) == (1, ())
-    second = predictor(spec)._prompt.encode([{"text": texts[1]}])
+    second = predictor(spec)._prompts[0].encode([{"text": texts[1]}])
     assert done.counters.tokens == 128 + len(second.inputs["input_ids"][0])
 
 
@@ -158,7 +158,7 @@ def test_a_hint_before_loading_is_used(tmp_path: Path, told: Told) -> None:
     session.prepare(Prepare(0, 40))
     session.load()
     # These rows have their token ids by now.
-    session.predictor._prompt = None  # type: ignore[attr-defined]
+    session.predictor._prompts = None  # type: ignore[attr-defined]
     session.predict(Predict(0, 0, 40))
     session.wait()
     assert told.done()[0][1].counters.batches > 0

@@ -12,6 +12,7 @@ import transformers
 from torch import nn
 
 from tests.checkpoints import make_checkpoint
+from tests.sampling import one_in
 from tests.worker.devices import Machine
 from tests.worker.test_predict import LABELS, worker_spec
 
@@ -40,7 +41,7 @@ def device_map(model: Any, devices: int) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("architecture", "devices", "constants"),
     # The mask, positions, cosines and sines; Gemma-2 has a mask for each kind of layer; encoders have a mask only.
-    [("llama", 2, 4), ("gemma2", 2, 5), ("bert", 2, 1), ("gpt2", 2, 2)],
+    one_in(2, [("gemma2", 2, 5), ("llama", 2, 4), ("bert", 2, 1), ("gpt2", 2, 2)]),
 )
 def test_each_constant_goes_to_a_device_once_in_a_pass(
     architecture: str, devices: int, constants: int, tmp_path: Path
@@ -80,6 +81,58 @@ def test_each_constant_goes_to_a_device_once_in_a_pass(
             assert len(goes) == (devices - 1) * (constants + 1), "once each, and the hidden states"
             assert found.device == torch.device(f"maia:{devices - 1}")
             np.testing.assert_array_equal(found.value.numpy(), expected.numpy())  # type: ignore[attr-defined]
+
+
+def test_devices_compute_different_batches_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches of a model on two devices, given without a wait: n of them take n + 1 turns of a device, not 2 n."""
+    from accelerate import dispatch_model
+    from transformers import masking_utils
+
+    from ensemble.members.huggingface.loading.load import load
+    from ensemble.members.huggingface.scoring.classifier import Classifier, Shortcut
+    from ensemble.members.huggingface.scoring.encode import Encoded
+
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
+    folder = make_checkpoint(tmp_path / "model", "llama", LABELS, layers=6)
+    encoded = Encoded({"input_ids": [np.arange(3, 3 + length) for length in LENGTHS]}, np.array(LENGTHS), 0)
+    rows, count = np.arange(len(LENGTHS)), 8
+
+    def steps(batches: int, spread: bool, with_mask: bool = False) -> tuple[int, int]:
+        """What so many batches take, and how often the host waits."""
+        loaded = load(worker_spec(folder))
+        with Machine() as machine, torch.inference_mode():
+            places = device_map(loaded.model, 2)
+            skipped = list(loaded.model._skip_keys_device_placement or ())
+            model = dispatch_model(loaded.model, places, skip_keys=skipped, force_hooks=True)
+            if spread:
+                classifier = Classifier(model, 0)
+                classifier.taken |= classifier.possible & {Shortcut.LAST_TOKEN, Shortcut.NO_MASK}
+                assert classifier.stages == 2
+            machine.busy_until.clear()
+            machine.looks.clear()
+            machine._host = 0
+            for _ in range(batches):
+                if spread:
+                    classifier.logits(encoded, rows, with_mask)
+                else:
+                    model(torch.zeros(3, 9, dtype=torch.int64).to("maia:0"))
+            return max(machine.busy_until.values()), len(machine.looks)
+
+    alone, _ = steps(1, spread=True)
+    together, looks = steps(count, spread=True)
+    assert not looks, "nothing asks a device for an answer"
+    # A stage has a little more than half of the work: embeddings and masks, or the head.
+    assert (count + 1) / 2 * alone <= together < 1.25 * (count + 1) / 2 * alone
+    with_mask, looks = steps(count, spread=True, with_mask=True)
+    assert looks
+    assert with_mask < 1.4 * (count + 1) / 2 * alone, (
+        "who looks into the mask waits for the first device alone"
+    )
+    assert steps(count, spread=False)[0] > 0.9 * count * steps(1, spread=False)[0], (
+        "as accelerate leaves them"
+    )
 
 
 class Block(nn.Module):

@@ -85,12 +85,16 @@ def encoded_of(lengths: list[int], seed: int = 0) -> Any:
     return Encoded({"input_ids": ids}, np.array(lengths), 0)
 
 
+def softmax(logits: Any) -> Any:
+    return logits.double().softmax(-1).numpy()
+
+
 def warmed_up(model: Any) -> Any:
     from ensemble.members.huggingface.scoring.classifier import Classifier
     from ensemble.members.huggingface.scoring.warmup import WarmUp
 
     classifier = Classifier(model, 0)
-    assert WarmUp(classifier, encoded_of([4, 14]), "softmax", True).bears_padding()
+    assert WarmUp(classifier, encoded_of([4, 14]), softmax, True).bears_padding()
     return classifier
 
 

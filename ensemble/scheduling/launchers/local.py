@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
@@ -16,6 +17,7 @@ from ensemble.common.host import oom_kills
 from ensemble.common.protocol import Command, Event, decode, encode
 from ensemble.common.python_process import python_command, python_environment
 from ensemble.scheduling.launchers.base import Exit, Handle, Launcher, WorkerStart
+from ensemble.scheduling.launchers.cores import Cores
 
 _READ_BYTES = 1 << 16
 _REAP_SECONDS = 10.0
@@ -25,7 +27,16 @@ class LocalLauncher(Launcher):
     """Starts them; has no settings."""
 
     def start(self, start: WorkerStart) -> LocalWorker:
-        worker = LocalWorker({**worker_environment(start.devices), **start.environment}, start.log)
+        if start.scratch is not None:
+            start.scratch.mkdir(parents=True)
+        cores = Cores(start.cpu_share)
+        environment = {**cores.environment, **worker_environment(start.devices), **start.environment}
+        try:
+            with cores.inherited():
+                worker = LocalWorker(environment, start.log, start.scratch, cores)
+        except BaseException:
+            cores.close()
+            raise
         worker.send(start.command)
         return worker
 
@@ -44,10 +55,20 @@ class LocalWorker(Handle):
     Args:
         environment: added to this process's environment, such as CUDA_VISIBLE_DEVICES.
         log: file that takes everything the process prints.
+        scratch: the folder that goes with it.
+        cores: given back when it is closed.
     """
 
-    def __init__(self, environment: Mapping[str, str], log: Path) -> None:
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        log: Path,
+        scratch: Path | None = None,
+        cores: Cores | None = None,
+    ) -> None:
         self.log = log
+        self._scratch = scratch
+        self._cores = cores
         self._buffer = b""
         # A count that goes up until the process is killed tells why, probably.
         self._oom_kills = oom_kills()
@@ -124,6 +145,10 @@ class LocalWorker(Handle):
         if self.events_fd >= 0:
             os.close(self.events_fd)
             self.events_fd, self.is_open = -1, False
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+        if self._cores is not None:
+            self._cores.close()
         if code == -signal.SIGKILL and oom_kills() > self._oom_kills:
             text = (
                 "was killed, probably by the kernel because the host ran out of memory (RAM, not the GPU's)"

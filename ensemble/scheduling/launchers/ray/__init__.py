@@ -1,0 +1,1 @@
+"""The launcher ``ray``: workers on the nodes of a Ray cluster."""

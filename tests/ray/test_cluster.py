@@ -1,0 +1,162 @@
+"""Runs over three nodes of a real Ray cluster, against the same run on this machine alone."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.faults.chunky import chunky_config, ids_of, results
+from tests.faults.inject import Fault, Injected
+from tests.faults.test_workers import POISON, is_gone
+from tests.nvml.sim import Gpu, NvmlSim, gpu_uuid
+from tests.project import Project
+from tests.ray.nodes import Nodes, agents, background, both_compute, on_cluster, run
+from tests.waiting import wait_until
+
+pytest.importorskip("ray", reason="ray is not installed")
+pytestmark = pytest.mark.usefixtures("warm")
+
+
+def test_the_same_bytes_as_here(project: Project, nodes: Nodes, nvml_sim: NvmlSim) -> None:
+    project.write_config(project.config())
+    nvml_sim.write([Gpu(gpu_uuid(9))])
+    here = project.ensemble(
+        "run", "config.yaml", "--set", "output_dir=runs/here", environment=nvml_sim.environment()
+    )
+    assert here.returncode == 0, here.stderr
+    devices = [gpu_uuid(0), gpu_uuid(1)]
+    config = project.config(launcher=on_cluster(nodes), devices=devices, output_dir="runs/there")
+    project.write_config(config)
+    code, printed = run(project)
+    assert code == 0, printed
+    for name in ("predictions/gemma.csv", "predictions/llama.csv", "ensemble.csv"):
+        own, other = (project.folder / "runs" / run / name for run in ("here", "there"))
+        assert own.read_bytes() == other.read_bytes()
+    workers = project.run_json("runs/there")["members"][0]["workers"]
+    assert {worker["devices"][0] for worker in workers} <= {*devices}
+    assert agents() == {}, "nothing of a run stays"
+    assert [*nodes.folder.glob("*/ensemble-node-*")] == []
+
+
+@pytest.mark.long
+def test_what_is_told_of_nodes(chunky: Project, nodes: Nodes) -> None:
+    chunky.write_config(chunky_config(chunky, launcher=on_cluster(nodes)))
+    planned = chunky.ensemble("plan", "config.yaml")
+    assert planned.returncode == 0, planned.stderr
+    rows = re.findall(r"^(\S+) +(\d) .* llama there$", planned.stdout, re.MULTILINE)
+    assert sorted(gpus for _, gpus in rows) == ["1", "1", "2"]
+    homes = re.findall(r"^GPU (\d) on (\S+): .*T4", planned.stdout, re.MULTILINE)
+    assert [number for number, _ in homes] == ["0", "1", "2", "3"]
+    assert {home for _, home in homes} == {name for name, _ in rows}
+    where = planned.stdout[planned.stdout.index("replicas on GPUs") :]
+    assert all(f" on {name}" in where for name, _ in rows), where
+
+
+@pytest.mark.long
+@pytest.mark.fault(39)
+def test_a_node_without_the_model_is_told_of(chunky: Project, nodes: Nodes) -> None:
+    chunky.write_config(chunky_config(chunky, launcher=on_cluster(nodes)))
+    with nodes.mounted(["third"], chunky.models):
+        for command in ("validate", "plan", "doctor"):
+            done = chunky.ensemble(command, "config.yaml")
+            printed = " ".join((done.stdout + done.stderr).split())
+            assert done.returncode == 2, printed
+            assert len(re.findall(r"llama: \S.* is not on node \S+", printed)) == 1, printed
+            assert "ship_models: true" in printed
+            if command != "validate":
+                assert printed.count("llama missing") == 1
+                assert printed.count("llama there") == 2
+    # Of the test processes, each on its node.
+    assert printed.count("is a build without CUDA") == 3
+    assert len(re.findall(r"node \S+: \S+ GiB of \S+ GiB memory free", printed)) == 3
+
+
+@pytest.mark.fault(1)
+def test_workers_that_are_killed_and_hang(
+    chunky: Project, tmp_path: Path, nodes: Nodes, undisturbed: dict[str, bytes]
+) -> None:
+    injected = Injected(
+        tmp_path,
+        Fault("kill", ids_of(chunky, 2), times=1),
+        Fault("raise", ids_of(chunky, 5), times=1, text=POISON),
+    )
+    launcher = on_cluster(nodes, runtime_env={"env_vars": injected.environment})
+    chunky.write_config(chunky_config(chunky, launcher=launcher, devices=[gpu_uuid(1), gpu_uuid(3)]))
+    code, printed = run(chunky)
+    assert code == 0, printed
+    assert results(chunky) == undisturbed
+    assert "was killed by signal 9 (SIGKILL) with 4 rows in hand; they are tried again" in printed
+    logs = "".join(path.read_text() for path in (chunky.folder / "runs/first/logs").glob("llama-*.log"))
+    assert POISON in logs, "what a worker prints on its node can be read here"
+
+
+def told(project: Project) -> str:
+    return project.ensemble("status", "runs/first").stdout
+
+
+@pytest.mark.fault(39)
+@pytest.mark.parametrize("what", [pytest.param("agent", marks=pytest.mark.long), "raylet"])
+def test_a_node_that_dies(
+    chunky: Project, tmp_path: Path, nodes: Nodes, mortal: str, undisturbed: dict[str, bytes], what: str
+) -> None:
+    # Each of the two workers holds a chunk, whichever that is.
+    waits = [Fault("wait", ids_of(chunky, row), times=1) for row in (2, 6, 10, 14)]
+    injected = Injected(tmp_path, *waits)
+    launcher = on_cluster(nodes, runtime_env={"env_vars": injected.environment})
+    devices = [gpu_uuid(1), *nodes.gpus[mortal]]
+    chunky.write_config(chunky_config(chunky, launcher=launcher, devices=devices))
+    with background(chunky) as process:
+        agent, pid = both_compute(injected, raylet := nodes.raylets[mortal])
+        wait_until(
+            lambda: re.search(r"there +[12] .*llama-\d on GPU \d", told(chunky)), "status shows who is where"
+        )
+        os.kill(agent if what == "agent" else raylet, signal.SIGKILL)
+        for number in range(4):
+            injected.let_go(number)
+        printed = process.communicate(timeout=200)[0]
+    assert process.returncode == 0, printed
+    assert results(chunky) == undisturbed
+    assert re.search(r"node \S+ was lost after \S+ s \(", printed), "in the summary"
+    (lost,) = [one for one in chunky.run_json()["nodes"] if one["lost_after_seconds"] is not None]
+    assert lost["name"] in {device["node"] for device in chunky.run_json()["devices"]}
+    if what == "agent":
+        assert chunky.ensemble("report", "runs/first").returncode == 0
+        page = (chunky.folder / "runs/first/report.html").read_text(encoding="utf-8")
+        assert re.search(rf"GPU \d on {lost['name']}", page), "devices are named with their nodes"
+    wait_until(lambda: is_gone(pid), "the worker of a node that is lost ends with it")
+
+
+@pytest.mark.fault(39)
+@pytest.mark.long
+def test_a_node_that_has_just_died(chunky: Project, nodes: Nodes, undisturbed: dict[str, bytes]) -> None:
+    """Ray still takes it for alive."""
+    name = nodes.new_name("dying")
+    nodes.add(name, gpus=1)
+    nodes.kill(name)
+    chunky.write_config(chunky_config(chunky, launcher=on_cluster(nodes), devices=[gpu_uuid(1)]))
+    code, printed = run(chunky)
+    assert code == 0, printed
+    assert results(chunky) == undisturbed
+
+
+@pytest.mark.fault(12)
+def test_the_parent_is_killed(
+    chunky: Project, tmp_path: Path, nodes: Nodes, undisturbed: dict[str, bytes]
+) -> None:
+    injected = Injected(tmp_path, Fault("wait", ids_of(chunky, 6), times=1))
+    launcher = on_cluster(nodes, runtime_env={"env_vars": injected.environment})
+    chunky.write_config(chunky_config(chunky, launcher=launcher, devices=[gpu_uuid(1), gpu_uuid(3)]))
+    with background(chunky) as process:
+        injected.wait_for()
+        process.kill()
+        process.communicate()
+    (pid,) = injected.pids()
+    wait_until(lambda: is_gone(pid) and not agents(), "no worker outlives the parent")
+    chunky.write_config(chunky_config(chunky))  # resumed on this machine
+    code, printed = run(chunky)
+    assert code == 0, printed
+    assert results(chunky) == undisturbed

@@ -1,0 +1,331 @@
+"""Under a time limit members have all rows in their first views before any in a second: by simulated times."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ensemble.common.gpus import Device
+from ensemble.common.protocol import Closed, Command, Computed, Load, Predict, Ready, Started, Stop
+from ensemble.planning.chunks import Chunk
+from ensemble.planning.forecast import Speed
+from ensemble.planning.plan import MemberPlan, make_plan, without_done
+from ensemble.scheduling.deadline import SAFETY, Deadline
+from ensemble.scheduling.device_pool import DevicePool
+from ensemble.scheduling.launchers.base import Exit, Handle, Launcher, WorkerStart
+from ensemble.scheduling.retry import Rules
+from ensemble.scheduling.scheduler import Scheduler
+from ensemble.scheduling.state import MemberState
+from tests.planning.test_plan import config, facts, gpus
+from tests.pretended import PretendedRun, computed
+from tests.sampling import tries
+
+VIEWS: list[dict[str, Any]] = [
+    {"name": "as_is"},
+    {"name": "asked", "prompt_template": "{{ text }}?"},
+    {"name": "told", "prompt_template": "{{ text }}!"},
+]
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A member.
+
+    Attributes:
+        views: how many.
+        seconds: for all of its rows in one view.
+        startup_seconds: of a worker; an earlier run has measured it.
+        devices: numbers of the GPUs that it may use; None: all of them.
+        replicas: at most; None: one on each GPU.
+    """
+
+    views: int = 1
+    seconds: float = 100.0
+    startup_seconds: float = 5.0
+    devices: tuple[int, ...] | None = None
+    replicas: int | None = None
+    gpus: int = 1  # of a replica
+
+
+@dataclass(frozen=True)
+class Given:
+    """A chunk that a worker of a member got, and what was true then."""
+
+    member: int
+    chunk: Chunk
+    devices: tuple[str, ...]
+    seconds: float  # that it takes
+    seconds_left: float
+    waiting: Collection[int]  # members with rows of their first view in nobody's hands
+    running: Collection[int]  # members with workers
+
+
+class SimulatedWorker(Handle):
+    """Takes exactly as long as its member says, by the clock of its launcher."""
+
+    def __init__(self, launcher: SimulatedLauncher, member: int, devices: tuple[str, ...]) -> None:
+        self.process = "1"
+        self._launcher, self._member, self._devices = launcher, member, devices
+        self.due: list[tuple[float, Any]] = [(launcher.now, Started({}, 0.0))]
+        self._is_over = False
+
+    def send(self, command: Command) -> None:
+        run, how = self._launcher, self._launcher.how[self._member]
+        if isinstance(command, Load):
+            ready = Ready(how.startup_seconds, "cuda", "float32", "sdpa", 1, 128, 2048)
+            self.due.append((run.now + how.startup_seconds, ready))
+        elif isinstance(command, Predict):
+            state = run.members[self._member]
+            chunk = state.in_hand[command.chunk]
+            seconds = chunk.cost * how.views * how.seconds
+            self.due += [
+                (run.now + seconds, Computed(command.chunk)),
+                (run.now + seconds, computed(command, seconds)),
+            ]
+            run.note(self._member, chunk, self._devices, seconds)
+        elif isinstance(command, Stop):
+            self.due.append((run.now, Closed(1)))
+            self._is_over = True
+
+    def receive(self) -> list[Any]:
+        events = [event for due, event in self.due if due <= self._launcher.now]
+        self.due = [(due, event) for due, event in self.due if due > self._launcher.now]
+        self.is_open = not self.has_exited()
+        return events
+
+    def has_exited(self) -> bool:
+        return self._is_over and not self.due
+
+    def terminate(self) -> None:
+        self._is_over, self.due = True, []
+
+    def abort(self) -> None:
+        self.terminate()
+
+    def close(self) -> Exit:
+        return Exit(0, "ended with exit code 0")
+
+
+class SimulatedLauncher(Launcher):
+    """Time passes only while all wait, and then to what comes next."""
+
+    def __init__(self, how: Sequence[Simulated], limit: float) -> None:
+        super().__init__({})
+        self.how, self.limit, self.now = how, limit, 0.0
+        self.members: list[MemberState] = []
+        self.given: list[Given] = []
+        self.loads: defaultdict[int, int] = defaultdict(int)
+
+    def __call__(self) -> float:
+        return self.now
+
+    def start(self, start: WorkerStart) -> Handle:
+        member = int(start.log.name.removeprefix("m"))
+        self.loads[member] += 1
+        return SimulatedWorker(self, member, tuple(device.uuid for device in start.devices))
+
+    def wait(self, handles: Sequence[Handle], timeout_seconds: float) -> Collection[Handle]:
+        due = [at for one in handles if isinstance(one, SimulatedWorker) for at, _ in one.due]
+        self.now = min([self.limit, *(max(at, self.now) for at in due)])
+        return handles
+
+    def note(self, member: int, chunk: Chunk, devices: tuple[str, ...], seconds: float) -> None:
+        waiting = [n for n, one in enumerate(self.members) if any(not other.view for other in one.pending)]
+        running = [n for n, one in enumerate(self.members) if one.running]
+        self.given.append(Given(member, chunk, devices, seconds, self.limit - self.now, waiting, running))
+
+
+@dataclass
+class Outcome:
+    """Of a simulated run: its members, which chunk was given when, and how often each member was loaded."""
+
+    members: list[MemberState]
+    given: list[Given]
+    loads: dict[int, int]
+    limit: float
+
+    def fractions(self, view: int) -> list[float]:
+        """How much of a view each member has, 0 for one that has no such view."""
+        found = []
+        for state in self.members:
+            left = sum(one.cost for one in (*state.pending, *state.in_hand.values()) if one.view == view)
+            found.append(1 - left * state.plan.views if view < state.plan.views else 0.0)
+        return found
+
+
+def simulate(
+    how: Sequence[Simulated], limit: float, devices: Sequence[Device] = (), rows: int = 400
+) -> Outcome:
+    """Run members of so many rows for so many seconds; without devices on the CPU."""
+    keys: list[dict[str, Any]] = []
+    for one in how:
+        keys.append({"replicas": one.replicas or "auto", "num_gpus": min(one.gpus, len(devices))})
+        if one.views > 1:
+            prompt = {"text_column": None, "prompt_template": "{{ text }}"}
+            keys[-1] |= {**prompt, "views": VIEWS[: one.views]}
+    lengths = np.full(rows, 2000, dtype=np.int64)
+    known = {f"m{number}": facts(lengths, **one) for number, one in enumerate(keys)}
+    speeds = {f"m{number}": Speed(one.startup_seconds, 0.0, False, True) for number, one in enumerate(how)}
+    plan = make_plan(config(*keys, time_limit=1000.0), known, devices, speeds=speeds)
+    assert not plan.problems
+
+    def placed(member: MemberPlan, one: Simulated) -> MemberPlan:
+        nothing = np.zeros(len(member.order), dtype=np.bool_)
+        member = without_done(member, nothing, is_timed=True)
+        if one.devices is None or not devices:
+            return member
+        uuids = tuple(devices[number].uuid for number in one.devices)
+        replicas = min(member.replicas, len(uuids))
+        placement = replace(member.placement, devices=uuids)
+        first = min(member.first_replicas, replicas)
+        return replace(member, placement=placement, replicas=replicas, first_replicas=first)
+
+    launcher = SimulatedLauncher(how, limit)
+    plans = [placed(member, one) for member, one in zip(plan.members, how, strict=True)]
+    launcher.members += [MemberState(member, clock=launcher) for member in plans]
+    run = PretendedRun()
+    pool = DevicePool(devices, 1, 60.0, launcher, run.say, launcher)
+    deadline = Deadline(limit, max(1, len(devices)), launcher)
+    rules = Rules(2, "fail", 1e9, standby=False)
+    Scheduler(launcher.members, pool, launcher, run, rules, launcher, deadline).run()
+    assert all(one.failure is None for one in launcher.members)
+    return Outcome(launcher.members, launcher.given, launcher.loads, limit)
+
+
+def enough_seconds(state: MemberState, how: Simulated) -> float:
+    """For any chunk of a member, and the one that its device has in hand."""
+    return 4 * SAFETY * max(chunk.cost for chunk in state.plan.chunks) * how.views * how.seconds
+
+
+def too_early(how: Sequence[Simulated], outcome: Outcome) -> list[tuple[Given, int]]:
+    """Chunks of later views that were given where another member's first view could have been computed in time."""
+    found = []
+    for one in outcome.given:
+        for other in one.waiting if one.chunk.view else ():
+            state = outcome.members[other]
+            is_able = not one.devices or set(one.devices) <= set(state.plan.placement.devices)
+            enough = 2 * how[other].startup_seconds + enough_seconds(state, how[other])
+            is_able = is_able and how[other].gpus == 1
+            if other not in one.running and is_able and one.seconds_left > enough:
+                found.append((one, other))
+    return found
+
+
+def left_idle(how: Sequence[Simulated], outcome: Outcome, devices: Sequence[Device]) -> list[tuple[str, int]]:
+    """Devices that a member could have used that computed nowhere, from when both had their last chunk."""
+    found = []
+    for device in [one.uuid for one in devices] or ["cpu"]:
+        for number, state in enumerate(outcome.members):
+            last = [
+                one.seconds_left - one.seconds
+                for one in outcome.given
+                if one.member == number or device in (one.devices or ("cpu",))
+            ]
+            enough = 2 * how[number].startup_seconds + enough_seconds(state, how[number])
+            is_able = device in (state.plan.placement.devices or ("cpu",))
+            if state.pending and is_able and min(last, default=outcome.limit) > enough:
+                found.append((device, number))
+    return found
+
+
+@pytest.mark.parametrize("devices", [0, 1])
+def test_on_one_device_the_first_views_of_all_come_first(devices: int) -> None:
+    how = [Simulated(views=2), Simulated(views=3), Simulated()]
+    outcome = simulate(how, 340.0, gpus(devices))
+    assert outcome.fractions(0) == pytest.approx([1.0, 1.0, 1.0])
+    assert not too_early(how, outcome)
+    views = [one.chunk.view for one in outcome.given]
+    assert views[: views.index(1)].count(0) == views.count(0)
+
+
+def test_members_get_equally_far_in_their_first_views_and_then_in_the_others() -> None:
+    """However many views a member has."""
+    how = [Simulated(views=3), Simulated(), Simulated(views=3)]
+    outcome = simulate(how, 195.0)
+    assert {one.chunk.view for one in outcome.given} == {0}
+    assert outcome.fractions(0) == pytest.approx([0.6, 0.6, 0.6], abs=0.15)
+    # Two share a GPU; on the other one a first view is not over before the end.
+    how = [Simulated(views=2, devices=(0,)), Simulated(views=2, devices=(0,)), Simulated(seconds=700.0)]
+    how[2] = replace(how[2], devices=(1,))
+    outcome = simulate(how, 320.0, gpus(2))
+    assert outcome.fractions(0)[2] < 0.5
+    assert outcome.fractions(0)[:2] == [1.0, 1.0]
+    assert outcome.fractions(1)[:2] == pytest.approx([0.5, 0.5], abs=0.3)
+
+
+def test_with_time_for_all_each_is_loaded_once_more_at_most() -> None:
+    outcome = simulate([Simulated(views=2), Simulated(views=2), Simulated()], 1000.0)
+    assert all(one.finished for one in outcome.members)
+    assert dict(outcome.loads) == {0: 2, 1: 2, 2: 1}
+
+
+def test_nobody_gives_way_to_one_who_takes_most_of_the_time_to_start() -> None:
+    late = Simulated(startup_seconds=70.0)
+    outcome = simulate([Simulated(views=2), late], 200.0)
+    assert outcome.loads == {0: 1}
+    assert outcome.fractions(0) == pytest.approx([1.0, 0.0])
+    assert outcome.fractions(1)[0] > 0.5
+
+
+def test_no_device_is_left_idle_for_a_first_view_that_cannot_be_computed_there() -> None:
+    two = gpus(2)
+    # The other one has a worker on the only GPU that it may use, and takes longer than there is time.
+    pinned = Simulated(seconds=350.0, devices=(1,))
+    outcome = simulate([Simulated(views=2, devices=(0,)), pinned], 300.0, two)
+    first, second = outcome.members
+    assert first.finished
+    assert not second.finished
+    assert outcome.loads[0] == 1
+    # And as many replicas as it may have.
+    alone = Simulated(seconds=350.0, replicas=1)
+    outcome = simulate([Simulated(views=2, replicas=1), alone], 300.0, two)
+    assert outcome.members[0].finished
+    assert outcome.loads[0] == 1
+
+
+def test_a_device_goes_to_a_first_view_that_it_can_join() -> None:
+    how = [Simulated(views=2, devices=(0,)), Simulated(seconds=1000.0)]
+    outcome = simulate(how, 620.0, gpus(2))
+    assert outcome.loads[1] == 2, "one on each GPU"
+    assert outcome.fractions(0) == pytest.approx([1.0, 1.0], abs=0.1)
+    later = [one for one in outcome.given if one.chunk.view]
+    assert all(not one.waiting for one in later)
+
+
+MEMBERS = st.builds(
+    Simulated,
+    views=st.integers(1, 3),
+    seconds=st.sampled_from([20.0, 100.0, 300.0]),
+    startup_seconds=st.sampled_from([0.5, 5.0, 20.0]),
+    devices=st.sampled_from([None, (0,), (0, 1)]),
+    replicas=st.sampled_from([None, 1]),
+    gpus=st.sampled_from([1, 1, 2]),
+)
+
+
+@tries(80)
+@given(
+    st.lists(MEMBERS, min_size=2, max_size=4),
+    st.integers(0, 2),
+    st.sampled_from([60.0, 200.0, 500.0, 2000.0]),
+)
+def test_no_second_view_comes_before_a_first_that_could_be_computed_there(
+    how: list[Simulated], devices: int, limit: float
+) -> None:
+    how = [
+        replace(one, devices=None) if devices == 1 or one.gpus == 2 else one
+        for one in (replace(one, gpus=min(one.gpus, max(devices, 1))) for one in how)
+    ]
+    outcome = simulate(how, limit, gpus(devices))
+    assert too_early(how, outcome) == []
+    if all(one.gpus == 1 for one in how):  # one that waits for two keeps the first that comes free
+        assert left_idle(how, outcome, gpus(devices)) == []
+    if limit == 2000.0 and sum(one.views * one.seconds for one in how) < 1000.0:
+        assert all(one.finished for one in outcome.members), "time enough, for all loads as well"
