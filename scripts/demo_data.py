@@ -41,6 +41,10 @@ TOPICS = {
 }
 TEST_ROWS = 2000
 VALIDATION_ROWS = 2000
+# Of the training rows, those that the repository holds, for members that are trained as they start.
+TRAIN_TABLE_ROWS = 4000
+# Of the test rows, from the top, those that the repository holds a picture of.
+PICTURE_ROWS = 300
 SPLIT_SEED = 20
 SUBMISSION_SEED = 21
 
@@ -158,15 +162,16 @@ def split(glosses: Sequence[Gloss]) -> Split:
     )
 
 
-def write_tables(test: Sequence[Gloss], directory: Path) -> None:
-    """Write `test.csv`, and a `sample_submission.csv` whose rows stand in another order on purpose.
+def write_tables(train: Sequence[Gloss], test: Sequence[Gloss], directory: Path) -> None:
+    """Write `train.csv`, `test.csv`, and a `sample_submission.csv` with rows in another order on purpose.
 
     Competitions do that now and then; a submission must follow the sample's ids, not the table's.
     """
-    with (directory / "test.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["id", "gloss", "label"])
-        writer.writerows([gloss.id, gloss.text, gloss.topic] for gloss in test)
+    for name, glosses in (("train.csv", train[:TRAIN_TABLE_ROWS]), ("test.csv", test)):
+        with (directory / name).open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(["id", "gloss", "label"])
+            writer.writerows([gloss.id, gloss.text, gloss.topic] for gloss in glosses)
     topics = sorted(TOPICS.values())
     ids = [gloss.id for gloss in test]
     random.Random(SUBMISSION_SEED).shuffle(ids)
@@ -197,23 +202,29 @@ glosses of WordNet 3.0 (Debian's package `wordnet-base`, file `data.noun`); the 
 lexicographer file that a synset stands in. Examples in quotes were cut from the glosses, and of
 equal glosses one was kept (none where their topics differ). Then {train:,} were drawn for
 training, {validation:,} for choosing the epoch and a temperature, and {test:,} for the test. No
-gloss is in two of these, though similar wordings are common in WordNet. Training also used the
-words of the training synsets, as short texts of their own.
+gloss is in two of these, though similar wordings are common in WordNet. The models of text also
+learned from the words of the training synsets, as short texts of their own.
 
 | File | What it is |
 |---|---|
 | `test.csv` | `id` (`n` and the synset's offset in `data.noun`), `gloss`, `label` |
+| `train.csv` | the first {train_table:,} of the training rows, for members that are trained as they start |
 | `sample_submission.csv` | the ids in another order, a column per topic, uniform probabilities |
+| `pictures/` | `<id>.png`: the glosses of the first {pictures} rows of `test.csv`, drawn, 27 by 27 pixels |
 {members}
-| `LICENSE.WordNet` | the licence of WordNet: the tables, models and tokenizers are made from it |
+| `heads/llama_mean.safetensors` | a linear head on the mean of llama's hidden states, trained on `train.csv` |
+| `LICENSE.WordNet` | the licence of WordNet: the tables, pictures, models and tokenizers are made from it |
 
-The members list their labels in different orders. Both tokenizers put a bos and an eos token
-around a text, and the eos is the token that is pooled. Weights are stored as float16 and meant to
-run as float32 on a CPU. The models are a demonstration: they know short dictionary definitions in
-English and nothing else.
+`gemma2` and `llama` list their labels in different orders. Their tokenizers put a bos and an eos
+token around a text, and the eos is the token that is pooled. `smollm3` has no head and puts nothing
+around a text: behind `{{{{ gloss }}}} Topic:` it gives the topic's name, a token each, such as ` food`.
+A picture says how often which letter follows which (a row and a column for each letter and for all
+else), and nothing but the gloss went into it. Weights are stored as float16 and meant to run as
+float32 on a CPU. The models are a demonstration: they know short dictionary definitions in English
+and nothing else.
 
-**Measured** on the {test:,} test rows, one row at a time with plain transformers in float32; log
-loss in nats:
+**Measured** on the {test:,} test rows, one row at a time with plain transformers in float32 (of
+`vit` with all of their pictures); log loss in nats:
 
 | | log loss | accuracy |
 |---|---|---|
@@ -224,7 +235,7 @@ loss in nats:
 **Rebuild** ({minutes:.0f} minutes of processor time, about half of that on two free cores):
 
     apt-get install wordnet-base
-    python scripts/make_demo.py
+    make demo
 
 Seeds are fixed; the last digits vary with the processor and the version of torch.
 """
@@ -235,6 +246,8 @@ def readme(data: Split, trained: Sequence[Trained], scores: Sequence[Score], sec
     return _README.format(
         topic_count=len(TOPICS),
         train=len(data.train),
+        train_table=TRAIN_TABLE_ROWS,
+        pictures=PICTURE_ROWS,
         validation=len(data.validation),
         test=len(data.test),
         members="\n".join(
@@ -246,7 +259,7 @@ def readme(data: Split, trained: Sequence[Trained], scores: Sequence[Score], sec
         training="\n".join(
             f"- `{member.name}`: kept after epoch {member.epoch}, validation log loss "
             f"{member.validation_loss:.4f}, temperature {member.temperature:.2f} (already folded "
-            "into the head)"
+            "into the weights)"
             for member in trained
         ),
         minutes=seconds / 60,

@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
-"""Rebuild everything under `demo/` from WordNet: a test table and two small trained classifiers.
+"""Rebuild everything under `demo/` from WordNet: its tables, its pictures and its small trained models.
 
     apt-get install wordnet-base
     python scripts/make_demo.py
 
-The task is to name the topic of a noun from its gloss. The two members are real `transformers`
-checkpoints, small enough for the repository: a Gemma-2 and a Llama, each with a byte-level BPE
-tokenizer of its own. They differ where members of an ensemble differ in practice (architecture,
-vocabulary, letter case, pad token, order of the labels), so that the demo meets those cases.
+The task is to name the topic of a noun from its gloss. The members are real `transformers`
+checkpoints, small enough for the repository: two classifiers, a Gemma-2 and a Llama, and a SmolLM3 that
+is a causal language model, each with a byte-level BPE tokenizer of its own. They differ where members of
+an ensemble differ in practice (architecture, vocabulary, letter case, pad token, order of the labels),
+so that the demo meets those cases. A classifier of pictures and its pictures are in `demo_pictures.py`;
+the head under `demo/heads/` is `train_pooled_head.py`'s, and `make demo` makes it anew behind this.
 
-Both are trained at the same time, each in a process with one thread. Seeds are fixed; floating
+They are trained two at a time, each in a process with one thread. Seeds are fixed; floating
 point makes the last digits vary between machines. Rows, scores and README are in `demo_data.py`;
 torch is imported inside functions, so that importing this module stays cheap.
 """
@@ -30,7 +32,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from demo_data import (
     DEFAULT_DATA_NOUN,
@@ -45,11 +47,12 @@ from demo_data import (
     split,
     write_tables,
 )
+from demo_pictures import picture_probabilities, train_pictures, write_pictures
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from torch import Tensor
-    from torch.nn import Module
+    from torch.nn import Linear, Module
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
     from transformers import PreTrainedModel
@@ -66,6 +69,7 @@ WEIGHT_DECAY = 0.05
 EMBEDDING_DROPOUT = 0.2
 TOKEN_DROPOUT = 0.15
 BLOCK_DROPOUT = 0.1
+TEXT_WEIGHT = 0.2  # of a causal language model's mean loss over the prompt's own tokens, beside the label's
 AVERAGE_DECAY = 0.998
 
 
@@ -77,16 +81,23 @@ class Recipe:
     labels: tuple[str, ...]
     vocab_size: int
     lowercase: bool
-    bos_token: str
+    bos_token: str | None
     eos_token: str
     pad_token: str | None
     seed: int
+    hidden_size: int = 128
+    # A causal language model reads it behind the text, and then the label as a token; None: a classifier.
+    question: str | None = None
 
     @property
     def special_tokens(self) -> list[str]:
         """In the order of their ids."""
-        pad = [self.pad_token] if self.pad_token else []
-        return [*pad, self.eos_token, self.bos_token]
+        tokens = (self.pad_token, self.eos_token, self.bos_token)
+        return [*dict.fromkeys(token for token in tokens if token)]
+
+    def prompt(self, text: str) -> str:
+        """What the member reads of a text."""
+        return text + (self.question or "")
 
 
 RECIPES = (
@@ -111,13 +122,26 @@ RECIPES = (
         pad_token=None,  # as in Llama-3
         seed=2,
     ),
+    Recipe(
+        name="smollm3",
+        labels=tuple(sorted(TOPICS.values())),
+        vocab_size=4000,
+        lowercase=True,
+        bos_token=None,  # as in SmolLM3
+        eos_token="<|endoftext|>",
+        pad_token="<|endoftext|>",
+        seed=3,
+        hidden_size=96,
+        question=" Topic:",
+    ),
 )
 
 
 def train_tokenizer(recipe: Recipe, texts: Sequence[str]) -> Tokenizer:
-    """A byte-level BPE tokenizer that puts bos and eos around a plain text by itself.
+    """A byte-level BPE tokenizer, of a classifier one that puts bos and eos around a plain text by itself.
 
-    The eos is the token that is pooled: the same for every row, it has nothing to do but collect.
+    The eos is the token that is pooled: the same for every row, it has nothing to do but collect. A
+    causal language model's adds nothing, and each label behind the question is one token.
     """
     from tokenizers import (
         Tokenizer,
@@ -140,34 +164,42 @@ def train_tokenizer(recipe: Recipe, texts: Sequence[str]) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
+    if recipe.question:
+        asked = [recipe.prompt("") + f" {label}" for label in recipe.labels]
+        texts = [*texts, *asked * 1000]
     tokenizer.train_from_iterator(texts, trainer)
-    ends = (recipe.bos_token, recipe.eos_token)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="{} $A {}".format(*ends),
-        special_tokens=[(token, tokenizer.token_to_id(token)) for token in ends],
-    )
-    tokenizer.enable_truncation(MAX_LENGTH)
+    if recipe.bos_token:
+        ends = (recipe.bos_token, recipe.eos_token)
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="{} $A {}".format(*ends),
+            special_tokens=[(token, tokenizer.token_to_id(token)) for token in ends],
+        )
+    tokenizer.enable_truncation(MAX_LENGTH, direction="left" if recipe.question else "right")
     return tokenizer
 
 
 def new_model(recipe: Recipe) -> PreTrainedModel:
-    """An untrained classifier of the recipe's architecture."""
+    """An untrained model of the recipe's architecture."""
     import transformers
 
     ids = {token: index for index, token in enumerate(recipe.special_tokens)}
-    common = {
+    common: dict[str, Any] = {
         "vocab_size": recipe.vocab_size,
-        "hidden_size": 128,
-        "intermediate_size": 256,
+        "hidden_size": recipe.hidden_size,
+        "intermediate_size": 2 * recipe.hidden_size,
         "num_hidden_layers": LAYERS,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 32,
         "max_position_embeddings": 2 * MAX_LENGTH,
         "use_cache": False,
-        "bos_token_id": ids[recipe.bos_token],
+        "bos_token_id": ids[recipe.bos_token] if recipe.bos_token else None,
         "eos_token_id": ids[recipe.eos_token],
         "pad_token_id": ids[recipe.pad_token] if recipe.pad_token else None,
+    }
+    if recipe.question:
+        return transformers.SmolLM3ForCausalLM(transformers.SmolLM3Config(**common, tie_word_embeddings=True))
+    common |= {
+        "head_dim": 32,
         "id2label": dict(enumerate(recipe.labels)),
         "label2id": {label: index for index, label in enumerate(recipe.labels)},
     }
@@ -193,7 +225,7 @@ def add_dropout(model: PreTrainedModel) -> None:
         if not module.training:
             return output
         keep = torch.rand(output.shape[:2]) >= TOKEN_DROPOUT
-        keep[:, -1] = True  # the pooled one
+        keep[:, -1] = True  # the one that is read
         return functional.dropout(output, EMBEDDING_DROPOUT) * keep.unsqueeze(-1)
 
     def block(module: Module, _inputs: object, output: Tensor) -> Tensor:
@@ -226,24 +258,30 @@ def equal_length_batches(rows: Sequence[Sequence[int]], shuffle: random.Random) 
     return batches
 
 
+def head(model: PreTrainedModel) -> Linear:
+    """What makes logits of hidden states: over the labels, or over a causal language model's vocabulary."""
+    found: Linear = model.score if hasattr(model, "score") else model.lm_head
+    return found
+
+
 def forward(model: PreTrainedModel, rows: Sequence[Sequence[int]], batch: Sequence[int]) -> Tensor:
-    """Logits of rows of one length, without the model's own pooling, which wants a pad token."""
+    """Hidden states of rows of one length, without the model's own pooling, which wants a pad token."""
     import torch
 
-    hidden = model.model(input_ids=torch.tensor([rows[index] for index in batch])).last_hidden_state
-    logits: Tensor = model.score(hidden[:, -1])
-    return logits
+    inputs = torch.tensor([rows[index] for index in batch])
+    hidden: Tensor = model.model(input_ids=inputs).last_hidden_state
+    return hidden
 
 
 def predict(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> Tensor:
-    """Logits of all rows, in their order."""
+    """Logits of all rows behind their last token, in their order."""
     import torch
 
     model.eval()
-    logits = torch.zeros(len(rows), model.config.num_labels)
+    logits = torch.zeros(len(rows), head(model).out_features)
     with torch.inference_mode():
         for batch in equal_length_batches(rows, random.Random(0)):
-            logits[batch] = forward(model, rows, batch)
+            logits[batch] = head(model)(forward(model, rows, batch)[:, -1])
     return logits
 
 
@@ -281,9 +319,11 @@ def train_member(recipe: Recipe, data: Split, directory: Path) -> Trained:
     shuffle = random.Random(recipe.seed)
     tokenizer = train_tokenizer(recipe, [gloss.text for gloss in data.train])
     label_ids = {label: index for index, label in enumerate(recipe.labels)}
+    if recipe.question:
+        label_ids = {label: tokenizer.encode(f"{recipe.question} {label}").ids[-1] for label in recipe.labels}
 
     def encode(texts: Sequence[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in tokenizer.encode_batch(texts)]
+        return [encoding.ids for encoding in tokenizer.encode_batch([*map(recipe.prompt, texts)])]
 
     # The words of a training synset are a second, short text of its topic. They teach the rarer
     # words, which glosses use to explain each other; words of held-out synsets are not given.
@@ -305,8 +345,15 @@ def train_member(recipe: Recipe, data: Split, directory: Path) -> Trained:
         model.train()
         for batch in equal_length_batches(rows, shuffle):
             wanted = torch.tensor([targets[index] for index in batch])
+            hidden = forward(model, rows, batch)
             # A sum over a constant, not a mean: a row counts the same in batches of any size.
-            loss = functional.cross_entropy(forward(model, rows, batch), wanted, reduction="sum")
+            loss = functional.cross_entropy(head(model)(hidden[:, -1]), wanted, reduction="sum")
+            if recipe.question:
+                some = -(-len(batch) // 4)  # a quarter: logits over the vocabulary are most of the work
+                following = torch.tensor([rows[index][1:] for index in batch[:some]])
+                text_logits = head(model)(hidden[:some, :-1]).flatten(0, 1)
+                text_loss = functional.cross_entropy(text_logits, following.flatten())
+                loss += TEXT_WEIGHT * len(batch) * text_loss
             optimizer.zero_grad()
             (loss / ROWS_PER_BATCH).backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -324,7 +371,8 @@ def train_member(recipe: Recipe, data: Split, directory: Path) -> Trained:
         )
     model.load_state_dict(best_state)
     with torch.no_grad():
-        model.score.weight /= best[1]  # the head has no bias: this divides the logits
+        # Neither the head nor the norm before it has a bias: this divides the logits.
+        (model.model.norm if recipe.question else model.score).weight /= best[1]
     save(recipe, model, tokenizer, directory)
     return Trained(
         name=recipe.name,
@@ -368,7 +416,7 @@ def save(recipe: Recipe, model: PreTrainedModel, tokenizer: Tokenizer, directory
 
 
 def member_probabilities(directory: Path, texts: Sequence[str]) -> Iterator[dict[str, float]]:
-    """What a saved member says, through plain transformers, one row at a time in float32."""
+    """What a saved classifier says, through plain transformers, one row at a time in float32."""
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -382,8 +430,23 @@ def member_probabilities(directory: Path, texts: Sequence[str]) -> Iterator[dict
         yield {model.config.id2label[index]: p for index, p in enumerate(probabilities)}
 
 
+def label_probabilities(recipe: Recipe, directory: Path, texts: Sequence[str]) -> Iterator[dict[str, float]]:
+    """The same of a saved causal language model, from the logits of the labels' tokens behind the question."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    tokens = [tokenizer(f"{recipe.question} {label}")["input_ids"][-1] for label in recipe.labels]
+    for text in texts:
+        encoded = tokenizer(recipe.prompt(text), return_tensors="pt")
+        with torch.inference_mode():
+            logits = model(**encoded).logits[0, -1]
+        yield dict(zip(recipe.labels, logits[tokens].softmax(-1).tolist(), strict=True))
+
+
 def evaluate(data: Split, models: Path) -> list[Score]:
-    """Score the class prior, each member and the mean of the members on the test rows."""
+    """Score the class prior, each member and the mean of the two text classifiers on the test rows."""
     topics = sorted(TOPICS.values())
     truth = [gloss.topic for gloss in data.test]
     texts = [gloss.text for gloss in data.test]
@@ -391,11 +454,16 @@ def evaluate(data: Split, models: Path) -> list[Score]:
     prior = {topic: count / len(data.train) for topic, count in counts.items()}
     tables = {"class prior": [prior] * len(truth)}
     for recipe in RECIPES:
-        tables[recipe.name] = list(member_probabilities(models / recipe.name, texts))
-    members = [tables[recipe.name] for recipe in RECIPES]
-    tables["mean of both"] = [
+        directory = models / recipe.name
+        if recipe.question:
+            tables[recipe.name] = list(label_probabilities(recipe, directory, texts))
+        else:
+            tables[recipe.name] = list(member_probabilities(directory, texts))
+    tables["vit"] = list(picture_probabilities(models / "vit", texts))
+    classifiers = [tables[recipe.name] for recipe in RECIPES if not recipe.question]
+    tables["mean of gemma2 and llama"] = [
         {topic: sum(row[topic] for row in rows) / len(rows) for topic in topics}
-        for rows in zip(*members, strict=True)
+        for rows in zip(*classifiers, strict=True)
     ]
     return [score(name, table, truth) for name, table in tables.items()]
 
@@ -415,11 +483,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     models = options.output / "models"
     models.mkdir(parents=True, exist_ok=True)
     (options.output / "LICENSE.WordNet").write_text(notice, encoding="utf-8")
-    write_tables(data.test, options.output)
+    write_tables(data.train, data.test, options.output)
+    write_pictures(data.test, options.output / "pictures")
     # Spawned, not forked: a forked child would share the parent's thread pools.
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(len(RECIPES), mp_context=spawn) as pool:
+    with ProcessPoolExecutor(2, mp_context=spawn) as pool:
         jobs = [pool.submit(train_member, recipe, data, models / recipe.name) for recipe in RECIPES]
+        jobs.append(pool.submit(train_pictures, data, models / "vit"))
         trained = [job.result() for job in jobs]
     scores = evaluate(data, models)
     processor_seconds = sum(
@@ -429,7 +499,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = readme(data, trained, scores, processor_seconds)
     (options.output / "README.md").write_text(text, encoding="utf-8")
     for line in scores:
-        print(f"{line.name:14}{line.log_loss:8.4f}{line.accuracy:8.4f}")
+        print(f"{line.name:26}{line.log_loss:8.4f}{line.accuracy:8.4f}")
     size = sum(path.stat().st_size for path in models.rglob("*") if path.is_file())
     print(
         f"models: {size / 1e6:.2f} MB; {(time.monotonic() - started) / 60:.1f} minutes, "

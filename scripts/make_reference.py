@@ -26,8 +26,10 @@ from ensemble.config.schema import (  # noqa: E402
     DataConfig,
     EnsembleConfig,
     MemberConfig,
+    RuleConfig,
     RunConfig,
     SubmissionConfig,
+    TuningConfig,
 )
 from ensemble.config.values import MustBe  # noqa: E402
 from ensemble.members.registry import KINDS  # noqa: E402
@@ -78,7 +80,9 @@ def page() -> str:
         ("The run", RunConfig),
         ("`data`", DataConfig),
         ("`ensemble`", EnsembleConfig),
+        ("`rules`: each of them", RuleConfig),
         ("`submission`", SubmissionConfig),
+        ("`tuned_on`", TuningConfig),
     ):
         parts += [section(title, model, model.model_fields)]
         for name, method in methods().items() if model is EnsembleConfig else ():
@@ -89,7 +93,34 @@ def page() -> str:
     for name, kind in kinds().items():
         own = [key for key in kind.model_fields if key not in MemberConfig.model_fields]
         parts += [section(f"`models` with `task_type: {name}`", kind, own)]
+    seen: set[str] = set()
+    keys: set[str] = set()
+    for name, kind in kinds().items():
+        for key in kind.model_fields:
+            if key not in MemberConfig.model_fields:
+                which = f" with `task_type: {name}`" if key in keys else ""
+                parts += inner_sections(f"`{key}` of a model{which}", kind.model_fields[key].annotation, seen)
+        keys |= kind.model_fields.keys()
     return "\n".join(parts)
+
+
+def inner_sections(title: str, hint: Any, seen: set[str]) -> Iterator[str]:
+    """Sections for the mappings that a key holds, those within the mappings included; each once."""
+    for model in inner_models(hint):
+        if model.__name__ not in seen:
+            seen.add(model.__name__)
+            yield section(title, model, model.model_fields)
+            for key, field in model.model_fields.items():
+                place = title.replace("` of", f".{key}` of", 1)
+                yield from inner_sections(place, field.annotation, seen)
+
+
+def inner_models(hint: Any) -> Iterator[type[BaseModel]]:
+    """The models that stand directly in a type, such as a mapping of them."""
+    if isinstance(hint, type) and issubclass(hint, BaseModel):
+        yield hint
+    for part in get_args(hint):
+        yield from inner_models(part)
 
 
 def section(title: str, model: type[BaseModel], keys: Mapping[str, object] | list[str]) -> str:
@@ -198,7 +229,9 @@ def schema() -> dict[str, Any]:
         "description": "keys that count for every model whose kind has them and that does not say otherwise",
         "properties": {key: value for key, value in keys.items() if key not in ("name", "task_type")},
     }
-    run["$defs"] = {**run.get("$defs", {}), **members}
+    # References start at the root.
+    inner = {name: part for member in members.values() for name, part in member.pop("$defs", {}).items()}
+    run["$defs"] = {**run.get("$defs", {}), **inner, **members}
     run["$defs"].pop("MemberConfig", None)
     run["$defs"]["EnsembleConfig"].pop("additionalProperties")  # methods bring keys of their own
     heading = {
@@ -212,8 +245,14 @@ def schema() -> dict[str, Any]:
 def plain(model: type[BaseModel]) -> dict[str, Any]:
     """A model's own schema, with what its comments say; labels and names may be numbers."""
     found = model.model_json_schema()
-    parts = (DataConfig, EnsembleConfig, SubmissionConfig, MemberConfig, CalibrationConfig)
-    models = {one.__name__: one for one in parts}
+    models: dict[str, type[BaseModel]] = {MemberConfig.__name__: MemberConfig}
+    pending: list[type[BaseModel]] = [model, MemberConfig]
+    while pending:
+        for field in pending.pop().model_fields.values():
+            for one in inner_models(field.annotation):
+                if one.__name__ not in models:
+                    models[one.__name__] = one
+                    pending.append(one)
     for name, part in ((model.__name__, found), *found.get("$defs", {}).items()):
         owner = model if name == model.__name__ else models[name]
         meanings = comments(owner)

@@ -39,6 +39,45 @@ def make_tokenizer(
     return save_tokenizer(folder, WORDS * 3, vocabulary=400, kind=kind, pad=pad, side=side)
 
 
+def make_sentencepiece(folder: Path) -> Any:
+    """A Unigram model as sentencepiece has it: a space before each text, and bytes for what it does not know."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    trained = Tokenizer(models.Unigram())
+    trained.pre_tokenizer = pre_tokenizers.Metaspace()
+    special = ["<pad>", "<bos>", "<unk>"]
+    trainer = trainers.UnigramTrainer(
+        vocab_size=300, special_tokens=special, unk_token="<unk>", show_progress=False
+    )
+    trained.train_from_iterator([" ".join(WORDS)] * 3, trainer)
+    vocabulary = [(token, score) for token, score in json.loads(trained.to_str())["model"]["vocab"]]
+    vocabulary += [(f"<0x{byte:02X}>", -20.0) for byte in range(256)]
+    tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=2, byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Metaspace()])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", 1)]
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", unk_token="<unk>"
+    )
+    fast.save_pretrained(folder)
+    return fast
+
+
+def make_wordpiece(folder: Path) -> Any:
+    """A WordPiece model with BERT's rules: lower case, no accents, [CLS] and [SEP] around texts."""
+    from tokenizers import BertWordPieceTokenizer
+    from transformers import BertTokenizerFast
+
+    trained = BertWordPieceTokenizer(lowercase=True)
+    trained.train_from_iterator([" ".join(WORDS)] * 3, vocab_size=300, show_progress=False)
+    fast = BertTokenizerFast(tokenizer_object=trained._tokenizer)
+    fast.save_pretrained(folder)
+    return fast
+
+
 def make_checkpoint(
     folder: Path,
     architecture: str,
@@ -105,6 +144,12 @@ def _config(transformers: Any, architecture: str, common: dict[str, Any], width:
         )
     if architecture == "llama":
         return transformers.LlamaConfig(**decoder, **common)
+    if architecture == "granite":  # its logits are divided
+        return transformers.GraniteConfig(**decoder, **common, logits_scaling=3.0)
+    if architecture == "cohere":  # its logits are multiplied, and its head is the embeddings
+        return transformers.CohereConfig(**decoder, **common, logit_scale=0.2)
+    if architecture == "qwen2":
+        return transformers.Qwen2Config(**decoder, **common, tie_word_embeddings=True)
     if architecture == "gpt2":
         return transformers.GPT2Config(
             n_embd=width, n_layer=layers, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2, **common
@@ -162,17 +207,104 @@ def make_base(folder: Path, architecture: str, *, seed: int = 0, **options: Any)
     return folder
 
 
+def make_language_model(
+    folder: Path,
+    architecture: str,
+    *,
+    seed: int = 0,
+    pad: str | None = "<pad>",
+    side: str = "right",
+    **settings: Any,
+) -> Path:
+    """A tiny language model with a tokenizer, of which texts are told apart by the token that comes next.
+
+    Args:
+        settings: of its config.
+    """
+    import torch
+    import transformers
+
+    tokenizer = make_tokenizer(folder, pad=pad, side=side)
+    common = {
+        "vocab_size": len(tokenizer) + 8,  # Qwen2's class of tokenizers adds a token of its own
+        "pad_token_id": tokenizer.pad_token_id,
+        "initializer_range": 0.21,
+    }
+    torch.manual_seed(seed)
+    config = _config(transformers, architecture, common, width=64, layers=3)
+    config.update(settings)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def label_reference(
+    folder: Path,
+    prompts: Sequence[str],
+    label_texts: Sequence[str],
+    max_length: int = 1024,
+    divisors: Sequence[float] = (),
+    add_special_tokens: bool = True,
+    model: Any = None,
+    **options: Any,
+) -> tuple[npt.NDArray[np.float64], float]:
+    """Probabilities over the labels' texts by plain transformers, each behind each prompt alone, in float32.
+
+    Args:
+        model: None: the folder's.
+        options: for ``from_pretrained`` of model and tokenizer.
+
+    Returns:
+        float64 [rows, labels], and the mean probability of a next token that begins no label.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+    if model is None:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", **options
+        )
+    texts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in label_texts]
+    room = max_length - max(map(len, texts)) + 1
+    rows, others = [], []
+    for prompt in prompts:
+        ids = tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"]
+        if len(ids) > room:
+            ids = ids[:1] + ids[len(ids) - room + 1 :]  # the first one is <bos>
+        scores = []
+        for label, divisor in zip(texts, divisors or [1.0] * len(texts), strict=True):
+            with torch.no_grad():
+                logits = model.eval()(torch.tensor([ids + label[:-1]])).logits[0].double()
+            tokens = logits.log_softmax(-1)[len(ids) - 1 :]
+            scores.append(sum(float(tokens[place, token]) for place, token in enumerate(label)) / divisor)
+        others.append(1 - float(tokens[0].exp()[sorted({label[0] for label in texts})].sum()))
+        rows.append(torch.tensor(scores, dtype=torch.float64).softmax(-1).numpy())
+    return np.stack(rows), float(np.mean(others))
+
+
 def make_adapter(folder: Path, base: Path, labels: int, *, seed: int = 0, **settings: Any) -> Path:
-    """A LoRA adapter on this base with a head of its own, saved by peft; no part of it is without effect."""
+    """A LoRA adapter on this base with a head of its own, saved by peft; no part of it is without effect.
+
+    Args:
+        labels: 0: it is one for a language model, and has no head of its own.
+    """
     import peft
     import torch
-    from transformers import AutoModelForSequenceClassification
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     torch.manual_seed(seed)
-    model = AutoModelForSequenceClassification.from_pretrained(
-        base, num_labels=labels, ignore_mismatched_sizes=True
-    )
-    defaults = {"task_type": "SEQ_CLS", "r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+    if labels:
+        model = AutoModelForSequenceClassification.from_pretrained(
+            base, num_labels=labels, ignore_mismatched_sizes=True
+        )
+    else:
+        model = AutoModelForCausalLM.from_pretrained(base)
+    defaults = {
+        "task_type": "SEQ_CLS" if labels else "CAUSAL_LM",
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": "all-linear",
+    }
     adapted = peft.get_peft_model(model, peft.LoraConfig(**{**defaults, **settings}))
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:  # zero at first, which would leave the base as it is
@@ -297,6 +429,75 @@ def reference(
                 logits = logits.softmax(-1)
             rows.append((logits.sigmoid() if activation == "sigmoid" else logits).double().numpy())
     return np.stack(rows)
+
+
+def make_image_checkpoint(
+    folder: Path, architecture: str, labels: Sequence[str], *, seed: int = 0, **processor: Any
+) -> Path:
+    """Save a tiny image classifier (vit, resnet, convnext) with its image processor; weights are random.
+
+    Args:
+        processor: settings of the image processor that are not its defaults.
+    """
+    import torch
+    import transformers
+
+    common: dict[str, Any] = {
+        "id2label": dict(enumerate(labels)),
+        "label2id": {label: index for index, label in enumerate(labels)},
+    }
+    shapes: dict[str, dict[str, Any]] = {
+        "vit": {
+            **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64},
+            **{"image_size": 32, "patch_size": 8, "initializer_range": 0.3},
+        },
+        "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"},
+        "convnext": {"num_stages": 2, "hidden_sizes": [8, 16], "depths": [1, 1], "initializer_range": 0.3},
+    }
+    torch.manual_seed(seed)
+    config = transformers.AutoConfig.for_model(architecture, **shapes[architecture], **common)
+    model = transformers.AutoModelForImageClassification.from_config(config)
+    with torch.no_grad():  # so that images are told apart
+        head = [module for module in model.modules() if isinstance(module, torch.nn.Linear)][-1]
+        head.weight *= 6 if architecture == "resnet" else 3
+    model.save_pretrained(folder)
+    sizes = (
+        {"size": {"height": 32, "width": 32}} if architecture == "vit" else {"size": {"shortest_edge": 48}}
+    )
+    settings = {
+        "image_processor_type": "ViTImageProcessor" if architecture == "vit" else "ConvNextImageProcessor",
+        **sizes,
+        **processor,
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    return folder
+
+
+def image_reference(folder: Path, paths: Sequence[Path]) -> npt.NDArray[np.float64]:
+    """Probabilities of transformers' pipeline in float32, one image at a time, in the model's order of labels."""
+    from importlib.util import find_spec
+
+    from PIL import Image
+    from transformers import pipeline
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
+
+    # Without torchvision, which rounds otherwise.
+    backend = find_spec("transformers.image_processing_backends")
+    without: dict[str, Any] = {"use_fast": False} if backend is None else {"backend": "pil"}
+    classify = pipeline(
+        "image-classification",
+        model=str(folder),
+        image_processor=AutoImageProcessor.from_pretrained(folder, **without),
+        device="cpu",
+        dtype="float32",
+    )
+    labels = classify.model.config.id2label
+    rows = []
+    for path in paths:
+        with Image.open(path) as image:  # by itself it leaves files of several frames open
+            scores = {one["label"]: one["score"] for one in classify(image, top_k=len(labels))}
+        rows.append([scores[labels[index]] for index in range(len(labels))])
+    return np.array(rows)
 
 
 def inspect_folder(

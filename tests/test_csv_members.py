@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import gzip
+import hashlib
+import json
 import os
 import random
 import subprocess
@@ -13,7 +15,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import scipy.special
 
 from ensemble.common.errors import DataError
 from ensemble.members.base import OutputColumns
@@ -136,6 +140,7 @@ def test_files_that_cannot_be_read(path: Path, tmp_path: Path) -> None:
         joined(tmp_path, ["1"])
 
 
+@pytest.mark.long
 def test_memory_is_no_multiple_of_the_file(tmp_path: Path) -> None:
     """In a process of its own: what it holds at most beside what it holds before."""
     rows = 800_000
@@ -274,6 +279,7 @@ def test_a_member_with_some_rows_calibrated_and_by_weights_of_all_forms(project:
     done = project.ensemble("run", "config.yaml")
     assert done.returncode == 0, done.stderr + done.stdout
     assert f"some: has {len(there)} of 300 rows; the other members decide the rest" in done.stdout
+    assert f"some {len(there)} given" in " ".join(done.stdout.split()), "in the summary"
     _, written = project.read("runs/first/predictions/some.csv")
     assert [row[0] for row in written] == [project.ids[number] for number in there], "in the table's order"
     np.testing.assert_array_equal(np.array([row[1:] for row in written], float), values[there])
@@ -468,3 +474,225 @@ def test_what_is_no_file(path: Path) -> None:
     os.mkfifo(path)
     assert refused(path, ["1"])[0].startswith("is not a regular file")
     assert refused(path.with_name("mte.csv"), ["1"]) == ("no such file (did you mean 'mate.csv'?)",)
+
+
+def write_as(path: Path, columns: dict[str, list[Any]]) -> Path:
+    """A file of this name in the format of its name."""
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    if path.suffix in (".parquet", ".pq"):
+        pq.write_table(pa.table(columns), path)
+        return path
+    if "jsonl" in path.name:
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+    else:
+        mark = "\t" if ".tsv" in path.name else ","
+        text = "".join(
+            mark.join(map(str, line)) + "\n" for line in [[*columns], *(row.values() for row in rows)]
+        )
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return path
+
+
+FORMATS = ["m.parquet", "m.pq", "m.tsv", "m.tsv.gz", "m.jsonl", "m.jsonl.gz", "m.csv.gz", "without extension"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_of_the_table_is_read_and_joined_in_the_same_way(tmp_path: Path, name: str) -> None:
+    path = write_as(
+        tmp_path / name, {"p_b": [0.5, 0.0, 7], "more": [1, 2, 3], "id": [2, 1, 9], "a": [0.5, 1, 9]}
+    )
+    assert joined(path, ["1", "2"], columns={"p_b": "b"}) == ([[1.0, 0.0], [0.5, 0.5]], 1)
+    assert refused(path, ["1", "3"], columns={"p_b": "b"}) == (
+        "1 id of the table missing ('3'); a row is needed for each of them, or partial: true",
+    )
+    assert refused(path, ["1"], columns={"p_c": "b"}) == (
+        "no column for the label 'b': 'p_c' (did you mean 'p_b'?); the columns are 'p_b', 'more', 'id', 'a'",
+    )
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"id": ["1", "2"], "a": [0.5, None], "b": [0.5, 0.5]}, "row 2: nothing in column 'a' is no number"),
+        ({"id": ["1", "2"], "a": ["0.5", "x"], "b": [0.5, 0.5]}, "row 2: 'x' in column 'a' is no number"),
+        ({"id": ["1", "2"], "a": [True, False], "b": [0, 1]}, "column 'a'"),
+        ({"id": ["1", None], "a": [0.5, 0.5], "b": [0.5, 0.5]}, "without an id"),
+        ({"id": ["1", "1"], "a": [0.5, 0.5], "b": [0.5, 0.5]}, "1 id more than once ('1'); keep one row"),
+        ({"id": [1.5, 2.5], "a": [0.5, 0.5], "b": [0.5, 0.5]}, "id"),
+        ({"id": ["1", "2"], "a": [[0.5], [0.5]], "b": [0.5, 0.5]}, "column 'a'"),
+    ],
+)
+def test_what_is_wrong_with_typed_columns_is_named(
+    tmp_path: Path, columns: dict[str, list[Any]], words: str
+) -> None:
+    problems = refused(write_as(tmp_path / "m.parquet", columns), ["1"])
+    assert any(words in problem for problem in problems), problems
+    if columns["id"] != [1.5, 2.5]:  # which JSON lines spell as text
+        assert refused(write_as(tmp_path / "m.jsonl", columns), ["1"])
+
+
+def test_columns_by_map_name_each_label_once(path: Path) -> None:
+    path.write_text("id,a,b\n1,0.25,0.75\n", encoding="utf-8")
+    assert joined(path, ["1"], columns={"a": "b", "b": "a"}) == ([[0.75, 0.25]], 0)
+    assert refused(path, ["1"], columns={"a": "b"}) == (
+        "columns: none is left for the label 'a', as the column of that name is for 'b'; name another",
+    )
+
+
+def test_logits_become_probabilities_by_the_activation(path: Path) -> None:
+    rows = np.array([[0.3, -2.0], [800.0, -800.0], [-np.inf, 0.0], [-745.5, -745.0]])
+    path.write_text("id,a,b\n" + "".join(f"{n},{a},{b}\n" for n, (a, b) in enumerate(rows)), encoding="utf-8")
+    ids = ["0", "1", "2", "3"]
+    exponents = rows - rows.max(axis=1, keepdims=True)
+    expected = np.exp(exponents) / np.exp(exponents).sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(joined(path, ids, values="logits")[0], expected, rtol=1e-15)
+    of_labels = [[0.574442516811659, 0.119202922022118], [1.0, 0.0], [0.0, 0.5]]
+    found, _ = joined(path, ids, values="logits", activation="sigmoid")
+    np.testing.assert_allclose(found[:3], of_labels, rtol=1e-14)
+    np.testing.assert_allclose(found[3], [0.0, 0.0], atol=1e-300, err_msg="no overflow")
+
+
+@pytest.mark.parametrize("row", ["nan,1", "inf,1", "-inf,-inf", "nan,nan"])
+def test_logits_that_make_no_probabilities_stay_for_the_check_of_rows(path: Path, row: str) -> None:
+    path.write_text(f"id,a,b\n1,{row}\n", encoding="utf-8")
+    ((first, second),), _ = joined(path, ["1"], values="logits")
+    np.testing.assert_array_equal([first, second], [float(cell) for cell in row.split(",")])
+
+
+def test_a_sha256_that_is_demanded(path: Path) -> None:
+    path.write_text("id,a,b\n1,0.25,0.75\n", encoding="utf-8")
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert joined(path, ["1"], sha256=digest.upper()) == ([[0.25, 0.75]], 0)
+    assert refused(path, ["1"], sha256="0" * 64) == (
+        f"sha256: the file's is {digest}, not {'0' * 64}; get the file that was meant, or change the key",
+    )
+    path.write_bytes(path.read_bytes() + b"garbage")
+    assert refused(path, ["1"], sha256=digest)[0].startswith("sha256: the file's is "), "before its rows"
+
+
+def test_keys_that_do_not_go_together_and_partial_digests_are_named(project: Project) -> None:
+    write_mate(project)
+    keys = {"activation": "none", "values": "logits", "sha256": "abc123", "columns": {"x": "tie", "y": "tie"}}
+    project.write_config(with_mate(project, {**with_mate(project, **keys)["models"][1], "name": "other"}))
+    done = project.ensemble("validate", "config.yaml")
+    said = " ".join(done.stderr.split())
+    assert done.returncode == 2
+    for words in (
+        ".sha256 (line ",
+        "must be all 64 hexadecimal digits of a SHA-256, as sha256sum prints them",
+        "logits become probabilities by activation: softmax or sigmoid, not none",
+        "the same label as columns.x has",
+    ):
+        assert words in said, said
+
+
+def test_a_run_of_logits_in_parquet_by_map_and_what_changes_with_the_keys(project: Project) -> None:
+    values = np.array(write_mate(project))
+    logits = np.log(values) + np.arange(len(values))[:, None]
+    names = [f"logit_{label}" for label in LABELS]
+    columns = {"id": project.ids, **dict(zip(names, logits.T.tolist(), strict=True))}
+    write_as(project.folder / "mate.parquet", columns)
+    mapped = dict(zip(names, LABELS, strict=True))
+    keys = {"path": "mate.parquet", "columns": mapped, "values": "logits"}
+    config = project.config(models=[with_mate(project, **keys)["models"][1]])
+    project.write_config(config)
+    done = project.ensemble("run", "config.yaml")
+    assert done.returncode == 0, done.stderr + done.stdout
+    np.testing.assert_allclose(values_of(project, "runs/first/ensemble.csv"), values, rtol=1e-9)
+    again = project.ensemble("run", "config.yaml", "--set", "models.mate.activation=sigmoid")
+    assert again.returncode == 0, again.stderr + again.stdout
+    assert "reused" not in again.stdout
+    expected = 1 / (1 + np.exp(-logits))
+    np.testing.assert_allclose(values_of(project, "runs/first/ensemble.csv"), expected, rtol=1e-12)
+
+
+def test_what_a_new_user_does_wrong_is_said_with_what_to_do(project: Project) -> None:
+    """One command says it of all files; table and files may have ids of other types."""
+    numbers = [*range(1, 41)]
+    project.write_csv("test.csv", ["id", "text"], [[str(one), "x"] for one in numbers])
+    good = dict(zip(LABELS, ([0.25] * 40, [0.5] * 40, [0.25] * 40), strict=True))
+
+    def given(name: str, ids: list[Any], **columns: list[Any]) -> str:
+        write_as(project.folder / name, {"id": ids, **(columns or good)})
+        return name
+
+    renamed = {f"p_{label}": values for label, values in good.items()}
+    paths = [
+        given("int.parquet", numbers),
+        given("double.parquet", [float(one) for one in numbers]),
+        given("float.csv", [f"{one}.0" for one in numbers]),
+        given("zeros.jsonl.gz", [f"{one:03d}" for one in numbers]),
+        given("twice.tsv", [1, *numbers[:-1]]),
+        given("renamed.csv.gz", numbers, **renamed),
+        given("logits.pq", numbers, **{label: [-1.5] * 40 for label in LABELS}),
+    ]
+    (project.folder / "named.csv").write_bytes((project.folder / "int.parquet").read_bytes())
+    (project.folder / "sheet.csv").write_bytes(b"PK\x03\x04\x14\x00\x06\x00 and so on")
+    (project.folder / "folder").mkdir()
+    paths += ["named.csv", "sheet.csv", "folder"]
+    models = [{"name": f"m{n}", "task_type": "csv", "path": path} for n, path in enumerate(paths)]
+    config = project.config(models=models, defaults=None, data={"path": "test.csv"})
+    project.write_config({**config, "submission": None})
+    done = project.ensemble("validate", "config.yaml")
+    said = " ".join(done.stderr.split())
+    assert done.returncode == 2
+    assert "m0" not in said, "numbers are the same ids as their digits as text"
+    others = "40 ids of the table missing ('1', '2', '3', ...), as its ids are others"
+    way = "write them in the same way, or name the column of the ids"
+    for words in (
+        "double.parquet: id column 'id' is of type double, which cannot be an id; write the file again with that",
+        f"float.csv: {others} ('1.0', '2.0', '3.0', ...); {way}",
+        f"zeros.jsonl.gz: {others} ('001', '002', '003', ...); {way}",
+        "twice.tsv: 1 id more than once ('1'); keep one row for each id",
+        "twice.tsv: 1 id of the table missing ('40'); a row is needed for each of them, or partial: true",
+        f"renamed.csv.gz: no column of the label '{LABELS[0]}'",
+        "columns: {COLUMN: LABEL} says which column is for a label of another name",
+        "logits.pq: 40 rows with values below 0 or above 1, the first is id 1; correct the file, or say with "
+        "values: logits or activation what they are",
+        "named.csv: is a Parquet file; give it a name that ends in .parquet",
+        "sheet.csv: is a zip archive, as Excel's files are, not text; save what is in it as CSV",
+        "folder: is a directory; name the file inside it",
+    ):
+        assert words in said, words
+    merged = project.ensemble("merge", "int.parquet", "renamed.csv.gz", "-o", "out.csv")
+    assert "or map them by columns in a config (task_type: csv)" in " ".join(merged.stderr.split())
+    mapped = project.ensemble(
+        "merge", "int.parquet", "a=int.parquet", "-o", "out.csv", "--set", "models.a.columns={x: y}"
+    )
+    assert "for more name the files in a config (task_type: csv) and use run" in " ".join(
+        merged.stderr.split() + mapped.stderr.split()
+    )
+
+
+def test_logits_of_all_formats_in_a_run_are_what_scipy_makes_of_them(project: Project) -> None:
+    """Beside columns by a map with swapped names, a digest that is demanded, and rows that a file lacks."""
+    project.write_csv("test.csv", ["id", "text"], [[str(one), "x"] for one in range(50)])
+    chooser = np.random.default_rng(9)
+    swapped = dict(zip(LABELS, [LABELS[1], LABELS[0], LABELS[2]], strict=True))
+    models, expected = list[dict[str, Any]](), list[np.ndarray]()
+    for number, name in enumerate(("a.parquet", "b.jsonl", "c.csv.gz", "d.tsv")):
+        logits = chooser.normal(size=(50, 3)) * 10.0 ** chooser.integers(-2, 3, size=(50, 1))
+        there = chooser.permutation(50)[: 50 - 10 * number]
+        columns = {label: logits[there, n].tolist() for n, label in enumerate(swapped.values())}
+        path = write_as(project.folder / name, {"id": there.tolist(), **columns})
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        activation = "sigmoid" if number % 2 else "softmax"
+        models.append(
+            {"name": name[0], "task_type": "csv", "path": name, "columns": swapped, "values": "logits"}
+            | {"sha256": digest.upper() if number else digest, "partial": True, "activation": activation}
+        )
+        # A name that is swapped in the file, and by the map again, is the label's own.
+        values = scipy.special.expit(logits) if number % 2 else scipy.special.softmax(logits, axis=1)
+        expected.append(values[np.sort(there)])
+    config = project.config(models=models, defaults=None, data={"path": "test.csv"})
+    project.write_config({**config, "submission": None})
+    done = project.ensemble("run", "config.yaml")
+    assert done.returncode == 0, done.stderr
+    for model, values in zip(models, expected, strict=True):
+        _, rows = project.read(f"runs/first/predictions/{model['name']}.csv")
+        np.testing.assert_allclose(
+            np.array([row[1:] for row in rows], float), values, rtol=1e-12, atol=1e-300
+        )
+    other = project.ensemble("run", "config.yaml", "--set", f"models.a.sha256={'f' * 64}")
+    assert other.returncode == 2
+    assert "a.parquet: sha256: the file's is " in " ".join(other.stderr.split())

@@ -27,6 +27,7 @@ from ensemble.data.input_file import (
     Contents,
     Wanted,
     check_names,
+    held_table,
     joined_text,
     missing_column,
     open_input,
@@ -35,9 +36,6 @@ from ensemble.data.input_file import (
 
 # pyarrow reads up to 32 blocks ahead.
 _BLOCK_BYTES = 1 << 19
-# Between the columns' many small buffers the allocator keeps what the parser has freed, at worst as much again
-# as the table; giving it back every so many blocks costs next to nothing.
-_SWEPT_BLOCKS = 16
 # Of a cell, whose UTF-8 is then less than the 2 GB that a column of strings holds.
 _MAX_CHARACTERS = (1 << 29) - 1
 _PYTHON_CELLS = 10_000
@@ -97,12 +95,7 @@ def read_csv(path: Path, wanted: Wanted) -> Contents:
 
 def read_text_csv(path: Path, columns: Sequence[str] | None = None, limit: int | None = None) -> pa.Table:
     """All that :func:`text_batches` yields, for the same arguments."""
-    batches = []
-    for batch in text_batches(path, columns, limit):
-        batches.append(batch)
-        if len(batches) % _SWEPT_BLOCKS == 0:
-            pa.default_memory_pool().release_unused()
-    return pa.Table.from_batches(batches)
+    return held_table(text_batches(path, columns, limit))
 
 
 def text_batches(
@@ -225,6 +218,11 @@ def _utf8_error(cell: str) -> UnicodeDecodeError | None:
         except UnicodeDecodeError as error:
             return error
     return None
+
+
+def is_comma_separated(path: Path) -> bool:
+    """By its name; else there are tabs between its cells."""
+    return _delimiter(path) == ","
 
 
 def _delimiter(path: Path) -> str:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import gzip
 import json
+import mmap
 import stat
+import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -21,12 +24,23 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ensemble.common.errors import DataError
+from ensemble.common.errors import DataError, WriteError
 from ensemble.common.files import dangling_link, unreadable
 from ensemble.common.text import did_you_mean, error_text, listed, quoted, similar_file
 
 # The worker knows this mark as well (published_table.py): the field's text is JSON for a value that is not text.
 JSON_MARK = {b"ensemble": b"json"}
+# By their first bytes; under a name of Parquet's it is for its reader to say what is wrong.
+_OTHER_FORMATS = {
+    b"PK\x03\x04": "is a zip archive, as Excel's files are, not text; save what is in it as CSV",
+    b"PAR1\x15": "is a Parquet file; give it a name that ends in .parquet",
+}
+# Of a table's columns, in memory; and of a batch that is mapped: a column of strings holds less than 2 GB.
+HELD_BYTES = 256 << 20
+_MAPPED_ROWS, _MAPPED_BYTES = 65_536, 32 << 20
+# Between the columns' many small buffers the allocator keeps what a parser has freed, at worst as much again as the
+# table; giving it back every so many blocks costs next to nothing.
+_SWEPT_BATCHES = 16
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
@@ -91,11 +105,15 @@ def open_input(path: Path) -> Iterator[BinaryIO]:
             raise DataError(f"{path}: {what}; save its content to a file first")
         opened = gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb")  # noqa: SIM115
         with cast(BinaryIO, opened) as stream:
-            start = stream.read(4)
+            start = stream.read(5)
             if not start:
                 raise DataError(f"{path}: the file is empty")
             if start.startswith(_UTF16_MARKS):
                 raise DataError(f"{path}: is UTF-16, not UTF-8; convert it with: iconv -f UTF-16 -t UTF-8")
+            if path.suffix.lower() not in (".parquet", ".pq"):
+                for mark, other in _OTHER_FORMATS.items():
+                    if start.startswith(mark):
+                        raise DataError(f"{path}: {other}")
             stream.seek(0)
             yield stream
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
@@ -115,12 +133,19 @@ def check_names(path: Path, names: Sequence[str]) -> None:
         raise DataError(f"{path}: the header names {listed(twice)} more than once; rename the columns")
 
 
-def missing_column(path: Path, role: str, name: str, present: Sequence[str]) -> str:
-    """The problem of a column that is not there: the nearest name and the list of columns that are."""
+def missing_column(
+    path: Path, role: str, name: str, present: Sequence[str], read_by: str | None = None
+) -> str:
+    """The problem of a column that is not there: the nearest name and the list of columns that are.
+
+    Args:
+        read_by: the key that asks for it.
+    """
     hint = did_you_mean(name, present)
     if len(present) == 1 and any(mark in present[0] for mark in ";\t|"):
         hint = " (the header has a single column: are the columns separated by commas?)"
-    return f"{path}: no {role} {quoted(name)}{hint}; the columns are {listed(present)}"
+    reader = f", which {read_by} reads" if read_by else ""
+    return f"{path}: no {role} {quoted(name)}{hint}{reader}; the columns are {listed(present)}"
 
 
 def first_ids(ids: pa.Array | pa.ChunkedArray, most: int = 3) -> str:
@@ -134,10 +159,86 @@ def is_json_field(column: pa.Field) -> bool:
 
 
 def joined_text(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """A column of strings that stays usable as a whole: large strings once its text passes 2 GB."""
-    if column.nbytes >= 1 << 31 and pa.types.is_string(column.type):
-        return pc.cast(column, pa.large_string())
-    return column
+    """A column as strings that stay usable as a whole: large strings once its text passes 2 GB."""
+    is_long = column.nbytes >= 1 << 31 and pa.types.is_string(column.type)
+    kind = pa.large_string() if is_long else column.type if is_text(column.type) else pa.string()
+    if column.type == kind:
+        return column
+    schema = pa.schema([pa.field("", kind)])
+    parts = (pa.record_batch([pc.cast(chunk, kind)], schema=schema) for chunk in column.chunks)
+    return joined_text(held_table(parts, schema).column(0))
+
+
+def held_table(batches: Iterable[pa.RecordBatch], schema: pa.Schema | None = None) -> pa.Table:
+    """Batches as a table; what is more than ``HELD_BYTES`` stands in files without a name, which are mapped.
+
+    The kernel may then take its pages back where memory is short.  A column has a file of its own, so that none of
+    it stays once nobody holds the column any more.
+
+    Args:
+        schema: of all batches; None: there is at least one.
+
+    Raises:
+        WriteError: there is no room for the files.
+    """
+    held: list[pa.RecordBatch] = []
+    size = 0
+    following = iter(batches)
+    for batch in following:
+        held.append(batch)
+        size += batch.nbytes
+        if len(held) % _SWEPT_BATCHES == 0:
+            pa.default_memory_pool().release_unused()
+        if size >= HELD_BYTES:
+            return _mapped_table(chain(held, following), schema or batch.schema)
+    return pa.Table.from_batches(held, schema)
+
+
+def _mapped_table(batches: Iterable[pa.RecordBatch], schema: pa.Schema) -> pa.Table:
+    schemas = [pa.schema([field]) for field in schema]
+    with ExitStack() as opened:
+        try:
+            files = [opened.enter_context(tempfile.TemporaryFile()) for _ in schema]
+        except OSError as error:
+            raise _not_kept(error) from error
+        writers = [
+            pa.ipc.new_file(pa.PythonFile(file, "w"), one) for file, one in zip(files, schemas, strict=True)
+        ]
+        gathered, rows, size = list[pa.RecordBatch](), 0, 0
+        for batch in chain(batches, [None]):
+            if batch is not None:
+                gathered.append(batch)
+                rows += len(batch)
+                size += batch.nbytes
+                if rows < _MAPPED_ROWS and size < _MAPPED_BYTES:
+                    continue
+            whole = pa.Table.from_batches(gathered, schema)
+            gathered, rows, size = [], 0, 0
+            try:
+                for column, writer, one in zip(whole.columns, writers, schemas, strict=True):
+                    writer.write_table(pa.table([column.combine_chunks()], schema=one))
+                    if batch is None:
+                        writer.close()
+                for file in files:
+                    file.flush()
+            except OSError as error:
+                for file in files:
+                    with suppress(OSError):  # what is in its buffer does not fit either
+                        file.close()
+                raise _not_kept(error) from error
+        columns = []
+        for file in files:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            columns.append(pa.ipc.open_file(pa.BufferReader(pa.py_buffer(mapped))).read_all().column(0))
+        return pa.table(columns, schema=schema)
+
+
+def _not_kept(error: OSError) -> WriteError:
+    where = tempfile.tempdir or "any folder for temporary files"
+    return WriteError(
+        f"cannot write to {where} ({error.strerror or error}), where a large table is kept while it is read; make "
+        "room there, or set TMPDIR to another folder"
+    )
 
 
 def is_text(kind: pa.DataType) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,6 +14,7 @@ from ensemble.data.input_file import (
     Contents,
     Wanted,
     check_names,
+    held_table,
     is_binary,
     is_text,
     joined_text,
@@ -70,22 +71,24 @@ def arrow_contents(
     present = [name for name in wanted.names() if name in names]
     columns = [name for name in wanted.columns if name in names]
     plain = pa.schema([pa.field(name, _plain_type(schema.field(name).type)) for name in present])
-    rows, kept = 0, []
-    for batch in batches(present):
-        limit = batch.num_rows if wanted.limit is None else wanted.limit - rows
-        kept.append(_checked(path, batch.select(present).slice(0, limit), plain, columns, rows))
-        rows += kept[-1].num_rows
-        if rows == wanted.limit:
-            break
-    if not present:
-        rows = min(num_rows, wanted.limit or num_rows)
-    table = pa.Table.from_batches(kept, schema=plain)
+
+    def checked() -> Iterator[pa.RecordBatch]:
+        rows = 0
+        for batch in batches(present):
+            limit = batch.num_rows if wanted.limit is None else wanted.limit - rows
+            yield _checked(path, batch.select(present).slice(0, limit), plain, columns, rows)
+            rows += min(batch.num_rows, limit)
+            if rows == wanted.limit:
+                break
+
+    table = held_table(checked(), plain)
+    rows = table.num_rows if present else min(num_rows, wanted.limit or num_rows)
     ids = labels = None
     problems: list[str] = []
     if wanted.id_column in names:
         ids = table.column(wanted.id_column)
         if pa.types.is_integer(ids.type):
-            ids = pc.cast(ids, pa.string())
+            ids = joined_text(ids)
         elif not is_text(ids.type):
             where = f"{path}: id column {quoted(wanted.id_column)} is of type {shown_type(ids.type)}"
             advice = "write the file again with that column cast to int64 or string"

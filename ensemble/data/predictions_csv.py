@@ -1,7 +1,7 @@
-"""Predictions CSVs -> arrays whose rows mean the table's ids.
+"""Predictions in files -> arrays whose rows mean the table's ids.
 
-All that a run writes stands in the table's order and is read from top to bottom, in little memory.  A file in
-another order, or of ids that take whole blocks or lines, is joined as a whole, by its ids.
+All that a run writes are CSVs in the table's order, and read from top to bottom, in little memory.  A file in
+another order or format, or of ids that take whole blocks or lines, is joined as a whole, by its ids.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ import pyarrow.csv as pa_csv
 
 from ensemble.common.errors import DataError, MergeError, WriteError
 from ensemble.common.text import plural, quoted
-from ensemble.data.csv_file import text_as_numbers, text_batches
-from ensemble.data.input_file import first_ids
+from ensemble.data.csv_file import text_as_numbers
+from ensemble.data.formats import FORMATS, is_plain_csv, prediction_batches
+from ensemble.data.input_file import first_ids, is_text, shown_type
 
 ID_COLUMN: Final = "id"
 # pyarrow reads up to 32 blocks of a file ahead; all files together have this much in a round.
@@ -36,8 +37,9 @@ _Values = npt.NDArray[np.float64]
 
 
 def file_stem(path: Path) -> str:
-    """A file's name without its ending: .csv or .tsv, with or without .gz, in any case."""
-    return re.sub(r"(?i)(\.[ct]sv)?(\.gz)?$", "", path.name) or path.name
+    """A file's name without the ending of an input format, with or without .gz, in any case."""
+    endings = "|".join(re.escape(ending) for known in FORMATS for ending in known.extensions)
+    return re.sub(rf"(?i)({endings})?(\.gz)?$", "", path.name) or path.name
 
 
 def guessed_id_column(names: Sequence[str], others: Collection[str] = (), usual: str = ID_COLUMN) -> str:
@@ -70,7 +72,7 @@ def read_by_id(
     table: str = "the table",
     advice: str | None = None,
 ) -> tuple[_Values, int]:
-    """Reads a CSV whose rows stand in any order, in blocks: what stays of them are ids and numbers.
+    """Reads predictions whose rows stand in any order, in blocks: what stays of them are ids and numbers.
 
     Args:
         labels: the columns to read, in this order, wherever they stand in the file.
@@ -83,7 +85,7 @@ def read_by_id(
         float64 [rows, labels], each column in one piece, and the number of rows left out.
 
     Raises:
-        DataError: missing, repeated or additional ids, a cell that is no number; also what ``text_batches`` raises.
+        DataError: missing, repeated or additional ids; also what ``read_numbers`` raises.
     """
     found, read = read_numbers(path, id_column, labels)
     found = found.cast(ids.type)
@@ -95,7 +97,11 @@ def read_by_id(
     if len(missing) and not may_lack:
         count = plural(len(missing), "id")
         needed = advice or "a row is needed for each of them"
-        problems.append(f"{count} of {table} missing ({first_ids(missing)}); {needed}")
+        own = ""
+        if len(missing) == len(ids) and len(found):  # 1.0 for 1, say
+            needed = "write them in the same way, or name the column of the ids"
+            own = f", as its ids are others ({first_ids(found)})"
+        problems.append(f"{count} of {table} missing ({first_ids(missing)}){own}; {needed}")
     if place.null_count and not may_have_others:
         others = found.filter(pc.invert(is_known))
         remedy = f"; {advice}" if advice else ""
@@ -111,31 +117,46 @@ def read_by_id(
 
 
 def read_numbers(path: Path, id_column: str, labels: Sequence[str]) -> tuple[pa.ChunkedArray, _Values]:
-    """Reads a CSV as it stands, in blocks.
+    """Reads predictions as they stand, in any format, in blocks.
 
     Returns:
         the ids as text, [rows], and the columns ``labels`` in this order, float64 [rows, labels].
 
     Raises:
-        DataError: a cell that is no number; also what ``text_batches`` raises.
+        DataError: a cell that is no number; also what ``prediction_batches`` raises.
     """
     chunks, blocks, rows = [], [], 0
-    for batch in text_batches(path, [id_column, *labels]):
+    for batch in prediction_batches(path, id_column, labels):
         chunks.append(batch.column(0))
         blocks.append(np.empty((len(batch), len(labels))))
         for index, label in enumerate(labels):
             cells = batch.column(1 + index)
-            blocks[-1][:, index], is_text = text_as_numbers(cells)
-            if is_text.any():
-                bad = int(is_text.argmax())
-                what = f"{quoted(cells[bad].as_py())} in column {quoted(label)} is no number"
+            if (numbers := _numbers(cells)) is None:
+                what = f"column {quoted(label)} holds {shown_type(cells.type)} values"
+                raise DataError(f"{path}: {what}; write it as numbers")
+            blocks[-1][:, index], is_no_number = numbers
+            if is_no_number.any():
+                bad = int(is_no_number.argmax())
+                cell = cells[bad].as_py()
+                what = f"{'nothing' if cell is None else quoted(str(cell))} in column {quoted(label)} is no number"
                 raise DataError(f"{path}: row {rows + bad + 1:,}: {what}; write a number in every row")
         rows += len(batch)
     return pa.chunked_array(chunks), np.concatenate(blocks)
 
 
+def _numbers(cells: pa.Array) -> tuple[_Values, npt.NDArray[np.bool_]] | None:
+    """As ``text_as_numbers``, of a column of any type; None where it can hold no numbers."""
+    if is_text(cells.type):
+        return text_as_numbers(pc.fill_null(cells, "") if cells.null_count else cells)
+    kinds = pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal, pa.types.is_null
+    if not any(is_kind(cells.type) for is_kind in kinds):
+        return None
+    is_null = cells.is_null().to_numpy(zero_copy_only=False)
+    return np.asarray(pc.cast(cells, pa.float64(), safe=False).to_numpy(zero_copy_only=False)), is_null
+
+
 class PredictionsReader:
-    """Reads a predictions CSV from its first row to its last, in the order of the table's ids.
+    """Reads a file of predictions from its first row to its last, in the order of the table's ids.
 
     Args:
         labels: the columns to read, in this order, wherever they stand in the file.
@@ -217,6 +238,8 @@ class PredictionsReader:
     def _read_in_order(self, values: _Values) -> bool:
         """False where the file is not what this tool writes; then a join says what it is."""
         rows, filled = len(values), 0
+        if not is_plain_csv(self._path):
+            return False
         try:
             while filled < rows:
                 batch = self._next_batch()
@@ -236,7 +259,7 @@ class PredictionsReader:
             return False
 
     def _read_what_is_there(self, values: _Values) -> bool:
-        """False where the file holds anything but some of the table's rows, in its order."""
+        """False where it is no CSV that holds some of the table's rows, in its order, and nothing else."""
         values[:] = np.nan
         rows, reached = self._ids.slice(self._start, len(values)), -1
         try:

@@ -18,13 +18,18 @@ from ensemble.data.table import InputTable
 
 
 def repeated(
-    table: InputTable, rows: int, json_columns: Collection[str] = (), seed: int = 0
+    table: InputTable,
+    rows: int,
+    json_columns: Collection[str] = (),
+    seed: int = 0,
+    kept_columns: Collection[str] = (),
 ) -> tuple[InputTable, npt.NDArray[np.int64]]:
     """A table of ``rows`` rows: all of the table's as often as they go in, and of the rest a random choice.
 
     Args:
         json_columns: those whose text is JSON for a template.
         seed: of that choice.
+        kept_columns: whose cells stay as they are, such as names of files.
 
     Returns:
         the table, without labels; and for each of its rows how many copies of the same row stand before it, [rows].
@@ -35,7 +40,11 @@ def repeated(
     copies = np.concatenate([np.repeat(np.arange(whole), table.rows), np.full(rest, whole)]).astype(np.int64)
 
     def change(field: pa.Field, column: pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
-        if not copies.any() or not (is_text(field.type) or pa.types.is_nested(field.type)):
+        if (
+            field.name in kept_columns
+            or not copies.any()
+            or not (is_text(field.type) or pa.types.is_nested(field.type))
+        ):
             return column  # a number has no words
         is_json = field.name in json_columns or is_json_field(field)
         cells = []

@@ -7,8 +7,9 @@ of the published file: ``published_table.py``.
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -18,12 +19,15 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ensemble.common.digests import digest_of
 from ensemble.common.errors import DataError
+from ensemble.common.large_arrays import large_array
 from ensemble.common.protocol import Activation
 from ensemble.common.text import did_you_mean, listed, plural, quoted
 from ensemble.data.csv_file import text_as_numbers
 from ensemble.data.digests import RowDigests, row_digests, rows_digest
 from ensemble.data.formats import read_contents
+from ensemble.data.ids import repeated_ids
 from ensemble.data.input_file import (
     Contents,
     Wanted,
@@ -36,11 +40,14 @@ from ensemble.data.input_file import (
     shown_type,
 )
 from ensemble.data.json_cells import TemplateProblem, parse_json_cell
+from ensemble.data.row_files import FileCells, LookedAt, file_digests, look_for_files
 
 PUBLISHED_ROWS_PER_BATCH = 65_536
 # Rows that are Python objects at a time.
 _PYTHON_ROWS = 8_192
 _SHOWN = 3
+# Stands for a column of digests of files; no column of a table is called so.
+_FILES = "\0files"
 # What a row of probabilities may miss 1 by: thirds are often written with two digits.
 _SUM_TOLERANCE = 0.02
 # Each row's label: its index in the config's labels, int64 [rows]; or how likely each is, float64 [rows, labels].
@@ -60,6 +67,8 @@ class TableNeeds:
         json_columns: those that a template parses with ``fromjson``.
         text_columns: those that are used directly as text.
         limit: use only the first so many rows; at least 1.
+        read_by: for a message, the key that asks for a column.
+        also: columns that are read beside these, and what they are for, in a few words.
         truth_as: what ``label_columns`` hold: "softmax" for probabilities that sum to 1 and are scaled to it,
             "sigmoid" for one from 0 to 1 in each of them, "none" for any numbers.
     """
@@ -73,6 +82,8 @@ class TableNeeds:
     limit: int | None
     label_columns: tuple[str, ...] = ()
     truth_as: Activation = "softmax"
+    read_by: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    also: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 class InputTable:
@@ -100,13 +111,16 @@ class InputTable:
         self._columns = columns
         self._text_lengths: dict[str, npt.NDArray[np.int64]] = {}
         self._digests: dict[str, str] = {}
-        self._row_digests: dict[tuple[str, ...], RowDigests] = {}
+        self._row_digests: dict[tuple[tuple[str, ...], FileCells | None], RowDigests] = {}
+        self._file_digests: dict[FileCells, pa.Array] = {}
 
     @property
     def remarks(self) -> list[str]:
         """What the user should know of its texts, a sentence each."""
         return [
             f"{plural(count, 'empty text')} in {column!r}, read as an empty string"
+            if is_text(self._columns.schema.field(column).type)
+            else f"{plural(count, 'empty cell')} in {column!r}"
             for column, count in self.null_texts.items()
             if count
         ]
@@ -119,9 +133,11 @@ class InputTable:
         """
         for name in columns:
             if name not in self._text_lengths:
-                texts = map(cell_texts, self._columns.column(name).chunks)
-                lengths = [pc.fill_null(pc.binary_length(text), 0).to_numpy() for text in texts]
-                self._text_lengths[name] = np.concatenate(lengths).astype(np.int64)
+                found, start = large_array((self.rows,), np.int64), 0
+                for text in map(cell_texts, self._columns.column(name).chunks):
+                    found[start : start + len(text)] = pc.fill_null(pc.binary_length(text), 0).to_numpy()
+                    start += len(text)
+                self._text_lengths[name] = found
         if len(columns) == 1:
             return self._text_lengths[columns[0]]
         return sum((self._text_lengths[name] for name in columns), start=np.zeros(self.rows, dtype=np.int64))
@@ -136,19 +152,48 @@ class InputTable:
         """What the published table takes on disk, and in memory until ``forget_columns``."""
         return int(self._columns.nbytes)
 
-    def digest(self, columns: Sequence[str]) -> str:
-        """What the ids and these columns hold, in order; each column is read once, before ``forget_columns``."""
-        assert self._columns.num_rows == self.rows or self._digests.keys() >= set(columns)
-        return rows_digest(self.ids, self._columns, columns, self._digests)
+    def digest(self, columns: Sequence[str], files: FileCells | None = None) -> str:
+        """What the ids and these columns hold, in order; each column is read once, before ``forget_columns``.
 
-    def row_digests(self, columns: Sequence[str]) -> RowDigests:
-        """A digest of each row's cells in these columns, [rows, 2]; made once, before ``forget_columns``."""
+        Args:
+            files: one of the columns, with the files that its cells name, which are read, too.
+        """
+        assert self._columns.num_rows == self.rows or self._digests.keys() >= set(columns)
+        cells = rows_digest(self.ids, self._columns, columns, self._digests)
+        return cells if files is None else digest_of([cells, self._digests_of(files).to_pylist()])
+
+    def row_digests(self, columns: Sequence[str], files: FileCells | None = None) -> RowDigests:
+        """A digest of each row's cells in these columns, [rows, 2]; made once, before ``forget_columns``.
+
+        Args:
+            files: as for ``digest``.
+        """
         names = tuple(columns)
-        if names not in self._row_digests:
+        if (names, files) not in self._row_digests:
             assert self._columns.num_rows == self.rows or not names
-            digests = row_digests(self._columns, names) if names else np.zeros((self.rows, 2), dtype="<u8")
-            self._row_digests[names] = digests
-        return self._row_digests[names]
+            if files is not None:
+                table = self._columns.append_column(_FILES, self._digests_of(files))
+                digests = row_digests(table, [*names, _FILES])
+            else:
+                digests = (
+                    row_digests(self._columns, names) if names else np.zeros((self.rows, 2), dtype="<u8")
+                )
+            self._row_digests[names, files] = digests
+        return self._row_digests[names, files]
+
+    def look_for_files(self, files: FileCells) -> LookedAt:
+        """Look whether some of the files are there that a column names."""
+        return look_for_files(self._columns.column(files.column), files)
+
+    def row_files(self, files: FileCells) -> list[str]:
+        """The files that a column names, each once, whether they are there or not; before ``forget_columns``."""
+        paths = map(files.path, self._columns.column(files.column).unique().to_pylist())
+        return [str(path) for path in paths if path is not None]
+
+    def _digests_of(self, files: FileCells) -> pa.Array:
+        if files not in self._file_digests:
+            self._file_digests[files] = file_digests(self._columns.column(files.column), files)
+        return self._file_digests[files]
 
     def derived(
         self,
@@ -170,6 +215,41 @@ class InputTable:
         ]
         return InputTable(pa.table(columns, schema=self._columns.schema), ids, None, {})
 
+    def python_rows(self, columns: Sequence[str]) -> Iterator[dict[str, object]]:
+        """Each row's cells in some columns, as templates will see them; few are in memory at a time."""
+        table = self._columns.select(columns)
+        marked = [column.name for column in table.schema if is_json_field(column)]
+        for batch in table.to_batches(max_chunksize=_PYTHON_ROWS):
+            for row in batch.to_pylist():
+                for name in marked:
+                    row[name] = _loaded_cell(row[name])
+                yield row
+
+    def types(self, columns: Iterable[str]) -> dict[str, str]:
+        """What some of its columns hold, in a word; of a name that is no column of it nothing."""
+        schema = self._columns.schema
+        fields = [schema.field(name) for name in columns if name in schema.names]
+        return {
+            one.name: "text"
+            if is_text(one.type) and not is_json_field(one)
+            else "lists and the like"
+            if is_json_field(one)
+            else shown_type(one.type)
+            for one in fields
+        }
+
+    def plain_text(self, name: str) -> pa.ChunkedArray | None:
+        """A column of text as templates see it, nulls as empty large strings; None where it holds anything else."""
+        field = self._columns.schema.field(name)
+        if not is_text(field.type) or is_json_field(field):
+            return None
+        return pc.fill_null(pc.cast(self._columns.column(name), pa.large_string()), "")
+
+    def only(self, columns: Sequence[str]) -> InputTable:
+        """The same rows with these of its columns."""
+        nulls = {name: count for name, count in self.null_texts.items() if name in columns}
+        return InputTable(self._columns.select(columns), self.ids, self.truth, nulls)
+
     def forget_columns(self) -> None:
         """Free the texts, once they are published; ids, truth and counts stay."""
         self._columns = self._columns.schema.empty_table()
@@ -184,21 +264,26 @@ class InputTable:
                 row[name] = _loaded_cell(row[name])
         return rows
 
-    def publish(self, path: Path) -> None:
-        """Writes the columns (not the ids) as an uncompressed Arrow IPC file, ready to be memory-mapped.
+    def publish(self, path: Path, with_ids: bool = False) -> None:
+        """Writes the columns as an uncompressed Arrow IPC file, ready to be memory-mapped.
 
         Record batches hold at most 65,536 rows.  The schema's metadata names the number of rows, which a
         table without columns could not tell otherwise.
 
         Args:
             path: written in place; making that atomic is the caller's business.
+            with_ids: the rows' ids, too, as a last column that is marked as such.
 
         Raises:
             OSError: the file cannot be written.
         """
-        schema = self._columns.schema.with_metadata({b"ensemble.rows": str(self.rows).encode()})
+        columns = self._columns
+        if with_ids:
+            ids = pa.field("id", self.ids.type, metadata={b"ensemble": b"ids"})
+            columns = pa.table([*columns.columns, self.ids], schema=pa.schema([*columns.schema, ids]))
+        schema = columns.schema.with_metadata({b"ensemble.rows": str(self.rows).encode()})
         with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-            for batch in self._columns.to_batches(max_chunksize=PUBLISHED_ROWS_PER_BATCH):
+            for batch in columns.to_batches(max_chunksize=PUBLISHED_ROWS_PER_BATCH):
                 writer.write_batch(batch)
 
 
@@ -214,18 +299,24 @@ def read_table(path: Path, needs: TableNeeds) -> InputTable:
 
 
 def _read_checked(path: Path, needs: TableNeeds) -> InputTable:
-    columns = tuple(dict.fromkeys(needs.columns))
+    columns = tuple(dict.fromkeys([*needs.columns, *needs.also]))
     wanted = tuple(dict.fromkeys([*columns, *needs.label_columns]))
     contents = read_contents(path, Wanted(needs.id_column, needs.label_column, wanted, needs.limit))
     pa.default_memory_pool().release_unused()
     if contents.rows == 0:
         raise DataError(f"{path}: empty table: there is a header or a schema, but no row")
-    roles = dict.fromkeys(columns, "text column") | dict.fromkeys(needs.label_columns, "label column")
+    roles = {name: f"column for {use}:" for name, use in needs.also.items()}
+    roles |= dict.fromkeys(needs.columns, "text column") | dict.fromkeys(needs.label_columns, "label column")
     if needs.label_column is not None:
         roles[needs.label_column] = "label column"
     roles[needs.id_column] = "id column"
     names = contents.names
-    missing = [missing_column(path, roles[name], name, names) for name in roles if name not in names]
+    readers = needs.read_by
+    missing = [
+        missing_column(path, roles[name], name, names, readers.get(name))
+        for name in roles
+        if name not in names
+    ]
     problems = [*contents.problems, *missing]
     if contents.ids is not None:
         problems += _id_problems(path, needs.id_column, contents.ids)
@@ -258,9 +349,9 @@ def _id_problems(path: Path, column: str, ids: pa.ChunkedArray) -> Iterator[str]
     if blank:
         shown_rows = ", ".join(f"{row + 1:,}" for row in rows)
         yield f"{where}: {plural(blank, 'row')} without an id, first: row {shown_rows}; give every row an id"
-    if pc.count_distinct(ids, mode="all").as_py() == len(ids):
+    if not len(twice := repeated_ids(ids)):
         return
-    counted = pc.value_counts(ids)
+    counted = pc.value_counts(twice)
     values, counts = counted.field("values"), counted.field("counts")
     repeated = pc.and_(pc.greater(counts, 1), pc.fill_null(pc.not_equal(values, ""), False))
     names = values.filter(repeated)

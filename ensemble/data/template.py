@@ -42,14 +42,25 @@ class PromptTemplate:
         source: the template's text.
         columns: the columns it reads, sorted.
         json_columns: those of them that ``fromjson`` is applied to directly, sorted.
+        fixed_texts: the text that stands in every prompt whatever the row, in its order.
+        reads_by_number: whether it takes items by a number that it computes, such as ``a[loop.index0]``, so that
+            an item that is left out would put all behind it in wrong places.
     """
 
     def __init__(
-        self, source: str, template: Template, columns: tuple[str, ...], json_columns: tuple[str, ...]
+        self,
+        source: str,
+        template: Template,
+        columns: tuple[str, ...],
+        json_columns: tuple[str, ...],
+        fixed_texts: tuple[str, ...],
+        reads_by_number: bool,
     ) -> None:
         self.source = source
         self.columns = columns
         self.json_columns = json_columns
+        self.fixed_texts = fixed_texts
+        self.reads_by_number = reads_by_number
         self._template = template
 
     def render(self, row: Mapping[str, object]) -> str:
@@ -93,6 +104,12 @@ def compile_template(source: str) -> PromptTemplate:
             for node in tree.find_all(nodes.Filter)
             if node.name == "fromjson" and isinstance(node.node, nodes.Name)
         }
+        outputs = [part for node in tree.body if isinstance(node, nodes.Output) for part in node.nodes]
+        fixed = tuple(part.data for part in outputs if isinstance(part, nodes.TemplateData))
+        by_number = any(
+            not isinstance(item.arg, nodes.Const | nodes.Neg | nodes.Slice)
+            for item in tree.find_all(nodes.Getitem)
+        )
         template = environment.compile_tree(tree)
     except TemplateProblem:
         raise
@@ -101,7 +118,8 @@ def compile_template(source: str) -> PromptTemplate:
     # Python itself refuses numbers of too many digits, and too many loops in each other.
     except (TemplateError, RecursionError, MemoryError, SyntaxError, ValueError) as error:
         raise TemplateProblem(f"the template cannot be compiled: {_sentence(error)}") from None
-    return PromptTemplate(source, template, tuple(sorted(columns)), tuple(sorted(parsed & columns)))
+    json_columns = tuple(sorted(parsed & columns))
+    return PromptTemplate(source, template, tuple(sorted(columns)), json_columns, fixed, by_number)
 
 
 @lru_cache(maxsize=1)

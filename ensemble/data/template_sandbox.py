@@ -116,7 +116,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def compile_tree(self, tree: nodes.Template) -> Any:
         """The renderable template of a parsed one, which is changed by it."""
-        return self.from_string(_Metering().visit(tree).set_environment(self))
+        template = self.from_string(_Metering().visit(tree).set_environment(self))
+        template.globals = dict(
+            template.globals
+        )  # copied for each row, and Jinja2's ChainMap is slow at that
+        return template
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         # This also bounds how deep a namespace can nest tuples; hash() crashes.

@@ -7,7 +7,7 @@ docs/extending.md shows how to write one.  Nothing here imports torch; what a wo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from ensemble.common.digests import FileDigests
+    from ensemble.common.files import HubFile
     from ensemble.common.protocol import Activation as OutputActivation
+    from ensemble.data.row_files import FileCells
 
 
 @dataclass(frozen=True)
@@ -41,10 +43,19 @@ class Inspection:
 
 @dataclass(frozen=True)
 class Reads:
-    """What a member reads: columns as they stand, or those in a Jinja template (``prompt_template``)."""
+    """What a member reads: columns as they stand, or those in a Jinja template (``prompt_template``).
+
+    ``any_type``: its columns may hold values of any type, not text alone.  ``ids``: its workers get the ids, too.
+    ``files``: one of its columns names files, which count as what its rows hold.  ``row_bytes``: what a row counts
+    as, in bytes of text, where its cells do not tell how much work it is.
+    """
 
     columns: tuple[str, ...] = ()
     template: str | None = None
+    any_type: bool = False
+    ids: bool = False
+    files: FileCells | None = None
+    row_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -56,6 +67,8 @@ class ResourceRequest:
         replicas: loaded copies that share the rows.
         batch_size: rows of one batch; None: left to the plan.
         max_num_batched_tokens: padded tokens of one batch; None: left to the plan.
+        gpu_memory: bytes that a replica takes of each of its GPUs, CUDA's own included; "all": it is not known, and
+            nobody else shall be there; None: what ``memory`` tells, or its share where GPUs are shared.
         device_map: the number of a GPU within the lease, "cpu" or "disk" for each part; None: left to the plan.
         max_memory: bytes by the number of a GPU within the lease, or "cpu"; None: left to the plan.
         offload_folder: where weights go that fit nowhere else.
@@ -68,6 +81,7 @@ class ResourceRequest:
     replicas: int | Literal["auto"] = "auto"
     batch_size: int | None = None
     max_num_batched_tokens: int | None = None
+    gpu_memory: int | Literal["all"] | None = None
     device_map: Mapping[str, Any] | None = None
     max_memory: Mapping[int | str, int] | None = None
     offload_folder: Path | None = None
@@ -96,10 +110,11 @@ class Assigned:
 
 @dataclass(frozen=True)
 class OutputColumns:
-    """The columns of every member's predictions, by the config."""
+    """The columns of every member's predictions, by the config; and the table's folder, where paths in it start."""
 
     id_column: str
     labels: tuple[str, ...]
+    table_folder: Path = Path()
 
 
 @dataclass(frozen=True)
@@ -126,6 +141,11 @@ class Draft:
         are_named: False where they only count, as LABEL_0 and LABEL_1 do.
         max_length: tokens that it can read of a row; None: it reads none, or as many as there are.
         reads_text: whether it needs ``prompt_template`` or ``text_column``.
+        labels_are_columns: of a file; where they are named otherwise, ``columns`` says which are which.
+        of_labels: a key, and what stands there for each label of the config, as a first guess.
+        guess: what to look at of that guess.
+        file_keys: of one that reads files: the keys of the column that names them, of their folder and of what
+            stands behind each cell.
     """
 
     settings: Mapping[str, Any]
@@ -133,6 +153,32 @@ class Draft:
     are_named: bool
     max_length: int | None = None
     reads_text: bool = True
+    labels_are_columns: bool = False
+    of_labels: tuple[str, Callable[[str], str]] | None = None
+    guess: str = ""
+    file_keys: tuple[str, str, str] | None = None
+
+    @property
+    def is_model(self) -> bool:
+        """Whether it computes its predictions, of labels in an order of its own."""
+        return self.reads_text or self.file_keys is not None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Settings that ``tune`` can try: ``name`` says them in a word or two, ``keys`` as the YAML has them."""
+
+    name: str
+    keys: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RanWith:
+    """What a worker of a member took, by itself or as it was told; None where it has none."""
+
+    dtype: str | None = None
+    attention: str | None = None
+    token_budget: int | None = None
 
 
 S = TypeVar("S", bound=MemberConfig)
@@ -144,7 +190,8 @@ class MemberKind(ABC, Generic[S, I]):
 
     ``settings`` is one of ``Settings``, whose ``task_type`` names the kind.  Either it needs workers, and ``child``
     is the module that they run (see ``predictor.Child``), or it has its predictions already.  ``activation_key`` is
-    the key that says what its values are, for advice; empty where there is none.  Problems are sentences that begin
+    the key that says what its values are, for advice; empty where there is none.  ``rows_advice`` is what to do
+    where predictions that it has already are not what they should be.  Problems are sentences that begin
     with the key that they are about, such as "num_gpus: ..."; errors are ``EnsembleError`` of exit code 2 with
     every problem found.
     """
@@ -153,6 +200,7 @@ class MemberKind(ABC, Generic[S, I]):
     needs_worker: ClassVar[bool] = True
     child: ClassVar[str] = ""
     activation_key: ClassVar[str] = ""
+    rows_advice: ClassVar[str] = "correct the file"
 
     def __init__(self, settings: S) -> None:
         self.settings = settings
@@ -184,6 +232,10 @@ class MemberKind(ABC, Generic[S, I]):
 
         A run watches them, and writes nothing there.
         """
+        return ()
+
+    def hub_files(self, inspected: I) -> tuple[HubFile, ...]:
+        """Of what it has from the hub, a file of each folder."""
         return ()
 
     @abstractmethod
@@ -251,6 +303,20 @@ class MemberKind(ABC, Generic[S, I]):
     def environment(self) -> Mapping[str, str]:
         """What is set in the environment of its workers that have GPUs, before they start."""
         return {}
+
+    def candidates(
+        self, inspected: I, assigned: Assigned, ran_with: RanWith | None = None
+    ) -> Sequence[Sequence[Candidate]]:
+        """Settings that may be faster and change numbers a little, for ``tune``; none: there is nothing to choose.
+
+        The first group are precisions, the widest first: what the others are held against.  Each further group is
+        tried with the best of the groups before it.
+
+        Args:
+            ran_with: what the best so far ran with; None: nothing has run yet, and as many are given as there
+                usually are.
+        """
+        return ()
 
     def predictions(self, ids: pa.ChunkedArray, columns: OutputColumns) -> Given:
         """All of its predictions, for kinds without workers; the caller looks whether they are probabilities.

@@ -13,6 +13,11 @@ from dataclasses import dataclass
 # Padded tokens a batch; more does not make a GPU faster, and a CPU is at its best with fewer.
 GPU_TOKEN_BUDGET = 16384
 CPU_TOKEN_BUDGET = 2048
+# Batches that a chunk has at least for each GPU over which a member is spread: while the last one computes one of
+# them, those before it compute the next ones, but at a chunk's beginning and end they wait for each other.
+BATCHES_PER_STAGE = 8
+# Fewer tokens than this in a batch cost a GPU more than waiting does.
+MIN_STAGE_TOKENS = 2048
 # Of a device, what is not planned with: fragments, estimates, and programs that come later.
 RESERVE_SHARE = 0.05
 # A GPU's compute capability, such as (8, 0).

@@ -18,7 +18,11 @@ KINDS: Registry[MemberKind[Any, Any]] = Registry(
     package=__package__,
     built_in={
         "seq_cls": ".seq_cls.parent:SequenceClassification",
+        "pooled_cls": ".pooled_cls.parent:PooledClassification",
+        "causal_lm": ".causal_lm.parent:CausalLanguageModel",
+        "image_cls": ".image_cls.parent:ImageClassification",
         "csv": ".csv.parent:CsvPredictions",
+        "python": ".python.parent:PythonFunction",
     },
 )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,8 @@ from ensemble.merging.methods.base import Block, MergeMethod
 from ensemble.merging.metrics import Comparing, Scoring
 from ensemble.merging.row_checks import RowCheck
 
+# Changes a block of the table's rows in place: its first row, and float64 [rows, labels].
+Rules: TypeAlias = Callable[[int, npt.NDArray[np.float64]], None]
 # Of a block: enough that a thread is not busy with Python, few enough for a core's cache.
 _MAX_ROWS = 32_768
 _MIN_ROWS = 256
@@ -52,6 +54,7 @@ class MergedMember:
     """A member on its way into the merge.
 
     ``scoring`` where the truth is known, for members that have all rows: it sees what is merged, after calibration.
+    ``ruled``, where there are ``rules``, sees what the member alone would give with them; see ``RowRules.apply``.
     """
 
     name: str
@@ -60,6 +63,8 @@ class MergedMember:
     check: RowCheck
     scoring: Scoring | None
     calibrate: Calibrator | None = None
+    rules: Rules | None = None
+    ruled: Scoring | None = None
 
     def read(self, start: int, values: npt.NDArray[np.float64], is_present: npt.NDArray[np.bool_]) -> None:
         self.source.read(values)
@@ -69,6 +74,15 @@ class MergedMember:
         has_all = self.check.reached == start + len(values) and not self.check.has_found_any
         if self.scoring is not None and has_all:
             self.scoring.add(start, values)
+            if self.rules is not None and self.ruled is not None:
+                values = values.copy(order="K")
+                self.rules(start, values)
+                self.ruled.add(start, values)
+
+    def losses(self, start: int) -> npt.NDArray[np.float64] | None:
+        """Of a block that it was the last but one to read, with the rules, [rows]; None: it lacks rows."""
+        scoring = self.ruled or self.scoring
+        return None if scoring is None else scoring.losses(start)
 
 
 def block_spans(rows: int, labels: int) -> list[tuple[int, int]]:
@@ -84,6 +98,7 @@ def merge_blocks(
     text_bytes: npt.NDArray[np.int64],
     pool: ThreadPoolExecutor,
     comparing: Mapping[int, Without] | None = None,
+    rules: Rules | None = None,
 ) -> Iterator[tuple[int, npt.NDArray[np.float64]]]:
     """The merged values from the first row to the last; a row of NaN is one that no member with a weight reached.
 
@@ -93,6 +108,7 @@ def merge_blocks(
         ids: of the table's rows, [rows]; and ``text_bytes``, [rows].
         pool: its threads read.
         comparing: takes what each row that a member has would be without it, by the member's number.
+        rules: change what was merged, with all members and without one.
 
     Yields:
         the block's first row, and float64 [rows of the block, labels].
@@ -110,11 +126,14 @@ def merge_blocks(
     edges = method.settings.length_bins or ()
     weights = weights_by_bin([member.weight for member in members], method.members.labels, len(edges) + 1)
     for block in _read_blocks(members, ids, text_bytes, labels, pool):
-        bins = np.searchsorted(edges, block.text_bytes, side="right") if weights.shape[1] > 1 else None
-        own = weights if bins is None else weights[:, bins]
+        own = weights_of_rows(weights, edges, block.text_bytes)
         merged = method.merge(block, own)
+        if rules is not None:
+            rules(block.start, merged)
         for number, one in (comparing or {}).items():
             without = one.method.merge(_without(block, number), own)
+            if rules is not None:
+                rules(block.start, without)
             rows = np.flatnonzero(block.is_present[number] & ~np.isnan(without).any(axis=1))
             one.metrics.add(block.start + rows, merged[rows], without[rows])
         yield block.start, merged
@@ -148,6 +167,21 @@ def weights_by_bin(given: Sequence[AnyWeight], labels: Sequence[str], bins: int)
         else:
             numbers[:] = weight
     return found
+
+
+def weights_of_rows(
+    weights: npt.NDArray[np.float64], edges: Sequence[int], text_bytes: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float64]:
+    """The weights that count in rows, float64 [members, rows or 1, labels or 1]; 1 where all have the same.
+
+    Args:
+        weights: see ``weights_by_bin``.
+        edges: the bytes of text at which the next bin begins.
+        text_bytes: of the rows, [rows].
+    """
+    if weights.shape[1] == 1:
+        return weights
+    return np.asarray(weights[:, np.searchsorted(edges, text_bytes, side="right")])
 
 
 def _read_blocks(

@@ -18,6 +18,7 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from ensemble.common.activations import sigmoid, softmax
 from ensemble.common.protocol import Activation
 from ensemble.config import CalibrationConfig
 
@@ -36,13 +37,15 @@ def calibrator(
     scale = np.array([given.scale.get(label, 1.0) for label in labels]) / given.temperature
     bias = np.array([given.bias.get(label, 0.0) for label in labels])
 
-    def calibrate(values: Values) -> None:
-        scores = features(values, activation)
-        scores *= scale
-        scores += bias
-        values[:] = probabilities_of(scores, [activation])
+    return lambda values: rescale(values, scale, bias, activation)
 
-    return calibrate
+
+def rescale(values: Values, scale: Values | float, bias: Values | float, activation: Activation) -> None:
+    """Calibrate probabilities in place: a scale (over the temperature) and a bias, of all labels or each."""
+    scores = features(values, activation)
+    scores *= scale
+    scores += bias
+    values[:] = probabilities_of(scores, [activation])
 
 
 def features(values: Values, activation: Activation) -> Values:
@@ -59,11 +62,4 @@ def probabilities_of(scores: Values, activations: Collection[Activation]) -> Val
     """Scores [rows, labels] as values of such members: softmax where all are, raw where all are, else sigmoid."""
     if set(activations) == {"none"}:
         return scores
-    with np.errstate(over="ignore"):  # exp of much is inf, and meant
-        if set(activations) == {"softmax"}:
-            scores -= scores.max(axis=1)[:, None]
-            shares: Values = np.exp(scores, out=scores)
-            shares /= shares.sum(axis=1)[:, None]
-            return shares
-        odds: Values = np.exp(-scores)
-    return np.asarray(1.0 / (1.0 + odds))
+    return softmax(scores) if set(activations) == {"softmax"} else sigmoid(scores)

@@ -227,15 +227,16 @@ def row_losses(
 class Comparison:
     """The ensemble with a member and without it, on the rows that the member has.
 
-    Log losses are in nats per row; a ``difference`` is with the member less without it, so that less than 0 is a
+    Log losses are in nats per row, of labels that do not exclude each other the mean over labels; there is no
+    accuracy of those.  A ``difference`` is with the member less without it, so that less than 0 is a
     gain, and ``error`` its standard error.  Those ``over_all`` are over all rows of the table.
     """
 
     rows: int
     log_loss: float
     log_loss_without: float
-    accuracy: float
-    accuracy_without: float
+    accuracy: float | None
+    accuracy_without: float | None
     difference: float
     error: float
     difference_over_all: float
@@ -243,10 +244,13 @@ class Comparison:
 
 
 class Comparing:
-    """Adds up a ``Comparison`` block by block; ``truth`` is as for ``Scoring``."""
+    """Adds up a ``Comparison`` of probabilities block by block; ``truth`` is as for ``Scoring``."""
 
-    def __init__(self, truth: npt.NDArray[np.int64] | npt.NDArray[np.float64]) -> None:
+    def __init__(
+        self, truth: npt.NDArray[np.int64] | npt.NDArray[np.float64], activation: Activation = "softmax"
+    ) -> None:
         self._truth = truth
+        self._activation = activation
         self._sums = np.zeros(
             6
         )  # rows, losses with and without, squares of the differences, hits with and without
@@ -260,7 +264,7 @@ class Comparing:
         """These rows of the table, with what the ensemble gives to them, float64 [n, labels] each."""
         truth = self._truth[rows]
         labels = truth if truth.ndim == 1 else truth.argmax(axis=1)
-        both = row_losses(truth, values), row_losses(truth, without)
+        both = [row_losses(truth, one, self._activation) for one in (values, without)]
         hits = [(one.argmax(axis=1) == labels).sum() for one in (values, without)]
         squares = np.square(both[0] - both[1]).sum()
         self._sums += [len(rows), both[0].sum(), both[1].sum(), squares, *hits]
@@ -270,6 +274,7 @@ class Comparing:
         rows, loss, without, squares, hits, hits_without = self._sums.tolist()
         if not rows:
             return None
+        is_exclusive = self._activation == "softmax"
         errors, total = [], loss - without
         for count in (rows, len(self._truth)):
             variance = max(0.0, squares / count - (total / count) ** 2)
@@ -278,8 +283,8 @@ class Comparing:
             int(rows),
             loss / rows,
             without / rows,
-            hits / rows,
-            hits_without / rows,
+            hits / rows if is_exclusive else None,
+            hits_without / rows if is_exclusive else None,
             total / rows,
             errors[0],
             total / len(self._truth),

@@ -7,11 +7,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ensemble.common.errors import MergeError
-from ensemble.common.protocol import Activation
+from ensemble.common.protocol import SUM_TOLERANCE, Activation
 from ensemble.common.text import plural
 
-# What the worker allows a row's sum to be off: probabilities are written in full.
-_SUM_TOLERANCE = 1e-3
 # What may be wrong with rows, the worst first.
 _IN_PART = "infinite values or NaN in part"
 _NOT_FINITE = "no finite number"
@@ -67,7 +65,7 @@ class RowCheck:
             wrong[_OUTSIDE] = np.logical_or.reduce([(one < 0) | (one > 1) for one in columns])
         if self._activation == "softmax":
             with np.errstate(invalid="ignore"):  # infinite values
-                wrong[_OTHER_SUMS] = np.abs(_sums(values) - 1) > _SUM_TOLERANCE
+                wrong[_OTHER_SUMS] = np.abs(_sums(values) - 1) > SUM_TOLERANCE
         for what, is_wrong in wrong.items():
             if len(rows := np.flatnonzero(is_wrong)):
                 count, first = self._bad.get(what, (0, start + int(rows[0])))
@@ -96,7 +94,7 @@ class RowCheck:
         if self._activation == "sigmoid":
             return True
         sums = _sums(values)
-        return bool(sums.min() >= 1 - _SUM_TOLERANCE and sums.max() <= 1 + _SUM_TOLERANCE)
+        return bool(sums.min() >= 1 - SUM_TOLERANCE and sums.max() <= 1 + SUM_TOLERANCE)
 
 
 def _sums(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

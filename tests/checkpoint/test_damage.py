@@ -216,7 +216,7 @@ class Trial:
             worker_spec(base, adapter_name_or_path=name, max_length=64, **self.places, **changes)
         )
         member.load()
-        encoded = member._prompt.encode([{"text": text} for text in self.texts])
+        encoded = member._prompts[0].encode([{"text": text} for text in self.texts])
         rows = [member._classifier.logits(encoded, np.array([row])) for row in range(len(self.texts))]
         return np.concatenate([row.numpy() for row in rows])[:, list(checkpoint.label_order)]
 

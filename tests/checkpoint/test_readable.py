@@ -17,6 +17,7 @@ from ensemble.common.files import dangling_link, unreadable
 from ensemble.members.huggingface.checkpoint.hub import find_file
 from ensemble.members.huggingface.checkpoint.tokenizer_files import small_file_problems
 from tests.project import ROOT, Project
+from tests.sampling import one_in
 from tests.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.usefixtures("warm")
@@ -59,10 +60,13 @@ def own(project: Project) -> Project:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        *("config.yaml", "test.csv", "sample.csv", "llama"),
-        *("llama/config.json", "llama/model.safetensors", "llama/tokenizer.json"),
-    ],
+    one_in(
+        3,
+        [
+            *("config.yaml", "test.csv", "sample.csv", "llama"),
+            *("llama/config.json", "llama/tokenizer.json", "llama/model.safetensors"),
+        ],
+    ),
 )
 def test_what_may_not_be_read_is_said_with_the_remedy(name: str, own: Project) -> None:
     path = own.folder / name
@@ -92,7 +96,7 @@ def test_a_folder_in_between_that_may_not_be_entered_is_named(own: Project) -> N
     assert f"chmod a+rx {own.folder / 'closed'}," in said
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", ""])
+@pytest.mark.parametrize("name", one_in(2, ["config.json", "", "model.safetensors", "tokenizer.json"]))
 def test_links_to_nothing(name: str, own: Project) -> None:
     path = own.folder / "llama" / name
     path.rename(own.folder / "away")

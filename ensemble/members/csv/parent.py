@@ -1,4 +1,4 @@
-"""Predictions that were made elsewhere, as a member: a CSV with an id and one column per label, joined by id.
+"""Predictions that were made elsewhere, as a member: a file with an id and one column per label, joined by id.
 
 The file must hold every row of the table, each once, or with ``partial`` some of them; ids that the table does not
 have are left out and counted, and so are columns that are neither the id nor a label.
@@ -11,19 +11,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
+from ensemble.common.activations import sigmoid, softmax
 from ensemble.common.digests import FileDigests
 from ensemble.common.errors import DataError
+from ensemble.common.protocol import Activation
+from ensemble.common.shards import file_sha256
 from ensemble.common.text import quoted, shown_path
 from ensemble.config import MemberConfig
-from ensemble.data.csv_file import read_header
-from ensemble.data.input_file import missing_column
+from ensemble.data.formats import column_names, known_format
+from ensemble.data.input_file import missing_column, open_input
 from ensemble.data.predictions_csv import guessed_id_column, read_by_id
 from ensemble.members.base import Assigned, Draft, Given, Inspection, MemberKind, OutputColumns
 from ensemble.members.csv.settings import CsvSettings
 
 _NEEDED = "a row is needed for each of them, or partial: true"
+_MAPPED = "columns: {COLUMN: LABEL} says which column is for a label of another name"
+# Rows that are converted at a time.
+_ROWS = 65_536
 
 
 @dataclass(frozen=True)
@@ -39,17 +47,18 @@ class CsvPredictions(MemberKind[CsvSettings, CsvInspection]):
     Settings: ClassVar[type[MemberConfig]] = CsvSettings
     needs_worker: ClassVar[bool] = False
     activation_key: ClassVar[str] = "activation"
+    rows_advice: ClassVar[str] = "correct the file, or say with values: logits or activation what they are"
 
     @classmethod
     def draft(cls, source: str, id_column: str) -> Draft | None:
         path = Path(source)
-        if not path.is_file() or not {".csv", ".tsv"} & {suffix.lower() for suffix in path.suffixes[-2:]}:
+        if not path.is_file() or known_format(path) is None:
             return None
-        names = read_header(path)
+        names = column_names(path)
         own = guessed_id_column(names, usual=id_column)
         settings = {"task_type": "csv", "path": source} | ({} if own == id_column else {"id_column": own})
         labels = tuple(name for name in names if name != own)
-        return Draft(settings, labels, are_named=True, reads_text=False)
+        return Draft(settings, labels, are_named=True, reads_text=False, labels_are_columns=True)
 
     @property
     def may_lack_rows(self) -> bool:
@@ -60,29 +69,84 @@ class CsvPredictions(MemberKind[CsvSettings, CsvInspection]):
 
     def inspect(self, columns: OutputColumns) -> CsvInspection:
         path, id_column = self.settings.path, self.settings.id_column or columns.id_column
-        names = read_header(path)
-        roles = dict.fromkeys(columns.labels, "column of the label") | {id_column: "id column"}
-        problems = [missing_column(path, roles[name], name, names) for name in roles if name not in names]
-        if id_column in columns.labels:
+        self._demand_sha256()
+        names, of_labels = column_names(path), self._columns_of(columns.labels)
+        roles = {
+            column: "column of the label" if column == label else f"column for the label {quoted(label)}:"
+            for label, column in of_labels.items()
+        }
+        roles[id_column] = "id column"
+        mapped, hint = {*self.settings.columns, id_column}, f"; {_MAPPED}"
+        problems = [
+            missing_column(path, roles[name], name, names) + ("" if name in mapped else hint)
+            for name in roles
+            if name not in names
+        ]
+        problems += [
+            f"{path}: columns: none is left for the label {quoted(label)}, as the column of that name is for "
+            f"{quoted(self.settings.columns[label])}; name another"
+            for label, column in of_labels.items()
+            if self.settings.columns.get(column, label) != label
+        ]
+        if id_column in of_labels.values():
             problems.append(f"{path}: id_column: {quoted(id_column)} is a label; name the column of the ids")
         if problems:
             raise DataError(problems)
         return CsvInspection(
             activation=self.settings.activation,
             label_order=tuple(range(len(columns.labels))),
-            summary=f"predictions in {shown_path(path)}",
+            summary=f"{'logits' if self._are_logits else 'predictions'} in {shown_path(path)}",
             warnings=(),
             id_column=id_column,
         )
 
     def fingerprint(self, inspected: CsvInspection, assigned: Assigned) -> Mapping[str, object]:
-        return {"id_column": inspected.id_column, "activation": inspected.activation}
+        read_as: dict[str, object] = {"id_column": inspected.id_column, "activation": inspected.activation}
+        if self.settings.columns:
+            read_as["columns"] = dict(self.settings.columns)
+        return read_as | ({"values": "logits"} if self._are_logits else {})
 
     def content(self, inspected: CsvInspection, files: FileDigests) -> Mapping[str, str]:
         return {"file": files.digest(self.settings.path)}
 
     def predictions(self, ids: pa.ChunkedArray, columns: OutputColumns) -> Given:
         path, id_column = self.settings.path, self.settings.id_column or columns.id_column
-        may_lack = self.settings.partial
-        values, ignored = read_by_id(path, id_column, columns.labels, ids, True, may_lack, advice=_NEEDED)
+        names, may_lack = [*self._columns_of(columns.labels).values()], self.settings.partial
+        values, ignored = read_by_id(path, id_column, names, ids, True, may_lack, advice=_NEEDED)
+        if self._are_logits:
+            for start in range(0, len(values), _ROWS):
+                _make_probabilities(values[start : start + _ROWS], self.settings.activation)
         return Given(values, ignored)
+
+    @property
+    def _are_logits(self) -> bool:
+        return self.settings.values == "logits"
+
+    def _columns_of(self, labels: tuple[str, ...]) -> dict[str, str]:
+        """The file's column of each label."""
+        by_label = {label: column for column, label in self.settings.columns.items()}
+        return {label: by_label.get(label, label) for label in labels}
+
+    def _demand_sha256(self) -> None:
+        path, demanded = self.settings.path, self.settings.sha256
+        if demanded is None:
+            return
+        with open_input(path):  # a missing file, in the same words as elsewhere
+            pass
+        if (found := file_sha256(path)) != demanded.lower():
+            raise DataError(
+                f"{path}: sha256: the file's is {found}, not {demanded.lower()}; get the file that was meant, or "
+                "change the key"
+            )
+
+
+def _make_probabilities(logits: npt.NDArray[np.float64], activation: Activation) -> None:
+    """Logits as probabilities, in place; float64 [rows, labels].
+
+    With softmax rows with NaN, with an infinite x or with no finite one stay as they are, for whoever checks them.
+    """
+    if activation == "sigmoid":
+        logits[:] = sigmoid(logits)
+        return
+    is_number = np.isfinite(logits.max(axis=1))  # NaN where any is
+    logits[is_number] = softmax(logits[is_number])

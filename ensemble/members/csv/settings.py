@@ -2,17 +2,24 @@
 
 # No "from __future__ import annotations": pydantic would evaluate every annotation from its text again.
 
-from collections.abc import Mapping
-from typing import ClassVar, Literal
+from collections.abc import Collection, Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, StringConstraints
 
 from ensemble.config import MemberConfig
-from ensemble.config.values import Column, File
+from ensemble.config.document import Problem
+from ensemble.config.values import Column, File, LabelMap, MustBe, label_items
+
+Sha256 = Annotated[
+    str,
+    StringConstraints(pattern=r"^[0-9A-Fa-f]{64}$"),
+    MustBe("all 64 hexadecimal digits of a SHA-256, as sha256sum prints them"),
+]
 
 
 class CsvSettings(MemberConfig):
-    """A CSV with an id and, for each of the config's labels, a column of that name.
+    """A file with an id and a column for each of the config's labels: CSV, TSV, Parquet or JSON lines.
 
     Raises:
         ValidationError: a value is of the wrong type or out of range.
@@ -21,12 +28,30 @@ class CsvSettings(MemberConfig):
     task_type: Literal["csv"] = "csv"
     path: File = Field(examples=["mate.csv"])  # every row of the table once; further ones are left out
     id_column: Column | None = None  # names each row; None: data.id_column
+    columns: LabelMap = Field(default_factory=dict)  # the file's column -> label, where they differ
     activation: Literal["softmax", "sigmoid", "none"] = "softmax"  # what the values are; none: any numbers
+    # logits: softmax or sigmoid, whichever activation says, makes probabilities of them.
+    values: Literal["probabilities", "logits"] = "probabilities"
     partial: bool = False  # whether it may lack rows of the table, which the other members then decide
+    sha256: Sha256 | None = None  # of the file as it stands on disk; another one is refused
 
     older_keys: ClassVar[Mapping[str, str]] = {
         "path": "file csv predictions model_name_or_path",
         "id_column": "id id_col",
+        "columns": "label_map label_columns",
         "activation": "problem_type",
+        "values": "logits from_logits",
         "partial": "allow_missing may_lack_rows",
+        "sha256": "checksum digest hash",
     }
+
+    @classmethod
+    def broken_rules(cls, values: Mapping[str, Any], labels: Collection[str]) -> Iterator[Problem]:
+        first: dict[str, str] = {}
+        for column, label in label_items(values.get("columns")):
+            if labels and label not in labels:
+                yield ("columns", column), "must be one of the labels"
+            elif first.setdefault(label, column) != column:
+                yield ("columns", column), f"the same label as columns.{first[label]} has"
+        if values.get("values") == "logits" and values.get("activation") == "none":
+            yield ("values",), "logits become probabilities by activation: softmax or sigmoid, not none"

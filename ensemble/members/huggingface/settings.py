@@ -6,12 +6,12 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from hashlib import sha256
-from typing import Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from ensemble.config import MemberConfig
-from ensemble.config.document import Problem
+from ensemble.config import MemberConfig, ReaderConfig, StrictConfig, ViewConfig
+from ensemble.config.document import Problem, place
 from ensemble.config.values import (
     GPU_NUMBER,
     Column,
@@ -19,11 +19,16 @@ from ensemble.config.values import (
     Count,
     Devices,
     Folder,
+    Marker,
     MaxMemory,
+    MustBe,
     Settings,
+    Share,
     Source,
     SplitSize,
     Text,
+    as_tuple,
+    label_items,
     with_home,
 )
 
@@ -39,6 +44,7 @@ _UNTRUSTED_KWARGS: Final = {
         "kernel_config": _KERNELS,
     },
     "tokenizer_kwargs": {"revision": _OWN, "trust_remote_code": _OWN},
+    "processor_kwargs": {"revision": _OWN, "trust_remote_code": _OWN},
 }
 
 
@@ -67,7 +73,6 @@ class HuggingFaceSettings(MemberConfig):
     trust_remote_code: bool = False  # runs code from the hub, which therefore demands a revision
     allow_pickle: bool = False  # weights in .bin files, of which torch reads tensors only
     model_kwargs: Settings = Field(default_factory=dict)  # for the model's from_pretrained
-    tokenizer_kwargs: Settings = Field(default_factory=dict)  # for the tokenizer's from_pretrained
 
     older_keys: ClassVar[Mapping[str, str]] = {
         "model_name_or_path": "model model_path model_name model_id path checkpoint pretrained",
@@ -107,19 +112,61 @@ class HuggingFaceSettings(MemberConfig):
 
     @classmethod
     def broken_rules(cls, values: Mapping[str, Any], labels: Collection[str]) -> Iterator[Problem]:
+        yield from super().broken_rules(values, labels)
         yield from _broken_trust(values)
         yield from _broken_placement(values)
         yield from _broken_weights(values)
 
 
-class TextSettings(HuggingFaceSettings):
+class FieldTruncation(StrictConfig):
+    """How much of a row's room one column gets where the row is too long, and what is kept of it."""
+
+    share: Share = 1.0  # of the tokens that the rest of the prompt leaves, relative to the other fields
+    # head_tail: half of each; newest_turns: of a JSON list the last ones whole, and the end of the one before;
+    # newest_rounds: the same of all columns that have it together, where their lists are as long as each other
+    keep: Literal["head", "tail", "head_tail", "newest_turns", "newest_rounds"] = "head"
+
+
+class TruncationConfig(StrictConfig):
+    """Which columns of a template are cut where a row has more than ``max_length`` tokens; all else stays whole."""
+
+    # By column, such as {prompt: {share: 1, keep: head}}; what one does not need, the others get.
+    fields: Annotated[
+        dict[Column, FieldTruncation], MustBe("a mapping of columns to {share: ..., keep: ...}", dict)
+    ] = Field(examples=[{"prompt": {"share": 1, "keep": "head"}}])
+    marker: Marker = " [...] "  # stands where text was cut; may be empty
+
+
+class TextView(ViewConfig):
+    """A way in which a member that reads text gets each row: with other columns, or in other words."""
+
+    prompt_template: Text | None = None  # instead of the member's own prompt_template or text_column
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        if self.prompt_template is None:
+            return {}
+        return {"prompt_template": self.prompt_template, "text_column": None}
+
+
+TextViews = Annotated[tuple[TextView, ...], BeforeValidator(as_tuple), MustBe("a list of views", list)]
+
+
+class TextSettings(HuggingFaceSettings, ReaderConfig):
     """What a member makes of a row's text; exactly one of ``prompt_template`` and ``text_column`` is given."""
 
     prompt_template: Text | None = None  # Jinja, over the row's columns
     text_column: Column | Columns | None = None  # fed as it stands; two columns are a pair of sentences
     max_length: Count | None = None  # tokens; a longer row is cut; None: the checkpoint's own limit
     truncation_side: Literal["left", "right"] | None = None  # None: the tokenizer's own
+    truncation: TruncationConfig | None = None  # column by column; None: whatever stands at one end is cut
     add_special_tokens: bool = True  # False where the template holds them already
+    # Ways in which it gets each row, each with a name of its own; left out: every row once, as it is.
+    views: TextViews | None = Field(
+        default=None,
+        examples=["[{name: as_is}, {name: swapped, swap: {columns: [a, b], labels: [a_wins, b_wins]}}]"],
+    )
+    tokenizer_kwargs: Settings = Field(default_factory=dict)  # for the tokenizer's from_pretrained
 
     older_keys: ClassVar[Mapping[str, str]] = {
         **HuggingFaceSettings.older_keys,
@@ -136,6 +183,25 @@ class TextSettings(HuggingFaceSettings):
             return ()
         return (self.text_column,) if isinstance(self.text_column, str) else tuple(self.text_column)
 
+    def truncation_problems(self) -> Iterator[str]:
+        """Fields that the template does not read."""
+        if self.truncation is None or self.prompt_template is None:
+            return
+        # Jinja2 only where it is needed: start-up time.
+        from ensemble.data.json_cells import TemplateProblem
+        from ensemble.data.template import compile_template
+
+        try:
+            columns = compile_template(self.prompt_template).columns
+        except TemplateProblem:  # is told where the template is checked
+            return
+        for column in self.truncation.fields:
+            if column not in columns:
+                yield (
+                    f"truncation.fields.{column}: prompt_template does not read this column; it reads "
+                    f"{', '.join(columns) or 'none'}"
+                )
+
     @classmethod
     def broken_rules(cls, values: Mapping[str, Any], labels: Collection[str]) -> Iterator[Problem]:
         inputs = [key for key in ("prompt_template", "text_column") if values.get(key) is not None]
@@ -143,7 +209,45 @@ class TextSettings(HuggingFaceSettings):
             yield (), "prompt_template or text_column is required, for example text_column: text"
         elif len(inputs) == 2:
             yield ("prompt_template",), "give either prompt_template or text_column, not both"
+        if values.get("truncation") is not None:
+            if inputs == ["text_column"]:
+                yield (
+                    ("truncation",),
+                    'cuts the columns of a prompt_template; write one, such as "{{ text }}", instead of '
+                    "text_column",
+                )
+            truncation = values["truncation"]
+            fields = truncation.get("fields") if isinstance(truncation, dict) else None
+            if fields == {}:
+                yield ("truncation", "fields"), "name at least one column, such as {prompt: {keep: head}}"
+            found = fields.items() if isinstance(fields, dict) else ()
+            of_rounds = [
+                column
+                for column, one in found
+                if isinstance(one, dict) and one.get("keep") == "newest_rounds"
+            ]
+            if len(of_rounds) == 1:
+                yield (
+                    ("truncation", "fields", of_rounds[0], "keep"),
+                    "a round is a turn of several columns; give newest_rounds to each of them, or take "
+                    "newest_turns",
+                )
+            if values.get("truncation_side") is not None:
+                yield (
+                    ("truncation_side",),
+                    "with truncation each field says what is kept of it; leave this out",
+                )
         yield from super().broken_rules(values, labels)
+
+
+def label_map_problems(values: Mapping[str, Any], labels: Collection[str]) -> Iterator[Problem]:
+    """What is wrong with the ``label_map`` of a kind that has one."""
+    given: dict[str, str] = {}
+    for key, label in label_items(values.get("label_map")):
+        if labels and label not in labels:
+            yield ("label_map", key), "must be one of the labels"
+        elif given.setdefault(label, key) != key:
+            yield ("label_map", key), f"the same label as {place(('label_map', given[label]))} has"
 
 
 def _broken_trust(member: Mapping[str, Any]) -> Iterator[Problem]:

@@ -7,12 +7,18 @@ device is not what it was planned for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from ensemble.common.protocol import CommonSpec, with_tuples
 
+# Classes of transformers that load a checkpoint; a backbone is one without its head.
+CLASSIFIER, LANGUAGE_MODEL = "AutoModelForSequenceClassification", "AutoModelForCausalLM"
+BACKBONE = "AutoModel"
+IMAGE_CLASSIFIER = "AutoModelForImageClassification"
+# Those with a head of the labels.
+WITH_LABELS = (CLASSIFIER, IMAGE_CLASSIFIER)
 # Tokens a row may have where the config does not say, unless the tokenizer has fewer.
 DEFAULT_MAX_LENGTH = 1024
 # What transformers takes where a config.json does not say (configuration_gemma2.py, configuration_t5gemma.py).
@@ -21,13 +27,14 @@ _CAP = "attn_logit_softcapping"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSettings:
-    """How to load a model and feed it; on the wire these are the ``settings`` of a ``WorkerSpec``.
+class CheckpointSettings:
+    """How to load a checkpoint, whatever it reads, and what its batches may take.
 
+    ``auto_class`` is the class of transformers that loads it.
     ``label_order[j]`` is the model's output column that holds the config's label ``j``.
     ``token_budget`` and ``batch_size`` are None when the worker shall choose.
-    ``dtype``, ``attn_implementation`` and ``max_length`` are what the parent decided; "auto" and None where no file
-    told it enough.  ``asked`` names those of the three that the user has set.
+    ``dtype`` and ``attn_implementation`` are what the parent decided; "auto" and None where no file told it enough.
+    ``asked`` names those of them, and of ``max_length``, that the user has set.
     ``compute_dtype`` is what stored 4-bit layers compute in instead of what is stored; None: as stored, unless the
     device has another say (``choose_compute_dtype``).
     ``max_memory`` has bytes by the GPU's number within the lease, as text, and by "cpu".
@@ -38,6 +45,7 @@ class ModelSettings:
     ``width`` is the longest row to come, in tokens, as far as the parent can tell.
     """
 
+    auto_class: str = CLASSIFIER
     model_name_or_path: str
     revision: str | None
     trust_remote_code: bool
@@ -46,11 +54,6 @@ class ModelSettings:
     merge_adapter: bool
     gguf_file: str | None
     label_order: tuple[int, ...]
-    prompt_template: str | None
-    text_columns: tuple[str, ...]
-    max_length: int | None
-    truncation_side: str | None
-    add_special_tokens: bool
     batch_size: int | None
     token_budget: int | None
     dtype: str
@@ -62,7 +65,6 @@ class ModelSettings:
     attn_implementation: str | None
     asked: tuple[str, ...]
     model_kwargs: dict[str, Any]
-    tokenizer_kwargs: dict[str, Any]
     device_map: str | dict[str, Any] | None
     max_memory: dict[str, int] | None
     offload_folder: str | None
@@ -73,17 +75,41 @@ class ModelSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSpec(ModelSettings, CommonSpec):
-    """The model's settings and what every worker is told, side by side: all that loading and scoring go by."""
+class CheckpointSpec(CheckpointSettings, CommonSpec):
+    """A checkpoint's settings and what every worker is told, side by side: all that loading goes by."""
 
     @classmethod
-    def of(cls, common: CommonSpec, settings: Mapping[str, Any]) -> ModelSpec:
+    def of(cls, common: CommonSpec, settings: Mapping[str, Any]) -> Self:
         """Out of what has come over the wire.
 
         Raises:
             TypeError: the settings are not those of this class.
         """
         return cls(**vars(common), **with_tuples(settings))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings(CheckpointSettings):
+    """The same of a model that reads text; on the wire these are the ``settings`` of a ``WorkerSpec``.
+
+    ``max_length`` is what the parent decided; None where no file told it enough.
+    ``truncation`` is the key of that name: ``fields``, by column ``share`` and ``keep``, and ``marker``.
+    ``view_templates`` has that of each view of the rows; None: as the member itself reads them.
+    """
+
+    prompt_template: str | None
+    text_columns: tuple[str, ...]
+    max_length: int | None
+    truncation_side: str | None
+    truncation: dict[str, Any] | None = None
+    view_templates: tuple[str | None, ...] = ()
+    add_special_tokens: bool
+    tokenizer_kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec(ModelSettings, CheckpointSpec):
+    """The text model's settings and what every worker is told: all that loading and scoring go by."""
 
 
 def choose_dtype(asked: str, stored: str | None, gpus: int, capability: tuple[int, int] | None) -> str:
@@ -168,4 +194,17 @@ def cap_problem(attention: str | None, model: str) -> str:
     return (
         f"attn_implementation: {attention} leaves out the cap on attention scores that {model} was trained with "
         "(attn_logit_softcapping); leave the key out, or set eager"
+    )
+
+
+def too_much_text(tokens: int, room: int, fields: Sequence[str]) -> str:
+    """That a template's text for every row is longer than a row may be.
+
+    Args:
+        fields: the columns that truncation may cut.
+    """
+    what = f"truncation cuts only {', '.join(fields)}" if fields else "every row loses some of it"
+    return (
+        f"prompt_template: the text that it has for every row is {tokens:,} tokens, more than the {room:,} that "
+        f"max_length leaves for a prompt, and {what}; shorten it, or raise max_length"
     )

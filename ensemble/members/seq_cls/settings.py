@@ -7,9 +7,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from ensemble.config.document import Problem, place
-from ensemble.config.values import LabelMap, ProblemType, label_items
-from ensemble.members.huggingface.settings import TextSettings
+from ensemble.config.document import Problem
+from ensemble.config.values import LabelMap, ProblemType
+from ensemble.members.huggingface.settings import TextSettings, label_map_problems
 
 
 class SequenceClassifierSettings(TextSettings):
@@ -31,9 +31,4 @@ class SequenceClassifierSettings(TextSettings):
     @classmethod
     def broken_rules(cls, values: Mapping[str, Any], labels: Collection[str]) -> Iterator[Problem]:
         yield from super().broken_rules(values, labels)
-        given: dict[str, str] = {}
-        for key, label in label_items(values.get("label_map")):
-            if labels and label not in labels:
-                yield ("label_map", key), "must be one of the labels"
-            elif given.setdefault(label, key) != key:
-                yield ("label_map", key), f"the same label as {place(('label_map', given[label]))} has"
+        yield from label_map_problems(values, labels)

@@ -72,7 +72,7 @@ class MergeMethod(ABC):
         Settings: the keys below ``ensemble`` in the config, ``method`` among them; ``settings`` is one of these.
         needs_first_pass: ``look`` is to see every block before ``merge`` sees the first; all files are read twice.
         gives_probabilities: of probabilities, or of raw values such; False where results are shares of votes,
-            ranks or the like, of which log loss says nothing.
+            ranks or the like, of which log loss says nothing, and which ``rules`` do not scale.
         fit_options: what the command ``fit CONFIG`` needs beside a config of this method; empty where it finds
             weights for the method itself.
     """

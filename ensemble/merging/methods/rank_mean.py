@@ -26,6 +26,7 @@ from ensemble.merging.methods.weighted_mean import weighted_mean
 class RankMean(MergeMethod):
     """See the module; softmax, sigmoid and raw values alike."""
 
+    gives_probabilities = False
     needs_first_pass = True
     gives_probabilities = False
 

@@ -32,7 +32,7 @@ import numpy as np
 from pydantic import Field
 
 from ensemble.config import EnsembleConfig
-from ensemble.config.values import Factor, Factors, MustBe
+from ensemble.config.values import Factor, Factors, MustBe, foreign_label
 from ensemble.merging.calibration import features, probabilities_of
 from ensemble.merging.methods.base import Block, Members, MergeMethod, Values
 
@@ -77,7 +77,7 @@ class Stacking(MergeMethod):
                 by_label += [(f"coefficients.{name}.{label}", row) for label, row in inner]
         for key, named in (*by_label, ("intercept", self.settings.intercept)):
             for label in (one for one in named if one not in labels):
-                yield f"ensemble.{key}.{label}: must be one of the labels"
+                yield f"ensemble.{key}.{label}: {foreign_label(labels)}"
         for name in (one for one in given if one not in names):
             yield f"ensemble.coefficients.{name}: there is no member of that name"
         if missing := [name for name in names if name not in given]:

@@ -71,7 +71,7 @@ class Architecture:
     scores go through tanh, as in Gemma-2; ``masks``: how many attention masks a forward pass makes, two where
     only some layers have a window; ``fused_gate``: the MLP's gate and its input come out of one product;
     ``inner_copies``: tensors of the intermediate size that live at the MLP's peak; ``relative_terms``: how many
-    of DeBERTa's c2p and p2c, ``position_buckets`` half its table of positions.
+    of DeBERTa's c2p and p2c, ``position_buckets`` half its table of positions; ``vocabulary``: its tokens.
     """
 
     model_type: str
@@ -92,6 +92,7 @@ class Architecture:
     inner_copies: int = 3
     relative_terms: int = 0
     position_buckets: int = 0
+    vocabulary: int = 0
 
 
 def text_settings(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,7 +110,8 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture | None:
         **{key: value for key, value in text.items() if value is not None},
     }
     hidden, layers = _number(text, _HIDDEN), _number(text, LAYER_KEYS)
-    if not (hidden and layers and _number(text, ("vocab_size",))):
+    vocabulary = _number(text, ("vocab_size",))
+    if not (hidden and layers and vocabulary):
         return None
     heads = _number(text, _HEADS) or 1  # FNet mixes tokens without attention
     quantization = config.get("quantization_config")
@@ -140,6 +142,7 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture | None:
         inner_copies=_inner_copies(model_type, text, gated),
         relative_terms=len({"c2p", "p2c"} & {str(term).strip().lower() for term in terms}),
         position_buckets=_number(text, ("position_buckets", "max_relative_positions", *_POSITIONS)),
+        vocabulary=vocabulary,
     )
 
 

@@ -23,6 +23,7 @@ from ensemble.members.huggingface.checkpoint.adapter_files import (
     other_base,
 )
 from ensemble.members.huggingface.checkpoint.config_check import config_problems, release_warning
+from ensemble.members.huggingface.checkpoint.cross_encoder import read_cross_encoder
 from ensemble.members.huggingface.checkpoint.hub import find_file, how_to_install, read_config
 from ensemble.members.huggingface.checkpoint.remote_code import code_problems
 from ensemble.members.huggingface.checkpoint.tokenizer_files import small_file_problems, vocabulary_problems
@@ -32,10 +33,18 @@ from ensemble.members.huggingface.checkpoint.weight_files import (
     weight_files,
     weight_problems,
 )
-from ensemble.members.huggingface.settings import HuggingFaceSettings
+from ensemble.members.huggingface.settings import HuggingFaceSettings, TextSettings
+from ensemble.members.huggingface.spec import CLASSIFIER, IMAGE_CLASSIFIER, WITH_LABELS
 
 if TYPE_CHECKING:
     from ensemble.common.protocol import Activation
+
+# The kind that runs a checkpoint of text, by what its class ends with.
+_TEXT_TASKS = {
+    "ForSequenceClassification": "seq_cls",
+    "ForCausalLM": "causal_lm",
+    "ForMaskedLM": "pooled_cls",
+}
 
 
 @dataclass(frozen=True)
@@ -50,22 +59,56 @@ class Checkpoint(Inspection):
     quantization: Mapping[str, Any] | None = None
 
 
-def inspect_checkpoint(
-    model: HuggingFaceSettings,
-    labels: Sequence[str],
-    label_map: Mapping[str, str],
-    problem_type: str | None,
-) -> Checkpoint:
-    """Read a checkpoint's ``config.json`` and match its labels to the config's.
+@dataclass(frozen=True)
+class CheckpointFiles:
+    """What a checkpoint's small files and the headers of its weights say, whatever it is used for.
+
+    ``architecture`` is the class that it was saved as, empty where nobody says; ``tensors`` are empty where they
+    are not known yet, on the hub or in a GGUF file; ``adapter`` is the member's.
+    """
+
+    config: Mapping[str, Any]
+    folder: Path
+    architecture: str
+    tensors: Sequence[Tensor]
+    adapter: Adapter | None
+    warnings: tuple[str, ...]
+
+    def checkpoint(
+        self,
+        model: HuggingFaceSettings,
+        activation: Activation,
+        label_order: tuple[int, ...],
+        warnings: Sequence[str] = (),
+    ) -> Checkpoint:
+        """What is known of the member, with further warnings."""
+        gguf_file = model.gguf_file
+        quantization = self.config.get("quantization_config")
+        files = weight_files(self.folder) if gguf_file is None else [self.folder / gguf_file]
+        weight_bytes = sum(file.stat().st_size for file in files if file.is_file()) or None
+        model_type = str(self.config.get("model_type", ""))
+        shown = self.architecture or ("GGUF" if gguf_file is not None else "")
+        return Checkpoint(
+            summary=(shown or model_type) + ("" if weight_bytes is None else f", {gib(weight_bytes)}"),
+            model_type=model_type,
+            activation=activation,
+            label_order=label_order,
+            folder=self.folder,
+            warnings=(*self.warnings, *warnings),
+            quantization=quantization if isinstance(quantization, dict) and gguf_file is None else None,
+        )
+
+
+def read_checkpoint(model: HuggingFaceSettings, auto_class: str) -> CheckpointFiles:
+    """Read a checkpoint's small files, and hold them against each other and its weights.
 
     Args:
-        labels: the config's labels, in the order of the output columns.
-        label_map: checkpoint's label -> config's label.
-        problem_type: overrides the checkpoint's own.
+        auto_class: the class of transformers that will load it; where it has a head of the labels, that is looked
+            at, too.
 
     Raises:
         CheckpointError: no ``config.json``, files that are missing or broken or would run code, an adapter for
-            another base, or labels that do not match; every problem is listed.
+            another base; every problem is listed.
     """
     name_or_path, gguf_file = model.model_name_or_path, model.gguf_file
     is_local, path = Path(name_or_path).is_dir(), Path(name_or_path) / "config.json"
@@ -74,14 +117,27 @@ def inspect_checkpoint(
     # transformers makes up for one that is missing beside a GGUF file.
     is_there = gguf_file is None or path.is_file()
     config = read_config(path, f"{name_or_path}: its config.json") if is_there else {}
-    folder, names, where = path.parent, label_names(config, name_or_path), name_or_path
-    problems = [*code_problems(model, folder, config)]
+    folder = path.parent
+    labels = len(label_names(config, name_or_path)) if auto_class in WITH_LABELS else None
+    stored = config.get("architectures")
+    architecture = str(stored[0]) if isinstance(stored, list) and stored and stored[0] else ""
+    problems = [*code_problems(model, folder, config, auto_class)]
+    if auto_class != IMAGE_CLASSIFIER and architecture.endswith("ForImageClassification"):
+        problems.append(
+            f"{name_or_path} ({architecture}) is an image classifier; task_type: image_cls runs it"
+        )
+    elif auto_class == IMAGE_CLASSIFIER:
+        tasks = (task for head, task in _TEXT_TASKS.items() if architecture.endswith(head))
+        problems += [
+            f"{name_or_path} ({architecture}) reads text, not images; task_type: {task} runs it"
+            for task in tasks
+        ]
     if is_local and gguf_file is not None:
         problems += _gguf_problems(folder, gguf_file)
     elif is_local:
         problems += weight_problems(folder, config, model.allow_pickle)
         problems += small_file_problems(folder)
-        if not problems:
+        if not problems and isinstance(model, TextSettings):
             problems += vocabulary_problems(folder, config, model.tokenizer_kwargs, model.trust_remote_code)
     adapter: Adapter | None = None
     if model.adapter_name_or_path is not None:
@@ -89,23 +145,50 @@ def inspect_checkpoint(
             adapter = inspect_adapter(model.adapter_name_or_path, model.allow_pickle)
         except CheckpointError as error:
             problems += error.problems
-    own_head = adapter is None or adapter.brings_head is False
     tensors: Sequence[Tensor] = ()
     # In the hub's cache the weights may be there in part.
     if not problems and gguf_file is None and is_local:
         tensors = read_tensors(folder) or ()
-        problems += config_problems(name_or_path, config, tensors, len(names) if own_head else None)
+        own_head = adapter is None or adapter.brings_head is False
+        problems += config_problems(name_or_path, config, tensors, labels if own_head else None)
         problems += base_problems(adapter, name_or_path, tensors) if adapter is not None else ()
     if problems:
         raise CheckpointError(problems)
-    stored = config.get("architectures")
-    architecture = str(stored[0]) if isinstance(stored, list) and stored and stored[0] else ""
     warnings = [*release_warning(name_or_path, config)]
     if adapter is not None and (trained_on := other_base(adapter, name_or_path)):
         warnings.append(
             f"adapter {adapter.name} says that it was trained on {trained_on}, and runs on {name_or_path} here; if "
             "that is another model of the same shape, its probabilities mean nothing"
         )
+    return CheckpointFiles(config, folder, architecture, tensors, adapter, tuple(warnings))
+
+
+def inspect_checkpoint(
+    model: HuggingFaceSettings,
+    labels: Sequence[str],
+    label_map: Mapping[str, str],
+    problem_type: str | None,
+    auto_class: str = CLASSIFIER,
+) -> Checkpoint:
+    """Read a classifier's files and match its labels to the config's.
+
+    Args:
+        labels: the config's labels, in the order of the output columns.
+        label_map: checkpoint's label -> config's label.
+        problem_type: overrides the checkpoint's own, and a CrossEncoder's activation.
+        auto_class: the class of transformers that will load it.
+
+    Raises:
+        CheckpointError: as ``read_checkpoint``, and where labels do not match; every problem is listed.
+    """
+    files = read_checkpoint(model, auto_class)
+    name_or_path, gguf_file = model.model_name_or_path, model.gguf_file
+    config, adapter, architecture, tensors = files.config, files.adapter, files.architecture, files.tensors
+    names, where = label_names(config, name_or_path), name_or_path
+    own_head, warnings = adapter is None or adapter.brings_head is False, list[str]()
+    encoder = read_cross_encoder(name_or_path, files.folder, config, len(names), model.revision, problem_type)
+    if encoder is not None and encoder.problems:
+        raise CheckpointError([*encoder.problems])
     if own_head and gguf_file is not None:
         raise CheckpointError(
             f"{gguf_file}: a GGUF file holds no classification head; name an adapter that brings one "
@@ -118,7 +201,8 @@ def inspect_checkpoint(
             )
             raise CheckpointError(
                 f"{name_or_path} ({architecture}) has no classification head, {neither}; name a checkpoint that "
-                "was trained for sequence classification, or its adapter (adapter_name_or_path)"
+                "was trained for sequence classification, or its adapter (adapter_name_or_path); a language model "
+                "itself is for task_type: causal_lm, a head in a file of its own for pooled_cls"
             )
         warnings.append(
             f"{name_or_path} was saved as {architecture}, which has no classification head; "
@@ -130,26 +214,19 @@ def inspect_checkpoint(
         rows = len(labels) if adapter.head_rows is None else adapter.head_rows
         if rows != len(names):
             names, where = [f"LABEL_{index}" for index in range(rows)], adapter.name
-    quantization = config.get("quantization_config")
-    files = weight_files(folder) if gguf_file is None else [folder / gguf_file]
-    weight_bytes = sum(file.stat().st_size for file in files if file.is_file()) or None
-    kind = problem_type or config.get("problem_type")
-    activation: Activation = "softmax"
-    if kind == "multi_label_classification":
-        activation = "sigmoid"
-    elif kind == "regression" or len(names) == 1:
-        activation = "none"
-    model_type = str(config.get("model_type", ""))
-    shown = architecture or ("GGUF" if gguf_file is not None else "")
-    return Checkpoint(
-        summary=(shown or model_type) + ("" if weight_bytes is None else f", {gib(weight_bytes)}"),
-        model_type=model_type,
-        activation=activation,
-        label_order=match_labels(names, labels, label_map, where),
-        folder=folder,
-        warnings=tuple(warnings),
-        quantization=quantization if isinstance(quantization, dict) and gguf_file is None else None,
-    )
+    activation = activation_of(problem_type or config.get("problem_type"), len(names))
+    if encoder is not None:
+        warnings += encoder.warnings
+        if problem_type is None and encoder.activation is not None:
+            activation = encoder.activation
+    return files.checkpoint(model, activation, match_labels(names, labels, label_map, where), warnings)
+
+
+def activation_of(problem_type: str | None, labels: int) -> Activation:
+    """What a head's numbers stand for; transformers takes a single one that nobody speaks of for a regression's."""
+    if problem_type == "multi_label_classification":
+        return "sigmoid"
+    return "none" if problem_type == "regression" or labels == 1 else "softmax"
 
 
 def match_labels(
@@ -228,3 +305,11 @@ def _few(names: Sequence[str]) -> str:
 def _did_you_mean(name: str, known: Sequence[str]) -> str:
     near = nearest(name, known)
     return f"; did you mean {near!r}?" if near is not None else f" ({_few(known)})"
+
+
+def is_language_model(config: Mapping[str, Any], folder: Path) -> bool:
+    """Whether a checkpoint was saved as a decoder over a vocabulary, and has no classification head."""
+    names = config.get("architectures") or [""]
+    if not str(names[0]).endswith(("ForCausalLM", "LMHeadModel")):
+        return False
+    return not any(is_head(tensor.name) for tensor in read_tensors(folder) or ())

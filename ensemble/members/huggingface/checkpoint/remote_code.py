@@ -9,28 +9,36 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from ensemble.common.files import read_json
-from ensemble.members.huggingface.checkpoint.transformers_source import CLASSIFIERS, CONFIGS, sources, table
+from ensemble.members.huggingface.checkpoint.transformers_source import CONFIGS, MODELS, sources, table
 from ensemble.members.huggingface.settings import COMMIT, HuggingFaceSettings
+from ensemble.members.huggingface.spec import IMAGE_CLASSIFIER
 
-_CLASSIFIER: Final = "AutoModelForSequenceClassification"
+_IMAGE_READER = "AutoImageProcessor"
+# The class that reads what a model gets, and the key with its arguments, where that is no tokenizer.
+_READERS = {IMAGE_CLASSIFIER: (_IMAGE_READER, "processor_kwargs")}
 _ANY_TOKENIZER = ("PreTrainedTokenizer", "PythonBackend", "TokenizersBackend")
-# What a member uses, and the key of the config whose code_revision is for it.
-_KINDS = {"AutoConfig": "model_kwargs", _CLASSIFIER: "model_kwargs", "AutoTokenizer": "tokenizer_kwargs"}
 
 
-def code_problems(model: HuggingFaceSettings, folder: Path, config: Mapping[str, Any]) -> Iterator[str]:
+def code_problems(
+    model: HuggingFaceSettings, folder: Path, config: Mapping[str, Any], auto_class: str
+) -> Iterator[str]:
     """Why a checkpoint's own code cannot or must not run, one sentence each.
 
     Args:
         folder: where its files lie.
         config: its ``config.json``.
+        auto_class: the class of transformers that will load it.
     """
+    # What a member uses, and the key of the config whose code_revision is for it.
+    reader, key = _READERS.get(auto_class, ("AutoTokenizer", "tokenizer_kwargs"))
+    kinds = {"AutoConfig": "model_kwargs", auto_class: "model_kwargs", reader: key}
     tokenizer_config = read_json(folder / "tokenizer_config.json")
-    classes = _classes(config) | _classes(tokenizer_config)
-    codes = {kind: code for kind, code in classes.items() if kind in _KINDS}
+    processor_config = read_json(folder / "preprocessor_config.json")
+    classes = _classes(config) | _classes(tokenizer_config) | _classes(processor_config)
+    codes = {kind: code for kind, code in classes.items() if kind in kinds}
     name = model.model_name_or_path
     if model.trust_remote_code:
         unpinned = {}
@@ -38,10 +46,10 @@ def code_problems(model: HuggingFaceSettings, folder: Path, config: Mapping[str,
             # transformers takes "org/name--module.Class" from that repository, and by the checkpoint's revision
             # only where that is where the checkpoint itself comes from.
             repository, separator, _ = code.partition("--")
-            revision = getattr(model, _KINDS[kind]).get("code_revision")
+            revision = getattr(model, kinds[kind]).get("code_revision")
             is_pinned = isinstance(revision, str) and re.fullmatch(COMMIT, revision)
             if separator and repository != name and not is_pinned:
-                unpinned[_KINDS[kind]] = code
+                unpinned[kinds[kind]] = code
         for key, code in unpinned.items():
             yield (
                 f"{name} takes its code from another repository ({code}), where it can change from one day to the "
@@ -51,7 +59,7 @@ def code_problems(model: HuggingFaceSettings, folder: Path, config: Mapping[str,
     if not codes:
         return
     model_type = str(config.get("model_type", ""))
-    configs, classifiers = table("CONFIG_MAPPING_NAMES", *CONFIGS), table(*CLASSIFIERS)
+    configs, classifiers = table("CONFIG_MAPPING_NAMES", *CONFIGS), table(*MODELS[auto_class])
     # It has several tables and exceptions; what is named in none of them is unknown.
     tokenizers = "".join(sources("models/auto/tokenization_auto.py").values())
     tokenizer = str(tokenizer_config.get("tokenizer_class") or "").removesuffix("Fast")
@@ -63,15 +71,29 @@ def code_problems(model: HuggingFaceSettings, folder: Path, config: Mapping[str,
     needed = None
     if "AutoConfig" in codes and configs and model_type not in configs:
         needed = "AutoConfig", "model"
-    elif _CLASSIFIER in codes and classifiers and model_type not in classifiers:
-        needed = _CLASSIFIER, "model"
+    elif auto_class in codes and classifiers and model_type not in classifiers:
+        needed = auto_class, "model"
     elif "AutoTokenizer" in codes and not knows_tokenizer:
         needed = "AutoTokenizer", "tokenizer"
+    elif _IMAGE_READER in codes and _processor_class(processor_config) not in _image_processors():
+        needed = _IMAGE_READER, "image processor"
     if needed is not None:
         yield (
             f"{name} needs Python code of its own ({codes[needed[0]]}), because transformers has no such "
             f"{needed[1]}; it runs only if you allow it: read it, then set trust_remote_code: true"
         )
+
+
+def _processor_class(config: Mapping[str, Any]) -> str:
+    """The class of transformers that an image processor's settings name, without the backend at its end."""
+    name = str(config.get("image_processor_type") or config.get("feature_extractor_type") or "")
+    return name.replace("FeatureExtractor", "ImageProcessor").removesuffix("Fast").removesuffix("Pil")
+
+
+def _image_processors() -> set[str]:
+    """The image processors that the installed transformers has."""
+    texts = sources("models/auto/*.py", "models/*/image_processing_*.py").values()
+    return {name for text in texts for name in re.findall(r"\b(\w+ImageProcessor)\b", text)}
 
 
 def _classes(config: Mapping[str, Any]) -> dict[str, str]:

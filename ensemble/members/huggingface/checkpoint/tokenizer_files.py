@@ -1,4 +1,4 @@
-"""Whether a checkpoint's folder has the files that its tokenizer's class needs; nothing is imported.
+"""Whether a checkpoint's folder has the files that its tokenizer's class needs, and what they make of a text.
 
 Without them transformers 5 makes a tokenizer that knows special tokens only, and says nothing.  Which files a class
 needs is read from the source of the installed release.
@@ -10,7 +10,7 @@ import ast
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -152,3 +152,25 @@ def tokenizer_limit(folder: Path) -> float | None:
     """Tokens that a tokenizer gives for a row at most, an astronomic number for no limit; None: nobody says."""
     own = read_json(folder / "tokenizer_config.json").get("model_max_length")
     return own if isinstance(own, int | float) and not isinstance(own, bool) else None
+
+
+def stored_encode(folder: Path) -> Callable[[str], list[int]] | None:
+    """Token ids of a text, without special tokens, by the folder's ``tokenizer.json``.
+
+    None where there is none, or it cannot be read; the worker says more.  Reading a big vocabulary takes a second.
+    """
+    path = folder / _WHOLE
+    if not path.is_file():
+        return None
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception:  # tokenizers has no kinds of errors
+        return None
+    tokenizer.no_truncation()
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    return encode

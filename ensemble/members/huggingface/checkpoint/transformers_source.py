@@ -10,9 +10,17 @@ import re
 from functools import cache
 from pathlib import Path
 
+from ensemble.members.huggingface.spec import BACKBONE, CLASSIFIER, IMAGE_CLASSIFIER, LANGUAGE_MODEL
+
 # Of newer and of older releases.
 CONFIGS = ("models/auto/auto_mappings.py", "models/auto/configuration_auto.py")
-CLASSIFIERS = "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES", "models/auto/modeling_auto.py"
+# The table of each class that loads models, and its file.
+MODELS = {
+    CLASSIFIER: ("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES", "models/auto/modeling_auto.py"),
+    IMAGE_CLASSIFIER: ("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", "models/auto/modeling_auto.py"),
+    LANGUAGE_MODEL: ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "models/auto/modeling_auto.py"),
+    BACKBONE: ("MODEL_MAPPING_NAMES", "models/auto/modeling_auto.py"),
+}
 
 
 @cache
@@ -35,9 +43,9 @@ def table(name: str, *files: str) -> dict[str, str]:
 
 
 @cache
-def modeling_source(model_type: str) -> str | None:
-    """The file that defines the classifier of a kind of model; None where there is none."""
-    name = table(*CLASSIFIERS).get(model_type)
+def modeling_source(model_type: str, auto_class: str = CLASSIFIER) -> str | None:
+    """The file that defines what this class makes of a kind of model; None where there is none."""
+    name = table(*MODELS[auto_class]).get(model_type)
     # The source is in a folder of the kind's own name, but for those in a table.
     folder = table("SPECIAL_MODEL_TYPE_TO_MODULE_NAME", *CONFIGS).get(model_type) or model_type.replace(
         "-", "_"

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ensemble.members.huggingface.checkpoint.adapter_files import WEIGHTS
-from ensemble.members.huggingface.spec import ModelSpec
+from ensemble.members.huggingface.spec import CheckpointSpec
 
 _PICKLE = "adapter_model.bin"
 _PREFIX = "base_model.model."
@@ -71,7 +71,7 @@ def open_adapter(name_or_path: str, allow_pickle: bool = False) -> AdapterFiles:
 
 
 def attach_adapter(
-    base: Any, adapter: AdapterFiles, missing: Sequence[str], spec: ModelSpec, notes: list[str]
+    base: Any, adapter: AdapterFiles, missing: Sequence[str], spec: CheckpointSpec, notes: list[str]
 ) -> Any:
     """The base with the adapter in its layers, still of transformers' class.
 

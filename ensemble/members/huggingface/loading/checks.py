@@ -17,9 +17,10 @@ from typing import Any
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
 from ensemble.common.files import read_json
+from ensemble.members.huggingface.checkpoint.adapter_files import is_head
 from ensemble.members.huggingface.checkpoint.weight_files import is_left_out, stands_beside_packed
 from ensemble.members.huggingface.loading.adapter import some
-from ensemble.members.huggingface.spec import ModelSpec
+from ensemble.members.huggingface.spec import BACKBONE, CheckpointSpec, ModelSpec
 
 # Of a member's first rows, so many, and so many characters of each.
 ROWS, CHARACTERS = 8, 1000
@@ -43,9 +44,17 @@ _HARMLESS = re.compile(
     r"(^|\.)(pooler|predictions|sop_classifier|lm_loss|pred_layer|multiple_choice_head|v_head|mtp"
     r"|loss|loss_fct|loss_fn|loss_function|criterion)\.|(^|\.)final_logits_bias$"
 )
+# What stands before the head of some classifiers, and belongs to it.
+_BEFORE_HEAD = re.compile(r"(pre_classifier|sequence_summary)\.")
 
 
-def check_unexpected_keys(spec: ModelSpec, keys: Sequence[str], is_quantized: bool) -> None:
+def is_unused(spec: CheckpointSpec, key: str) -> bool:
+    """Whether a backbone's last hidden states do without a weight of this name, such as a pooler's or a head's."""
+    is_of_head = _HARMLESS.search(key) or is_head(key) or _BEFORE_HEAD.match(key)
+    return spec.auto_class == BACKBONE and bool(is_of_head)
+
+
+def check_unexpected_keys(spec: CheckpointSpec, keys: Sequence[str], is_quantized: bool) -> None:
     """Refuse a checkpoint with tensors that went nowhere, but for those that no classifier has a place for.
 
     Args:
@@ -57,7 +66,12 @@ def check_unexpected_keys(spec: ModelSpec, keys: Sequence[str], is_quantized: bo
     lost = sorted(
         key
         for key in keys
-        if not (is_left_out(key) or _HARMLESS.search(key) or (is_quantized and stands_beside_packed(key)))
+        if not (
+            is_left_out(key)
+            or _HARMLESS.search(key)
+            or (is_quantized and stands_beside_packed(key))
+            or is_unused(spec, key)
+        )
     )
     if lost:
         changed = f", or take {', '.join(spec.model_kwargs)} out of model_kwargs" if spec.model_kwargs else ""

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from ensemble.members.huggingface.loading.quantization import is_bitsandbytes
-from ensemble.members.huggingface.spec import ModelSpec
+from ensemble.members.huggingface.spec import CheckpointSpec
 
 
-def placement_options(spec: ModelSpec, on_gpu: bool) -> dict[str, Any]:
+def placement_options(spec: CheckpointSpec, on_gpu: bool) -> dict[str, Any]:
     """What ``from_pretrained`` is told of devices.
 
     Args:
@@ -33,7 +33,7 @@ def placement_options(spec: ModelSpec, on_gpu: bool) -> dict[str, Any]:
     return {key: value for key, value in options.items() if value not in (None, {})}
 
 
-def check_placement(model: Any, spec: ModelSpec, on_gpu: bool, notes: list[str]) -> None:
+def check_placement(model: Any, spec: CheckpointSpec, on_gpu: bool, notes: list[str]) -> None:
     """Hold accelerate's device map against what was asked for; a note says what lies where.
 
     Raises:
@@ -67,8 +67,12 @@ def check_placement(model: Any, spec: ModelSpec, on_gpu: bool, notes: list[str])
 
 
 def input_device(model: Any) -> torch.device:
-    """Where a batch must be: the embedding's device, or the one to which its offloaded weights are brought."""
-    return _device_of(model.get_input_embeddings())
+    """Where a batch must be: the device of what reads it, or the one to which its offloaded weights are brought."""
+    if getattr(model, "main_input_name", "input_ids") == "input_ids":
+        return _device_of(model.get_input_embeddings())
+    return _device_of(
+        next(one for one in model.modules() if next(one.parameters(recurse=False), None) is not None)
+    )
 
 
 def last_device(model: Any) -> torch.device:

@@ -19,6 +19,8 @@ from ensemble.members.huggingface.spec import choose_attention, is_soft_capped
 
 _HALF = (torch.float16, torch.bfloat16)
 _ABSENT = object()
+# Numbers of a vocabulary's head that are upcast at a time: 128 MiB.
+_PIECE = 1 << 25
 # A module's dict of tensors or attributes, a name in it, and what stands there for a while.
 _Change = tuple[dict[str, Any], str, Any]
 
@@ -47,7 +49,8 @@ def in_float32(model: Any) -> Iterator[None]:
     """While this lasts, the forward pass of ``model`` computes in float32; its weights are the same afterwards.
 
     Modules that accelerate moves from the CPU or the disk are upcast after they have arrived.  Vocabularies are
-    not upcast as a whole (256,000 x 3,584 numbers would take 3.7 GB): only the rows in use are.
+    not upcast as a whole (256,000 x 3,584 numbers would take 3.7 GB): of embeddings only the rows in use are, and
+    heads piece by piece.
 
     Raises:
         RuntimeError: from the forward pass, of a model that computes with the weights of other modules than
@@ -60,8 +63,12 @@ def in_float32(model: Any) -> Iterator[None]:
         if _is_half(module) or hasattr(module, "cast_input_dtype_enabled"):
             # accelerate's own forward moves the weights to the device and then calls this one.
             name = "_old_forward" if "_old_forward" in vars(module) else "forward"
-            is_vocabulary = isinstance(module, nn.Embedding) and module.weight is vocabulary
-            run = _in_float32(module, getattr(module, name), is_vocabulary and vocabulary.dtype in _HALF)
+            forward = getattr(module, name)
+            if type(module) is nn.Linear and module.weight.shape == vocabulary.shape:
+                run: Callable[..., Any] = functools.partial(_in_pieces, module)
+            else:
+                is_vocabulary = isinstance(module, nn.Embedding) and module.weight is vocabulary
+                run = _in_float32(module, forward, is_vocabulary and vocabulary.dtype in _HALF)
             forwards.append((vars(module), name, run))
     is_flash = "flash" in str(attention)  # made for half precision: it would cast its inputs back
     try:
@@ -126,6 +133,15 @@ def _upcast(module: Any) -> Iterator[_Change]:
         yield vars(module), "compute_type_is_set", True
     elif hasattr(module, "cast_input_dtype_enabled"):  # peft's layers cast it to their adapter's type
         yield vars(module), "cast_input_dtype_enabled", False
+
+
+def _in_pieces(head: nn.Linear, states: torch.Tensor) -> torch.Tensor:
+    """What a head over a vocabulary computes in float32, [..., hidden] -> [..., vocabulary]."""
+    rows = max(1, _PIECE // head.in_features)
+    inputs = states.float()
+    parts = [nn.functional.linear(inputs, piece.float()) for piece in torch.split(head.weight.detach(), rows)]
+    logits = torch.cat(parts, dim=-1)
+    return logits if head.bias is None else logits + head.bias.float()
 
 
 def _linear_8bit(module: Any, inputs: torch.Tensor) -> torch.Tensor:

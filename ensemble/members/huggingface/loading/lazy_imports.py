@@ -20,6 +20,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -81,6 +83,28 @@ def import_torch_and_transformers() -> None:
         finally:
             torch.distributed.is_available = is_available
     _import_all()
+
+
+def import_libraries(predictor: str) -> Mapping[str, str]:
+    """What importing takes for a kind whose predictor is this module, all of it as part of start-up.
+
+    Returns:
+        the versions of what was imported, by name.
+    """
+    with no_collections():
+        import_torch_and_transformers()
+        importlib.import_module(predictor)
+
+    import torch
+    import transformers
+
+    names = ("accelerate", "bitsandbytes", "pyarrow", "tokenizers")
+    return {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or "",
+        "transformers": transformers.__version__,
+        **{name: version(name) for name in names if find_spec(name) is not None},
+    }
 
 
 @contextlib.contextmanager
@@ -168,7 +192,13 @@ def _left_out() -> dict[str, Mapping[str, Any]]:
 
 def _import_all() -> None:
     # transformers imports a name when somebody asks for it: these bring in what a worker needs.
-    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer  # noqa: F401
+    from transformers import (  # noqa: F401
+        AutoConfig,
+        AutoModel,
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        AutoTokenizer,
+    )
     from transformers.modeling_layers import GenericForSequenceClassification  # noqa: F401
 
 

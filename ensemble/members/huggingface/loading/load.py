@@ -1,37 +1,30 @@
-"""A member's settings -> tokenizer and model on their device, and the limits that come with them."""
+"""A member's settings -> model, and tokenizer where it has one, on the device, and the limits that come with it."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ensemble.common.python_process import keep_freed_memory
 from ensemble.members.footprint import CPU_TOKEN_BUDGET, GPU_TOKEN_BUDGET, RESERVE_SHARE
 from ensemble.members.huggingface.loading.kernels import choose_kernels
 from ensemble.members.huggingface.loading.model import load_model
 from ensemble.members.huggingface.loading.precision import capability, set_tf32
 from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
 from ensemble.members.huggingface.scoring.batching import MemoryLimit
-from ensemble.members.huggingface.spec import ModelSpec, default_max_length
+from ensemble.members.huggingface.spec import CheckpointSpec, ModelSpec, default_max_length
 
 _POSITIONS = ("position_embeddings", ".wpe", "embed_positions", "positions_embed")
-# malloc.h of the GNU C library.
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_MAX = -4
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """A model on its device, with its tokenizer and what was decided on the way."""
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A model on its device, and what was decided on the way."""
 
     model: Any
-    tokenizer: Any
-    pad_token_id: int
-    max_length: int
     token_budget: int
     memory: MemoryLimit | None
     parameters: int
@@ -41,20 +34,55 @@ class Loaded:
     notes: tuple[str, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Loaded(LoadedModel):
+    """A model that reads text, with its tokenizer."""
+
+    tokenizer: Any
+    pad_token_id: int
+    max_length: int
+
+
 def load(spec: ModelSpec, tokenizer: Any = None) -> Loaded:
-    """Load a member onto the devices this process can see.
+    """Load a member that reads text onto the devices this process can see.
 
     Args:
         tokenizer: the member's, where it is there already.
 
     Raises:
-        ValueError: weights are missing (a head that would be random), tokenizer and model do not belong together,
-            or a setting does not exist.
+        ValueError: as ``load_on_devices``, and where tokenizer and model do not belong together.
+        OSError: the checkpoint's files cannot be read.
+    """
+    tokenizer = load_tokenizer(spec) if tokenizer is None else tokenizer
+    loaded = load_on_devices(spec)
+    model, notes = loaded.model, [*loaded.notes]
+    rows = int(model.get_input_embeddings().weight.shape[0])
+    known = max([len(tokenizer), *(1 + number for number in tokenizer.get_vocab().values())])
+    if known > rows:
+        raise ValueError(
+            f"the tokenizer of {spec.model_name_or_path} knows {known} tokens, its model only {rows}; "
+            "they do not belong together"
+        )
+    # To fill up with. A checkpoint without a pad token lends its eos, since the mask decides, not the id.
+    pad_ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    limit = max_length(spec, tokenizer, _position_limit(model), notes)
+    return Loaded(
+        **{**vars(loaded), "notes": tuple(notes)},
+        tokenizer=tokenizer,
+        pad_token_id=next(int(token) for token in pad_ids if token is not None),
+        max_length=limit,
+    )
+
+
+def load_on_devices(spec: CheckpointSpec) -> LoadedModel:
+    """Load a member's model onto the devices this process can see, whatever it reads.
+
+    Raises:
+        ValueError: weights are missing (a head that would be random), or a setting does not exist.
         OSError: the checkpoint's files cannot be read.
     """
     notes: list[str] = []
     torch.manual_seed(spec.seed)
-    tokenizer = load_tokenizer(spec) if tokenizer is None else tokenizer
     on_gpu = spec.gpus > 0 and torch.cuda.is_available()
     if on_gpu:
         if torch.cuda.device_count() < spec.gpus:
@@ -67,8 +95,6 @@ def load(spec: ModelSpec, tokenizer: Any = None) -> Loaded:
             f"the driver shows a GPU, but this torch ({torch.__version__}) cannot use it: running on the CPU; "
             "install a torch built for the driver's CUDA"
         )
-    if not on_gpu and spec.cpu_threads is not None:
-        torch.set_num_threads(spec.cpu_threads)
     least = capability(on_gpu)
     set_tf32(spec, least, notes)
     choose_kernels(least)
@@ -76,26 +102,14 @@ def load(spec: ModelSpec, tokenizer: Any = None) -> Loaded:
     if not on_gpu:
         keep_freed_memory()  # not before: what only loading needs shall go back
     model.eval()
-    rows = int(model.get_input_embeddings().weight.shape[0])
-    known = max([len(tokenizer), *(1 + number for number in tokenizer.get_vocab().values())])
-    if known > rows:
-        raise ValueError(
-            f"the tokenizer of {spec.model_name_or_path} knows {known} tokens, its model only {rows}; "
-            "they do not belong together"
-        )
     for config in (model.config, model.config.get_text_config()):
         # Nothing is generated, so no keys and values need be kept; nor what else a config may ask for.
         config.use_cache = config.output_hidden_states = config.output_attentions = False
         # ModernBERT compiles itself where Triton is, unless told not to.
         if hasattr(config, "reference_compile"):
             config.reference_compile = False
-    # To fill up with. A checkpoint without a pad token lends its eos, since the mask decides, not the id.
-    pad_ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-    return Loaded(
+    return LoadedModel(
         model=model,
-        tokenizer=tokenizer,
-        pad_token_id=next(int(token) for token in pad_ids if token is not None),
-        max_length=max_length(spec, tokenizer, _position_limit(model), notes),
         token_budget=spec.token_budget or (GPU_TOKEN_BUDGET if on_gpu else CPU_TOKEN_BUDGET),
         memory=_memory_limit(spec, model, on_gpu),
         parameters=model.num_parameters(),
@@ -142,7 +156,7 @@ def _position_limit(model: Any) -> int | None:
     return None
 
 
-def _memory_limit(spec: ModelSpec, model: Any, on_gpu: bool) -> MemoryLimit | None:
+def _memory_limit(spec: CheckpointSpec, model: Any, on_gpu: bool) -> MemoryLimit | None:
     """What a batch may take; None where the plan does not know, nothing limits it, or the user set the size."""
     if not spec.bytes_per_token or spec.token_budget is not None or spec.batch_size is not None:
         return None
@@ -164,7 +178,7 @@ def _memory_limit(spec: ModelSpec, model: Any, on_gpu: bool) -> MemoryLimit | No
     return MemoryLimit(room, spec.bytes_per_token, spec.bytes_per_token_pair or 0.0)
 
 
-def allocator_notes(spec: ModelSpec, settings: Mapping[str, Any]) -> list[str]:
+def allocator_notes(spec: CheckpointSpec, settings: Mapping[str, Any]) -> list[str]:
     """What the allocator does not do as the config says, a sentence each.
 
     Args:
@@ -187,16 +201,3 @@ def allocator_notes(spec: ModelSpec, settings: Mapping[str, Any]) -> list[str]:
     if spec.max_split_size_mb is not None and split_bytes not in (None, spec.max_split_size_mb << 20):
         notes.append(f"max_split_size_mb: {spec.max_split_size_mb} did not take effect: {because}")
     return notes
-
-
-def keep_freed_memory() -> None:
-    """Let the C library keep what is freed, for the next pass, instead of giving it back to the kernel.
-
-    A forward pass frees its activations, megabytes each, and the next one wants as much again; what was given back
-    comes as new pages, each of which the kernel must find and clear.  The peak stays what it was.  Does nothing
-    where the C library is another one (mallopt(3)).
-    """
-    with contextlib.suppress(AttributeError, OSError):
-        library = ctypes.CDLL(None)
-        library.mallopt(_M_MMAP_MAX, 0)
-        library.mallopt(_M_TRIM_THRESHOLD, -1)

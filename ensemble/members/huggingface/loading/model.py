@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification
+import transformers
+from transformers import AutoConfig
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.utils import quantization_config as settings_of_transformers
 
 from ensemble.members.footprint import Capability
 from ensemble.members.huggingface.loading.adapter import AdapterFiles, attach_adapter, open_adapter, some
-from ensemble.members.huggingface.loading.checks import check_unexpected_keys
+from ensemble.members.huggingface.loading.checks import check_unexpected_keys, is_unused
 from ensemble.members.huggingface.loading.device_map import check_placement, input_device, placement_options
 from ensemble.members.huggingface.loading.precision import model_dtype
 from ensemble.members.huggingface.loading.quantization import (
@@ -25,7 +26,12 @@ from ensemble.members.huggingface.loading.quantization import (
 )
 from ensemble.members.huggingface.loading.quantized_cache import QuantizedCache
 from ensemble.members.huggingface.spec import (
-    ModelSpec,
+    BACKBONE,
+    CLASSIFIER,
+    IMAGE_CLASSIFIER,
+    LANGUAGE_MODEL,
+    WITH_LABELS,
+    CheckpointSpec,
     cap_problem,
     choose_attention,
     choose_compute_dtype,
@@ -33,13 +39,19 @@ from ensemble.members.huggingface.spec import (
 )
 
 _MAX_REASON = 300
+_TRAINED = {
+    CLASSIFIER: "that was trained for sequence classification",
+    LANGUAGE_MODEL: "that was trained for language modelling",
+    IMAGE_CLASSIFIER: "that was trained for image classification",
+    BACKBONE: "whose weights have the names that transformers' own save_pretrained gives them",
+}
 # What transformers' refusals speak of; names of modules, such as "attention.self", are not among it.
 _OF_ATTENTION = re.compile(
     "attention implementation|attn_implementation|flash_attn|flash ?attention|flex attention", re.IGNORECASE
 )
 
 
-def load_model(spec: ModelSpec, least: Capability | None, notes: list[str]) -> Any:
+def load_model(spec: CheckpointSpec, least: Capability | None, notes: list[str]) -> Any:
     """Load the model onto the devices this process can see, its adapter with it.
 
     Args:
@@ -53,6 +65,7 @@ def load_model(spec: ModelSpec, least: Capability | None, notes: list[str]) -> A
         OSError: the checkpoint's files cannot be read.
     """
     name, on_gpu = spec.model_name_or_path, least is not None
+    auto_class = getattr(transformers, spec.auto_class)
     dtype = model_dtype(spec, least, notes)
     options: dict[str, Any] = {**placement_options(spec, on_gpu), **spec.model_kwargs}
     if spec.quantization_config is not None:
@@ -65,7 +78,8 @@ def load_model(spec: ModelSpec, least: Capability | None, notes: list[str]) -> A
         config, left = _from_pretrained(
             AutoConfig, spec, return_unused_kwargs=True, **gguf, **spec.model_kwargs
         )
-        config.num_labels = len(spec.label_order)
+        if spec.auto_class in WITH_LABELS:
+            config.num_labels = len(spec.label_order)
         carried = getattr(config, "quantization_config", None)
         if isinstance(carried, dict) and is_bitsandbytes(carried) and (heads := adapter.whole_modules()):
             config.quantization_config = keep_whole(carried, heads)
@@ -101,7 +115,7 @@ def load_model(spec: ModelSpec, least: Capability | None, notes: list[str]) -> A
         check_placement(model, spec, on_gpu, notes)
         return model if adapter is None else attach_adapter(model, adapter, missing, spec, notes)
     try:
-        model, info = _from_pretrained(AutoModelForSequenceClassification, spec, **options)
+        model, info = _from_pretrained(auto_class, spec, **options)
     except (ImportError, ValueError) as error:
         if not _OF_ATTENTION.search(str(error)):
             raise
@@ -115,9 +129,10 @@ def load_model(spec: ModelSpec, least: Capability | None, notes: list[str]) -> A
         if attention == "eager":
             raise
         # What was chosen and not asked for, such as for code that the checkpoint brings along, may not be there.
-        notes.append(f"eager attention, as this model has no {attention}")
         options["attn_implementation"] = "eager"
-        model, info = _from_pretrained(AutoModelForSequenceClassification, spec, **options)
+        model, info = _from_pretrained(auto_class, spec, **options)
+        if hasattr(model.config.get_text_config(), "num_attention_heads"):  # convolutions have none at all
+            notes.append(f"eager attention, as this model has no {attention}")
     # Some releases of transformers leave out the cap on a model's scores and say nothing.
     taken = getattr(model.config.get_text_config(), "_attn_implementation", None)
     if (problem := cap_problem(taken, name)) and is_soft_capped(model.config.to_dict()):
@@ -133,6 +148,7 @@ def load_model(spec: ModelSpec, least: Capability | None, notes: list[str]) -> A
     is_quantized = getattr(model, "hf_quantizer", None) is not None
     check_unexpected_keys(spec, info["unexpected_keys"], is_quantized)
     missing = sorted({*info["missing_keys"], *(str(key[0]) for key in info["mismatched_keys"])})
+    missing = [key for key in missing if not is_unused(spec, key)]
     if cache is not None and (adapter is not None or not missing):
         notes += filter(None, [cache.write(model, missing)])
     if is_quantized and model.hf_quantizer.pre_quantized:
@@ -142,15 +158,16 @@ def load_model(spec: ModelSpec, least: Capability | None, notes: list[str]) -> A
     if adapter is not None:
         return attach_adapter(model, adapter, missing, spec, notes)
     if missing:
+        fitting = _TRAINED.get(spec.auto_class, "that was trained for this")
         raise ValueError(
-            f"{name} has no weights for {some(missing)}; they would be random. "
-            "Name a checkpoint that was trained for sequence classification, or its adapter"
+            f"{name} has no weights for {some(missing)}; they would be random. Name a checkpoint {fitting}, or its "
+            "adapter"
         )
     return model
 
 
 def _load_kept(
-    cache: QuantizedCache, spec: ModelSpec, options: Mapping[str, Any], notes: list[str]
+    cache: QuantizedCache, spec: CheckpointSpec, options: Mapping[str, Any], notes: list[str]
 ) -> tuple[Any, list[str]] | None:
     """The model of the weights that an earlier load has kept, and what its checkpoint lacked; None: there is none.
 
@@ -163,7 +180,7 @@ def _load_kept(
     options = {key: value for key, value in options.items() if key not in ("config", "quantization_config")}
     try:
         model, info = _from_pretrained(
-            AutoModelForSequenceClassification, spec, folder=cache.folder, **options
+            getattr(transformers, spec.auto_class), spec, folder=cache.folder, **options
         )
         if lost := [
             key for keys in ("missing_keys", "unexpected_keys", "mismatched_keys") for key in info[keys]
@@ -179,7 +196,7 @@ def _load_kept(
     return model, missing
 
 
-def _set_compute_dtype(model: Any, spec: ModelSpec, least: Capability | None, notes: list[str]) -> None:
+def _set_compute_dtype(model: Any, spec: CheckpointSpec, least: Capability | None, notes: list[str]) -> None:
     """Let 4-bit layers that were stored compute in a type that the device has."""
     stored = getattr(model.config, "quantization_config", None)
     stored = stored if isinstance(stored, dict) or stored is None else stored.to_dict()
@@ -194,7 +211,7 @@ def _set_compute_dtype(model: Any, spec: ModelSpec, least: Capability | None, no
         )
 
 
-def _from_pretrained(kind: Any, spec: ModelSpec, folder: Path | None = None, **options: Any) -> Any:
+def _from_pretrained(kind: Any, spec: CheckpointSpec, folder: Path | None = None, **options: Any) -> Any:
     """What one of transformers' auto classes makes of the checkpoint; refusals of the attention as they are.
 
     Args:

@@ -8,7 +8,7 @@ import torch
 
 from ensemble.members.footprint import Capability
 from ensemble.members.huggingface.loading.kernels import AMPERE
-from ensemble.members.huggingface.spec import ModelSpec, choose_dtype
+from ensemble.members.huggingface.spec import CheckpointSpec, choose_dtype
 
 
 def capability(on_gpu: bool) -> Capability | None:
@@ -18,7 +18,7 @@ def capability(on_gpu: bool) -> Capability | None:
     return min(torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count()))
 
 
-def model_dtype(spec: ModelSpec, least: Capability | None, notes: list[str]) -> torch.dtype | str:
+def model_dtype(spec: CheckpointSpec, least: Capability | None, notes: list[str]) -> torch.dtype | str:
     """The type for ``from_pretrained``: the spec's, or what this device has instead; "auto": the checkpoint's own.
 
     Args:
@@ -38,7 +38,7 @@ def model_dtype(spec: ModelSpec, least: Capability | None, notes: list[str]) -> 
     return dtype if dtype == "auto" else getattr(torch, dtype)
 
 
-def set_tf32(spec: ModelSpec, least: Capability | None, notes: list[str]) -> None:
+def set_tf32(spec: CheckpointSpec, least: Capability | None, notes: list[str]) -> None:
     """Let float32 products use TF32's 10 bits of mantissa or not, and note what did not take effect.
 
     cuDNN's is on in torch unless it is set.  The two switches are the ones that all releases have; since torch

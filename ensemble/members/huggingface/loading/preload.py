@@ -11,18 +11,19 @@ import threading
 from importlib.util import find_spec
 from pathlib import Path
 
-from transformers import AutoConfig, AutoModelForSequenceClassification
+import transformers
+from transformers import AutoConfig
 
 from ensemble.common.errors import CheckpointError
 from ensemble.members.huggingface.checkpoint.adapter_files import WEIGHTS
 from ensemble.members.huggingface.checkpoint.weight_files import shards_of
 from ensemble.members.huggingface.loading.quantized_cache import cached_weight_files
-from ensemble.members.huggingface.spec import ModelSpec
+from ensemble.members.huggingface.spec import CheckpointSpec
 
 _PIECE_BYTES = 8 << 20
 
 
-def import_model_class(spec: ModelSpec) -> None:
+def import_model_class(spec: CheckpointSpec) -> None:
     """Import the module of the model's class, unless it is code that the checkpoint brings along."""
     if spec.gguf_file is not None or spec.trust_remote_code:
         return
@@ -33,10 +34,10 @@ def import_model_class(spec: ModelSpec) -> None:
         config = AutoConfig.from_pretrained(
             spec.model_name_or_path, revision=spec.revision or "main", trust_remote_code=False
         )
-        AutoModelForSequenceClassification._model_mapping[type(config)]
+        getattr(transformers, spec.auto_class)._model_mapping[type(config)]
 
 
-def weight_files(spec: ModelSpec) -> list[Path]:
+def weight_files(spec: CheckpointSpec) -> list[Path]:
     """The files that loading will read, as far as they are on this machine, in the order of their names."""
     found: list[Path] = []
     if folder := checkpoint_folder(spec.model_name_or_path, spec.revision):

@@ -22,7 +22,7 @@ import torch
 
 from ensemble.common.files import TEMPORARY, check_unchanged, free_bytes, may_keep, read_json, sync_directory
 from ensemble.common.text import gib
-from ensemble.members.huggingface.spec import ModelSpec
+from ensemble.members.huggingface.spec import CheckpointSpec
 
 # Of the weights at most so many are copied to the host's memory at a time.
 _SHARD_SIZE = "1GB"
@@ -41,7 +41,7 @@ class QuantizedCache:
         folder: for ``from_pretrained``, where ``missing`` finds them.
     """
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype | str) -> None:
+    def __init__(self, spec: CheckpointSpec, dtype: torch.dtype | str) -> None:
         assert spec.cache_dir is not None
         self.folder = Path(spec.cache_dir) / _NAME
         self._files = spec.files
@@ -108,7 +108,7 @@ class QuantizedCache:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def cached_weight_files(spec: ModelSpec) -> list[Path]:
+def cached_weight_files(spec: CheckpointSpec) -> list[Path]:
     """The weights that a load will probably read instead of the checkpoint's; empty where none are kept."""
     if spec.cache_dir is None or not (folder := Path(spec.cache_dir) / _NAME).is_dir():
         return []

@@ -30,6 +30,9 @@ class Spread:
 
     Args:
         model: on its devices; its hooks stay for as long as it lives.
+
+    Attributes:
+        stages: devices that a batch passes through.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -39,7 +42,8 @@ class Spread:
         )
         self._is_in_pass = False
         blocks = dict(_blocks(model))
-        if len(set(blocks.values())) < 2:
+        self.stages = max(1, len(set(blocks.values())))
+        if self.stages < 2:
             return
         start = input_device(model)
         for block, device in blocks.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -20,8 +20,16 @@ from ensemble.members.huggingface.checkpoint.tokenizer_files import own_max_leng
 from ensemble.members.huggingface.checkpoint.transformers_source import modeling_source
 from ensemble.members.huggingface.checkpoint.weight_files import Tensor, read_tensors, shards_of
 from ensemble.members.huggingface.memory.sizes import Dtype, activation, cuda_context_bytes, weights
-from ensemble.members.huggingface.settings import TextSettings
-from ensemble.members.huggingface.spec import DEFAULT_MAX_LENGTH, cap_problem, choose_attention, choose_dtype
+from ensemble.members.huggingface.settings import HuggingFaceSettings, TextSettings
+from ensemble.members.huggingface.spec import (
+    BACKBONE,
+    CLASSIFIER,
+    DEFAULT_MAX_LENGTH,
+    LANGUAGE_MODEL,
+    cap_problem,
+    choose_attention,
+    choose_dtype,
+)
 
 # What a Python with torch, transformers and CUDA-less libraries holds on a CPU before any weights.
 PROCESS_BYTES = 450 << 20
@@ -38,10 +46,12 @@ class CheckpointMemory(MemoryEstimate):
     they cannot be known yet (on the hub, pickled); ``adapter_bytes`` is the size of its adapter's file.
     ``max_length`` is how many tokens a row may have; ``pools_last_token`` is False where logits are computed at
     every position; ``has_flash_attention``: flash-attention 2 was seen to work on these devices;
-    ``cpu_takes_shared_keys`` is for ``sizes.activation``.
+    ``cpu_takes_shared_keys`` is for ``sizes.activation``; ``vocabulary_positions``, too: a language model where
+    there are some, otherwise a classifier; ``shared_tokens`` as well.  ``head`` has the tensors of a head beside
+    the checkpoint, which is computed in float32; None: it is the checkpoint's own.
     """
 
-    settings: TextSettings
+    settings: HuggingFaceSettings
     lengths: npt.NDArray[np.int64]
     num_labels: int
     tensors: tuple[Tensor, ...] | None
@@ -52,6 +62,9 @@ class CheckpointMemory(MemoryEstimate):
     pools_last_token: bool = True
     has_flash_attention: bool = False
     cpu_takes_shared_keys: bool = True
+    vocabulary_positions: int = 0
+    shared_tokens: int = 0
+    head: Sequence[Tensor] | None = None
 
     def footprint(
         self, gpus: int, capability: Capability | None, quantization: Mapping[str, Any] | None = None
@@ -73,7 +86,11 @@ class CheckpointMemory(MemoryEstimate):
         assert attention is not None  # as the architecture is known
         # Rows of one length need no mask and take less.
         form = (architecture, dtype, attention, self.num_labels, settings, gpus > 0)
-        base = weights(tensors, architecture, dtype, settings, self.num_labels, self.adapter_bytes > 0)
+        base = weights(
+            *(tensors, architecture, dtype, settings, self.num_labels, self.adapter_bytes > 0),
+            is_language_model=self.vocabulary_positions > 0,
+            head=self.head,
+        )
         base = replace(base, bytes=base.bytes + self.adapter_bytes)
         stored_bytes = sum(tensor.stored_bytes for tensor in tensors)
         # What of the file is not itself the loaded weights, which stay mapped where the type is the stored one.
@@ -85,6 +102,8 @@ class CheckpointMemory(MemoryEstimate):
                 padded=True,
                 pools_last_token=self.pools_last_token,
                 cpu_takes_shared_keys=self.cpu_takes_shared_keys,
+                vocabulary_positions=self.vocabulary_positions,
+                shared_tokens=self.shared_tokens,
             ),
             context_bytes=cuda_context_bytes(capability) if gpus else PROCESS_BYTES,
             mapped_bytes=0 if is_mapped else stored_bytes,
@@ -138,12 +157,19 @@ class CheckpointMemory(MemoryEstimate):
 
 
 def checkpoint_memory(
-    model: TextSettings, checkpoint: Checkpoint, lengths: npt.NDArray[np.int64], num_labels: int
+    model: TextSettings,
+    checkpoint: Checkpoint,
+    lengths: npt.NDArray[np.int64],
+    num_labels: int,
+    vocabulary_positions: int = 0,
+    head: Sequence[Tensor] | None = None,
 ) -> CheckpointMemory:
     """What the files of one member's checkpoint tell.
 
     Args:
         lengths: bytes of text per row, [rows].
+        vocabulary_positions: of each row, so many go through a head over the vocabulary; 0: it is a classifier.
+        head: tensors of a head that stands beside the checkpoint; None: it has one of its own.
 
     Raises:
         CheckpointError: a weight file is broken.
@@ -153,34 +179,46 @@ def checkpoint_memory(
     max_length = model.max_length or own_max_length(folder) or DEFAULT_MAX_LENGTH
     if architecture is not None and architecture.max_positions is not None:
         max_length = min(max_length, architecture.max_positions)
-    index = folder / "model.safetensors.index.json"
-    # In the hub's cache the weights may be in part.
-    is_whole = Path(model.model_name_or_path).is_dir() or all(
-        (folder / name).is_file() for name in (shards_of(index) if index.is_file() else ["model.safetensors"])
-    )
+    auto_class = LANGUAGE_MODEL if vocabulary_positions else CLASSIFIER if head is None else BACKBONE
     adapter = model.adapter_name_or_path
     adapter_files = Path(adapter).glob("adapter_model.*") if adapter is not None else ()
     return CheckpointMemory(
         settings=model,
         lengths=lengths,
         num_labels=num_labels,
-        tensors=read_tensors(folder) if is_whole and model.gguf_file is None else None,
+        tensors=whole_tensors(model, folder),
         architecture=architecture,
         max_length=max_length,
         adapter_bytes=sum(file.stat().st_size for file in adapter_files),
-        supports_sdpa=supports_sdpa(checkpoint.model_type),
-        pools_last_token=not scores_every_position(checkpoint.model_type),
+        supports_sdpa=supports_sdpa(checkpoint.model_type, auto_class),
+        pools_last_token=auto_class != CLASSIFIER or not scores_every_position(checkpoint.model_type),
         cpu_takes_shared_keys=cpu_takes_shared_keys(),
+        vocabulary_positions=vocabulary_positions,
+        head=head,
     )
 
 
-def supports_sdpa(model_type: str) -> bool:
-    """Whether the installed transformers runs classifiers of this kind with torch's fused attention.
+def whole_tensors(model: HuggingFaceSettings, folder: Path) -> tuple[Tensor, ...] | None:
+    """A checkpoint's tensors; None where they are not known, or not all there.
+
+    Raises:
+        CheckpointError: a weight file is broken.
+    """
+    index = folder / "model.safetensors.index.json"
+    # In the hub's cache the weights may be in part.
+    is_whole = Path(model.model_name_or_path).is_dir() or all(
+        (folder / name).is_file() for name in (shards_of(index) if index.is_file() else ["model.safetensors"])
+    )
+    return read_tensors(folder) if is_whole and model.gguf_file is None else None
+
+
+def supports_sdpa(model_type: str, auto_class: str = CLASSIFIER) -> bool:
+    """Whether the installed transformers runs models of this kind with torch's fused attention.
 
     A kind that is not there is taken for one of today's, which do.  A class that does not say so does not
     (transformers, modeling_utils.py, PreTrainedModel).
     """
-    source = modeling_source(model_type)
+    source = modeling_source(model_type, auto_class)
     return source is None or re.search(r"^    _supports_sdpa = True", source, re.MULTILINE) is not None
 
 

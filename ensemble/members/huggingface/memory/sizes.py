@@ -25,9 +25,10 @@ Dtype = Literal["float32", "float16", "bfloat16"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 _HEAD = re.compile(r"(^|\.)(score|classifier|classification_head)\.")
+_VOCABULARY_HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.")
 _EMBEDDING = re.compile(r"embed|(^|\.)(wte|wpe|shared|relative_attention_bias)\.")
 # Heads, which stay as they are: the worker names these to bitsandbytes.
-UNQUANTIZED = ("score", "classifier", "classification_head")
+UNQUANTIZED = ("score", "classifier", "classification_head", "lm_head")
 # bitsandbytes scales blocks of so many weights, and so many of those scales where it quantizes them as well.
 _BLOCK, _NESTED_BLOCK = 64, 256
 # The 16 values that 4 bits stand for, float32, with every layer.
@@ -56,8 +57,10 @@ def weights(
     quantization: Mapping[str, Any] | None,
     num_labels: int,
     is_adapter_base: bool = False,
+    is_language_model: bool = False,
+    head: Sequence[Tensor] | None = None,
 ) -> Weights:
-    """What is in memory after ``AutoModelForSequenceClassification.from_pretrained``.
+    """What is in memory once a classifier, a language model, or a backbone with its head is loaded.
 
     Args:
         tensors: of the checkpoint.
@@ -65,6 +68,8 @@ def weights(
         quantization: asked for when loading; a checkpoint that is stored quantized stays as it is.
         num_labels: of the head that is made where the checkpoint has none.
         is_adapter_base: whether an adapter brings a head of its own, kept beside the base model's.
+        is_language_model: whether its head is one over the vocabulary, which may share the embeddings' weights.
+        head: stands beside a backbone, in float32, in the place of the checkpoint's own; None: there is none.
     """
     is_packed, settings = bool(architecture.quant_method), quantization or {}
     bits = 0 if is_packed else quantized_bits(quantization)
@@ -76,10 +81,12 @@ def weights(
     kept = [
         tensor
         for tensor in tensors
-        if not is_left_out(tensor.name)
+        if (not is_left_out(tensor.name) or (is_language_model and _VOCABULARY_HEAD.search(tensor.name)))
         and not (is_shared and tensor.name.endswith("coder.embed_tokens.weight"))
     ]
-    if is_adapter_base or not any(_HEAD.search(tensor.name) for tensor in kept):
+    if head is not None:
+        kept = [tensor for tensor in kept if not _HEAD.search(tensor.name)]
+    elif not is_language_model and (is_adapter_base or not any(_HEAD.search(tensor.name) for tensor in kept)):
         kept.append(Tensor("score.weight", "F32", (num_labels, architecture.hidden)))
     for tensor in kept:
         name, count = tensor.name, tensor.elements
@@ -98,7 +105,8 @@ def weights(
         elif is_packed and tensor.dtype == "I32" and name.endswith(("qweight", "weight_packed")):
             count = count * 32 // (architecture.quant_bits or 4)
         parameters += 0 if is_beside else count
-    return Weights(parameters, sum(blocks.values()), max(blocks.values()))
+    of_head = sum(tensor.elements for tensor in head or ())
+    return Weights(parameters + of_head, sum(blocks.values()) + 4 * of_head, max(blocks.values()))
 
 
 def _is_linear(tensor: Tensor, settings: Mapping[str, Any]) -> bool:
@@ -146,6 +154,8 @@ def activation(
     padded: bool = True,
     pools_last_token: bool = True,
     cpu_takes_shared_keys: bool = True,
+    vocabulary_positions: int = 0,
+    shared_tokens: int = 0,
 ) -> Activation:
     """What one forward pass in inference mode takes beside the weights.
 
@@ -158,6 +168,8 @@ def activation(
         pools_last_token: whether the head sees only one position of each row.
         cpu_takes_shared_keys: whether torch's fused attention of a CPU takes keys that heads share as they are;
             where it does not, batches without padding need more, and they are meant, too.
+        vocabulary_positions: of each row, so many go through a head over the vocabulary; 0: it has another.
+        shared_tokens: so many that rows begin with have their keys and values kept from batch to batch.
     """
     a, size = architecture, DTYPE_BYTES[dtype]
     # Bytes per token pair of the masks that live throughout: floats for eager attention, booleans for sdpa.
@@ -189,11 +201,15 @@ def activation(
         # Hidden states before and after the last norm; the logits, and those in float32.
         head = 2 * a.hidden * size + num_labels * (size + 4)
         stages.append(Stage(head + _INPUT_BYTES, mask))
-    fixed = 0
+    if vocabulary_positions:
+        # Hidden states before and after the last norm; logits as they come and in float32, and their exponentials.
+        row = vocabulary_positions * a.vocabulary * (size + 4 + (4 if size == 2 else 0))
+        stages.append(Stage(2 * a.hidden * size + _INPUT_BYTES, mask, row))
+    fixed = 2 * shared_tokens * a.layers * a.kv_heads * a.head_dim * size
     if bits == 4 or (a.quant_method == "bitsandbytes" and a.quant_bits == 4):
         # The largest linear layer's weight, which bitsandbytes makes anew from 4 bits for every product.
         largest = a.hidden * max(a.intermediate * (2 if a.fused_gate else 1), a.heads * a.head_dim)
-        fixed = largest * _compute_bytes(size, quantization or a.quantization)
+        fixed += largest * _compute_bytes(size, quantization or a.quantization)
     if a.relative_terms:
         # The table of relative positions: normed, and projected to keys and queries, in two layouts each.
         fixed += 5 * 2 * a.position_buckets * a.hidden * size

@@ -25,15 +25,18 @@ class MemoryLimit:
         available_bytes: for one batch, at least 1.
         bytes_per_token: per padded token, more than 0.
         bytes_per_token_pair: per padded token and token of the width; 0 where attention keeps no scores.
+        skipped: tokens before those that are counted, of each row: not computed, but attended to.
     """
 
     available_bytes: int
     bytes_per_token: float
     bytes_per_token_pair: float
+    skipped: int = 0
 
     def cost(self, padded_tokens: int, width: int) -> float:
-        """Bytes that a batch of this many padded tokens, this wide, takes."""
-        return padded_tokens * (self.bytes_per_token + self.bytes_per_token_pair * width)
+        """Bytes that a batch of this many padded tokens, this wide, takes; no less than if none were skipped."""
+        whole = width + self.skipped
+        return padded_tokens * (whole / width) * (self.bytes_per_token + self.bytes_per_token_pair * whole)
 
     def tokens_at(self, width: int) -> int:
         """Padded tokens that fit, in rows of ``width`` tokens."""

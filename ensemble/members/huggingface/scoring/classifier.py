@@ -35,6 +35,7 @@ class Shortcut(Enum):
     LAST_TOKEN = "body and head are run apart, the head on each row's last token only"
     NO_MASK = "batches go without an attention mask, as no token sees the padding behind it"
     LAST_TOKEN_LAYER = "the last layer computes the last token only, too"
+    SHARED_PREFIX = "the tokens that all rows begin with are computed once, by kinds that know how"
 
 
 class Classifier:
@@ -52,6 +53,8 @@ class Classifier:
     Attributes:
         possible: the shortcuts that can be tried.
         taken: those that are known to leave the model's numbers as they are.
+        last_device: where a pass ends.
+        stages: devices that a batch passes through, one after the other.
     """
 
     def __init__(self, model: Any, pad_token_id: int) -> None:
@@ -87,6 +90,11 @@ class Classifier:
         self._device = input_device(model)
         self.last_device = last_device(model)
         self._spread = Spread(model)
+        self.stages = self._spread.stages
+
+    def skipped_tokens(self, encoded: Encoded) -> npt.NDArray[np.int64]:
+        """Of how many tokens each row's beginning is that a pass without a mask need not compute, [rows]."""
+        return np.zeros_like(encoded.lengths)
 
     def logits(
         self,
@@ -114,9 +122,9 @@ class Classifier:
         arrays = padded(encoded, rows, filler, self._pad_left)
         if Shortcut.NO_MASK in self.taken and not with_mask:
             del arrays["attention_mask"]
-        inputs = {name: _on_device(array, self._device) for name, array in arrays.items()}
+        inputs = {name: on_device(array, self._device) for name, array in arrays.items()}
         # Not from where the batch is: a copy between GPUs would wait for both.
-        last = _on_device(encoded.lengths[rows] - 1, self.last_device)
+        last = on_device(encoded.lengths[rows] - 1, self.last_device)
         if self._searches_pad_token:
             # An id that no row of this batch holds, so that looking for it is exact; none where nobody looks for
             # it, since some bodies warn of it.
@@ -127,7 +135,7 @@ class Classifier:
                 own: torch.Tensor = model(**inputs).logits
                 return own.float()
             parts = self._last_token_parts if Shortcut.LAST_TOKEN_LAYER in self.taken else []
-            with _last_token_only(parts, last):
+            with last_token_only(parts, last):
                 hidden = getattr(model, model.base_model_prefix)(**inputs, use_cache=False).last_hidden_state
             pooled: torch.Tensor = model.score(hidden[_positions(hidden, last)])
             return pooled.float()
@@ -162,7 +170,7 @@ def unused_token(encoded: Encoded, rows: npt.NDArray[np.int64], vocabulary: int)
     return free
 
 
-def _on_device(array: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
+def on_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     """A copy there; to a GPU from pinned memory, so that nobody waits for it."""
     tensor = torch.from_numpy(array)
     if device.type != "cuda":
@@ -204,7 +212,7 @@ def _source(function: object) -> str:
 
 def _last_token_parts(model: Any) -> list[nn.Module]:
     """Parts of a model's last layer that can compute single positions: [rows, tokens, numbers] -> the same."""
-    layers = getattr(getattr(model, model.base_model_prefix, None), "layers", None)
+    layers = getattr(getattr(model, model.base_model_prefix, model), "layers", None)
     if not isinstance(layers, nn.ModuleList) or getattr(model, "hf_quantizer", None) is not None:
         return []
     known = dict(layers[-1].named_modules())
@@ -218,7 +226,7 @@ def _is_linear(part: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def _last_token_only(parts: list[nn.Module], last: torch.Tensor) -> Iterator[None]:
+def last_token_only(parts: list[nn.Module], last: torch.Tensor) -> Iterator[None]:
     """While this lasts, parts compute the positions ``last``, int64 [rows], alone; their outcome stands in all."""
     tokens = 0
 

@@ -1,4 +1,4 @@
-"""A chunk's token ids -> logits, in batches that fit.
+"""What a model gets of a chunk -> logits, in batches that fit.
 
 On an out-of-memory error the rows run again in halves; a row that does not fit alone is left out.  Rows that
 overflow half precision run again in float32; once most of a chunk did, chunks start there.
@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +21,6 @@ import torch
 from ensemble.common.protocol import Counters
 from ensemble.common.torch_errors import Verdict, classify, is_out_of_memory, one_line
 from ensemble.members.huggingface.scoring.batching import MemoryLimit, make_batches
-from ensemble.members.huggingface.scoring.classifier import Classifier
-from ensemble.members.huggingface.scoring.encode import Encoded
 
 Report = Callable[[int, int, int], None]
 Mode = Callable[[], AbstractContextManager[None]]
@@ -35,6 +34,45 @@ _BELOW_FAILURE = 0.9
 _MAX_QUEUED = 4
 # A chunk of fewer rows tells nothing of the others: it may be what is left of one that failed as a whole.
 _MIN_TELLING_ROWS = 16
+
+
+class Encoding(Protocol):
+    """What a model gets of some rows, as far as it matters here."""
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Tokens, or what else counts a row's work, int64 [rows]; 0 where there is nothing to compute."""
+
+    @property
+    def first(self) -> npt.NDArray[np.int64] | None:
+        """For each row the first one that is the same, int64 [rows]; None where no two are."""
+
+    @property
+    def problems(self) -> Mapping[int, str]:
+        """Why rows of length 0 have nothing to compute, by their places."""
+
+
+E = TypeVar("E", bound=Encoding, contravariant=True)
+
+
+class Scorer(Protocol[E]):
+    """A loaded model that gives a row the same numbers whatever its neighbours in the batch."""
+
+    @property
+    def last_device(self) -> torch.device:
+        """Where a forward pass ends."""
+
+    def skipped_tokens(self, encoded: E) -> npt.NDArray[np.int64]:
+        """Of how much of each row's length a pass without a mask need not compute, int64 [rows]."""
+
+    def logits(
+        self,
+        encoded: E,
+        rows: npt.NDArray[np.int64],
+        with_mask: bool = False,
+        timing: AbstractContextManager[None] | None = None,
+    ) -> torch.Tensor:
+        """A forward pass over rows as a batch; see ``Classifier.logits``."""
 
 
 @dataclass(frozen=True)
@@ -92,12 +130,24 @@ class BatchSizes:
         budget, memory = self._limits()
         return budget if memory is None else min(budget, memory.tokens_at(width))
 
-    def shrink(self, rows: int, padded_tokens: int, width: int) -> None:
-        """A batch of this size did not fit: the next ones are half as large."""
+    def set_budget(self, token_budget: int) -> None:
+        """Padded tokens a batch may hold from now on; what errors have taught stays."""
+        if self._memory is None and self._allowed == self._largest == self._token_budget:
+            self._allowed = self._largest = token_budget
+        self._token_budget = token_budget
+
+    def shrink(self, rows: int, padded_tokens: int, width: int, skipped: int = 0) -> None:
+        """A batch of this size did not fit: the next ones are half as large.
+
+        Args:
+            skipped: tokens of each row that were not computed, beside those of ``width``.
+        """
         self._good_batches = 0
         if self.batch_size is not None:
             self.batch_size = max(1, rows // 2)
-        cost = padded_tokens if self._memory is None else self._memory.cost(padded_tokens, width)
+        cost: float = padded_tokens
+        if self._memory is not None:
+            cost = replace(self._memory, skipped=skipped).cost(padded_tokens, width)
         # A batch of one row can be more than was allowed: there is nothing to halve for the others then.
         self._allowed = min(self._allowed, max(1, int(cost // 2)))
         self._largest = min(self._largest, max(1, int(cost * _BELOW_FAILURE)))
@@ -122,12 +172,25 @@ class BatchSizes:
         return BatchSizes(max(1, budget // 2), size, self._equal_lengths, memory)
 
     def cut(
-        self, lengths: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
+        self,
+        lengths: npt.NDArray[np.int64],
+        rows: npt.NDArray[np.int64],
+        skipped: npt.NDArray[np.int64],
     ) -> deque[npt.NDArray[np.int64]]:
-        """Batches of these rows, the one that takes most first."""
+        """Batches of these rows, of rows that are computed whole first; of each kind the one that takes most first.
+
+        Args:
+            skipped: of how many tokens each row's beginning is that need not be computed; rows of one batch have
+                the same.
+        """
         budget, memory = self._limits()
-        batches = make_batches(lengths[rows], budget, self.batch_size, self._equal_lengths, memory)
-        return deque(rows[batch] for batch in batches)
+        batches: deque[npt.NDArray[np.int64]] = deque()
+        for tokens in np.unique(skipped[rows]).tolist():
+            alike = rows[skipped[rows] == tokens]
+            limit = memory and replace(memory, skipped=tokens)
+            cut = make_batches(lengths[alike] - tokens, budget, self.batch_size, self._equal_lengths, limit)
+            batches += [alike[batch] for batch in cut]
+        return batches
 
     def _limits(self) -> tuple[int, MemoryLimit | None]:
         if self._memory is None:
@@ -182,8 +245,8 @@ class DeviceQueue:
 
 
 def compute(
-    classifier: Classifier,
-    encoded: Encoded,
+    classifier: Scorer[E],
+    encoded: E,
     sizes: BatchSizes,
     report: Report,
     in_float32: Mode | None = None,
@@ -253,8 +316,8 @@ def compute(
 
 
 def _run_in_float32(
-    classifier: Classifier,
-    encoded: Encoded,
+    classifier: Scorer[E],
+    encoded: E,
     sizes: BatchSizes,
     chosen: npt.NDArray[np.int64],
     copies: npt.NDArray[np.int64],
@@ -291,8 +354,8 @@ def _is_finite(logits: torch.Tensor) -> npt.NDArray[np.bool_]:
 
 
 def _run(
-    classifier: Classifier,
-    encoded: Encoded,
+    classifier: Scorer[E],
+    encoded: E,
     sizes: BatchSizes,
     chosen: npt.NDArray[np.int64],
     copies: npt.NDArray[np.int64],
@@ -301,7 +364,9 @@ def _run(
 ) -> Computed:
     """Run the model over the chosen rows, each of which stands for ``copies`` rows."""
     lengths = encoded.lengths
-    batches = sizes.cut(lengths, chosen)
+    # What comes with a mask is computed whole.
+    skipped = np.zeros_like(lengths) if with_mask else classifier.skipped_tokens(encoded)
+    batches = sizes.cut(lengths, chosen, skipped)
     done = [np.empty(0, dtype=np.int64)]
     logits: list[torch.Tensor] = []
     too_large: set[int] = set()
@@ -326,7 +391,7 @@ def _run(
             rows, tokens = int(copies[batch].sum()), int(lengths[batch].sum())
             counters += Counters(rows=rows, tokens=tokens, padded_tokens=padded, batches=1)
             if sizes.grow() and batches:
-                batches = sizes.cut(lengths, np.concatenate(batches))
+                batches = sizes.cut(lengths, np.concatenate(batches), skipped)
         else:
             # Outside the except block: there the exception would still hold the tensors of the failed pass.
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -342,8 +407,9 @@ def _run(
                 # One row once more, with the cache emptied, which may have been all that was wrong.
                 if len(batch) == 1:
                     tried_alone.add(row)
-                sizes.shrink(len(batch), padded, width)
-            batches = sizes.cut(lengths, left)
+                tokens = int(skipped[row])
+                sizes.shrink(len(batch), padded - tokens * len(batch), width - tokens, tokens)
+            batches = sizes.cut(lengths, left, skipped)
         report(counters.rows, counters.tokens, counters.padded_tokens)
     found = np.concatenate(done)
     order = np.argsort(found)

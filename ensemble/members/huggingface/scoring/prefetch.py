@@ -1,6 +1,6 @@
-"""Token ids of the chunks that will come next, made in the background of the forward passes.
+"""What the model gets of the chunks that will come next, made in the background of the forward passes.
 
-A hint costs nothing but time: where it was wrong, the chunk's rows are tokenized when they are asked for.
+A hint costs nothing but time: where it was wrong, the chunk's rows are encoded when they are asked for.
 """
 
 from __future__ import annotations
@@ -8,23 +8,25 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeAlias
+from typing import Generic, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from ensemble.members.huggingface.scoring.encode import Encoded
-
 Rows: TypeAlias = npt.NDArray[np.int64]
 Step = Callable[[], None]
-Encode = Callable[[Rows, Step], Encoded]
+E = TypeVar("E")
 
 
-class _Job:
-    """Rows that a thread tokenizes; ``drop`` ends it at once, or after the block in hand."""
+class _Job(Generic[E]):
+    """Rows that a thread encodes; ``drop`` ends it at once, or after the block in hand."""
 
     def __init__(
-        self, thread: ThreadPoolExecutor, encode: Encode, rows: Rows, step: Step = lambda: None
+        self,
+        thread: ThreadPoolExecutor,
+        encode: Callable[[Rows, Step], E],
+        rows: Rows,
+        step: Step = lambda: None,
     ) -> None:
         self.rows = rows
         self.step = step
@@ -41,19 +43,19 @@ class _Job:
         self.step()
 
 
-class Prefetch:
-    """Makes chunks' token ids, ahead of their time where it is told what will come.
+class Prefetch(Generic[E]):
+    """Makes of chunks what the model gets, ahead of its time where it is told what will come.
 
     Args:
-        encode: token ids of these rows of the table, with a callback after each block of them.
+        encode: what the model gets of these rows of the table, such as token ids, with a callback after each block.
         in_background: whether a hint is worth a thread; otherwise it is not heeded.
     """
 
-    def __init__(self, encode: Encode, in_background: bool) -> None:
+    def __init__(self, encode: Callable[[Rows, Step], E], in_background: bool) -> None:
         self._encode = encode
         # One thread for all: a tokenizer that sets its truncation in one while another uses it raises.
         self._tokenizing = ThreadPoolExecutor(1, "tokenizing") if in_background else None
-        self._hints: list[_Job] = []
+        self._hints: list[_Job[E]] = []
         self._change = threading.Lock()
 
     def prepare(self, rows: Rows) -> None:
@@ -64,10 +66,10 @@ class Prefetch:
             if not any(np.array_equal(hint.rows, rows) for hint in self._hints):
                 self._hints.append(_Job(self._tokenizing, self._encode, rows))
 
-    def take(self, rows: Rows, step: Step) -> Encoded:
-        """The token ids of these rows; what was hinted at before them is dropped.
+    def take(self, rows: Rows, step: Step) -> E:
+        """What the model gets of these rows; what was hinted at before them is dropped.
 
-        ``step`` is called after each block of rows.  Raises whatever comes out of the tokenizer.
+        ``step`` is called after each block of rows.  Raises whatever comes out of ``encode``.
         """
         if self._tokenizing is None:
             return self._encode(rows, step)
@@ -81,7 +83,7 @@ class Prefetch:
                 job = _Job(self._tokenizing, self._encode, rows, step)
         return job.future.result()
 
-    def start_over(self, encode: Callable[[], Encoded]) -> Encoded:
+    def start_over(self, encode: Callable[[], E]) -> E:
         """Drop all that was made so far, and call a function that uses the tokenizer when no hint does."""
         if self._tokenizing is None:
             return encode()

@@ -16,11 +16,13 @@ from torch import nn
 
 from ensemble.common.torch_errors import Verdict, classify, is_out_of_memory, one_line
 from ensemble.members.huggingface.loading.quantization import is_bitsandbytes
-from ensemble.members.huggingface.spec import ModelSpec
+from ensemble.members.huggingface.spec import CheckpointSpec
 
 
 @contextlib.contextmanager
-def told_in_a_sentence(spec: ModelSpec, model: Any, device_name: str, first: bool = False) -> Iterator[None]:
+def told_in_a_sentence(
+    spec: CheckpointSpec, model: Any, device_name: str, first: bool = False
+) -> Iterator[None]:
     """Passes within: an error that no other rows and no fresh process get over becomes one sentence.
 
     Args:
@@ -42,7 +44,7 @@ def told_in_a_sentence(spec: ModelSpec, model: Any, device_name: str, first: boo
         raise ValueError(_sentence(error, spec, model, device_name)) from error
 
 
-def _sentence(error: BaseException, spec: ModelSpec, model: Any, device_name: str) -> str:
+def _sentence(error: BaseException, spec: CheckpointSpec, model: Any, device_name: str) -> str:
     on_cpu = device_name == "cpu"
     module, layer = None, ""
     names = {id(module): name for name, module in model.named_modules()}

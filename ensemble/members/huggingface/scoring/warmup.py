@@ -4,7 +4,7 @@ numbers as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +14,8 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
-from ensemble.common.protocol import Activation
 from ensemble.common.torch_errors import Verdict, classify
-from ensemble.members.huggingface.scoring.classifier import Classifier, Shortcut, probabilities
+from ensemble.members.huggingface.scoring.classifier import Classifier, Shortcut
 from ensemble.members.huggingface.scoring.encode import Encoded
 from ensemble.members.huggingface.scoring.forward import Mode
 
@@ -40,6 +39,7 @@ class WarmUp:
 
     Attributes:
         encoded: their token ids; then those of a longer text, to compare attention on.
+        values: what a member of the kind makes of the classifier's numbers.
         is_exact: whether the model computes in whole float32.
         in_float32: while entered, the model computes in float32: to tell rounding from another formula, and for
             models that overflow on these texts.  None: it cannot.
@@ -47,7 +47,7 @@ class WarmUp:
 
     classifier: Classifier
     encoded: Encoded
-    activation: Activation
+    values: Callable[[torch.Tensor], npt.NDArray[np.float64]]
     is_exact: bool
     in_float32: Mode | None = None
 
@@ -64,45 +64,9 @@ class WarmUp:
         Raises:
             ValueError: the two give other numbers.
         """
-        chosen = getattr(model.config, "_attn_implementation", None) or _EAGER
-        if chosen == _EAGER:
-            return ""
-        skipped = f"its attention ({chosen}) was not compared with eager: {type(model).__name__} "
-        parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-        try:
-            can_change = all(part._can_set_attn_implementation() for part in parts)
-        except (OSError, KeyError, TypeError):  # it reads their source
-            can_change = False
-        if not can_change:
-            return skipped + "cannot change it once it is loaded"
-        tolerance = _EXACT if self.is_exact else _ROUNDED.get(dtype, _ROUNDED["bfloat16"])
-        attempts: list[tuple[Mode, float]] = [(nullcontext, tolerance)]
-        if not self.is_exact and self.in_float32 is not None and "flash" not in chosen:
-            attempts.append((self.in_float32, _RETRIED))
         rows = np.arange(len(self.encoded.lengths))
-        try:
-            for mode, tolerance in attempts:
-                with mode():
-                    found = self._logits(rows, with_mask=True)
-                    try:
-                        with _eager(parts):
-                            expected = self._logits(rows, with_mask=True)
-                    except Exception as error:  # a class that is not written for it
-                        if classify(error) is not Verdict.SOUND:
-                            raise
-                        return skipped + f"does not run with that ({type(error).__name__})"
-                # Half precision overflows on some texts with the one and not with the other.
-                both = np.isfinite(found).all(axis=1) & np.isfinite(expected).all(axis=1)
-                found, expected = found[both], expected[both]
-                off = np.abs(found - expected).max(initial=0) / np.abs(expected).max(initial=1)
-                if off <= tolerance:
-                    return ""
-        except torch.OutOfMemoryError:
-            return ""  # the first chunk will say so better
-        raise ValueError(
-            f"attn_implementation: {chosen} gives other numbers than {_EAGER} on the same texts: logits differ "
-            f"by {off:.2g} of the largest, and {tolerance:g} is what rounding does in {dtype}; set "
-            f"attn_implementation: {_EAGER} for this member"
+        return check_attention(
+            lambda: self._logits(rows, with_mask=True), model, dtype, self.is_exact, self.in_float32
         )
 
     def bears_padding(self) -> bool:
@@ -123,8 +87,8 @@ class WarmUp:
             beside = self._logits(_BOTH)
             if self.in_float32 is not None and not np.isfinite([*alone, *beside]).all():
                 with self.in_float32():
-                    return self._has_same_probabilities(self._logits(_ALONE), self._logits(_BOTH))
-            if not self._has_same_probabilities(alone, beside):
+                    return self._has_same_values(self._logits(_ALONE), self._logits(_BOTH))
+            if not self._has_same_values(alone, beside):
                 return False
             if Shortcut.LAST_TOKEN in taken:
                 self._takes(beside, Shortcut.LAST_TOKEN_LAYER)
@@ -158,14 +122,74 @@ class WarmUp:
                 self.classifier.taken -= tried
         return stays
 
-    def _has_same_probabilities(
-        self, alone: npt.NDArray[np.float64], beside: npt.NDArray[np.float64]
-    ) -> bool:
-        found = probabilities(torch.from_numpy(np.stack([alone[0], beside[0]])), self.activation)
+    def _has_same_values(self, alone: npt.NDArray[np.float64], beside: npt.NDArray[np.float64]) -> bool:
+        found = self.values(torch.from_numpy(np.stack([alone[0], beside[0]])))
         return bool(np.allclose(found[0], found[1], rtol=0, atol=self._tolerance))
 
     def _logits(self, rows: npt.NDArray[np.int64], with_mask: bool = False) -> npt.NDArray[np.float64]:
         return np.asarray(self.classifier.logits(self.encoded, rows, with_mask).cpu().double().numpy())
+
+
+def check_attention(
+    logits: Callable[[], npt.NDArray[np.float64]],
+    model: Any,
+    dtype: str,
+    is_exact: bool,
+    in_float32: Mode | None,
+) -> str:
+    """Hold a model's attention against eager attention, on what ``logits`` runs it over.
+
+    Args:
+        logits: a pass over the same rows each time, [rows, labels].
+        dtype: of the model's weights.
+        is_exact: whether it computes in whole float32.
+        in_float32: while entered, it computes in float32; None: it cannot.
+
+    Returns:
+        why there was nothing to compare with; empty where there was, or where it is eager.
+
+    Raises:
+        ValueError: the two give other numbers.
+    """
+    chosen = getattr(model.config, "_attn_implementation", None) or _EAGER
+    if chosen == _EAGER:
+        return ""
+    skipped = f"its attention ({chosen}) was not compared with eager: {type(model).__name__} "
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    try:
+        can_change = all(part._can_set_attn_implementation() for part in parts)
+    except (OSError, KeyError, TypeError):  # it reads their source
+        can_change = False
+    if not can_change:
+        return skipped + "cannot change it once it is loaded"
+    tolerance = _EXACT if is_exact else _ROUNDED.get(dtype, _ROUNDED["bfloat16"])
+    attempts: list[tuple[Mode, float]] = [(nullcontext, tolerance)]
+    if not is_exact and in_float32 is not None and "flash" not in chosen:
+        attempts.append((in_float32, _RETRIED))
+    try:
+        for mode, tolerance in attempts:
+            with mode():
+                found = logits()
+                try:
+                    with _eager(parts):
+                        expected = logits()
+                except Exception as error:  # a class that is not written for it
+                    if classify(error) is not Verdict.SOUND:
+                        raise
+                    return skipped + f"does not run with that ({type(error).__name__})"
+            # Half precision overflows on some texts with the one and not with the other.
+            both = np.isfinite(found).all(axis=1) & np.isfinite(expected).all(axis=1)
+            found, expected = found[both], expected[both]
+            off = np.abs(found - expected).max(initial=0) / np.abs(expected).max(initial=1)
+            if off <= tolerance:
+                return ""
+    except torch.OutOfMemoryError:
+        return ""  # the first chunk will say so better
+    raise ValueError(
+        f"attn_implementation: {chosen} gives other numbers than {_EAGER} on the same texts: logits differ "
+        f"by {off:.2g} of the largest, and {tolerance:g} is what rounding does in {dtype}; set "
+        f"attn_implementation: {_EAGER} for this member"
+    )
 
 
 @contextmanager

@@ -1,0 +1,116 @@
+"""A language model as a member: its labels' tokens, the prompts before them, and probabilities over the labels."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ensemble.common.protocol import Counters
+from ensemble.members.causal_lm.label_tokens import follows, label_ids, token_problems
+from ensemble.members.causal_lm.scoring.chat import ChatPrompt
+from ensemble.members.causal_lm.scoring.scorer import LabelScorer
+from ensemble.members.causal_lm.spec import CausalSpec
+from ensemble.members.huggingface.loading.load import Loaded
+from ensemble.members.huggingface.scoring.classifier import probabilities
+from ensemble.members.huggingface.scoring.encode import Prompt
+from ensemble.members.huggingface.scoring.member import TextMember
+from ensemble.members.huggingface.spec import too_much_text
+
+_SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+class CausalMember(TextMember[CausalSpec]):
+    """A language model that is scored at the tokens of each label's text.
+
+    Raises:
+        OSError: the tokenizer's files cannot be read.
+        ValueError: the labels' texts cannot be told apart, or leave no room for a prompt.
+    """
+
+    @cached_property
+    def _label_ids(self) -> tuple[tuple[int, ...], ...]:
+        spec, tokenizer = self._spec, self._tokenizer
+        found = {label: label_ids(self._encode, spec.label_tokens[label]) for label in spec.labels}
+        special = {getattr(tokenizer, f"{name}_id"): name for name in reversed(_SPECIAL)}
+        special.pop(None, None)
+        if problems := [*token_problems(found, special, spec.single_token)]:
+            raise ValueError("; ".join(problems))
+        return tuple(found.values())
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
+
+    def _make_prompt(self, spec: CausalSpec) -> Prompt:
+        # All tokens of a label but its last are given behind the prompt.
+        given = max(map(len, self._label_ids)) - 1
+        if given >= self._max_length:
+            raise ValueError(
+                f"max_length {self._max_length} leaves no room for a prompt before labels of {given + 1} tokens; "
+                "raise it"
+            )
+        room = self._max_length - given
+        if not spec.apply_chat_template and spec.add_special_tokens:
+            ends = (self._tokenizer("a", verbose=False)["input_ids"][-1], self._encode("a")[-1])
+            if ends[0] != ends[1]:
+                raise ValueError(
+                    f"the tokenizer of {spec.model_name_or_path} ends each text with "
+                    f"{self._tokenizer.convert_ids_to_tokens(ends[0])}, behind which no label can follow; set "
+                    "add_special_tokens: false, or in tokenizer_kwargs add_eos_token: false"
+                )
+        prompt = (ChatPrompt if spec.apply_chat_template else Prompt)(spec, self._tokenizer, room)
+        if (tokens := prompt.fixed_tokens()) > room:
+            raise ValueError(too_much_text(tokens, room, ()))
+        return prompt
+
+    def _make_classifier(self, loaded: Loaded) -> LabelScorer:
+        spec = self._spec
+        divisors = {
+            "none": [1.0] * len(self._label_ids),
+            "tokens": [float(len(ids)) for ids in self._label_ids],
+            "bytes": [float(len(spec.label_tokens[label].encode())) for label in spec.labels],
+        }
+        return LabelScorer(
+            loaded.model, loaded.pad_token_id, self._label_ids, divisors[spec.length_normalize]
+        )
+
+    def _notes(self) -> list[str]:
+        spec = self._spec
+        texts = [text for text in self._first_texts if isinstance(text, str)]
+        if isinstance(prompt := self._prompts[0], ChatPrompt):
+            texts = [prompt.whole(text) for text in texts]
+        joined = sum(
+            not all(
+                follows(self._encode, text, spec.label_tokens[label], ids)
+                for label, ids in zip(spec.labels, self._label_ids, strict=True)
+            )
+            for text in texts
+        )
+        notes = []
+        if spec.apply_chat_template and "strftime_now" in str(self._tokenizer.chat_template):
+            notes.append(
+                "its chat template tells the model today's date, so its numbers change from day to day"
+            )
+        if joined:
+            notes.append(
+                f"in {joined} of its first {len(texts)} rows the tokenizer makes other tokens of a label's text "
+                "behind the prompt than by itself; end the prompt where a word ends, and let label_tokens begin "
+                "with the space"
+            )
+        return notes
+
+    def _values(self, logits: torch.Tensor) -> npt.NDArray[np.float64]:
+        return probabilities(logits[:, :-1], "softmax")
+
+    def _take_shortcuts(self, tolerance: float) -> None:
+        assert isinstance(self._classifier, LabelScorer)
+        self._classifier.takes_prefix(self._warmup, tolerance)
+
+    def _more_counters(self, logits: torch.Tensor) -> Counters:
+        assert isinstance(self._classifier, LabelScorer)
+        others = logits[:, -1:].double().exp()
+        shared, self._classifier.shared_tokens = self._classifier.shared_tokens, 0
+        return Counters(other_mass=float(others[torch.isfinite(others)].sum()), shared_tokens=shared)

@@ -1,0 +1,74 @@
+"""The keys of a language model that is scored at label tokens."""
+
+# No "from __future__ import annotations": pydantic would evaluate every annotation from its text again.
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, StringConstraints
+
+from ensemble.common.text import listed
+from ensemble.config.document import Problem, place
+from ensemble.config.values import MustBe, Text, as_label, foreign_label, label_items
+from ensemble.members.huggingface.settings import TextSettings
+
+Verbalizer = Annotated[
+    str, BeforeValidator(as_label), StringConstraints(min_length=1), MustBe("text, and not empty")
+]
+LabelTokens = Annotated[dict[str, Verbalizer], MustBe("a mapping of labels to texts", dict)]
+
+
+class CausalSettings(TextSettings):
+    """A language model that says which label's text comes next, by the probabilities of its tokens.
+
+    Raises:
+        ValidationError: a value is of the wrong type or out of range, or two keys do not go together.
+    """
+
+    task_type: Literal["causal_lm"] = "causal_lm"
+    # The text of each label that follows the prompt, with the space before it where there is one.
+    label_tokens: LabelTokens = Field(examples=["{pos: ' good', neg: ' bad'}"])
+    single_token: bool = False  # demands that each label's text is one token
+    # What a text's log-probability is divided by: nothing, its number of tokens, or its length in UTF-8 bytes.
+    length_normalize: Literal["none", "tokens", "bytes"] = "none"
+    # The prompt becomes the user's message, and the label begins the answer.
+    apply_chat_template: bool = False
+    system_instruction: Text | None = None  # the system's message; needs apply_chat_template
+    truncation_side: Literal["left", "right"] = (
+        "left"  # where a long prompt is cut; its end asks for the label
+    )
+
+    older_keys: ClassVar[Mapping[str, str]] = {
+        **TextSettings.older_keys,
+        "label_tokens": "verbalizer verbalizers label_words label_texts choices",
+        "length_normalize": "length_normalization normalize_length acc_norm",
+        "apply_chat_template": "chat chat_template use_chat_template",
+        "system_instruction": "system system_prompt system_message",
+    }
+
+    @classmethod
+    def broken_rules(cls, values: Mapping[str, Any], labels: Collection[str]) -> Iterator[Problem]:
+        yield from super().broken_rules(values, labels)
+        if isinstance(values.get("text_column"), list | tuple):
+            yield ("text_column",), "must be one column here; put both into a prompt_template"
+        if values.get("system_instruction") is not None and not values.get("apply_chat_template"):
+            yield ("system_instruction",), "needs apply_chat_template: true"
+        if values.get("truncation_side") == "right" and values.get("prompt_template") is not None:
+            yield (
+                ("truncation_side",),
+                "would cut the end of the prompt, which asks for the label; leave it out, or say with truncation "
+                "which columns may be cut",
+            )
+        if len(labels) == 1:
+            yield ("label_tokens",), "there must be two labels or more to choose from"
+        texts = values.get("label_tokens")
+        if not isinstance(texts, dict):
+            return
+        given: dict[str, str] = {}
+        for key, text in label_items(texts):
+            if labels and key not in labels:
+                yield ("label_tokens", key), foreign_label(labels)
+            elif given.setdefault(text, key) != key:
+                yield ("label_tokens", key), f"the same text as {place(('label_tokens', given[text]))} has"
+        if missing := [label for label in labels if label not in texts]:
+            yield ("label_tokens",), f"has no text for {listed(missing)}; each label needs one"

@@ -1,0 +1,298 @@
+"""A checkpoint as a member: what it reads at once, then the model on its device, then probabilities."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import masking_utils
+
+from ensemble.common.protocol import Counters, Ready
+from ensemble.data.json_cells import TemplateProblem
+from ensemble.data.published_table import PublishedTable
+from ensemble.members.huggingface.loading.checks import ROWS, check_tokenizer
+from ensemble.members.huggingface.loading.float32_retry import (
+    in_float32,
+    uses_half_precision,
+    why_not_float32,
+)
+from ensemble.members.huggingface.loading.load import Loaded, LoadedModel, load, max_length
+from ensemble.members.huggingface.loading.preload import (
+    ReadAhead,
+    checkpoint_folder,
+    import_model_class,
+    weight_files,
+)
+from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
+from ensemble.members.huggingface.scoring.classifier import Classifier, Shortcut, probabilities
+from ensemble.members.huggingface.scoring.encode import Encoded, Prompt, Text
+from ensemble.members.huggingface.scoring.forward import BatchSizes, Encoding, Mode, Scorer, compute
+from ensemble.members.huggingface.scoring.prefetch import Prefetch, Step
+from ensemble.members.huggingface.scoring.token_budget import StageBudget, TimedBudget, TokenBudget
+from ensemble.members.huggingface.scoring.unsupported import told_in_a_sentence
+from ensemble.members.huggingface.scoring.warmup import MAX_CHARACTERS, TEXTS, WarmUp
+from ensemble.members.huggingface.spec import CheckpointSpec, ModelSpec
+from ensemble.members.predictor import Prediction, Predictor, Report
+
+_X = TypeVar("_X", bound=CheckpointSpec)
+_E = TypeVar("_E", bound=Encoding)
+S = TypeVar("S", bound=ModelSpec)
+
+
+class CheckpointMember(Predictor, Generic[_X, _E]):
+    """What kinds share that run a checkpoint of transformers, whatever it reads.
+
+    A kind says what its numbers stand for (``_values``) and loads between ``_begin_load`` and ``_set_modes``,
+    which leaves ``_sizes`` to it; then ``_score`` runs the model over encoded rows.
+
+    Args:
+        spec: what to load.
+        encode: what the model gets of rows of the table, with a callback after each block of them.
+    """
+
+    def __init__(self, spec: _X, encode: Callable[[npt.NDArray[np.int64], Step], _E]) -> None:
+        self._spec = spec
+        # On a CPU both would want the same cores.
+        self._prefetch: Prefetch[_E] = Prefetch(encode, in_background=spec.gpus > 0)
+        self._reading: ReadAhead | None = None
+        self._starts_in_float32 = False
+        self._sizes: BatchSizes
+        self._budget: TokenBudget | None = None
+        import_model_class(spec)
+
+    def _values(self, logits: torch.Tensor) -> npt.NDArray[np.float64]:
+        """Probabilities by the config's labels, float64 [rows, labels], of what the classifier gave."""
+        return probabilities(logits, self._spec.activation)[:, list(self._spec.label_order)]
+
+    def _more_counters(self, logits: torch.Tensor) -> Counters:
+        """What else a kind counts of what the classifier gave, [0, 0] where it gave nothing."""
+        return Counters()
+
+    @abstractmethod
+    def _too_large(self, encoded: _E, place: int, in_what: str) -> str:
+        """Why a row that does not fit into memory even alone is a bad row.
+
+        Args:
+            in_what: the type that it has to be computed in, where that is another one, with a space before it.
+        """
+
+    def preload(self, limit_bytes: int) -> None:
+        self._reading = ReadAhead(weight_files(self._spec), limit_bytes)
+
+    def _begin_load(self) -> None:
+        if self._reading is not None:
+            self._reading.begin_load()
+
+    def _set_modes(self, loaded: LoadedModel) -> None:
+        """Note how the model runs: once it is loaded, before the first pass."""
+        self._loaded = loaded
+        uses_half = uses_half_precision(loaded.model)
+        # Why its overflows cannot be run again in float32; empty where they can, or where there are none.
+        self._why_not_float32 = why_not_float32(loaded.model) if uses_half else ""
+        can_retry = uses_half and not self._why_not_float32
+        self._in_float32: Mode | None = partial(in_float32, loaded.model) if can_retry else None
+        self._is_exact = loaded.dtype == "float32" and self._spec.quantization_config is None
+        self._passes = partial(told_in_a_sentence, self._spec, loaded.model, loaded.device_name)
+
+    def _score(self, scorer: Scorer[_E], encoded: _E, report: Report) -> Prediction:
+        """Probabilities of encoded rows, in batches by ``_sizes``."""
+        with self._passes():
+            budget = self._budget
+            if budget is not None and not self._starts_in_float32:
+                self._sizes.set_budget(budget.for_chunk(scorer, encoded, lambda: report(0)))
+            computed = compute(
+                scorer, encoded, self._sizes, report, self._in_float32, self._starts_in_float32
+            )
+        if computed.mostly_overflows:
+            # Such as Gemma-3, of which nearly every row does: trying first would be for nothing.
+            self._starts_in_float32, self._sizes = True, self._sizes.for_float32()
+        values = np.full((len(encoded.lengths), len(self._spec.label_order)), np.nan)
+        if len(computed.rows):
+            values[computed.rows] = self._values(computed.logits)
+        bad_rows = dict(encoded.problems)
+        again = f" in float32, which it needs because it overflows {self._loaded.dtype}"
+        for places, in_what in ((computed.too_large, ""), (computed.too_large_in_float32, again)):
+            bad_rows |= {place: self._too_large(encoded, place, in_what) for place in places}
+        # Why rows come out as no numbers, and what to do about it.
+        if self._why_not_float32:
+            advice = f"a float16 overflow is likely, and {self._why_not_float32}: set dtype: bfloat16"
+        elif computed.float32_error:
+            advice = (
+                f"it overflows {self._loaded.dtype}, and this model does not run in float32 "
+                f"({computed.float32_error}); set dtype: bfloat16 or float32"
+            )
+        else:
+            tried = (
+                "it was computed in float32" if self._in_float32 is None else "float32 gave no better numbers"
+            )
+            advice = f"{tried}, so the checkpoint's weights are damaged, or it cannot compute this row"
+        counters = computed.counters + self._more_counters(computed.logits)
+        news = () if budget is None else budget.news()
+        return Prediction(values, bad_rows, counters, advice, *news)
+
+    def check_device(self) -> None:
+        # Kernels run later than they are called, so that an error can show far from its cause.
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            for index in range(torch.cuda.device_count()):
+                torch.cuda.synchronize(index)
+
+    def peak_gpu_memory_bytes(self) -> int | None:
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return None
+        return max(torch.cuda.max_memory_reserved(index) for index in range(torch.cuda.device_count()))
+
+
+class TextMember(CheckpointMember[S, Encoded], Generic[S]):
+    """What kinds share that run a model over text.  Made, it holds neither model nor device.
+
+    A kind may say how its rows become token ids (``_make_prompt``), what runs the model (``_make_classifier``), and
+    what its numbers stand for (``_values``).
+
+    Args:
+        spec: what to load, and how its rows become token ids.
+        table: its rows.
+
+    Raises:
+        OSError: the tokenizer's files cannot be read.
+        ValueError: the tokenizer leaves no room for text, or is not the one that its files are for; the template
+            leaves none for the fields that may be cut.
+    """
+
+    def __init__(self, spec: S, table: PublishedTable) -> None:
+        super().__init__(
+            spec, lambda rows, step: self._prompts[table.view_of(rows)].encode(table.take(rows), step)
+        )
+        self._tokenizer = load_tokenizer(spec)
+        # Of the model's own limit nothing is known yet.
+        self._max_length = max_length(spec, self._tokenizer, None, [])
+        self._prompts = self._make_prompts()
+        first = []
+        for view, prompt in enumerate(self._prompts):
+            for row in table.take(view * table.rows + np.arange(min(ROWS, table.rows))):
+                with contextlib.suppress(TemplateProblem):
+                    first.append(prompt.render(row))
+        self._first_texts = first
+        folder = checkpoint_folder(spec.model_name_or_path, spec.revision)
+        plain = [part for text in first for part in ([text] if isinstance(text, str) else text)]
+        self._tokenizer_notes = [*check_tokenizer(spec, self._tokenizer, folder, plain)]
+        is_pair = self._prompts[0].is_pair
+        self._warmup_texts: list[Text] = [(text, text) if is_pair else text for text in TEXTS]
+        if like := [text for text in first if isinstance(text, str) != is_pair]:
+            longest = max(like, key=lambda text: len("".join(text)))
+            cut = [part[:MAX_CHARACTERS] for part in ([longest] if isinstance(longest, str) else longest)]
+            self._warmup_texts.append((cut[0], cut[1]) if is_pair else cut[0])
+        self._warmup = self._prompts[0].encode_texts(self._warmup_texts)
+
+    def _make_prompts(self) -> list[Prompt]:
+        """How rows become token ids, in each view of them."""
+        spec = self._spec
+        return [
+            self._make_prompt(
+                spec if template is None else replace(spec, prompt_template=template, text_columns=())
+            )
+            for template in spec.view_templates or (None,)
+        ]
+
+    def _make_prompt(self, spec: S) -> Prompt:
+        return Prompt(spec, self._tokenizer, self._max_length)
+
+    def _make_classifier(self, loaded: Loaded) -> Classifier:
+        return Classifier(loaded.model, loaded.pad_token_id)
+
+    def _take_shortcuts(self, tolerance: float) -> None:
+        """Find out what other work the classifier need not do, its numbers so far from what they were at most."""
+
+    def _notes(self) -> list[str]:
+        """What else the user should know, a sentence each."""
+        return []
+
+    def prepare(self, rows: npt.NDArray[np.int64]) -> None:
+        self._prefetch.prepare(rows)
+
+    def load(self) -> Ready:
+        self._begin_load()
+        spec = self._spec
+        loaded = load(spec, self._tokenizer)
+        if loaded.max_length != self._max_length:
+            self._max_length = loaded.max_length
+            self._prompts = self._make_prompts()
+            self._warmup = self._prefetch.start_over(
+                lambda: self._prompts[0].encode_texts(self._warmup_texts)
+            )
+        self._classifier = self._make_classifier(loaded)
+        notes = [*loaded.notes, *self._tokenizer_notes, *self._notes()]
+        self._set_modes(loaded)
+        warm_up = WarmUp(
+            self._classifier,
+            self._warmup,
+            self._values,
+            is_exact=self._is_exact,
+            in_float32=self._in_float32,
+        )
+        with self._passes(first=True):
+            if skipped := warm_up.check_attention(loaded.model, loaded.dtype):
+                notes.append(skipped)
+            bears_padding = warm_up.bears_padding()
+            if bears_padding:
+                self._take_shortcuts(1e-4 if warm_up.is_exact else 5e-2)
+        if Shortcut.NO_MASK in self._classifier.taken:
+            # Without a mask transformers asks the device at each pass whether rows are packed into one; none are.
+            masking_utils.find_packed_sequence_indices = lambda position_ids: None
+        if not bears_padding:
+            notes.append(
+                "its numbers change with padding, so only rows of equal length share a batch: slower"
+            )
+        self._sizes = BatchSizes(loaded.token_budget, spec.batch_size, not bears_padding, loaded.memory)
+        self._budget = self._token_budget(loaded) if bears_padding else None
+        return Ready(
+            device=loaded.device_name,
+            dtype=loaded.dtype,
+            attn_implementation=loaded.attn_implementation,
+            parameters=loaded.parameters,
+            max_length=self._max_length,
+            token_budget=self._sizes.tokens_at(min(self._max_length, spec.width or self._max_length)),
+            notes=tuple(notes),
+        )
+
+    def _token_budget(self, loaded: Loaded) -> TokenBudget | None:
+        """What finds the budget of tokens; None where the user has set it, and on a CPU.
+
+        There 2,048 tokens are what is best (docs/log.md).  Over several GPUs the passes of a chunk overlap, so that
+        the time of one by itself tells nothing of them.
+        """
+        spec, classifier = self._spec, self._classifier
+        if spec.token_budget is not None or spec.batch_size is not None:
+            return None
+        if classifier.stages > 1:
+            return StageBudget(loaded.token_budget, classifier.stages)
+        if classifier.last_device.type != "cuda":
+            return None
+        libraries = {name: version(name) for name in ("torch", "transformers")}
+        hardware = {"device": loaded.device_name, **libraries, "memory_limit": spec.memory_limit_bytes}
+        folder = Path(spec.shards_dir)
+        found, expected = spec.token_budgets, spec.expected_tokens
+        return TimedBudget(folder, loaded.token_budget, loaded.memory, hardware, found, expected)
+
+    def predict(self, rows: npt.NDArray[np.int64], report: Report) -> Prediction:
+        encoded = self._prefetch.take(rows, lambda: report(0))
+        prediction = self._score(self._classifier, encoded, report)
+        counters = replace(
+            prediction.counters, truncated_rows=encoded.truncated_rows, cut_tokens=encoded.cut_tokens
+        )
+        return replace(prediction, counters=counters)
+
+    def _too_large(self, encoded: Encoded, place: int, in_what: str) -> str:
+        return (
+            f"{encoded.lengths[place]:,} tokens do not fit into the memory of {self._loaded.device_name} "
+            f"even alone{in_what}; lower max_length ({self._max_length}), quantize, or give it more GPUs "
+            "(num_gpus)"
+        )

@@ -1,0 +1,1 @@
+"""Image classifiers: paths in a column, read with Pillow, through a checkpoint with a head of the labels."""

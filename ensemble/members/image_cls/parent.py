@@ -1,0 +1,145 @@
+"""Image classifiers on the parent's side: what can be known of a checkpoint and its images without torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ensemble.common.digests import FileDigests, digest_of
+from ensemble.common.errors import CheckpointError
+from ensemble.common.files import read_json
+from ensemble.config import MemberConfig
+from ensemble.data.row_files import FileCells
+from ensemble.members.base import Assigned, Draft, OutputColumns, Reads
+from ensemble.members.footprint import MemoryEstimate
+from ensemble.members.huggingface.checkpoint.digests import hub_commit
+from ensemble.members.huggingface.checkpoint.hub import how_to_install, read_config
+from ensemble.members.huggingface.checkpoint.inspect import Checkpoint, inspect_checkpoint, label_names
+from ensemble.members.huggingface.parent import HuggingFaceMember, without_fetching
+from ensemble.members.huggingface.spec import IMAGE_CLASSIFIER
+from ensemble.members.image_cls.settings import ImageClassifierSettings
+from ensemble.members.image_cls.spec import ImageSettings
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+# Where transformers looks for what is made of an image (image_processing_auto.py).
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+# As many bytes of text as an image of 224 by 224 pixels has patches of 16 by 16, at 4 bytes a token.
+_BYTES_OF_IMAGE = 784
+
+
+@dataclass(frozen=True)
+class ImageCheckpoint(Checkpoint):
+    """``image_folder`` is where relative paths start, absolute."""
+
+    image_folder: Path = Path()
+
+
+class ImageClassification(HuggingFaceMember[ImageClassifierSettings, ImageCheckpoint]):
+    """An image classifier, loaded by transformers."""
+
+    Settings: ClassVar[type[MemberConfig]] = ImageClassifierSettings
+    child: ClassVar[str] = "ensemble.members.image_cls.child"
+    activation_key: ClassVar[str] = "problem_type"
+    auto_class: ClassVar[str] = IMAGE_CLASSIFIER
+
+    @classmethod
+    def draft(cls, source: str, id_column: str) -> Draft | None:
+        folder = Path(source)
+        if not (folder / "config.json").is_file():
+            return None
+        config = read_config(folder / "config.json", f"{source}: its config.json")
+        stored = config.get("architectures")
+        if not (isinstance(stored, list) and stored and str(stored[0]).endswith("ForImageClassification")):
+            return None
+        names = label_names(config, source)
+        return Draft(
+            settings={"task_type": "image_cls", "model_name_or_path": source},
+            labels=tuple(names),
+            are_named=not all(re.fullmatch(r"LABEL_\d+", name) for name in names),
+            reads_text=False,
+            file_keys=("image_column", "image_folder", "image_suffix"),
+        )
+
+    def reads(self) -> Reads:
+        model = self.settings
+        files = FileCells(
+            model.image_column,
+            key="image_column",
+            folder=model.image_folder,
+            suffix=model.image_suffix or "",
+            advice="relative paths start at image_folder, by default at the table's folder; image_suffix stands "
+            "behind each cell",
+        )
+        return Reads((model.image_column,), files=files, row_bytes=_BYTES_OF_IMAGE)
+
+    def inspect(self, columns: OutputColumns) -> ImageCheckpoint:
+        model = self.settings
+        found = inspect_checkpoint(
+            model, columns.labels, model.label_map, model.problem_type, IMAGE_CLASSIFIER
+        )
+        name, folder = model.model_name_or_path, found.folder
+        problems = list[str]()
+        if find_spec("PIL") is None:
+            problems.append(f"image_column needs Pillow, which is not installed: {how_to_install('pillow')}")
+        if Path(name).is_dir() and not _has_processor(folder):
+            problems.append(
+                f"{folder} has no {_PROCESSOR_FILES[0]}, which says how images are resized and scaled; copy it too"
+            )
+        if problems:
+            raise CheckpointError(problems)
+        image_folder = (model.image_folder or columns.table_folder).absolute()
+        return ImageCheckpoint(**vars(found), image_folder=image_folder)
+
+    def packages(self, inspected: ImageCheckpoint | None) -> Iterator[tuple[str, str]]:
+        yield from super().packages(inspected)
+        yield "pillow", ".image_column"
+
+    def memory(
+        self, inspected: ImageCheckpoint, lengths: npt.NDArray[np.int64], labels: int
+    ) -> MemoryEstimate | None:
+        # NumPy only where it is needed: a typo in a key shall be told at once.
+        from ensemble.members.image_cls.memory import image_memory
+
+        return image_memory(self.settings, inspected, len(lengths), labels)
+
+    def fingerprint(self, inspected: ImageCheckpoint, assigned: Assigned) -> Mapping[str, object]:
+        model = self.settings
+        return {
+            **super().fingerprint(inspected, assigned),
+            "image_column": model.image_column,
+            "processor_kwargs": without_fetching(model.processor_kwargs),
+        }
+
+    def content(self, inspected: ImageCheckpoint, files: FileDigests) -> Mapping[str, str]:
+        """The digests of the weights, and of the image processor's settings."""
+        folder = inspected.folder
+        commit = hub_commit(self.settings.model_name_or_path, folder)
+        there = [] if commit else [folder / name for name in _PROCESSOR_FILES if (folder / name).is_file()]
+        processor = files.together(folder, dict.fromkeys(there))
+        return {**super().content(inspected, files), "processor": digest_of([commit, processor])}
+
+    def worker_settings(
+        self, inspected: ImageCheckpoint, assigned: Assigned, offload_folder: Path | None
+    ) -> Mapping[str, Any]:
+        model = self.settings
+        settings = ImageSettings(
+            **self._loading(inspected, assigned, offload_folder),
+            image_column=model.image_column,
+            image_folder=str(inspected.image_folder),
+            image_suffix=model.image_suffix or "",
+            processor_kwargs=model.processor_kwargs,
+        )
+        return asdict(settings)
+
+
+def _has_processor(folder: Path) -> bool:
+    # timm's settings are in config.json.
+    own = (folder / _PROCESSOR_FILES[0]).is_file() or "pretrained_cfg" in read_json(folder / "config.json")
+    return own or "image_processor" in read_json(folder / _PROCESSOR_FILES[1])

@@ -1,0 +1,195 @@
+"""An image classifier as a member: images are read in the background of the passes, a block of them at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image
+
+from ensemble.common.protocol import Counters, Ready
+from ensemble.data.published_table import PublishedTable
+from ensemble.members.huggingface.loading.device_map import input_device, last_device
+from ensemble.members.huggingface.loading.load import load_on_devices
+from ensemble.members.huggingface.loading.spread import Spread
+from ensemble.members.huggingface.scoring.classifier import on_device
+from ensemble.members.huggingface.scoring.forward import BatchSizes
+from ensemble.members.huggingface.scoring.member import CheckpointMember
+from ensemble.members.huggingface.scoring.warmup import check_attention
+from ensemble.members.image_cls.scoring.images import EncodedImages, ImageReader
+from ensemble.members.image_cls.spec import ImageSpec
+from ensemble.members.predictor import Prediction, Report
+
+# Pixels as float32 of so many bytes are on the host at a time, and as many again that are being read.
+_BLOCK_BYTES = 256 << 20
+_MAX_BLOCK_ROWS = 512
+# Rows of the table that are looked at for images that the model takes.
+_FIRST_ROWS = 4
+
+
+class ImageClassifier:
+    """A loaded image classifier: pixels -> logits, as ``scoring.forward`` wants them.
+
+    Args:
+        model: as ``AutoModelForImageClassification`` loads it.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._device = input_device(model)
+        self.last_device = last_device(model)
+        self._spread = Spread(model)
+
+    def skipped_tokens(self, encoded: EncodedImages) -> npt.NDArray[np.int64]:
+        return np.zeros_like(encoded.lengths)
+
+    def logits(
+        self,
+        encoded: EncodedImages,
+        rows: npt.NDArray[np.int64],
+        with_mask: bool = False,
+        timing: AbstractContextManager[None] | None = None,
+    ) -> torch.Tensor:
+        """A forward pass over rows as a batch, or one for each size of their images; see ``Classifier.logits``."""
+        alike: dict[tuple[object, ...], list[int]] = {}
+        for place, row in enumerate(rows.tolist()):
+            shapes = sorted((name, array.shape) for name, array in encoded.inputs[row].items())
+            alike.setdefault(tuple(shapes), []).append(place)
+        batches = [
+            {
+                name: self._tensor(np.stack([encoded.inputs[row][name] for row in rows[places].tolist()]))
+                for name in encoded.inputs[int(rows[places[0]])]
+            }
+            for places in alike.values()
+        ]
+        with timing or nullcontext(), self._spread.one_pass(), torch.inference_mode():
+            parts: list[torch.Tensor] = [self._model(**batch).logits.float() for batch in batches]
+            if len(parts) == 1:
+                return parts[0]
+            order = torch.tensor([place for places in alike.values() for place in places])
+            return torch.cat(parts)[order.argsort().to(parts[0].device)]
+
+    def _tensor(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        tensor = on_device(array, self._device)
+        return tensor.to(self._model.dtype) if tensor.is_floating_point() else tensor
+
+
+class ImageClassifierMember(CheckpointMember[ImageSpec, EncodedImages]):
+    """An image classifier with its image processor.
+
+    Args:
+        spec: what to load, and where images are.
+        table: its rows.
+
+    Raises:
+        OSError: the image processor's settings cannot be read.
+        ValueError: there is no image processor that runs here.
+    """
+
+    def __init__(self, spec: ImageSpec, table: PublishedTable) -> None:
+        self._reader = ImageReader(spec)
+        super().__init__(spec, lambda rows, step: self._reader.encode(table.take(rows), step))
+        self._warmup = self._first_images(table)
+        size = max(sum(array.nbytes for array in one.values()) for one in self._warmup.inputs)
+        self._block_rows = min(_MAX_BLOCK_ROWS, max(1, _BLOCK_BYTES // size))
+        self._change = threading.Lock()
+        # While blocks of a chunk are still to be read, what comes behind them.
+        self._reads_chunk = False
+        self._behind: npt.NDArray[np.int64] | None = None
+
+    def _first_images(self, table: PublishedTable) -> EncodedImages:
+        """The first of the table's images that can be read; where none can, one of noise."""
+        found = self._reader.encode(table.take(np.arange(min(_FIRST_ROWS, table.rows))))
+        good = np.flatnonzero(found.lengths)
+        if len(good):
+            return EncodedImages([found.inputs[row] for row in good.tolist()], found.lengths[good])
+        noise = np.random.default_rng(0).integers(0, 256, (224, 224, 3), dtype=np.uint8)
+        return self._reader.encode_images([Image.fromarray(noise)])
+
+    def prepare(self, rows: npt.NDArray[np.int64]) -> None:
+        with self._change:
+            if self._reads_chunk:
+                self._behind = rows
+            else:
+                self._prefetch.prepare(rows[: self._block_rows])
+
+    def load(self) -> Ready:
+        self._begin_load()
+        spec = self._spec
+        loaded = load_on_devices(spec)
+        self._set_modes(loaded)
+        self._classifier = ImageClassifier(loaded.model)
+        notes = [*loaded.notes]
+        rows = np.arange(len(self._warmup.lengths))
+
+        def logits() -> npt.NDArray[np.float64]:
+            return np.asarray(self._classifier.logits(self._warmup, rows).cpu().double().numpy())
+
+        with self._passes(first=True):
+            with contextlib.suppress(torch.OutOfMemoryError):  # the first chunk will say so better
+                logits()
+            if skipped := check_attention(
+                logits, loaded.model, loaded.dtype, self._is_exact, self._in_float32
+            ):
+                notes.append(skipped)
+        self._sizes = BatchSizes(loaded.token_budget, spec.batch_size, True, loaded.memory)
+        return Ready(
+            device=loaded.device_name,
+            dtype=loaded.dtype,
+            attn_implementation=loaded.attn_implementation,
+            parameters=loaded.parameters,
+            notes=tuple(notes),
+        )
+
+    def predict(self, rows: npt.NDArray[np.int64], report: Report) -> Prediction:
+        parts, done = list[Prediction](), 0
+
+        def report_more(rows: int, tokens: int = 0, padded_tokens: int = 0) -> None:
+            report(done + rows)
+
+        for block in self._blocks(rows):
+            encoded = self._prefetch.take(block, lambda: report_more(0))
+            parts.append(self._score(self._classifier, encoded, report_more))
+            done += len(block)
+        counters = sum((part.counters for part in parts), Counters())
+        starts = np.cumsum([0, *(len(part.values) for part in parts)]).tolist()
+        return Prediction(
+            np.concatenate([part.values for part in parts]),
+            {
+                start + place: reason
+                for start, part in zip(starts, parts, strict=False)
+                for place, reason in part.bad_rows.items()
+            },
+            replace(counters, tokens=0, padded_tokens=0),  # it has images
+            next((part.advice for part in parts if np.isnan(part.values).any()), parts[-1].advice),
+        )
+
+    def _blocks(self, rows: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
+        """The rows in blocks; while one is computed the next is read, and behind the last what comes next."""
+        blocks = [rows[start : start + self._block_rows] for start in range(0, len(rows), self._block_rows)]
+        with self._change:
+            self._reads_chunk = len(blocks) > 1
+        for number, block in enumerate(blocks):
+            self._prefetch.prepare(block)
+            if number + 1 < len(blocks):
+                self._prefetch.prepare(blocks[number + 1])
+            with self._change:
+                self._reads_chunk = number + 2 < len(blocks)
+                behind = None if self._reads_chunk else self._behind
+                if behind is not None:
+                    self._behind = None
+                    self._prefetch.prepare(behind[: self._block_rows])
+            yield block
+
+    def _too_large(self, encoded: EncodedImages, place: int, in_what: str) -> str:
+        return (
+            f"its image of {encoded.size(place)} pixels does not fit into the memory of "
+            f"{self._loaded.device_name} even alone{in_what}; quantize, or give it more GPUs (num_gpus)"
+        )

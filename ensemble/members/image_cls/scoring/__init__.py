@@ -1,0 +1,1 @@
+"""Child side: files of images -> pixels."""

@@ -1,0 +1,104 @@
+"""Backbones with a head of their own on the parent's side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ensemble.common.digests import FileDigests
+from ensemble.common.errors import CheckpointError
+from ensemble.common.files import read_json
+from ensemble.config import MemberConfig
+from ensemble.members.base import Assigned, OutputColumns
+from ensemble.members.footprint import MemoryEstimate
+from ensemble.members.huggingface.checkpoint.architecture import read_architecture, text_settings
+from ensemble.members.huggingface.checkpoint.digests import weight_samples
+from ensemble.members.huggingface.checkpoint.inspect import Checkpoint, activation_of, read_checkpoint
+from ensemble.members.huggingface.parent import TextCheckpoint
+from ensemble.members.huggingface.spec import BACKBONE
+from ensemble.members.pooled_cls.head import LAYER_NORM, Head, read_head
+from ensemble.members.pooled_cls.settings import PooledSettings
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+
+class PooledClassification(TextCheckpoint[PooledSettings]):
+    """A checkpoint without its head, loaded by transformers, and a file with another."""
+
+    Settings: ClassVar[type[MemberConfig]] = PooledSettings
+    child: ClassVar[str] = "ensemble.members.pooled_cls.child"
+    activation_key: ClassVar[str] = "problem_type"
+    auto_class: ClassVar[str] = BACKBONE
+
+    def sources(self) -> tuple[str, ...]:
+        return (*super().sources(), str(self.settings.head))
+
+    def inspect(self, columns: OutputColumns) -> Checkpoint:
+        model, problems = self.settings, list[str]()
+        name, labels = model.model_name_or_path, columns.labels
+        config: Mapping[str, Any] = {}
+        try:
+            files = read_checkpoint(model, self.auto_class)
+            config = files.config
+            if config.get("is_encoder_decoder"):
+                problems.append(
+                    f"{name} is an encoder with a decoder; pooled_cls runs models that are one of the two"
+                )
+        except CheckpointError as error:
+            problems += error.problems
+        try:
+            self._head(config, len(labels))
+        except CheckpointError as error:
+            problems += error.problems
+        if problems:
+            raise CheckpointError(problems)
+        order = tuple(map((model.head_labels or labels).index, labels))
+        return files.checkpoint(model, activation_of(model.problem_type, len(labels)), order)
+
+    def _head(self, config: Mapping[str, Any], labels: int) -> Head:
+        """The head's file; ``config`` is the backbone's ``config.json``, which may be empty."""
+        model, architecture = self.settings, read_architecture(config)
+        width = architecture.hidden if architecture is not None else None
+        # Of some OPT models the last thing is a projection to the size of the embeddings.
+        projected = text_settings(config).get("word_embed_proj_dim")
+        width = projected if isinstance(projected, int) else width
+        return read_head(model.head, model.head_layers, width, model.model_name_or_path, labels)
+
+    def _inspected_head(self, inspected: Checkpoint) -> Head:
+        return self._head(read_json(inspected.folder / "config.json"), len(inspected.label_order))
+
+    def memory(
+        self, inspected: Checkpoint, lengths: npt.NDArray[np.int64], labels: int
+    ) -> MemoryEstimate | None:
+        from ensemble.members.huggingface.memory.estimate import checkpoint_memory
+
+        head = self._inspected_head(inspected).tensors
+        return checkpoint_memory(self.settings, inspected, lengths, labels, head=head)
+
+    def fingerprint(self, inspected: Checkpoint, assigned: Assigned) -> Mapping[str, object]:
+        model, steps = self.settings, self._inspected_head(inspected).steps
+        return {
+            **super().fingerprint(inspected, assigned),
+            "pooling_mode": model.pooling_mode,
+            "head_steps": steps,
+            "head_layer_norm_eps": model.head_layer_norm_eps if LAYER_NORM in dict(steps) else None,
+        }
+
+    def content(self, inspected: Checkpoint, files: FileDigests) -> Mapping[str, str]:
+        head = self.settings.head
+        return {**super().content(inspected, files), "head": files.digest(head, weight_samples(head))}
+
+    def worker_settings(
+        self, inspected: Checkpoint, assigned: Assigned, offload_folder: Path | None
+    ) -> Mapping[str, Any]:
+        model = self.settings
+        return {
+            **super().worker_settings(inspected, assigned, offload_folder),
+            "head": str(model.head),
+            "head_steps": self._inspected_head(inspected).steps,
+            "head_layer_norm_eps": model.head_layer_norm_eps,
+            "pooling_mode": model.pooling_mode,
+        }

@@ -1,0 +1,139 @@
+"""A backbone with a head of its own: hidden states -> one vector for each row -> logits.
+
+Pooled values and the head are float32, whatever the backbone computes in: they are small, and hand-written heads
+were mostly trained so.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers.activations import ACT2FN
+
+from ensemble.common.protocol import Ready
+from ensemble.members.huggingface.loading.device_map import last_device
+from ensemble.members.huggingface.loading.load import Loaded
+from ensemble.members.huggingface.scoring.classifier import (
+    Classifier,
+    Shortcut,
+    last_token_only,
+    on_device,
+    padded,
+)
+from ensemble.members.huggingface.scoring.encode import Encoded
+from ensemble.members.huggingface.scoring.member import TextMember
+from ensemble.members.pooled_cls.head import LAYER_NORM, LINEAR
+from ensemble.members.pooled_cls.spec import PooledSpec
+
+
+class PooledMember(TextMember[PooledSpec]):
+    """A backbone whose last hidden states are pooled, and a head from a file."""
+
+    def load(self) -> Ready:
+        ready = super().load()
+        assert isinstance(self._classifier, PooledClassifier)
+        of_head = sum(one.numel() for one in self._classifier.head.parameters())
+        notes = list(ready.notes)
+        if self._spec.pooling_mode == "cls" and Shortcut.NO_MASK in self._classifier.taken:
+            notes.append(
+                "pooling_mode: cls takes the first token, and in this model no token sees those behind it: rows "
+                "that begin with the same token get the same numbers; its head was trained on lasttoken or mean"
+            )
+        return replace(ready, parameters=(ready.parameters or 0) + of_head, notes=tuple(notes))
+
+    def _make_classifier(self, loaded: Loaded) -> PooledClassifier:
+        head = make_head(self._spec, last_device(loaded.model))
+        return PooledClassifier(loaded.model, loaded.pad_token_id, head, self._spec.pooling_mode)
+
+
+def make_head(spec: PooledSpec, device: torch.device) -> nn.Sequential:
+    """The layers of a head's file with the activations between them, in float32."""
+    tensors = load_file(spec.head)
+    layers: list[nn.Module] = []
+    for kind, name in spec.head_steps:
+        prefix = f"{name}." if name else ""
+        weight, bias = tensors.get(f"{prefix}weight"), tensors.get(f"{prefix}bias")
+        layer: Any
+        if kind == LINEAR:
+            assert weight is not None
+            layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None)
+        elif kind == LAYER_NORM:
+            assert weight is not None
+            layer = nn.LayerNorm(weight.shape[0], eps=spec.head_layer_norm_eps)
+        else:
+            layers.append(ACT2FN[kind])
+            continue
+        layer.weight = nn.Parameter(weight.float().to(device), requires_grad=False)
+        if bias is not None:
+            layer.bias = nn.Parameter(bias.float().to(device), requires_grad=False)
+        layers.append(layer)
+    return nn.Sequential(*layers).eval()
+
+
+class PooledClassifier(Classifier):
+    """A loaded backbone and its head, which give a row the same numbers whatever its neighbours in the batch.
+
+    Args:
+        model: as ``AutoModel`` loads it.
+        pad_token_id: what to fill up with.
+        head: from [rows, hidden] to [rows, outputs], float32, on the model's last device.
+        pooling_mode: "mean", "cls" or "lasttoken", of a row's own tokens, special ones included.
+    """
+
+    def __init__(self, model: Any, pad_token_id: int, head: nn.Sequential, pooling_mode: str) -> None:
+        super().__init__(model, pad_token_id)
+        self.head = head
+        self._mode = pooling_mode
+        self.possible -= {Shortcut.LAST_TOKEN}
+        if pooling_mode != "lasttoken":
+            self.possible -= {Shortcut.LAST_TOKEN_LAYER}
+        self.taken = {Shortcut.LAST_TOKEN}  # the head gets pooled states and nothing else
+
+    def logits(
+        self,
+        encoded: Encoded,
+        rows: npt.NDArray[np.int64],
+        with_mask: bool = False,
+        timing: AbstractContextManager[None] | None = None,
+    ) -> torch.Tensor:
+        arrays = padded(encoded, rows, self._pad_token_id, self._pad_left)
+        lengths = encoded.lengths[rows]
+        width = arrays["input_ids"].shape[1]
+        first = width - lengths if self._pad_left else np.zeros_like(lengths)
+        # Where the pass ends, before it begins: nobody waits for a copy then.
+        own, at, count = (
+            on_device(array, self.last_device)
+            for array in (
+                arrays["attention_mask"],
+                first if self._mode == "cls" else first + lengths - 1,
+                lengths,
+            )
+        )
+        if Shortcut.NO_MASK in self.taken and not with_mask:
+            del arrays["attention_mask"]
+        inputs = {name: on_device(array, self._device) for name, array in arrays.items()}
+        with timing or nullcontext(), self._spread.one_pass(), torch.inference_mode():
+            parts = self._last_token_parts if Shortcut.LAST_TOKEN_LAYER in self.taken else []
+            with last_token_only(parts, at):
+                states: torch.Tensor = self._model(**inputs).last_hidden_state
+            own, at, count = (one.to(states.device) for one in (own, at, count))
+            if self._mode == "mean":
+                total = states.masked_fill_(own[..., None] == 0, 0).sum(1, dtype=torch.float32)
+                pooled = total / count[:, None]
+            else:
+                pooled = states[torch.arange(len(states), device=states.device), at].float()
+            wanted = next(one.shape[-1] for one in self.head.parameters())
+            if pooled.shape[-1] != wanted:
+                raise ValueError(
+                    f"its head is made for {wanted:,} numbers, and the backbone has hidden states of "
+                    f"{pooled.shape[-1]:,}"
+                )
+            logits: torch.Tensor = self.head(pooled.to(self.last_device))
+            return logits.float()

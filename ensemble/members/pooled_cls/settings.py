@@ -1,0 +1,59 @@
+"""The keys of a backbone with a head of its own."""
+
+# No "from __future__ import annotations": pydantic would evaluate every annotation from its text again.
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from annotated_types import Gt, Le, Len
+from pydantic import AllowInfNan, BeforeValidator, Field
+
+from ensemble.config.document import Problem
+from ensemble.config.values import File, Labels, MustBe, ProblemType, as_label, as_tuple
+from ensemble.members.huggingface.settings import TextSettings
+
+Layer = Annotated[
+    str, BeforeValidator(as_label), MustBe("the name of a layer in the file, or of an activation")
+]
+Layers = Annotated[
+    tuple[Layer, ...],
+    BeforeValidator(as_tuple),
+    Len(1),
+    MustBe("a list of layers in the file and of activations, such as [dense, tanh, out_proj]", list),
+]
+Epsilon = Annotated[float, Gt(0), Le(1), AllowInfNan(False), MustBe("a number of more than 0, up to 1")]
+
+
+class PooledSettings(TextSettings):
+    """A backbone whose last hidden states are pooled, with a linear or MLP head from a safetensors file.
+
+    Raises:
+        ValidationError: a value is of the wrong type or out of range, or two keys do not go together.
+    """
+
+    task_type: Literal["pooled_cls"] = "pooled_cls"
+    head: File = Field(examples=["head.safetensors"])  # its layers' weights, in safetensors
+    # Over a row's own tokens: their mean, the first (cls), or the last.
+    pooling_mode: Literal["mean", "cls", "lasttoken"] = Field(examples=["mean"])
+    # The file's layers in their order, with activations between; may be left out for a single linear layer.
+    head_layers: Layers | None = None
+    head_layer_norm_eps: Epsilon = 1e-5  # of a layer norm in the head
+    head_labels: Labels | None = None  # the labels in the order of the head's outputs; None: that of labels
+    # How its outputs become probabilities; None: by softmax, and a single output is a number as it stands.
+    problem_type: ProblemType | None = None
+
+    older_keys: ClassVar[Mapping[str, str]] = {
+        **TextSettings.older_keys,
+        "head": "head_path head_file classifier classifier_path",
+        "pooling_mode": "pooling pooler pooling_type pooling_strategy",
+        "head_layers": "head_activation layers",
+        "head_labels": "label_map label_mapping id2label label2id",
+    }
+
+    @classmethod
+    def broken_rules(cls, values: Mapping[str, Any], labels: Collection[str]) -> Iterator[Problem]:
+        yield from super().broken_rules(values, labels)
+        given = values.get("head_labels")
+        names = [as_label(label) for label in given] if isinstance(given, list | tuple) else []
+        if names and labels and sorted(map(str, names)) != sorted(labels):
+            yield ("head_labels",), f"must name each of the {len(labels)} labels once"

@@ -1,0 +1,1 @@
+"""The kind ``python``: a function of the user's own."""

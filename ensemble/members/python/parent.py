@@ -1,0 +1,125 @@
+"""A function of the user's own as a member, on the parent's side: found and read, and never imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ensemble.common.digests import FileDigests, digest_of
+from ensemble.common.errors import CheckpointError
+from ensemble.common.text import shown_path
+from ensemble.config import MemberConfig
+from ensemble.members.base import Assigned, Inspection, MemberKind, OutputColumns, Reads, ResourceRequest
+from ensemble.members.huggingface.checkpoint.digests import weight_samples
+from ensemble.members.python.settings import PythonSettings
+from ensemble.members.python.source import Source, find_source
+
+# Of larger files samples are read, unless the run asks for every byte (hash_weights).
+_WHOLE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class PythonInspection(Inspection):
+    """``id_column`` names the index of the frames."""
+
+    source: Source
+    id_column: str
+
+
+class PythonFunction(MemberKind[PythonSettings, PythonInspection]):
+    """A function of the user's own."""
+
+    Settings: ClassVar[type[MemberConfig]] = PythonSettings
+    child: ClassVar[str] = "ensemble.members.python.child"
+    activation_key: ClassVar[str] = "activation"
+
+    def request(self) -> ResourceRequest:
+        model = self.settings
+        return ResourceRequest(
+            num_gpus=model.num_gpus, replicas=model.replicas, gpu_memory=model.gpu_memory or "all"
+        )
+
+    def reads(self) -> Reads:
+        return Reads(self.settings.columns, any_type=True, ids=True)
+
+    def sources(self) -> tuple[str, ...]:
+        try:
+            code = find_source(self.settings.named[0], self.settings.is_file).files
+        except CheckpointError:  # which inspect tells
+            code = ()
+        return tuple(str(path) for path in (*code, *self.settings.depends_on))
+
+    def inspect(self, columns: OutputColumns) -> PythonInspection:
+        model, problems = self.settings, list[str]()
+        problems += [
+            f"depends_on: {path}: no such file or folder" for path in model.depends_on if not path.exists()
+        ]
+        module, function = model.named
+        try:
+            source = find_source(module, model.is_file)
+            problems += source.problems(function, "predict")
+            problems += () if model.setup is None else source.problems(model.setup, "setup")
+        except CheckpointError as error:
+            raise CheckpointError([*error.problems, *problems]) from None
+        problems += [
+            f"predict: {name}, beside {source.file}, has the name of an installed module, which would be imported "
+            "in its place; rename it"
+            for name in source.shadowed
+        ]
+        if problems:
+            raise CheckpointError(problems)
+        return PythonInspection(
+            activation=model.activation,
+            label_order=tuple(range(len(columns.labels))),
+            summary=f"{function} of {shown_path(source.file) if model.is_file else module}",
+            warnings=(),
+            source=source,
+            id_column=columns.id_column,
+        )
+
+    def fingerprint(self, inspected: PythonInspection, assigned: Assigned) -> Mapping[str, object]:
+        model = self.settings
+        return {
+            "function": model.named[1],
+            "setup": model.setup,
+            "columns": model.columns,
+            "kwargs": model.kwargs,
+            "activation": model.activation,
+        }
+
+    def content(self, inspected: PythonInspection, files: FileDigests) -> Mapping[str, str]:
+        """The digests of the code, as ``source`` has it, and of what ``depends_on`` names, if it names anything."""
+        source = inspected.source
+        digests = {"code": files.together(source.root, dict.fromkeys(source.files))}
+        if self.settings.depends_on:
+            digests["files"] = digest_of([_digest(path, files) for path in self.settings.depends_on])
+        return digests
+
+    def worker_settings(
+        self, inspected: PythonInspection, assigned: Assigned, offload_folder: Path | None
+    ) -> Mapping[str, Any]:
+        model, source = self.settings, inspected.source
+        return {
+            "module": source.name,
+            "file": str(source.file) if model.is_file else None,
+            "function": model.named[1],
+            "setup": model.setup,
+            "columns": list(model.columns),
+            "kwargs": model.kwargs,
+            "id_column": inspected.id_column,
+            "batch_size": model.batch_size,
+        }
+
+    def warnings(self, inspected: PythonInspection) -> Iterator[str]:
+        if inspected.source.file.suffix != ".py":
+            yield f"predict: {inspected.source.file} is compiled: what it imports does not count as its code"
+
+
+def _digest(path: Path, files: FileDigests) -> str:
+    found = sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
+    return files.together(
+        path if path.is_dir() else path.parent,
+        {one: weight_samples(one) if one.stat().st_size > _WHOLE_BYTES else None for one in found},
+    )

@@ -1,0 +1,94 @@
+"""The keys of a function of the user's own."""
+
+# No "from __future__ import annotations": pydantic would evaluate every annotation from its text again.
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from annotated_types import Len
+from pydantic import BeforeValidator, Field
+
+from ensemble.config import ReaderConfig
+from ensemble.config.document import Problem
+from ensemble.config.values import (
+    Column,
+    Count,
+    Devices,
+    File,
+    MemorySize,
+    MustBe,
+    Settings,
+    Text,
+    as_tuple,
+    with_home,
+)
+
+_NAMED = "package.module:function of what is installed, or a file, as in ${CONFIG_DIR}/my_model.py:predict"
+
+Columns = Annotated[
+    tuple[Column, ...], BeforeValidator(as_tuple), Len(1), MustBe("a list of columns of the table", list)
+]
+Files = Annotated[tuple[File, ...], BeforeValidator(as_tuple), MustBe("a list of files and folders", list)]
+
+
+class PythonSettings(ReaderConfig):
+    """A function of your own, called in a process of its own with a pandas frame of some rows.
+
+    Raises:
+        ValidationError: a value is of the wrong type or out of range.
+    """
+
+    task_type: Literal["python"] = "python"
+    # package.module:function of what is installed, or a file's, such as ${CONFIG_DIR}/my_model.py:predict
+    predict: Text = Field(examples=["${CONFIG_DIR}/my_model.py:predict"])
+    setup: Text | None = None  # a function of the same module, called once, before the first rows
+    columns: Columns = Field(examples=[["text"]])  # of the table, which the function gets
+    kwargs: Settings = Field(default_factory=dict)  # what the function finds in context.kwargs
+    depends_on: Files = ()  # files and folders that it reads; where one changes, its predictions are made again
+    activation: Literal["softmax", "sigmoid", "none"] = "softmax"  # what the values are; none: any numbers
+    batch_size: Count | None = None  # rows of one call at most; None: those of a chunk
+    num_gpus: Devices = 0  # for each replica; 0: the CPU
+    gpu_memory: MemorySize | None = None  # of each of its GPUs, such as 8GiB; None: it has its GPUs to itself
+    replicas: Count | Literal["auto"] = "auto"  # processes that share the rows
+
+    older_keys: ClassVar[Mapping[str, str]] = {
+        "predict": "function callable entrypoint predict_fn",
+        "columns": "column text_column input_columns features",
+        "kwargs": "args params model_kwargs",
+        "depends_on": "files dependencies artifacts",
+        "activation": "problem_type",
+        "num_gpus": "gpus n_gpus device devices",
+        "gpu_memory": "max_memory gpu_memory_gb memory vram",
+        "batch_size": "bs chunk_size",
+    }
+
+    @property
+    def named(self) -> tuple[str, str]:
+        """The module, or the path of its file, and the name of the function."""
+        module, _, function = self.predict.rpartition(":")
+        return with_home(module), function
+
+    @property
+    def is_file(self) -> bool:
+        """Whether ``predict`` names a file."""
+        return names_file(self.named[0])
+
+    @classmethod
+    def broken_rules(cls, values: Mapping[str, Any], labels: Collection[str]) -> Iterator[Problem]:
+        yield from super().broken_rules(values, labels)
+        named = values.get("predict")
+        if isinstance(named, str):
+            module, _, function = named.rpartition(":")
+            parts = [] if names_file(module) else module.split(".")
+            if not (module and function.isidentifier() and all(part.isidentifier() for part in parts)):
+                yield ("predict",), f"must be {_NAMED}"
+        setup = values.get("setup")
+        if isinstance(setup, str) and not setup.isidentifier():
+            yield ("setup",), "must be the name of a function in the module of predict"
+        if values.get("gpu_memory") is not None and values.get("num_gpus", 0) == 0:
+            yield ("gpu_memory",), "without num_gpus it runs on the CPU; set num_gpus: 1, or leave this out"
+
+
+def names_file(module: str) -> bool:
+    """Whether that is the path of a file, and no module's name."""
+    return module.endswith(".py") or "/" in module

@@ -1,0 +1,229 @@
+"""The user's code on the parent's side: where it is, what it is made of, what it defines.  None of it is run.
+
+What counts as a module's code is its own file and every module that it imports, itself or through others, and that
+belongs to the same user: whatever lies in the folder of a named file; for a named module, whatever lies beside its
+top-level package, or within that package alone where it is installed among others (site-packages).  Import
+statements are found wherever they stand.  Modules that are imported by names made at run time are not.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import TypeAlias
+
+from ensemble.common.errors import CheckpointError
+from ensemble.common.files import FileState, file_state, unreadable
+from ensemble.common.text import did_you_mean
+
+_Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
+_ARGUMENTS = {"predict": ("the frame and the context", 2), "setup": ("the context", 1)}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A module of the user's.
+
+    Attributes:
+        file: its own.
+        root: the folder whose modules count as its code.
+        package: the only top-level name in ``root`` that does; empty: all of them.
+        name: how it is imported.
+    """
+
+    file: Path
+    root: Path
+    package: str
+    name: str
+
+    @cached_property
+    def files(self) -> tuple[Path, ...]:
+        """The files that are its code, its own first; one that cannot be parsed counts without what it imports."""
+        found = dict.fromkeys([self.file, *self._of_module(self.name)])
+        waiting = [(path, self._module(path)) for path in found]
+        while waiting:
+            path, name = waiting.pop()
+            for module in _imported(path, name, file_state(path)):
+                for other in self._of_module(module):
+                    if other not in found:
+                        found[other] = None
+                        waiting.append((other, self._module(other)))
+        return tuple(found)
+
+    @cached_property
+    def shadowed(self) -> tuple[str, ...]:
+        """Modules in the folder of a file that would not be imported, because installed ones have their names."""
+        if self.package or self.file.parent != self.root:
+            return ()
+        names = dict.fromkeys(self._module(path).split(".")[0] for path in self.files)
+        return tuple(name for name in names if _is_installed(name, self.root))
+
+    def problems(self, function: str, role: str) -> Iterator[str]:
+        """What speaks against a function of it, as "predict" or as "setup"; none where only running tells.
+
+        Raises:
+            CheckpointError: the file cannot be read, or is no Python.
+        """
+        if self.file.suffix != ".py":
+            return
+        try:
+            tree = ast.parse(self.file.read_bytes(), str(self.file))
+        except OSError as error:
+            raise CheckpointError(f"predict: {unreadable(self.file, error)}") from error
+        except (SyntaxError, ValueError, RecursionError) as error:
+            line = getattr(error, "lineno", None)
+            where = f"{self.file}, line {line}" if line else str(self.file)
+            raise CheckpointError(f"predict: {where}: {getattr(error, 'msg', error)}; correct it") from error
+        bound = dict(_bound(tree.body))
+        if function not in bound:
+            if "*" not in bound and "__getattr__" not in bound:
+                guess = did_you_mean(function, [name for name, one in bound.items() if one is not None])
+                yield f"{role}: {self.file} defines no {function}{guess}"
+            return
+        node = bound[function]
+        if isinstance(node, ast.AsyncFunctionDef):
+            yield f"{role}: {function} is async; give a plain function"
+        elif isinstance(node, ast.ClassDef):
+            yield f"{role}: {function} is a class; give a function, and make instances in setup"
+        elif isinstance(node, ast.FunctionDef) and not node.decorator_list:
+            words, count = _ARGUMENTS[role]
+            given = node.args
+            most = len(given.posonlyargs) + len(given.args)
+            least = most - len(given.defaults)
+            named = [one for one, value in zip(given.kwonlyargs, given.kw_defaults, strict=True) if not value]
+            if named or least > count or (most < count and given.vararg is None):
+                yield f"{role}: {function} is called with {words}; let it take {count} arguments, in this order"
+
+    def _of_module(self, name: str) -> Iterator[Path]:
+        """The files of a module and of the packages around it, as far as they are of this user."""
+        parts = name.split(".")
+        if not parts[0] or (self.package and parts[0] != self.package):
+            return
+        folder = self.root
+        for part in parts:
+            for path in (folder / part / "__init__.py", folder / f"{part}.py"):
+                if path.is_file():
+                    yield path
+                    break
+            folder = folder / part
+
+    def _module(self, path: Path) -> str:
+        if path == self.file:
+            return self.name
+        parts = path.relative_to(self.root).with_suffix("").parts
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def find_source(module: str, is_file: bool) -> Source:
+    """Where a module is, by its name or by the path of its file.
+
+    Raises:
+        CheckpointError: it is nowhere.
+    """
+    if is_file:
+        file = Path(module).absolute()
+        if not file.is_file():
+            what = "is a folder" if file.is_dir() else "no such file"
+            raise CheckpointError(
+                f"predict: {file}: {what}; a relative path starts at the working directory, one that starts with "
+                "${CONFIG_DIR} at the config's"
+            )
+        return Source(file, file.parent, "", file.stem)
+    importlib.invalidate_caches()  # a package may have come since this process looked
+    spec = _find_spec(module)
+    if spec is None or spec.origin is None or not os.path.isfile(spec.origin):  # noqa: PTH113
+        raise CheckpointError(
+            f"predict: no module {module} is installed; install it, or name a file, as in "
+            "${CONFIG_DIR}/my_model.py:predict"
+        )
+    file = Path(spec.origin).absolute()
+    depth = module.count(".") + (file.name == "__init__.py")
+    root = file.parents[depth]
+    installed = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    is_shared = str(root) in installed or root.name in ("site-packages", "dist-packages")
+    return Source(file, root, module.split(".")[0] if is_shared else "", module)
+
+
+def _find_spec(module: str) -> ModuleSpec | None:
+    """What a worker would import; ``importlib.util.find_spec`` would import the packages around it."""
+    # A worker has no folder of the user's on its path that PYTHONPATH does not name.
+    own = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    here = os.getcwd()  # noqa: PTH109
+    path: list[str] = [one for one in sys.path if one in own or one not in ("", here)]
+    spec, name = None, ""
+    for part in module.split("."):
+        name = f"{name}.{part}" if name else part
+        spec = None
+        with contextlib.suppress(
+            KeyError
+        ):  # a namespace within a package, which Python wants to have imported
+            spec = next(filter(None, (finder.find_spec(name, path) for finder in sys.meta_path)), None)
+        if spec is not None and spec.origin is not None:
+            path = list(spec.submodule_search_locations or ())
+        elif not (path := [str(Path(one, part)) for one in path if Path(one, part).is_dir()]):
+            return None
+    return spec
+
+
+def _is_installed(name: str, folder: Path) -> bool:
+    spec = _find_spec(name)
+    if spec is None or spec.origin is None:  # a namespace gives way
+        return False
+    # The folder may itself be on the path.
+    return folder.resolve() not in Path(spec.origin).resolve().parents
+
+
+@lru_cache(maxsize=4_096)  # by the file's state: a check and a run ask several times
+def _imported(path: Path, name: str, state: FileState | None) -> tuple[str, ...]:
+    """The modules that a file imports, and what may be a module in ``from package import it``."""
+    try:
+        tree = ast.parse(path.read_bytes(), str(path))
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return ()
+    found: list[str] = []
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*above, *filter(None, [node.module])])
+            found.append(module)
+            found += (f"{module}.{alias.name}" for alias in node.names if module)
+    return tuple(found)
+
+
+def _bound(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt | None]]:
+    """The names that a module's statements bind; with a definition where it is one, and "*" for names not known."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name, node
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                yield alias.asname or alias.name.split(".")[0], None
+        else:
+            # Whatever else can bind a name, however deep: assignments, loops, with, if and try.
+            for inner in ast.walk(node):
+                if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store):
+                    yield inner.id, None
+            for inner_body in _bodies(node):
+                yield from _bound(inner_body)
+
+
+def _bodies(node: ast.stmt) -> Iterator[list[ast.stmt]]:
+    for key in ("body", "orelse", "finalbody"):
+        if isinstance(inner := getattr(node, key, None), list):
+            yield inner
+    for handler in getattr(node, "handlers", ()):
+        yield handler.body
+    for case in getattr(node, "cases", ()):
+        yield case.body

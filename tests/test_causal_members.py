@@ -1,0 +1,138 @@
+"""Runs with a language model among the members, and the keys of that kind."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from tests.checkpoints import label_reference, make_language_model
+from tests.project import LABELS, Project
+
+pytestmark = pytest.mark.usefixtures("warm")
+LABEL_TOKENS = {"winner_a": "plants", "winner_b": "food", "tie": "animal"}
+
+
+def member(project: Project, **keys: Any) -> dict[str, Any]:
+    return {
+        "name": "judge",
+        "task_type": "causal_lm",
+        "model_name_or_path": str(project.folder / "language model"),
+        "prompt_template": "{{ text }} ",
+        "label_tokens": LABEL_TOKENS,
+        **keys,
+    }
+
+
+def test_a_run_with_a_language_model_and_a_classifier(project: Project) -> None:
+    folder = make_language_model(project.folder / "language model", "llama", pad=None)
+    project.write_table(60)
+    config = project.config()
+    project.write_config({**config, "models": [member(project, replicas=2), config["models"][0]]})
+    plan = project.ensemble("plan", "config.yaml")
+    assert plan.returncode == 0, plan.stderr
+    done = project.ensemble("run", "config.yaml")
+    assert done.returncode == 0, done.stderr
+    header, rows = project.read("runs/first/predictions/judge.csv")
+    assert header == ["id", *LABELS]
+    texts = dict(zip(project.ids, project.texts, strict=True))
+    prompts = [f"{texts[row[0]]} " for row in rows]
+    expected, others = label_reference(folder, prompts, [LABEL_TOKENS[label] for label in LABELS], 128)
+    found = np.array([[float(cell) for cell in row[1:]] for row in rows])
+    np.testing.assert_allclose(found, expected, atol=2e-5)
+    (judge,) = [one for one in project.run_json()["members"] if one["name"] == "judge"]
+    assert sum(worker["other_mass"] for worker in judge["workers"]) / 60 == pytest.approx(others, abs=1e-3)
+    assert (
+        f"judge: {others:.1%} of the probability behind its prompts fell on tokens of no label" in done.stdout
+    )
+
+    for change, reused in (("single_token=true", 60), ("length_normalize=bytes", 0)):
+        again = project.ensemble("run", "config.yaml", "--set", f"models.judge.{change}")
+        assert again.returncode == 0, again.stderr
+        assert project.run_json()["members"][0]["reused_rows"] == reused, change
+
+
+@pytest.mark.long
+def test_how_many_prompts_were_cut_is_told(project: Project) -> None:
+    """At one end, and field by field before the words that must stay."""
+    folder = make_language_model(project.folder / "language model", "llama", pad=None)
+    project.write_table(30)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for keys, after in (
+        ({}, ""),
+        ({"truncation": {"fields": {"text": {"keep": "tail"}}, "marker": ""}}, "It is about "),
+    ):
+        template = {"prompt_template": f"{{{{ text }}}} {after}", "max_length": 24}
+        models = [member(project, **template, **keys)]
+        project.write_config(project.config(models=models, submission=None, defaults=None))
+        done = project.ensemble("run", "config.yaml", "--fresh")
+        assert done.returncode == 0, done.stderr
+        sizes = [len(ids) for ids in tokenizer([f"{text} {after}" for text in project.texts])["input_ids"]]
+        cut = sum(size > 24 for size in sizes)
+        (worker,) = project.run_json()["members"][0]["workers"]
+        assert worker["truncated_rows"] == cut > 0
+        lost = sum(size - 24 for size in sizes if size > 24)
+        assert lost <= worker["cut_tokens"] <= lost + 2 * cut
+        assert f"judge: {cut} of 30 rows were cut at max_length 24, by " in done.stdout
+
+
+def test_mistakes_in_its_keys_are_named_with_their_lines(project: Project) -> None:
+    make_language_model(project.folder / "language model", "llama")
+    project.write_table(5)
+
+    def problems(**keys: Any) -> str:
+        project.write_config(project.config(models=[member(project, **keys)]))
+        done = project.ensemble("validate", "config.yaml")
+        assert done.returncode == 2
+        return done.stderr
+
+    found = problems(label_tokens={"winner_a": "plants", "winner_b": "plants", "ti": "x"})
+    assert "models[0].label_tokens (line" in found
+    assert "has no text for 'tie'; each label needs one" in found
+    assert "the same text as label_tokens.winner_a has" in found
+    assert "label_tokens.ti (line" in found
+    assert "is none of the labels, which are 'winner_a', 'winner_b', 'tie'" in found
+    found = problems(label_tokens=LABEL_TOKENS | {"tie": "zebra"}, single_token=True)
+    assert "models[0] (judge): label_tokens.tie: its text is 5 tokens, and single_token demands one" in found
+    found = problems(system_instruction="Judge.", prompt_template=None, text_column=["id", "text"])
+    assert "needs apply_chat_template: true" in found
+    assert "must be one column here" in found
+    found = problems(truncation_side="right")
+    assert "would cut the end of the prompt, which asks for the label" in found
+    long = "plants or food " * 20
+    found = problems(prompt_template=long + "{{ text }} ", max_length=40)
+    assert "models[0].prompt_template: the text that it has for every row is" in found
+    assert "more than the 40 that max_length leaves for a prompt, and every row loses some of it" in found
+    chat = {"apply_chat_template": True, "system_instruction": long, "prompt_template": "{{ text }}: "}
+    (project.folder / "language model" / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
+    found = problems(**chat, max_length=40, truncation={"fields": {"text": {}}})
+    assert "leaves for a prompt, and truncation cuts only text; shorten it, or raise max_length" in found
+
+
+def test_labels_of_the_same_tokens_and_prompts_of_nothing(project: Project) -> None:
+    folder = make_language_model(project.folder / "language model", "llama")
+    path = folder / "tokenizer.json"
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(stored | {"normalizer": {"type": "Lowercase"}}), encoding="utf-8")
+    project.write_csv("test.csv", ["id", "text"], [["a", ""], ["b", "plants"], ["c", ""]])
+    config = project.config(data={"path": "test.csv"}, submission=None, defaults=None)
+    given = member(project, prompt_template=None, text_column="text")
+    same = LABEL_TOKENS | {"winner_b": "Plants"}
+    project.write_config({**config, "models": [given | {"label_tokens": same}]})
+    done = project.ensemble("run", "config.yaml")
+    assert done.returncode == 2
+    assert (
+        "models[0] (judge): label_tokens.winner_b: its text has the same tokens as that of label_tokens.winner_a"
+        in done.stderr
+    )
+    project.write_config({**config, "models": [given]})
+    done = project.ensemble("run", "config.yaml")
+    assert done.returncode == 0, done.stderr
+    _, rows = project.read("runs/first/predictions/judge.csv")
+    found = np.array([[float(cell) for cell in row[1:]] for row in rows])
+    # The tokenizer's <bos> is all that an empty prompt has.
+    expected, _ = label_reference(folder, ["", "plants", ""], list(LABEL_TOKENS.values()))
+    np.testing.assert_allclose(found, expected, atol=2e-5)

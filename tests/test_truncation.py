@@ -1,0 +1,111 @@
+"""Members whose columns share max_length: through the commands, with a real worker."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.checkpoints import WORDS, reference
+from tests.project import Project
+from tests.sampling import one_in
+
+pytestmark = pytest.mark.usefixtures("warm")
+TEMPLATE = "{{ prompt | fromjson | join(' ') }} <a> {{ answer }} <b> which"
+FIELDS = {"prompt": {"share": 0.2}, "answer": {"share": 0.8, "keep": "newest_turns"}}
+
+
+def lay_out(project: Project, **keys: Any) -> list[str]:
+    """A table with short rows and long ones; the prompts, uncut."""
+    chooser = np.random.default_rng(0)
+    rows, prompts = [], []
+    for number in range(60):
+        first, second = (" ".join(chooser.choice(WORDS, 3 if number % 3 else 40)) for _ in range(2))
+        rows.append([f"r{number}", json.dumps([first]), second])
+        prompts.append(f"{first} <a> {second} <b> which")
+    project.write_csv("test.csv", ["id", "prompt", "answer"], rows)
+    member = {
+        **{"name": "llama", "model_name_or_path": str(project.models / "llama"), "max_length": 40},
+        **{"prompt_template": TEMPLATE, "truncation": {"fields": FIELDS}, **keys},
+    }
+    models = [{key: value for key, value in member.items() if value is not None}]
+    project.write_config(
+        project.config(data={"path": "test.csv"}, submission=None, defaults=None, models=models)
+    )
+    return prompts
+
+
+def test_a_run_cuts_what_is_too_long_and_says_by_how_much(project: Project) -> None:
+    prompts = lay_out(project)
+    done = project.ensemble("run", "config.yaml")
+    assert done.returncode == 0, done.stderr
+    _, rows = project.read("runs/first/predictions/llama.csv")
+    got = np.array([[float(cell) for cell in row[1:]] for row in rows])
+    short = [number for number in range(60) if number % 3]
+    expected = reference(project.models / "llama", [prompts[number] for number in short])
+    np.testing.assert_allclose(got[short], expected, atol=1e-5)
+    (member,) = project.run_json()["members"]
+    (worker,) = member["workers"]
+    assert worker["truncated_rows"] == 20
+    assert worker["tokens"] <= 60 * 40
+    assert (
+        f"20 of 60 rows were cut at max_length 40, by {worker['cut_tokens'] / 20:.0f} tokens" in done.stdout
+    )
+    # Another way to cut is other work.
+    done = project.ensemble("run", "config.yaml", "--set", "models.llama.truncation.marker='...'")
+    assert done.returncode == 0, done.stderr
+    (member,) = project.run_json()["members"]
+    assert member["workers"][0]["truncated_rows"] == 20
+
+
+def test_a_template_without_room_is_named_before_any_model_loads(project: Project) -> None:
+    lay_out(project, max_length=2)
+    done = project.ensemble("run", "config.yaml")
+    assert done.returncode == 2
+    assert "models[0].prompt_template: the text that it has for every row is" in done.stderr
+    assert "more than the 2 that max_length leaves for a prompt, and truncation cuts only prompt, answer" in (
+        done.stderr
+    )
+    # Without truncation rows may have been cut so in training, too.
+    lay_out(project, max_length=2, truncation=None)
+    done = project.ensemble("validate", "config.yaml")
+    assert done.returncode == 0, done.stderr
+    assert "models[0].prompt_template: the text that it has for every row is" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    one_in(
+        3,
+        [
+            (
+                {"truncation": {"fields": {"answers": {}}}},
+                "truncation.fields.answers: prompt_template does not read this column; it reads answer, prompt",
+            ),
+            ({"prompt_template": None, "text_column": "answer"}, "models[0].truncation (line"),
+            ({"truncation_side": "left"}, "with truncation each field says what is kept of it"),
+            ({"truncation": {"fields": {}}}, "truncation.fields (line 13): name at least one column"),
+            ({"truncation": {"fields": {"answer": {"share": 0}}}}, "must be a number of more than 0"),
+            ({"truncation": {"fields": {"answer": {"keeps": "head"}}}}, "unknown key; did you mean keep?"),
+            (
+                {"truncation": {"fields": {"answer": {"keep": "middle"}}}},
+                "must be one of head, tail, head_tail",
+            ),
+            (
+                {"truncation": {"fields": {"answer": {"keep": "newest_rounds"}}}},
+                "a round is a turn of several columns; give newest_rounds to each of them",
+            ),
+            (
+                {"truncation": {"fields": ["answer"]}},
+                "must be a mapping of columns to {share: ..., keep: ...}",
+            ),
+        ],
+    ),
+)
+def test_mistakes_in_the_key(keys: dict[str, Any], said: str, project: Project) -> None:
+    lay_out(project, **keys)
+    done = project.ensemble("validate", "config.yaml")
+    assert done.returncode == 2
+    assert said in done.stderr

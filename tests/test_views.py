@@ -1,0 +1,292 @@
+"""Members that get each row in several views: real runs, held against plain transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from tests.checkpoints import label_reference, make_language_model, make_texts, reference
+from tests.project import GEMMA_LABELS, LABELS, Project
+
+pytestmark = pytest.mark.usefixtures("warm")
+
+_Values = npt.NDArray[np.float64]
+TEMPLATE = "one {{ a }} other {{ b }}"
+SHORT = "{{ a }}"
+SWAP = {"columns": ["a", "b"], "labels": ["winner_a", "winner_b"]}
+AS_IS: dict[str, Any] = {"name": "as_is"}
+SWAPPED: dict[str, Any] = {"name": "swapped", "swap": SWAP}
+ROWS = 40
+
+
+@pytest.fixture
+def pairs(project: Project) -> Project:
+    """A project whose table has two texts a row, ``a`` and ``b``."""
+    project.ids = [f"{(7 * row) % 101:03d}" for row in range(ROWS)]
+    project.texts = make_texts(2 * ROWS, seed=3)
+    columns = [
+        project.ids,
+        project.texts[:ROWS],
+        project.texts[ROWS:],
+        [LABELS[row % 3] for row in range(ROWS)],
+    ]
+    rows = [list(row) for row in zip(*columns, strict=True)]
+    project.write_csv("test.csv", ["id", "a", "b", "label"], rows)
+    return project
+
+
+def run(project: Project, *views: dict[str, Any], code: int = 0, **changes: Any) -> str:
+    """Of gemma alone; keyword arguments replace its keys, or top-level ones that ``project.config`` has."""
+    gemma = {**project.config()["models"][0], "prompt_template": TEMPLATE, "views": [*views] or None}
+    top = {key: changes.pop(key) for key in (*project.config(), "time_limit", "on_bad_row") if key in changes}
+    config = project.config(
+        **{"models": [{**gemma, **changes}], "submission": None, "defaults": {"max_length": 128}, **top}
+    )
+    project.write_config(config)
+    done = project.ensemble("run", "config.yaml")
+    assert done.returncode == code, done.stdout + done.stderr
+    return " ".join((done.stdout + done.stderr).split())
+
+
+def values(project: Project, name: str = "gemma") -> _Values:
+    header, rows = project.read(f"runs/first/predictions/{name}.csv")
+    assert header == ["id", *LABELS]
+    assert [row[0] for row in rows] == project.ids
+    return np.array([[float(cell) for cell in row[1:]] for row in rows])
+
+
+def by_hand(project: Project, texts: list[Any]) -> _Values:
+    """Plain transformers, row by row, in the order of the config's labels."""
+    found = reference(project.models / "gemma", texts, 128)
+    return found[:, [GEMMA_LABELS.index(label) for label in LABELS]]
+
+
+def cells(project: Project) -> list[tuple[str, str]]:
+    return list(zip(project.texts[:ROWS], project.texts[ROWS:], strict=True))
+
+
+def computed(project: Project) -> int:
+    """Rows that the last run's workers have computed, once for each view."""
+    return int(sum(worker["rows"] for worker in project.run_json()["members"][0]["workers"]))
+
+
+def test_the_mean_over_views_is_that_of_plain_transformers_and_only_what_is_new_is_computed(
+    pairs: Project,
+) -> None:
+    run(pairs)
+    assert computed(pairs) == ROWS
+    plain = by_hand(pairs, [f"one {a} other {b}" for a, b in cells(pairs)])
+    np.testing.assert_allclose(values(pairs), plain, atol=2e-5)
+    before = (pairs.folder / "runs/first/predictions/gemma.csv").read_bytes()
+
+    run(pairs, AS_IS, SWAPPED)
+    assert computed(pairs) == ROWS, "what there was without views is the view that changes nothing"
+    swapped = by_hand(pairs, [f"one {b} other {a}" for a, b in cells(pairs)])[:, [1, 0, 2]]
+    assert np.abs(swapped - plain).max() > 1e-3
+    np.testing.assert_allclose(values(pairs, "gemma@swapped"), swapped, atol=2e-5)
+    np.testing.assert_allclose(values(pairs), (plain + swapped) / 2, atol=2e-5)
+
+    short = {"name": "short", "prompt_template": SHORT, "weight": 2.0}
+    run(pairs, AS_IS, SWAPPED, short)
+    assert computed(pairs) == ROWS
+    expected = (plain + swapped + 2 * by_hand(pairs, [a for a, _ in cells(pairs)])) / 4
+    np.testing.assert_allclose(values(pairs), expected, atol=2e-5)
+
+    said = run(pairs, {**AS_IS, "weight": 3.0}, SWAPPED)
+    assert "settings changed since its predictions were made" not in said
+    assert computed(pairs) == 0
+    np.testing.assert_allclose(values(pairs), (3 * plain + swapped) / 4, atol=2e-5)
+    (member,) = pairs.run_json()["members"]
+    assert member["views"] == {
+        "as_is": {"weight": 3.0, "rows": ROWS},
+        "swapped": {"weight": 1.0, "rows": ROWS},
+    }
+
+    run(pairs, AS_IS, {"name": "swapped", "swap": {"columns": ["b", "a"]}})
+    assert computed(pairs) == ROWS, "the labels no longer change places"
+
+    run(pairs)
+    assert computed(pairs) == 0
+    assert (pairs.folder / "runs/first/predictions/gemma.csv").read_bytes() == before
+
+
+def test_columns_as_they_stand_json_and_two_replicas(pairs: Project) -> None:
+    """A pair of texts, whose answer to a swap is the pair the other way round; and lists that a template reads."""
+    run(pairs, AS_IS, SWAPPED, prompt_template=None, text_column=["a", "b"], replicas=2)
+    expected = by_hand(pairs, cells(pairs)) + by_hand(pairs, [(b, a) for a, b in cells(pairs)])[:, [1, 0, 2]]
+    np.testing.assert_allclose(values(pairs), expected / 2, atol=2e-5)
+
+    header, rows = pairs.read("test.csv")
+    pairs.write_csv("test.csv", header, [[row[0], f'["{row[1]}"]', row[2], row[3]] for row in rows])
+    both = "{{ a | fromjson | join(' ') }}"
+    found = run(pairs, AS_IS, SWAPPED, prompt_template=both, code=2)
+    assert "column 'b': broken JSON in" in found, "the view that swaps reads what is in b as a list"
+
+
+@pytest.mark.long
+def test_a_function_gets_its_frame_with_the_columns_swapped(pairs: Project) -> None:
+    (pairs.folder / "lengths.py").write_text(
+        "import numpy as np\n"
+        "def predict(frame, context):\n"
+        "    scores = np.stack([frame['a'].str.len(), frame['b'].str.len(), 0 * frame['a'].str.len() + 9], 1)\n"
+        "    return scores / scores.sum(1, keepdims=True)\n"
+    )
+    member = {"name": "gemma", "task_type": "python", "predict": "lengths.py:predict", "columns": ["a", "b"]}
+    views = [AS_IS, {"name": "swapped", "swap": {"columns": ["a", "b"]}}]
+    pairs.write_config(pairs.config(models=[{**member, "views": views}], submission=None, defaults=None))
+    done = pairs.ensemble("run", "config.yaml")
+    assert done.returncode == 0, done.stderr
+    scores = np.array([[len(a), len(b), 9] for a, b in cells(pairs)], dtype=np.float64)
+    scores /= scores.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(values(pairs), (scores + scores[:, [1, 0, 2]]) / 2, atol=1e-12)
+
+
+def test_mistakes_are_named_with_their_keys(pairs: Project) -> None:
+    def problems(*views: dict[str, Any], **changes: Any) -> str:
+        return run(pairs, *views, code=2, **changes)
+
+    def swap(*columns: str, labels: Any = None) -> dict[str, Any]:
+        return {"name": "s", "swap": {"columns": list(columns), "labels": labels}}
+
+    found = problems(AS_IS, {"name": "AS_IS", "prompt_template": SHORT})
+    assert "models[0].views[1].name (line" in found
+    assert "the same as views[0].name; names must differ in more than their case" in found
+    assert "views[1] (line" in (found := problems(AS_IS, {"name": "b", "prompt_template": TEMPLATE}))
+    assert "shows the same as views[0]; leave one out" in found
+    found = problems(swap("a", "b"), {**swap("b", "a"), "name": "t", "weight": 3})
+    assert "shows the same as views[0]" in found
+    assert "one view must have a weight above 0" in problems({**AS_IS, "weight": 0})
+    assert "must be a list of views" in problems(views=[])
+    assert "swap.columns (line" in (found := problems(swap("a", "a", labels=["tie", "tie"])))
+    assert "swap.labels (line" in found
+    assert found.count("the same twice; name two that change places") == 2
+    assert "must be one of the labels" in problems(swap("a", "b", labels=["tie", "ti"]))
+    assert "must be a list of two columns" in problems(swap("a"))
+    assert "no text column 'c', which models[0].views[0].swap reads" in problems(swap("a", "c"))
+    found = problems(swap("id", "label"))
+    assert "views[0].swap.columns: the member reads neither of them; it reads a, b" in found
+    found = problems({"name": "s", "prompt_template": "{{ a | nothing }}"})
+    assert "models[0].views[0].prompt_template: " in found
+    found = problems({"name": "s", "prompt_template": "{{ a }}"}, truncation={"fields": {"b": {}}})
+    assert "models[0].views[0]: truncation.fields.b: prompt_template does not read this column" in found
+    pairs.write_csv("mate.csv", ["id", *LABELS], [[one, "0.2", "0.3", "0.5"] for one in pairs.ids])
+    mate = {"name": "mate", "task_type": "csv", "path": "mate.csv", "views": [AS_IS]}
+    pairs.write_config(pairs.config(models=[mate], submission=None))
+    assert "no key of task_type csv" in pairs.ensemble("validate", "config.yaml").stderr
+
+
+def test_validate_shows_the_first_row_in_each_view(pairs: Project) -> None:
+    run(pairs, AS_IS, SWAPPED)
+    said = " ".join(pairs.ensemble("validate", "config.yaml").stdout.split())
+    a, b = cells(pairs)[0]
+    for name, text in (("as_is", f"one {a} other {b}"), ("swapped", f"one {b} other {a}")):
+        assert f"gemma (view {name}): " in said
+        assert f"its first prompt: {text[:100]}" in said
+
+
+def test_a_cascade_goes_by_the_mean_and_computes_its_rows_in_each_view(pairs: Project) -> None:
+    """And when more rows are asked for, only these are computed."""
+
+    def go(share: float) -> tuple[_Values, list[str], dict[str, Any]]:
+        config = pairs.config(submission=None, defaults={"max_length": 128, "prompt_template": TEMPLATE})
+        config["models"] = [{**one, "views": [AS_IS, SWAPPED]} for one in config["models"]]
+        config["models"][1]["when"] = {"share": share}
+        pairs.write_config(config)
+        done = pairs.ensemble("run", "config.yaml")
+        assert done.returncode == 0, done.stderr
+        _, rows = pairs.read("runs/first/predictions/llama.csv")
+        found = np.array([[float(cell) for cell in row[1:]] for row in rows])
+        return found, [row[0] for row in rows], pairs.run_json()["members"][1]
+
+    for share, new in ((0.3, 0.3), (0.7, 0.4)):
+        found, ids, member = go(share)
+        ordered = np.sort(values(pairs), axis=1)
+        unsure = np.argsort(ordered[:, -1] - ordered[:, -2], kind="stable")[: round(share * ROWS)]
+        assert ids == [pairs.ids[row] for row in sorted(unsure)]
+        assert sum(worker["rows"] for worker in member["workers"]) == 2 * round(new * ROWS)
+        texts = [cells(pairs)[row] for row in sorted(unsure)]
+        folder = pairs.models / "llama"
+        plain = reference(folder, [f"one {a} other {b}" for a, b in texts], 128)
+        swapped = reference(folder, [f"one {b} other {a}" for a, b in texts], 128)[:, [1, 0, 2]]
+        np.testing.assert_allclose(found, (plain + swapped) / 2, atol=2e-5)
+
+
+@pytest.mark.long
+def test_under_a_time_limit_the_first_views_of_all_members_come_first(pairs: Project) -> None:
+    """With time for all: one member at a time on the CPU, and the first one is loaded again for its second view."""
+    models = pairs.config()["models"][:2]
+    keys = {"prompt_template": TEMPLATE, "views": [AS_IS, SWAPPED]}
+    config = pairs.config(models=[{**one, **keys} for one in models], submission=None)
+    pairs.write_config({**config, "defaults": {"max_length": 128, "num_gpus": 0}, "time_limit": "3h"})
+    done = pairs.ensemble("run", "config.yaml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    workers = [
+        (worker["leased_after_seconds"], member["name"], worker["rows"])
+        for member in pairs.run_json()["members"]
+        for worker in member["workers"]
+    ]
+    assert [who for _, *who in sorted(workers)] == [["gemma", ROWS], ["llama", 2 * ROWS], ["gemma", ROWS]]
+    plain = by_hand(pairs, [f"one {a} other {b}" for a, b in cells(pairs)])
+    swapped = by_hand(pairs, [f"one {b} other {a}" for a, b in cells(pairs)])[:, [1, 0, 2]]
+    np.testing.assert_allclose(values(pairs), (plain + swapped) / 2, atol=2e-5)
+
+
+@pytest.mark.long
+@pytest.mark.fault(18)
+def test_a_complete_member_of_a_cascade_that_is_to_have_more_rows_in_each_view(pairs: Project) -> None:
+    """Others go by it as well, whose mean is of more rows then."""
+    (pairs.folder / "lengths.py").write_text(
+        "import numpy as np\n"
+        "def predict(frame, context):\n"
+        "    a, b = frame['a'].str.len(), frame['b'].str.len()\n"
+        "    scores = np.stack([2 * a + context.kwargs['more'], b + 3, 0 * a + 9], 1)\n"
+        "    return scores / scores.sum(1, keepdims=True)\n"
+    )
+    member = {"task_type": "python", "predict": "lengths.py:predict", "columns": ["a", "b"]}
+    models: list[dict[str, Any]] = [
+        {**member, "name": name, "views": [AS_IS, SWAPPED], "kwargs": {"more": 40 * number}}
+        for number, name in enumerate(("one", "two", "three"))
+    ]
+
+    def go(output_dir: str, share: float, *views: dict[str, Any]) -> list[bytes]:
+        models[1]["when"], models[2]["when"] = {"share": share}, {"share": 0.5}
+        models[1]["views"] = [*views] or [AS_IS, SWAPPED]
+        config = pairs.config(models=models, submission=None, defaults=None, output_dir=output_dir)
+        pairs.write_config({**config, "report": False})
+        done = pairs.ensemble("run", "config.yaml")
+        assert done.returncode == 0, done.stdout + done.stderr
+        folder = pairs.folder / output_dir  # the last one may keep rows that are not asked for any more
+        return [(folder / name).read_bytes() for name in ("ensemble.csv", "predictions/two.csv")]
+
+    go("runs/first", 0.3, AS_IS)
+    expected = go("runs/other", 0.8)
+    assert go("runs/first", 0.8) == expected, "the first view had less rows, and was complete"
+    few = go("runs/few", 0.3)
+    go("runs/first", 0.8, AS_IS)
+    (pairs.folder / "runs/first/predictions/two@swapped.csv").unlink()
+    assert go("runs/first", 0.3) == few, "the first view has rows that are not asked for"
+    assert go("runs/first", 0.8) == expected, "others go by its mean, which is of more rows then"
+
+
+@pytest.mark.long
+def test_a_language_model_reads_each_view_by_its_own_prompt(pairs: Project) -> None:
+    folder = make_language_model(pairs.folder / "language model", "llama", pad=None)
+    tokens = {"winner_a": "plants", "winner_b": "food", "tie": "animal"}
+    judge = {
+        "name": "gemma",
+        "task_type": "causal_lm",
+        "model_name_or_path": str(folder),
+        "prompt_template": "{{ a }} or {{ b }} ",
+        "label_tokens": tokens,
+        "views": [SWAPPED, {"name": "short", "prompt_template": "{{ b }} ", "swap": SWAP}],
+    }
+    pairs.write_config(pairs.config(models=[judge], submission=None, defaults={"max_length": 128}))
+    done = pairs.ensemble("run", "config.yaml")
+    assert done.returncode == 0, done.stderr
+    texts = [tokens[label] for label in LABELS]
+    swapped, _ = label_reference(folder, [f"{b} or {a} " for a, b in cells(pairs)], texts, 128)
+    short, _ = label_reference(folder, [f"{a} " for a, _ in cells(pairs)], texts, 128)
+    np.testing.assert_allclose(values(pairs), ((swapped + short) / 2)[:, [1, 0, 2]], atol=2e-5)
