@@ -103,6 +103,7 @@ def _is_chosen(only: str, *names: str) -> bool:
 
 def _against(work: Work, targets: Sequence[Target]) -> list[str]:
     wanted = {target.against for target in targets if target.work == work.name}
+    wanted |= {target.ours for target in targets if target.work == work.name}
     return [contestant for contestant in work.contestants if contestant in wanted]
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from bench.contests import OURS, Ground, Work
+from bench.contests import OURS, TUNED, Ground, Work
 
 TOLERANCE = 1e-4
+# That of ``tune``: the mean over rows of the largest difference of a probability.
+_TUNED_TOLERANCE = 0.02
 # Rows that are all alike would agree whatever was computed: strangers must be so much further apart than equals.
 _FURTHER = 20
 # The floor's tokens come from rounding each batch to rows of one length: half a token for each row of the last one.
@@ -57,6 +59,13 @@ def check(ground: Ground, work: Work, contestant: str, tokens: int) -> float:
         if abs(found - tokens) > max(_FLOOR_TOLERANCE * tokens, _FLOOR_TOKENS * len(work.models)):
             raise Disagreement(f"the floor computed {found} tokens, this project {tokens}")
         return 0.0
+    if contestant == TUNED:
+        far = max(_mean_apart(ground, work, model) for model in work.models)
+        if not far <= _TUNED_TOLERANCE:
+            raise Disagreement(
+                f"with the settings of tune rows are {far:.1e} apart, more than {_TUNED_TOLERANCE}"
+            )
+        return far
     return max(
         compare(
             ground.probabilities(work, contestant, model),
@@ -65,3 +74,8 @@ def check(ground: Ground, work: Work, contestant: str, tokens: int) -> float:
         )
         for model in work.models
     )
+
+
+def _mean_apart(ground: Ground, work: Work, model: str) -> float:
+    ours, tuned = (ground.probabilities(work, who, model) for who in (OURS, TUNED))
+    return float(np.abs(ours - tuned).max(axis=1).mean())

@@ -21,8 +21,8 @@ WORDS_FILE = "words.json"
 # Twice the usual deviation of weights: rows then differ by much more than rounding does.
 _SPREAD = 0.04
 # Two thirds of them in a vocabulary of 32,768, as in the small models of these families.
-_VOCABULARY = 32_768
-_DECODER: dict[str, Any] = {
+VOCABULARY = 32_768
+DECODER: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 1024,
     "num_hidden_layers": 4,
@@ -59,7 +59,7 @@ def _save_model(folder: Path, name: str, vocabulary: int) -> None:
 
     labels = PAIR_LABELS if name == ENCODER else LABELS
     common = {
-        "vocab_size": vocabulary if name == ENCODER else _VOCABULARY,
+        "vocab_size": vocabulary if name == ENCODER else VOCABULARY,
         "pad_token_id": 0,
         "initializer_range": _SPREAD,
         "id2label": dict(enumerate(labels)),
@@ -67,12 +67,12 @@ def _save_model(folder: Path, name: str, vocabulary: int) -> None:
     }
     if name == "gemma2":
         config: Any = transformers.Gemma2Config(
-            **_DECODER, **common, query_pre_attn_scalar=64, sliding_window=256
+            **DECODER, **common, query_pre_attn_scalar=64, sliding_window=256
         )
     elif name == "llama":
-        config = transformers.LlamaConfig(**_DECODER, **common)
+        config = transformers.LlamaConfig(**DECODER, **common)
     elif name == "qwen3":
-        config = transformers.Qwen3Config(**_DECODER, **common)
+        config = transformers.Qwen3Config(**DECODER, **common)
     else:
         config = transformers.BertConfig(**_ENCODER, **common)
     torch.manual_seed(len(name))

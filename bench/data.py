@@ -9,6 +9,7 @@ import csv
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import exp
 from pathlib import Path
 from statistics import NormalDist
@@ -18,6 +19,9 @@ from statistics import NormalDist
 _MEDIAN_TOKENS = 58
 _SPREAD = 0.84
 _LONGEST_TOKENS = 700
+# Titles, questions, glosses.
+_SHORT_MEDIAN_TOKENS = 14
+_SHORT_SPREAD = 0.45
 # A question of a few words, and a passage that fills the model's 512 positions now and then.
 _QUESTION_TOKENS = (6, 24)
 _PASSAGE_MEDIAN_TOKENS = 190
@@ -45,13 +49,15 @@ class Writer:
     def __init__(self, words: Words, seed: int) -> None:
         self._words = words
         self._chooser = random.Random(seed)
-        self._weights = [1 / (rank + _RANK_OFFSET) for rank in range(len(words.words))]
+        weights = (1 / (rank + _RANK_OFFSET) for rank in range(len(words.words)))
+        self._weights = list(accumulate(weights))
 
     def text(self, tokens: int) -> str:
         """Words of ``tokens`` tokens together, or a token or two more."""
         found: list[str] = []
         while tokens > 0:
-            for index in self._chooser.choices(range(len(self._words.words)), self._weights, k=tokens):
+            words = range(len(self._words.words))
+            for index in self._chooser.choices(words, cum_weights=self._weights, k=tokens):
                 found.append(self._words.words[index])
                 tokens -= self._words.tokens[index]
                 if tokens <= 0:
@@ -61,6 +67,10 @@ class Writer:
     def single(self, rows: int) -> list[str]:
         """Texts whose lengths have a long tail."""
         return [self.text(length) for length in self._lengths(rows, _MEDIAN_TOKENS, _SPREAD)]
+
+    def short(self, rows: int) -> list[str]:
+        """Texts of a line each."""
+        return [self.text(length) for length in self._lengths(rows, _SHORT_MEDIAN_TOKENS, _SHORT_SPREAD)]
 
     def repeated(self, rows: int, share: float) -> list[str]:
         """The same kind of texts; this share of the rows are copies of others."""

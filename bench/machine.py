@@ -6,7 +6,8 @@ import os
 import platform
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+
+from ensemble.common.host import cpu_name
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "sentence-transformers", "numpy", "pyarrow")
 
@@ -19,7 +20,7 @@ def cores() -> int:
 def machine() -> str:
     """Processor, cores, memory and system, in one line."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30)
-    return f"{_processor()}, {cores()} cores, {memory:.0f} GiB, {platform.system()} {platform.release()}"
+    return f"{cpu_name()}, {cores()} cores, {memory:.0f} GiB, {platform.system()} {platform.release()}"
 
 
 def versions() -> str:
@@ -33,12 +34,3 @@ def _installed() -> Iterator[str]:
             yield f"{name} {version(name)}"
         except PackageNotFoundError:
             continue
-
-
-def _processor() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return platform.machine()
-    names = (line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name"))
-    return next(names, platform.machine())

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from threading import Event
 
 from bench.agreement import Disagreement, check
-from bench.contests import OURS, Ground, Sample, Target, Work
+from bench.contests import OURS, TUNED, Ground, Sample, Target, Work
 from bench.processes import Failed
 
 MIB = 1 << 20
@@ -32,13 +32,13 @@ class Found:
 
     def pairs(self, target: Target) -> list[tuple[Sample, Sample]]:
         """This project's and the other's samples, of the rounds that have both."""
-        ours = self.samples.get((target.work, OURS), {})
+        ours = self.samples.get((target.work, target.ours), {})
         theirs = self.samples.get((target.work, target.against), {})
         return [(ours[each], theirs[each]) for each in sorted(ours.keys() & theirs.keys())]
 
     def problem(self, target: Target) -> str:
         """What is wrong with a target's row; empty where nothing is."""
-        found = (self.problems.get((target.work, who), "") for who in (OURS, target.against))
+        found = (self.problems.get((target.work, who), "") for who in (target.ours, target.against))
         return next(filter(None, found), "")
 
 
@@ -111,4 +111,5 @@ def _compare(ground: Ground, work: Work, contestants: Sequence[str], number: int
             found.problems[work.name, contestant] = str(error)
             say(f"round {number + 1}, {work.name}: DISAGREEMENT: {error}")
         else:
-            found.apart[work.name] = max(apart, found.apart.get(work.name, 0.0))
+            if contestant != TUNED:
+                found.apart[work.name] = max(apart, found.apart.get(work.name, 0.0))

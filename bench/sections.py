@@ -64,5 +64,20 @@ SECTIONS: Sequence[Section] = (
         {"rows": 2_000_000, "members": 5, "labels": 3},
         {"rows": 2000, "members": 2, "labels": 3},
     ),
+    Section("prefix", "A beginning that all prompts share", "bench.prefix", {"rows": 500}, {"rows": 20}),
+    Section(
+        "scale",
+        "64 nodes of 8 GPUs, pretended",
+        "bench.scale",
+        {"rows": 10_000_000},
+        {"rows": 50_000, "members": 2, "chunk_seconds": 0.1},
+    ),
+    Section(
+        "cluster",
+        "The same work over two raylets",
+        "bench.cluster",
+        {"chunks": 16, "chunk_seconds": 5.0},
+        {"chunks": 2, "chunk_seconds": 0.1},
+    ),
     Section("safety", "What safety costs: fsync and hashing", "bench.safety", {"times": 20}, {"times": 1}),
 )

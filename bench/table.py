@@ -51,6 +51,7 @@ def missed(targets: Sequence[Target], found: Found) -> list[Target]:
         for target in targets
         if not found.problem(target)
         and (pairs := found.pairs(target))
+        and target.at_most is not None
         and ratio(target, pairs).middle > target.at_most
     ]
 
@@ -61,11 +62,12 @@ def ratio(target: Target, pairs: Sequence[tuple[Sample, Sample]]) -> Spread:
 
 
 def _cells(target: Target, found: Found, judged: bool) -> list[str]:
+    at_most = "" if target.at_most is None else f"{target.at_most:.2f}"
     if problem := found.problem(target):
-        return ["", "", "", "", "", f"{target.at_most:.2f}", f"FAILED: {_one_line(problem)}"]
+        return ["", "", "", "", "", at_most, f"FAILED: {_one_line(problem)}"]
     pairs = found.pairs(target)
     if not pairs:
-        return ["", "", "", "", "", f"{target.at_most:.2f}", "not run"]
+        return ["", "", "", "", "", at_most, "not run"]
     cells, slower = [], 0.0
     for side in zip(*pairs, strict=True):
         seconds = Spread.of([_seconds(target, sample) for sample in side])
@@ -73,10 +75,10 @@ def _cells(target: Target, found: Found, judged: bool) -> list[str]:
         peak = median(sample.measured.peak_bytes for sample in side)
         cells += [seconds.text(1), f"{peak / MIB:,.0f}"]
     found_ratio = ratio(target, pairs)
-    verdict = "ok" if found_ratio.middle <= target.at_most else _MISSED
-    if judged and slower < target.enough_seconds:
+    verdict = "" if target.at_most is None else "ok" if found_ratio.middle <= target.at_most else _MISSED
+    if judged and verdict and slower < target.enough_seconds:
         verdict += f", on {slower:.0f} s of work only"
-    return [*cells, found_ratio.text(3), f"{target.at_most:.2f}", verdict if judged else "not judged"]
+    return [*cells, found_ratio.text(3), at_most, verdict if judged else "not judged"]
 
 
 def _seconds(target: Target, sample: Sample) -> float:

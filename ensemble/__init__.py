@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ensemble.analysis.compare import Comparison
     from ensemble.analysis.fit import FitReport
+    from ensemble.analysis.tune import Tuning
     from ensemble.cli.api import (
         Preview,
         Run,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
         rehearse,
         report,
         run,
+        tune,
         validate,
     )
     from ensemble.common.errors import (
@@ -68,6 +70,7 @@ __all__ = [
     "RunReport",
     "RunStatus",
     "TimeLimitReached",
+    "Tuning",
     "WriteError",
     "compare",
     "fit",
@@ -77,37 +80,25 @@ __all__ = [
     "rehearse",
     "report",
     "run",
+    "tune",
     "validate",
 ]
+# Of what is neither an error nor one of the functions and their results, which are in cli.api.
 _MODULES = {
-    **dict.fromkeys(
-        (
-            "Preview",
-            "Run",
-            "compare",
-            "fit",
-            "merge",
-            "open_run",
-            "plan",
-            "rehearse",
-            "report",
-            "run",
-            "validate",
-        ),
-        "ensemble.cli.api",
-    ),
     "Comparison": "ensemble.analysis.compare",
     "FitReport": "ensemble.analysis.fit",
     "Rehearsal": "ensemble.pipeline.rehearse",
     "RunReport": "ensemble.pipeline.run_report",
     "RunStatus": "ensemble.pipeline.status",
+    "Tuning": "ensemble.analysis.tune",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MODULES.get(name, "ensemble.common.errors")), name)
+    module = import_module(_MODULES.get(name, "ensemble.common.errors"))
+    return getattr(module if hasattr(module, name) else import_module("ensemble.cli.api"), name)
 
 
 def __dir__() -> list[str]:

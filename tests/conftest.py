@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import get_args
 
@@ -28,6 +29,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=sampling.part,
         help="usual: with a sample of what is long, and with forked workers; rest: what that leaves out; or all",
     )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What pytest makes of the tests' assertions is kept, also where Python is to keep no bytecode.
+
+    It is a third of the time before the first test.  For the files that tests make, what the environment says goes.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "dont_write_bytecode", False)
+        return (yield)
 
 
 @pytest.hookimpl(trylast=True)

@@ -10,11 +10,11 @@ from pathlib import Path
 from tests.waiting import PATIENCE_SECONDS
 
 
-def pip_install(source: Path, site: Path) -> None:
-    """Build and install a project into a folder of its own, without a network."""
+def pip_install(site: Path, *sources: Path) -> None:
+    """Build and install projects into a folder of their own, without a network."""
     options = ["--no-deps", "--no-index", "--no-build-isolation", "--disable-pip-version-check", "--quiet"]
     done = subprocess.run(
-        [sys.executable, "-m", "pip", "install", *options, "--target", str(site), str(source)],
+        [sys.executable, "-m", "pip", "install", *options, "--target", str(site), *map(str, sources)],
         capture_output=True,
         text=True,
         timeout=PATIENCE_SECONDS,

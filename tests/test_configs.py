@@ -3,25 +3,40 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
+from sklearn.feature_extraction.text import TfidfVectorizer
+from sklearn.naive_bayes import MultinomialNB
 
 from bench.shapes import GEMMA_2_9B, LLAMA_3_8B, make_full_size
-from tests.checkpoints import reference
+from ensemble.members.registry import KINDS
+from tests.checkpoints import image_reference, label_reference, make_language_model, reference
 from tests.kaggle import LABELS, lay_out
 from tests.nvml.sim import GIB, Gpu, Memory, NvmlSim, gpu_uuid
 from tests.project import ROOT, Project
+from tests.worker.test_pooled_cls import pooled_reference, softmax
 
 pytestmark = pytest.mark.usefixtures("warm")
 
 
 def test_no_config_goes_untested() -> None:
-    assert {path.name for path in (ROOT / "configs").glob("*.yaml")} == {"demo.yaml", "kaggle.yaml"}
+    assert {path.name for path in (ROOT / "configs").glob("*.yaml")} == {
+        *("demo.yaml", "kaggle.yaml"),
+        *("csv.yaml", "python.yaml", "onnx.yaml", "mixed.yaml", "causal_lm.yaml"),
+        *("pooled.yaml", "views.yaml", "image.yaml"),
+    }
 
 
 def read_demo(name: str) -> list[list[str]]:
@@ -52,6 +67,203 @@ def test_the_demo_ensemble_beats_each_of_its_members(project: Project) -> None:
     assert [row[0] for row in rows] == [row[0] for row in sample[1:]]
 
 
+def test_predictions_made_elsewhere(project: Project) -> None:
+    done = project.ensemble("run", str(ROOT / "configs" / "csv.yaml"), "--set", "report=false")
+    assert done.returncode == 0, done.stderr
+    header, rows = project.read("runs/csv/ensemble.csv")
+    theirs = {row[0]: row[1:] for row in read_demo("sample_submission.csv")}
+    assert header == ["id", *theirs.pop("id")]
+    assert [row[0] for row in rows] == [row[0] for row in read_demo("test.csv")[1:]]
+    assert {row[0]: row[1:] for row in rows} == theirs
+
+
+@pytest.mark.long
+def test_each_row_in_two_views(project: Project) -> None:
+    done = project.ensemble("run", str(ROOT / "configs" / "views.yaml"), "--set", "report=false")
+    assert done.returncode == 0, done.stderr
+    predictions = project.folder / "runs/views/predictions"
+    mean, plain, other = (
+        pd.read_csv(predictions / f"{name}.csv", index_col="id")
+        for name in ("llama", "llama@as_is", "llama@no_brackets")
+    )
+    differ = (plain != other).any(axis=1)
+    assert 0.05 < differ.mean() < 0.5, "some glosses begin with a bracket"
+    np.testing.assert_allclose(mean, (3 * plain + other) / 4, atol=1e-12)
+    test = pd.read_csv(ROOT / "demo" / "test.csv", index_col="id")
+    texts = [gloss.partition(") ")[2] or gloss for gloss in test.loc[differ[differ].index[:20], "gloss"]]
+    folder = ROOT / "demo" / "models" / "llama"
+    names = json.loads((folder / "config.json").read_text(encoding="utf-8"))["id2label"]
+    found = other[differ][:20][[names[str(number)] for number in range(len(names))]]
+    np.testing.assert_allclose(found, reference(folder, texts, 128), atol=2e-5)
+
+
+@pytest.mark.long
+def test_a_function_of_scikit_learn_beside_a_model(project: Project) -> None:
+    done = project.ensemble("run", str(ROOT / "configs" / "python.yaml"), "--set", "report=false")
+    assert done.returncode == 0, done.stderr
+    scores = {name: score["log_loss"] for name, score in project.run_json("runs/python")["scores"].items()}
+    assert scores["ensemble"] < scores["llama"] < scores["tfidf"] < 1.1
+    train = pd.read_csv(ROOT / "demo" / "train.csv")
+    table = pd.read_csv(ROOT / "demo" / "test.csv", index_col="id")
+    words = TfidfVectorizer(sublinear_tf=True).fit(train["gloss"])
+    model = MultinomialNB(alpha=0.03).fit(words.transform(train["gloss"]), train["label"])
+    header, rows = project.read("runs/python/predictions/tfidf.csv")
+    assert header == ["id", *model.classes_], "the labels are in alphabetical order here"
+    expected = model.predict_proba(words.transform(table.loc[[row[0] for row in rows], "gloss"]))
+    np.testing.assert_allclose([[float(cell) for cell in row[1:]] for row in rows], expected, atol=1e-12)
+
+
+@pytest.mark.long
+def test_members_of_every_kind(project: Project) -> None:
+    """Who computes which rows, what the language model and the image classifier say, and the merge by hand."""
+    path = ROOT / "configs" / "mixed.yaml"
+    done = project.ensemble("run", str(path), "--set", "report=false")
+    assert done.returncode == 0, done.stderr
+    members = {
+        member["name"]: member for member in yaml.safe_load(path.read_text(encoding="utf-8"))["models"]
+    }
+    kinds = {member.get("task_type", "seq_cls") for member in members.values()}
+    assert kinds == set(KINDS.built_in)
+    report = project.run_json("runs/mixed")
+    scores = {name: score["log_loss"] for name, score in report["scores"].items()}
+    assert scores["ensemble"] < scores["llama"] < scores["llama_mean"] < scores["tfidf"] < scores["mate"]
+    assert max(scores["llama"], scores["smollm3"]) < scores["vit"] < 0.8 * scores["mate"]
+    assert "rows were cut at max_length 32" in done.stdout
+    assert report["versions"].keys() >= {"torch", "transformers", "pandas"}
+    table = pd.read_csv(ROOT / "demo" / "test.csv", nrows=300, index_col="id")
+    found = {
+        name: pd.read_csv(project.folder / f"runs/mixed/predictions/{name}.csv", index_col="id")
+        for name in members
+    }
+    views = [
+        pd.read_csv(project.folder / f"runs/mixed/predictions/llama@{view}.csv", index_col="id")
+        for view in ("as_is", "no_brackets")
+    ]
+    np.testing.assert_allclose(found["llama"], (3 * views[0] + views[1]) / 4, atol=1e-12)
+    demo, shown = ROOT / "demo", table.index[::15]
+    texts = members["smollm3"]["label_tokens"]
+    prompts = [f"{gloss} Topic:" for gloss in table.loc[shown, "gloss"]]
+    expected, _ = label_reference(demo / "models" / "smollm3", prompts, [*texts.values()])
+    np.testing.assert_allclose(found["smollm3"].loc[shown, [*texts]], expected, atol=3e-5)
+    pictures = [demo / "pictures" / f"{name}.png" for name in shown]
+    labels = sorted(found["vit"].columns)
+    np.testing.assert_allclose(
+        found["vit"].loc[shown, labels], image_reference(demo / "models" / "vit", pictures), atol=2e-5
+    )
+    weights = {member["name"]: member["weight"] for member in report["members"]}
+    before = [name for name in found if name != "gemma2"]
+    mean = sum(weights[name] * found[name] for name in before) / sum(weights[name] for name in before)
+    ordered = np.sort(mean.to_numpy(), axis=1)
+    asked = ordered[:, -1] - ordered[:, -2] < 0.8
+    assert 0.2 < asked.mean() < 0.8
+    assert found["gemma2"].index.tolist() == table.index[asked].tolist()
+    logs = sum(weights[name] * np.log(one) for name, one in found.items() if name in before)
+    logs.loc[asked] += weights["gemma2"] * np.log(found["gemma2"])
+    total = np.where(asked, sum(weights.values()), sum(weights[name] for name in before))
+    merged = np.exp(logs.div(total, axis=0))
+    merged = merged.div(merged.sum(axis=1), axis=0)
+    ruled = table["gloss"].str.startswith("someone who ")
+    assert ruled.sum() == report["rules"][0]["rows"] > 0
+    others = merged.columns != "person"
+    merged.loc[ruled, others] *= 0.01 / (1 - merged.loc[ruled, ["person"]].to_numpy())
+    merged.loc[ruled, "person"] = 0.99
+    ensemble = pd.read_csv(project.folder / "runs/mixed/ensemble.csv", index_col="id")
+    pd.testing.assert_frame_equal(ensemble, merged, rtol=1e-9)
+
+
+@pytest.mark.long
+def test_a_chat_model_scored_at_label_tokens(project: Project) -> None:
+    """With a tiny stand-in for the model of the hub."""
+    folder = make_language_model(project.folder / "chat", "llama")
+    chat = "<bos>{% for one in messages %}[{{ one.role }}] {{ one.content }}<eos>{% endfor %}[assistant] "
+    (folder / "chat_template.jinja").write_text(chat, encoding="utf-8")
+    path = ROOT / "configs" / "causal_lm.yaml"
+    done = project.ensemble(
+        *("run", str(path), "--set", f"models.smollm2.model_name_or_path={folder}"),
+        *("--set", "report=false", "--limit", "40"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "of the probability behind its prompts fell on tokens of no label" in done.stdout
+    (model,) = yaml.safe_load(path.read_text(encoding="utf-8"))["models"]
+    rows = read_demo("test.csv")[1:41]
+    prompts = [
+        f"<bos>[user] {model['prompt_template'].replace('{{ gloss }}', row[1])}<eos>[assistant] "
+        for row in rows
+    ]
+    header, found = project.read("runs/causal_lm/predictions/smollm2.csv")
+    assert header == ["id", *model["label_tokens"]]
+    expected, _ = label_reference(
+        folder, prompts, [*model["label_tokens"].values()], add_special_tokens=False
+    )
+    np.testing.assert_allclose([[float(cell) for cell in row[1:]] for row in found], expected, atol=3e-5)
+
+
+def test_a_backbone_with_a_head_of_its_own(project: Project) -> None:
+    done = project.ensemble(
+        "run", str(ROOT / "configs" / "pooled.yaml"), "--set", "report=false", "--limit", "500"
+    )
+    assert done.returncode == 0, done.stderr
+    assert project.run_json("runs/pooled")["scores"]["llama_mean"]["log_loss"] < 1.2, "the prior has 2.5"
+    header, rows = project.read("runs/pooled/predictions/llama_mean.csv")
+    head = torch.nn.Linear(128, len(header) - 1)
+    stored = load_file(ROOT / "demo" / "heads" / "llama_mean.safetensors")
+    head.load_state_dict({name.removeprefix("fc."): value.float() for name, value in stored.items()})
+    texts = {row[0]: row[1] for row in read_demo("test.csv")[1:]}
+    shown = rows[::25]
+    logits = pooled_reference(
+        ROOT / "demo" / "models" / "llama", head, "mean", [texts[row[0]] for row in shown], max_length=128
+    )
+    found = [[float(cell) for cell in row[1:]] for row in shown]
+    np.testing.assert_allclose(found, softmax(logits), atol=1e-5)
+
+
+@pytest.mark.long
+def test_an_image_classifier(project: Project) -> None:
+    script = ROOT / "scripts" / "make_images.py"
+    made = subprocess.run(
+        [sys.executable, script, "runs/images"], cwd=project.folder, capture_output=True, text=True
+    )
+    assert made.returncode == 0, made.stderr
+    done = project.ensemble("run", str(ROOT / "configs" / "image.yaml"), "--set", "report=false")
+    assert done.returncode == 0, done.stderr
+    assert project.run_json("runs/image")["scores"]["resnet"]["accuracy"] > 0.8
+    assert "has no sdpa" not in done.stdout, "it has no attention"
+    header, rows = project.read("runs/image/predictions/resnet.csv")
+    model = project.folder / "runs/images/model"
+    paths = [project.folder / "runs/images/images" / f"{int(row[0]):03}.png" for row in rows[:20]]
+    found = np.array([[float(cell) for cell in row[1:]] for row in rows[:20]])
+    assert header == ["id", "red", "green", "blue"]
+    np.testing.assert_allclose(found, image_reference(model, paths), atol=2e-6)
+
+
+@pytest.mark.long
+def test_a_classifier_in_onnx_runtime_has_the_numbers_of_its_twin(project: Project) -> None:
+    for package in ("onnx", "onnxruntime"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    script, model = ROOT / "scripts" / "export_onnx.py", ROOT / "demo" / "models" / "gemma2"
+    (project.folder / "tmp").mkdir()
+    folder = {"TMPDIR": str(project.folder / "tmp")}  # where ONNX Runtime leaves a file for its telemetry
+    made = subprocess.run(
+        [sys.executable, script, model, "runs/gemma2.onnx"],
+        cwd=project.folder,
+        env={**os.environ, **folder},
+        capture_output=True,
+        text=True,
+    )
+    assert made.returncode == 0, made.stderr
+    config = str(ROOT / "configs" / "onnx.yaml")
+    done = project.ensemble("run", config, "--set", "report=false", "--limit", "400", environment=folder)
+    assert done.returncode == 0, done.stderr
+    (header, rows), (own_header, own_rows) = (
+        project.read(f"runs/onnx/predictions/{name}.csv") for name in ("gemma2", "gemma2_onnx")
+    )
+    assert (own_header, [row[0] for row in own_rows]) == (header, [row[0] for row in rows])
+    values, own = (np.array([[float(cell) for cell in row[1:]] for row in some]) for some in (rows, own_rows))
+    assert len(values) == 400
+    np.testing.assert_allclose(own, values, atol=1e-5)
+
+
 @pytest.fixture
 def kaggle(project: Project) -> Project:
     """The folders that configs/kaggle.yaml reads, with small stand-ins of the same architectures."""
@@ -64,6 +276,7 @@ def kaggle(project: Project) -> Project:
     return project
 
 
+@pytest.mark.long
 def test_the_kaggle_config_with_stand_ins(kaggle: Project) -> None:
     assert kaggle.ensemble("validate", "kaggle.yaml").returncode == 0
     done = kaggle.ensemble("run", "kaggle.yaml")
@@ -109,6 +322,7 @@ def test_the_kaggle_config_fits_two_t4(kaggle: Project, nvml_sim: NvmlSim) -> No
     )
     assert done.stdout.count("for one GPU, so a replica takes 2") == 2
     assert "17.2 GiB" in done.stdout
+    assert "llama3: nf4 weights (4.3 GiB) would fit one GPU: " in " ".join(done.stdout.split())
     nvml_sim.write([Gpu(gpu_uuid(0), memory=Memory(4 * GIB))])
     for command in ("plan", "run"):
         done = kaggle.ensemble(command, "kaggle.yaml", environment=nvml_sim.environment())

@@ -32,7 +32,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if name == "pyproject.toml" or name.startswith("ensemble_robust/"):
             (source / name).parent.mkdir(exist_ok=True)
             (source / name).write_text(content)
-    pip_install(source, site)
+    pip_install(site, source)
     return site
 
 
@@ -95,6 +95,7 @@ def test_the_mean_of_standard_scores(made: Project, site: Path) -> None:
     )
 
 
+@pytest.mark.long
 def test_the_section_of_the_report(made: Project, site: Path, tmp_path: Path) -> None:
     ran = report(
         member(progress=ProgressReport(seconds=3.0)), member("other", progress=ProgressReport(seconds=9.0))
@@ -115,6 +116,7 @@ def test_without_the_package_the_method_is_unknown(made: Project) -> None:
     assert "--set ensemble.method=trimmed_mean: unknown method; " in done.stderr
 
 
+@pytest.mark.long
 def test_the_format(made: Project, tmp_path: Path) -> None:
     copy = tmp_path / "ensemble"
     shutil.copytree(ROOT / "ensemble", copy, ignore=shutil.ignore_patterns("__pycache__"))

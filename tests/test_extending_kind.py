@@ -1,33 +1,30 @@
-"""The member kind of docs/extending.md, as it stands there: installed, and run in real processes."""
+"""The member kinds of docs/extending.md, as they stand there: installed, and run in real processes."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.checkpoints import make_checkpoint, reference
+from tests.packages import pip_install
 from tests.page import blocks
 from tests.project import LABELS, ROOT, Project, python_path
 
+PACKAGES = ("ensemble-bytes", "ensemble-ordinal")
 
-@pytest.fixture
-def site(tmp_path: Path) -> Path:
-    """A folder of installed packages, with the page's."""
-    folder = tmp_path / "site"
-    information = folder / "ensemble_bytes-1.0.dist-info"
-    information.mkdir(parents=True)
-    information.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: ensemble-bytes\nVersion: 1.0\n")
-    group, line = re.findall(
-        r'^\[project\.entry-points\."(.*)"\]\n(.*)$', blocks()["ensemble_bytes/pyproject.toml"], re.MULTILINE
-    )[0]
-    information.joinpath("entry_points.txt").write_text(f"[{group}]\n{line}\n".replace('"', ""))
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder into which pip has installed the page's packages."""
+    source, site = tmp_path_factory.mktemp("packages"), tmp_path_factory.mktemp("site")
     for name, content in blocks().items():
-        if name.startswith("ensemble_bytes/") and name.endswith(".py"):
-            (folder / name).parent.mkdir(exist_ok=True)
-            (folder / name).write_text(content)
-    return folder
+        if name.startswith(PACKAGES):
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_text(content)
+    pip_install(site, *(source / name for name in PACKAGES))
+    return site
 
 
 def test_a_run_with_a_kind_of_another_package(project: Project, site: Path) -> None:
@@ -40,7 +37,7 @@ def test_a_run_with_a_kind_of_another_package(project: Project, site: Path) -> N
     validated = project.ensemble("validate", "config.yaml", environment=environment)
     assert validated.returncode == 0, validated.stderr
     assert "small: a classifier of bytes, weight 0.2, CPU, " in validated.stdout
-    done = project.ensemble("run", "config.yaml", environment=environment)
+    done = project.ensemble("run", "config.yaml", "--set", "report=false", environment=environment)
     assert done.returncode == 0, done.stderr + done.stdout
     counts = np.array(
         [np.bincount(np.frombuffer(text.encode(), np.uint8), minlength=256) for text in project.texts]
@@ -56,10 +53,10 @@ def test_a_run_with_a_kind_of_another_package(project: Project, site: Path) -> N
     report = project.run_json()
     assert report["members"][0]["workers"][0]["dtype"] == "float64"
     assert "torch" not in report["versions"]
-    again = project.ensemble("run", "config.yaml", environment=environment)
+    again = project.ensemble("run", "config.yaml", "--set", "report=false", environment=environment)
     assert "small: done by an earlier run, reused" in again.stdout
     np.save(project.folder / "small.npy", -weights)
-    again = project.ensemble("run", "config.yaml", environment=environment)
+    again = project.ensemble("run", "config.yaml", "--set", "report=false", environment=environment)
     assert "small: weights changed since its predictions were made; it runs again" in again.stdout
 
 
@@ -86,6 +83,37 @@ def test_its_keys_are_checked_with_the_others(project: Project, site: Path) -> N
     assert "models[0] (small): weights: small.npy has the shape (256, 2), not (256, 3)" in done.stderr
     without = project.ensemble("validate", "config.yaml")
     assert (
-        "models[0].task_type (line 4): unknown task_type; the task_types here are seq_cls, csv"
-        in without.stderr
+        "models[0].task_type (line 4): unknown task_type; the task_types here are seq_cls, pooled_cls, causal_lm, "
+        "image_cls, "
+        "csv, python" in without.stderr
     )
+
+
+@pytest.mark.long
+def test_a_run_with_a_kind_of_checkpoint_of_another_package(project: Project, site: Path) -> None:
+    """Against the formula, from the scores of plain transformers."""
+    folder = make_checkpoint(
+        project.folder / "scored", "llama", ["score"], problem_type="regression", pad=None
+    )
+    project.write_table(60)
+    (project.folder / "config.yaml").write_text(blocks()["ordinal.yaml"])
+    environment = {"PYTHONPATH": python_path(ROOT, site)}
+    done = project.ensemble("run", "config.yaml", environment=environment)
+    assert done.returncode == 0, done.stderr + done.stdout
+    scores = reference(folder, project.texts, 64, "none")
+    below = 1 / (1 + np.exp(scores - np.array([[-0.5, 0.5]])))
+    expected = np.stack([below[:, 0], below[:, 1] - below[:, 0], 1 - below[:, 1]], axis=1)
+    header, rows = project.read("runs/first/predictions/rated.csv")
+    assert header == ["id", "winner_a", "tie", "winner_b"]
+    assert [row[0] for row in rows] == project.ids
+    np.testing.assert_allclose([[float(cell) for cell in row[1:]] for row in rows], expected, atol=1e-5)
+    for change, reused in (("max_num_batched_tokens=100", 60), ("cut_points=[-0.5,0.6]", 0)):
+        again = project.ensemble(
+            "run", "config.yaml", "--set", f"models.rated.{change}", environment=environment
+        )
+        assert again.returncode == 0, again.stderr
+        assert project.run_json()["members"][0]["reused_rows"] == reused, change
+    wrong = project.ensemble(
+        "validate", "config.yaml", "--set", "models.rated.cut_points=[1]", environment=environment
+    )
+    assert "models[0] (rated): cut_points: must be 2 ascending numbers for 3 labels" in wrong.stderr

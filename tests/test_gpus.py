@@ -117,6 +117,7 @@ def test_a_driver_library_that_cannot_be_loaded_is_none(tmp_path: Path) -> None:
         "driver_version": None,
         "warnings": [],
         "mask_problem": "",
+        "hosts": [],
     }
 
 
@@ -301,6 +302,8 @@ def test_mig_slices_stand_for_their_gpu(nvml_sim: NvmlSim) -> None:
         "compute_capability": [8, 0],
         "total_bytes": 10 * GIB,
         "used_bytes": 20 * MIB,
+        "node": "",
+        "is_held": False,
     }
     assert found["gpus"][3]["name"] == "Simulated A100"
     assert found["warnings"] == []
@@ -380,7 +383,7 @@ def look():
     with gpus.driver_session():
         for _ in range(5):
             answer.append(gpus.used_memory(["{PARENT}"])["{PARENT}"])
-        gpus.inventory(), gpus.gpu_users("{PARENT}"), gpus.telemetry(["{PARENT}"])
+        gpus.inventory(), gpus.processes_on("{PARENT}"), gpus.telemetry(["{PARENT}"])
 answer, looks = [], [threading.Thread(target=look) for _ in range(3)]
 with gpus.driver_session():
     [one.start() for one in looks]

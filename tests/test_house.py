@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -109,7 +110,8 @@ def test_a_kind_uses_what_several_share_and_no_other_kind() -> None:
 
 def test_the_worker_names_no_kind() -> None:
     kinds = {path.name for path in (PACKAGE / "members").iterdir() if (path / "child.py").is_file()}
-    assert "seq_cls" in kinds
+    assert {"seq_cls", "pooled_cls", "causal_lm", "python"} <= kinds
+    kinds = kinds - {"python"} | {"members.python"}  # the word alone is in the versions that a worker tells
     for path in (PACKAGE / "worker").glob("*.py"):
         for node in nodes(path):
             text = node.value if isinstance(node, ast.Constant) else getattr(node, "id", "")
@@ -117,9 +119,10 @@ def test_the_worker_names_no_kind() -> None:
 
 
 def test_only_the_child_side_of_members_imports_torch_or_transformers() -> None:
-    probe = PACKAGE / "worker" / "probe.py"  # a program of its own: whether torch works on a device
+    # Programs of their own: whether torch works on a device, and how fast it is on some cores.
+    programs = [PACKAGE / "worker" / name for name in ("probe.py", "cpu_speed.py")]
     for path, room in modules():
-        if room != "child" and path != probe:
+        if room != "child" and path not in programs:
             # The Python API gives frames, when it is asked for one.
             heavy = {*HEAVY} - ({"pandas"} if path == PACKAGE / "cli/api.py" else set())
             heavy -= OF_ANALYSIS if room == "analysis" else set()
@@ -162,6 +165,17 @@ def test_nobody_but_its_class_writes_the_state_of_a_member() -> None:
                     assert target.attr not in fields, f"{path}: {ast.unparse(node)}"
 
 
+def test_ray_is_known_to_its_launcher_alone() -> None:
+    own = PACKAGE / "scheduling" / "launchers" / "ray"
+    for path, _ in modules():
+        if path.parent != own:
+            names = set(imports(path))
+            assert "ray" not in {name.partition(".")[0] for name in names}, path
+            assert not any(name.startswith("ensemble.scheduling.launchers.ray") for name in names), path
+    for path in (PACKAGE / "cli").rglob("*.py"):
+        assert not re.search(r"\bray\b", path.read_text(encoding="utf-8"), re.IGNORECASE), path
+
+
 def test_only_one_module_uses_nvml() -> None:
     users = [str(path.relative_to(PACKAGE)) for path, _ in modules() if "pynvml" in imports(path)]
     assert users == ["common/gpus.py"]
@@ -170,7 +184,7 @@ def test_only_one_module_uses_nvml() -> None:
 def test_the_parent_imports_nothing_heavy() -> None:
     modules = "cli.app cli.api cli.doctor pipeline.run pipeline.validate".split()
     code = "import sys\n" + "".join(f"import ensemble.{name}\n" for name in modules)
-    code += f"print([name for name in {HEAVY!r} if name in sys.modules])"
+    code += f"print([name for name in {(*HEAVY, 'ray')!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
@@ -188,7 +202,7 @@ def test_a_run_of_the_checks_imports_nothing_heavy_either(tmp_path: Path) -> Non
         "from ensemble.pipeline.validate import prepare\n"
         "keep_pandas_out()\n"
         "try:\n    prepare(load(pathlib.Path('c.yaml')))\nexcept EnsembleError as error:\n    print(error)\n"
-        f"print([name for name in {(*HEAVY, 'jinja2', 'rich')!r} if name in sys.modules])"
+        f"print([name for name in {(*HEAVY, 'jinja2', 'ray', 'rich')!r} if name in sys.modules])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -106,6 +106,7 @@ def test_a_package_that_is_missing_is_said_by_every_command(project: Project, tm
         assert done.stderr.startswith(said), done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.fault(31)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft's
 @pytest.mark.parametrize(

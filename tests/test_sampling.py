@@ -11,7 +11,12 @@ import pytest
 from tests.project import ROOT
 from tests.sampling import Part, one_in
 
-FILES = ("tests/faults/test_copied.py", "tests/faults/test_endings.py", "tests/properties/test_csv.py")
+FILES = (
+    "tests/faults/test_copied.py",
+    "tests/faults/test_terminal.py",
+    "tests/faults/test_endings.py",
+    "tests/properties/test_csv.py",
+)
 
 
 def collected(part: Part) -> set[str]:
@@ -26,10 +31,10 @@ def test_no_test_is_in_neither_part() -> None:
     usual, rest, whole = map(collected, get_args(Part))
     assert usual | rest == whole
     assert usual < whole
-    copied, endings, csv = FILES
+    copied, terminal, endings, csv = FILES
     kinds = {
         "long": (copied, rest - usual),
-        "fresh": (endings, usual - rest),
+        "fresh": (terminal, usual - rest),
         "first forked, then with fresh processes": (endings, usual & rest),
         "on fewer examples, then on all": (csv, usual & rest),
     }

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.data import Writer, write_table
-from bench.gpu.figures import Speed, member_row, speed_of, sweep_row
+from bench.gpu.figures import Speed, gpus_row, member_row, speed_of, sweep_row
 from bench.gpu.place import (
     GEMMA,
     MAX_LENGTH,
@@ -41,6 +41,8 @@ from bench.tokenizer import counted, made_up_words
 from ensemble.common.gpus import inventory
 
 DEADLINE_SECONDS = 510.0
+SEVERAL, TIMED = f"several GPUs, {MIDDLE.name}", f"timed budget of {SMALL.name}"
+ON_REQUEST = (SEVERAL, TIMED)  # by --only, as the time does not do for all steps
 # What the others are held to, so that it is always measured.
 PEAK = "the device's peak"
 _SEED = 21
@@ -51,6 +53,9 @@ _FEWEST_ROWS = 200
 _REHEARSAL_ROWS = 24
 _BUDGETS = (2048, 4096, 8192, 32_768, 65_536)
 _FEW_BUDGETS = (4096, 32_768)
+# What a worker times sizes of batches for (scoring/token_budget.py), with some to spare, and a device on which that
+# is over in a minute; the sizes that it may find.
+_TIMED_TOKENS, _TIMED_FLOPS, _TIMED = 7_700_000, 100e12, (8192, 16_384, 32_768, 65_536)
 
 
 class Measuring:
@@ -115,6 +120,51 @@ class Measuring:
         speeds: list[Speed] = [speed_of(one) for one in report["members"]]
         _show(plain_table([{"rows": rows, **sweep_row(model.name, speeds)}]))
 
+    def timed(self) -> None:
+        """The budget that a worker finds by timing on enough rows, against those it may find."""
+        model = SMALL
+        if not self._place.is_rehearsal and float(self._peak["flops_per_second"]) < _TIMED_FLOPS:
+            raise Skip(
+                f"{_TIMED_TOKENS:,} tokens, from which on sizes are timed, take too long on this device"
+            )
+        path, rows = str(self._place.model(model)), _REHEARSAL_ROWS
+        self._write_table(1000)
+        if not self._place.is_rehearsal:
+            # As the plan counts them: four bytes a token, and 32 for each row.
+            size = (self._place.folder / "rows.csv").stat().st_size / 1000 + 32
+            rows = int(_TIMED_TOKENS * 4 / size)
+            self._write_table(rows)
+        member = {"model_name_or_path": path, "replicas": 1}
+        members = [{"name": "timed", **member}]
+        for budget in _TIMED[:1] if self._place.is_rehearsal else _TIMED:
+            members.append({"name": f"of-{budget}", **member, "max_num_batched_tokens": budget})
+        report = self._place.run("timed", *members, table="rows", rows=rows, devices=self._devices)
+        speeds = [speed_of(one) for one in report["members"]]
+        said = [note for note in report["members"][0]["workers"][0]["notes"] if "timed" in note]
+        _show(plain_table([{"rows": rows, **sweep_row(model.name, speeds)}]), *said)
+
+    def several_gpus(self, model: Model) -> None:
+        """A member over two GPUs against one, and against a replica in 4 bits on each: what ``plan`` predicts."""
+        gpus = [gpu.uuid for gpu in self._place.gpus[:2]]
+        if len(gpus) < 2 and not self._place.is_rehearsal:
+            raise Skip("it takes two GPUs")
+        if self._place.settings(model):
+            raise Skip(f"{model.name} fits in 4 bits only, so that one GPU has nothing to compare with")
+        path, rows = str(self._place.model(model)), self._rows("members")
+        self._write_table(rows)
+        one = {"model_name_or_path": path, "replicas": 1}
+        ways: list[tuple[int, dict[str, Any]]] = [
+            (1, {"name": "one-GPU", **one, **({"num_gpus": 1} if gpus else {})}),
+            (2, {"name": "over-two", **one, **({"num_gpus": 2} if gpus else {})}),
+        ]
+        if has_bitsandbytes() and not self._place.is_rehearsal:
+            ways.append((2, {"name": "4-bit-each", **one, "replicas": 2, "quantization_config": NF4}))
+        members = [member for _, member in ways]
+        report = self._place.run("several-gpus", *members, table="rows", rows=rows, devices=gpus)
+        alone = speed_of(report["members"][0])
+        lines = [gpus_row(one, count, alone) for (count, _), one in zip(ways, report["members"], strict=True)]
+        _show(f"{rows:,} long-tailed rows, {model.name}:", plain_table(lines))
+
     def _rows(self, what: str) -> int:
         if self._place.is_rehearsal:
             return _REHEARSAL_ROWS
@@ -137,6 +187,8 @@ def steps(measuring: Measuring, is_rehearsal: bool) -> list[tuple[str, float, Ca
         ("members", 150, measuring.members),
         (f"budgets of {SMALL.name}", 110, lambda: measuring.sweep(SMALL)),
     ]
+    found.append((SEVERAL, 150, lambda: measuring.several_gpus(MIDDLE)))
+    found.append((TIMED, 150, measuring.timed))
     if not is_rehearsal:
         found.append((f"budgets of {MIDDLE.name}", 100, lambda: measuring.sweep(MIDDLE)))
         found.append((f"budgets of {GEMMA.name}", 90, lambda: measuring.sweep(GEMMA)))
@@ -148,6 +200,16 @@ def step_names(is_rehearsal: bool) -> list[str]:
     return [name for name, _, _ in steps(Measuring(nowhere), is_rehearsal)]
 
 
+def names_to_run(only: str, is_rehearsal: bool) -> list[str]:
+    """The steps that ``--only`` names; without it all that fit into the time together.
+
+    Raises:
+        ValueError: there is none of a name.
+    """
+    names = chosen(only, step_names(is_rehearsal))
+    return names if only or is_rehearsal else [name for name in names if name not in ON_REQUEST]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command: 0, or 1 where a step failed or nothing could be measured."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
@@ -156,7 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="steps whose names have one of these words in them: a,b")
     options = parser.parse_args(arguments)
     try:
-        names = chosen(options.only, step_names(options.rehearse))
+        names = names_to_run(options.only, options.rehearse)
     except ValueError as error:
         parser.error(f"--only {error}")
     if not options.rehearse and (reason := why_no_gpu()):

@@ -107,3 +107,24 @@ def sweep_row(model: str, speeds: Sequence[Speed]) -> dict[str, object]:
         "chosen / best": chosen.tokens_per_second / best.tokens_per_second,
         "all": ", ".join(f"{each.token_budget}: {each.tokens_per_second:.0f}" for each in speeds[1:]),
     }
+
+
+def gpus_row(member: Mapping[str, Any], gpus: int, alone: Speed) -> dict[str, object]:
+    """A row of the table of members on several GPUs.
+
+    Args:
+        gpus: that all of its workers have together.
+        alone: of the same model on one GPU.
+    """
+    speed, workers = speed_of(member), member["workers"]
+    computing = [worker for worker in workers if worker["tokens"]]
+    per_second = speed.tokens_per_second * len(computing)
+    return {
+        "member": member["name"],
+        "GPUs": gpus,
+        "workers": len(computing),
+        "tokens a batch": speed.token_budget,
+        "tokens/s together": round(per_second),
+        "of one GPU's": per_second / alone.tokens_per_second,
+        "load, s": max(worker["load_seconds"] for worker in workers),
+    }

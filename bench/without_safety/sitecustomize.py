@@ -29,5 +29,5 @@ def _nothing(descriptor: int) -> None:
     pass
 
 
-os.fsync = _nothing  # type: ignore[assignment]
+os.fsync = os.fdatasync = _nothing  # type: ignore[assignment]
 hashlib.sha256 = hashlib.blake2b = _Checksum  # type: ignore[assignment,misc]

@@ -18,7 +18,8 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ensemble.merging.calibration import EPSILON, features
+from ensemble.merging.blocks import block_spans
+from ensemble.merging.calibration import EPSILON, features, probabilities_of, rescale
 
 Values: TypeAlias = npt.NDArray[np.float64]
 Truth: TypeAlias = npt.NDArray[np.int64] | npt.NDArray[np.float64]
@@ -26,7 +27,6 @@ Kind: TypeAlias = Literal["softmax", "sigmoid"]
 
 # Of a temperature; a member at the upper end knows nothing of these labels, one at the lower is right in every row.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 100.0
-_CELLS = 1 << 17  # values at a time, for a core's cache
 _MAX_STEPS = 100
 _STEP_TOLERANCE = 1e-9  # relative; the step after it would be of the square of that
 _GAIN_TOLERANCE = 1e-13  # nats per row that a step could gain
@@ -59,7 +59,7 @@ def fit_temperature(values: Values, truth: Truth, kind: Kind) -> float:
     for _ in range(_MAX_STEPS):
         slope, curvature = -target, 0.0
         for _, block in _blocks(logs):
-            shares = softmax(inverse * block)
+            shares = probabilities_of((inverse * block).T, ["softmax"]).T
             means = (shares * block).sum(axis=0)
             slope += float(means.sum())
             curvature += float((shares * np.square(block - means)).sum())
@@ -111,7 +111,7 @@ def fit_vector_scaling(values: Values, truth: Truth, kind: Kind) -> VectorScalin
         slope, curvature = found - start, np.eye(2 * labels)
         for part, block in _blocks(logs):
             scores = found[:labels, None] * block + found[labels:, None]
-            shares = sigmoid(scores) if kind == "sigmoid" else softmax(scores)
+            shares = probabilities_of(scores.T, [kind]).T
             error = shares - targets[:, part]
             slope += np.concatenate([(error * block).sum(axis=1), error.sum(axis=1)])
             if kind == "sigmoid":
@@ -143,14 +143,14 @@ def calibrated(values: Values, calibration: float | VectorScaling | None, kind: 
     """
     if calibration is None:
         return values
-    result = np.empty(values.shape, order="F")
-    logs = log_scores(values, kind)
-    for part, block in _blocks(logs):
-        if isinstance(calibration, VectorScaling):
-            scores = calibration.scale[:, None] * block + calibration.bias[:, None]
-        else:
-            scores = block / calibration
-        result.T[:, part] = sigmoid(scores) if kind == "sigmoid" else softmax(scores)
+    scale, bias = (
+        (calibration.scale, calibration.bias)
+        if isinstance(calibration, VectorScaling)
+        else (1 / calibration, 0.0)
+    )
+    result = np.array(values, order="F")
+    for start, stop in block_spans(*result.shape):
+        rescale(result[start:stop], scale, bias, kind)
     return result
 
 
@@ -181,21 +181,6 @@ def of_truth(logs: Values, truth: Truth) -> Values:
     return np.asarray(np.einsum("kn,nk->n", logs, truth))
 
 
-def softmax(scores: Values) -> Values:
-    """Of float64 [labels, rows], which is overwritten."""
-    scores -= scores.max(axis=0)
-    np.exp(scores, out=scores)
-    scores /= scores.sum(axis=0)
-    return scores
-
-
-def sigmoid(scores: Values) -> Values:
-    with np.errstate(over="ignore"):
-        return np.asarray(1 / (1 + np.exp(-scores)))
-
-
 def _blocks(columns: Values) -> Iterator[tuple[slice, Values]]:
-    step = max(256, _CELLS // len(columns))
-    for start in range(0, columns.shape[1], step):
-        part = slice(start, start + step)
-        yield part, columns[:, part]
+    for start, stop in block_spans(columns.shape[1], len(columns)):
+        yield slice(start, stop), columns[:, start:stop]

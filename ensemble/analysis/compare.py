@@ -32,7 +32,7 @@ from ensemble.analysis.predictions import (
     read_truth,
     run_settings,
 )
-from ensemble.common.errors import DataError
+from ensemble.common.errors import ConfigError, DataError
 from ensemble.common.protocol import Activation
 from ensemble.common.text import listed, plural, shown_path
 from ensemble.config.document import SHOWN_CHARACTERS, place, shown
@@ -182,7 +182,7 @@ def compare(
     second: Path,
     metrics: Sequence[str] = (),
     labels: Path | None = None,
-    label_column: str = LABEL_COLUMN,
+    label_column: str | None = None,
     id_column: str | None = None,
     activation: Activation | None = None,
 ) -> Comparison:
@@ -193,19 +193,25 @@ def compare(
     Args:
         metrics: by name; empty: the usual ones of such values.
         labels: the table of the truth; None: a run's own table, where its config names the truth.
-        label_column, id_column: of that table and of CSVs, see ``read_files``.
+        label_column: of that table, or of the runs' own; None: "label", or what their configs name.
+        id_column: of ``labels`` and of CSVs, see ``read_files``.
         activation: what the values of CSVs are; None: those of the run on the other side, or see ``read_files``.
 
     Raises:
+        ConfigError: there is no table of which ``label_column`` could be one.
         DataError: one of them cannot be read, two files have no row in common, or metrics are asked for that are
             not known, or have no truth.
     """
     asked = [find_metric(name) for name in metrics]
+    if label_column is not None and labels is None and not any(path.is_dir() for path in (first, second)):
+        raise ConfigError(
+            "--label-column: is one of --labels or of a run's table, and these are CSVs; give --labels"
+        )
     sources, problems = list[_Source](), list[str]()
     # A file of unknown values is of what the run is that it is held against, which is therefore read first.
     for path in sorted((first, second), key=lambda path: not path.is_dir()):
         try:
-            sources.append(_read(path, id_column, activation, labels is None))
+            sources.append(_read(path, id_column, activation, labels is None, label_column))
             activation = activation or (sources[-1].predictions.activation if path.is_dir() else None)
         except DataError as error:
             problems += error.problems
@@ -234,7 +240,7 @@ def compare(
         remarks.append("one side has exclusive labels and the other not, so that no metric is of both")
     elif labels is not None:
         ids, names = predictions.ids, predictions.labels
-        truth, left_out = read_truth(labels, ids, names, kind, label_column, id_column)
+        truth, left_out = read_truth(labels, ids, names, kind, label_column or LABEL_COLUMN, id_column)
         remarks += left_out
     else:
         truth = _agreed_truth(left, right, remarks)
@@ -270,9 +276,12 @@ def changed_settings(first: object, second: object, loc: tuple[str | int, ...] =
             ]:
                 yield Setting("models (order)", *(", ".join(one) for one in named))
             both = (named[0], named[1])
-    # A model that only one side has is one value.
-    is_model = len(loc) == 2 and loc[0] == "models"
-    mappings = [{} if one is _MISSING and not is_model else one for one in both]
+    if loc == ("rules",):
+        given = [dict(enumerate(one)) if isinstance(one, list) else {} for one in both]
+        both = (given[0], given[1])
+    # A model or a rule that only one side has is one value.
+    is_one = len(loc) == 2 and loc[0] in ("models", "rules")
+    mappings = [{} if one is _MISSING and not is_one else one for one in both]
     if all(isinstance(one, dict) for one in mappings) and any(mappings):
         for key in dict.fromkeys(key for one in mappings if isinstance(one, dict) for key in one):
             ours, theirs = (one.get(key, _MISSING) for one in mappings if isinstance(one, dict))
@@ -310,10 +319,16 @@ def _around_difference(first: str, second: str) -> list[str]:
     return [f"...{shown(text[start : start + SHOWN_CHARACTERS])}" for text in (first, second)]
 
 
-def _read(path: Path, id_column: str | None, activation: Activation | None, wants_truth: bool) -> _Source:
+def _read(
+    path: Path,
+    id_column: str | None,
+    activation: Activation | None,
+    wants_truth: bool,
+    label_column: str | None,
+) -> _Source:
     if path.is_dir():
         report = RunReport.read(path / "run.json")
-        found = read_run(path, "if there" if wants_truth else "no")
+        found = read_run(path, "if there" if wants_truth else "no", label_column)
         return _Source(path, replace(found, members=as_merged(found, calibrations_of(report))), report)
     return _Source(path, read_files({"predictions": path}, id_column, activation=activation), None)
 

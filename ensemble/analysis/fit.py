@@ -34,15 +34,14 @@ from ensemble.analysis.weights import (
     GeometricLoss,
     MeanLoss,
     Pool,
-    from_logs,
     greedy_selection,
     minimize_on_simplex,
     pooled,
-    to_logs,
 )
 from ensemble.common.errors import ConfigError, DataError
 from ensemble.common.protocol import Activation
 from ensemble.common.text import listed, nearest_or_all, plural, quoted
+from ensemble.merging.calibration import features, probabilities_of
 from ensemble.merging.metrics import row_losses
 
 Method: TypeAlias = Literal["simplex", "greedy", "stacking"]
@@ -141,7 +140,8 @@ class FitReport:
     """What was fitted to all rows, and what that is worth on rows that were held out.
 
     Attributes:
-        rows: rows with a truth that all members have; further ``rows_left_out`` lack a member.
+        rows: rows with a truth that all members have and that the run's rules leave to them; further
+            ``rows_left_out`` lack a member, ``rows_decided`` are decided by rules.
         score: the metric of the held-out rows.
         equal: the same of equal weights, and ``best`` of the best member of the other folds; ``best_member`` is the
             one that it was most often.
@@ -162,6 +162,7 @@ class FitReport:
     over_best: Gain
     stacking: Stacking | None
     remarks: tuple[str, ...]
+    rows_decided: int = 0
 
 
 def fit(predictions: Predictions, options: Options) -> FitReport:
@@ -171,7 +172,7 @@ def fit(predictions: Predictions, options: Options) -> FitReport:
         ConfigError: the options do not go together, or not with such predictions.
         DataError: there is no truth, it has too few rows or a single label, or a member is the same in every row.
     """
-    sample = _Sample.of(predictions)
+    sample, decided = _Sample.of(predictions, is_stacked=options.method == "stacking")
     aim = _checked(sample, options)
     judge = _Judge(sample, aim, options)
     names, everything = sample.names, np.arange(sample.rows)
@@ -191,7 +192,7 @@ def fit(predictions: Predictions, options: Options) -> FitReport:
         options,
         sample.labels,
         sample.rows,
-        predictions.rows - sample.rows,
+        predictions.rows - sample.rows - decided,
         aim.metric.greater_is_better,
         members,
         merged.value,
@@ -202,6 +203,7 @@ def fit(predictions: Predictions, options: Options) -> FitReport:
         judge.gain(merged, best),
         blend.stacking,
         predictions.remarks,
+        decided,
     )
 
 
@@ -217,19 +219,34 @@ class _Sample:
     truth: Truth
 
     @classmethod
-    def of(cls, predictions: Predictions) -> _Sample:
+    def of(cls, predictions: Predictions, is_stacked: bool) -> tuple[_Sample, int]:
+        """The sample, and how many rows more all members have that rules decide.
+
+        These are the rows that a rule with ``set`` is for.  Masks are put on each member: for the geometric mean
+        and for calibrations that is what they make of the merge, for the mean it is near to it.  Stacking goes by
+        the logarithms of what would be 0 then, so it does without these rows.
+        """
         if predictions.truth is None:
             raise DataError(
                 "no true labels: --labels names the file that has them, or data.label_column the column"
             )
-        names = tuple(predictions.members)
+        names, rules = tuple(predictions.members), predictions.rules
         values, truth = [*predictions.members.values()], predictions.truth
-        lacking = np.logical_or.reduce([np.isnan(one[:, 0]) for one in values])
-        if lacking.any():
-            taken = np.flatnonzero(~lacking)
+        is_left = ~np.logical_or.reduce([np.isnan(one[:, 0]) for one in values])
+        decided = 0
+        if rules is not None:
+            is_decided = is_left & (rules.rows.any(axis=0) if is_stacked else rules.has_set)
+            decided, is_left = int(is_decided.sum()), is_left & ~is_decided
+        if not is_left.all():
+            taken = np.flatnonzero(is_left)
             values, truth = [_taken(one, taken) for one in values], truth[taken]
+            rules = None if rules is None else rules.taken(taken)
         kinds = tuple(predictions.activations[name] for name in names)
-        return cls(names, predictions.labels, tuple(values), kinds, predictions.activation, truth)
+        if rules is not None and rules.rows.any():
+            values = [one.copy(order="F") for one in values]
+            for one in values:
+                rules.apply(0, one, predictions.activation == "softmax")
+        return cls(names, predictions.labels, tuple(values), kinds, predictions.activation, truth), decided
 
     @property
     def rows(self) -> int:
@@ -271,7 +288,9 @@ def _checked(sample: _Sample, options: Options) -> _Aim:
     if members == 1 and options.calibration == "none" and options.method != "stacking":
         raise ConfigError(f"{sample.names[0]} is the only member, and --calibration is none: nothing to fit")
     if not sample.rows:
-        raise DataError("no row has a truth and all members; fit needs rows that every member has")
+        raise DataError(
+            "no row has a truth and all members, and is not decided by rules; fit needs rows that every member has"
+        )
     problems = [
         f"{name} gives every row the same values: it cannot help; leave it out"
         for name, values in zip(sample.names, sample.members, strict=True)
@@ -408,7 +427,7 @@ class _Solver:
             drawn = np.random.default_rng(options.seed).permutation(len(truth))[:MAX_GREEDY_ROWS]
             members, truth = [_taken(one, drawn) for one in members], truth[drawn]
         is_geometric = options.method == "greedy" and options.pool == "geometric_mean"
-        self._members = [to_logs(one, kind) for one in members] if is_geometric else [*members]
+        self._members = [features(one, kind) for one in members] if is_geometric else [*members]
         self._truth = truth
 
     def fit(self, left_out: int | None = None) -> _Blend:
@@ -423,7 +442,9 @@ class _Solver:
         weights = np.zeros(self._count)
         if options.method == "greedy":
             sign = self._aim.sign
-            finish = (lambda v: from_logs(v, self._kind)) if options.pool != "mean" else (lambda v: v)
+            finish = (
+                (lambda v: probabilities_of(v, [self._kind])) if options.pool != "mean" else (lambda v: v)
+            )
             weights[kept], _ = greedy_selection(
                 [self._members[number] for number in kept],
                 lambda values: sign * self._aim.value(self._truth, values),

@@ -19,9 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ensemble.common.errors import DataError
-from ensemble.common.protocol import Activation
+from ensemble.common.protocol import SUM_TOLERANCE, Activation
 from ensemble.common.text import nearest_or_all, plural, quoted
 from ensemble.data.table import Truth
+from ensemble.merging.blocks import block_spans
 from ensemble.merging.metrics import row_losses
 
 ECE_BINS: Final = 15
@@ -31,7 +32,6 @@ LEVEL: Final = 0.95
 MAX_GROUPS: Final = 8_192
 # Numbers in memory at a time.
 _CELLS = 1 << 20
-_SUM_TOLERANCE = 1e-3
 _ROUNDING = 1e-12
 _KINDS = {"softmax": "exclusive labels", "sigmoid": "labels that are not exclusive", "none": "regression"}
 _Array = npt.NDArray[np.float64]
@@ -207,7 +207,8 @@ class SumMetric(Metric):
 
     def of_rows(self, rows: Rows, weights: _Array) -> float:
         sums: _Array = np.zeros(1)
-        for part in _parts(*rows.values.shape):
+        for start, stop in block_spans(*rows.values.shape):
+            part = slice(start, stop)
             sums = sums + weights[part] @ self.statistics(rows.taken(part))
         return float(self.of_sums(sums, np.asarray(weights.sum()), rows.is_exclusive))
 
@@ -217,7 +218,7 @@ class SumMetric(Metric):
 
 
 def _activation(truth: Truth, values: _Array) -> Activation:
-    if truth.ndim == 1 or all(np.abs(one.sum(axis=1) - 1).max() <= _SUM_TOLERANCE for one in (truth, values)):
+    if truth.ndim == 1 or all(np.abs(one.sum(axis=1) - 1).max() <= SUM_TOLERANCE for one in (truth, values)):
         return "softmax"
     return "sigmoid" if values.min() >= 0 and values.max() <= 1 else "none"
 
@@ -575,11 +576,6 @@ class Bootstrap:
 
 def _rows_at_once(width: int) -> int:
     return max(1, _CELLS // max(ECE_BINS, 3 * width))
-
-
-def _parts(rows: int, width: int) -> Iterator[slice]:
-    step = _rows_at_once(width)
-    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
 # Those that need no number behind their name.

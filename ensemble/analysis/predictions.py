@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from pydantic import ValidationError
 
 from ensemble.common.errors import ConfigError, DataError, EnsembleError, MergeError
-from ensemble.common.protocol import Activation
+from ensemble.common.protocol import SUM_TOLERANCE, Activation
 from ensemble.common.text import listed, nearest_or_all, plural, quoted
 from ensemble.config.document import Document
 from ensemble.config.overrides import apply_overrides, expand
@@ -39,15 +39,14 @@ from ensemble.data.table import TableNeeds, Truth, read_table
 from ensemble.merging.blocks import block_spans
 from ensemble.merging.calibration import calibrator
 from ensemble.merging.row_checks import RowCheck
+from ensemble.merging.rules import RowRules
 from ensemble.pipeline.prediction_files import ROWS_ADVICE, file_columns, named_files
-from ensemble.pipeline.reuse import rows_merged
+from ensemble.pipeline.reuse import rows_merged, rule_rows
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import RunReport
 
 LABEL_COLUMN: Final = "label"
 _ADVICE: Final = "remove the file and run the config again, which computes it again"
-# What the sum of a row that a run has written may miss 1 by.
-_SUM_TOLERANCE = 1e-3
 Values: TypeAlias = npt.NDArray[np.float64]
 
 
@@ -63,6 +62,7 @@ class Predictions:
     truth: of exclusive labels ("softmax") each row's label by number, int64 [rows], or how likely each label is,
         float64 [rows, labels], rows that sum to 1; of the others float64 [rows, labels]; None if it is not known.
     ensemble: what a run has merged, [rows, labels]; None for files, and of a run that has merged nothing.
+    rules: what a run has changed of that, with the rows; None for files, and of a run without rules.
     remarks: what the user should know: rows left out, why there is no truth, a sentence each.
     """
 
@@ -73,6 +73,7 @@ class Predictions:
     truth: Truth | None
     ensemble: Values | None = None
     remarks: tuple[str, ...] = ()
+    rules: RowRules | None = None
 
     @property
     def rows(self) -> int:
@@ -184,11 +185,12 @@ def read_truth(
         DataError: it cannot be read, lacks rows, or does not fit labels and activation.
     """
     remarks: list[str] = []
-    own = id_column if id_column in _header(path) else None
-    column = own or guessed_id_column(_header(path), (label_column, *labels))
+    header = _header(path)
+    own = id_column if id_column in header else None
+    column = own or guessed_id_column(header, (label_column, *labels))
     source = _TruthSource(path, column, label_column, (), None)
     try:
-        return _truth(source, ids, labels, activation, remarks), remarks
+        return _truth(source, ids, labels, activation, remarks, header), remarks
     except DataError as error:
         if own or column == ID_COLUMN:
             raise
@@ -230,7 +232,11 @@ def as_merged(predictions: Predictions, calibrations: Mapping[str, CalibrationCo
     return found
 
 
-def read_run(run_dir: Path, truth: Literal["needed", "if there", "no"] = "if there") -> Predictions:
+def read_run(
+    run_dir: Path,
+    truth: Literal["needed", "if there", "no"] = "if there",
+    label_column: str | None = None,
+) -> Predictions:
     """Reads the members' complete predictions and the ensemble from the directory of a run, as they stand there.
 
     Rows that a member has and the run has not merged, as its ``when`` does not ask for them, count as not there.
@@ -238,6 +244,7 @@ def read_run(run_dir: Path, truth: Literal["needed", "if there", "no"] = "if the
     Args:
         truth: from the table of the run's config; "needed": without it there is nothing to do.  "if there": why it
             could not be had, if the config names it, is a remark.
+        label_column: of that table, in place of what the config names.
 
     What a member's values are is taken from run.json; where that is from before it said so, they tell it.
 
@@ -285,11 +292,18 @@ def read_run(run_dir: Path, truth: Literal["needed", "if there", "no"] = "if the
     if problems:
         raise DataError(problems)
     merged = found[rundir.ensemble][1] if rundir.ensemble in found else None
+    rules: RowRules | None = None
+    if report.rules and merged is not None:
+        places = rule_rows(rundir.rule_rows, [one.rows for one in report.rules], len(ids))
+        if places is None:
+            remarks.append(f"{run_dir}: which rows its rules were for is not known; run the config again")
+        else:
+            rules = RowRules([one.config for one in report.rules], labels, places)
     predictions = Predictions(ids, labels, members, activations, None, merged)
     known: Truth | None = None
     if truth != "no":
         try:
-            if (source := _truth_of_run(run_dir, report, labels)) is not None:
+            if (source := _truth_of_run(run_dir, report, labels, label_column)) is not None:
                 known = _truth(source, ids, labels, predictions.activation, remarks)
             elif truth == "needed":
                 raise DataError(
@@ -299,7 +313,7 @@ def read_run(run_dir: Path, truth: Literal["needed", "if there", "no"] = "if the
             if truth == "needed":
                 raise DataError(error.problems) from error
             remarks += [f"no truth: {problem}" for problem in error.problems]
-    return Predictions(ids, labels, members, activations, known, merged, tuple(remarks))
+    return Predictions(ids, labels, members, activations, known, merged, tuple(remarks), rules)
 
 
 def _refuse_fewer_rows(report: RunReport, found: Mapping[str, tuple[Path, int]]) -> None:
@@ -343,12 +357,16 @@ def _document(report: RunReport) -> Document:
     return document
 
 
-def _truth_of_run(run_dir: Path, report: RunReport, labels: tuple[str, ...]) -> _TruthSource | None:
-    """None where the config names none."""
+def _truth_of_run(
+    run_dir: Path, report: RunReport, labels: tuple[str, ...], label_column: str | None
+) -> _TruthSource | None:
+    """None where the config names none; ``label_column`` takes the place of what it names."""
     document = _document(report)
     variables = {**os.environ, "CONFIG_DIR": str(run_dir.absolute())}
     settings = expand(document, variables).get("data")
     given: Mapping[str, object] = settings if isinstance(settings, dict) else {}
+    if label_column is not None:
+        given = {**given, "label_column": label_column, "label_columns": None}
     column = given.get("label_column")
     listed_columns = given.get("label_columns")
     if column is None and listed_columns is None:
@@ -370,14 +388,24 @@ def _truth(
     labels: tuple[str, ...],
     activation: Activation,
     remarks: list[str],
+    header: tuple[str, ...] | None = None,
 ) -> Truth:
-    """The truth of the rows ``ids``, in their order; ``remarks`` takes what was left out."""
+    """The truth of the rows ``ids``, in their order; ``remarks`` takes what was left out.
+
+    Args:
+        header: of the source, where it is known.
+    """
     column, columns = source.column, source.columns
-    header = _header(source.path)
+    header = _header(source.path) if header is None else header
     if columns:
         column = None
     elif column in header and len(labels) == 1:
         column, columns = None, (str(column),)
+    elif set(labels) <= {*header} and column not in header and column != LABEL_COLUMN:
+        raise DataError(
+            f"{missing_column(source.path, 'label column', str(column), header)}; leave --label-column out "
+            "to take the labels' own columns"
+        )
     elif set(labels) <= {*header} and not (column in header and activation == "softmax"):
         column, columns = None, labels
     elif column in header and activation != "softmax":
@@ -504,7 +532,7 @@ def _activations(members: Mapping[str, Values]) -> dict[str, Activation]:
 
 def _sums_to_one(values: Values) -> bool:
     sums = values.sum(axis=1)
-    return bool(np.nanmax(np.abs(sums - 1)) <= _SUM_TOLERANCE)
+    return bool(np.nanmax(np.abs(sums - 1)) <= SUM_TOLERANCE)
 
 
 def _row_problems(check: RowCheck, values: Values) -> Sequence[str]:

@@ -16,9 +16,8 @@ from typing import Final
 
 import numpy as np
 
-from ensemble.analysis.calibration import Kind, Truth, Values, one_hot, sigmoid, softmax
-from ensemble.analysis.weights import to_logs
-from ensemble.merging.calibration import EPSILON
+from ensemble.analysis.calibration import Kind, Truth, Values, one_hot
+from ensemble.merging.calibration import EPSILON, features, probabilities_of
 from ensemble.merging.metrics import row_losses
 
 # Inverse strengths of the penalty: the larger, the weaker it is.
@@ -44,7 +43,7 @@ class Stacking:
 
     def merge(self, members: Sequence[Values]) -> Values:
         """The probabilities, float64 [rows, labels], of the members' ones, in the order of the coefficients."""
-        return self.of_logs([to_logs(one, self.kind) for one in members])
+        return self.of_logs([features(one, self.kind) for one in members])
 
     def of_logs(self, logs: Sequence[Values]) -> Values:
         """The same of ln p, or of the logits."""
@@ -54,7 +53,7 @@ class Stacking:
                 scores += self.coefficients[:, number] @ values.T
             else:
                 scores += self.coefficients[:, number, None] * values.T
-        return (softmax(scores) if self.kind == "softmax" else sigmoid(scores)).T
+        return probabilities_of(scores.T, [self.kind])
 
 
 def fit_stacking(
@@ -69,7 +68,7 @@ def fit_stacking(
     """
     order = np.random.default_rng(seed).permutation(len(truth))[:MAX_ROWS]
     known = one_hot(truth, members[0].shape[1])[order]
-    logs = [to_logs(np.take(one, order, axis=0), kind) for one in members]
+    logs = [features(np.take(one, order, axis=0), kind) for one in members]
     if penalty is not None:
         return _fitted(logs, known, kind, penalty)
     fold_of = np.arange(min(len(order), _MAX_CHOOSING_ROWS)) % _INNER_FOLDS
@@ -100,8 +99,8 @@ def _fitted(logs: Sequence[Values], truth: Values, kind: Kind, penalty: float) -
     return Stacking(weights.reshape(labels, members, labels), intercepts, penalty, kind)
 
 
-def _regression(features: Values, truth: Values, penalty: float) -> tuple[Values, Values]:
-    """Coefficients, float64 [labels, features], and intercepts, [labels].
+def _regression(given: Values, truth: Values, penalty: float) -> tuple[Values, Values]:
+    """Coefficients, float64 [labels, given numbers], and intercepts, [labels].
 
     A row that is of several labels in part counts as several rows.  A label of no row gets the lowest intercept.
     """
@@ -113,14 +112,14 @@ def _regression(features: Values, truth: Values, penalty: float) -> tuple[Values
     shares = truth[rows, numbers]
     labels = truth.shape[1]
     there = np.unique(numbers)
-    weights, intercepts = np.zeros((labels, features.shape[1])), np.full(labels, np.log(EPSILON))
+    weights, intercepts = np.zeros((labels, given.shape[1])), np.full(labels, np.log(EPSILON))
     if len(there) == 1:
         intercepts[there] = 0
         return weights, intercepts
     model = LogisticRegression(C=penalty, solver="lbfgs", tol=_TOLERANCE, max_iter=_MAX_STEPS)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # near enough: the gain is measured on other rows
-        model.fit(features[rows], numbers, sample_weight=shares)
+        model.fit(given[rows], numbers, sample_weight=shares)
     if len(there) == 2:  # one set of numbers, for the second label
         weights[there], intercepts[there] = [-model.coef_[0] / 2, model.coef_[0] / 2], [
             -model.intercept_[0] / 2,

@@ -117,6 +117,8 @@ def _columns_read(run_dir: Path) -> Mapping[str, tuple[str, ...]]:
     for model in models:
         with contextlib.suppress(EnsembleError, TemplateProblem):
             reads = member_kind(model).reads()
+            if reads.files is not None:  # whose digests are of files as well
+                continue
             if reads.template is None:
                 found[model.name] = reads.columns
             else:

@@ -11,7 +11,7 @@ R. Caruana, A. Niculescu-Mizil, G. Crew and A. Ksikes, "Ensemble Selection from 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
@@ -24,19 +24,17 @@ from ensemble.analysis.calibration import (
     Truth,
     Values,
     binary,
-    log_scores,
     of_truth,
     one_hot,
-    sigmoid,
-    softmax,
 )
-from ensemble.merging.calibration import EPSILON
+from ensemble.merging.blocks import block_spans
+from ensemble.merging.calibration import EPSILON, features, probabilities_of
+from ensemble.merging.methods.weighted_mean import weighted_mean
 
 # A merge method that weights can be fitted for.
 Pool: TypeAlias = Literal["mean", "geometric_mean"]
 
 GAP = 1e-9  # nats per row
-_CELLS = 1 << 17  # values at a time, for a core's cache
 _MAX_STEPS = 100
 _MIN_SHARE = 1e-6  # of a step
 _ROUNDING = 1e-14  # of a sum over many rows, relative; what is less is no ascent
@@ -120,7 +118,8 @@ class MeanLoss:
 
     def derivatives(self, scores: Values) -> tuple[Values, Values]:
         gradient, hessian = np.zeros(self.members), np.zeros((self.members, self.members))
-        for part in _parts(len(scores), self.members):
+        for start, stop in block_spans(len(scores), self.members):
+            part = slice(start, stop)
             shares = self._given[part] / scores[part, None]
             counted = shares * self._counts[part, None]
             gradient -= counted.sum(axis=0)
@@ -172,8 +171,9 @@ class GeometricLoss:
     def derivatives(self, scores: Values) -> tuple[Values, Values]:
         labels, rows, members = self._logs.shape
         gradient, hessian = -self._of_truth, np.zeros((members, members))
-        for part in _parts(rows, labels * members):
-            shares = softmax(scores[:, part].copy())
+        for start, stop in block_spans(rows, labels * members):
+            part = slice(start, stop)
+            shares = probabilities_of(scores[:, part].copy().T, ["softmax"]).T
             weighted = self._logs[:, part] * shares[:, :, None]
             means = weighted.sum(axis=0)
             gradient = gradient + means.sum(axis=0)
@@ -283,31 +283,9 @@ def pooled(members: Sequence[Values], weights: Values, pool: Pool, kind: Kind) -
     Args:
         members: probabilities, float64 [rows, labels] each.
     """
-    if pool == "mean":
-        return mean_of(members, weights)
-    return from_logs(mean_of([to_logs(one, kind) for one in members], weights), kind)
-
-
-def mean_of(members: Sequence[Values], weights: Values) -> Values:
-    """The weighted mean; members with a weight of 0 are not looked at."""
-    total = np.zeros(members[0].shape, order="F")
-    for values, weight in zip(members, weights / weights.sum(), strict=True):
-        if weight:
-            total += weight * values
-    return total
-
-
-def to_logs(values: Values, kind: Kind) -> Values:
-    """What the geometric mean is the plain mean of: ln p, or of sigmoid members the logit; [rows, labels]."""
-    return log_scores(values, kind).T
-
-
-def from_logs(values: Values, kind: Kind) -> Values:
-    """Back to probabilities, float64 [rows, labels]."""
-    scores = np.array(values.T, order="C")
-    return (sigmoid(scores) if kind == "sigmoid" else softmax(scores)).T
-
-
-def _parts(rows: int, cells: int) -> Iterator[slice]:
-    step = max(256, _CELLS // cells)
-    return (slice(start, start + step) for start in range(0, rows, step))
+    used = np.flatnonzero(weights)
+    kept = [members[number] for number in used.tolist()]
+    logs = kept if pool == "mean" else (features(one, kind) for one in kept)
+    is_present = np.ones((len(kept), len(members[0])), dtype=np.bool_)
+    mean = weighted_mean(weights[used, None, None], logs, is_present)
+    return mean if pool == "mean" else probabilities_of(mean, [kind])

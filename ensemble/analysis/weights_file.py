@@ -12,7 +12,7 @@ import yaml
 
 from ensemble.analysis.calibration import Values, VectorScaling
 from ensemble.analysis.fit import FitReport, Gain, Options, fit
-from ensemble.analysis.predictions import read_files, read_run, read_truth, read_truth_of
+from ensemble.analysis.predictions import LABEL_COLUMN, read_files, read_run, read_truth, read_truth_of
 from ensemble.analysis.weights import Pool
 from ensemble.common.errors import ConfigError, DataError, WriteError
 from ensemble.common.files import cannot_write, output_file, write_text
@@ -36,10 +36,14 @@ _DIGITS = 6
 
 @dataclass(frozen=True)
 class TruthFile:
-    """The table of the truth, where it is a file of its own; ``id_column`` is that of the predictions, too."""
+    """Where the truth is: in a table of its own, or, with no ``path``, in that of a config.
+
+    ``label_column`` is None for "label", or for what the config names.  ``id_column`` is that of the predictions,
+    too.
+    """
 
     path: Path | None = None
-    label_column: str = "label"
+    label_column: str | None = None
     id_column: str | None = None
 
 
@@ -87,6 +91,11 @@ def fit_sources(
         problems.append(
             f"--partial: is for CSVs of predictions, and the members of {configs[0]} say it; leave it out"
         )
+    if truth.id_column is not None and truth.path is None:
+        problems.append(
+            f"--id-column: is for --labels and for CSVs of predictions, and {configs[0]} has data.id_column; "
+            "leave it out"
+        )
     if problems:
         raise ConfigError(problems)
     return fit_run(load(sources), truth, options)
@@ -120,7 +129,7 @@ def fit_files(
         files,
         truth.id_column,
         truth.path,
-        truth.label_column,
+        truth.label_column or LABEL_COLUMN,
         activation,
         may_lack_rows=partial,
         advice="give the same rows in each file, or --partial to fit to the rows that all of them have",
@@ -145,6 +154,8 @@ def fit_run(loaded: LoadedConfig, truth: TruthFile, options: Options) -> tuple[F
     if not rundir.run_json.exists():
         raise DataError(f"{config.output_dir}: there is no run.json; run the config first, then fit")
     data = config.data
+    if truth.path is None and truth.label_column is not None:
+        data = data.model_copy(update={"label_column": truth.label_column, "label_columns": None})
     has_truth = truth.path is not None or data.label_column is not None or data.label_columns is not None
     found = read_run(config.output_dir, "no" if has_truth else "needed")
     names = [model.name for model in config.models]
@@ -154,12 +165,18 @@ def fit_run(loaded: LoadedConfig, truth: TruthFile, options: Options) -> tuple[F
             "first, then fit"
         )
     members = {name: found.members[name] for name in names}
+    run_rules = () if found.rules is None else found.rules.rules
+    if run_rules != (config.rules or ()):
+        raise DataError(
+            f"{config.output_dir}: its run has other rules than the config; run the config again, which merges "
+            "only, then fit"
+        )
     found = replace(found, members=members, activations={name: found.activations[name] for name in names})
     if has_truth:
         rows = found.ids, found.labels, found.activation
         if truth.path is not None:
             ids = truth.id_column or data.id_column
-            known, remarks = read_truth(truth.path, *rows, truth.label_column, ids)
+            known, remarks = read_truth(truth.path, *rows, truth.label_column or LABEL_COLUMN, ids)
         else:
             known, remarks = read_truth_of(data, *rows)
         found = replace(found, truth=known, remarks=(*found.remarks, *remarks))
@@ -277,11 +294,13 @@ def verdicts(report: FitReport) -> Iterator[str]:
         else:
             yield f"{member.name} is not shown to help: without it {difference(gain, -1)}, which may be noise."
     if report.rows_left_out:
-        whole = report.rows + report.rows_left_out
+        whole = report.rows + report.rows_left_out + report.rows_decided
         yield (
             f"These figures are of the {report.rows:,} of {plural(whole, 'row')} that all members have; a run "
             "merges the others by the members that are there."
         )
+    if report.rows_decided:
+        yield f"Rules decide {plural(report.rows_decided, 'further row')}, which tell nothing of the members."
 
 
 def difference(gain: Gain, sign: int = 1) -> str:

@@ -31,7 +31,7 @@ from ensemble.common.errors import (
     WriteError,
 )
 from ensemble.common.files import output_file
-from ensemble.common.packages import ANALYSIS, unsupported
+from ensemble.common.packages import demand_supported
 from ensemble.common.redact import Redactor
 from ensemble.common.text import did_you_mean, quoted
 from ensemble.config import LoadedConfig, RunConfig
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
     from ensemble.analysis.compare import Comparison
     from ensemble.analysis.fit import FitReport
+    from ensemble.analysis.tune import Tuning
     from ensemble.pipeline.rehearse import Rehearsal
     from ensemble.pipeline.validate import Prepared
     from ensemble.planning.plan import Plan
@@ -71,6 +72,18 @@ def _told(redactor: Redactor | None = None) -> Iterator[None]:
         # The caller's own handler is back: Python's raises KeyboardInterrupt for SIGINT.
         signal.raise_signal(stopped.exit_code - 128)
         raise
+
+
+@contextlib.contextmanager
+def _alone(loaded: LoadedConfig, quiet: bool) -> Iterator[tuple[IO[str], bool]]:
+    """The only run of this process: where it writes, and whether it is quiet, as without a terminal."""
+    if not _running.acquire(blocking=False):
+        raise OutputInUse("a run goes on in this process; wait for it, or start this one in another process")
+    try:
+        with _told(loaded.redactor):
+            yield cast(IO[str], _Redacted(sys.stdout, loaded.redactor)), quiet or sys.stdout is None
+    finally:
+        _running.release()
 
 
 def run(
@@ -101,18 +114,11 @@ def run(
     from ensemble.pipeline.run import run as run_config
 
     loaded = _load(config, overrides)
-    if not _running.acquire(blocking=False):
-        raise OutputInUse("a run goes on in this process; wait for it, or start this one in another process")
-    stream = cast(IO[str], _Redacted(sys.stdout, loaded.redactor))
-    quiet = quiet or sys.stdout is None  # as in a process without a terminal
-    try:
-        with _told(loaded.redactor):
-            report = run_config(loaded, choose_display(stream, quiet), fresh, owns_process=False)
-            if not quiet:
-                show("summary", report, stream)
-            raise_unless_complete(report)
-    finally:
-        _running.release()
+    with _alone(loaded, quiet) as (stream, quiet):
+        report = run_config(loaded, choose_display(stream, quiet), fresh, owns_process=False)
+        if not quiet:
+            show("summary", report, stream)
+        raise_unless_complete(report)
     return Run(loaded.config.output_dir)
 
 
@@ -171,19 +177,53 @@ def rehearse(
     rows, sample = _count("rows", rows), _count("sample", sample)
     loaded = _load(config, overrides)
     table = None if lengths_from is None else _path(lengths_from, "give the path of a table")
-    if not _running.acquire(blocking=False):
-        raise OutputInUse("a run goes on in this process; wait for it, or start this one in another process")
-    stream = cast(IO[str], _Redacted(sys.stdout, loaded.redactor))
-    quiet = quiet or sys.stdout is None
-    try:
-        with _told(loaded.redactor):
-            result = rehearse_config(
-                loaded, lambda: choose_display(stream, quiet), rows, table, sample, owns_process=False
-            )
-            if not quiet:
-                show("rehearse", result, stream)
-    finally:
-        _running.release()
+    with _alone(loaded, quiet) as (stream, quiet):
+        result = rehearse_config(
+            loaded, lambda: choose_display(stream, quiet), rows, table, sample, owns_process=False
+        )
+        if not quiet:
+            show("rehearse", result, stream)
+    return result
+
+
+def tune(
+    config: ConfigFiles,
+    overrides: Overrides | None = None,
+    *,
+    rows: int | None = None,
+    tolerance: float = 0.02,
+    write: str | os.PathLike[str] | None = None,
+    force: bool = False,
+    quiet: bool = False,
+) -> Tuning:
+    """Find each member's fastest settings on this machine that keep its probabilities, as ``ensemble tune`` does.
+
+    Args:
+        rows: of the sample that every candidate computes; None: 256, and more where those are done at once.
+        tolerance: how far its probabilities may be from the reference's: the mean over rows of a row's largest
+            difference, and the share of rows whose first label may be another.
+        write: where to write the overlay, if anything that was tried gave a result; None: nowhere.
+        force: replace a file that is there.
+        quiet: print nothing.
+
+    Raises:
+        EnsembleError: as the command fails.
+    """
+    from ensemble.analysis.tune import check_output
+    from ensemble.analysis.tune import tune as tune_config
+    from ensemble.cli.progress import choose_display
+
+    rows = _count("rows", rows)
+    loaded = _load(config, overrides)
+    with _told(loaded.redactor):
+        file = None if write is None else _path(write, "give the path of a YAML file to write")
+        target = None if file is None else check_output(file, force, loaded.paths)
+    with _alone(loaded, quiet) as (stream, quiet):
+        result = tune_config(
+            loaded, choose_display(stream, quiet), rows, tolerance, target, owns_process=False
+        )
+        if not quiet:
+            show("tune", result, stream)
     return result
 
 
@@ -192,7 +232,7 @@ def fit(
     overrides: Overrides | None = None,
     *,
     labels: str | os.PathLike[str] | None = None,
-    label_column: str = "label",
+    label_column: str | None = None,
     id_column: str | None = None,
     metric: str = "log_loss",
     method: Literal["simplex", "greedy", "stacking"] | None = None,
@@ -212,6 +252,9 @@ def fit(
         sources: a config whose run is complete, several of which later ones override earlier ones, or CSVs of
             predictions, perhaps by the names that they are to have, for which ``labels`` names the table of the
             truth.
+        labels: a table with the true labels; None: the table of the config.
+        label_column: its column of them; None: "label", or what the config names.
+        id_column: of ``labels`` and of the CSVs; None: ``id``, or the first.
         method: None: "simplex" for log loss, "greedy" for other metrics.
         merge_method: what the weights of CSVs are for, None: the mean; a config has its own.
         activation: what the values of CSVs are; None: as for ``compare``.
@@ -223,7 +266,7 @@ def fit(
     Raises:
         EnsembleError: as the command fails.
     """
-    _demand_packages(for_analysis=True)
+    demand_supported(for_analysis=True)
     from ensemble.analysis.fit import Options
     from ensemble.analysis.weights_file import TruthFile, check_output, fit_sources, write_weights
 
@@ -262,7 +305,7 @@ def compare(
     metrics: Sequence[str] = (),
     *,
     labels: str | os.PathLike[str] | None = None,
-    label_column: str = "label",
+    label_column: str | None = None,
     id_column: str | None = None,
     activation: Literal["softmax", "sigmoid", "none"] | None = None,
     quiet: bool = False,
@@ -273,7 +316,8 @@ def compare(
         first, second: the ``output_dir`` of a run, or a CSV.
         metrics: by name, such as "log_loss" or "map@3"; empty: the usual ones.
         labels: a table with the true labels; None: the table of a run.
-        label_column: its column of them; where it is not there, a column per label is read.
+        label_column: its column of them, None: "label", or of a run's own table what its config names; where it
+            is not there, a column per label is read.
         id_column: of the CSVs; None: ``id``, or the first.
         activation: what the values of the CSVs are; None: those of the run that they are held against, else
             probabilities that sum to 1, and of one label probabilities where all are from 0 to 1, or any numbers.
@@ -282,7 +326,7 @@ def compare(
     Raises:
         DataError: as the command fails.
     """
-    _demand_packages(for_analysis=True)
+    demand_supported(for_analysis=True)
     from ensemble.analysis.compare import compare as compare_sides
 
     if isinstance(metrics, str):
@@ -325,7 +369,7 @@ def merge(
     """
     from ensemble.pipeline.merge_files import merge_files
 
-    _demand_packages()
+    demand_supported()
     advice = "give the path of a CSV"
     if isinstance(labels, str):
         raise ConfigError(f"labels: give a list of names, such as [{quoted(labels)}]")
@@ -382,7 +426,7 @@ def report(path: str | os.PathLike[str], output: str | os.PathLike[str] | None =
 
 def write_report(run_dir: Path, output: Path | None) -> tuple[Path, list[str]]:
     """The page that was written, and what could not be shown in it."""
-    _demand_packages(for_analysis=True)
+    demand_supported(for_analysis=True)
     from ensemble.analysis.report.page import write_report as write
 
     if output is None:
@@ -472,7 +516,7 @@ class Preview:
     Attributes:
         config: with all defaults.
         plan: where each member would run, and how long all would take.
-        problems: why members fit nowhere, a sentence each; empty where all fit.
+        problems: why members fit nowhere, or not on some node of a cluster, a sentence each; empty where all fit.
     """
 
     def __init__(self, view: str, prepared: Prepared) -> None:
@@ -480,7 +524,8 @@ class Preview:
         self._prepared = prepared
         self.config: RunConfig = prepared.config
         self.plan: Plan = prepared.plan
-        self.problems: tuple[str, ...] = tuple(prepared.plan.problems)
+        of_nodes = (text for node in prepared.nodes for text in node.problems)
+        self.problems: tuple[str, ...] = (*prepared.plan.problems, *of_nodes)
 
     def __repr__(self) -> str:
         redactor = self._prepared.loaded.redactor
@@ -498,18 +543,13 @@ def _preview(
 
 
 def _load(config: ConfigFiles, overrides: Overrides | None) -> LoadedConfig:
-    _demand_packages()
+    demand_supported()
     with _told():
         listed = config if isinstance(config, Sequence) and not isinstance(config, str | bytes) else [config]
         if not listed:
             raise ConfigError("config: the list is empty; give the path of a YAML file")
         paths = [_path(path, "give the path of a YAML file") for path in listed]
         return load(paths, () if overrides is None else _texts(overrides))
-
-
-def _demand_packages(for_analysis: bool = False) -> None:
-    if found := [*unsupported(), *(unsupported(ANALYSIS) if for_analysis else ())]:
-        raise ConfigError(found)
 
 
 def _count(name: str, given: object) -> int | None:

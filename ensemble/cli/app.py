@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
@@ -112,7 +113,8 @@ FirstSideArgument = Annotated[
     typer.Argument(metavar="A", readable=False, help="The output_dir of a run, or a CSV of predictions."),
 ]
 SecondSideArgument = Annotated[
-    Path, typer.Argument(metavar="B", readable=False, help="What to hold against it, of the same rows.")
+    Path | None,
+    typer.Argument(metavar="B", readable=False, help="What to hold against it, of the same rows."),
 ]
 MetricsOption = Annotated[
     list[str],
@@ -146,9 +148,11 @@ LabelsOption = Annotated[
     ),
 ]
 LabelColumnOption = Annotated[
-    str,
+    str | None,
     typer.Option(
-        "--label-column", metavar="NAME", help="Its column in --labels, or a column per label there."
+        "--label-column",
+        metavar="NAME",
+        help="Its column in --labels (label if not given; or a column per label there), or in the run's table.",
     ),
 ]
 IdColumnOption = Annotated[
@@ -224,6 +228,28 @@ LabelOption = Annotated[
     ),
 ]
 PartialOption = Annotated[bool, typer.Option("--partial", help="Files may lack rows that others have.")]
+TuneRowsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--rows",
+        metavar="N",
+        min=1,
+        help="Rows of the sample; 256, or more where those are done at once, if not given.",
+    ),
+]
+ToleranceOption = Annotated[
+    float,
+    typer.Option(
+        "--tolerance",
+        metavar="X",
+        min=0,
+        help="How far probabilities may be from float32's: the mean over rows of a row's largest difference.",
+    ),
+]
+WriteOption = Annotated[
+    Path | None,
+    typer.Option("--write", metavar="YAML", help="Where to write what was found, for `run CONFIG YAML`."),
+]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
 
 
@@ -303,8 +329,8 @@ def plan(
 
     prepared = prepare(loaded, must_fit=False, predictions_in=predictions_from)
     show("plan", prepared, sys.stdout)
-    if prepared.plan.problems:
-        raise DeviceError(prepared.plan.problems)
+    if problems := [*prepared.plan.problems, *(text for node in prepared.nodes for text in node.problems)]:
+        raise DeviceError(problems)
 
 
 @app.command()
@@ -365,6 +391,39 @@ def rehearse(
 
 
 @app.command()
+def tune(
+    config: ConfigArgument,
+    sets: SetOption,
+    rows: TuneRowsOption = None,
+    tolerance: ToleranceOption = 0.02,
+    write: WriteOption = None,
+    force: ForceOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Try settings of each model of CONFIG on a sample, and show the fastest that keep its probabilities.
+
+    Precision, quantization, attention, tokens of a batch and workers side by side, each in a fresh worker. The same
+    command goes on where it was interrupted. Then: ensemble run CONFIG YAML, with what --write wrote.
+    """
+    loaded = _load(config, sets, None)
+    with _prepared_process():
+        from ensemble.analysis.tune import check_output
+        from ensemble.analysis.tune import tune as tune_config
+    from ensemble.cli.progress import choose_display
+
+    target = None if write is None else check_output(write, force, config)
+    result = tune_config(loaded, choose_display(sys.stdout, quiet), rows, tolerance, target)
+    if not quiet:
+        show("tune", result, sys.stdout)
+        if write is not None and result.has_result:
+            print(f"{write}: written; run it as `ensemble run {shlex.join(map(str, [*config, write]))}`")
+    if not result.has_result:
+        if quiet:
+            print("error: nothing that was tried gave a result", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+@app.command()
 def merge(
     files: FilesArgument,
     output: MergedOption,
@@ -403,10 +462,10 @@ def merge(
 @app.command()
 def compare(
     first: FirstSideArgument,
-    second: SecondSideArgument,
     metrics: MetricsOption,
+    second: SecondSideArgument = None,
     labels: LabelsOption = None,
-    label_column: LabelColumnOption = "label",
+    label_column: LabelColumnOption = None,
     id_column: IdColumnOption = None,
     activation: ActivationOption = None,
 ) -> None:
@@ -414,6 +473,11 @@ def compare(
 
     Metrics need the true labels, from the table of a run or --labels; their differences have paired intervals.
     """
+    if second is None:
+        raise typer.BadParameter(
+            f"name what to hold against {first}: another run, or a CSV of predictions; `report` shows one run by "
+            f"itself, and `compare {first} {first}` has any --metric of it and its members"
+        )
     with _prepared_process(for_analysis=True):
         from ensemble.analysis.compare import compare as compare_sides
     result = compare_sides(first, second, metrics, labels, label_column, id_column, activation)
@@ -425,7 +489,7 @@ def fit(
     sources: SourcesArgument,
     sets: SetOption,
     labels: LabelsOption = None,
-    label_column: LabelColumnOption = "label",
+    label_column: LabelColumnOption = None,
     id_column: IdColumnOption = None,
     metric: MetricOption = "log_loss",
     method: FitMethodOption = None,
@@ -530,11 +594,10 @@ def _prepared_process(for_analysis: bool = False) -> Iterator[None]:
     Raises:
         ConfigError: a package is too old.
     """
-    from ensemble.common.packages import ANALYSIS, unsupported
+    from ensemble.common.packages import demand_supported
     from ensemble.common.python_process import keep_pandas_out, one_thread_for_numpy
 
-    if found := [*unsupported(), *(unsupported(ANALYSIS) if for_analysis else ())]:
-        raise ConfigError(found)
+    demand_supported(for_analysis)
     if for_analysis:
         os.environ["MPLBACKEND"] = "svg"  # what the user has set may be unknown here, or need a screen
     with one_thread_for_numpy():

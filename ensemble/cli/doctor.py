@@ -6,6 +6,7 @@ Nothing here imports torch or changes anything; what only torch can tell is aske
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shutil
@@ -14,13 +15,15 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
 from ensemble.cli.layout import NO_BREAK, Page
+from ensemble.cli.views.plan import models_text
 from ensemble.common.device_trials import CPU, Report, Trial, run_trials
-from ensemble.common.errors import EnsembleError
+from ensemble.common.errors import DeviceError, EnsembleError
 from ensemble.common.files import cannot_write, unwritable_reason
 from ensemble.common.gpus import (
     MIN_REPORTED_BYTES,
@@ -32,14 +35,22 @@ from ensemble.common.gpus import (
     processes_on,
 )
 from ensemble.common.host import available_memory_bytes, own_groups, total_memory_bytes
-from ensemble.common.packages import ANALYSIS, Requirement, installed_versions, own_requirements
+from ensemble.common.packages import ANALYSIS, MODULES, Requirement, installed_versions, own_requirements
 from ensemble.common.python_process import keep_pandas_out
-from ensemble.common.text import gib
+from ensemble.common.text import gib, plural
 from ensemble.config import RunConfig
 from ensemble.members.huggingface.checkpoint.hub import hub_can_be_reached
 from ensemble.pipeline.load import load
-from ensemble.pipeline.validate import Prepared, may_use_gpus, needed_packages, prepare
+from ensemble.pipeline.validate import (
+    Prepared,
+    hub_files,
+    may_use_gpus,
+    needed_packages,
+    node_sources,
+    prepare,
+)
 from ensemble.planning.placement import chosen_devices
+from ensemble.scheduling.launchers.base import Launcher, Node, make_launcher
 
 _WIDTH = 100  # at most: longer lines read badly
 _INDENT = " " * 9
@@ -100,6 +111,7 @@ def _findings(paths: Sequence[Path], overrides: Sequence[str]) -> Iterator[Findi
     yield Finding("ok", f"Python {version} ({sys.executable}), {platform.platform(terse=True)}")
     config: RunConfig | None = None
     prepared: Prepared | None = None
+    launcher: Launcher | None = None
     if paths:
         try:
             loaded = load(paths, overrides)
@@ -116,18 +128,33 @@ def _findings(paths: Sequence[Path], overrides: Sequence[str]) -> Iterator[Findi
             yield _not_checked("the config", error)
     needed = {} if config is None else needed_packages(config, {} if prepared is None else prepared.inspected)
     key, folder = ("working directory", Path()) if config is None else ("output_dir", config.output_dir)
+    nodes: tuple[Node, ...] = ()
+    if config is not None and config.launcher != "local":
+        with contextlib.suppress(EnsembleError):  # what is wrong was said before
+            launcher = make_launcher(config.launcher, config.hang_timeout)
+            with contextlib.suppress(DeviceError):  # nodes of other versions can be shown
+                launcher.inventory()
+            inspected = {} if prepared is None else prepared.inspected
+            nodes = launcher.nodes(node_sources(config), hub_files(config, inspected))
+    plan_bytes = 0 if prepared is None or nodes else prepared.plan.host_bytes
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
         "the packages": lambda: package_findings(own_requirements(), needed),
-        "memory and CPUs": lambda: host_findings(0 if prepared is None else prepared.plan.host_bytes),
+        "memory and CPUs": lambda: host_findings(plan_bytes),
         "the disk": lambda: disk_findings(key, folder),
         "the Hugging Face hub": _hub,
         "the devices": lambda: _devices(config, needed),
     }
-    for subject, findings in checks.items():
-        try:
-            yield from findings()
-        except Exception as error:  # a check that breaks is a finding too and hides none of the others
-            yield _not_checked(subject, error)
+    if launcher is not None and nodes:  # nothing runs on this machine's devices, if it is none of them
+        checks["the devices"] = partial(_of_nodes, launcher, nodes, _imports(needed))
+    try:
+        for subject, findings in checks.items():
+            try:
+                yield from findings()
+            except Exception as error:  # a check that breaks is a finding too and hides none of the others
+                yield _not_checked(subject, error)
+    finally:
+        if launcher is not None:
+            launcher.close()
 
 
 def _not_checked(subject: str, error: Exception) -> Finding:
@@ -230,8 +257,45 @@ def _devices(config: RunConfig | None, needed: dict[str, str]) -> Iterator[Findi
         except EnsembleError:  # said before
             pass
     if installed_versions(["torch"]):  # otherwise it was said before
-        imports = [_WORKER, *(name for name in needed if installed_versions([name]))]
-        yield from trial_findings(run_trials(devices, imports, available_memory_bytes()), driver_cuda)
+        yield from trial_findings(
+            run_trials(devices, _imports(needed), available_memory_bytes()), driver_cuda
+        )
+
+
+def _imports(needed: Mapping[str, str]) -> list[str]:
+    """What the first test process imports besides torch."""
+    return [_WORKER, *(MODULES.get(name, name) for name in needed if installed_versions([name]))]
+
+
+def _of_nodes(launcher: Launcher, nodes: Sequence[Node], imports: Sequence[str]) -> Iterator[Finding]:
+    """A block for each node of a cluster: what it has, whether models are there, and torch on its devices."""
+    devices = [one for node in nodes for one in node.gpus or [replace(CPU, node=node.name)]]
+    trials = launcher.trials(devices, imports)
+    for node in nodes:
+        versions = ", ".join(f"{name}{NO_BREAK}{version}" for name, version in node.versions.items())
+        yield Finding("ok", f"node {node.name}: {versions}")
+        memory = f"{gib(node.available_bytes)} of {gib(node.total_bytes)} memory free"
+        text, few = f"node {node.name}: {memory}, {plural(node.cpus, 'CPU')}", "end other programs there"
+        yield Finding.of_amount(text, node.available_bytes, _MEMORY_NEEDED, _MEMORY_WANTED, few, few)
+        if (free := node.free_disk_bytes) is not None:
+            text = f"node {node.name}: {gib(free)} of disk free for the run's files"
+            few = "make room there, or let TMPDIR name another disk there"
+            yield Finding.of_amount(text, free, _DISK_NEEDED, _DISK_WANTED, few, few)
+        for gpu in node.gpus:
+            used = f"{gib(gpu.used_bytes)} of {gib(gpu.total_bytes)} used"
+            is_used = gpu.used_bytes >= MIN_REPORTED_BYTES
+            advice = f"end what holds the memory, or set wait_for_gpu; {gpu_users(gpu)}" if is_used else ""
+            yield Finding("note" if is_used else "ok", f"{gpu.title}, {used}", advice)
+        if not node.gpus:
+            yield Finding(
+                "note", f"node {node.name} has no GPU that this run may use: it computes on its CPUs"
+            )
+        if node.models:
+            kinds = set(node.models.values())
+            mark: Mark = "ok" if kinds <= {"there", "on the hub", "sent"} else "note"
+            yield Finding(mark, f"node {node.name}: models: {models_text(node)}")
+        yield from (Finding.of_sentence("problem", text, "look at the node") for text in node.problems)
+        yield from trial_findings([one for one in trials if one.device.node == node.name], None)
 
 
 def inventory_findings(
@@ -256,10 +320,10 @@ def inventory_findings(
     for gpu in found.gpus:
         capability = f", capability {_dotted(gpu.compute_capability)}" if gpu.compute_capability else ""
         used = f"{gib(gpu.used_bytes)} of {gib(gpu.total_bytes)} used"
-        text = f"{gpu.name} ({gpu.uuid}){capability}, {used}"
+        text = f"{gpu.title}{capability}, {used}"
         if gpu.used_bytes >= MIN_REPORTED_BYTES or processes_on(gpu.uuid):
             advice = "end what holds the memory if the models need it, or set wait_for_gpu"
-            yield Finding("note", f"{text}; NVML shows {gpu_users(gpu.uuid)} there", advice)
+            yield Finding("note", f"{text}; {gpu_users(gpu)}", advice)
         else:
             yield Finding("ok", text)
 
@@ -268,9 +332,8 @@ def trial_findings(trials: Sequence[Trial], driver_cuda: Version | None) -> Iter
     """What the test processes say; devices of which the same is to be said share a finding."""
     together: dict[Finding, list[str]] = {}
     for trial in trials:
-        name = f"{trial.device.name} ({trial.device.uuid})" if trial.device.is_gpu else trial.device.name
         for finding in _of_trial(trial, driver_cuda):
-            together.setdefault(finding, []).append(name)
+            together.setdefault(finding, []).append(trial.device.title)
     for finding, names in together.items():
         yield replace(finding, text=f"{', '.join(names)}: {finding.text}")
 

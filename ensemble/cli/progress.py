@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import IO, TYPE_CHECKING
 
 from ensemble.cli.layout import Page
-from ensemble.common.text import duration, plural
+from ensemble.common.text import duration, plural, rate
 from ensemble.scheduling.state import MemberState, Phase
 
 # rich takes a tenth of the parent's start-up, and nothing is drawn before the first worker runs.
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from ensemble.pipeline.run import Display
 
 PLAIN_LINE_SECONDS = 5.0
+_SHOWN_NODES = 4
 _BAR_WIDTH, _SHORTEST_BAR = 24, 6
 _STATUS_WIDTH = len("1,000,000/1,000,000 rows, 100,000 tokens/s, 10:00:00 h left")
 _BEFORE = {"waiting": "waiting", "starting": "starting Python", "loading": "loading the model"}
@@ -50,6 +52,7 @@ class PlainDisplay(QuietDisplay):
         self._last: dict[str, float] = {}
         self._phases: dict[str, Phase] = {}
         self._noted: set[str] = set()
+        self._heard: Counter[str] = Counter()  # how many workers of each member have been noted
 
     def say(self, text: str) -> None:
         for line in Page.of(self._file).wrapped(text, later="  "):
@@ -68,7 +71,7 @@ class PlainDisplay(QuietDisplay):
                 self._phases[name], self._last[name] = phase, now
                 text = describe(state)
                 if changed and phase == "predicting":
-                    text = f"predicting {plural(state.rows - state.reused_rows, 'row')}"
+                    text = f"predicting {plural(state.rows - state.reused_rows, 'row')}{_nodes_of(state)}"
                 self.say(f"{name}: {text}")
 
     def _print(self, line: str) -> None:
@@ -77,7 +80,8 @@ class PlainDisplay(QuietDisplay):
     def _note(self, state: MemberState) -> None:
         """Say once what a member computes with, and what its workers have to tell of it."""
         name = state.plan.name
-        for ready in (record.ready for record in state.workers if record.ready is not None):
+        heard, self._heard[name] = self._heard[name], len(state.readies)
+        for ready in state.readies[heard:]:
             texts = [f"{name}: {note}" for note in ready.notes if f"{name}: {note}" not in self._noted]
             self._noted.update(texts)
             if name not in self._noted:  # its other workers have the same, but perhaps less memory
@@ -157,6 +161,8 @@ def describe(state: MemberState, short: bool = False) -> str:
         return f"{plural(rows, 'row')}, {how}"
     elapsed, computed = state.predicting_seconds, state.computed_cost
     speed = f"{state.tokens_done / elapsed:,.0f} tokens/s"
+    if not state.tokens_done:
+        speed = f"{rate((state.rows_done - state.reused_rows) / elapsed)} rows/s"
     if phase == "done":
         return f"{rows:,}/{rows:,} rows, {speed}, done in {duration(elapsed)}"
     reached = f"{state.rows_done:,}/{rows:,} rows"
@@ -168,4 +174,14 @@ def describe(state: MemberState, short: bool = False) -> str:
         return reached
     left = duration(elapsed * (1 - state.fraction) / computed)
     share = "" if short else f" ({state.fraction:.0%} of the work)"
-    return f"{reached}{share}, {speed}, {left} left"
+    return f"{reached}{share}, {speed}, {left} left{'' if short else _nodes_of(state)}"
+
+
+def _nodes_of(state: MemberState) -> str:
+    """The nodes of a cluster on which a member's workers run; empty where there is no cluster."""
+    running = [one.node for one in state.workers if one.node and one.life_seconds is None]
+    nodes = Counter(running)
+    if len(nodes) > _SHOWN_NODES:
+        return f", {plural(len(running), 'worker')} on {len(nodes)} nodes"
+    shown = [f"{node} ({plural(count, 'worker')})" for node, count in sorted(nodes.items())]
+    return f", on {', '.join(shown)}" if shown else ""

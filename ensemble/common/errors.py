@@ -59,6 +59,10 @@ class MembersFailed(EnsembleError):
     exit_code = 1  # one or more members failed while running
 
 
+class MemberError(EnsembleError):
+    exit_code = 1  # a member gives nothing that can be used, whatever its rows
+
+
 class MergeError(EnsembleError):
     exit_code = 1  # the members' CSVs do not fit together
 

@@ -12,7 +12,7 @@ from importlib import import_module, metadata
 from typing import Any, Generic, TypeVar
 
 from ensemble.common.errors import ConfigError
-from ensemble.common.packages import DISTRIBUTION
+from ensemble.common.packages import DISTRIBUTION, own_requirements
 from ensemble.common.text import nearest_or_all
 
 T = TypeVar("T")
@@ -41,7 +41,19 @@ class Registry(Generic[T]):
         """
         if name in self.built_in:
             module, _, attribute = self.built_in[name].partition(":")
-            found: type[T] = getattr(import_module(module, self.package), attribute)
+            try:
+                found: type[T] = getattr(import_module(module, self.package), attribute)
+            except ModuleNotFoundError as error:
+                missing = (error.name or "").partition(".")[0]
+                extra = next(
+                    (one.extra for one in own_requirements() if one.name == missing and one.extra), ""
+                )
+                if not extra:
+                    raise
+                raise ConfigError(
+                    f"{self.what} {name} needs {missing}, which is not installed; "
+                    f"pip install '{DISTRIBUTION}[{extra}]'"
+                ) from error
             return found
         installed = self._installed()
         if name not in installed:

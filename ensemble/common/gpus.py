@@ -53,10 +53,18 @@ class Device:
     compute_capability: tuple[int, int] | None
     total_bytes: int  # that processes can have, without what the driver reserves; 0 for the CPU
     used_bytes: int  # what all processes held when it was looked at
+    node: str = ""  # of a cluster; empty on the run's own machine
+    is_held: bool = False  # another job of the cluster has it: nobody else can until that lets go
 
     @property
     def is_gpu(self) -> bool:
         return self.uuid != "cpu"
+
+    @property
+    def title(self) -> str:
+        """Its name, with its UUID if it is a GPU and its node if it has one."""
+        own = f"{self.name} ({self.uuid})" if self.is_gpu else self.name
+        return own + (f" on {self.node}" if self.node else "")
 
     @property
     def is_slice(self) -> bool:
@@ -75,6 +83,8 @@ class Inventory:
     driver_version: str | None
     warnings: tuple[str, ...]
     mask_problem: str = ""  # where CUDA_VISIBLE_DEVICES hides them all by naming one that is not there
+    # The CPUs of a cluster's nodes, each of which takes a worker at a time; empty: this machine's own.
+    hosts: tuple[Device, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -205,13 +215,25 @@ def processes_on(uuid: str) -> tuple[tuple[int, str | None, int | None], ...]:
     return _of_each([uuid], look)[uuid] or ()
 
 
-def gpu_users(uuid: str) -> str:
-    """Who holds a GPU's memory, as far as NVML shows."""
+def gpu_users(device: Device) -> str:
+    """Who holds a GPU's memory, as far as NVML shows; of a GPU of a node, how to find out."""
+    if device.node:
+        return f"nvidia-smi on {device.node} shows who"
     found = [
         f"process {pid}{f' ({name})' if name else ''}{f' with {gib(size)}' if size else ''}"
-        for pid, name, size in processes_on(uuid)
+        for pid, name, size in processes_on(device.uuid)
     ]
-    return ", ".join(found) or "no process"
+    return f"NVML shows {', '.join(found) or 'no process'} there"
+
+
+def device_names(devices: Iterable[Device]) -> dict[str, str]:
+    """What each of a run's devices is called, by UUID: GPU 0, GPU 1 on node-b; a CPU by "cpu" and its node."""
+    names, gpus = dict[str, str](), 0
+    for one in devices:
+        where = f" on {one.node}" if one.node else ""
+        names[f"{one.uuid}{'' if one.is_gpu else where}"] = (f"GPU {gpus}" if one.is_gpu else "CPU") + where
+        gpus += one.is_gpu
+    return names
 
 
 def worker_environment(devices: Sequence[Device]) -> dict[str, str]:

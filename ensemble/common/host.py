@@ -6,10 +6,20 @@ Such limits are set by Linux's control groups, versions 1 and 2.  Sources: the k
 
 from __future__ import annotations
 
+import math
 import os
+import platform
 import re
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+
+# Flags of a CPU as the kernel names them, x86 and ARM, that PyTorch and bitsandbytes have kernels for.
+_PRODUCTS = (
+    *("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_int8", "amx_bf16", "amx_fp16"),
+    *("asimdhp", "asimddp", "i8mm", "bf16", "sve"),
+)
+# What programs that run or wait for a core, by the system's average over a minute, may be of the cores there are.
+_BUSY = 0.5
 
 
 def available_memory_bytes() -> int | None:
@@ -22,6 +32,25 @@ def total_memory_bytes() -> int | None:
     """Bytes there are, or that the container or job may use; None where the system does not tell."""
     sizes = meminfo_bytes(_text("/proc/meminfo"), "MemTotal"), own_groups("memory").memory_limit()
     return min((size for size in sizes if size is not None), default=None)
+
+
+def usable_cpus() -> int:
+    """How many threads can compute at a time: on the CPUs that this process may use, within a container's limit and
+    that of OMP_NUM_THREADS, where they are set."""
+    limits = [float(len(os.sched_getaffinity(0))), own_groups("cpu").cpu_limit() or math.inf]
+    if (asked := os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]).isdecimal():
+        limits.append(float(asked))
+    return max(1, math.ceil(min(limits)))
+
+
+def is_busy() -> bool:
+    """Whether other programs take so much of the CPUs that speeds measured now say little."""
+    return os.getloadavg()[0] > usable_cpus() * _BUSY
+
+
+def threads_of(cpus: int, share: float) -> int:
+    """Threads of a worker that has this share of so many CPUs; thirds do not add up to 1."""
+    return max(1, int(cpus * share + 1e-6))
 
 
 def oom_kills() -> int:
@@ -125,6 +154,25 @@ def find_groups(controller: str, memberships: str, mounts: str) -> Groups:
             folders = (point / part for part in (inside, *inside.parents))
             return Groups(is_v2, tuple(folder for folder in folders if folder.is_dir()))
     return Groups(is_v2, ())
+
+
+def cpu_name() -> str:
+    """What the CPU is called, such as "AMD EPYC 9B14"; on systems that do not say, its architecture."""
+    for line in _text("/proc/cpuinfo").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def cpu_products() -> str:
+    """What the CPU is called, and which products of short numbers it has: they decide which precision is fast.
+
+    One name stands for CPUs that have them and CPUs that do not, on virtual machines above all.
+    """
+    line = re.search(r"^(?:flags|Features)\s*:(.*)$", _text("/proc/cpuinfo"), re.MULTILINE)
+    found = set(line[1].split()) if line else set()
+    has = ", ".join(one for one in _PRODUCTS if one in found)
+    return f"{cpu_name()} ({has})" if has else cpu_name()
 
 
 def _text(file: Path | str) -> str:

@@ -13,12 +13,16 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
+from ensemble.common.errors import ConfigError
+
 DISTRIBUTION = "ensemble-runner"
 OLDEST_PYTHON = (3, 11)
 # What the command line itself cannot start without.
 COMMAND_LINE = ("typer", "rich", "pydantic", "pyyaml", "numpy", "pyarrow", "jinja2")
 # What the commands of ensemble.analysis need and no run imports.
 ANALYSIS = ("pandas", "scikit-learn", "scipy", "matplotlib")
+# What is imported of packages whose modules have other names than themselves.
+MODULES = {"pillow": "PIL"}
 # transformers brings these; which versions go with it is its own to check, when it is imported.
 _BROUGHT = ("tokenizers", "safetensors")
 
@@ -68,6 +72,16 @@ def unsupported(
             yield f"{one.name} {version} is {wrong}{why}; {one.install}"
 
 
+def demand_supported(for_analysis: bool = False) -> None:
+    """Find what is installed within its range: what every run needs, and for ``ensemble.analysis`` what that does.
+
+    Raises:
+        ConfigError: with a sentence for each package that is not.
+    """
+    if found := [*unsupported(), *(unsupported(ANALYSIS) if for_analysis else ())]:
+        raise ConfigError(found)
+
+
 @cache  # asked by the command line, by every command with a config, and by the checks of extras
 def own_requirements() -> tuple[Requirement, ...]:
     """What this package asks for; empty where neither a pyproject.toml nor an installation says so."""
@@ -115,7 +129,10 @@ def installed_versions(names: Collection[str]) -> dict[str, str]:
     versions: dict[str, str] = {}
     for name in names:
         with suppress(metadata.PackageNotFoundError):
-            if version := metadata.version(name):  # None: half uninstalled
+            # Its own `version` takes apart the whole description, half a millisecond for each package.
+            package = metadata.distribution(name)
+            found = re.search(r"^Version: *(\S+)", package.read_text("METADATA") or "", re.MULTILINE)
+            if version := found[1] if found else package.version:  # None: half uninstalled
                 versions[name] = version
     return versions
 

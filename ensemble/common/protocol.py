@@ -11,9 +11,12 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from operator import add, attrgetter
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 Activation = Literal["softmax", "sigmoid", "none"]
+# What the sum of a row's exclusive probabilities may miss 1 by; they are written in full.
+SUM_TOLERANCE: Final = 1e-3
 
 
 class ProtocolError(ValueError):
@@ -34,20 +37,41 @@ class Counters:
     padded_tokens: int = 0  # what was computed, real tokens and padding
     batches: int = 0  # forward passes
     truncated_rows: int = 0  # cut at max_length
+    cut_tokens: int = 0  # of these rows: how many tokens fewer they have
     oom_events: int = 0  # forward passes that ran out of memory and were run again smaller
     recomputed_rows: int = 0  # came out non-finite and were computed again in float32
     float32_rows: int = 0  # computed in float32 at once, since most rows before them came out non-finite
     repeated_rows: int = 0  # had the token ids of another row of the chunk and were not computed again
-    predict_seconds: float = 0.0  # from a chunk's command to its shard's rename
+    shared_tokens: int = 0  # of these tokens, those at the beginning of all rows that were computed only once
+    other_mass: float = 0.0  # of language models: the probability of tokens of no label, summed over rows
+    predict_seconds: float = 0.0  # from a chunk's command to its shard's rename, less what timed batches took
     forward_seconds: float = 0.0  # the device's time in forward passes
 
     def __add__(self, other: Counters) -> Counters:
-        names = Counters.__dataclass_fields__  # a report's workers are counters with more fields
-        return Counters(*(getattr(self, name) + getattr(other, name) for name in names))
+        return Counters(*map(add, _COUNTS(self), _COUNTS(other)))
 
     def rounded(self, digits: int) -> dict[str, Any]:
         """As plain JSON values, seconds to so many digits."""
         return {name: round(value, digits) for name, value in vars(self).items()}
+
+
+# A report's workers are counters with more fields.
+_COUNTS = attrgetter(*Counters.__dataclass_fields__)
+
+
+@dataclass(frozen=True)
+class ViewSpec:
+    """A view of the table's rows.
+
+    Attributes:
+        folder: where its shards go, below ``shards_dir``.
+        columns: the column whose cells stand in another one's place, by that one's name.
+        label_order: for each of the config's labels the number of the one that is predicted in its place.
+    """
+
+    folder: str
+    columns: dict[str, str]
+    label_order: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +82,18 @@ class CommonSpec:
     # Probabilities of labels that exclude each other (softmax) or do not (sigmoid), or any numbers (none).
     activation: Activation
     gpus: int  # how many devices the worker has; 0: the CPU
-    cpu_threads: int | None  # None leaves the choice to the library
     memory_limit_bytes: int | None  # of each of the worker's devices, weights included; None: all
     seed: int
     table_path: str  # the published table
     order_path: str  # the numbers of the member's rows in the order of its chunks
     shards_dir: str  # where the shards go
+    # Of a member that gets each row in several views: row r of n is numbered r + v * n in view v.  Empty: it gets
+    # rows as they are.
+    views: tuple[ViewSpec, ...] = ()
+    # That each of its replicas computes, about; 0: not known, or they share no folder.
+    expected_tokens: int = 0
+    # How many tokens a batch may hold, by a digest of the hardware, as earlier workers have found.
+    token_budgets: dict[str, int] = dataclasses.field(default_factory=dict)
     # Where a load may keep what later loads of the same work can use, made by whoever does; None: nowhere.
     cache_dir: str | None = None
     # The states (see ``common.files``) in which the member's own files must stay, by absolute path.
@@ -164,10 +194,12 @@ class ChunkDone:
     """The chunk's shard stands under its final name."""
 
     chunk: int
-    shard: str  # the file's name within ``shards_dir``
+    shard: str  # the file's path within ``shards_dir``: its name, of a view's in a folder there
     counters: Counters
     bad_rows: tuple[int, ...] = ()  # rows of the table that cannot be computed; the shard does not hold them
     bad_row_reasons: tuple[str, ...] = ()
+    token_budget: int | None = None  # tokens of a batch from now on, where that is not what it was
+    note: str = ""  # why, for the user
 
 
 @dataclass(frozen=True)
@@ -234,7 +266,9 @@ def decode(line: str) -> Any:
             fields["counters"] = Counters(**fields["counters"])
         if kind is Start:
             spec = fields["spec"]
-            fields["spec"] = WorkerSpec(**{**spec, "common": CommonSpec(**with_tuples(spec["common"]))})
+            common = with_tuples(spec["common"])
+            common["views"] = tuple(ViewSpec(**with_tuples(view)) for view in common.get("views", ()))
+            fields["spec"] = WorkerSpec(**{**spec, "common": CommonSpec(**common)})
         return kind(**with_tuples(fields))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ProtocolError(f"not a message: {line[:200]!r}") from error

@@ -15,6 +15,7 @@ import logging
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from operator import is_
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -29,6 +30,7 @@ _LOCATION = re.compile(r"_(FILE|PATH|DIR)$", re.IGNORECASE)  # where a secret li
 _KEY = re.compile(
     r"((use_)?(hf|auth|access|api|bearer)_)?token|.*(secret|passw|api_?key|credential).*", re.IGNORECASE
 )
+_HARMLESS = {int, float, bool, type(None)}  # most of what a report holds
 # Whatever their origin: tokens of the Hugging Face hub, and name:password@ in an address.
 _BY_LOOKS = r"\bhf_[A-Za-z0-9]{16,}\b|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
 
@@ -63,18 +65,23 @@ class Redactor:
         return self._pattern.sub(MASK, text)
 
     def document(self, value: Any) -> Any:
-        """Every text redacted in mappings (their keys aside), lists, tuples and dataclasses; the rest as it is."""
+        """Every text redacted in mappings (their keys aside), lists, tuples and dataclasses; the rest as it is,
+        and what holds no secret is the same object."""
         if isinstance(value, str):
             return self(value)
-        if isinstance(value, Mapping):
-            return {key: self.document(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            redacted = map(self.document, value)
-            return list(redacted) if isinstance(value, list) else tuple(redacted)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            parts = {part.name: getattr(value, part.name) for part in dataclasses.fields(value)}
-            return dataclasses.replace(value, **self.document(parts))
-        return value
+            parts = vars(value)
+            redacted = self.document(parts)
+            return value if redacted is parts else dataclasses.replace(value, **redacted)
+        if not isinstance(value, list | tuple | Mapping):
+            return value
+        items = value.values() if isinstance(value, Mapping) else value
+        found = [one if type(one) in _HARMLESS else self.document(one) for one in items]
+        if isinstance(value, list | tuple | dict) and all(map(is_, found, items)):
+            return value
+        if isinstance(value, Mapping):
+            return dict(zip(value, found, strict=True))
+        return found if isinstance(value, list) else tuple(found)
 
 
 class RedactingFormatter(logging.Formatter):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import io
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,34 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.csv as pa_csv
 
-from ensemble.common.files import read_json
+from ensemble.common.errors import WriteError
+from ensemble.common.files import atomic_path, read_json
+from ensemble.common.large_arrays import large_array
+
+# That are made safe at a time: each waits for the disk twice, and filesystems write what several wait for together.
+_SEALED_AT_A_TIME = 8
+
+
+class ShardSealer:
+    """Keeps shards that were computed elsewhere, several at a time."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(_SEALED_AT_A_TIME, "sealing")
+
+    def seal(self, shards: Mapping[Path, bytes]) -> dict[Path, WriteError]:
+        """Have all of them on the disk when this returns; why some could not be written."""
+        # One alone needs no thread.
+        how = map if len(shards) < 2 else self._threads.map
+        found = zip(shards, how(self._write, shards, shards.values()), strict=True)
+        return {path: error for path, error in found if error is not None}
+
+    def _write(self, path: Path, content: bytes) -> WriteError | None:
+        try:
+            with atomic_path(path) as temporary:
+                temporary.write_bytes(content)
+        except WriteError as error:
+            return error
+        return None
 
 
 def shards_in(folder: Path, rows: int) -> Iterator[pa.Table]:
@@ -52,7 +80,9 @@ def gather_shards(shards: Iterable[pa.Table], rows: int, labels: int) -> npt.NDA
     Returns:
         float64 [rows, labels], in the table's order; NaN where no shard has the row.
     """
-    values = np.full((rows, labels), np.nan, order="F")  # columns are written, not rows
+    # Columns are written, not rows.
+    values: npt.NDArray[np.float64] = large_array((rows, labels), np.float64, "F")
+    values.fill(np.nan)
     for shard in shards:
         numbers = shard.column("row").to_numpy()
         for label in range(labels):
@@ -84,6 +114,18 @@ def order_path(shards_dir: Path) -> Path:
     return shards_dir / "order.npy"
 
 
+def token_budget_path(shards_dir: Path, hardware: str) -> Path:
+    """Where it stands how many tokens a member's batches may hold on such hardware, named by a digest."""
+    return shards_dir / f"token_budget.{hardware}.json"
+
+
+def token_budgets(shards_dir: Path) -> dict[str, int]:
+    """Those that stand there, by hardware."""
+    paths = sorted(shards_dir.glob(token_budget_path(Path(), "*").name))
+    found = {path.name.split(".")[1]: read_json(path).get("token_budget") for path in paths}
+    return {key: tokens for key, tokens in found.items() if isinstance(tokens, int) and tokens > 0}
+
+
 def rows_path(shards_dir: Path) -> Path:
     """Where it stands which rows a member's shards are of."""
     return shards_dir / "rows.bin"
@@ -111,5 +153,6 @@ def read_shard(path: Path) -> bytes | None:
 
 def shard_rows(shards_dir: Path) -> int:
     """How many rows the shards in a folder were made for, by their names alone."""
-    done = [re.match(r"(\d+)-(\d+)\.", path.name) for path in shards_dir.glob("*.csv")]
+    paths = [*shards_dir.glob("*.csv"), *shards_dir.glob("*/*.csv")]  # those of views are in folders
+    done = [re.match(r"(\d+)-(\d+)\.", path.name) for path in paths]
     return sum(int(found[2]) - int(found[1]) for found in done if found)

@@ -32,6 +32,11 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{ending}"
 
 
+def rate(per_second: float) -> str:
+    """A speed, with a digit behind the point below 1,000."""
+    return f"{per_second:,.1f}" if per_second < 1_000 else f"{per_second:,.0f}"
+
+
 def duration(seconds: float) -> str:
     """8.2 s, 1:05 min, 2:03:10 h."""
     if seconds < 59.95:

@@ -9,7 +9,7 @@ import errno
 from collections.abc import Callable
 from enum import Enum
 
-from ensemble.common.errors import WriteError
+from ensemble.common.errors import MemberError, WriteError
 from ensemble.common.files import FilesChanged
 
 # CUDA's errors are sticky: after an illegal access or a failed assertion every later call fails too.  Since
@@ -55,7 +55,7 @@ def classify(error: BaseException) -> Verdict:
         seen.add(id(link))
         text = str(link).lower() if isinstance(link, RuntimeError) else ""
         # After FilesChanged a fresh process would make its numbers of other files.
-        if isinstance(link, (FilesChanged, WriteError)) or (
+        if isinstance(link, (FilesChanged, MemberError, WriteError)) or (
             isinstance(link, OSError) and link.errno in _FULL
         ):
             return Verdict.HOPELESS

@@ -12,8 +12,12 @@ from ensemble.config.schema import (
     DataConfig,
     EnsembleConfig,
     MemberConfig,
+    ReaderConfig,
     RunConfig,
+    StrictConfig,
     SubmissionConfig,
+    TuningConfig,
+    ViewConfig,
 )
 
 __all__ = [
@@ -22,7 +26,11 @@ __all__ = [
     "EnsembleConfig",
     "LoadedConfig",
     "MemberConfig",
+    "ReaderConfig",
     "RunConfig",
+    "StrictConfig",
     "SubmissionConfig",
+    "TuningConfig",
+    "ViewConfig",
     "load_config",
 ]

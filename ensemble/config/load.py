@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -166,6 +167,8 @@ def _checked(
         # Of a model whose kind is not known, what all kinds have.
         known = {key: value for key, value in model.items() if kind or key in ("name", *MERGE_KEYS)}
         member, more = validate(kind or MemberConfig, known)
+        if kind is not None:
+            more = [_of_other_kinds(loc, sentence, kind, member_kinds) for loc, sentence in more]
         problems += [(("models", index, *loc), sentence) for loc, sentence in (*wrong, *more)]
         # No name that a member can have: which are alike is told by the values in the YAML.
         members[index] = member or MemberConfig.model_construct(name=f"#{index}")
@@ -245,9 +248,7 @@ def validate(model: type[M], values: dict[str, Any]) -> tuple[M | None, list[Pro
             owner: type[BaseModel] = model
             for step in loc[:-1]:
                 if step in owner.model_fields:
-                    hint = owner.model_fields[str(step)].annotation
-                    parts = [part for part in (hint, *get_args(hint)) if isinstance(part, type)]
-                    owner = next((part for part in parts if issubclass(part, BaseModel)), owner)
+                    owner = next(_models_in(owner.model_fields[str(step)].annotation), owner)
             field = owner.model_fields.get(loc[-1])
             if kind == "missing":
                 example = field.examples[0] if field is not None and field.examples else "..."
@@ -267,6 +268,8 @@ def validate(model: type[M], values: dict[str, Any]) -> tuple[M | None, list[Pro
             sentence = "must be " + "one of " * (len(words) > 1) + ", ".join(words)
         elif kind in _PHRASES:
             sentence = f"must be {_PHRASES[kind]}"
+        elif kind == "too_short" and detail["ctx"]["min_length"] == 1:
+            sentence = "must not be empty"
         else:
             # Of a package's own settings the types may have no words of ours, and rules have those of that package.
             theirs = " ".join(detail["msg"].removeprefix("Value error, ").split())
@@ -274,6 +277,33 @@ def validate(model: type[M], values: dict[str, Any]) -> tuple[M | None, list[Pro
         # Of a union each type has an error.
         found[loc] = f"{found[loc]} or {sentence.removeprefix('must be ')}" if loc in found else sentence
     return None, [*found.items()]
+
+
+def _models_in(hint: Any) -> Iterator[type[BaseModel]]:
+    """The models that a type is made of."""
+    if isinstance(hint, type) and issubclass(hint, BaseModel):
+        yield hint
+    for part in get_args(hint):
+        yield from _models_in(part)
+
+
+def _of_other_kinds(
+    loc: Loc, sentence: str, kind: type[MemberConfig], known: Mapping[str, type[MemberConfig]]
+) -> Problem:
+    """A problem of a member; where its key is one of other kinds' keys, this is what is said."""
+    if len(loc) > 1 or not sentence.startswith("unknown key") or sentence.startswith("unknown key; use"):
+        return loc, sentence
+    # Only now, because to know the keys of every kind means to import all that is installed.
+    having = []
+    for name in known:
+        with suppress(ConfigError):  # a package that cannot be imported is not what is wrong here
+            if loc[0] in known[name].model_fields:
+                having.append(name)
+    if having:
+        own = kind.model_fields["task_type"].default
+        verb = "has" if len(having) == 1 else "have"
+        sentence = f"no key of task_type {own}; {', '.join(having)} {verb} it (docs/config.md)"
+    return loc, sentence
 
 
 def _unknown_key(key: str, models: Sequence[type[BaseModel]]) -> str:

@@ -13,13 +13,15 @@ import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from hashlib import sha256
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny
 
+from ensemble.common.text import listed
 from ensemble.config.document import Problem, place
 from ensemble.config.values import (
     Column,
+    Columns,
     Count,
     DeviceList,
     Duration,
@@ -28,6 +30,7 @@ from ensemble.config.values import (
     Folder,
     HangTimeout,
     LabelMap,
+    LabelPair,
     Labels,
     Launcher,
     LauncherSettings,
@@ -35,21 +38,29 @@ from ensemble.config.values import (
     Method,
     MustBe,
     Name,
+    Names,
+    Number,
     Retries,
     Seed,
     TaskType,
     Temperature,
+    Text,
     TimeLimit,
+    Values,
+    Versions,
     Weight,
     When,
     as_label,
     as_tuple,
+    foreign_label,
     label_items,
     weight_numbers,
 )
 
 
-class _Strict(BaseModel):
+class StrictConfig(BaseModel):
+    """A mapping of known keys; also for those that a kind of member or a merge method has inside its own keys."""
+
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
@@ -64,7 +75,7 @@ class _Strict(BaseModel):
     older_keys: ClassVar[Mapping[str, str]] = {}
 
 
-class DataConfig(_Strict):
+class DataConfig(StrictConfig):
     """The table to predict.  A relative path starts at the working directory."""
 
     path: File = Field(examples=["test.csv"])  # CSV, TSV, Parquet or JSON lines, gzipped or not
@@ -93,7 +104,7 @@ class DataConfig(_Strict):
 MERGE_KEYS: Final = ("weight", "calibration", "when")
 
 
-class CalibrationConfig(_Strict):
+class CalibrationConfig(StrictConfig):
     """What a member's probabilities go through before they are merged; ``fit`` finds it."""
 
     temperature: Temperature = 1.0  # above 1 the member is less sure, below 1 surer
@@ -103,11 +114,11 @@ class CalibrationConfig(_Strict):
     older_keys: ClassVar[Mapping[str, str]] = {"temperature": "t temp", "scale": "w", "bias": "b"}
 
 
-class MemberConfig(_Strict):
+class MemberConfig(StrictConfig):
     """One member of the ensemble: the keys that all kinds have.  Each kind has a subclass with its own keys."""
 
     name: Name = Field(examples=["gemma2"])  # becomes a file name, so unique whatever the case
-    task_type: TaskType = "seq_cls"  # the kind: seq_cls, csv, or what an installed package brings
+    task_type: TaskType = "seq_cls"  # the kind, built in or of an installed package; see docs/members.md
     # Share in the merge, relative to the other members; or a share for each label or length bin.
     weight: Weight = 1.0
     calibration: CalibrationConfig | None = None  # corrects its probabilities at the merge
@@ -124,9 +135,18 @@ class MemberConfig(_Strict):
         return any(weight_numbers(self.weight))
 
     @property
+    def counted_views(self) -> tuple["ViewConfig", ...]:
+        """Its views of each row, those of weight 0 left out; empty for a member that gets rows as they are."""
+        return ()
+
+    def as_view(self, view: "ViewConfig") -> Self:
+        """Its settings for one of its views, without any views."""
+        return self.model_copy(update={**view.changes, "views": None})
+
+    @property
     def computed_as(self) -> str:
         """A digest of what decides how long a row takes; values may come from the environment, so no text."""
-        values = [value for key, value in self if key not in ("name", *MERGE_KEYS)]
+        values = [value for key, value in self if key not in ("name", "views", *MERGE_KEYS)]
         return sha256(repr(values).encode()).hexdigest()[:16]
 
     @classmethod
@@ -142,7 +162,104 @@ class MemberConfig(_Strict):
         return iter(())
 
 
-class EnsembleConfig(_Strict):
+class SwapConfig(StrictConfig):
+    """Two columns that change places in a view of a row, and the labels that change places with them."""
+
+    columns: Columns = Field(examples=[["response_a", "response_b"]])  # each gets the other one's cells
+    # What is predicted for either is the other one's; None: the labels mean the same both ways.
+    labels: LabelPair | None = None
+
+    older_keys: ClassVar[Mapping[str, str]] = {"columns": "column fields", "labels": "label"}
+
+
+class ViewConfig(StrictConfig):
+    """A way in which a member gets each row; what it predicts is the weighted mean over its views."""
+
+    name: Name = Field(examples=["swapped"])  # becomes part of a file name, so unique whatever the case
+    weight: Number = 1.0  # share in the mean, relative to the member's other views; 0: not computed
+    swap: SwapConfig | None = None  # None: the columns stay in their places
+
+    older_keys: ClassVar[Mapping[str, str]] = {"swap": "swap_columns"}
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """Keys of the member that are otherwise here."""
+        return {}
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """The column whose cells stand in another one's place, by that one's name."""
+        if self.swap is None:
+            return {}
+        first, second = self.swap.columns
+        return {first: second, second: first}
+
+    def label_order(self, labels: Sequence[str]) -> tuple[int, ...]:
+        """For each of the config's labels the number of the one that the member predicts it as."""
+        order = list(range(len(labels)))
+        if self.swap is not None and self.swap.labels is not None:
+            first, second = map(labels.index, self.swap.labels)
+            order[first], order[second] = second, first
+        return tuple(order)
+
+
+Views = Annotated[tuple[ViewConfig, ...], BeforeValidator(as_tuple), MustBe("a list of views", list)]
+
+
+class ReaderConfig(MemberConfig):
+    """A member that reads rows of the table, so that it can get each of them in several views."""
+
+    # Ways in which it gets each row, each with a name of its own; left out: every row once, as it is.
+    views: Views | None = Field(
+        default=None,
+        examples=["[{name: as_is}, {name: swapped, swap: {columns: [a, b], labels: [a_wins, b_wins]}}]"],
+    )
+
+    @property
+    def counted_views(self) -> tuple[ViewConfig, ...]:
+        return tuple(view for view in self.views or () if view.weight > 0)
+
+    @classmethod
+    def broken_rules(cls, values: Mapping[str, Any], labels: Collection[str]) -> Iterator[Problem]:
+        listed = values.get("views")
+        views = [*enumerate(listed)] if isinstance(listed, list | tuple) else []
+        names: dict[str, int] = {}
+        known: dict[str, int] = {}
+        for index, view in views:
+            if not isinstance(view, dict):
+                continue
+            name = view.get("name")
+            if isinstance(name, str) and names.setdefault(name.lower(), index) != index:
+                other = place(("views", names[name.lower()], "name"))
+                yield (
+                    ("views", index, "name"),
+                    f"the same as {other}; names must differ in more than their case",
+                )
+            swap = view.get("swap")
+            swap = swap if isinstance(swap, dict) else {}
+            pairs = {}
+            for key in ("columns", "labels"):
+                given = swap.get(key)
+                if not isinstance(given, list | tuple) or len(given) != 2:
+                    continue
+                pairs[key] = pair = [as_label(one) for one in given]
+                if pair[0] == pair[1]:
+                    yield ("views", index, "swap", key), "the same twice; name two that change places"
+                if key == "labels" and labels:
+                    for number, label in enumerate(pair):
+                        if isinstance(label, str) and label not in labels:
+                            yield ("views", index, "swap", key, number), "must be one of the labels"
+            rest = {key: one for key, one in view.items() if key not in ("name", "weight", "swap")}
+            template = {"prompt_template": values.get("prompt_template")}
+            what = repr([{**template, **rest}, {key: sorted(map(str, pair)) for key, pair in pairs.items()}])
+            if known.setdefault(what, index) != index:
+                yield ("views", index), f"shows the same as {place(('views', known[what]))}; leave one out"
+        weights = [view.get("weight", 1.0) for _, view in views if isinstance(view, dict)]
+        if weights and all(_is_zero(weight) for weight in weights):
+            yield ("views",), "all weights are 0; one view must have a weight above 0"
+
+
+class EnsembleConfig(StrictConfig):
     """How the members' probabilities become one; a merge method with keys of its own has a subclass of this."""
 
     # By weight: mean, geometric_mean, logit_mean, median, power_mean, rank_mean, vote, or stacking; or a package's.
@@ -157,7 +274,31 @@ class EnsembleConfig(_Strict):
     }
 
 
-class SubmissionConfig(_Strict):
+class RuleConfig(StrictConfig):
+    """What is known of some rows whatever the members say; give one of ``set`` and ``mask``."""
+
+    # Jinja over the row's columns, as in prompt_template, that gives true or false.
+    when: Text = Field(examples=['"{{ response_a == response_b }}"'])
+    set: Values | None = (
+        None  # label -> its value; where labels are exclusive the others share what is left of 1
+    )
+    mask: Labels | None = None  # labels that are impossible: 0; exclusive ones are then scaled to a sum of 1
+
+    older_keys: ClassVar[Mapping[str, str]] = {
+        "when": "if condition",
+        "set": "override then",
+        "mask": "zero impossible",
+    }
+
+    @property
+    def action(self) -> str:
+        """What it makes of rows, in a few words."""
+        if self.mask:
+            return f"mask {', '.join(self.mask)}"
+        return f"set {', '.join(f'{label} {value:g}' for label, value in (self.set or {}).items())}"
+
+
+class SubmissionConfig(StrictConfig):
     """The file to hand in, made in the image of a sample."""
 
     sample: File = Field(examples=["sample_submission.csv"])  # gives the columns and the order of the rows
@@ -170,12 +311,23 @@ class SubmissionConfig(_Strict):
     }
 
 
+class TuningConfig(StrictConfig):
+    """What the settings of a file that ``tune`` wrote were measured on."""
+
+    devices: Names = Field(examples=["[Tesla T4]"])  # their names, of the GPUs or of the CPU
+    versions: Versions = Field(examples=["{torch: 2.6.0, transformers: 5.0.0}"])  # of packages, by name
+    rows: Count = Field(examples=[256])  # of the sample
+    tolerance: Number = Field(examples=[0.02])  # how far from the reference probabilities might be
+    date: Text = Field(examples=["'2026-01-31'"])  # when
+
+
 Ensemble = SerializeAsAny[EnsembleConfig]
 Members = tuple[SerializeAsAny[MemberConfig], ...]
+RuleList = Annotated[tuple[RuleConfig, ...], BeforeValidator(as_tuple), MustBe("a list of rules", list)]
 Models = Annotated[Members, BeforeValidator(as_tuple), MustBe("a list of models", list)]
 
 
-class RunConfig(_Strict):
+class RunConfig(StrictConfig):
     """Everything one run is asked for."""
 
     data: DataConfig = Field(examples=["{path: test.csv}"])  # the table to predict
@@ -183,13 +335,16 @@ class RunConfig(_Strict):
     # The members; what several have in common may stand under defaults.
     models: Models = Field(examples=["[{name: a, model_name_or_path: models/a, text_column: text}]"])
     ensemble: Ensemble = Field(default_factory=EnsembleConfig)  # how probabilities are merged
+    rules: RuleList | None = None  # what rows that meet a condition get in place of what was merged
     submission: SubmissionConfig | None = None  # left out: no submission is written
     output_dir: Folder = Field(examples=["runs/first"])  # all that the run writes
     limit: Count | None = None  # only so many rows from the top of the table
     seed: Seed = 0  # for whatever is random
     devices: DeviceList | None = None  # the GPUs to use, of those visible; None: all of them
-    launcher: Launcher | LauncherSettings = "local"  # where workers run: a name, or {name: {settings}}
+    # Where workers run: local, ray (docs/cluster.md), or {name: {settings}}.
+    launcher: Launcher | LauncherSettings = "local"
     max_workers_per_gpu: Count = 1  # workers that share a GPU
+    cpu_workers: Count | Literal["auto"] = "auto"  # side by side on a CPU, with cores of their own
     wait_for_gpu: Duration = 0.0  # seconds to wait for memory that other programs hold
     retries: Retries = 2  # of a chunk whose worker died, each in a fresh one
     on_bad_row: Literal["fail", "uniform", "drop_member"] = "fail"  # a row that its member cannot compute
@@ -201,6 +356,9 @@ class RunConfig(_Strict):
     standby: bool = True  # the next member's process starts while this one's computes
     release_timeout: Duration = 60.0  # seconds that a GPU may take to be free after its worker has ended
     report: bool = True  # report.html of the results, once they stand
+    tuned_on: TuningConfig | None = (
+        None  # as tune writes it: where the settings were measured; changes nothing
+    )
 
     older_keys: ClassVar[Mapping[str, str]] = {
         "models": "members",
@@ -231,7 +389,7 @@ class RunConfig(_Strict):
         if isinstance(id_column, str) and id_column in first:
             yield ("labels", first[id_column]), "the same as data.id_column; predictions hold both columns"
         # With a label that cannot be read, what is not among the others may still be right.
-        known = set(first) if all(isinstance(label, str) for label in labels) else set()
+        known = [*first] if all(isinstance(label, str) for label in labels) else []
         for loc, sentence in _broken_truth(data if isinstance(data, dict) else {}, known):
             yield ("data", *loc), sentence
         models = enumerate(values["models"] if kinds else ())
@@ -267,8 +425,9 @@ class RunConfig(_Strict):
             calibration = member.get("calibration")
             for key, given in calibration.items() if isinstance(calibration, dict) and known else ():
                 for label in (one for one in given if one not in known) if isinstance(given, dict) else ():
-                    yield ("models", index, "calibration", key, label), "must be one of the labels"
+                    yield ("models", index, "calibration", key, label), foreign_label(known)
         yield from broken_weights(members, labels if known else [], edges)
+        yield from _broken_rows(values.get("rules"), known)
         submission = values.get("submission")
         columns = submission.get("columns") if isinstance(submission, dict) else None
         for column, label in label_items(columns):
@@ -276,6 +435,24 @@ class RunConfig(_Strict):
                 yield ("submission", "columns", column), "must be one of the labels"
         if values.get("fill") == "sample" and submission is None:
             yield ("fill",), "sample needs submission.sample, the file whose values it takes"
+
+
+def _broken_rows(rules: object, labels: Collection[str]) -> Iterator[Problem]:
+    """What is wrong with ``rules`` beside their types; ``labels`` are the config's, empty where not known."""
+    for index, rule in enumerate(rules if isinstance(rules, list) else ()):
+        if not isinstance(rule, dict):
+            continue
+        loc, given = ("rules", index), [key for key in ("set", "mask") if rule.get(key) is not None]
+        if len(given) != 1:
+            yield loc, "set and mask; make two rules" if given else "neither set nor mask is given; give one"
+        named = rule.get("set")
+        for label in named if isinstance(named, dict) else ():
+            if labels and label not in labels:
+                yield (*loc, "set", label), foreign_label(labels)
+        masked = rule.get("mask")
+        for number, label in enumerate(map(as_label, masked) if isinstance(masked, list) else ()):
+            if labels and isinstance(label, str) and label not in labels:
+                yield (*loc, "mask", number), "must be one of the labels"
 
 
 def broken_weights(
@@ -293,9 +470,9 @@ def broken_weights(
         weight, loc = member.get("weight", 1.0), ("models", index, "weight")
         if isinstance(weight, dict):
             for label in (one for one in weight if labels and one not in labels):
-                yield (*loc, label), "must be one of the labels"
+                yield (*loc, label), foreign_label(labels)
             if missing := [label for label in labels if label not in weight]:
-                yield loc, f"has no number for {', '.join(map(str, missing))}; give one for each label"
+                yield loc, f"has no number for {listed([*map(str, missing)])}; give one for each label"
             is_sound = is_sound and weight.keys() == set(labels)
         elif isinstance(weight, list) and len(weight) != len(edges) + 1:
             bins = f"{len(edges)} of ensemble.length_bins make {len(edges) + 1} bins"
@@ -334,8 +511,14 @@ def _of(weight: Any, number: int, label: object) -> Any:
 
 
 def _broken_truth(data: Mapping[str, Any], labels: Collection[str]) -> Iterator[Problem]:
-    """What is wrong with ``data.label_columns``, as far as ``labels``, the config's, are known."""
+    """What is wrong with the true labels' columns, as far as ``labels``, the config's, are known."""
     given, columns = data.get("label_columns"), dict[str, str | int]()
+    if isinstance(data.get("label_column"), str) and len(labels) == 1:
+        yield (
+            ("label_column",),
+            "names a row's one label among several; there is a single one here, so name the column of its numbers "
+            "with label_columns: {column: label}",
+        )
     if not isinstance(given, list | dict):
         return
     if data.get("label_column") is not None:

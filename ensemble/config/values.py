@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -22,7 +22,15 @@ from pydantic import (
     TypeAdapter,
     WithJsonSchema,
 )
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic_core import (
+    CoreSchema,
+    InitErrorDetails,
+    PydanticCustomError,
+    ValidationError,
+    core_schema,
+)
+
+from ensemble.common.text import listed, nearest_or_all
 
 MAX_NAME_CHARACTERS: Final = 100
 MAX_COUNT: Final = 2**31 - 1
@@ -89,6 +97,11 @@ def label_items(mapping: object) -> Iterator[tuple[str, str]]:
             yield key, label
 
 
+def foreign_label(labels: Collection[object]) -> str:
+    """The sentence about a key that should be one of the config's labels."""
+    return f"is none of the labels, which are {listed([*map(str, labels)])}"
+
+
 def as_tuple(value: object) -> object:
     """A list as a tuple; anything else as it is."""
     return tuple(value) if isinstance(value, list) else value
@@ -135,17 +148,23 @@ def _bytes(value: object) -> int:
 
 
 def _when(value: object) -> dict[str, float]:
-    """One rule with its number."""
-    ranges = {"margin_below": (0.0, 1.0), "entropy_above": (-1e-300, inf), "share": (0.0, 1.0)}
-    if not isinstance(value, dict) or len(value) != 1:
-        raise ValueError
-    ((rule, number),) = value.items()
-    is_number = isinstance(number, int | float) and not isinstance(number, bool)
-    if rule not in ranges or not is_number or not ranges[rule][0] < number <= ranges[rule][1]:
-        raise ValueError
-    if abs(number) == inf:
-        raise ValueError
-    return {str(rule): float(number)}
+    """One rule with its number; errors name the place within."""
+    if not isinstance(value, dict) or not value:
+        raise PydanticCustomError("must_be", f"must be {_ONE_RULE}")
+    types = _when_types()
+    if unknown := [rule for rule in value if rule not in types]:
+        message = f"unknown rule; {nearest_or_all(str(unknown[0]), [*types], 'rule')}"
+        error = InitErrorDetails(type=PydanticCustomError("rule", message), loc=(unknown[0],), input=None)
+        raise ValidationError.from_exception_data("when", [error])
+    if len(value) > 1:
+        raise PydanticCustomError("rules", f"has {' and '.join(value)}; give one of them")
+    return types[next(iter(value))].validate_python(value, strict=True)
+
+
+@cache  # at first use
+def _when_types() -> dict[str, TypeAdapter[dict[str, float]]]:
+    part, nats = TypeAdapter(dict[str, Part]), TypeAdapter(dict[str, Number])
+    return {"margin_below": part, "entropy_above": nats, "share": part}
 
 
 def _device(key: object) -> int | str:
@@ -183,16 +202,22 @@ _NAME = (
     f"made of letters, digits, '.', '_' and '-' (at most {MAX_NAME_CHARACTERS}; no '.' first or last, no '-' "
     "first; not 'ensemble', nor a device of Windows such as 'con')"
 )
+_ONE_RULE = (
+    "one of {margin_below: m} with m above 0 and up to 1, {entropy_above: e} with e in nats, at least 0, and "
+    "{share: s} with s above 0 and up to 1"
+)
 
 Text = Annotated[str, _WORD, MustBe("text, and not empty")]
 Column = Annotated[str, _WORD, MustBe("the name of a column")]
 Columns = Annotated[tuple[Column, Column], BeforeValidator(as_tuple), MustBe("a list of two columns")]
+Marker = Annotated[str, MustBe("text")]
 Method = Annotated[str, _WORD, MustBe("the name of a merge method, such as mean")]
 TaskType = Annotated[str, _WORD, MustBe("the name of a kind of member, such as seq_cls")]
 Name = Annotated[str, AfterValidator(_member_name), MustBe(_NAME)]
 Source = Annotated[str, _WORD, BeforeValidator(_source), MustBe("the path of a folder or a name on the hub")]
 Label = Annotated[str, BeforeValidator(as_label), _WORD, MustBe("text (true, false and 0.5 only in quotes)")]
 Labels = Annotated[tuple[Label, ...], BeforeValidator(as_tuple), MustBe("a list of one or more labels", list)]
+LabelPair = Annotated[tuple[Label, Label], BeforeValidator(as_tuple), MustBe("a list of two labels")]
 LabelMap = Annotated[dict[str, Label], MustBe("a mapping of names to labels", dict)]
 File = Annotated[Path, PlainValidator(_path), MustBe("the path of a file")]
 Folder = Annotated[Path, PlainValidator(_path), MustBe("the path of a folder")]
@@ -202,6 +227,7 @@ SplitSize = Annotated[int, Ge(21), Le(MAX_COUNT), MustBe("a whole number of at l
 Retries = Annotated[int, Ge(0), Le(100), MustBe("a whole number from 0 to 100")]
 Devices = Annotated[int, Ge(0), MustBe("a whole number of at least 0")]
 Seed = Annotated[int, Ge(0), Le(MAX_SEED), MustBe(f"a whole number from 0 to {MAX_SEED}")]
+Part = Annotated[float, Gt(0), Le(1), MustBe("a number above 0, up to 1")]
 Number = Annotated[float, Ge(0), AllowInfNan(False), MustBe("a number of at least 0")]
 _MAX_FACTOR = 1e6
 _MIN_TEMPERATURE = 1e-6
@@ -212,7 +238,13 @@ Factor = Annotated[
     AllowInfNan(False),
     MustBe(f"a number from -{_MAX_FACTOR:.0f} to {_MAX_FACTOR:.0f}"),
 ]
+Share = Annotated[float, Gt(0), Le(1e6), AllowInfNan(False), MustBe("a number of more than 0, up to 1000000")]
 Factors = Annotated[dict[str, Factor], MustBe("a mapping of labels to numbers", dict)]
+Values = Annotated[
+    dict[str, Annotated[float, AllowInfNan(False), MustBe("a number")]],
+    Len(1),
+    MustBe("a mapping of labels to numbers, such as {tie: 1.0}", dict),
+]
 Temperature = Annotated[
     float,
     Ge(_MIN_TEMPERATURE),
@@ -252,10 +284,7 @@ When = Annotated[
             "maxProperties": 1,
         }
     ),
-    MustBe(
-        "one of {margin_below: m} with m above 0 and up to 1, {entropy_above: e} with e in nats, at least 0, and "
-        "{share: s} with s above 0 and up to 1"
-    ),
+    MustBe(_ONE_RULE, dict),
 ]
 LengthBins = Annotated[
     tuple[Annotated[int, Ge(1), Le(MAX_BYTES)], ...],
@@ -279,6 +308,14 @@ MaxMemory = Annotated[
     Len(1),
     MustBe("a mapping of GPU numbers and cpu to sizes, such as {0: 14GiB, cpu: 30GiB}"),
 ]
+MemorySize = Annotated[
+    int,
+    PlainValidator(_bytes),
+    Ge(1),
+    Le(MAX_BYTES),
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string"}]}),
+    MustBe("a size such as 8GiB or 500MB (GB is 10**9 bytes, GiB 2**30)"),
+]
 DeviceList = Annotated[
     tuple[Annotated[int, Ge(0)] | Annotated[str, StringConstraints(pattern="^(GPU|MIG)-")], ...],
     BeforeValidator(as_tuple),
@@ -286,10 +323,15 @@ DeviceList = Annotated[
     MustBe("a list of GPU numbers or UUIDs, such as [0, 1] or [GPU-5f3c...]"),
 ]
 Settings = Annotated[dict[str, Any], MustBe("a mapping of keys to values")]
+Names = Annotated[tuple[Text, ...], BeforeValidator(as_tuple), MustBe("a list of names", list)]
+Versions = Annotated[dict[str, Text], MustBe("a mapping of names to versions in quotes", dict)]
 # Which launchers there are is known where they are.
 Launcher = Annotated[str, _WORD, MustBe("the name of a launcher")]
 LauncherSettings = Annotated[
-    dict[str, Settings], Len(1, 1), MustBe("a mapping of one such name to its settings")
+    # What is no mapping of settings is told where launchers are made, by its name.
+    dict[str, Annotated[Any, WithJsonSchema({"type": ["object", "null"]})]],
+    Len(1, 1),
+    MustBe("a mapping of one such name to its settings"),
 ]
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 

@@ -20,10 +20,10 @@ from ensemble.common.shards import read_shard, shard_table
 from ensemble.common.text import plural, shown_path
 from ensemble.config import MemberConfig, RunConfig
 from ensemble.members.base import Inspection
-from ensemble.merging.blocks import weights_by_bin
+from ensemble.merging.blocks import weights_by_bin, weights_of_rows
 from ensemble.merging.calibration import calibrator
 from ensemble.merging.methods.weighted_mean import scaled, weighted_mean
-from ensemble.pipeline.resume import MemberWork, predicted_values
+from ensemble.pipeline.resume import MemberWork, mean_of_views, values_of
 from ensemble.pipeline.reuse import read_predictions
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.validate import Prepared
@@ -38,6 +38,7 @@ from ensemble.planning.cascade import (
     doubts,
     row_costs,
 )
+from ensemble.planning.chunks import Chunk
 from ensemble.planning.plan import MemberPlan
 from ensemble.scheduling.state import MemberState
 
@@ -73,7 +74,16 @@ class _Cascade:
         self.doubt[:] = np.nan
         self.decided = np.full(len(self.doubt), UNKNOWN, dtype=np.int8)
         self.is_given = False
-        self.grouping = Grouping(self.member.chunks, self.member.order)
+        self.grouping = self.new_grouping()
+
+    def new_grouping(self) -> Grouping:
+        """Of the table's rows: those to compute are the same in each view."""
+        return Grouping(self.chunks, self.member.order)
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """Those of the whole table, in one view."""
+        return [chunk for chunk in self.member.chunks if chunk.view == 0]
 
 
 class Cascades:
@@ -87,8 +97,12 @@ class Cascades:
         config, rows = prepared.config, prepared.table.rows
         self._prepared = prepared
         self._works = works
+        self._rundir = rundir
         self._cascades: dict[str, _Cascade] = {}
-        self._values: dict[str, _Values] = {}
+        self._values: dict[
+            str, _Values
+        ] = {}  # of a member with views the mean, once all of a row's are there
+        self._parts: dict[str, list[_Values]] = {}  # in each view
         self._has: dict[str, _Rows] = {}
         self._ended: set[str] = set()
         self._left_out: set[str] = set()
@@ -100,16 +114,8 @@ class Cascades:
                 member, when, config.deciders(number), np.full(rows, np.nan), unknown
             )
         for name in {name for one in self._cascades.values() for name in one.before}:
-            work, labels = works[name], len(config.labels)
-            if work.is_complete:
-                values = np.full((rows, labels), np.nan, order="F")
-                numbers = np.flatnonzero(work.is_done)
-                values[numbers] = predicted_values(rundir, name)
-            else:
-                values = work.values(labels)
-            self._values[name], self._has[name] = values, ~np.isnan(values).any(axis=1)
-            self._take_bad_rows(name, work.bad_rows)
-            if work.is_complete and name not in self._cascades:
+            self._read(name)
+            if works[name].is_complete and name not in self._cascades:
                 self._ended.add(name)
         self._update()
 
@@ -127,10 +133,9 @@ class Cascades:
         """Whether what is done of a member is all that it is to have."""
         found = self._cascades.get(member)
         if found is None:
-            return bool(self._works[member].is_done.all())
-        return bool(
-            (found.decided != UNKNOWN).all() and self._works[member].is_done[self.wanted(member)].all()
-        )
+            return bool(self._works[member].has_rows.all())
+        wanted = np.tile(found.decided == COMPUTE, len(self._works[member].parts))
+        return bool((found.decided != UNKNOWN).all() and self._works[member].has_rows[wanted].all())
 
     def begin(self, members: Sequence[MemberPlan], states: Sequence[MemberState]) -> None:
         """Give members their first rows.
@@ -144,10 +149,12 @@ class Cascades:
             if found is None or not state.plan.waits_for:
                 continue
             found.member, found.state, found.is_given = member, state, False
-            found.grouping = Grouping(member.chunks, member.order)
+            found.grouping = found.new_grouping()
             found.costs = row_costs(member.chunks, member.order)
-            found.was_done = self._works[member.name].is_done.copy()
+            found.was_done = self._works[member.name].has_rows.copy()
             found.is_done = found.was_done.copy()
+            if member.views > 1 and member.name in self._values:  # it may have been complete, as one mean
+                self._read(member.name)
         self._update()
 
     def chunk_done(self, state: MemberState, done: ChunkDone) -> None:
@@ -158,15 +165,17 @@ class Cascades:
         table = shard_table(read_shard(self._works[name].shards_dir / done.shard), self._prepared.table.rows)
         if table is None:  # the member will not get far with it
             return
-        rows = table.column("row").to_numpy()
+        rows, folder = table.column("row").to_numpy(), done.shard.rpartition("/")[0]
+        folders = [one.shards_dir.name for one in self._works[name].views]
+        view = folders.index(folder) if folder in folders else 0
         if (own := self._cascades.get(name)) is not None and own.state is not None:
-            own.is_done[rows] = True
+            own.is_done[rows + view * self._prepared.table.rows] = True
             own.is_done[list(done.bad_rows)] = True
         if name in self._values:
             for label in range(len(self._prepared.config.labels)):
-                self._values[name][rows, label] = table.column(f"p{label}").to_numpy()
-            self._has[name][rows] = True
+                self._parts[name][view][rows, label] = table.column(f"p{label}").to_numpy()
             self._take_bad_rows(name, state.bad_rows)
+            self._average(name, rows)
             self._update()
 
     def bad_rows(self, state: MemberState) -> None:
@@ -185,6 +194,7 @@ class Cascades:
         if name not in self._values:
             return
         if state.failure is None:
+            self._average(name, is_over=True)
             self._ended.add(name)
         elif state.failure.is_dropped or self._prepared.config.on_member_failure == "continue":
             self._left_out.add(name)
@@ -195,14 +205,39 @@ class Cascades:
                 if one.state is not None:
                     for chunk in one.state.in_hand.values():
                         one.is_done[one.state.order[chunk.start : chunk.stop]] = True
-                    one.state.decide_anew(len(one.doubt))
+                    one.state.decide_anew(len(one.doubt) * one.member.views)
         self._update()
+
+    def _read(self, name: str) -> None:
+        """Take what is done of a member that others go by: once complete its mean, before that each view."""
+        work, rows, labels = self._works[name], self._prepared.table.rows, len(self._prepared.config.labels)
+        works = (work,) if work.is_complete else work.parts
+        parts = [values_of(self._rundir, one, labels) for one in works]
+        self._parts[name] = parts
+        self._values[name] = parts[0] if len(parts) == 1 else np.full((rows, labels), np.nan, order="F")
+        self._has[name] = np.zeros(rows, dtype=np.bool_)
+        self._average(name)
+        if not work.is_complete:
+            self._take_bad_rows(name, work.noted_bad_rows)
 
     def _take_bad_rows(self, name: str, bad_rows: Mapping[int, str]) -> None:
         """They get equal probabilities, or else the member will fail."""
         if bad_rows and self._prepared.config.on_bad_row == "uniform":
-            self._values[name][list(bad_rows)] = self._prepared.even_value(name)
-            self._has[name][list(bad_rows)] = True
+            rows = self._prepared.table.rows
+            for row in bad_rows:
+                self._parts[name][row // rows][row % rows] = self._prepared.even_value(name)
+            self._average(name, np.array([row % rows for row in bad_rows]))
+
+    def _average(self, name: str, rows: npt.NDArray[np.int64] | None = None, is_over: bool = False) -> None:
+        """Give rows their mean over the views, where all of these are there, or where no more come."""
+        rows = np.arange(self._prepared.table.rows) if rows is None else rows
+        parts = [one[rows] for one in self._parts[name]]
+        is_there = ~np.isnan(parts).any(axis=2)
+        has = is_there.any(axis=0) if is_over else is_there.all(axis=0)
+        if len(parts) > 1:
+            mean = mean_of_views(parts, self._works[name].weights)
+            self._values[name][rows[has]] = mean[has]
+        self._has[name][rows] = has
 
     def _update(self) -> None:
         for one in self._cascades.values():
@@ -245,17 +280,22 @@ class Cascades:
         unknown = int((one.decided == UNKNOWN).sum())
         if self._prepared.config.time_limit is not None:
             if not unknown and not one.is_given:
-                groups = closest_first(one.doubt, one.decided, one.member.chunks, one.member.order)
+                groups = closest_first(one.doubt, one.decided, one.chunks, one.member.order[: len(one.doubt)])
                 one.is_given = True
         elif one.grouping is not None:
             groups = one.grouping.take(one.decided)
-        left = [group.without(one.is_done) for group in groups]
-        wanted = one.decided == COMPUTE
+        views, rows = one.member.views, len(one.doubt)
+        left = [
+            (Group(group.rows + view * rows, group.cost).without(one.is_done), view)
+            for view in range(views)
+            for group in groups
+        ]
+        wanted = np.tile(one.decided == COMPUTE, views)
         is_reused = wanted & one.was_done
-        is_idle = (one.decided == SKIP) | is_reused
+        is_idle = np.tile(one.decided == SKIP, views) | is_reused
         state.grow(
-            [(group.rows, group.cost) for group in left if len(group.rows)],
-            unknown_rows=unknown,
+            [(group.rows, group.cost, view) for group, view in left if len(group.rows)],
+            unknown_rows=unknown * views,
             rows=int(wanted.sum()),
             reused_rows=int(is_reused.sum()),
             idle_cost=float(one.costs[is_idle].sum()) if not is_idle.all() else 1.0,
@@ -349,7 +389,6 @@ def _mean(
             calibrate(own)
     edges = config.ensemble.length_bins or ()
     weights = weights_by_bin([model.weight for model in models], config.labels, len(edges) + 1)
-    if weights.shape[1] > 1:
-        weights = weights[:, np.searchsorted(edges, text_bytes, side="right")]
+    weights = weights_of_rows(weights, edges, text_bytes)
     mean = weighted_mean(weights, values, is_present)
     return scaled(mean) if weights.shape[2] > 1 and set(activations) == {"softmax"} else mean

@@ -7,10 +7,12 @@ secrets from the environment.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from ensemble.common.digests import FileDigests, digest_of
+from ensemble.config import ViewConfig
+from ensemble.data.row_files import FileCells
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.validate import Prepared
 from ensemble.planning.plan import MemberPlan
@@ -25,7 +27,8 @@ class Fingerprint:
 
     ``settings`` are the kind, the keys that change numbers and the columns of the member's CSV, ``content`` the
     files that it is made of, by what they are, such as "weights" and "tokenizer", ``rows`` the ids and the columns
-    that the member reads.  Devices, replicas, chunks, batches and the member's name are in none of them.
+    that the member reads, and the files that these name.  Devices, replicas, chunks, batches and the member's name
+    are in none of them.
     """
 
     settings: str
@@ -71,16 +74,60 @@ def member_fingerprint(
     Raises:
         CheckpointError: a file that the member is made of cannot be read.
     """
-    config, inspected = prepared.config, prepared.inspected[member.name]
-    kind = member_kind(member.model)
+    inspected = prepared.inspected[member.name]
+    files = files or FileDigests(prepared.config.hash_weights)
+    content = member_kind(member.model).content(inspected, files)
+    columns = prepared.columns[member.name]
+    rows = prepared.table.digest(columns, prepared.files.get(member.name))
+    return Fingerprint(_settings(prepared, member, None), content, rows)
+
+
+def view_fingerprints(
+    prepared: Prepared, member: MemberPlan, content: Mapping[str, str]
+) -> list[Fingerprint]:
+    """Those of a member's work in each of its views: of a view that changes nothing, that of one without views.
+
+    Args:
+        content: of the member's own fingerprint.
+    """
+    views = zip(member.model.counted_views, prepared.view_columns[member.name], strict=True)
+    return [
+        Fingerprint(
+            _settings(prepared, member, view),
+            content,
+            prepared.table.digest(columns, file_cells(prepared, member.name, view)),
+        )
+        for view, columns in views
+    ]
+
+
+def file_cells(prepared: Prepared, member: str, view: ViewConfig) -> FileCells | None:
+    """The cells that name a member's files in one of its views; None where it reads no files."""
+    cells = prepared.files.get(member)
+    return cells and replace(cells, column=view.columns.get(cells.column, cells.column))
+
+
+def mean_fingerprint(member: MemberPlan, views: Sequence[Fingerprint], own: Fingerprint) -> Fingerprint:
+    """That of the mean over a member's views.
+
+    Args:
+        own: the member's, as if it had none.
+    """
+    weights = [view.weight for view in member.model.counted_views]
+    parts = [[one.settings, one.rows, weight] for one, weight in zip(views, weights, strict=True)]
+    return Fingerprint(digest_of({"mean of views": parts}), own.content, own.rows)
+
+
+def _settings(prepared: Prepared, member: MemberPlan, view: ViewConfig | None) -> str:
+    config, inspected, model = prepared.config, prepared.inspected[member.name], member.model
+    swap = None
+    if view is not None:
+        model, swap = model.as_view(view), view.swap
     settings = {
-        **kind.fingerprint(inspected, member.placement),
-        "task_type": member.model.task_type,
+        **member_kind(model).fingerprint(inspected, member.placement),
+        "task_type": model.task_type,
         "seed": config.seed,
         "csv": [config.data.id_column, *config.labels],
+        **({} if swap is None else {"swap": [sorted(swap.columns), sorted(swap.labels or ())]}),
     }
-    return Fingerprint(
-        settings=digest_of(settings),
-        content=kind.content(inspected, files or FileDigests(config.hash_weights)),
-        rows=prepared.table.digest(prepared.columns[member.name]),
-    )
+    return digest_of(settings)

@@ -11,6 +11,7 @@ import re
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from ensemble.data.formats import read_contents
 from ensemble.data.input_file import Wanted
 from ensemble.data.json_cells import TemplateProblem, parse_json_cell
 from ensemble.data.predictions_csv import file_stem
+from ensemble.data.row_files import FileCells, is_file
 from ensemble.data.table import TableNeeds, read_table
 from ensemble.members.base import Draft
 from ensemble.members.registry import KINDS
@@ -38,6 +40,9 @@ _PROSE = 0.3  # of a column's cells hold a blank between words; names of models 
 # A row may have so many times the tokens that its bytes tell (in Chinese, in code), and special ones; rounded up to
 # a step, and cut where nobody has asked for more.
 _MARGIN, _SPECIAL, _STEP, _MAX_TOKENS = 1.5, 8, 64, 4096
+# Where files are looked for that cells may name: in so many folders beside the table, of the first rows.
+_FOLDERS, _FILE_ROWS = 50, 10
+_SUFFIXES = ("", ".jpg", ".png", ".jpeg", ".webp", ".tif", ".tiff", ".bmp")
 _PLAIN = r"[A-Za-z_./][A-Za-z0-9_./-]*"
 _WORDS = ("null", "true", "false", ".inf", ".nan")
 
@@ -57,6 +62,16 @@ class _Member:
     name: str
     source: str
     draft: Draft
+
+
+@dataclass(frozen=True)
+class _Files:
+    """The column that names files, and where these are; ``folder`` is None where that is the table's."""
+
+    column: str
+    folder: Path | None = None
+    suffix: str = ""
+    are_there: bool = True
 
 
 def write_first_config(
@@ -113,6 +128,13 @@ def first_config(table: Path, sources: Sequence[str], sample: Path | None, outpu
     held = {name: [row[name] for row in rows if row[name] not in (None, "")] for name in others}
     truth = _truth(held, labels)
     is_read = {name: _reading(cells) for name, cells in held.items() if name not in truth}
+    files: _Files | None = None
+    if any(member.draft.file_keys for member in members):
+        candidates = [name for name, how in is_read.items() if how in ("prose", "text")]
+        files = _find_files(table, id_column, {name: held[name] for name in candidates})
+        is_read.pop(files.column, None)
+        if not files.are_there:
+            guesses.append(f"{quoted(files.column)} is taken for the names of files, which were not found")
     texts = [name for name, how in is_read.items() if how in ("json", "prose")]
     texts = texts or [name for name, how in is_read.items() if how == "text"]
     if len(texts) > 1 or any(is_read[name] == "json" for name in texts):  # Jinja knows no other names
@@ -134,7 +156,8 @@ def first_config(table: Path, sources: Sequence[str], sample: Path | None, outpu
             f"{table}: no column of text for the members to read beside {quoted(id_column)}, which is taken for "
             f"the ids; the columns are {listed(names)}"
         )
-    unused = [name for name in others if name not in texts and name not in truth]
+    used = [*texts, *truth, *([] if files is None else [files.column])]
+    unused = [name for name in others if name not in used]
 
     lines = [f"# yaml-language-server: $schema={place}" for place in _schema_place(output)]
     lines += [
@@ -165,13 +188,26 @@ def first_config(table: Path, sources: Sequence[str], sample: Path | None, outpu
         draft = member.draft
         lines += [f"  - name: {_scalar(member.name)}"]
         lines += [f"    {key}: {_scalar(value)}" for key, value in draft.settings.items()]
+        if draft.of_labels is not None:
+            key, text_of = draft.of_labels
+            lines += [f"    # GUESS: {draft.guess}.", f"    {key}:"]
+            lines += [f"      {_scalar(label)}: {_scalar(text_of(label))}" for label in labels]
+            guesses.append(f"{member.name}.{key}: {draft.guess}")
+        if draft.file_keys is not None and files is not None:
+            remark = "" if files.are_there else "  # GUESS: the files that it names were not found"
+            lines += [f"    {draft.file_keys[0]}: {_scalar(files.column)}{remark}"]
+            lines += [f"    {draft.file_keys[1]}: {_scalar(str(files.folder))}"] * (files.folder is not None)
+            lines += [f"    {draft.file_keys[2]}: {_scalar(files.suffix)}"] * bool(files.suffix)
         if label_map := maps[member.name]:
             pairs = ", ".join(f"{_scalar(theirs)}: {_scalar(ours)}" for theirs, ours in label_map.items())
-            is_guess = not draft.are_named
+            is_guess = not draft.are_named or (
+                draft.labels_are_columns and not _same_but_case([*label_map], labels)
+            )
             remark = "  # GUESS: in this order; as in its training?" if is_guess else ""
-            lines += [f"    label_map: {{{pairs}}}{remark}"]
+            lines += [f"    {'columns' if draft.labels_are_columns else 'label_map'}: {{{pairs}}}{remark}"]
             if is_guess:
-                guesses.append(f"{member.name}: its labels are numbered, and taken in the order of labels")
+                why = "have other names in its file" if draft.labels_are_columns else "are numbered"
+                guesses.append(f"{member.name}: its labels {why}, and taken in the order of labels")
         if draft.reads_text and draft.max_length is not None and draft.max_length < max_length:
             lines += [f"    max_length: {draft.max_length}  # as many as it can read; longer rows are cut"]
     if any(member.draft.reads_text for member in members):
@@ -255,7 +291,9 @@ def _members(sources: Sequence[str], id_column: str) -> list[_Member]:
         try:
             draft = next(filter(None, (kind.draft(source, id_column) for kind in kinds)), None)
             if draft is None:
-                problems.append(f"{source}: neither a folder with a checkpoint nor a CSV of predictions")
+                problems.append(
+                    f"{source}: neither a folder with a checkpoint nor a file of predictions that can be read"
+                )
                 continue
         except EnsembleError as error:
             problems += error.problems
@@ -285,13 +323,17 @@ def _labels(members: Sequence[_Member], columns: Sequence[str]) -> tuple[list[st
     # A CSV may have more columns than labels, so it is asked last.
     known = sorted(
         (member for member in members if member.draft.labels),
-        key=lambda member: (not member.draft.reads_text, not member.draft.are_named),
+        key=lambda member: (not member.draft.is_model, not member.draft.are_named),
     )
+    if not known and columns:
+        return [*columns], "The columns of the sample submission."
     if not known:
-        raise ConfigError(f"{members[0].source}: its labels are not known")
+        raise ConfigError(
+            f"{members[0].source}: its labels are not known; name a sample submission that has them (--sample)"
+        )
     first = known[0]
     labels = [*(first.draft.labels or ())]
-    if not first.draft.reads_text and columns and set(columns) <= set(labels):
+    if not first.draft.is_model and columns and set(columns) <= set(labels):
         return [*columns], "The columns of the sample submission, which the predictions have, too."
     if first.draft.are_named:
         return labels, f"In the order of {first.source}; other members are matched by name."
@@ -302,9 +344,12 @@ def _labels(members: Sequence[_Member], columns: Sequence[str]) -> tuple[list[st
 
 
 def _label_map(member: _Member, labels: Sequence[str]) -> Mapping[str, str]:
-    """A checkpoint's label -> the config's, where that is not by name, and not for ``validate`` to refuse."""
+    """A member's label, or its file's column -> the config's, where that is not by name, nor for ``validate``."""
     own = member.draft.labels or ()
-    if not member.draft.reads_text or set(own) == set(labels) or len(own) != len(labels) or len(labels) == 1:
+    if member.draft.labels_are_columns:
+        is_other = len(own) == len(labels) and not set(own) & set(labels)
+        return (_same_but_case(own, labels) or dict(zip(own, labels, strict=True))) if is_other else {}
+    if not member.draft.is_model or set(own) == set(labels) or len(own) != len(labels) or len(labels) == 1:
         return {}
     return _same_but_case(own, labels) if member.draft.are_named else dict(zip(own, labels, strict=True))
 
@@ -412,6 +457,27 @@ def _flow(start: str, items: Sequence[str]) -> list[str]:
         return [line]
     inner = " " * (len(start) - len(start.lstrip()) + 2)
     return [f"{start}[", *(f"{inner}{_scalar(item)}," for item in items), f"{inner[2:]}]"]
+
+
+def _find_files(table: Path, id_column: str, texts: Mapping[str, Sequence[Any]]) -> _Files:
+    """The column whose first cells name files: beside the table, or in a folder there.
+
+    Args:
+        texts: the cells of the columns of text.
+    """
+    with os.scandir(table.parent) as entries:
+        inside = sorted(Path(entry.path) for entry in entries if entry.is_dir())[:_FOLDERS]
+    folders = [None, *inside]
+    # Often the id is the file's name.
+    ids = read_table(table, _needs(id_column, (), _FILE_ROWS)).ids.to_pylist()
+    cells_of = {**texts, id_column: ids}
+    for suffix, folder, (column, cells) in product(_SUFFIXES, folders, cells_of.items()):
+        cells = [cell for cell in cells[:_FILE_ROWS] if isinstance(cell, str)]
+        found = FileCells(column, "", folder or table.parent, suffix)
+        paths = [path for path in map(found.path, cells) if path is not None]
+        if paths and sum(map(is_file, paths)) * 2 > len(paths):
+            return _Files(column, folder, suffix)
+    return _Files(next(iter(texts), id_column), are_there=False)
 
 
 def _scalar(value: object) -> str:

@@ -1,4 +1,4 @@
-"""CSVs of predictions -> one CSV: what ``merge`` does, without a config, a table or a run directory.
+"""Files of predictions -> one CSV: what ``merge`` does, without a config, a table or a run directory.
 
 The rows are those of the first file, in its order; of files that may all lack rows, those that any of them has.
 What is asked for goes through the same checks as a config whose members are all ``csv``.
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,9 @@ import pyarrow.compute as pc
 
 from ensemble.common.errors import ConfigError, DataError, MergeError, OutputError
 from ensemble.common.extensions import SettingsByName
-from ensemble.common.files import atomic_path, output_file, unwritable_reason
+from ensemble.common.files import EarlyFlush, atomic_path, output_file, unwritable_reason
 from ensemble.common.protocol import Activation
-from ensemble.common.text import did_you_mean, listed, quoted
+from ensemble.common.text import did_you_mean, listed, plural, quoted
 from ensemble.config import CalibrationConfig
 from ensemble.config.document import Document, Loc, one_line, place
 from ensemble.config.load import checked
@@ -32,7 +33,8 @@ from ensemble.config.overrides import apply_overrides, variables_of
 from ensemble.config.schema import RunConfig
 from ensemble.config.values import AnyWeight
 from ensemble.config.yamlfile import parse, read_text
-from ensemble.data.csv_file import csv_cells, csv_lines, header_line, text_batches
+from ensemble.data.csv_file import csv_cells, csv_lines, header_line
+from ensemble.data.formats import is_plain_csv, prediction_batches
 from ensemble.data.input_file import malloc_for_arrow
 from ensemble.data.predictions_csv import (
     PredictionsReader,
@@ -41,7 +43,7 @@ from ensemble.data.predictions_csv import (
     repeated_ids,
     repeated_text,
 )
-from ensemble.members.base import OutputColumns
+from ensemble.members.base import Given, OutputColumns
 from ensemble.members.registry import KINDS, member_kind
 from ensemble.merging.blocks import MergedMember, RowSource, merge_blocks
 from ensemble.merging.calibration import calibrator
@@ -52,9 +54,10 @@ from ensemble.pipeline.prediction_files import ROWS_ADVICE, file_columns, named_
 
 _MAX_THREADS = 16
 # What may be said of a file beside its path.
-_MODEL_KEYS = ("weight", "calibration", "activation", "partial", "task_type")
+_MODEL_KEYS = ("weight", "calibration", "activation", "partial", "values", "task_type")
 _NO_SUCH_KEY = (
-    f"a merge of files has no such key; it has ensemble.*, and {listed(_MODEL_KEYS[:-1])} of each file"
+    f"a merge of files has no such key; it has ensemble.*, and {listed(_MODEL_KEYS[:-1])} of each file; "
+    "for more name the files in a config (task_type: csv) and use run"
 )
 _ALLOW = "--partial merges rows that some files lack from the others"
 
@@ -73,7 +76,10 @@ class Merged:
 
 @dataclass(frozen=True)
 class _File:
-    """One to merge; see ``Inspection`` and ``MemberKind.may_lack_rows``."""
+    """One to merge; see ``Inspection`` and ``MemberKind.may_lack_rows``.
+
+    ``predictions`` gives all of its values where they are not what stands in the columns of the labels.
+    """
 
     name: str
     path: Path
@@ -82,6 +88,7 @@ class _File:
     activation: Activation
     calibration: CalibrationConfig | None
     partial: bool
+    predictions: Callable[[pa.ChunkedArray], Given] | None
 
 
 def merge_files(
@@ -94,7 +101,7 @@ def merge_files(
     labels: Sequence[str] = (),
     keys: Mapping[str, object] | None = None,
 ) -> Merged:
-    """Merge CSVs of predictions, joined by their ids.
+    """Merge files of predictions, in any input format, joined by their ids.
 
     Args:
         files: see ``named_files``.
@@ -130,7 +137,7 @@ def merge_files(
 def _target(output: Path, inputs: Sequence[Path]) -> Path:
     """Where the CSV is to be written; raises OutputError where it cannot or must not be."""
     target = output_file(output, inputs)
-    if output.suffix.lower() in (".gz", ".tsv"):
+    if not is_plain_csv(output) or output.suffix.lower() == ".gz":
         raise OutputError(f"{output}: a plain CSV is written; choose a name that ends in .csv")
     if reason := unwritable_reason(str(output), target.parent):
         raise OutputError(reason)
@@ -198,8 +205,17 @@ def _files(config: RunConfig, id_columns: Mapping[str, str]) -> Iterator[_File]:
         (source,) = kind.sources()
         activation = kind.inspect(columns).activation
         ids = id_columns[model.name]
+        are_logits = model.model_dump(include={"values"}) == {"values": "logits"}
+        given = partial(kind.predictions, columns=columns) if are_logits else None
         yield _File(
-            model.name, Path(source), ids, model.weight, activation, model.calibration, kind.may_lack_rows
+            model.name,
+            Path(source),
+            ids,
+            model.weight,
+            activation,
+            model.calibration,
+            kind.may_lack_rows,
+            given,
         )
 
 
@@ -303,10 +319,16 @@ def _sources(
     for one in files:
         source: RowSource | None = None
         advice = _ALLOW if whole is not None and not one.partial else None
-        if one.partial and one is not first:
+        if one.predictions is not None:
+            given = one.predictions(ids)
+            if given.ignored_ids:
+                raise DataError(f"{one.path}: {plural(given.ignored_ids, 'id')} not in {table}")
+            source = SpilledRows(given.values, folder)
+        elif one.partial and (one is not first or not is_plain_csv(one.path)):
             here = own.pop(one.name) if one.name in own else _ids(one)
             places = pc.index_in(here, value_set=ids)
-            if places.null_count or not (np.diff(places.to_numpy()) > 0).all():  # in another order
+            in_order = not places.null_count and bool((np.diff(places.to_numpy()) > 0).all())
+            if not in_order or not is_plain_csv(one.path):
                 values, _ = read_by_id(one.path, one.id_column, labels, ids, False, True, table, advice)
                 source = SpilledRows(values, folder)
         source = source or PredictionsReader(
@@ -318,7 +340,7 @@ def _sources(
 
 
 def _ids(one: _File) -> pa.ChunkedArray:
-    chunks = [batch.column(0) for batch in text_batches(one.path, [one.id_column])]
+    chunks = [batch.column(0).cast(pa.string()) for batch in prediction_batches(one.path, one.id_column)]
     ids = pa.chunked_array(chunks, pa.string())
     if len(repeated := repeated_ids(ids)):
         raise DataError(repeated_text(one.path, repeated, one.id_column))
@@ -355,6 +377,7 @@ def _merge(
         ThreadPoolExecutor(threads, "merge") as pool,
         atomic_path(output) as temporary,
         temporary.open("wb") as stream,
+        EarlyFlush([stream]) as flush,
     ):
         stream.write(header_line([id_column, *labels]))
         before: Future[pa.Buffer] | None = None
@@ -366,7 +389,7 @@ def _merge(
                 )
             text = pool.submit(lines, start, values)
             if before is not None:
-                stream.write(before.result())
+                flush.wrote(stream.write(before.result()))
             before = text
         if before is not None:
             stream.write(before.result())

@@ -1,4 +1,4 @@
-"""CSVs of predictions that a user names: which member each of them is, the column of its ids, and the labels.
+"""Files of predictions that a user names: which member each of them is, the column of its ids, and the labels.
 
 ``merge``, ``fit`` and ``compare`` go by the same rules.
 """
@@ -13,7 +13,7 @@ from typing import Final
 from ensemble.common.errors import ConfigError, DataError, EnsembleError
 from ensemble.common.text import listed, quoted
 from ensemble.config.values import MAX_NAME_CHARACTERS, is_member_name
-from ensemble.data.csv_file import read_header
+from ensemble.data.formats import column_names
 from ensemble.data.input_file import missing_column
 from ensemble.data.predictions_csv import file_stem, guessed_id_column
 
@@ -78,7 +78,7 @@ def file_columns(
     problems: list[str] = []
     for name, path in paths.items():
         try:
-            headers[name] = read_header(path)
+            headers[name] = column_names(path)
         except EnsembleError as error:
             problems += error.problems
             continue
@@ -109,7 +109,7 @@ def file_columns(
             advice = f"name those to take, such as {choose} {shared}" if choose and shared else ""
             problems.append(
                 f"{paths[name]}: has other label columns than {paths[first]}: {said}; "
-                f"{advice or 'rename or remove them'}"
+                f"{advice or 'rename or remove them, or map them by columns in a config (task_type: csv)'}"
             )
     if problems:
         raise DataError(problems)

@@ -34,7 +34,7 @@ from ensemble.pipeline.run import Display, run_prepared
 from ensemble.pipeline.run_report import MemberReport, RunReport, measured_speeds
 from ensemble.pipeline.validate import Prepared, for_rows, prepare
 from ensemble.planning.chunks import Chunk
-from ensemble.planning.forecast import Speed, total_seconds
+from ensemble.planning.forecast import Speed
 from ensemble.planning.plan import WORKER_HOST_BYTES, MemberPlan, Plan, without_done
 from ensemble.scheduling.deadline import Share, goals, reserve_seconds
 from ensemble.scheduling.launchers.base import make_launcher
@@ -179,7 +179,8 @@ def rehearse(
             lengths_from, replace(prepared.needs, label_column=None, label_columns=(), limit=None)
         )
     rows = prepared.table.rows if rows is None else rows
-    table, _ = repeated(base, rows, prepared.needs.json_columns, config.seed)
+    named = {files.column for files in prepared.files.values()}
+    table, _ = repeated(base, rows, prepared.needs.json_columns, config.seed, named)
     began = clock()
     whole = for_rows(prepared, loaded, table)
     before += clock() - began
@@ -260,23 +261,23 @@ def with_speeds(plan: Plan, speeds: Mapping[str, Speed]) -> Plan:
 
 def forecast_seconds(plan: Plan, fraction: float = 1.0) -> float:
     """From the first worker's start until each member has done this fraction, by the speeds of the plan."""
-    jobs = [
-        replace(member.job, compute_seconds=member.job.compute_seconds * fraction)
-        for member in plan.members
-        if member.needs_worker
-    ]
-    return total_seconds(
-        jobs, dict.fromkeys((gpu.uuid for gpu in plan.gpus), plan.config.max_workers_per_gpu)
-    )
+    jobs = [replace(job, compute_seconds=job.compute_seconds * fraction) for job in plan.jobs]
+    return plan.seconds_of(jobs)
 
 
 def missing_rows(plan: Plan, seconds_left: float) -> dict[str, int]:
-    """Rows that each member would not reach, by name: members take turns, so that all get equally far.
+    """Rows that each member would not reach in any view, by name: members take turns, so that all get equally far.
 
     Args:
         plan: with measured speeds.
         seconds_left: from the first worker's start until all computing must stop.
     """
+    # First views come before all others, and a row that a member has in its first view counts as reached.
+    first_views = {
+        one.name: replace(one.speed, seconds_per_work=one.speed.seconds_per_work / one.views)
+        for one in plan.members
+    }
+    plan = with_speeds(plan, first_views)
     working = [member for member in plan.members if member.needs_worker]
     shares = [
         Share(
@@ -303,14 +304,15 @@ def missing_rows(plan: Plan, seconds_left: float) -> dict[str, int]:
             else:
                 beyond = middle
     fractions = {name: min(one, within) if within else one for name, one in reached.items()}
-    return {one.name: len(one.order) - _reached(one, fractions[one.name]) for one in working}
+    return {one.name: one.table_rows - _reached(one, fractions[one.name]) for one in working}
 
 
 def _reached(member: MemberPlan, fraction: float) -> int:
     if fraction >= 1:  # the costs of chunks add up to 1 as far as rounding goes
-        return len(member.order)
+        return member.table_rows
     nothing = np.zeros(len(member.order), dtype=np.bool_)
-    return rows_reached(without_done(member, nothing, is_timed=True).chunks, fraction)
+    chunks = without_done(member, nothing, is_timed=True).chunks
+    return min(member.table_rows, rows_reached(chunks, fraction / member.views))
 
 
 def _sample(
@@ -343,7 +345,8 @@ def _sample(
     caches = {one.name: one.load_cache for one in prepared.plan.members}
     members = tuple(replace(one, load_cache=caches[one.name]) for one in made.plan.members)
     # Launchers end with their run.
-    return replace(made, plan=replace(made.plan, members=members), launcher=make_launcher(config.launcher))
+    launcher = make_launcher(config.launcher, config.hang_timeout)
+    return replace(made, plan=replace(made.plan, members=members), launcher=launcher)
 
 
 def _result(
@@ -412,8 +415,13 @@ def _result(
         host_free_bytes=None if host is None else max(0, host.total_bytes - host.used_bytes),
         disk_bytes={
             "table": whole.table.column_bytes,
-            # Shards stay until the run is complete.
-            "predictions": csv_bytes * (len(config.models) + len(members)),
+            # Shards stay until the run is complete; views have both of their own.
+            "predictions": csv_bytes
+            * (
+                len(config.models)
+                + len(members)
+                + sum(2 * len(views) - 1 for model in config.models if (views := model.counted_views))
+            ),
             "ensemble": csv_bytes,
             "submission": csv_bytes * (1 + is_copied) if config.submission is not None else 0,
             "quantized weights": sum(

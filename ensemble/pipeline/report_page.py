@@ -47,8 +47,9 @@ def page_digest(report: RunReport) -> str:
         for one in report.members
     ]
     results = (report.merged_rows, report.filled_rows, [*map(str, report.scores.items())], report.ensemble)
-    asked = report.config, report.overrides, report.versions.get("ensemble")
     is_table_there = bool(report.table) and Path(report.table).exists()
+    rules = [str(one) for one in report.rules]
+    asked = rules, report.config, report.overrides, report.versions.get("ensemble")
     told = json.dumps([is_table_there, report.status, report.rows, members, results, asked], sort_keys=True)
     return hashlib.sha256(told.encode()).hexdigest()
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from ensemble import __version__
 from ensemble.common.gpus import Device
+from ensemble.common.host import cpu_name
 from ensemble.pipeline.cascade import Cascades
 from ensemble.pipeline.results import Results
 from ensemble.pipeline.resume import MemberWork
@@ -20,16 +19,20 @@ from ensemble.pipeline.run_report import (
     CascadeReport,
     MemberReport,
     MemoryForecast,
+    NodeReport,
     ProgressReport,
+    RuleReport,
     RunReport,
+    ScalingReport,
     SpeedReport,
     Status,
+    ViewReport,
     WorkerReport,
 )
 from ensemble.pipeline.validate import Prepared
-from ensemble.planning.forecast import calibrated, total_seconds
+from ensemble.planning.forecast import calibrated
 from ensemble.scheduling.device_pool import DevicePool
-from ensemble.scheduling.state import Failure, Gap, MemberState
+from ensemble.scheduling.state import Failure, Gap, MemberState, NodeChange
 
 
 @dataclass
@@ -53,6 +56,7 @@ class RunState:
     results: Results = field(default_factory=Results)
     pool: DevicePool | None = None
     gaps: Sequence[Gap] = ()
+    node_changes: Sequence[NodeChange] = ()
     left_out: Sequence[Failure] = ()
     explanation: str = ""
     cascades: Cascades | None = None
@@ -60,9 +64,12 @@ class RunState:
     def report(self, status: Status) -> RunReport:
         """Its report; no text in it is a secret."""
         prepared, results = self.prepared, self.results
-        loaded, gpus, libc = prepared.loaded, prepared.plan.gpus, "".join(platform.libc_ver())
+        loaded, libc = prepared.loaded, "".join(platform.libc_ver())
+        scaling = prepared.plan.scaling
+        gpus = self.pool.seen if self.pool else prepared.plan.gpus
         # The parent never imports torch; the workers say what they ran with.
-        versions = next((one.versions for state in self.members for one in state.workers if one.versions), {})
+        workers = [one for state in self.members for one in state.workers]
+        versions = {name: version for one in workers for name, version in one.versions.items()}
         report = RunReport(
             status=status,
             pid=os.getpid(),
@@ -75,7 +82,7 @@ class RunState:
             seconds_left=_seconds_left(prepared, self.members) if status == "running" else None,
             # As platform.platform() has it, which starts a process (uname -p) to know less.
             platform="-".join((platform.system(), platform.release(), platform.machine(), "with", libc)),
-            devices=gpus or (Device("cpu", _cpu_name(), None, 0, 0),),
+            devices=gpus or prepared.inventory.hosts or (Device("cpu", cpu_name(), None, 0, 0),),
             driver_version=prepared.inventory.driver_version,
             rows=prepared.table.rows,
             null_texts=dict(prepared.table.null_texts),
@@ -89,6 +96,8 @@ class RunState:
                     _member(state, self.works.get(state.plan.name)),
                     cascade=self._cascade(state.plan.name),
                     activation=prepared.inspected[state.plan.name].activation,
+                    views=self._views(state),
+                    partial_rows=results.partial_rows.get(state.plan.name, 0),
                 )
                 for state in self.members
             ),
@@ -96,10 +105,12 @@ class RunState:
             merged_rows=dict(results.merged_rows),
             filled_rows=results.filled_rows,
             scores=dict(results.scores),
+            nodes=self._nodes(),
             gain=results.gain,
             on_bad_row=prepared.config.on_bad_row,
             explanation=self.explanation,
             ensemble=prepared.config.ensemble.model_dump(mode="json", exclude_none=True),
+            rules=self._rules(),
             warnings=tuple(prepared.warnings),
             # A copy: members are finished in another thread meanwhile.
             files={name: str(path) for name, path in dict(results.files).items()},
@@ -107,9 +118,41 @@ class RunState:
             config_files=tuple(map(str, loaded.paths)),
             overrides=tuple(loaded.overrides),
             table=str(prepared.config.data.path.absolute()),
+            cpu_scaling=ScalingReport(scaling.machine, dict(scaling.slowdowns)) if scaling.machine else None,
+            tuned_on=None if (tuned := prepared.config.tuned_on) is None else tuned.model_dump(mode="json"),
         )
         redacted: RunReport = loaded.redactor.document(report)
         return redacted
+
+    def _nodes(self) -> tuple[NodeReport, ...]:
+        nodes = {one.node: NodeReport(one.node, one.total_bytes) for one in self.prepared.inventory.hosts}
+        for change in self.node_changes:
+            if not change.is_lost:
+                nodes[change.node] = NodeReport(change.node, change.total_bytes, change.after_seconds)
+            elif (node := nodes.get(change.node)) is not None:
+                nodes[change.node] = replace(
+                    node, lost_after_seconds=change.after_seconds, why_lost=change.why
+                )
+        return tuple(nodes.values())
+
+    def _rules(self) -> tuple[RuleReport, ...]:
+        rules = self.prepared.rules
+        if rules is None or "ensemble" not in self.results.files:
+            return ()
+        return tuple(
+            RuleReport(one.when, one.set, one.mask, int(rows.sum()))
+            for one, rows in zip(rules.rules, rules.rows, strict=True)
+        )
+
+    def _views(self, state: MemberState) -> dict[str, ViewReport]:
+        name, views = state.plan.name, state.plan.model.counted_views
+        work, rows = self.works.get(name), self.results.view_rows.get(name)
+        if work is not None and work.is_complete:
+            rows = (int(work.is_done.sum()),) * len(views)
+        return {
+            view.name: ViewReport(view.weight, None if rows is None else rows[number])
+            for number, view in enumerate(views)
+        }
 
     def _cascade(self, member: str) -> CascadeReport | None:
         model = next(one for one in self.prepared.config.models if one.name == member)
@@ -146,15 +189,7 @@ def worker_reports(state: MemberState) -> tuple[WorkerReport, ...]:
 def speed_report(state: MemberState) -> SpeedReport:
     """What was measured of a member by now, for the next plan; see ``forecast.measured_speeds``."""
     speed = state.speed
-    return SpeedReport(speed.startup_seconds or None, speed.seconds_per_work or None)
-
-
-def _cpu_name() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
+    return SpeedReport(speed.startup_seconds or None, speed.seconds_per_work or None, speed.cpu_share)
 
 
 def _member(state: MemberState, work: MemberWork | None) -> MemberReport:
@@ -200,7 +235,12 @@ def _member(state: MemberState, work: MemberWork | None) -> MemberReport:
         tokens=counters.tokens,
         padded_tokens=counters.padded_tokens,
         real_token_share=_share(counters.tokens, counters.padded_tokens),
-        bad_rows={str(row): reason for row, reason in sorted(state.bad_rows.items())},
+        bad_rows={
+            str(row): reason
+            for row, reason in sorted(
+                (state.bad_rows if work is None else work.bad_rows_of_views(state.bad_rows)).items()
+            )
+        },
         faults=tuple(state.faults),
         failure=state.failure,
         workers=work.workers if work is not None and is_reused else worker_reports(state),
@@ -230,8 +270,7 @@ def _seconds_left(prepared: Prepared, members: Sequence[MemberState]) -> float |
         startup = 0.0 if state.running else state.plan.job.startup_seconds
         left = whole * (1.0 - state.fraction) * (state.plan.expected_share if state.unknown_rows else 1.0)
         jobs.append(replace(state.plan.job, startup_seconds=startup, compute_seconds=left))
-    places = {gpu.uuid: prepared.config.max_workers_per_gpu for gpu in prepared.plan.gpus}
-    return round(total_seconds(jobs, places), 3)
+    return round(prepared.plan.seconds_of(jobs), 3)
 
 
 def _share(part: float, whole: float | None) -> float | None:

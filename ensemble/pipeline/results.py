@@ -21,7 +21,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ensemble.common.errors import MergeError
-from ensemble.common.files import atomic_path
+from ensemble.common.files import EarlyFlush, atomic_path
 from ensemble.common.shards import file_sha256
 from ensemble.common.text import plural
 from ensemble.data.csv_file import csv_cells, csv_lines, header_line, write_csv
@@ -35,8 +35,14 @@ from ensemble.merging.methods import METHODS, merge_method
 from ensemble.merging.methods.base import Members
 from ensemble.merging.metrics import Comparing, Comparison, Gain, PairedLosses, Score, Scoring
 from ensemble.merging.row_checks import RowCheck
-from ensemble.pipeline.resume import MemberWork, demand_unchanged, write_manifest
-from ensemble.pipeline.reuse import note_merged_rows
+from ensemble.pipeline.resume import (
+    MemberWork,
+    demand_unchanged,
+    mean_of_views,
+    values_of,
+    write_manifest,
+)
+from ensemble.pipeline.reuse import note_merged_rows, note_rule_rows
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import WorkerReport
 from ensemble.pipeline.validate import Prepared, given_predictions
@@ -57,7 +63,9 @@ class Results:
 
     ``gain`` is the ensemble's over its best member, None where no member has all rows or there is one alone.
     ``merged_rows`` counts the rows that each merged member gave, ``filled_rows`` those that none did.
-    ``comparisons`` are of members with ``when``: the ensemble with them and without them.
+    ``comparisons`` are of members with ``when``: the ensemble with them and without them.  ``view_rows`` has, of
+    members that were merged before they were complete, how many rows each view has, ``partial_rows`` how many lack
+    some of their views: they are the mean of the others.
     """
 
     scores: dict[str, Score] = field(default_factory=dict)
@@ -66,6 +74,8 @@ class Results:
     merged_rows: dict[str, int] = field(default_factory=dict)
     filled_rows: int = 0
     comparisons: dict[str, Comparison] = field(default_factory=dict)
+    view_rows: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    partial_rows: dict[str, int] = field(default_factory=dict)
 
 
 class ResultWriter:
@@ -99,12 +109,17 @@ class ResultWriter:
         Raises:
             MergeError: a row is missing, or the checkpoint's files changed since the run began.
         """
-        name, work = state.plan.name, self._works[state.plan.name]
-        if not work.is_complete:
-            values = work.values(len(self._labels))
-            is_missing, wanted = np.isnan(values).any(axis=1), self.wanted(name)
+        name, whole = state.plan.name, self._works[state.plan.name]
+        wanted = self.wanted(name)
+        if not whole.is_complete:
+            demand_unchanged(self._prepared, state.plan.model, whole)
+        for view, work in enumerate(() if whole.is_complete else whole.parts):
+            if work.is_complete:
+                continue
+            values, bad_rows = work.values(len(self._labels)), whole.of_view(state.bad_rows, view)
+            is_missing = np.isnan(values).any(axis=1)
             missing = np.setdiff1d(
-                np.flatnonzero(is_missing if wanted is None else is_missing & wanted), list(state.bad_rows)
+                np.flatnonzero(is_missing if wanted is None else is_missing & wanted), list(bad_rows)
             )
             if len(missing):
                 shown = ", ".join(f"row {row + 1}" for row in missing[:3])
@@ -112,10 +127,19 @@ class ResultWriter:
                     f"{plural(len(missing), 'row')} missing in its shards in {work.shards_dir} ({shown}): some "
                     "were removed or changed; run the same command again"
                 )
-            values[list(state.bad_rows)] = self._prepared.even_value(name)
-            work.bad_rows, work.workers = dict(state.bad_rows), tuple(workers)
-            work.worked = state.plan.work * state.computed_cost
-            self._complete(state.plan, values)
+            values[list(bad_rows)] = self._prepared.even_value(name)
+            work.bad_rows = bad_rows
+            if not whole.views:
+                work.workers, work.worked = tuple(workers), state.plan.work * state.computed_cost
+            self._complete(work, values)
+        if not whole.is_complete:
+            whole.bad_rows = whole.bad_rows_of_views(state.bad_rows)
+            whole.workers, whole.worked = tuple(workers), state.plan.work * state.computed_cost
+            parts = [values_of(self._rundir, one, len(self._labels)) for one in whole.views]
+            mean = mean_of_views(parts, whole.weights)
+            # A view can have more rows than its member is to have now, of an earlier run.
+            mean[np.isnan(parts).any(axis=(0, 2))] = np.nan
+            self._complete(whole, mean)
         self.results.files[f"predictions of {name}"] = self._rundir.predictions(name)
 
     def write_given(self, member: MemberPlan) -> None:
@@ -128,16 +152,17 @@ class ResultWriter:
         columns = OutputColumns(self._config.data.id_column, self._labels)
         kind, inspected = member_kind(member.model), self._prepared.inspected[member.name]
         given = given_predictions(kind, inspected, self._prepared.table, columns)
-        self._complete(member, given.values)
-        self._works[member.name].is_new = True
-
-    def _complete(self, member: MemberPlan, values: _Values) -> None:
-        table, work = self._prepared.table, self._works[member.name]
+        work = self._works[member.name]
         demand_unchanged(self._prepared, member.model, work)
+        self._complete(work, given.values)
+        work.is_new = True
+
+    def _complete(self, work: MemberWork, values: _Values) -> None:
+        table = self._prepared.table
         is_there, ids = np.asarray(~np.isnan(values).any(axis=1)), table.ids
         if not is_there.all():
             ids, values = ids.filter(pa.array(is_there)), values[is_there]
-        with atomic_path(self._rundir.predictions(member.name)) as temporary:
+        with atomic_path(self._rundir.predictions(work.member)) as temporary:
             names = [self._config.data.id_column, *self._labels]
             write_csv(temporary, names, [ids, *map(pa.array, values.T)])
             sha256 = file_sha256(temporary)
@@ -161,7 +186,9 @@ class ResultWriter:
         results = self.results
         # Those of a first submission.
         results.scores, results.gain, results.merged_rows, results.filled_rows = {}, None, {}, 0
-        results.comparisons = {}
+        results.comparisons, results.view_rows, results.partial_rows = {}, {}, {}
+        rules = self._prepared.rules
+        note_rule_rows(self._rundir.rule_rows, None if rules is None else rules.rows)
         table, merged = self._prepared.table, list[MergedMember]()
         is_scored = METHODS.load(self._config.ensemble.method).gives_probabilities
         scoring = self._scoring(is_scored) if members else None
@@ -223,7 +250,9 @@ class ResultWriter:
         table, folder, config = self._prepared.table, self._rundir.work_dir, self._config
         if not members:
             for start, stop in block_spans(table.rows, len(self._labels)):
-                yield start, np.full((stop - start, len(self._labels)), np.nan, order="F")
+                empty = np.full((stop - start, len(self._labels)), np.nan, order="F")
+                self._apply_rules(start, empty)
+                yield start, empty
             return
         names = tuple(state.plan.name for state in members)
         complete = [name for name in names if self._works[name].is_complete]
@@ -244,6 +273,7 @@ class ResultWriter:
             sources.append(source if wanted is None else _OnlyRows(source, wanted))
             opened.callback(sources[-1].close)
         activations = tuple(self._prepared.inspected[name].activation for name in names)
+        rules = None if self._prepared.rules is None else self._apply_rules
 
         def open_members() -> list[MergedMember]:
             merged.clear()
@@ -255,30 +285,46 @@ class ResultWriter:
                 check = RowCheck(str(place), activation, table.ids, may_lack_rows=not is_of_all)
                 model = state.plan.model
                 calibrate = calibrator(model.calibration, activation, self._labels)
-                scoring = self._scoring()
-                merged.append(MergedMember(name, model.weight, source, check, scoring, calibrate))
+                scoring, ruled = self._scoring(), None if rules is None else self._scoring()
+                merged.append(
+                    MergedMember(name, model.weight, source, check, scoring, calibrate, rules, ruled)
+                )
             return merged
 
         weights = tuple(state.plan.model.weight for state in members)
         merged_by = Members(names, activations, self._labels, weights)
         method = merge_method(config.ensemble, merged_by)
         truth, comparing = self._prepared.truth, dict[int, Without]()
-        if truth is not None and self._prepared.activation == "softmax" and method.gives_probabilities:
+        if truth is not None and method.gives_probabilities:
             limited = [number for number, name in enumerate(names) if self.wanted(name) is not None]
             comparing = {
-                number: Without(merge_method(config.ensemble, merged_by), Comparing(truth))
+                number: Without(
+                    merge_method(config.ensemble, merged_by), Comparing(truth, self._prepared.activation)
+                )
                 for number in limited
             }
-        yield from merge_blocks(method, open_members, table.ids, table.text_bytes, pool, comparing)
+        yield from merge_blocks(method, open_members, table.ids, table.text_bytes, pool, comparing, rules)
         for number, one in comparing.items():
             if (found := one.metrics.result()) is not None:
                 self.results.comparisons[names[number]] = found
 
     def _unfinished(self, state: MemberState) -> _Values:
-        values = self._works[state.plan.name].values(len(self._labels))
+        name, work = state.plan.name, self._works[state.plan.name]
+        parts = [values_of(self._rundir, one, len(self._labels)) for one in work.parts]
         if self._config.on_bad_row == "uniform":
-            values[list(state.bad_rows)] = self._prepared.even_value(state.plan.name)
-        return values
+            for view, values in enumerate(parts):
+                values[list(work.of_view(state.bad_rows, view))] = self._prepared.even_value(name)
+        if work.views:
+            is_there = np.array([~np.isnan(values[:, 0]) for values in parts])
+            self.results.view_rows[name] = tuple(is_there.sum(axis=1).tolist())
+            self.results.partial_rows[name] = int((is_there.any(axis=0) & ~is_there.all(axis=0)).sum())
+        return mean_of_views(parts, work.weights)
+
+    def _apply_rules(self, start: int, values: _Values, only: npt.NDArray[np.bool_] | None = None) -> None:
+        """Change a block's rows by the config's rules, in place."""
+        if (rules := self._prepared.rules) is not None:
+            method = METHODS.load(self._config.ensemble.method)
+            rules.apply(start, values, rules.are_exclusive(self._prepared.activation, method), only)
 
     def _filled(self, blocks: _Blocks) -> _Blocks:
         """The blocks with something in each row, where the config says what."""
@@ -293,16 +339,19 @@ class ResultWriter:
             whole = np.empty((table.rows, len(self._labels)), order="F")
             for start, values in blocks:
                 whole[start : start + len(values)] = values
+            empty = np.isnan(whole[:, 0])
             self.results.filled_rows = fill_rows(whole, rule, None, even)
             for start, stop in block_spans(*whole.shape):
+                self._apply_rules(start, whole[start:stop], empty[start:stop])
                 yield start, whole[start:stop]
             return
         for start, values in blocks:
-            if np.isnan(values[:, 0]).any():
+            if (empty := np.isnan(values[:, 0])).any():
                 if rule == "sample" and sample is not None and sample_values is None:
                     sample_values = sample.values(table.ids)
                 own = None if sample_values is None else sample_values[start : start + len(values)]
                 self.results.filled_rows += fill_rows(values, rule, own, even)
+                self._apply_rules(start, values, empty)
             yield start, values
 
     def _write_blocks(self, blocks: _Blocks, pool: ThreadPoolExecutor, threads: int) -> _Values | None:
@@ -326,10 +375,12 @@ class ResultWriter:
                 temporary = files.enter_context(atomic_path(path))
                 streams.insert(0, files.enter_context(temporary.open("wb")))
                 streams[0].write(header_line(header))
+            flush = files.enter_context(EarlyFlush(streams))
 
             def write_text(text: Future[list[pa.Buffer]]) -> None:
                 for stream, lines in zip(streams, text.result(), strict=True):
                     stream.write(lines)
+                    flush.wrote(lines.size)
 
             def text_of(start: int, values: _Values) -> list[pa.Buffer]:
                 """The lines of a block for each target; numbers become text once for all."""
@@ -400,8 +451,7 @@ def _scored(
         if np.isnan(values[:, 0]).any():
             unscored.add(start)
         else:
-            own = [None if member.scoring is None else member.scoring.losses(start) for member in merged]
-            paired.add(scoring.add(start, values), own)
+            paired.add(scoring.add(start, values), [member.losses(start) for member in merged])
         yield start, values
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -37,8 +37,15 @@ from ensemble.common.shards import (
 from ensemble.common.text import plural
 from ensemble.config import MemberConfig
 from ensemble.data.digests import RowDigests
+from ensemble.data.row_files import FileCells
 from ensemble.members.registry import member_kind
-from ensemble.pipeline.fingerprint import Fingerprint, member_fingerprint
+from ensemble.pipeline.fingerprint import (
+    Fingerprint,
+    file_cells,
+    mean_fingerprint,
+    member_fingerprint,
+    view_fingerprints,
+)
 from ensemble.pipeline.reuse import EarlierWork, read_predictions, write_row_file, write_shards
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import WorkerReport, workers_from
@@ -60,6 +67,11 @@ class MemberWork:
         files: what the files that it is made of held when the run began, by absolute path.
         row_digests: of the table's rows, [rows, 2]; None where nothing is left to do, or nobody asked.
         taken: how many rows are of other work, and whose: places within the run directory.
+        views: the work in each view of a member that has several; its own predictions are their weighted mean, and
+            its own ``shards_dir`` is where their folders are.
+        weights: of the views.
+        columns: of the table, that it reads.
+        files_in: the one of them whose cells name files; None: it reads none.
     """
 
     member: str
@@ -75,14 +87,56 @@ class MemberWork:
     files: dict[str, FileDigest] = field(default_factory=dict)
     row_digests: RowDigests | None = None
     taken: dict[str, int] = field(default_factory=dict)
+    views: tuple[MemberWork, ...] = ()
+    weights: tuple[float, ...] = ()
+    columns: tuple[str, ...] = ()
+    files_in: FileCells | None = None
+
+    @property
+    def parts(self) -> tuple[MemberWork, ...]:
+        """Its work in each view; itself where it has none."""
+        return self.views or (self,)
+
+    @property
+    def has_rows(self) -> npt.NDArray[np.bool_]:
+        """Rows that need not be computed, numbered through the views, bool [views * rows]."""
+        if self.is_complete:
+            return np.tile(self.is_done, len(self.parts))
+        return np.concatenate([one.is_done for one in self.parts])
+
+    @property
+    def noted_bad_rows(self) -> dict[int, str]:
+        """Rows that could not be computed, numbered through the views."""
+        rows = len(self.is_done)
+        return {
+            row + view * rows: why for view, one in enumerate(self.parts) for row, why in one.bad_rows.items()
+        }
+
+    def of_view(self, numbered: Mapping[int, str], view: int) -> dict[int, str]:
+        """Those of rows that are numbered through the views that are of one view, by their numbers in the table."""
+        rows = len(self.is_done)
+        return {row - view * rows: why for row, why in numbered.items() if row // rows == view}
+
+    def bad_rows_of_views(self, numbered: Mapping[int, str]) -> dict[int, str]:
+        """Those of rows that are numbered through the views, by their numbers in the table, with the views."""
+        if not self.views:
+            return dict(numbered)
+        found = dict[int, str]()
+        for view, one in enumerate(self.views):
+            for row, why in self.of_view(numbered, view).items():
+                before = f"{found[row]}; " if row in found else ""
+                found[row] = f"{before}view {one.member.rpartition('@')[2]}: {why}"
+        return dict(sorted(found.items()))
 
     def values(self, labels: int) -> npt.NDArray[np.float64]:
-        """What the shards hold, [rows, labels]; NaN where none has the row."""
+        """What its shards hold, [rows, labels]; NaN where none has the row."""
         return gather_shards(shards_in(self.shards_dir, len(self.is_done)), len(self.is_done), labels)
 
     def make_shards_dir(self) -> None:
-        """Make the folder of its shards, with what says which rows they are of."""
-        self.shards_dir.mkdir(exist_ok=True)
+        """Make the folder of its shards, with what says which rows they are of; and those of its views."""
+        self.shards_dir.mkdir(parents=True, exist_ok=True)
+        for one in self.views:
+            one.make_shards_dir()
         if self.row_digests is not None:
             write_row_file(rows_path(self.shards_dir), self.fingerprint, self.row_digests)
 
@@ -126,27 +180,57 @@ def find_works(prepared: Prepared, rundir: RunDir, say: Callable[[str], None]) -
         fingerprint = member_fingerprint(prepared, member, own)
         may_lack = member.model.when is not None or member_kind(member.model).may_lack_rows
         ids = prepared.table.ids if may_lack else None
-        work = find_work(rundir, member.name, fingerprint, rows, keeps_bad_rows, ids)
-        work.files = own.seen
+        if views := member.model.counted_views:
+            of_views = view_fingerprints(prepared, member, fingerprint.content)
+            fingerprint = mean_fingerprint(member, of_views, fingerprint)
+        work = find_work(rundir, member.name, fingerprint, rows, keeps_bad_rows, ids, is_mean=bool(views))
+        work.columns, work.files_in = prepared.columns[member.name], prepared.files.get(member.name)
+        if views:
+            work.weights = tuple(view.weight for view in views)
+            work.views = tuple(
+                find_work(
+                    rundir,
+                    view_name(member.name, view.name),
+                    of_view,
+                    rows,
+                    keeps_bad_rows,
+                    ids,
+                    work.shards_dir / f"{view.name}.{of_view.digest[:16]}",
+                )
+                for view, of_view in zip(views, of_views, strict=True)
+            )
+            of_views_columns = prepared.view_columns[member.name]
+            for one, view, columns in zip(work.views, views, of_views_columns, strict=True):
+                one.columns, one.files_in = columns, file_cells(prepared, member.name, view)
         works[member.name] = work
-        if not work.is_complete and member.needs_worker:
-            work.row_digests = prepared.table.row_digests(prepared.columns[member.name])
+        for one in {id(one): one for one in (work, *work.parts)}.values():
+            one.files = own.seen
+        for one in work.parts if member.needs_worker and not work.is_complete else ():
+            if not one.is_complete:
+                one.row_digests = _row_digests(prepared, one)
     for member in prepared.plan.members:  # before any is completed, in the place of what another may need
-        name, work = member.name, works[member.name]
-        if work.row_digests is not None and not work.is_done.all():
-            take_over(rundir, work, len(prepared.config.labels), keeps_bad_rows)
-        done = int(work.is_done.sum())
-        own_rows = 0 if work.is_complete else done - sum(work.taken.values())
-        if work.is_complete:
-            say(f"{name}: done by an earlier run, reused")
-        elif work.why_again and not own_rows:
-            again = "it runs again" if member.needs_worker else "it is read again"
-            say(f"{name}: {work.why_again}; {'rows that are as they were are kept' if done else again}")
-        if own_rows:
-            say(f"{name}: {own_rows:,} of {plural(rows, 'row')} kept from an earlier run")
-        for place, count in work.taken.items():
-            say(f"{name}: {count:,} of {plural(rows, 'row')} taken over from {place}")
+        whole = works[member.name]
+        for work in (whole,) if whole.is_complete else whole.parts:
+            name = work.member
+            if work.row_digests is not None and not work.is_done.all():
+                take_over(rundir, work, len(prepared.config.labels), keeps_bad_rows)
+            done = int(work.is_done.sum())
+            own_rows = 0 if work.is_complete else done - sum(work.taken.values())
+            if work.is_complete:
+                say(f"{name}: done by an earlier run, reused")
+            elif work.why_again and not own_rows:
+                again = "it runs again" if member.needs_worker else "it is read again"
+                say(f"{name}: {work.why_again}; {'rows that are as they were are kept' if done else again}")
+            if own_rows:
+                say(f"{name}: {own_rows:,} of {plural(rows, 'row')} kept from an earlier run")
+            for place, count in work.taken.items():
+                say(f"{name}: {count:,} of {plural(rows, 'row')} taken over from {place}")
     return works
+
+
+def view_name(member: str, view: str) -> str:
+    """What the work in a member's view is called; no member can have that name."""
+    return f"{member}@{view}"
 
 
 def find_work(
@@ -156,6 +240,8 @@ def find_work(
     rows: int,
     keeps_bad_rows: bool,
     ids: pa.ChunkedArray | None = None,
+    folder: Path | None = None,
+    is_mean: bool = False,
 ) -> MemberWork:
     """What is done of a member under its own name; shards that are not what their names say are removed.
 
@@ -164,8 +250,11 @@ def find_work(
         keeps_bad_rows: rows that could not be computed count as done (``on_bad_row: uniform``); else they are
             tried again.
         ids: of the rows, for a member that may have predictions of some of them alone; None: it needs all.
+        folder: of its shards; None: the member's own.
+        is_mean: it has predictions, and no shards of its own.
     """
-    folder, predictions = rundir.shards_dir(member, fingerprint.digest), rundir.predictions(member)
+    folder = folder or rundir.shards_dir(member, fingerprint.digest)
+    predictions = rundir.predictions(member)
     work = MemberWork(member, fingerprint, folder, np.zeros(rows, dtype=np.bool_))
     manifest = read_json(rundir.manifest(member))
     made_of = Fingerprint.from_dict(manifest.get("fingerprint"))
@@ -174,6 +263,13 @@ def find_work(
             work.why_again = "its predictions are of another version of this program"
     elif changed := fingerprint.changed_from(made_of):
         work.why_again = f"{', '.join(changed)} changed since its predictions were made"
+        before = manifest.get("rows")
+        if (
+            changed == ("rows",) and isinstance(before, int) and before != rows
+        ):  # a trial's, or it grew or shrank
+            work.why_again = (
+                f"its predictions are of a table of {plural(before, 'row')}, this one has {rows:,}"
+            )
     else:
         bad_rows = rows_with_reasons(manifest.get("bad_rows"), rows)
         is_whole, is_of_all = False, manifest.get("present") is None
@@ -192,6 +288,8 @@ def find_work(
             work.worked = worked if isinstance(worked, float) and math.isfinite(worked) else 0.0
             return work
         work.why_again = "" if is_whole else f"{predictions} has been changed"
+    if is_mean:
+        return work
     for path in sorted(folder.glob("*.csv")):
         table = shard_table(read_shard(path), rows)
         if table is not None:
@@ -203,10 +301,43 @@ def find_work(
     return work
 
 
+def values_of(rundir: RunDir, work: MemberWork, labels: int) -> npt.NDArray[np.float64]:
+    """What is known of the rows of a work without views, [rows, labels]; NaN where nothing is."""
+    if not work.is_complete:
+        return work.values(labels)
+    values = np.full((len(work.is_done), labels), np.nan, order="F")
+    values[work.is_done] = predicted_values(rundir, work.member)
+    return values
+
+
+def mean_of_views(
+    values: Sequence[npt.NDArray[np.float64]], weights: Sequence[float]
+) -> npt.NDArray[np.float64]:
+    """The weighted mean of a member's views, [rows, labels]: of those that have the row; NaN where none has it.
+
+    Args:
+        values: of each view, [rows, labels]; NaN where it has not been computed.
+        weights: above 0.
+    """
+    if len(values) == 1:
+        return values[0]
+    sums, shares = np.zeros(values[0].shape, order="F"), np.zeros(len(values[0]))
+    for one, weight in zip(values, weights, strict=True):
+        is_there = ~np.isnan(one[:, 0])
+        sums[is_there] += weight * one[is_there]
+        shares[is_there] += weight
+    with np.errstate(invalid="ignore"):
+        return np.asarray(sums / shares[:, None])
+
+
 def predicted_values(rundir: RunDir, member: str) -> npt.NDArray[np.float64]:
     """What a member's complete predictions hold, in their order: [rows there, labels]."""
     table = read_predictions(rundir.predictions(member))
     return np.stack([column.to_numpy() for column in table.columns], axis=1)
+
+
+def _row_digests(prepared: Prepared, work: MemberWork) -> RowDigests:
+    return prepared.table.row_digests(work.columns, work.files_in)
 
 
 def _rows_in(predictions: Path, ids: pa.ChunkedArray | None) -> npt.NDArray[np.int64]:
@@ -216,8 +347,17 @@ def _rows_in(predictions: Path, ids: pa.ChunkedArray | None) -> npt.NDArray[np.i
 
 
 def reopen(prepared: Prepared, rundir: RunDir, work: MemberWork) -> None:
-    """Go on with a member whose predictions are not of all rows that it is to have now: they become shards."""
-    work.row_digests = prepared.table.row_digests(prepared.columns[work.member])
+    """Go on with a member whose predictions are not of all rows that it is to have now: they become shards.
+
+    So do those of its views, of which some can be complete where it is not.
+    """
+    if work.views:
+        work.is_complete = False
+        for one in work.views:
+            reopen(prepared, rundir, one)
+    if not work.is_complete:
+        return
+    work.row_digests = _row_digests(prepared, work)
     rows = np.flatnonzero(work.is_done)
     values = predicted_values(rundir, work.member)
     is_good = ~np.isin(rows, list(work.bad_rows))
@@ -318,7 +458,13 @@ def write_manifest(
     if not is_of_all:
         document["present"] = int(is_there.sum())
     if work.row_digests is not None:
-        write_row_file(rundir.rows(work.member), work.fingerprint, work.row_digests[is_there])
+        write_row_file(
+            rundir.rows(work.member),
+            work.fingerprint,
+            work.row_digests if is_of_all else work.row_digests[is_there],
+        )
+    elif work.views:  # those of a run without views say nothing of these predictions
+        rundir.rows(work.member).unlink(missing_ok=True)
     write_text(rundir.manifest(work.member), _json(document))
 
 

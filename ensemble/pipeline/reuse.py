@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -44,12 +44,14 @@ class EarlierWork:
     Attributes:
         path: the file: ``<member>.rows`` beside predictions, or ``rows.bin`` in a folder of shards.
         sha256: of the digests.
+        place: what messages call it: the path of its values within the run directory.
     """
 
     path: Path
     fingerprint: Fingerprint
     rows: int
     sha256: str
+    place: str = ""
 
     @classmethod
     def at(cls, path: Path) -> EarlierWork | None:
@@ -70,18 +72,19 @@ class EarlierWork:
     @classmethod
     def all_in(cls, rundir: RunDir) -> Iterator[EarlierWork]:
         """All in a run directory, complete predictions first."""
-        paths = sorted(rundir.predictions_dir.glob("*.rows")) + sorted(rundir.work_dir.glob("*/rows.bin"))
-        yield from filter(None, map(cls.at, paths))
+        for folder, pattern in (
+            (rundir.predictions_dir, "*.rows"),
+            (rundir.work_dir, "*/rows.bin"),
+            (rundir.work_dir, "*/*/rows.bin"),  # of views
+        ):
+            for path in sorted(folder.glob(pattern)):
+                if (found := cls.at(path)) is not None:
+                    yield replace(found, place=str(found.values_path.relative_to(rundir.root)))
 
     @property
     def values_path(self) -> Path:
         """The predictions, or the folder of shards."""
         return self.path.with_suffix(".csv") if self.path.suffix == ".rows" else self.path.parent
-
-    @property
-    def place(self) -> str:
-        """What messages call it: its path within the run directory."""
-        return f"{self.values_path.parent.name}/{self.values_path.name}"
 
     def values(self, labels: int) -> tuple[npt.NDArray[np.float64], dict[int, str]] | None:
         """Its rows' values, [rows, labels], NaN where it has none, and why some could not be computed.
@@ -129,7 +132,7 @@ class EarlierWork:
 def write_row_file(path: Path, fingerprint: Fingerprint, digests: RowDigests) -> None:
     """Write the file that says which rows a member's work is of, unless it is there already."""
     there = EarlierWork.at(path)
-    content = np.ascontiguousarray(digests, "<u8").tobytes()
+    content = np.ascontiguousarray(digests, "<u8").reshape(-1).data
     sha256 = hashlib.sha256(content).hexdigest()
     if there is not None and (there.fingerprint, there.sha256) == (fingerprint, sha256):
         return
@@ -174,6 +177,31 @@ def rows_merged(path: Path, rows: int) -> npt.NDArray[np.bool_]:
     if len(bits) != -(-rows // 8):  # of other predictions
         return np.ones(rows, dtype=np.bool_)
     return np.unpackbits(bits, count=rows).astype(np.bool_)
+
+
+def note_rule_rows(path: Path, rows: npt.NDArray[np.bool_] | None) -> None:
+    """Write which rows each rule of a merge was for, bool [rules, rows]; None: it had none."""
+    if rows is None:
+        path.unlink(missing_ok=True)
+    else:
+        with atomic_path(path) as temporary:
+            temporary.write_bytes(np.packbits(rows, axis=1).tobytes())
+
+
+def rule_rows(path: Path, counts: Sequence[int], rows: int) -> npt.NDArray[np.bool_] | None:
+    """Which of so many rows each rule of the last merge was for, bool [rules, rows].
+
+    Args:
+        counts: of each rule's rows; None where the file is of other ones.
+    """
+    try:
+        bits = np.frombuffer(path.read_bytes(), np.uint8)
+    except OSError:
+        return None
+    if len(bits) != len(counts) * -(-rows // 8):
+        return None
+    found = np.unpackbits(bits.reshape(len(counts), -1), axis=1, count=rows).astype(np.bool_)
+    return found if found.sum(axis=1).tolist() == [*counts] else None
 
 
 def read_predictions(path: Path, with_ids: bool = False) -> pa.Table:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -24,8 +25,8 @@ from ensemble.common.files import (
     write_text,
 )
 from ensemble.common.gpus import Device, driver_session
-from ensemble.common.protocol import ChunkDone, CommonSpec, Start, WorkerSpec
-from ensemble.common.shards import order_path
+from ensemble.common.protocol import ChunkDone, CommonSpec, Start, ViewSpec, WorkerSpec
+from ensemble.common.shards import order_path, token_budgets
 from ensemble.common.text import duration, plural, shown_path
 from ensemble.config import LoadedConfig
 from ensemble.members.registry import member_kind
@@ -42,13 +43,18 @@ from ensemble.pipeline.wait_for_gpus import held_texts, wait_for_room
 from ensemble.planning.plan import MemberPlan, without_done
 from ensemble.scheduling.deadline import Deadline, reserve_seconds, time_limit_text
 from ensemble.scheduling.device_pool import DevicePool
-from ensemble.scheduling.launchers.base import WorkerStart
+from ensemble.scheduling.launchers.base import MemberFiles, WorkerStart
+from ensemble.scheduling.launchers.cpu_scaling import measured_scaling
 from ensemble.scheduling.retry import Rules
 from ensemble.scheduling.scheduler import MAX_TURN_SECONDS, Scheduler
 from ensemble.scheduling.state import Failure, MemberState, Phase
 
-# How old what ``status`` shows of a running run may be; short enough for people, long enough for slow disks.
-_REPORT_SECONDS = 5.0
+# How old what ``status`` shows of a running run may be; short enough for people, long enough for slow disks.  With
+# hundreds of workers a report takes a good part of a second: no more than this share of the time, or ten times as
+# much where a member has got to another phase.
+_REPORT_SECONDS, _REPORT_SHARE, _REPORT_MAX_SECONDS = 5.0, 0.005, 60.0
+# What is forecast to take less is not worth the seconds that measuring the CPU takes.
+_WORTH_MEASURING_SECONDS = 120.0
 
 
 @driver_session()
@@ -76,7 +82,7 @@ def run(
         Interrupted: a signal came.
     """
     began = clock() - elapsed_seconds
-    prepared = prepare(loaded)
+    prepared = prepare(loaded, is_for_run=True)
     for text in (
         f"{shown_path(loaded.config.data.path)}: {plural(prepared.table.rows, 'row')}",
         *prepared.table.remarks,
@@ -95,8 +101,22 @@ def run_prepared(
 ) -> RunReport:
     """What :func:`run` does once the checks are passed; the run began at ``began`` by ``clock``.
 
-    The caller holds a :func:`driver_session`, from its checks on.
+    The caller holds a :func:`driver_session`, from its checks on.  The launcher is closed in the end.
     """
+    try:
+        return _run_prepared(prepared, display, fresh, began, clock, owns_process)
+    finally:
+        prepared.launcher.close()
+
+
+def _run_prepared(
+    prepared: Prepared,
+    display: Display,
+    fresh: bool,
+    began: float,
+    clock: Callable[[], float],
+    owns_process: bool,
+) -> RunReport:
     config, rundir = prepared.config, RunDir(prepared.config.output_dir)
     target = None if config.submission is None else config.submission.path
     said: list[str] = []
@@ -148,12 +168,11 @@ class _Run(RunState):
         self._signals = signals
         self._not_given: dict[str, Failure] = {}
         self._writer = ResultWriter(prepared, rundir, self.works, self.results)
-        self._offload_folders: list[Path] = []
         # What workers are given goes by this one, and what is told of them.
         self._watch = Watch(MAX_TURN_SECONDS)
         self._phases: list[Phase] = []
         self._before_seconds = 0.0  # until workers could start
-        self._reported_at = -math.inf
+        self._report_due = self._change_due = -math.inf
 
     def go(self) -> RunReport:
         rundir, config, writer = self._rundir, self._config, self._writer
@@ -163,18 +182,21 @@ class _Run(RunState):
             self.works.update(find_works(self.prepared, rundir, self.say))
             self._take_given()
             self._plan_what_is_left()
-            rundir.remove_caches([one.shards_dir for one in self.works.values() if not one.is_done.all()])
+            rundir.remove_caches([one.shards_dir for one in self.works.values() if not one.has_rows.all()])
             self.report("running").write(rundir.run_json)
             is_work_left = any(state.has_work for state in self.members)
-            if is_work_left:
+            # The mean of views may be another with nothing to compute.
+            if is_work_left or any(one.views and not one.is_complete for one in self.works.values()):
                 rundir.forget_results()
             loaded = self.prepared.loaded
             write_text(rundir.config, loaded.redactor(loaded.whole))
             reserve = self._first_submission() if is_work_left else 0.0
             if is_work_left:
+                self._measure_scaling()
                 self._wait_for_room(reserve)
+                wants_ids = any(member_kind(one).reads().ids for one in self.prepared.config.models)
                 with atomic_path(rundir.table) as temporary:
-                    self.prepared.table.publish(temporary)
+                    self.prepared.table.publish(temporary, wants_ids)
                 for member in self.prepared.plan.members:
                     if member.chunks:
                         work = self.works[member.name]
@@ -242,23 +264,26 @@ class _Run(RunState):
         for member in plan.members:
             work = self.works[member.name]
             if member.waits_for and member.needs_worker and self.cascades is not None:
-                if work.is_complete and not self.cascades.is_covered(member.name):
-                    kept = plural(int(work.is_done.sum()), "row")
-                    self.say(f"{member.name}: it may need other rows than it has; {kept} are kept")
+                if not self.cascades.is_covered(member.name):
+                    if work.is_complete:
+                        kept = plural(int(work.has_rows.sum()), "row")
+                        self.say(f"{member.name}: it may need other rows than it has; {kept} are kept")
                     reopen(self.prepared, self._rundir, work)
                 if not work.is_complete:
                     members.append(member)
                     continue
             # One that is complete, or given, waits for nobody.
-            is_done = work.is_done | work.is_complete
+            is_done = work.has_rows | work.is_complete
             left = replace(without_done(member, is_done, is_timed), waits_for=())
             wanted = None if self.cascades is None else self.cascades.wanted(member.name)
             if member.needs_worker and wanted is not None:
-                left = replace(left, order=left.order[wanted[left.order]])
+                left = replace(left, order=left.order[np.tile(wanted, member.views)[left.order]])
+            elif not member.needs_worker and work.is_complete:  # what was made elsewhere may lack rows
+                left = replace(left, order=left.order[work.is_done[left.order]])
             members.append(left)
         self.prepared = replace(self.prepared, plan=replace(plan, members=tuple(members)))
         self.members = [
-            MemberState(member, self.works[member.name].bad_rows, self._watch) for member in members
+            MemberState(member, self.works[member.name].noted_bad_rows, self._watch) for member in members
         ]
         if self.cascades is not None:
             self.cascades.begin(members, self.members)
@@ -272,12 +297,31 @@ class _Run(RunState):
         if limit is None:
             return 0.0
         began = self.clock()
-        self._writer.merge([one for one in self.members if self.works[one.plan.name].is_done.any()])
+        self._writer.merge([one for one in self.members if self.works[one.plan.name].has_rows.any()])
         self.say(
             f"time limit {duration(limit)}: a first submission is written; rows that no member reaches are filled "
             f"in (fill: {self._config.fill})"
         )
         return reserve_seconds(self.clock() - began, len(self._config.models), limit)
+
+    def _measure_scaling(self) -> None:
+        """Measure workers side by side on this CPU, where that can decide something and the run takes long."""
+        plan, limit = self.prepared.plan, self._config.time_limit
+        left = math.inf if limit is None else self.began + limit - self.clock()
+        is_known = set(plan.cpu_choice) <= set(plan.scaling.slowdowns)
+        if is_known or self._config.launcher != "local":
+            return
+        if min(plan.seconds_of(plan.jobs), left) < _WORTH_MEASURING_SECONDS:
+            return
+        # What is done of this work was done by so many workers; see validate.
+        if any(self.works[one.name].has_rows.any() for one in plan.members if one.needs_worker):
+            return
+        counts = ", ".join(map(str, plan.cpu_choice))
+        self.say(f"measuring 1, {counts} workers side by side on this CPU (some seconds, once on a machine)")
+        with self._signals.postponed():
+            scaling = measured_scaling(plan.cpu_choice, self._signals.check)
+        self.prepared = replace(self.prepared, plan=plan.again(plan.gpus, scaling))
+        self._plan_what_is_left()
 
     def _wait_for_room(self, reserve: float) -> None:
         limit = self._config.time_limit
@@ -292,19 +336,27 @@ class _Run(RunState):
 
     def _run_members(self, reserve: float) -> None:
         config, display, prepared = self._config, self._display, self.prepared
+        launcher = prepared.launcher
+        files = {one.name: self._files_of(one) for one in prepared.plan.members if one.chunks}
+        launcher.begin(files)
         prepared.table.forget_columns()  # the workers have them now
-        gpus, launcher = prepared.plan.gpus, prepared.launcher
+        gpus = [gpu for gpu in prepared.plan.gpus if not gpu.is_held]
         self.pool = DevicePool(
             gpus, config.max_workers_per_gpu, config.release_timeout, launcher, display.say, self._watch
         )
-        rules = Rules(config.retries, config.on_bad_row, config.hang_timeout, config.standby)
+        self.pool.hosts = prepared.plan.hosts
+        rules = Rules(
+            *(config.retries, config.on_bad_row, config.hang_timeout, config.standby),
+            workers_per_gpu=config.max_workers_per_gpu,
+            devices=config.devices,
+        )
         deadline = None
         if config.time_limit is not None:
             on_cpu = [member.replicas for member in prepared.plan.members if not member.gpus]
             workers = len(gpus) * config.max_workers_per_gpu + max(on_cpu, default=0)
             deadline = Deadline(self.began + config.time_limit - reserve, workers, self.clock)
         scheduler = Scheduler(self.members, self.pool, launcher, self, rules, self._watch, deadline)
-        self.gaps = scheduler.gaps.found
+        self.gaps, self.node_changes = scheduler.gaps.found, scheduler.node_changes
         self._before_seconds = self.clock() - self.began
         try:
             with self._signals.postponed():
@@ -312,9 +364,17 @@ class _Run(RunState):
             self._signals.check()
         finally:
             display.stop()
-            launcher.close()
-            for folder in self._offload_folders:
-                shutil.rmtree(folder, ignore_errors=True)
+            launcher.close()  # before the merge: what it holds of other machines is not needed any more
+
+    def _files_of(self, member: MemberPlan) -> MemberFiles:
+        work = self.works[member.name]
+        spec = worker_spec(self.prepared, self._rundir, member, work.shards_dir, None, {})
+        # Files that settings name besides, such as a tokenizer's, are among those that must stay as they are.
+        sources = (*member_kind(member.model).sources(), *work.files)
+        if (cells := self.prepared.files.get(member.name)) is None:
+            return MemberFiles(spec, sources)
+        folder = str((cells.folder or Path()).absolute())
+        return MemberFiles(spec, sources, folder, partial(self.prepared.table.row_files, cells))
 
     def worker_start(
         self, member: MemberPlan, replica: int, devices: Sequence[Device], preload_bytes: int
@@ -323,19 +383,28 @@ class _Run(RunState):
         if member.request.offload_folder is not None:
             # transformers names its files there after parameters, which are alike in every model.
             folder = member.request.offload_folder / f"{member.name}-{replica}-{os.getpid()}"
-            folder.mkdir(parents=True)
-            self._offload_folders.append(folder)
         files = {path: seen.state for path, seen in work.files.items()}
         spec = worker_spec(self.prepared, self._rundir, member, work.shards_dir, folder, files)
+        if work.views:
+            views = tuple(
+                ViewSpec(one.shards_dir.name, view.columns, view.label_order(self._config.labels))
+                for one, view in zip(work.views, member.model.counted_views, strict=True)
+            )
+            spec = replace(spec, common=replace(spec.common, views=views))
         return WorkerStart(
             command=Start(spec, preload_bytes),
             devices=tuple(devices),
             environment=member_kind(member.model).environment() if devices else {},
             log=self._rundir.log(member.name, replica),
+            cpu_share=member.cpu_share,
+            scratch=folder,
         )
 
     def on_bad_rows(self, state: MemberState) -> None:
-        write_bad_rows(self.works[state.plan.name], state.bad_rows)
+        work = self.works[state.plan.name]
+        for view, one in enumerate(work.parts):
+            if own := work.of_view(state.bad_rows, view):
+                write_bad_rows(one, own)
         if self.cascades is not None:
             self.cascades.bad_rows(state)
 
@@ -354,10 +423,14 @@ class _Run(RunState):
     def on_change(self, members: Sequence[MemberState]) -> None:
         self._display.update(members)
         phases = [state.phase for state in members]
-        if phases != self._phases or self.clock() - self._reported_at >= _REPORT_SECONDS:
-            self._phases, self._reported_at = phases, self.clock()
+        due = self._change_due if phases != self._phases else self._report_due
+        if self.clock() >= due:
+            self._phases, began = phases, time.thread_time()
             with contextlib.suppress(WriteError):  # a full disk ends the run when a result cannot be written
                 self.report("running").write(self._rundir.run_json)
+            wait = min((time.thread_time() - began) / _REPORT_SHARE, _REPORT_MAX_SECONDS)
+            self._report_due = self.clock() + max(_REPORT_SECONDS, wait)
+            self._change_due = self.clock() + wait / 10
         self._signals.check()
 
     def _merge(self) -> None:
@@ -389,7 +462,10 @@ class _Run(RunState):
             )
         # What a worker wrote in its last moment counts, though nobody heard of it.
         reached = self.results.merged_rows
-        has_got_further = any(reached.get(one.plan.name, 0) > one.reused_rows for one in self.members)
+        has_got_further = any(
+            reached.get(one.plan.name, 0) > one.reused_rows or one.rows_done > one.reused_rows
+            for one in self.members
+        )
         if limit is not None and self.status == "time_limit" and not has_got_further:
             self.explanation = time_limit_text(self.members, limit, self._before_seconds, reserve)
             log.warning("%s", self.explanation)
@@ -405,28 +481,29 @@ def worker_spec(
 ) -> WorkerSpec:
     """What a worker is told of its member; ``offload_folder`` is for it alone, ``files`` must stay as they are."""
     kind, inspected = member_kind(member.model), prepared.inspected[member.name]
-    cpus = len(os.sched_getaffinity(0))
-    cpu_threads = max(1, cpus // member.replicas) if member.replicas > 1 else None  # torch's own choice
     # A worker's share of a GPU that it does not have to itself, without what CUDA takes of it.
     memory_limit = None
     if member.gpus and (sharing := prepared.config.max_workers_per_gpu) > 1:
         gpus = [gpu for gpu in prepared.plan.gpus if gpu.uuid in member.placement.devices]
-        memory_limit = min(gpu.total_bytes - gpu.used_bytes for gpu in gpus) // sharing
+        free = min(gpu.total_bytes - gpu.used_bytes for gpu in gpus)
+        memory_limit = free * member.placement.places // sharing
         if (needed := member.placement.footprint) is not None:
             memory_limit -= needed.context_bytes
     # What an earlier run has kept is of use, too, where this one would not keep anything.
     cache, keeps, may_keep = cache_dir(shards_dir), member.load_cache.is_kept, member.request.load_cache
+    shares_folder = prepared.config.launcher == "local"  # others' workers have folders of their own
     common = CommonSpec(
         labels=prepared.config.labels,
         activation=inspected.activation,
         gpus=member.gpus,
-        cpu_threads=cpu_threads,
         memory_limit_bytes=memory_limit,
         seed=prepared.config.seed,
-        table_path=str(rundir.table.resolve()),
-        order_path=str(order_path(shards_dir).resolve()),
-        shards_dir=str(shards_dir.resolve()),
-        cache_dir=str(cache.resolve()) if keeps or (may_keep and cache.is_dir()) else None,
+        table_path=rundir.resolved(rundir.table),
+        order_path=rundir.resolved(order_path(shards_dir)),
+        shards_dir=rundir.resolved(shards_dir),
+        expected_tokens=member.replica_tokens if shares_folder else 0,
+        token_budgets=token_budgets(shards_dir),
+        cache_dir=rundir.resolved(cache) if keeps or (may_keep and cache.is_dir()) else None,
         files=dict(files),
     )
     settings = kind.worker_settings(inspected, member.placement, offload_folder)

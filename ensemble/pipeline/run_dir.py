@@ -58,16 +58,24 @@ class RunDir:
         self.ensemble = root / "ensemble.csv"
         self.submission = root / "submission.csv"
         self.report_page = root / "report.html"
+        self.rule_rows = self.predictions_dir / "rules.bits"
         self.logs_dir = root / "logs"
         self.run_log = self.logs_dir / "run.log"
         self.report_log = self.logs_dir / "report.log"
         self.work_dir = root / "work"
         self.table = self.work_dir / "table.arrow"
         self.lock = root / ".lock"
+        self._resolved: dict[Path, str] = {}
         self._folders = (self.predictions_dir, self.work_dir, self.logs_dir)
         # All that a run uses, but for its lock.
         self._results = (self.ensemble, self.submission, self.report_page)
         self._own = (*self._folders, self.config, self.run_json, *self._results)
+
+    def resolved(self, path: Path) -> str:
+        """Absolute and without links; looked up once, as hundreds of workers may be told."""
+        if path not in self._resolved:
+            self._resolved[path] = str(path.resolve())
+        return self._resolved[path]
 
     def predictions(self, member: str) -> Path:
         return self.predictions_dir / f"{member}.csv"
@@ -124,11 +132,13 @@ class RunDir:
             (self.predictions_dir, "*.json"),
             (self.predictions_dir, "*.rows"),
             (self.work_dir, "*/rows.bin"),
+            (self.work_dir, "*/*/rows.bin"),
         ):
             heads |= dict.fromkeys(_files(folder, pattern), _MADE_OF)
         if any(re.match(beginning, head(path)) for path, beginning in heads.items()):
             return True
-        return any(read_shard(path) is not None for path in _files(self.work_dir, "*/*.csv"))
+        shards = (path for pattern in ("*/*.csv", "*/*/*.csv") for path in _files(self.work_dir, pattern))
+        return any(read_shard(path) is not None for path in shards)
 
     def _is_own(self, path: Path) -> bool:
         return any(path.resolve().is_relative_to(own.resolve()) for own in (*self._own, self.lock))
@@ -159,6 +169,10 @@ class RunDir:
         for path in (*self.work_dir.iterdir(), *self.logs_dir.iterdir()):
             remove_link(path)
         shards = [path for path in self.work_dir.iterdir() if path.is_dir() and not path.is_symlink()]
+        # Of views; and what loads keep.
+        shards += [
+            path for folder in shards for path in folder.iterdir() if path.is_dir() and not path.is_symlink()
+        ]
         caches = [path for path in map(cache_dir, shards) if not path.is_symlink()]
         for folder in (self.root, self.predictions_dir, self.work_dir, *shards, *caches):
             for leftover in folder.glob(f".*{TEMPORARY}*"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -15,6 +15,7 @@ from ensemble.common.files import unreadable, write_text
 from ensemble.common.gpus import Device
 from ensemble.common.protocol import Activation, Counters
 from ensemble.common.redact import MASK
+from ensemble.config.schema import RuleConfig
 from ensemble.config.values import AnyWeight, weight_numbers
 from ensemble.merging.metrics import Comparison, Gain, Score
 from ensemble.planning.forecast import Speed
@@ -60,10 +61,20 @@ class WorkerReport(Counters):
 
 @dataclass(frozen=True)
 class SpeedReport:
-    """What was measured of a member, for the next plan; ``seconds_per_work`` is for a byte of text."""
+    """What was measured of a member, for the next plan; ``seconds_per_work`` is for a byte of text, on a CPU with
+    ``cpu_share`` of its cores."""
 
     startup_seconds: float | None
     seconds_per_work: float | None
+    cpu_share: float = 1.0
+
+
+@dataclass(frozen=True)
+class ScalingReport:
+    """By what workers shared a CPU: ``forecast.Scaling``; no ``slowdowns``: as it is assumed."""
+
+    machine: str
+    slowdowns: dict[int, float]
 
 
 @dataclass(frozen=True)
@@ -93,13 +104,37 @@ class ProgressReport:
 class CascadeReport:
     """A member with ``when``: the rows that it is to have, and those of which that is not known.
 
-    ``comparison`` is of the ensemble with it and without it; None where the truth is not known.
+    ``comparison`` is of the ensemble with it and without it; None where the truth is not known, and where the
+    merge gives no probabilities.
     """
 
     when: dict[str, float]
     rows: int
     unknown_rows: int
     comparison: Comparison | None
+
+
+@dataclass(frozen=True)
+class RuleReport:
+    """A rule as the config has it, one of ``set`` and ``mask``, and how many rows it was for."""
+
+    when: str
+    set: dict[str, float] | None
+    mask: tuple[str, ...] | None
+    rows: int
+
+    @property
+    def config(self) -> RuleConfig:
+        given = {"set": self.set} if self.mask is None else {"mask": [*self.mask]}
+        return RuleConfig.model_validate({"when": self.when, **given})
+
+
+@dataclass(frozen=True)
+class ViewReport:
+    """One of a member's views: its weight, and how many rows it has; None while nothing is merged."""
+
+    weight: float
+    rows: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +144,9 @@ class MemberReport:
     ``workers`` of a member that an earlier run did are that run's.  ``chunks`` were left to do when this run began,
     ``reused_rows`` were done by then.  ``bad_rows`` could not be computed: row of the table to reason.  What its
     values are says ``activation``; None in a run.json from before there was this key.  ``calibration`` is that of
-    the merge, as the config has it; empty without one.
+    the merge, as the config has it; empty without one.  Of one with ``views``, by name, all counts of rows but
+    that of ``bad_rows`` count a row once for each view; ``partial_rows`` lack some of their views and are the mean
+    of the others.
     """
 
     name: str
@@ -139,6 +176,8 @@ class MemberReport:
     cascade: CascadeReport | None = None
     activation: Activation | None = None
     calibration: dict[str, Any] = field(default_factory=dict)
+    views: dict[str, ViewReport] = field(default_factory=dict)
+    partial_rows: int = 0
 
     @property
     def has_weight(self) -> bool:
@@ -156,6 +195,18 @@ class MemberReport:
         return sum(self.workers_now, Counters())
 
 
+@dataclass(frozen=True)
+class NodeReport:
+    """A node of a cluster: bytes of its host's memory, and when it came and was lost, if it was there not all of
+    the time; in seconds since the workers could begin."""
+
+    name: str
+    total_bytes: int
+    joined_after_seconds: float | None = None
+    lost_after_seconds: float | None = None
+    why_lost: str = ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunReport:
     """The content of run.json: seconds, bytes and counts; no text in it is a secret.
@@ -166,13 +217,17 @@ class RunReport:
         idle_gaps: in which a device computed nothing between two members.
         left_out: members that the others were merged without.
         merged_rows: the rows that each merged member gave; ``filled_rows`` those that none did.
+        nodes: of the cluster that it ran on; none on one machine.
         gain: of the ensemble over its best member; None where there is nothing to say, or nothing said it then.
         explanation: where the time went of a limit that left none to compute anything, in a sentence.
         ensemble: the merge method and its settings.
+        rules: in the config's order, once they have been applied.
         files: results by what they are, in the order they were made.
         config: the YAML as it was written; of several files, what they are together with the overrides.
         config_files: as they were named.
         table: the absolute path of the input table.
+        tuned_on: the config's key of that name; None where no file that ``tune`` wrote is among its files.
+        cpu_scaling: by what workers side by side were planned; None where none could run on this machine's CPU.
     """
 
     status: Status
@@ -196,15 +251,19 @@ class RunReport:
     scores: dict[str, Score]
     on_bad_row: str
     device_telemetry: dict[str, TelemetryCurve] = field(default_factory=dict)
+    nodes: tuple[NodeReport, ...] = ()
     gain: Gain | None = None
     explanation: str = ""
     ensemble: dict[str, Any] = field(default_factory=dict)
+    rules: tuple[RuleReport, ...] = ()
     warnings: tuple[str, ...] = ()
     files: dict[str, str] = field(default_factory=dict)
     config: str = ""
     config_files: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
     table: str = ""
+    tuned_on: dict[str, Any] | None = None
+    cpu_scaling: ScalingReport | None = None
 
     def table_path(self) -> Path:
         """Where the run's table is.
@@ -236,7 +295,18 @@ class RunReport:
         Raises:
             WriteError: the disk is full or the like.
         """
-        write_text(path, json.dumps(asdict(self), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+        from pydantic_core import to_json
+
+        document = dict(vars(self))
+        if not self.nodes:  # on one machine there is nothing to tell of them
+            del document["nodes"]
+            left_out = "node", "is_held"
+            document["devices"] = [
+                {name: value for name, value in vars(device).items() if name not in left_out}
+                for device in self.devices
+            ]
+        # In a fraction of the time of the standard library: of hundreds of workers it is a megabyte each time.
+        write_text(path, to_json(document, indent=2).decode() + "\n")
 
     @classmethod
     def read(cls, path: Path) -> RunReport:
@@ -250,7 +320,7 @@ class RunReport:
         try:
             document = json.loads(path.read_bytes())
             report: RunReport = TypeAdapter(cls).validate_python(document)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise DataError(
                 f"{path.parent}: there is no run.json that can be read; name the output_dir of a run"
             ) from None
@@ -305,8 +375,13 @@ def measured_speeds(
         startup, per_work = member.speed.startup_seconds, member.speed.seconds_per_work
         values = [value for value in (startup, per_work) if value is not None]
         is_same = member.computed_as == computed_as.get(member.name)
-        if is_same and values and all(0 < value < _MAX_SECONDS for value in values):
+        share = member.speed.cpu_share
+        if is_same and values and all(0 < value < _MAX_SECONDS for value in values) and 0 <= share <= 1:
             found[member.name] = Speed(
-                startup or 0.0, per_work or 0.0, per_work is not None, startup is not None
+                startup or 0.0,
+                per_work or 0.0,
+                per_work is not None,
+                startup is not None,
+                share,
             )
     return found

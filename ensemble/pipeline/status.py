@@ -18,8 +18,8 @@ from ensemble.pipeline.run_report import RunReport
 class MemberStatus:
     """``state`` is "done", "failed", "unfinished" or, while the run goes on, the member's phase.
 
-    ``rows`` are those that it is to have.  ``seconds`` are of computing, None where it has not begun;
-    ``seconds_left`` is None where it is not known.
+    ``rows`` are those that it is to have.  Its speed is in tokens, or in rows where it has none.  ``seconds`` are
+    of computing, None where it has not begun; ``seconds_left`` is None where it is not known.
     """
 
     name: str
@@ -27,6 +27,7 @@ class MemberStatus:
     rows_done: int
     rows: int
     tokens_per_second: float | None
+    rows_per_second: float | None
     seconds: float | None
     seconds_left: float | None
 
@@ -71,8 +72,10 @@ class RunStatus:
             is_same = made_of is not None and made_of.digest == fingerprint
             # Of a member with ``when``, as far as that is known.
             rows = report.rows if member.cascade is None else member.cascade.rows
+            rows *= max(1, len(member.views))
             if is_same and rundir.predictions(name).is_file():
-                state, done = "done", rows
+                # What was made elsewhere may lack rows.
+                state, done = "done", rows if member.replicas else report.merged_rows.get(name, rows)
             else:
                 state = "failed" if member.failure else member.phase if by else "unfinished"
                 done = min(shard_rows(rundir.shards_dir(name, fingerprint)), rows)
@@ -81,10 +84,11 @@ class RunStatus:
             seconds, left, more = progress.seconds, None, 0.0
             if by and state == "predicting":
                 left, more = _left(progress.seconds_left, age), age
-            speed = progress.tokens / seconds if seconds else None
-            members.append(
-                MemberStatus(name, state, done, rows, speed, seconds + more if seconds else None, left)
-            )
+            tokens = progress.tokens / seconds if seconds and progress.tokens else None
+            computed = max(0, progress.rows_done - member.reused_rows)
+            speed = computed / seconds if seconds and computed and tokens is None else None
+            time = seconds + more if seconds else None
+            members.append(MemberStatus(name, state, done, rows, tokens, speed, time, left))
         total = report.timing["total_seconds"] + age
         return cls(folder, by, report, total, _left(report.seconds_left, age), tuple(members))
 

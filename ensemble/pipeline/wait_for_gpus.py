@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
 from ensemble.common.errors import DeviceError
 from ensemble.common.gpus import MIN_REPORTED_BYTES, Device, gpu_users
 from ensemble.common.text import gib
+from ensemble.planning.placement import together
 from ensemble.planning.plan import Plan
 from ensemble.scheduling.launchers.base import Launcher
 
@@ -20,11 +20,19 @@ _SAY_SECONDS = 30.0
 def held_texts(devices: Sequence[Device]) -> Iterator[str]:
     """A sentence for each GPU of which others hold a good part."""
     for device in devices:
-        if device.used_bytes >= MIN_REPORTED_BYTES:
+        if device.is_held:
+            yield f"{device.title} is held by another job of the cluster"
+        elif device.used_bytes >= MIN_REPORTED_BYTES:
             yield (
-                f"{device.name} ({device.uuid}): {gib(device.used_bytes)} of {gib(device.total_bytes)} held by "
-                f"others; NVML shows {gpu_users(device.uuid)} there"
+                f"{device.title}: {gib(device.used_bytes)} of {gib(device.total_bytes)} held by "
+                f"others; {gpu_users(device)}"
             )
+
+
+def _state(device: Device) -> str:
+    if device.is_held:
+        return f"{device.title} is held by another job of the cluster"
+    return f"{device.title} has {gib(device.total_bytes - device.used_bytes)} free, {gpu_users(device)}"
 
 
 def wait_for_room(
@@ -52,31 +60,26 @@ def wait_for_room(
             for text in held_texts([device for device in plan.gpus if device.uuid in lacking]):
                 say(f"{text}; waiting up to {left:,.0f} s more for it")
         time.sleep(min(_LOOK_SECONDS, wait_seconds))
-        used = launcher.used_memory([device.uuid for device in plan.gpus])
-        # A GPU that does not answer has not come free.
-        gpus = [
-            one if (size := used[one.uuid]) is None else replace(one, used_bytes=size) for one in plan.gpus
-        ]
-        if gpus != list(plan.gpus):
+        gpus = launcher.current(plan.gpus)
+        if gpus != tuple(plan.gpus):
             plan = plan.again(gpus)
     members = plan.members
     problems = []
     for member in members:
         placement = member.placement
-        if member.gpus <= len(placement.devices):
+        if member.gpus <= together([device for device in plan.gpus if device.uuid in placement.devices]):
             continue
-        assert placement.footprint is not None
-        states = "; ".join(
-            f"{device.name} ({device.uuid}) has {gib(device.total_bytes - device.used_bytes)} free, NVML shows "
-            f"{gpu_users(device.uuid)} there"
-            for device in plan.gpus
-            if device.uuid in placement.held
-        )
+        needed_bytes = member.request.gpu_memory
+        if placement.footprint is not None:
+            needed_bytes = placement.footprint.resident_bytes(placement.gpus)
+        # Of what is not known any GPU is good, which nobody has.
+        needed = gib(needed_bytes) if isinstance(needed_bytes, int) else "all"
+        which = "a GPU" if member.gpus == 1 else f"each of {member.gpus} GPUs"
+        states = "; ".join(_state(device) for device in plan.gpus if device.uuid in placement.held)
         waited = f" after {wait_seconds:g} s" if wait_seconds else ""
-        needed = gib(placement.footprint.resident_bytes(placement.gpus))
         problems.append(
-            f"models[{member.index}] ({member.name}) needs {needed} of a GPU: {states}{waited}; end what runs "
-            f"there, or set wait_for_gpu: {'1h' if wait_seconds else '10m'}"
+            f"models[{member.index}] ({member.name}) needs {needed} of {which}: {states}{waited}; end "
+            f"what runs there, or set wait_for_gpu: {'1h' if wait_seconds else '10m'}"
         )
     if problems:
         raise DeviceError(problems)

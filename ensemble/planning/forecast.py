@@ -7,17 +7,25 @@ the model, which is good enough to weigh a second load against a shared table, a
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush
 from statistics import geometric_mean
 
-from ensemble.members.footprint import Capability, Footprint
+import numpy as np
+
+from ensemble.members.footprint import BATCHES_PER_STAGE, Capability, Footprint
 from ensemble.planning.chunks import BYTES_PER_TOKEN
 
 # A fresh Python with torch and transformers, then a CUDA context.
 _IMPORT_SECONDS = 10.0
 # Loading as people see it on shared disks: 84 to 170 s for 9B models on Kaggle, 18 GB of weights.
 _LOAD_BYTES_PER_SECOND = 150e6
+# On a CPU there is less to import, and no context.
+_CPU_IMPORT_SECONDS = 4.0
+# Where it is not measured, one of n workers side by side takes n ** _THREAD_SCALING times as long as one with all
+# cores: threads wait for each other, workers do not.
+_THREAD_SCALING = 0.75
 # Useful products a second, a third of what the data sheets promise for half precision: T4, A100, H100; CPUs.
 _FLOPS = {7: 20e12, 8: 100e12, 9: 300e12}
 _CPU_FLOPS = 1e11
@@ -27,14 +35,16 @@ _CPU_FLOPS = 1e11
 class Speed:
     """``startup_seconds`` until a worker computes; ``seconds_per_work`` for a byte of text on one replica.
 
-    ``is_measured`` tells an earlier run's speed from a guess, ``is_startup_measured`` its start-up; what an earlier
-    run did not get to measure is 0 before it is guessed.
+    On a CPU that replica has ``cpu_share`` of the cores.  ``is_measured`` tells an earlier run's speed from a
+    guess, ``is_startup_measured`` its start-up; what an earlier run did not get to measure is 0 before it is
+    guessed.
     """
 
     startup_seconds: float
     seconds_per_work: float
     is_measured: bool
     is_startup_measured: bool = False
+    cpu_share: float = 1.0
 
     def or_guess(self, guess: Speed) -> Speed:
         """With a guess where nothing was measured."""
@@ -42,15 +52,60 @@ class Speed:
             self,
             startup_seconds=self.startup_seconds if self.is_startup_measured else guess.startup_seconds,
             seconds_per_work=self.seconds_per_work if self.is_measured else guess.seconds_per_work,
+            cpu_share=self.cpu_share if self.is_measured else guess.cpu_share,
         )
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What a part of a CPU's cores is worth to a worker, when other workers have the rest.
+
+    Attributes:
+        slowdowns: how many times as long each of so many workers side by side takes as one with all cores, such as
+            ``{2: 1.7}``; empty where it was not measured.  At 2 the cores do as much either way.
+        problem: why it could not be measured, in a sentence; empty where nobody tried.
+        machine: a name of the machine and versions that it holds for; empty: of any.
+    """
+
+    slowdowns: Mapping[int, float] = field(default_factory=dict, hash=False)
+    problem: str = ""
+    machine: str = ""
+
+    @property
+    def is_measured(self) -> bool:
+        return bool(self.slowdowns)
+
+    def slower_by(self, cpu_share: float) -> float:
+        """How many times as long a worker computes with this share of the cores as with all; 1 on a GPU, where it
+        is 0.
+
+        It is a power of the number of workers, whose exponent between two that were measured goes from one's to the
+        other's.
+        """
+        if not 0 < cpu_share < 1:
+            return 1.0
+        workers, known = 1 / cpu_share, sorted(self.slowdowns.items())
+        exponents = [math.log(slowdown) / math.log(count) for count, slowdown in known]
+        counts = [count for count, _ in known]
+        exponent = np.interp(workers, counts, exponents) if known else _THREAD_SCALING
+        return float(workers**exponent)
+
+    def __str__(self) -> str:
+        """What it is based on."""
+        if self.is_measured:
+            return "measured on this machine"
+        return f"assumed: {self.problem}" if self.problem else "assumed"
+
+
+ASSUMED = Scaling()
 
 
 @dataclass(frozen=True)
 class Job:
     """A member as the forecast sees it: seconds to start a replica, and seconds of computing on one replica.
 
-    A replica takes ``gpus`` of ``devices`` (UUIDs), or the CPU.  ``first_replicas`` start before any later member,
-    up to ``replicas`` where devices are left over.
+    A replica takes ``gpus`` of ``devices`` (UUIDs), ``places`` on each of them, or ``cpu_share`` of a host's cores.
+    ``first_replicas`` start before any later member, up to ``replicas`` where devices are left over.
     """
 
     startup_seconds: float
@@ -59,15 +114,34 @@ class Job:
     replicas: int
     first_replicas: int
     devices: tuple[str, ...]
+    places: int = 1
+    cpu_share: float = 0.0
 
 
-def guessed_speed(needed: Footprint | None, capability: Capability | None) -> Speed:
-    """From the size: two operations per parameter and token, as Kaplan et al. (2020, section 2.1) count them."""
+def pipelined(gpus: int) -> float:
+    """What a member over so many GPUs takes, of what it would take on one of them.
+
+    n batches of a chunk pass through p stages in n + p - 1 steps of a p-th of a batch's work each (Huang et al.
+    2019, GPipe, section 2.3).
+    """
+    if gpus < 2:
+        return 1.0
+    batches = BATCHES_PER_STAGE * gpus
+    return (batches + gpus - 1) / (batches * gpus)
+
+
+def guessed_speed(needed: Footprint | None, capability: Capability | None, gpus: int = 1) -> Speed:
+    """From the size: two operations per parameter and token, as Kaplan et al. (2020, section 2.1) count them.
+
+    Args:
+        gpus: over which a replica is spread.
+    """
     flops = _FLOPS.get(min(max(capability[0], 7), 9), _CPU_FLOPS) if capability else _CPU_FLOPS
     parameters, size = (needed.weights.parameters, needed.weights.bytes) if needed else (0, 0)
     return Speed(
-        startup_seconds=_IMPORT_SECONDS + size / _LOAD_BYTES_PER_SECOND,
-        seconds_per_work=2.0 * parameters / BYTES_PER_TOKEN / flops,
+        startup_seconds=(_IMPORT_SECONDS if capability else _CPU_IMPORT_SECONDS)
+        + size / _LOAD_BYTES_PER_SECOND,
+        seconds_per_work=pipelined(gpus) * 2.0 * parameters / BYTES_PER_TOKEN / flops,
         is_measured=False,
     )
 
@@ -99,48 +173,59 @@ class _Running:
     devices: list[str] = field(default_factory=list)
 
 
-def total_seconds(jobs: Sequence[Job], capacity: Mapping[str, int]) -> float:
+def total_seconds(jobs: Sequence[Job], capacity: Mapping[str, int], hosts: int = 1) -> float:
     """When the last of ``jobs`` ends, by the scheduler's own rules.
 
     Args:
         capacity: how many workers may be on each GPU, by UUID; all GPUs count as equally fast.
+        hosts: machines whose CPUs workers share.
     """
     waiting, running = list(jobs), list[_Running]()
-    free, now = dict(capacity), 0.0
+    free, free_cpus, now = dict(capacity), float(hosts), 0.0
 
-    def start(member: _Running, reserved: Collection[str] = ()) -> bool:
-        """One more replica, if the devices outside of ``reserved`` have room for it."""
-        able = [uuid for uuid in member.job.devices if free.get(uuid, 0) and uuid not in reserved]
-        if len(able) < member.job.gpus:
-            return False
-        for uuid in sorted(able, key=lambda uuid: -free[uuid])[: member.job.gpus]:
-            free[uuid] -= 1
-            member.devices.append(uuid)
-        member.ready_at.append(now + member.job.startup_seconds)
-        return True
+    def is_first(member: _Running) -> bool:
+        return len(member.ready_at) < max(1, member.job.first_replicas)
+
+    def is_worth_it(member: _Running) -> bool:
+        seconds = member.left / len(member.ready_at)
+        return len(member.ready_at) < member.job.replicas and worth_joining(
+            seconds, member.job.startup_seconds
+        )
+
+    def start(
+        member: _Running, is_wanted: Callable[[_Running], bool], reserved: Collection[str] = ()
+    ) -> None:
+        """More replicas as long as they are wanted, if the devices outside of ``reserved`` have room for them."""
+        nonlocal free_cpus
+        job = member.job
+        # Those with the most room first, else in their order.
+        devices = ((uuid, free.get(uuid, 0)) for uuid in job.devices if uuid not in reserved)
+        able = [(-room, place, uuid) for place, (uuid, room) in enumerate(devices) if room >= job.places]
+        heapify(able)
+        while is_wanted(member) and (
+            len(able) >= job.gpus if job.gpus else has_room(free_cpus, job.cpu_share)
+        ):
+            free_cpus -= 0.0 if job.gpus else job.cpu_share
+            for room, place, uuid in [heappop(able) for _ in range(job.gpus)]:
+                free[uuid] -= job.places
+                member.devices.append(uuid)
+                if free[uuid] >= job.places:
+                    heappush(able, (room + job.places, place, uuid))
+            member.ready_at.append(now + job.startup_seconds)
 
     while waiting or running:
         # Members in their order; one that waits keeps the devices it may use from later ones.
         reserved: set[str] = set()
         for job in list(waiting):
-            member, count = _Running(job, job.compute_seconds), max(1, job.first_replicas)
-            # The CPU is one device: it takes the replicas of one member at a time.
-            if job.gpus or all(one.job.gpus for one in running):
-                while len(member.ready_at) < count and start(member, reserved):
-                    pass
+            member = _Running(job, job.compute_seconds)
+            start(member, is_first, reserved)
             if member.ready_at:
                 waiting.remove(job)
                 running.append(member)
             else:
                 reserved |= set(job.devices)
         for one in sorted(running, key=lambda one: -one.left) if not waiting else ():
-            while (
-                one.job.gpus
-                and len(one.ready_at) < one.job.replicas
-                and worth_joining(one.left / len(one.ready_at), one.job.startup_seconds)
-                and start(one)
-            ):
-                pass
+            start(one, is_worth_it)
         if not running:  # what is left fits nowhere; the plan has said so
             return now
         rates = [sum(ready <= now for ready in one.ready_at) for one in running]
@@ -152,9 +237,15 @@ def total_seconds(jobs: Sequence[Job], capacity: Mapping[str, int]) -> float:
             if end == later:
                 running.remove(one)
                 for uuid in one.devices:
-                    free[uuid] += 1
+                    free[uuid] += one.job.places
+                free_cpus += len(one.ready_at) * one.job.cpu_share
         now = later
     return now
+
+
+def has_room(free_cpus: float, cpu_share: float) -> bool:
+    """Whether hosts' CPUs, less what workers there have, take one more; thirds do not add up to 1."""
+    return cpu_share <= free_cpus + 1e-6
 
 
 def worth_joining(seconds_left: float, startup_seconds: float) -> bool:

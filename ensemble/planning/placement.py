@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -55,9 +56,10 @@ class Placement(Assigned):
 
     ``devices`` are UUIDs that it may run on now, in the inventory's order; ``held`` those that would hold it, or
     hold it better, if others did not use them.  ``fits`` says by UUID ("cpu" for the CPU) how, where its footprint
-    is known.
+    is known.  A worker takes ``places`` of each of its GPUs, of the ``max_workers_per_gpu`` that there are.
     """
 
+    places: int = 1
     devices: tuple[str, ...] = ()
     held: tuple[str, ...] = ()
     fits: Mapping[str, Fit] = field(default_factory=dict)
@@ -84,9 +86,10 @@ def place(
     problem = ""
     if memory is not None and (found := memory.problem()):
         problem = f"models[{index}].{found}"
-    elif asked > len(devices):
+    elif asked > together(devices):
+        where = "can be used here" if len({one.node for one in devices}) < 2 else "are on any one node"
         problem = (
-            f"{start} {plural(len(devices), 'GPU')} can be used here; lower it, make more visible "
+            f"{start} {plural(together(devices), 'GPU')} {where}; lower it, make more visible "
             "(CUDA_VISIBLE_DEVICES), or set num_gpus: 0 for the CPU"
         )
     elif asked > 1 and any(device.is_slice for device in devices):
@@ -119,15 +122,22 @@ def place(
             elif on_cpu.verdict == "held" and not decides_itself:
                 free = gib(host.total_bytes - host.used_bytes)
                 placed = replace(placed, warnings=(f"{text}{free} are free: it may be killed; {advice}",))
+    elif needed is None and isinstance(request.gpu_memory, int):
+        placed = _by_request(config, index, facts, devices, asked, request.gpu_memory)
     elif needed is None or decides_itself:
         # Anywhere; but what others hold can be waited for.
         placed = Placement(
             asked,
             footprint=needed,
-            devices=tuple(device.uuid for device in devices),
-            held=tuple(device.uuid for device in devices if device.used_bytes >= MIN_REPORTED_BYTES),
+            devices=tuple(device.uuid for device in devices if not device.is_held),
+            held=tuple(
+                device.uuid for device in devices if device.is_held or device.used_bytes >= MIN_REPORTED_BYTES
+            ),
             reason="its layers go where device_map, max_memory and offload_folder say" if needed else "",
         )
+        if request.gpu_memory == "all" and (sharing := config.max_workers_per_gpu) > 1:
+            reason = "it has its GPUs to itself, since gpu_memory does not say what it takes of them"
+            placed = replace(placed, places=sharing, reason=reason)
     else:
         placed = _on_gpus(config, index, facts, devices, asked, needed)
     if placed.gpus and placed.capability is None:
@@ -168,9 +178,66 @@ def chosen_devices(visible: Sequence[Device], wanted: Sequence[int | str] | None
     return tuple(chosen)
 
 
+def together(devices: Sequence[Device]) -> int:
+    """How many of these a worker can have: the most that are on one node."""
+    return max(Counter(device.node for device in devices).values(), default=0)
+
+
+def rooms(devices: Sequence[Device], gpus: int, workers_per_gpu: int) -> int:
+    """How many workers of so many GPUs each these have room for at a time, each on one node."""
+    return sum(
+        count * workers_per_gpu // gpus for count in Counter(device.node for device in devices).values()
+    )
+
+
+def fitting(
+    config: RunConfig, request: ResourceRequest, needed: Footprint, devices: Sequence[Device]
+) -> list[Device]:
+    """Those of the devices of which one alone holds a replica, with its longest row or the batch that is asked."""
+    sharing, tokens = config.max_workers_per_gpu, _asked_tokens(request, needed)
+    return [one for one in devices if _fit(needed, one, 1, sharing, tokens, one.used_bytes).verdict == "fits"]
+
+
 def _lowest_capability(devices: Sequence[Device]) -> Capability | None:
     # One type of numbers for all replicas, so that a row's probabilities do not depend on where it ran.
     return min((device.compute_capability for device in devices if device.compute_capability), default=None)
+
+
+def _by_request(
+    config: RunConfig, index: int, facts: MemberFacts, devices: Sequence[Device], asked: int, size: int
+) -> Placement:
+    """A member that has said how many bytes it takes of each of its GPUs."""
+    sharing = config.max_workers_per_gpu
+    fits = {}
+    for one in devices:
+        free = max(0, one.total_bytes - _held_bytes(one))
+        verdict = "fits" if size <= free else "held" if size <= one.total_bytes else "never"
+        fits[one.uuid] = Fit(verdict, 0, free)
+    usable = [one for one in devices if fits[one.uuid].verdict == "fits"]
+    held = [one for one in devices if fits[one.uuid].verdict == "held"]
+    if len(usable) + len(held) < asked:
+        largest = max(one.total_bytes for one in devices)
+        problem = (
+            f"models[{index}].gpu_memory: {facts.name} asks for {gib(size)} of {plural(asked, 'GPU')}, but the "
+            f"largest GPU has {gib(largest)}"
+        )
+        if len(usable) + len(held):
+            problem = f"{problem}, and only {plural(len(usable) + len(held), 'GPU')} so much"
+        return Placement(asked, fits=fits, problems=(f"{problem}; lower it, or num_gpus",))
+    # Of what is free, as others' shares are; the same on all, or a worker's place would depend on its GPU.
+    shares = [max(1, fits[one.uuid].room_bytes // sharing) for one in usable]
+    places = max((min(sharing, -(-size // share)) for share in shares), default=1)
+    reason = ""
+    if sharing > 1:
+        reason = f"it takes {gib(size)} of each of its GPUs: {places} of {sharing} places there"
+    return Placement(
+        asked,
+        places=places,
+        devices=tuple(one.uuid for one in usable),
+        held=tuple(one.uuid for one in held),
+        fits=fits,
+        reason=reason,
+    )
 
 
 def _on_gpus(
@@ -186,12 +253,15 @@ def _on_gpus(
     can_spread = facts.request.num_gpus is None and not any(device.is_slice for device in devices)
     # The fewest on which a replica fits with its longest row, or else with its weights.
     for wanted, gpus in product(
-        (("fits",), ("fits", "tight")), range(asked, (len(devices) if can_spread else asked) + 1)
+        (("fits",), ("fits", "tight")), range(asked, (together(devices) if can_spread else asked) + 1)
     ):
-        if sum(_fit(needed, one, gpus, sharing, None).verdict in wanted for one in devices) >= gpus:
+        if (
+            together([one for one in devices if _fit(needed, one, gpus, sharing, None).verdict in wanted])
+            >= gpus
+        ):
             break
     else:
-        fits = {one.uuid: _fit(needed, one, asked, sharing, None, one.used_bytes) for one in devices}
+        fits = {one.uuid: _fit(needed, one, asked, sharing, None, _held_bytes(one)) for one in devices}
         problem = _too_large_text(config, index, facts, devices, needed)
         return Placement(asked, footprint=needed, fits=fits, problems=(problem,))
     able = [one for one in devices if _fit(needed, one, gpus, sharing, None).verdict != "never"]
@@ -199,17 +269,17 @@ def _on_gpus(
     capability = _lowest_capability(able)
     needed = facts.memory.footprint(gpus, capability) or needed
     tokens = _asked_tokens(facts.request, needed)
-    fits = {one.uuid: _fit(needed, one, gpus, sharing, tokens, one.used_bytes) for one in able}
+    fits = {one.uuid: _fit(needed, one, gpus, sharing, tokens, _held_bytes(one)) for one in able}
 
     def are(*verdicts: str) -> set[str]:
         return {uuid for uuid, one in fits.items() if one.verdict in verdicts}
 
     usable, held = are("fits"), are("short", "held")
-    if len(usable) < gpus:
+    if together([one for one in able if one.uuid in usable]) < gpus:
         usable = are("fits", "short", "tight")
     warnings = []
     if small := [one for one in devices if one.uuid not in usable | held]:
-        names = ", ".join(f"{one.name} ({one.uuid})" for one in small)
+        names = ", ".join(one.title for one in small)
         warnings.append(f"{facts.name} does not fit well on {names} and runs elsewhere")
     tight = [fits[uuid].room_bytes for uuid in fits if uuid in usable & are("tight")]
     if tight and tokens is not None:
@@ -243,6 +313,11 @@ def _on_gpus(
         reason=reason,
         warnings=tuple(warnings),
     )
+
+
+def _held_bytes(device: Device) -> int:
+    """What nobody else can have of it now."""
+    return device.total_bytes if device.is_held else device.used_bytes
 
 
 def _asked_tokens(request: ResourceRequest, needed: Footprint) -> int | None:

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
 import numpy as np
 import numpy.typing as npt
 
-from ensemble.common.device_trials import run_trials
+from ensemble.common.device_trials import Trial
 from ensemble.common.files import free_bytes, may_keep
 from ensemble.common.gpus import Device
-from ensemble.common.host import available_memory_bytes, total_memory_bytes
-from ensemble.common.text import gib, plural
+from ensemble.common.host import available_memory_bytes, threads_of, total_memory_bytes, usable_cpus
+from ensemble.common.text import duration, gib, plural
 from ensemble.config import MemberConfig, RunConfig
 from ensemble.members.base import ResourceRequest
 from ensemble.planning.chunks import (
@@ -28,14 +29,17 @@ from ensemble.planning.chunks import (
     Chunk,
     common_lengths,
     cut_chunks,
+    in_views,
     what_is_left,
 )
-from ensemble.planning.forecast import Job, Speed, guessed_speed, total_seconds
-from ensemble.planning.placement import MemberFacts, Placement, place
+from ensemble.planning.forecast import ASSUMED, Job, Scaling, Speed, guessed_speed, pipelined, total_seconds
+from ensemble.planning.placement import MemberFacts, Placement, fitting, place, rooms
 
 # Side by side is chosen where it promises to be this much faster: a replica on each GPU stays balanced where the
 # promise was wrong.
 _WORTH_CHANGING = 0.98
+# How many workers side by side on a CPU are tried, and measured.  More are for the user to ask for.
+WORKERS_BESIDE = (2, 4)
 # What a worker on a GPU takes of its host: torch and transformers imported, and a chunk's token ids; about.
 WORKER_HOST_BYTES = 1 << 30
 _UNMEASURED = Speed(0.0, 0.0, is_measured=False)
@@ -59,12 +63,16 @@ class LoadCache:
 class MemberPlan:
     """How one member runs: on ``gpus`` devices per replica (0: the CPU), ``replicas`` at most at a time.
 
-    ``order`` holds row numbers, longest text first, int64 [rows]; chunks are slices of it.  ``work`` is the
-    text of all rows in bytes, as far as max_length lets it through, with what each row costs beyond it.
-    ``first_replicas`` start before any later member; the others join where a GPU is left over.  A member that needs
+    ``order`` holds row numbers, longest text first, int64 [rows]; chunks are slices of it.  A member with several
+    ``views`` of each row has all rows of the first view before those of the next, numbered through them
+    (``chunks.in_views``); the table has ``table_rows``.  ``work`` is the text of all of these rows in bytes, as far
+    as max_length lets it through, with what each row costs beyond it.
+    ``first_replicas`` start before any later member; the others join where a GPU or a part of the CPU is left over.
+    On a CPU each has ``cpu_share`` of the cores, which by ``scaling`` makes it slower.  A member that needs
     no worker has neither replicas nor chunks.  One with ``when`` ``waits_for`` the members with a weight
     before it: then ``chunks`` are those of the whole table, and which of their rows it computes comes out in the
-    run; the forecast takes ``expected_share`` of them.
+    run; the forecast takes ``expected_share`` of them.  ``advice`` is what else could be set, and what it would
+    take.
     """
 
     index: int
@@ -73,13 +81,17 @@ class MemberPlan:
     placement: Placement
     replicas: int
     first_replicas: int
+    cpu_share: float
     speed: Speed
     work: float
     chunks: tuple[Chunk, ...]
     order: npt.NDArray[np.int64] = field(compare=False, repr=False)
+    table_rows: int = 0
     load_cache: LoadCache = LoadCache(is_kept=False)
     waits_for: tuple[str, ...] = ()
     expected_share: float = 1.0
+    advice: str = ""
+    scaling: Scaling = ASSUMED
 
     @property
     def name(self) -> str:
@@ -90,13 +102,28 @@ class MemberPlan:
         return self.placement.gpus
 
     @property
+    def views(self) -> int:
+        """In how many views it gets each row."""
+        return max(1, len(self.model.counted_views))
+
+    @property
     def needs_worker(self) -> bool:
         return self.replicas > 0
 
     @property
+    def slowdown(self) -> float:
+        """How many times as long one of its replicas computes as ``speed`` says, which may be of another share."""
+        return self.scaling.slower_by(self.cpu_share) / self.scaling.slower_by(self.speed.cpu_share)
+
+    @property
     def whole_seconds(self) -> float:
-        """Of computing all rows of the table on one replica."""
-        return self.speed.seconds_per_work * self.work
+        """Of computing all rows of the table, in all views, on one replica."""
+        return self.speed.seconds_per_work * self.work * self.slowdown
+
+    @property
+    def replica_tokens(self) -> int:
+        """Of all rows that are expected, what each replica computes, about."""
+        return int(self.work * self.expected_share / BYTES_PER_TOKEN / max(1, self.replicas))
 
     @property
     def job(self) -> Job:
@@ -107,6 +134,8 @@ class MemberPlan:
             replicas=self.replicas,
             first_replicas=self.first_replicas,
             devices=self.placement.devices,
+            places=self.placement.places,
+            cpu_share=self.cpu_share,
         )
 
 
@@ -114,9 +143,11 @@ class MemberPlan:
 class Plan:
     """``problems`` name the members that cannot run; then nothing else is decided.
 
-    ``why`` says how members share the GPUs, where there was a choice.  ``seconds`` is the forecast of the whole
-    run, None where no earlier run has measured every member.  The others are what the plan was made from, as
-    :func:`make_plan` takes it.
+    ``hosts`` is how many machines there are whose CPUs take workers, ``cpus`` what :func:`usable_cpus` says of one.
+    ``why`` says how members share the devices, where there was a choice.  ``seconds`` is the forecast of the whole
+    run, None where no earlier run has measured every member.  ``cpu_choice`` are the numbers of workers side by
+    side on a CPU between which, and one, ``scaling`` decides; none where there is nothing to decide.  The others
+    are what the plan was made from, as :func:`make_plan` takes it.
     """
 
     config: RunConfig = field(repr=False)
@@ -125,29 +156,44 @@ class Plan:
     host: Device | None
     speeds: Mapping[str, Speed]
     disk_free_bytes: int | None
+    hosts: int
+    cpus: int
+    scaling: Scaling
     members: tuple[MemberPlan, ...]
     warnings: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
     why: str = ""
     seconds: float | None = None
+    cpu_choice: tuple[int, ...] = ()
+
+    def seconds_of(self, jobs: Sequence[Job]) -> float:
+        """From now until the last of ``jobs`` ends on its devices."""
+        places = dict.fromkeys((gpu.uuid for gpu in self.gpus), self.config.max_workers_per_gpu)
+        return total_seconds(jobs, places, self.hosts)
+
+    @property
+    def jobs(self) -> list[Job]:
+        return [member.job for member in self.members if member.needs_worker]
 
     @property
     def host_bytes(self) -> int:
-        """What its workers take of the host's memory at the same time, about: a process each, and on the CPU, which
-        takes one member at a time, weights and a row besides.  Weights on their way to a GPU are mapped."""
+        """What its workers take of the host's memory at a time, about: a process each, and on the CPU weights and a
+        row besides, of the largest that run together.  Weights on their way to a GPU are mapped."""
         places = len(self.gpus) * self.config.max_workers_per_gpu
         on_gpus = min(places, sum(one.replicas for one in self.members if one.gpus))
-        on_cpu = [0]
-        for one in self.members:
-            if one.needs_worker and not one.gpus:
-                needed = one.placement.footprint
-                each = WORKER_HOST_BYTES if needed is None else needed.peak_bytes(0, needed.width)
-                on_cpu.append(one.replicas * each)
-        return on_gpus * WORKER_HOST_BYTES + max(on_cpu)
+        on_cpu = [(_cpu_bytes(one), one) for one in self.members if one.needs_worker and not one.gpus]
+        size, free = on_gpus * WORKER_HOST_BYTES, 1.0
+        for each, one in sorted(on_cpu, key=lambda pair: -pair[0] / pair[1].cpu_share):
+            count = min(one.replicas, int(free / one.cpu_share + 1e-6))
+            size, free = size + count * each, free - count * one.cpu_share
+        return size
 
-    def again(self, gpus: Sequence[Device]) -> Plan:
-        """The plan of the same run on devices that have changed."""
-        return make_plan(self.config, self.facts, gpus, self.host, self.speeds, self.disk_free_bytes)
+    def again(self, gpus: Sequence[Device], scaling: Scaling | None = None) -> Plan:
+        """The plan of the same run on devices that have changed, or by another scaling."""
+        return make_plan(
+            *(self.config, self.facts, gpus, self.host, self.speeds, self.disk_free_bytes),
+            *(self.hosts, self.cpus, scaling or self.scaling),
+        )
 
 
 def make_plan(
@@ -157,6 +203,9 @@ def make_plan(
     host: Device | None = None,
     speeds: Mapping[str, Speed] | None = None,
     disk_free_bytes: int | None = None,
+    hosts: int = 1,
+    cpus: int = 1,
+    scaling: Scaling = ASSUMED,
 ) -> Plan:
     """Decide devices, replicas and chunks for every member.
 
@@ -164,9 +213,12 @@ def make_plan(
         config: the run.
         facts: per member name.
         gpus: those that this run may use, with what others hold of them.
-        host: the CPU with its memory; None: not known.
+        host: the CPU with its memory, of several the one with the least free; None: not known.
         speeds: per member name, as far as an earlier run has measured them.
         disk_free_bytes: where the run directory is; None: not known.
+        hosts: machines whose CPUs take workers.
+        cpus: threads of computing that one of these runs at a time.
+        scaling: of the CPUs.
     """
     speeds = speeds or {}
     sharing = config.max_workers_per_gpu
@@ -178,13 +230,18 @@ def make_plan(
     members: list[MemberPlan] = []
     warnings: list[str] = []
     problems: list[str] = []
+    # By lengths and max_length: members that read the same have one order in memory.
+    cuts: dict[tuple[int, float], tuple[npt.NDArray[np.int64], tuple[Chunk, ...]]] = {}
     for index, model in enumerate(config.models):
-        known = facts[model.name]
-        counted, order, chunks = known.lengths, np.arange(len(known.lengths)), tuple[Chunk, ...]()
+        known, views = facts[model.name], max(1, len(model.counted_views))
+        counted = known.lengths
         placement, speed = place(config, index, known, gpus, host), _NO_TIME
         problems += placement.problems
         warnings += placement.warnings
-        room = len(placement.devices) * sharing // placement.gpus if placement.gpus else 1
+        room = hosts
+        if placement.gpus:
+            own = [gpu for gpu in gpus if gpu.uuid in placement.devices]
+            room = rooms(own, placement.gpus, sharing // placement.places)
         replicas = max(1, room)
         if (asked := known.request.replicas) != "auto":
             replicas = min(asked, replicas) if placement.gpus else asked
@@ -197,12 +254,20 @@ def make_plan(
         if known.needs_worker:
             # Rows that max_length cuts cost no more than others of that length.  Order and cut still go by the
             # whole text: another cut would mean other batches, and so other last digits, for little less padding.
+            most = math.inf
             if known.memory is not None:
-                counted = np.minimum(counted, int(known.memory.max_length * BYTES_PER_TOKEN))
-            order, chunks = cut_chunks(counted, known.lengths if common is None else common)
+                most = int(known.memory.max_length * BYTES_PER_TOKEN)
+            if most < counted.max(initial=0):
+                counted = np.minimum(counted, int(most))
+            key = id(known.lengths), most
+            if key not in cuts:
+                cuts[key] = cut_chunks(counted, known.lengths if common is None else common)
+            order, chunks = in_views(*cuts[key], views)
             capability = gpus[0].compute_capability if placement.gpus and gpus else None
-            guess = guessed_speed(placement.footprint, capability)
+            guess = guessed_speed(placement.footprint, capability, placement.gpus)
             speed = speeds.get(model.name, _UNMEASURED).or_guess(guess)
+        else:
+            order, chunks = np.arange(len(counted)), ()
         members.append(
             MemberPlan(
                 index=index,
@@ -211,20 +276,24 @@ def make_plan(
                 placement=placement,
                 replicas=min(replicas, len(chunks)),
                 first_replicas=min(replicas, len(chunks)),
+                cpu_share=0.0 if placement.gpus else 1 / (1 if asked == "auto" else asked),
                 speed=speed,
-                work=float((counted + ROW_OVERHEAD_BYTES).sum()),
+                work=views * float(counted.sum() + ROW_OVERHEAD_BYTES * len(counted)),
                 chunks=chunks,
                 order=order,
+                table_rows=len(known.lengths),
                 waits_for=() if model.when is None else config.deciders(index),
                 expected_share=known.expected_share,
+                scaling=scaling,
             )
         )
-    made_from = (config, facts, tuple(gpus), host, speeds, disk_free_bytes)
+    made_from = (config, facts, tuple(gpus), host, speeds, disk_free_bytes, hosts, cpus, scaling)
     plan = Plan(*made_from, tuple(members), tuple(warnings), tuple(problems))
     if problems:
         return plan
-    plan = _shared(plan, dict.fromkeys((gpu.uuid for gpu in gpus), sharing))
-    return replace(plan, members=_with_caches(plan))
+    plan = _beside(_shared(plan))
+    plan = replace(plan, members=_with_caches(plan))
+    return replace(plan, members=tuple(replace(one, advice=_advice(plan, one)) for one in plan.members))
 
 
 def plan_run(
@@ -232,12 +301,21 @@ def plan_run(
     facts: Mapping[str, MemberFacts],
     gpus: Sequence[Device],
     speeds: Mapping[str, Speed],
+    hosts: Sequence[Device],
+    trials: Callable[..., Sequence[Trial]],
+    scaling: Scaling,
 ) -> Plan:
-    """Plan a run on this machine; the arguments are those of ``make_plan``."""
+    """Plan a run; the arguments are those of ``make_plan``, ``hosts`` the CPUs of nodes, none: this machine's.
+
+    ``scaling`` is this machine's; what nodes of a cluster have is assumed.
+
+    ``trials`` tries devices where they are, as :func:`ensemble.common.device_trials.run_trials` does.
+    """
     total, available = total_memory_bytes(), available_memory_bytes()
     host = None
     if total is not None and available is not None:
         host = Device("cpu", "CPU", None, total, max(0, total - available))
+    host = min(hosts, key=lambda one: one.total_bytes - one.used_bytes, default=host)
     if gpus and importlib.util.find_spec("flash_attn") is not None:
         # Whether flash-attention 2 works only a process with torch can tell, which takes seconds: asked where a
         # member would take it.
@@ -251,14 +329,17 @@ def plan_run(
             and place(config, index, able[model.name], gpus, None).attention == "flash_attention_2"
             for index, model in enumerate(config.models)
         )
-        report = run_trials(gpus[:1], flash_attention=True)[0].report if would_take_it else None
+        report = trials(gpus[:1], flash_attention=True)[0].report if would_take_it else None
         if report is not None and report.has_flash_attention:
             facts = {**facts, **able}
     free = free_bytes(config.output_dir)
     if free is not None:  # what an earlier run keeps needs no more room
         with contextlib.suppress(OSError):
             free += sum(one.stat().st_size for one in config.output_dir.glob("work/*/cache/*/*"))
-    return make_plan(config, facts, gpus, host, speeds, free)
+    return make_plan(
+        *(config, facts, gpus, host, speeds, free),
+        *((len(hosts), 1, ASSUMED) if hosts else (1, usable_cpus(), scaling)),
+    )
 
 
 def without_done(member: MemberPlan, is_done: npt.NDArray[np.bool_], is_timed: bool) -> MemberPlan:
@@ -266,42 +347,145 @@ def without_done(member: MemberPlan, is_done: npt.NDArray[np.bool_], is_timed: b
 
     Under a time limit they are in the order of dispatch: first the longest rows, which show in the first minute
     whether memory suffices and how fast it goes; then from the shortest up, because that covers the most rows.
+    All rows come in one view before any comes in the next.
 
     Args:
         member: as it was planned, with all of its chunks.
-        is_done: by row of the table, bool [rows].
+        is_done: by row number, bool [rows].
     """
     order, left = what_is_left(member.chunks, member.order, is_done, count(len(member.chunks)))
     if is_timed:
-        left = left[:1] + left[:0:-1]
+        left = left[:1] + tuple(sorted(left[1:], key=lambda chunk: (chunk.view, -chunk.start)))
     return replace(member, chunks=left, order=order)
 
 
-def _shared(plan: Plan, capacity: Mapping[str, int]) -> Plan:
+def _shared(plan: Plan) -> Plan:
     """The plan with the better way of sharing the GPUs: a replica on each, or members at the same time."""
     working = [member for member in plan.members if member.needs_worker]
     is_measured = all(member.speed.is_measured for member in working)
-    seconds = total_seconds([member.job for member in working], capacity)
-    apart = tuple(
-        replace(member, first_replicas=1)
-        if member.gpus and member.replicas > 1 and member.request.replicas == "auto"
-        else member
-        for member in plan.members
+    seconds = plan.seconds_of(plan.jobs)
+    apart = replace(
+        plan,
+        members=tuple(
+            replace(member, first_replicas=1)
+            if member.gpus and member.replicas > 1 and member.request.replicas == "auto"
+            else member
+            for member in plan.members
+        ),
     )
     why = ""
     is_known = all(member.speed.seconds_per_work > 0 for member in working)
-    if apart != plan.members and len(working) > 1 and is_known:
-        at_once = total_seconds([member.job for member in apart if member.needs_worker], capacity)
+    if apart.members != plan.members and len(working) > 1 and is_known:
+        at_once = plan.seconds_of(apart.jobs)
         by = "by the speeds of an earlier run" if is_measured else "by the sizes of the models"
         if at_once < _WORTH_CHANGING * seconds:
             gain = 1 - at_once / seconds
-            plan, seconds = replace(plan, members=apart), at_once
+            plan, seconds = apart, at_once
             why = f"members run at the same time, one replica each at first: {by}, {gain:.0%} sooner than in turn"
         else:
             why = (
                 f"members run in turn, with replicas on all their GPUs: {by}, no later than at the same time"
             )
     return replace(plan, why=why, seconds=seconds if working and is_measured else None)
+
+
+def _beside(plan: Plan) -> Plan:
+    """The plan with as many workers side by side on a CPU as end first, each with cores of its own.
+
+    Several with a part of the cores each compute more than one with all of them, but hold more memory; and a member
+    that has little to do is done sooner by all cores.  One of which nobody knows what it takes has a CPU to itself.
+    """
+    on_cpu = [one for one in plan.members if one.needs_worker and not one.gpus]
+    asked = plan.config.cpu_workers
+    can_share = [one for one in on_cpu if one.placement.footprint is not None or asked != "auto"]
+
+    def with_workers(count: int) -> tuple[Plan, float]:
+        members = list(plan.members)
+        for one in can_share:
+            replicas, first, share = one.replicas, one.first_replicas, min(one.cpu_share, 1 / count)
+            if one.request.replicas == "auto":
+                replicas = min(count * plan.hosts, len(one.chunks))
+                first = math.ceil(replicas / len(on_cpu))
+            members[members.index(one)] = replace(
+                one, replicas=replicas, first_replicas=first, cpu_share=share
+            )
+        made = replace(plan, members=tuple(members))
+        seconds = made.seconds_of(made.jobs)
+        return replace(made, seconds=seconds if plan.seconds else None), seconds
+
+    if asked != "auto":
+        return with_workers(asked)[0] if asked > 1 else plan
+    free = 0 if plan.host is None else plan.host.total_bytes - plan.host.used_bytes
+    largest = max(map(_cpu_bytes, can_share), default=free)
+    # As many as there are cores, chunks, and room in memory.
+    most = min(plan.cpus, sum(len(one.chunks) for one in can_share))
+    counts = tuple(count for count in WORKERS_BESIDE if count <= most and count * largest <= free)
+    if not counts:
+        return with_workers(1)[0] if can_share else plan
+    best, best_seconds = with_workers(1)
+    alone, why = best_seconds, f"one worker at a time on the CPU, with all of its {plan.cpus} cores"
+    for workers in counts:
+        made, seconds = with_workers(workers)
+        if seconds < _WORTH_CHANGING * best_seconds:
+            cores = plural(threads_of(plan.cpus, 1 / workers), "core")
+            other = "one after the other" if len(on_cpu) > 1 else "one on all of them"
+            gain = f"{1 - seconds / alone:.0%} sooner than {other}"
+            why = f"{workers} workers at a time on the CPU, {cores} each: {gain}"
+            best, best_seconds = made, seconds
+    why += f" (what more workers with fewer cores each are worth is {plan.scaling})"
+    return replace(best, why="; ".join(filter(None, (plan.why, why))), cpu_choice=counts)
+
+
+def _cpu_bytes(member: MemberPlan) -> int:
+    """What a worker of it takes of the host's memory on the CPU, about, with a row."""
+    needed = member.placement.footprint
+    return WORKER_HOST_BYTES if needed is None else needed.peak_bytes(0, needed.width)
+
+
+def _advice(plan: Plan, member: MemberPlan) -> str:
+    """For a member that is spread because one GPU cannot hold it: what replicas with smaller weights would take.
+
+    Nothing is decided by this, since smaller weights give other numbers.  Both are computed by the same products;
+    to unpack weights of 4 bits moves 4.5 bytes a parameter for each batch, which by the data sheets of T4, A100 and
+    H100 is 1 % of the products of 16,384 tokens, and is left out.
+    """
+    known, config = plan.facts[member.name], plan.config
+    memory, request, capability = known.memory, known.request, member.placement.capability
+    if member.gpus < 2 or memory is None or member.speed.seconds_per_work <= 0:
+        return ""
+    whole = memory.footprint(1, capability)
+    if whole is None or fitting(config, request, whole, plan.gpus):
+        return ""  # as the user wants it
+    seconds = plan.seconds_of([member.job])
+    for keys, smaller in memory.smaller(capability):
+        own = fitting(config, request, smaller, plan.gpus)
+        room = rooms(own, 1, config.max_workers_per_gpu)
+        replicas = min(room, len(member.chunks), room if request.replicas == "auto" else request.replicas)
+        if replicas < 1:
+            continue
+        job = replace(
+            member.job,
+            # A load reads the checkpoint, whatever it makes of it.
+            compute_seconds=member.job.compute_seconds / pipelined(member.gpus),
+            gpus=1,
+            replicas=replicas,
+            first_replicas=replicas,
+            devices=tuple(gpu.uuid for gpu in own),
+        )
+        instead = plan.seconds_of([job])
+        what = f"{smaller.quantization} weights ({gib(smaller.weights.bytes)}) would fit one GPU: "
+        what += f"{plural(replicas, 'replica')} would take "
+        if member.speed.is_measured:
+            what += (
+                f"about {duration(instead)} in place of {duration(seconds)}, by the speed of an earlier run"
+            )
+        else:
+            what += f"{instead / seconds:.2f} of the time that it takes over {member.gpus} GPUs, by its size"
+        if instead >= _WORTH_CHANGING * seconds:
+            return f"{what}; as it is it keeps its numbers at no cost"
+        own_keys = keys if request.num_gpus is None else f"{keys} and num_gpus: 1"
+        return f"{what}, and give other numbers; {own_keys} for that"
+    return ""
 
 
 def _with_caches(plan: Plan) -> tuple[MemberPlan, ...]:

@@ -15,7 +15,7 @@ from sklearn import metrics as sk
 
 import ensemble
 from ensemble.analysis.compare import changed_settings, compare
-from ensemble.common.errors import DataError
+from ensemble.common.errors import ConfigError, DataError
 from tests.cli.reports import shown
 from tests.project import LABELS, Project
 
@@ -159,6 +159,8 @@ def test_what_cannot_be_compared(tmp_path: Path) -> None:
         with pytest.raises(DataError) as caught:
             compare(a, tmp_path / other, asked)
         assert said in str(caught.value)
+    with pytest.raises(ConfigError, match="--label-column: is one of --labels or of a run's table"):
+        compare(a, a, label_column="label")
     with pytest.raises(DataError, match="auc: not defined for these 10 rows: the truth holds a single label"):
         compare(a, a, ["auc"], labels=tmp_path / "truth.csv")
     found = compare(a, a, ["auc", "accuracy"], labels=tmp_path / "truth.csv")
@@ -240,6 +242,9 @@ def test_two_runs(
     assert [(one.changed, one.largest) for one in same.changes] == [(0, 0.0)] * 3
     assert {one.better for one in same.metrics} == {""}
     assert "The settings are the same." in capsys.readouterr().out
+    alone = project.ensemble("compare", "runs/first")
+    assert alone.returncode == 2
+    assert "`compare runs/first runs/first` has any --metric of it" in " ".join(alone.stderr.split())
     with_file = ensemble.compare("runs/first", "mate.csv", quiet=True)
     assert [one.name for one in with_file.changes] == ["ensemble"]
     assert (with_file.settings, len(with_file.metrics)) == (None, 2)

@@ -14,11 +14,16 @@ from scipy.stats import sem
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import log_loss, roc_auc_score
 
-from ensemble.analysis.fit import MIN_ROWS_PER_NUMBER, FitReport, Gain, Options, fit, folds
+from ensemble.analysis.fit import MIN_ROWS_PER_NUMBER, FitReport, Gain, Method, Options, fit, folds
 from ensemble.analysis.predictions import Predictions
+from ensemble.analysis.weights import Pool, pooled
 from ensemble.analysis.weights_file import verdicts
 from ensemble.cli.views.fit import view
 from ensemble.common.errors import ConfigError, EnsembleError
+from ensemble.config.schema import RuleConfig
+from ensemble.merging.metrics import row_losses
+from ensemble.merging.rules import RowRules
+from tests.sampling import one_in
 
 ROWS = 1_500
 LABELS = ("a", "b", "c")
@@ -123,6 +128,7 @@ def test_members_that_are_too_sure_are_calibrated_to_gain(
         assert all(isinstance(one.calibration, float) and one.calibration > 1.5 for one in report.members)
 
 
+@pytest.mark.long
 def test_any_metric_by_greedy_selection_with_the_jackknife_for_its_error() -> None:
     found = predictions(800, (0.5, 2.0, 4.0))
     report = fit(found, Options("auc", "greedy"))
@@ -142,7 +148,7 @@ def test_any_metric_by_greedy_selection_with_the_jackknife_for_its_error() -> No
     assert 0.6 < report.over_equal.error / spread < 1.7
 
 
-@pytest.mark.parametrize("is_multi_label", [False, True])
+@pytest.mark.parametrize("is_multi_label", one_in(2, [False, True]))
 def test_stacking_is_the_logistic_regression_of_scikit_learn(is_multi_label: bool) -> None:
     found = predictions(1_200)
     found = multi_label(found) if is_multi_label else found
@@ -165,6 +171,7 @@ def test_stacking_is_the_logistic_regression_of_scikit_learn(is_multi_label: boo
     assert report.score < min(member.alone for member in report.members)
 
 
+@pytest.mark.long
 def test_soft_truth_that_is_certain_is_the_hard_truth() -> None:
     found = predictions(600)
     truth = np.eye(3)[found.truth]
@@ -189,6 +196,56 @@ def test_rows_that_a_member_lacks_are_left_out_of_the_fit() -> None:
         sentence.startswith("These figures are of the 700 of 1,000 rows that all members have; a run merges")
         for sentence in verdicts(report)
     )
+
+
+def with_rules(found: Predictions, *rules: dict[str, Any], seed: int = 5) -> Predictions:
+    """The same predictions of a run with rules, each for a third of the rows in which no ``a`` is true."""
+    hits = (np.random.default_rng(seed).random((len(rules), found.rows)) < 1 / 3) & (found.truth != 0)
+    given = [RuleConfig.model_validate({"when": "x", **rule}) for rule in rules]
+    return replace(found, rules=RowRules(given, found.labels, hits))
+
+
+@pytest.mark.parametrize("pool", ["geometric_mean", "mean"])
+def test_weights_are_best_for_what_rules_leave_of_the_merge(pool: Pool) -> None:
+    """Held against the run's own order, in which the members are merged first, over a grid of weights."""
+    found = with_rules(predictions(noise=(1.0, 1.2)), {"set": {"b": 0.9}}, {"mask": ["a"]})
+    assert found.rules is not None
+    report = fit(found, Options(pool=pool))
+    is_set = found.rules.has_set
+    assert (report.rows, report.rows_decided, report.rows_left_out) == ((~is_set).sum(), is_set.sum(), 0)
+    assert f"Rules decide {is_set.sum()} further rows" in " ".join(verdicts(report))
+
+    def loss(weight: float) -> float:
+        merged = pooled([*found.members.values()], np.array([weight, 1 - weight]), pool, "softmax")
+        assert found.rules is not None
+        found.rules.apply(0, merged, True)
+        return float(row_losses(np.asarray(found.truth), merged)[~is_set].mean())
+
+    (weight, _) = weights_of(report)
+    best = min(map(loss, np.linspace(0, 1, 201)))
+    # Of the plain mean masks are put on the members, which is not quite the same.
+    assert loss(weight) - best < (1e-6 if pool == "geometric_mean" else 1e-4)
+    without = replace(found, rules=None)
+    assert weights_of(fit(without, Options(pool=pool)))[0] != pytest.approx(weight, abs=1e-4)
+
+
+@pytest.mark.parametrize("method", ["stacking", "greedy"])
+def test_rows_that_rules_decide_tell_nothing_of_the_members(method: Method) -> None:
+    found = with_rules(predictions(), {"set": {"b": 1.0}})
+    assert found.rules is not None
+    rest = np.flatnonzero(~found.rules.rows[0])
+    alone = Predictions(
+        found.ids.take(rest),
+        LABELS,
+        {name: np.asfortranarray(values[rest]) for name, values in found.members.items()},
+        found.activations,
+        np.asarray(found.truth)[rest],
+    )
+    options = Options(method=method)
+    assert fit(found, options).score == fit(alone, options).score
+    everything = replace(found, rules=RowRules(found.rules.rules, LABELS, np.ones((1, ROWS), bool)))
+    with pytest.raises(EnsembleError, match="is not decided by rules; fit needs rows that every member has"):
+        fit(everything, options)
 
 
 def test_what_makes_no_difference_is_said_so_and_what_loses_to_equal_weights() -> None:

@@ -54,6 +54,18 @@ def test_files_are_joined_by_id_in_the_order_of_the_first(tmp_path: Path) -> Non
     assert read.remarks == (f"1 row of {truth} left out, of ids without predictions",)
 
 
+def test_files_in_the_formats_of_tables(tmp_path: Path) -> None:
+    (a,) = write(tmp_path, a=A)
+    pd.DataFrame(B).to_parquet(tmp_path / "b.parquet", index=False)
+    pd.DataFrame(A).to_json(tmp_path / "c.v2.jsonl", orient="records", lines=True)
+    read = read_files([a, tmp_path / "b.parquet", tmp_path / "c.v2.jsonl"])
+    assert {name: values.tolist() for name, values in read.members.items()} == {
+        "a": [[0.7, 0.3], [0.2, 0.8], [0.5, 0.5]],
+        "b": [[0.9, 0.1], [0.6, 0.4], [0.4, 0.6]],
+        "c.v2": [[0.7, 0.3], [0.2, 0.8], [0.5, 0.5]],
+    }
+
+
 def test_a_truth_in_columns(tmp_path: Path) -> None:
     soft = {"id": A["id"], "pos": [0.1, 1.0, 0.5], "neg": [0.9, 0.0, 0.5]}
     one_hot = {"id": A["id"], "pos": [False, True, True], "neg": [True, False, False]}
@@ -65,6 +77,10 @@ def test_a_truth_in_columns(tmp_path: Path) -> None:
     assert read.truth is not None
     assert read.truth.dtype == np.int64
     assert read.truth.tolist() == [0, 1, 1]
+    with pytest.raises(
+        DataError, match=r"no label column 'winner'.*leave --label-column out to take the labels'"
+    ):
+        read_files([a], labels=hot_truth, label_column="winner")
 
 
 def test_labels_that_are_not_exclusive_and_regression(tmp_path: Path) -> None:

@@ -162,6 +162,7 @@ def test_weights_of_csvs_take_the_calibration_of_a_config_away(files: Project) -
     assert of_run == of_merge
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["mean", "geometric_mean"])
 def test_the_log_loss_of_the_merge_is_that_of_the_fit_also_where_members_say_0(
     files: Project, method: str
@@ -238,8 +239,19 @@ def test_a_truth_that_is_named_when_the_run_is_fitted(files: Project) -> None:
         files.ensemble("fit", "config.yaml", "--set", sets[0], "--set", sets[1], "-o", "b.yaml").returncode
         == 0
     )
-    found = [yaml.safe_load((files.folder / name).read_text()) for name in ("a.yaml", "b.yaml")]
-    assert found[0] == found[1]
+    # The column alone is one of the config's own table, whatever that names.
+    files.write_csv("rows.csv", ["id", "winner"], rows)
+    done = files.ensemble("fit", "config.yaml", "--label-column", "winner", "-o", "c.yaml")
+    assert done.returncode == 0, done.stderr
+    found = [yaml.safe_load((files.folder / name).read_text()) for name in ("a.yaml", "b.yaml", "c.yaml")]
+    assert found[0] == found[1] == found[2]
+    done = files.ensemble("fit", "config.yaml", "--label-column", "winer", "--force")
+    assert done.returncode == 2
+    assert "label column 'winer'" in done.stderr
+    # The same of runs that are compared.
+    done = files.ensemble("compare", "out", "out", "--label-column", "winner", "--metric", "accuracy")
+    assert done.returncode == 0, done.stderr
+    assert "accuracy  ensemble   400" in done.stdout
 
 
 def test_the_methods_that_can_be_fitted_are_those_that_say_so() -> None:
@@ -271,6 +283,7 @@ WRONG: dict[str, Any] = {
     ),
     "one label": ("truth.csv", lambda h, r: (h, [[row[0], "b"] for row in r]), {}, "'b' in every row"),
     "no truth": ("", None, {"labels": None}, "--labels"),
+    "ids": ("", None, {"sources": "config.yaml", "id_column": "x", "labels": None}, "has data.id_column"),
     "no run": ("", None, {"sources": "config.yaml"}, "run the config first"),
     "both": ("", None, {"sources": ["config.yaml", "one.csv"]}, "not both"),
     "metric": ("", None, {"metric": "log_los"}, "log_loss"),

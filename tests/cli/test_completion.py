@@ -22,9 +22,9 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     entry = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["scripts"]["ensemble"]
     module, _, function = entry.partition(":")
     path = tmp_path_factory.mktemp("bin") / "ensemble"
-    path.write_text(
-        f"#!{sys.executable}\nimport sys\nfrom {module} import {function}\nsys.exit({function}())\n"
-    )
+    # As pip does where the path of the Python may have a space, which no "#!" takes.
+    start = f"#!/bin/sh\n'''exec' \"{sys.executable}\" \"$0\" \"$@\"\n' '''\n"
+    path.write_text(f"{start}import sys\nfrom {module} import {function}\nsys.exit({function}())\n")
     path.chmod(0o755)
     return path
 

@@ -93,6 +93,7 @@ def test_a_machine_without_gpus_can_run(empty_project: Project) -> None:
     assert not list(empty_project.folder.iterdir())
 
 
+@pytest.mark.long
 def test_gpus_that_torch_cannot_use_and_a_config_that_cannot_run(
     empty_project: Project, nvml_sim: NvmlSim
 ) -> None:
@@ -159,6 +160,7 @@ def test_with_a_config_all_is_said_that_validate_says(
     assert done.stdout.count("\nproblem  ") == len(problems) + 1, "one of torch, and none twice"
 
 
+@pytest.mark.long
 def test_a_wrong_mask_stops_only_members_that_want_a_gpu(
     project: Project, nvml_sim: NvmlSim, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +208,7 @@ def test_quiet_says_problems_only(
     assert not [line for line in done.stdout.splitlines() if line.startswith(("ok", "note"))]
 
 
+@pytest.mark.long
 def test_a_config_decides_where_torch_is_tried(
     empty_project: Project, nvml_sim: NvmlSim, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

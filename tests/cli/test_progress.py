@@ -34,8 +34,9 @@ def test_plain_lines_come_with_each_phase_and_every_few_seconds() -> None:
         display.update([state])
     assert file.getvalue().splitlines() == ["m0: starting Python"] * 2
     state.predicting_since = 108.0
-    state.in_hand[7] = state.pending.popleft()
-    state.progress[7] = Progress(chunk=0, rows=125, tokens=5000, padded_tokens=5100)
+    chunk = state.pending.first()
+    state.take(chunk)
+    state.advance(Progress(chunk=chunk.index, rows=125, tokens=5000, padded_tokens=5100))
     for clock[0] in (108.0, 110.0, 113.5, 114.0, 118.6):
         display.update([state])
     lines = file.getvalue().splitlines()[2:]
@@ -49,9 +50,10 @@ def test_time_left_follows_the_work_and_not_the_rows() -> None:
     state = member()
     state.clock = lambda: 10.0
     state.predicting_since = 0.0
-    state.in_hand[7] = state.pending.popleft()
-    state.progress[7] = Progress(chunk=0, rows=state.plan.chunks[0].stop, tokens=1, padded_tokens=1)
-    share = state.plan.chunks[0].cost
+    chunk = state.pending.first()
+    state.take(chunk)
+    state.advance(Progress(chunk=chunk.index, rows=chunk.rows, tokens=1, padded_tokens=1))
+    share = chunk.cost
     assert state.fraction == pytest.approx(share)
     assert f"{duration(10 * (1 - share) / share)} left" in describe(state)
 

@@ -25,9 +25,9 @@ READY = Ready(1.0, "Tesla T4", "float16", "eager", 9_000_000_000, 1024, 16384, (
 def loaded(*ready: Ready) -> MemberState:
     state = test_progress.member()
     for replica, event in enumerate(ready):
-        state.workers.append(
-            WorkerRecord("m0", replica, ("cpu",), str(7 + replica), "log", 0.0, 0.0, ready=event)
-        )
+        record = WorkerRecord("m0", replica, ("cpu",), str(7 + replica), "log", 0.0, 0.0)
+        state.worker_began(record)
+        state.worker_ready(record, event)
     return state
 
 
@@ -116,6 +116,16 @@ def test_rows_that_were_computed_once_for_several() -> None:
     told = "m: 1,200 of 10,000 rows repeat another row's text and were not computed again"
     assert sentences(member(workers=(one, one))) == [told]
     assert sentences(member(workers=(one, one), chunks=0)) == [], "they are of an earlier run"
+    resumed = told.replace("10,000 rows", "10,000 rows computed now")
+    assert sentences(member(workers=(one, one), reused_rows=300)) == [resumed]
+
+
+def test_rows_that_were_cut() -> None:
+    one = worker(rows=5000, truncated_rows=600, cut_tokens=3000, max_length=512)
+    told = "m: 600 of 5,000 rows were cut at max_length 512, by 5 tokens on average"
+    assert sentences(member(workers=(one,))) == [told]
+    resumed = told.replace("5,000 rows", "5,000 rows computed now")
+    assert sentences(member(workers=(one,), reused_rows=300)) == [resumed], "of the others nobody knows"
 
 
 def test_rows_that_overflowed() -> None:

@@ -12,8 +12,10 @@ from types import ModuleType
 import pytest
 
 from ensemble.cli import views
+from ensemble.cli.views.summary import raise_unless_complete
+from ensemble.common.errors import TimeLimitReached
 from ensemble.merging.metrics import Gain, Score
-from ensemble.pipeline.run_report import RunReport
+from ensemble.pipeline.run_report import RunReport, ViewReport
 from ensemble.pipeline.status import RunStatus
 from tests.cli.reports import member, report, shown, worker
 from tests.page import blocks
@@ -131,7 +133,8 @@ def test_what_is_said_of_a_loss_is_what_the_merge_method_bears(method: str, advi
         (line,) = [line for line in shown("summary", raw) if line.startswith("ensemble:")]
         assert line == (
             "ensemble: RMSE 12.25, 150 worse in squared error than its best member b (95 % interval 100 to 200): "
-            "equal weights lose to it; `python -m ensemble fit CONFIG --metric rmse` earns weights"
+            "equal weights lose to it; `python -m ensemble fit CONFIG --method greedy --calibration none --metric "
+            "rmse` earns weights"
         )
 
 
@@ -143,3 +146,17 @@ def test_a_gain_is_read_as_it_was_written(tmp_path: Path) -> None:
     del older["gain"], older["config_files"]
     (tmp_path / "run.json").write_text(json.dumps(older))
     assert RunReport.read(tmp_path / "run.json").gain is None
+
+
+def test_rows_of_members_with_views_and_of_those_that_lack_some() -> None:
+    views = {"one": ViewReport(1.0, 1000), "two": ViewReport(1.0, 600)}
+    reused = member("a", phase="done", views={name: ViewReport(1.0, 1000) for name in views})
+    stopped = member("b", phase="paused", status="unfinished", views=views, partial_rows=400)
+    given = member("c", phase="done", replicas=0)
+    rows = {"a": 1000, "b": 1000, "c": 7}
+    made = report(reused, stopped, given, status="time_limit", merged_rows=rows)
+    said = [line.split() for line in shown("summary", made)]
+    assert ["a", "2,000", "reused"] in said, "each view counts, as where it has been computed"
+    assert ["c", "7", "given"] in said
+    with pytest.raises(TimeLimitReached, match=r"b 1,000 of 1,000 rows \(400 of them in some of its views"):
+        raise_unless_complete(made)

@@ -6,7 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from ensemble.common.errors import ConfigError
+from ensemble.config import EnsembleConfig, MemberConfig
+from ensemble.config.load import load_config
+from ensemble.members.registry import KINDS
 from tests.config.examples import Load, Problems, small
 
 MATE = {"name": "mate", "task_type": "csv", "path": "mate.csv"}
@@ -31,7 +36,10 @@ def test_a_default_goes_to_the_kinds_that_have_the_key(load: Load) -> None:
         "activation": "sigmoid",
         "calibration": None,
         "when": None,
+        "columns": {},
+        "values": "probabilities",
         "partial": False,
+        "sha256": None,
     }
 
 
@@ -55,7 +63,8 @@ def test_a_default_can_name_the_kind(load: Load) -> None:
         ),
         (
             {"task_type": "vote"},
-            "defaults.task_type (line 15): unknown task_type; the task_types here are seq_cls, csv",
+            "defaults.task_type (line 15): unknown task_type; the task_types here are seq_cls, pooled_cls, "
+            "causal_lm, image_cls, csv, python",
         ),
     ],
 )
@@ -71,8 +80,8 @@ def test_a_model_has_the_keys_of_its_kind_and_no_others(problems: Problems) -> N
     found = problems(both({}, max_length=3, file="x", path=None))
     assert found == (
         "models[1].path (line 12): must be the path of a file, not empty",
-        "models[1].max_length (line 13): unknown key; the keys here are name, task_type, weight, calibration, "
-        "when, path, id_column, activation, partial",
+        "models[1].max_length (line 13): no key of task_type csv; seq_cls, pooled_cls, causal_lm have it "
+        "(docs/config.md)",
         "models[1].file (line 14): unknown key; use path",
     )
     content = both({})
@@ -86,3 +95,19 @@ def test_what_is_wrong_with_models_together_is_said_beside_it(problems: Problems
         "models[1].name (line 10): the same as models[0].name; names must differ in more than their case",
         "models[1].weight (line 13): must be a number of at least 0, not 'x'",
     )
+
+
+def test_a_package_that_is_broken_hides_no_unknown_key(tmp_path: Path) -> None:
+    class Kinds(dict[str, type[MemberConfig]]):
+        def __getitem__(self, name: str) -> type[MemberConfig]:
+            if name == "broken":
+                raise ConfigError(["the package broken cannot be imported"])
+            return super().__getitem__(name)
+
+    kinds = Kinds({name: KINDS.load(name).Settings for name in ("seq_cls", "csv")}, broken=MemberConfig)
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(both({}, max_length=3)), encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_config([path], (), {"mean": EnsembleConfig}, kinds)
+    (problem,) = caught.value.problems
+    assert problem.endswith("no key of task_type csv; seq_cls has it (docs/config.md)")

@@ -71,10 +71,10 @@ def test_weights_by_label_and_by_length_bin(load: Load, problems: Problems) -> N
         return [re.sub(r" .line \d+.", "", text) for text in problems(content | {"ensemble": ensemble})]
 
     assert said({"neg": -1, "poz": "x"}, 1) == [
-        "models[0].weight: has no number for pos; give one for each label",
+        "models[0].weight: has no number for 'pos'; give one for each label",
         "models[0].weight.neg: must be a number of at least 0, not -1",
         "models[0].weight.poz: must be a number of at least 0, not 'x'",
-        "models[0].weight.poz: must be one of the labels, not 'x'",
+        "models[0].weight.poz: is none of the labels, which are 'neg', 'pos'",
     ]
     assert said([0.5, 1], [0.5, None], length_bins=[9, 10]) == [
         "models[0].weight: 2 of ensemble.length_bins make 3 bins; give one number for each bin",
@@ -90,13 +90,39 @@ def test_weights_by_label_and_by_length_bin(load: Load, problems: Problems) -> N
         f"models: the weights for pos in length bin 2 of 2 {all_0}"
     ]
     assert said([0, 1], [0, 1], length_bins=[9]) == [f"models: the weights in length bin 1 of 2 {all_0}"]
-    assert said({}, 1)[0].startswith("models[0].weight: has no number for neg, pos")
+    assert said({}, 1)[0].startswith("models[0].weight: has no number for 'neg', 'pos'")
     assert "or one for each label or each of ensemble.length_bins, not []" in said([], 1)[0]
     bins = (
         "ensemble.length_bins: must be a list of whole numbers of at least 1, each more than the one before"
     )
     for edges in ([], [0], [2, 1], [1, 1], ["x"], 5, [1.5]):
         assert said(1, 1, length_bins=edges)[0].startswith(bins), edges
+
+
+def test_what_is_wrong_with_when_is_told_where_it_stands(load: Load, problems: Problems) -> None:
+    content = small()
+    content["models"].append(content["models"][0] | {"name": "b"})
+
+    def said(when: object) -> list[str]:
+        content["models"][1]["when"] = when
+        return [re.sub(r"models.1..when| .line \d+.", "", text) for text in problems(content)]
+
+    for rule in ("share", "margin_below"):
+        for number, shown in ((0, "0"), (1.5, "1.5"), (-1, "-1"), ("0.3", "'0.3'"), (True, "true")):
+            assert said({rule: number}) == [f".{rule}: must be a number above 0, up to 1, not {shown}"]
+    for other, shown in ((-1, "-1"), (float("inf"), "inf"), (None, "empty")):
+        assert said({"entropy_above": other}) == [
+            f".entropy_above: must be a number of at least 0, not {shown}"
+        ]
+    assert said({"share": 0.2, "margin_below": 3}) == [": has share and margin_below; give one of them"]
+    assert said({"margin": 0.2}) == [".margin: unknown rule; did you mean margin_below?"]
+    assert said({"x": 1, "share": 0.2})[0].startswith(".x: unknown rule; the rules here are margin_below, ")
+    for value, shown in (({}, "an empty mapping"), (0.3, "0.3"), ([], "[]")):
+        (text,) = said(value)
+        assert text.startswith(": must be one of {margin_below: m} with ")
+        assert text.endswith(f", not {shown}")
+    content["models"][1]["when"] = {"share": 1}
+    assert load(content).config.models[1].when == {"share": 1.0}
 
 
 def test_calibration_and_the_keys_of_methods(load: Load, problems: Problems) -> None:
@@ -118,7 +144,7 @@ def test_calibration_and_the_keys_of_methods(load: Load, problems: Problems) -> 
         assert said(small(calibration={"temperature": wrong})) == [f"{temperature}, not {shown}"]
     assert said(small(calibration={"scale": {"neg": "x", "nag": 1}, "bias": [1], "temp": 2})) == [
         "models[0].calibration.scale.neg: must be a number from -1000000 to 1000000, not 'x'",
-        "models[0].calibration.scale.nag: must be one of the labels, not 1",
+        "models[0].calibration.scale.nag: is none of the labels, which are 'neg', 'pos'",
         "models[0].calibration.bias: must be a mapping of labels to numbers, not [1]",
         "models[0].calibration.temp: unknown key; use temperature",
     ]
@@ -183,3 +209,14 @@ def test_label_columns(load: Load, problems: Problems) -> None:
     assert run.data.truth_columns(run.labels) == tuple(label[0] for label in run.labels)
     run = load(small() | {"data": {"path": "t.csv", "label_columns": ["pos", "neg"]}}).config
     assert run.data.truth_columns(run.labels) == run.labels
+
+
+def test_rules_need_something_to_set(load: Load, problems: Problems) -> None:
+    content = small() | {"rules": [{"when": "{{ text == '' }}", "set": {}}]}
+    (empty,) = problems(content)
+    assert empty.startswith("rules[0].set (line ")
+    assert empty.endswith("): must not be empty")
+    content["rules"] = [{"when": "{{ text == '' }}", "set": {"pos": 1}}]
+    rules = load(content).config.rules
+    assert rules is not None
+    assert [rule.set for rule in rules] == [{"pos": 1.0}]

@@ -97,7 +97,11 @@ def test_other_sources_stay_as_written(load: Load, name: str) -> None:
         ("truncation_side", "middle", "one of left, right, not 'middle'"),
         ("add_special_tokens", "yes", "true or false, not 'yes'"),
         ("task_type", "seq_clz", "unknown task_type; did you mean seq_cls?"),
-        ("task_type", "voting", "unknown task_type; the task_types here are seq_cls, csv"),
+        (
+            "task_type",
+            "voting",
+            "unknown task_type; the task_types here are seq_cls, pooled_cls, causal_lm, image_cls, csv, python",
+        ),
         ("task_type", 3, "must be the name of a kind of member, such as seq_cls, not 3"),
         ("problem_type", [], "one of single_label_classification, "),
         ("label_map", ["a"], "a mapping of names to labels, not ['a']"),

@@ -1,7 +1,7 @@
 """Imported at the start of Python (forked/sitecustomize.py): the process gets the faults a test asks for.
 
-They sit at the look-up of a model's embeddings (or at the import of transformers), below every model, and know
-nothing of the code under test.  tests/faults/inject.py writes TEST_FAULTS and says what the fields mean.
+They sit where a model makes embeddings of tokens or patches (or at the import of transformers), below every model,
+and know nothing of the code under test.  tests/faults/inject.py writes TEST_FAULTS and says what the fields mean.
 """
 
 import builtins
@@ -39,30 +39,47 @@ class _AtImport(MetaPathFinder):
 
 
 def stand_at_embeddings(faults: list[dict[str, Any]]) -> None:
+    """Where a model looks up its tokens' embeddings, or makes those of the patches of an image."""
     from torch.nn import functional
 
-    look_up = functional.embedding
+    look_up, convolve = functional.embedding, functional.conv2d
     passes = 0
 
-    def embedding(input: Any, *arguments: Any, **options: Any) -> Any:
+    def disturb(batch: list[list[int]], result: Any) -> None:
         nonlocal passes
         number, passes = passes, passes + 1
-        result = look_up(input, *arguments, **options)
         for fault in faults:
-            rows = _rows_with(fault["ids"], input) if fault["ids"] else list(range(len(input)))
+            rows = _rows_with(fault["ids"], batch) if fault["ids"] else list(range(len(batch)))
             if rows and fault["at"] in (None, number) and _is_due(fault):
                 _do(fault, result, rows)
+
+    def embedding(input: Any, *arguments: Any, **options: Any) -> Any:
+        result = look_up(input, *arguments, **options)
+        disturb(input.tolist(), result)
         return result
 
-    functional.embedding = embedding
+    def conv2d(input: Any, *arguments: Any, **options: Any) -> Any:
+        result = convolve(input, *arguments, **options)
+        if input.dim() == 4 and input.shape[1] == 3:  # images in colours, from -1 to 1
+            disturb([[round(red)] for red in ((input[:, 0, 0, 0] + 1) * 127.5).tolist()], result)
+        return result
+
+    functional.embedding, functional.conv2d = embedding, conv2d
 
 
-def _rows_with(ids: list[int], batch: Any) -> list[int]:
-    """Which rows of a batch of token ids hold these, one behind the other."""
+def happen(batch: list[list[int]], result: Any) -> None:
+    """For a function of a test's own: the faults of these rows, each of which holds its ``ids`` as numbers."""
+    for fault in json.loads(os.environ.get("TEST_FAULTS", "[]")):
+        if (rows := _rows_with(fault["ids"], batch)) and _is_due(fault):
+            _do(fault, result, rows)
+
+
+def _rows_with(ids: list[int], batch: list[list[int]]) -> list[int]:
+    """Which rows of a batch hold these numbers, one behind the other."""
     count = len(ids)
     return [
         place
-        for place, row in enumerate(batch.tolist())
+        for place, row in enumerate(batch)
         if any(row[start : start + count] == ids for start in range(len(row) - count + 1))
     ]
 

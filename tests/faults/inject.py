@@ -34,7 +34,8 @@ class Fault:
 
     Args:
         deed: what happens.
-        ids: at forward passes with a row that holds these token ids, and to these rows; none: any row.
+        ids: at forward passes with a row that holds these token ids, and to these rows; none: any row.  An image
+            holds the red of its first pixel.
         at: only at this forward pass of a process, from 0 (those by which a worker tries its model count), or at
             the import of transformers.
         times: how often in all, over all processes of the runs; None: always.

@@ -90,7 +90,7 @@ def reused(project: Project, folder: str) -> tuple[int, int]:
 
 @pytest.mark.fault(35)
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("copy", one_in(2, COPIES))
+@pytest.mark.parametrize("copy", one_in(3, COPIES))
 def test_an_unfinished_run_goes_on_in_its_copy(
     copy: Copy, chunky: Project, forked: ForkedRuns, undisturbed: dict[str, bytes]
 ) -> None:
@@ -103,7 +103,7 @@ def test_an_unfinished_run_goes_on_in_its_copy(
 
 @pytest.mark.fault(19, 35)
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("copy", one_in(2, COPIES))
+@pytest.mark.parametrize("copy", one_in(5, COPIES))
 def test_nothing_is_computed_in_the_copy_of_a_complete_run(
     copy: Copy, chunky: Project, forked: ForkedRuns, undisturbed: dict[str, bytes]
 ) -> None:
@@ -139,7 +139,7 @@ def cut(pattern: str) -> Copy:
 @pytest.mark.parametrize(
     ("copy", "kept"),
     one_in(
-        2,
+        4,
         [
             (without("run.json"), 12),
             (cut("run.json"), 12),
@@ -169,7 +169,7 @@ def test_half_a_copy_of_an_unfinished_run(
 @pytest.mark.parametrize(
     ("copy", "kept"),
     one_in(
-        2,
+        3,
         [
             (without("run.json", "logs", "ensemble.csv", "submission.csv", "config.yaml"), ROWS),
             (without("predictions/*.rows"), ROWS),

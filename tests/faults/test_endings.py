@@ -58,6 +58,7 @@ def test_a_signal_in_mid_chunk_keeps_what_is_done(
     assert (member["reused_rows"], member["rows"]) == (8, 8)
 
 
+@pytest.mark.long
 @pytest.mark.fresh
 @pytest.mark.fault(13)
 def test_a_second_signal_ends_it_at_once(chunky: Project, tmp_path: Path) -> None:
@@ -74,6 +75,7 @@ def test_a_second_signal_ends_it_at_once(chunky: Project, tmp_path: Path) -> Non
     wait_until_gone(injected.pids()[0])
 
 
+@pytest.mark.long
 @pytest.mark.fresh
 @pytest.mark.fault(12)
 def test_a_worker_that_cannot_notice_dies_with_its_parent(chunky: Project, tmp_path: Path) -> None:

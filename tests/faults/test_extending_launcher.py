@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 from tests.faults.chunky import chunky_config, ids_of, results
@@ -17,14 +18,17 @@ from tests.project import Project, python_path
 from tests.waiting import PATIENCE_SECONDS
 
 
+@pytest.mark.long
 def test_workers_that_let_everything_else_go_first(
     chunky: Project, tmp_path: Path, undisturbed: dict[str, bytes]
 ) -> None:
     source, site = tmp_path / "source", tmp_path / "site"
     (source / "ensemble_polite").mkdir(parents=True)
-    (source / "pyproject.toml").write_text(blocks()["ensemble_polite/pyproject.toml"])
-    (source / "ensemble_polite/launcher.py").write_text(blocks()["ensemble_polite/launcher.py"])
-    pip_install(source, site)
+    (source / "pyproject.toml").write_text(blocks()["ensemble-polite/pyproject.toml"])
+    (source / "ensemble_polite/launcher.py").write_text(
+        blocks()["ensemble-polite/ensemble_polite/launcher.py"]
+    )
+    pip_install(site, source)
 
     chunky.write_config(chunky_config(chunky, **yaml.safe_load(blocks()["polite.yaml"])))
     injected = Injected(tmp_path, Fault("wait", ids_of(chunky, 6), times=1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from tests.checkpoints import reference
 from tests.faults.chunky import results
@@ -10,6 +11,7 @@ from tests.faults.forked.runs import ForkedRuns
 from tests.project import Project
 
 
+@pytest.mark.long
 def test_fresh_processes_make_the_same_bytes(
     chunky: Project, forked: ForkedRuns, undisturbed: dict[str, bytes]
 ) -> None:

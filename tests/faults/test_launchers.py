@@ -115,6 +115,7 @@ WRONG = [
         "{local: {}, agent: {}}",
         "must be the name of a launcher or a mapping of one such name to its settings",
     ),
+    ("{ray: auto}", "ray: must be a mapping of settings to their values, not 'auto'"),
     ("3", "must be the name of a launcher or a mapping of one such name to its settings, not 3"),
     (
         "broken",

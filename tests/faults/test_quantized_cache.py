@@ -64,6 +64,7 @@ def test_plan_tells(chunky: Project) -> None:
     assert "quantized once: its weights are kept in the run directory for later loads (0.1 MiB)" in said, done
 
 
+@pytest.mark.long
 def test_a_resumed_run_loads_what_was_kept(
     chunky: Project, forked: ForkedRuns, expected: tuple[dict[str, bytes], list[str]]
 ) -> None:
@@ -81,6 +82,7 @@ def test_a_resumed_run_loads_what_was_kept(
     assert not kept.exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", SHARES)
 def test_a_killed_writer_leaves_nothing_that_is_trusted(
     share: int, chunky: Project, forked: ForkedRuns, expected: tuple[dict[str, bytes], list[str]]

@@ -143,7 +143,7 @@ def check_next_run(two: Two, forked: ForkedRuns, kept: int) -> None:
 @pytest.mark.parametrize(
     ("change", "name"),
     one_in(
-        2,
+        4,
         [
             (by_rename, WEIGHTS),
             (in_place, WEIGHTS),
@@ -189,6 +189,7 @@ def test_an_adapter_replaced(two: Two, forked: ForkedRuns, tmp_path: Path) -> No
     check_next_run(two, forked, 0)
 
 
+@pytest.mark.long
 @pytest.mark.fault(27)
 @pytest.mark.timeout(300)
 def test_weights_replaced_between_the_last_chunk_and_the_manifest(two: Two, forked: ForkedRuns) -> None:
@@ -213,7 +214,7 @@ def test_weights_replaced_between_the_last_chunk_and_the_manifest(two: Two, fork
 @pytest.mark.parametrize(
     ("change", "name"),
     one_in(
-        2,
+        6,
         [
             *((by_rename, WEIGHTS), (in_place, WEIGHTS), (renamed_and_back, WEIGHTS), (removed, WEIGHTS)),
             *((by_rename, TOKENIZER), (written_and_back, TOKENIZER)),
@@ -236,6 +237,7 @@ def test_a_file_replaced_while_its_member_waits_its_turn(
     check_next_run(two, forked, 0)
 
 
+@pytest.mark.long
 @pytest.mark.fault(27)
 @pytest.mark.timeout(300)
 def test_weights_replaced_under_a_time_limit(two: Two, forked: ForkedRuns, tmp_path: Path) -> None:
@@ -250,6 +252,7 @@ def test_weights_replaced_under_a_time_limit(two: Two, forked: ForkedRuns, tmp_p
     assert two.reused() == {"a": 0, "b": ROWS}
 
 
+@pytest.mark.long
 @pytest.mark.fault(27)
 @pytest.mark.timeout(300)
 def test_weights_replaced_between_the_loading_of_two_workers(

@@ -12,7 +12,6 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.faults.chunky import ROWS, chunky_config, ids_of, results
@@ -140,35 +139,3 @@ def test_a_gpu_is_lost_in_mid_run(
     assert [worker["devices"] for worker in workers_of(chunky)] == [[first.uuid], [second.uuid]]
     assert [worker["rows"] for worker in workers_of(chunky)] == [8, 8]
     assert results(chunky) == undisturbed
-
-
-@pytest.mark.fault(26)
-@pytest.mark.long
-def test_the_time_is_over_before_all_is_done(
-    chunky: Project, forked: ForkedRuns, tmp_path: Path, undisturbed: dict[str, bytes]
-) -> None:
-    """The worker does not come to the end of the third chunk."""
-    slow = Injected(tmp_path, Fault("wait", ids_of(chunky, 9), times=1))
-    options = ["--set", "models.llama.batch_size=1", "--set", "time_limit=20s", "--set", "fill=sample"]
-    assert forked.run(chunky.folder, *options, faults=slow) == 4, forked.printed
-    assert "a first submission is written" in forked.printed
-    assert "stopped at time_limit: llama" in forked.printed
-    report = chunky.run_json()
-    reached, filled = report["merged_rows"]["llama"], report["filled_rows"]
-    assert report["status"] == "time_limit"
-    assert 0 < reached < ROWS
-    assert reached + filled == ROWS
-    header, rows = chunky.read("out/submission.csv")
-    assert header == ["id", "tie", "winner_a", "winner_b"]
-    assert [row[0] for row in rows] == sorted(chunky.ids)
-    lines = [line.split(",") for line in undisturbed["out/submission.csv"].decode().splitlines()]
-    by_id = {line[0]: line[1:] for line in lines}
-    got = np.array([row[1:] for row in rows], dtype=float)
-    expected = np.array([by_id[row[0]] for row in rows], dtype=float)
-    is_filled = np.isclose(got, [0.3, 0.3, 0.4]).all(axis=1)
-    assert is_filled.sum() == filled
-    np.testing.assert_allclose(got[~is_filled], expected[~is_filled], atol=1e-5)
-    assert forked.run(chunky.folder) == 0, forked.printed
-    assert chunky.run_json()["members"][0]["reused_rows"] == reached
-    got = np.array([row[1:] for row in chunky.read("out/submission.csv")[1]], dtype=float)
-    np.testing.assert_allclose(got, expected, atol=1e-5)

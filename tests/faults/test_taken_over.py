@@ -16,7 +16,7 @@ from tests.faults.inject import Fault, Injected
 from tests.faults.steps import Step, Verdict
 from tests.faults.test_copied import kill_at_part
 from tests.project import Project
-from tests.sampling import shares
+from tests.sampling import one_in, shares
 
 TRIAL = 6
 
@@ -48,6 +48,7 @@ def check_close(got: dict[str, bytes], expected: dict[str, bytes]) -> None:
         np.testing.assert_allclose(numbers, expected_numbers, atol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_trials_rows_count(chunky: Project, forked: ForkedRuns, undisturbed: dict[str, bytes]) -> None:
     """In README's order of commands: run --limit, then run."""
@@ -57,9 +58,10 @@ def test_a_trials_rows_count(chunky: Project, forked: ForkedRuns, undisturbed: d
     assert counts(chunky) == {"llama": (TRIAL, ROWS - TRIAL)}
     assert members(chunky)["llama"]["taken_over"] == {"predictions/llama.csv": TRIAL}
     assert (
-        "llama: rows changed since its predictions were made; rows that are as they were are kept"
-        in forked.printed
-    )
+        f"llama: its predictions are of a table of {TRIAL} rows, this one has {ROWS}; "
+        "rows that are as they were are kept"
+    ) in forked.printed
+    assert "rows changed" not in forked.printed
     assert f"llama: {TRIAL} of {ROWS} rows taken over from predictions/llama.csv" in forked.printed
     check_close(results(chunky), undisturbed)
     assert results(chunky)["predictions/llama.csv"].splitlines()[1 : 1 + TRIAL] == trial.splitlines()[1:]
@@ -134,7 +136,7 @@ def fresh_results(project: Project, forked: ForkedRuns) -> dict[str, bytes]:
 
 @pytest.mark.fault(18)
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("is_complete", [True, False])
+@pytest.mark.parametrize("is_complete", one_in(2, [False, True]))
 def test_a_renamed_member(
     is_complete: bool, chunky: Project, forked: ForkedRuns, undisturbed: dict[str, bytes]
 ) -> None:
@@ -156,6 +158,7 @@ def test_a_renamed_member(
     assert len({step.pid for step in forked.steps}) == 1, "no worker is started"
 
 
+@pytest.mark.long
 @pytest.mark.fault(18)
 @pytest.mark.timeout(300)
 def test_a_member_that_is_left_out_for_once_keeps_its_work(
@@ -197,7 +200,7 @@ def test_members_that_take_each_others_names_and_share_work(chunky: Project, for
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("policy", ["uniform", "fail"])
+@pytest.mark.parametrize("policy", one_in(2, ["uniform", "fail"]))
 def test_bad_rows_of_a_trial(policy: str, chunky: Project, forked: ForkedRuns, tmp_path: Path) -> None:
     """Kept where they are to be uniform, else tried again: as with any earlier run."""
     chunky.write_config(chunky_config(chunky, on_bad_row=policy))
@@ -216,7 +219,7 @@ def test_bad_rows_of_a_trial(policy: str, chunky: Project, forked: ForkedRuns, t
 
 @pytest.mark.fault(17)
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("harm", ["rows", "predictions", "manifest", "older"])
+@pytest.mark.parametrize("harm", one_in(4, ["rows", "predictions", "manifest", "older"]))
 def test_work_that_cannot_be_proved_is_not_taken_over(
     harm: str, chunky: Project, forked: ForkedRuns, undisturbed: dict[str, bytes]
 ) -> None:
@@ -242,6 +245,7 @@ def test_work_that_cannot_be_proved_is_not_taken_over(
     assert ("its predictions are of another version" in forked.printed) == (harm == "older")
 
 
+@pytest.mark.long
 @pytest.mark.fault(18)
 @pytest.mark.timeout(300)
 def test_other_settings_or_weights_take_nothing_over(chunky: Project, forked: ForkedRuns) -> None:
@@ -253,7 +257,7 @@ def test_other_settings_or_weights_take_nothing_over(chunky: Project, forked: Fo
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("share", shares(5))
+@pytest.mark.parametrize("share", shares(10))
 def test_a_trial_killed_at_each_name_it_gives_is_of_use_or_of_none(
     share: int, project: Project, forked: ForkedRuns, tmp_path: Path
 ) -> None:
@@ -263,7 +267,7 @@ def test_a_trial_killed_at_each_name_it_gives_is_of_use_or_of_none(
     expected = fresh_results(project, forked)
     assert forked.run(project.folder, "--limit", "6") == 0, forked.printed
     shutil.copytree(project.folder / "runs", tmp_path / "runs")
-    for number in range(share, 100, 5):
+    for number in range(share, 100, 10):
         shutil.rmtree(project.folder / "runs")
         shutil.copytree(tmp_path / "runs", project.folder / "runs")
         seen = 0

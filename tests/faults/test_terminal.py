@@ -142,7 +142,7 @@ def check_complete(project: Project, code: int, undisturbed: dict[str, bytes]) -
 
 
 @pytest.mark.fault(32, 33)
-@pytest.mark.parametrize("hangup", ["heeded", "ignored"])
+@pytest.mark.parametrize("hangup", one_in(2, ["heeded", "ignored"]))
 def test_the_terminal_is_closed_while_bars_are_drawn(
     chunky: Project, tmp_path: Path, undisturbed: dict[str, bytes], hangup: str
 ) -> None:
@@ -176,7 +176,9 @@ def tmux(command: list[str], folder: Path, variables: dict[str, str]) -> Iterato
 
 
 @pytest.mark.fault(32, 33)
-@pytest.mark.parametrize(("hangup", "end"), [("heeded", "kill-session"), ("ignored", "kill-server")])
+@pytest.mark.parametrize(
+    ("hangup", "end"), one_in(2, [("heeded", "kill-session"), ("ignored", "kill-server")])
+)
 def test_the_tmux_session_is_killed(
     chunky: Project, tmp_path: Path, undisturbed: dict[str, bytes], hangup: str, end: str
 ) -> None:
@@ -243,7 +245,7 @@ def in_shell(project: Project, command: list[str], streams: str, **variables: st
 
 
 @pytest.mark.fault(32)
-@pytest.mark.parametrize("streams", _STREAMS)
+@pytest.mark.parametrize("streams", one_in(2, _STREAMS))
 def test_a_run_whose_output_goes_nowhere(
     chunky: Project, undisturbed: dict[str, bytes], streams: str
 ) -> None:
@@ -270,7 +272,7 @@ _COMMANDS = {
 
 
 @pytest.mark.fault(32)
-@pytest.mark.parametrize("arguments", one_in(4, _COMMANDS))
+@pytest.mark.parametrize("arguments", one_in(8, _COMMANDS))
 def test_every_command_prints_into_whatever_there_is(arguments: str, chunky: Project) -> None:
     """Tables, lines and sentences, with names in them that no ASCII has."""
     config = chunky_config(chunky, output_dir="läufe/…/erster", labels=LABELS)

@@ -219,6 +219,7 @@ def test_the_explanation_knows_what_was_measured() -> None:
     assert runs.rows[0] > done, "what was measured before is still known"
 
 
+@pytest.mark.long
 @pytest.mark.fault(34)
 def test_short_limits_repeated_until_all_is_done(chunky: Project) -> None:
     """Real runs, each with twice the time of the one before; how many that takes is the machine's matter."""

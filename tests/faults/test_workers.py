@@ -75,7 +75,8 @@ def test_workers_that_end_without_a_word(
         assert f"(process {pid}) {ending} with 4 rows in hand; they are tried again" in printed
     assert faults_of(chunky) == [("death", [start, start + 4], "again") for start in (0, 4, 8)]
     assert [worker["exit_code"] for worker in workers_of(chunky)] == [-9, -11, 0, 0]
-    assert [worker["rows"] for worker in workers_of(chunky)] == [0, 4, 4, 8], "no finished chunk is repeated"
+    # Nor is a finished chunk repeated.  The worker that died while one was being written leaves it to the next.
+    assert sum(worker["rows"] for worker in workers_of(chunky)) == 16
     assert "Segmentation fault" in log_of(chunky, 1)
     assert "in predict" in log_of(chunky, 1), "the Python stack"
 

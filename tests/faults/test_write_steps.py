@@ -22,7 +22,7 @@ from tests.sampling import shares
 ROWS = 2 * ROWS_PER_CHUNK
 FINAL = {**{name: f"runs/first/{name}" for name in RESULTS}, "out/submission.csv": "out/submission.csv"}
 # Of a sweep, one share is usual.
-SHARES = 9
+SHARES = 18
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ def kill_a_worker_at(number: int) -> Judge:
 
 @pytest.mark.fault(16, 18)
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("share", shares(4))
+@pytest.mark.parametrize("share", shares(8))
 def test_killed_while_it_replaces_older_results(
     share: int, small: Project, forked: ForkedRuns, tmp_path: Path
 ) -> None:
@@ -180,7 +180,7 @@ def test_killed_while_it_replaces_older_results(
         return inside and step.call.startswith(("rename", "unlink"))
 
     new: dict[str, bytes] = {}
-    for number in [-1, *range(share, 100, 4)]:
+    for number in [-1, *range(share, 100, 8)]:
         judge = kill_at(number, names) if new else None
         for name in ("runs", "out"):
             shutil.rmtree(small.folder / name)
@@ -202,14 +202,14 @@ def test_killed_while_it_replaces_older_results(
 
 @pytest.mark.fault(14)
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("share", shares(5))
+@pytest.mark.parametrize("share", shares(10))
 def test_a_full_disk_at_the_end_of_every_file(share: int, small: Project, forked: ForkedRuns) -> None:
     """From the last write of a file on, nothing more fits; then there is room again."""
     assert forked.run(small.folder) == 0, forked.printed
     expected = results(small)
     last_writes = {name_of(step): number for number, step in enumerate(takers(forked.steps))}
     assert len(last_writes) > 12, last_writes
-    for name, number in list(last_writes.items())[share::5]:
+    for name, number in list(last_writes.items())[share::10]:
         start_over(small)
         assert forked.run(small.folder, judge=full_from(number)) in (1, 2), name
         assert "No space left on device" in forked.printed, f"{name}: {forked.printed}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -50,9 +51,10 @@ def margins(values: _Values) -> _Values:
     return np.asarray(ordered[:, -1] - ordered[:, -2])
 
 
-@pytest.fixture
-def plain(project: Project) -> tuple[_Values, _Values]:
-    """What gemma and llama give for all 300 rows of the table, without ``when``."""
+@pytest.fixture(scope="module")
+def plain(warm: None, tmp_path_factory: pytest.TempPathFactory, tiny_models: Path) -> tuple[_Values, _Values]:
+    """What gemma and llama give for all 300 rows of the usual table, without ``when``."""
+    project = Project(tmp_path_factory.mktemp("plain"), tiny_models)
     project.write_table()
     run(project, project.config(output_dir="runs/plain"))
     gemma, llama = (
@@ -131,6 +133,50 @@ def test_the_least_certain_share_and_what_it_gained(project: Project, plain: tup
 
 
 @pytest.mark.long
+def test_what_a_member_gained_of_labels_that_do_not_exclude_each_other(project: Project) -> None:
+    """By the formulas; the truth holds probabilities, too."""
+    random = np.random.default_rng(5)
+    truth = random.integers(0, 2, (80, 3)).astype(float)
+    truth[:10] = random.random((10, 3))
+    first, second = (np.clip(truth + random.normal(size=(80, 3)) / 3, 0.01, 0.99) for _ in range(2))
+    ids = [f"r{row}" for row in range(80)]
+    for name, values in (("table", truth), ("first", first), ("second", second)):
+        cells = [[row_id, *map(repr, row)] for row_id, row in zip(ids, values.tolist(), strict=True)]
+        project.write_csv(f"{name}.csv", ["id", *LABELS], cells)
+    members = [
+        {"name": name, "task_type": "csv", "path": f"{name}.csv", "activation": "sigmoid", "weight": weight}
+        for name, weight in (("first", 3), ("second", 1))
+    ]
+    printed = run(
+        project,
+        {
+            "data": {"path": "table.csv", "label_columns": LABELS},
+            "labels": LABELS,
+            "models": [members[0], members[1] | {"when": {"share": 0.25}}],
+            "output_dir": "out",
+        },
+    )
+    wanted = np.argsort(np.abs(2 * first - 1).min(axis=1), kind="stable")[:20]
+
+    def losses(values: _Values) -> _Values:
+        each = truth * np.log(values) + (1 - truth) * np.log(1 - values)
+        return np.asarray(-each[wanted].mean(axis=1))
+
+    whole, alone = losses(0.75 * first + 0.25 * second), losses(first)
+    found = project.run_json("out")["members"][1]["cascade"]["comparison"]
+    assert (found["rows"], found["accuracy"], found["accuracy_without"]) == (20, None, None)
+    assert found["log_loss"] == pytest.approx(whole.mean(), abs=1e-12)
+    assert found["log_loss_without"] == pytest.approx(alone.mean(), abs=1e-12)
+    assert found["error"] == pytest.approx((whole - alone).std(ddof=1) / 20**0.5, abs=1e-9)
+    assert found["difference_over_all"] == pytest.approx((whole - alone).sum() / 80, abs=1e-12)
+    assert f"log loss is {whole.mean():.4f} with it and {alone.mean():.4f} without it" in printed
+    assert "accuracy" not in printed
+    page = " ".join((project.folder / "out/report.html").read_text().split())
+    assert f"{alone.mean():.4f}" in page
+    assert "accuracy with it" not in page
+
+
+@pytest.mark.long
 def test_another_rule_keeps_what_is_computed_and_merges_what_it_asks_for(
     project: Project, plain: tuple[_Values, _Values]
 ) -> None:
@@ -182,11 +228,13 @@ def check_rows(project: Project, name: str, wanted: npt.NDArray[np.bool_]) -> No
     np.testing.assert_array_equal(~np.isnan(found[:, 0]), wanted)
 
 
+@pytest.mark.long
 def test_members_that_were_made_elsewhere(project: Project, plain: tuple[_Values, _Values]) -> None:
     """A csv member decides at once, and one with ``when`` counts for those rows alone."""
     gemma, _ = plain
     number = float(np.median(margins(gemma)))
     wanted = margins(gemma) < number
+    run(project, project.config(output_dir="runs/plain"))
     given = {
         name: {"name": name, "task_type": "csv", "path": f"runs/plain/predictions/{name}.csv"}
         for name in ("gemma", "llama")
@@ -209,6 +257,7 @@ def test_members_that_were_made_elsewhere(project: Project, plain: tuple[_Values
     np.testing.assert_allclose(merged[1], merged[0], atol=1e-5)
 
 
+@pytest.mark.long
 def test_rehearse_takes_the_share_from_its_sample(project: Project) -> None:
     project.write_table()
     project.write_config(cascade(project, {"margin_below": 0.2}))
@@ -229,9 +278,12 @@ def test_rehearse_takes_the_share_from_its_sample(project: Project) -> None:
             "models[0].when (line 13): nobody is listed before it",
         ),
         (lambda models: models[0].update(weight=0), "the members before it have no weight above 0"),
-        (lambda models: models[1].update(when={"share": 1.5}), "models[1].when (line 16): must be one of"),
-        (lambda models: models[1].update(when={"share": 0.1, "margin_below": 1}), "must be one of"),
-        (lambda models: models[1].update(when={"margin": 0.1}), "must be one of {margin_below: m}"),
+        (
+            lambda models: models[1].update(when={"share": 1.5}),
+            "when.share (line 17): must be a number above 0",
+        ),
+        (lambda models: models[1].update(when={"share": 0.1, "margin_below": 1}), "give one of them"),
+        (lambda models: models[1].update(when={"margin": 0.1}), "did you mean margin_below?"),
         (
             lambda models: models[1].update(when={"entropy_above": 1.1}),
             "models[1].when.entropy_above: no row of 3 labels has an entropy above 1.099 nats",
@@ -252,6 +304,7 @@ def test_rules_that_decide_nothing(project: Project, change: Callable[[Any], obj
     assert said in " ".join(done.stderr.split())
 
 
+@pytest.mark.long
 def test_a_rule_that_selects_no_row(project: Project) -> None:
     project.write_table(60)
     config = cascade(project, {"margin_below": 1e-9})

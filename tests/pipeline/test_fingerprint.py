@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ensemble.common.digests import FileDigests
@@ -21,9 +22,13 @@ from ensemble.members.registry import member_kind
 from ensemble.members.seq_cls.settings import SequenceClassifierSettings
 from ensemble.pipeline.fingerprint import Fingerprint, member_fingerprint
 from ensemble.pipeline.load import load as load_config
+from ensemble.pipeline.results import Results, ResultWriter
 from ensemble.pipeline.resume import demand_unchanged, find_works
+from ensemble.pipeline.reuse import write_shards
+from ensemble.pipeline.run import worker_spec
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.validate import Prepared, prepare
+from ensemble.scheduling.state import MemberState
 from tests.checkpoints import make_adapter, make_checkpoint
 from tests.project import LABELS, Project
 
@@ -34,6 +39,11 @@ NUMBERS: dict[str, dict[str, Any]] = {
     "text_column": {"text_column": "label"},
     "max_length": {"max_length": 64},
     "truncation_side": {"truncation_side": "left"},
+    "truncation": {
+        "prompt_template": "{{ text }}",
+        "text_column": None,
+        "truncation": {"fields": {"text": {"keep": "tail"}}},
+    },
     "add_special_tokens": {"add_special_tokens": False},
     "problem_type": {"problem_type": "multi_label_classification"},
     "label_map": {"label_map": {"winner_a": "tie", "tie": "winner_a"}},
@@ -66,8 +76,8 @@ HARMLESS: dict[str, dict[str, Any]] = {
     "one column in a list": {"text_column": "text"},
 }
 HARMLESS_TO_COME = {"allow_pickle"}
-# Tested in test_cascade.py, because it needs a member before this one.
-HARMLESS_ELSEWHERE = {"when"}
+# Tested in test_cascade.py, because it needs a member before this one; and in test_views.py: each view has its own.
+HARMLESS_ELSEWHERE = {"when", "views"}
 # Of the keys that change numbers: values that they have anyway, for the tiny Llama on a CPU, spelt out.
 SPELT_OUT: dict[str, list[dict[str, Any]]] = {
     "max_length": [{"max_length": 1024}],
@@ -86,16 +96,27 @@ SPELT_OUT: dict[str, list[dict[str, Any]]] = {
 # Tested by itself, because a quantization must be there to have defaults; the hub's cache.
 SPELT_OUT_ELSEWHERE = {"quantization_config", "revision"}
 # They have no value that they would have anyway.
-ALWAYS_GIVEN = {"model_name_or_path", "adapter_name_or_path", "gguf_file", "prompt_template"}
+ALWAYS_GIVEN = {"model_name_or_path", "adapter_name_or_path", "gguf_file", "prompt_template", "truncation"}
 # Their usual value is the tokenizer's, and its files count.
 TOKENIZERS_OWN = {"truncation_side"}
 HARMLESS_OF_RUN: dict[str, dict[str, Any]] = {
     "report": {"report": False},
+    "tuned_on": {
+        "tuned_on": {
+            "devices": ["x"],
+            "versions": {"torch": "2"},
+            "rows": 1,
+            "tolerance": 0.1,
+            "date": "today",
+        }
+    },
+    "rules": {"rules": [{"when": "{{ id == 'a' }}", "mask": [LABELS[0]]}]},
     "submission": {"submission": None},
     "launcher": {"launcher": "local"},
     "output_dir": {"output_dir": "elsewhere"},
     "devices": {"devices": None},
     "max_workers_per_gpu": {"max_workers_per_gpu": 2},
+    "cpu_workers": {"cpu_workers": 2},
     "wait_for_gpu": {"wait_for_gpu": "1m"},
     "retries": {"retries": 0},
     "on_bad_row": {"on_bad_row": "uniform"},
@@ -240,22 +261,28 @@ def test_files_that_change_while_the_run_starts(make: Make, own_llama: Path) -> 
 @pytest.mark.fault(27)
 def test_a_change_that_no_time_tells_voids_all_shards(make: Make, own_llama: Path) -> None:
     """As on a file system without times of its own: the content is looked at before anything is complete."""
-    prepared = make({"model_name_or_path": str(own_llama)})
+    views = [{"name": "one"}, {"name": "two", "prompt_template": "{{ text }}?"}]
+    template = {"text_column": None, "prompt_template": "{{ text }}", "views": views}
+    prepared = make({"model_name_or_path": str(own_llama), **template})
     rundir = RunDir(prepared.config.output_dir)
     rundir.create()
     rundir.tidy()
     (work,) = find_works(prepared, rundir, lambda text: None).values()
     model = prepared.config.models[0]
     work.make_shards_dir()
+    rows = np.arange(prepared.table.rows)
+    for one in work.views:
+        write_shards(one.shards_dir, rows, np.full((len(rows), len(LABELS)), 1 / 3))
     demand_unchanged(prepared, model, work)
     make_checkpoint(own_llama, "llama", LABELS, seed=9, pad=None)
     for path, seen in work.files.items():
         state = file_state(path)
         assert state is not None
         work.files[path] = dataclasses.replace(seen, state=state)
+    writer = ResultWriter(prepared, rundir, {work.member: work}, Results())
     with pytest.raises(MergeError, match=r"model\.safetensors changed during the run"):
-        demand_unchanged(prepared, model, work)
-    assert not work.shards_dir.exists()
+        writer.write_predictions(MemberState(prepared.plan.members[0]), ())
+    assert not work.shards_dir.exists(), "those of the second view as well"
 
 
 @pytest.mark.fault(27)
@@ -530,3 +557,20 @@ def test_what_cannot_be_read_is_no_fingerprint(make: Make) -> None:
         {key: value for key, value in good.items() if key != name} for name in ("scheme", "settings", "rows")
     ]
     assert [Fingerprint.from_dict(document) for document in broken] == [None] * len(broken)
+
+
+def test_workers_are_told_how_much_they_compute_and_what_was_found(make: Make, tmp_path: Path) -> None:
+    """Where they share a folder: whether sizes of batches are worth timing; and the sizes on record, everywhere."""
+    (tmp_path / "token_budget.0123456789abcdef.json").write_text('{"token_budget": 32768}', encoding="utf-8")
+    (tmp_path / "token_budget.broken.json").write_text("{", encoding="utf-8")
+    prepared = make()
+    (member, *_) = prepared.plan.members
+    rundir = RunDir(prepared.config.output_dir)
+    for launcher, expected in (("local", member.replica_tokens), ("ray", 0)):
+        config = prepared.config.model_copy(update={"launcher": launcher})
+        loaded = dataclasses.replace(prepared.loaded, config=config)
+        there = dataclasses.replace(prepared, loaded=loaded)
+        told = worker_spec(there, rundir, member, tmp_path, None, {}).common
+        assert told.expected_tokens == expected
+        assert told.token_budgets == {"0123456789abcdef": 32_768}
+    assert member.replica_tokens > 0

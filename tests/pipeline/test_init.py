@@ -17,7 +17,7 @@ import yaml
 from ensemble.common.errors import DataError
 from ensemble.pipeline.init import _scalar, first_config
 from ensemble.pipeline.load import load
-from tests.checkpoints import make_adapter, make_base, make_checkpoint
+from tests.checkpoints import make_adapter, make_base, make_checkpoint, make_language_model
 from tests.project import Project
 
 pytestmark = [
@@ -98,7 +98,7 @@ def test_the_first_config_of_a_contest_runs(project: Project, contest_models: Pa
     ]
     assert config["defaults"]["max_length"] == 320  # 1.5 times 1/4 of 760 bytes, in steps of 64
     assert config["submission"] == {"sample": "sample_submission.csv", "path": "submission.csv"}
-    ran = project.ensemble("run", "config.yaml", "-q")
+    ran = project.ensemble("run", "config.yaml", "-q", "--set", "report=false")
     assert ran.returncode == 0, ran.stderr
     header, submitted = project.read("submission.csv")
     assert header == ["id", *CONTEST]
@@ -117,6 +117,33 @@ def test_the_first_config_of_a_contest_runs(project: Project, contest_models: Pa
         again = project.ensemble("init", "test.csv", names[1], "--force", "-o", name)
         assert (again.returncode, again.stderr.count("choose another name")) == (2, 1), again.stderr
     assert (project.folder / "pipe.yaml").is_fifo()
+
+
+def test_a_language_model_says_the_labels_of_the_sample(project: Project, contest_models: Path) -> None:
+    rows = contest_rows()
+    write(project, "test.csv", rows)
+    sample = [[str(row["id"]), "0.3", "0.3", "0.4"] for row in rows]
+    model = make_language_model(project.folder / "plain", "llama")
+    done = project.ensemble("init", "test.csv", str(model))
+    assert done.returncode == 2
+    assert "its labels are not known; name a sample submission that has them (--sample)" in done.stderr
+    project.write_csv("sample_submission.csv", ["id", *CONTEST], sample)
+    chat = make_language_model(project.folder / "chat", "gemma2")
+    (chat / "chat_template.jinja").write_text("{{ messages[0].content }}<eos>", encoding="utf-8")
+    done = project.ensemble("init", "test.csv", str(model), str(chat), str(contest_models / "named"))
+    assert done.returncode == 0, done.stderr
+    assert "guess: plain.label_tokens: what the model would say for each label" in done.stdout
+    text, config = made(project)
+    assert "    # GUESS: what the model would say for each label" in text
+    labels = [CONTEST[2], *CONTEST[:2]]
+    assert config["labels"] == labels, "those of the one that has names"
+    first, second, third = config["models"]
+    assert (first["task_type"], first["label_tokens"]) == ("causal_lm", {name: f" {name}" for name in labels})
+    assert second["apply_chat_template"] is True
+    assert second["label_tokens"] == {name: name for name in labels}
+    assert "task_type" not in third
+    ran = project.ensemble("run", "config.yaml", "-q", "--limit", "8", "--set", "report=false")
+    assert ran.returncode == 0, ran.stderr
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".parquet", ".jsonl"])
@@ -204,3 +231,32 @@ def test_text_stays_what_it_is(text: str, tmp_path: Path) -> None:
     )
     (member,) = load(path, environ={}).config.models
     assert member.model_dump()["model_kwargs"] == {"x": text}
+
+
+def test_predictions_in_any_format_and_with_columns_of_other_names(project: Project) -> None:
+    labels = ["Winner A", "tie"]
+    project.write_csv("test.csv", ["id", "text"], [[str(row), "x"] for row in range(30)])
+    values = {"id": [*range(30)], "Winner A": [0.25] * 30, "tie": [0.75] * 30}
+    pq.write_table(pa.table(values), project.folder / "first.parquet")
+    for name, columns in (("cased.csv", ["winner_a", "TIE"]), ("other.csv", ["p_1", "p_2"])):
+        project.write_csv(name, ["id", *columns], [[str(row), "0.25", "0.75"] for row in range(30)])
+    done = project.ensemble("init", "test.csv", "first.parquet", "cased.csv", "other.csv")
+    assert done.returncode == 0, done.stderr
+    assert "other: its labels have other names in its file, and taken in the order of labels" in done.stdout
+    assert "cased: its labels" not in done.stdout
+    config = yaml.safe_load((project.folder / "config.yaml").read_text(encoding="utf-8"))
+    assert config["labels"] == labels
+    assert [one.get("columns") for one in config["models"]] == [
+        None,
+        {"winner_a": "Winner A", "TIE": "tie"},
+        {"p_1": "Winner A", "p_2": "tie"},
+    ]
+    run = project.ensemble("run", "config.yaml", "--set", "report=false")
+    assert run.returncode == 0, run.stderr
+    packed = project.folder / "first.parquet.gz"
+    packed.write_bytes(b"x")
+    refused = project.ensemble("init", "test.csv", "first.parquet.gz", "--force")
+    assert (
+        "first.parquet.gz: neither a folder with a checkpoint nor a file of predictions that can be read"
+        in " ".join(refused.stderr.split())
+    )

@@ -286,3 +286,27 @@ def test_all_broken_files_are_named_at_once(folder: Path, frames: dict[str, pd.D
     (folder / "blank.csv").write_text("")
     problems = refused([folder / "gone1.csv", folder / "a.csv", folder / "blank.csv"], folder / "never.csv")
     assert names(problems) == ["gone1.csv", "blank.csv"]
+
+
+def test_files_of_every_format_and_logits_that_are_asked_for(tmp_path: Path) -> None:
+    a = pd.DataFrame({"neg": [0.25, 0.5, 1.0], "pos": [0.75, 0.5, 0.0]}, pd.Index(["1", "2", "3"], name="id"))
+    b = pd.DataFrame({"pos": [0.1, 0.7], "neg": [0.9, 0.3]}, pd.Index(["3", "1"], name="id"))
+    a.reset_index().to_parquet(tmp_path / "a.parquet", index=False)
+    a.to_csv(tmp_path / "a2.csv.gz")
+    b.reset_index().to_json(tmp_path / "b.jsonl", orient="records", lines=True)
+    np.log(b).to_csv(tmp_path / "c.tsv", sep="\t")
+    out = tmp_path / "out.csv"
+    expected = (a.loc[["1", "3"]] + b) / 2
+    files = [tmp_path / "a.parquet", tmp_path / "b.jsonl"]
+    ensemble.merge(files, out, partial=True)
+    pd.testing.assert_frame_equal(read(out).loc[["1", "3"]], expected.loc[["1", "3"]][["neg", "pos"]])
+    assert read(out).loc["2"].tolist() == [0.5, 0.5]
+    ensemble.merge([files[0], tmp_path / "a2.csv.gz"], out)
+    pd.testing.assert_frame_equal(read(out), a)
+    logits = {"models.c.values": "logits"}
+    ensemble.merge([files[0], tmp_path / "c.tsv"], out, logits, partial=True)
+    pd.testing.assert_frame_equal(read(out).loc[["1", "3"]], expected.loc[["1", "3"]][["neg", "pos"]])
+    with pytest.raises(EnsembleError, match=r"a\.parquet: 1 id of .*b\.jsonl missing|1 id not in"):
+        ensemble.merge([tmp_path / "b.jsonl", files[0]], out)
+    with pytest.raises(EnsembleError, match=r"out\.parquet: a plain CSV is written"):
+        ensemble.merge(files, tmp_path / "out.parquet")

@@ -20,7 +20,8 @@ from ensemble.pipeline import report_page
 from ensemble.pipeline.report_page import page_digest, write_page
 from ensemble.pipeline.run_dir import RunDir
 from tests.cli.reports import member, report
-from tests.project import ROOT, Project, python_path
+from tests.faults.machine import small_disk
+from tests.project import LABELS, ROOT, Project, python_path
 from tests.sampling import one_in
 
 pytestmark = pytest.mark.usefixtures("warm")
@@ -97,6 +98,41 @@ def test_a_broken_library_costs_the_report_and_nothing_else(project: Project, tm
     done = project.ensemble("report", "runs/first")
     assert done.returncode == 1
     assert "report.html is a folder; name a file to write the report to" in " ".join(done.stderr.split())
+
+
+@pytest.mark.long
+@pytest.mark.fault(41)
+def test_a_full_disk_costs_the_report_alone_until_there_is_room(project: Project, tmp_path: Path) -> None:
+    """A real one: it has room for what a run writes, and half of what the page needs."""
+    rows = [[row_id, "0.5", "0.3", "0.2"] for row_id in project.ids]
+    project.write_csv("given.csv", ["id", *LABELS], rows)
+    member = {"name": "given", "task_type": "csv", "path": "given.csv"}
+    project.write_config(project.config(models=[member], defaults=None))
+    with small_disk(project.folder / "runs", "16m") as disk:
+        assert project.ensemble("run", "config.yaml").returncode == 0
+        results = {name: (disk / "first" / name).read_bytes() for name in ("ensemble.csv", "submission.csv")}
+        elsewhere = tmp_path / "page.html"
+        assert project.ensemble("report", "runs/first", "-o", str(elsewhere)).returncode == 0
+        project.write_config(project.config(models=[member], defaults=None, report=True))
+        left = os.statvfs(disk)
+        half = elsewhere.stat().st_size // 2
+        assert half > sum(map(len, results.values()))
+        (disk / "ballast").write_bytes(bytes(left.f_bavail * left.f_bsize - half))
+        done = project.ensemble("run", "config.yaml")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert re.search(
+            r"the report was not written: cannot write .*runs/first/report\.html.* \(No space left on device\)"
+            r".*The results are complete; .* writes it",
+            " ".join(done.stdout.split()),
+        ), done.stdout
+        assert project.run_json()["status"] == "complete"
+        assert {name: (disk / "first" / name).read_bytes() for name in results} == results
+        assert [*disk.rglob("*report*")] == [disk / "first/logs/report.log"], "no half of a page"
+        (disk / "ballast").unlink()
+        done = project.ensemble("run", "config.yaml")
+        assert done.stdout.endswith("report page: runs/first/report.html\n"), done.stdout
+        page = (disk / "first/report.html").read_text(encoding="utf-8")
+        assert page.rstrip().endswith("</html>")
 
 
 @pytest.mark.fault(41)

@@ -95,6 +95,17 @@ def test_complete_predictions_are_done(rundir: RunDir) -> None:
     assert other.why_again == "weights, rows changed since its predictions were made"
 
 
+@pytest.mark.parametrize("rows", [ROWS - 2, ROWS, ROWS + 4])
+def test_predictions_of_more_or_fewer_rows_are_said_to_be_so(rundir: RunDir, rows: int) -> None:
+    complete(rundir)
+    work = find_work(rundir, "m", replace(NOW, rows="f" * 64), rows, keeps_bad_rows=False)
+    assert not work.is_complete
+    if rows == ROWS:
+        assert work.why_again == "rows changed since its predictions were made"
+    else:
+        assert work.why_again == f"its predictions are of a table of {ROWS} rows, this one has {rows}"
+
+
 @pytest.mark.parametrize("harm", ["edited", "missing", "no manifest", "broken manifest", "odd manifest"])
 @pytest.mark.fault(17)
 def test_predictions_that_are_not_what_their_manifest_says_are_made_again(rundir: RunDir, harm: str) -> None:

@@ -26,6 +26,7 @@ from tests.checkpoints import (
 )
 from tests.faults.machine import small_disk
 from tests.project import GEMMA_LABELS, LABELS, ROOT, Project, python_path
+from tests.sampling import one_in
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
 pytestmark = pytest.mark.usefixtures("warm")
@@ -114,6 +115,7 @@ def _check_the_report(project: Project, printed: str, merged: np.ndarray) -> Non
     assert "submission: out/submission.csv" in printed
 
 
+@pytest.mark.long
 def test_replicas_batch_sizes_and_budgets_change_nothing(project: Project) -> None:
     project.write_table(rows=2500)  # four chunks
     only_llama(project)
@@ -135,6 +137,7 @@ def test_replicas_batch_sizes_and_budgets_change_nothing(project: Project) -> No
     np.testing.assert_allclose(merged["two"], merged["one"], atol=1e-5)
 
 
+@pytest.mark.long
 def test_little_padding_on_long_tailed_rows(project: Project) -> None:
     """Median about 60 tokens, mean 86, 99th percentile 400: under 3 % of what is computed is padding."""
     words = np.clip(np.random.default_rng(0).lognormal(np.log(32), 0.82, 1500), 2, 265).astype(int)
@@ -152,6 +155,7 @@ def test_little_padding_on_long_tailed_rows(project: Project) -> None:
     assert member["real_token_share"] > 0.97
 
 
+@pytest.mark.long
 def test_the_same_command_twice_gives_the_same_bytes(project: Project) -> None:
     only_llama(project)
     for name in ("x", "y"):
@@ -210,6 +214,7 @@ def test_a_reader_that_goes_away_ends_nothing(project: Project) -> None:
     assert len(project.read("runs/first/ensemble.csv")[1]) == 9
 
 
+@pytest.mark.long
 @pytest.mark.fresh
 def test_nohup_is_heeded(project: Project) -> None:
     only_llama(project)
@@ -258,6 +263,7 @@ def test_one_column_regression_passes_its_value_through(project: Project, tmp_pa
     )
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft's
 def test_an_adapter_on_a_base_without_a_head(project: Project, tmp_path: Path) -> None:
     pytest.importorskip("peft")
@@ -297,6 +303,7 @@ def test_limit_tries_the_first_rows_and_spares_the_submission(project: Project) 
     assert (project.folder / "out/submission.csv").read_text() == "the real one"
 
 
+@pytest.mark.long
 def test_templates_pairs_and_other_kinds_of_heads(project: Project, tmp_path: Path) -> None:
     kinds = {"multi": "multi_label_classification", "plain": None}
     for name, kind in kinds.items():
@@ -358,7 +365,7 @@ def _gone(pid: int) -> bool:
 
 
 @pytest.mark.fresh
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), one_in(2, [(signal.SIGINT, 130), (signal.SIGTERM, 143)]))
 @pytest.mark.fault(13)
 def test_a_signal_ends_the_run_and_its_workers(project: Project, number: int, code: int) -> None:
     project.write_config(project.config())

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ensemble.planning.chunks import Chunk, common_lengths, cut_chunks, what_is_left
+from ensemble.planning.chunks import Chunk, common_lengths, cut_chunks, in_views, what_is_left
 from ensemble.planning.plan import make_plan, without_done
 from tests.planning.test_plan import config, facts
 from tests.sampling import tries
@@ -104,3 +104,17 @@ def test_the_splits_of_a_chunk_hold_the_whole(start: int, rows: int, cost: float
     assert (front.start, front.stop, back.stop) == (start, back.start, chunk.stop)
     assert 0 <= back.rows - front.rows <= 1
     assert front.cost + back.cost == pytest.approx(cost)
+
+
+def test_what_is_left_of_rows_in_views() -> None:
+    """Chunks of two views never join, and each row of each view is in one chunk."""
+    order, chunks = in_views(*cut_chunks(np.full(64, 16_000, dtype=np.int64)), 3)
+    assert sorted(order.tolist()) == list(range(3 * 64))
+    assert sum(chunk.cost for chunk in chunks) == pytest.approx(1.0)
+    assert len({chunk.index for chunk in chunks}) == len(chunks)
+    is_done = np.random.default_rng(0).random(3 * 64) < 0.9
+    left_order, left = what_is_left(chunks, order, is_done, count(1000))
+    rows = [(row // 64, chunk.view) for chunk in left for row in left_order[chunk.start : chunk.stop]]
+    assert all(of_row == of_chunk for of_row, of_chunk in rows)
+    numbers = np.concatenate([left_order[chunk.start : chunk.stop] for chunk in left])
+    assert sorted(numbers.tolist()) == np.flatnonzero(~is_done).tolist()

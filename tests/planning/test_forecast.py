@@ -19,7 +19,7 @@ from tests.sampling import tries
 def job(
     startup: float, compute: float, first: int, gpus: int = 1, replicas: int = 2, devices: str = "ABCDEFGH"
 ) -> Job:
-    return Job(startup, compute, gpus, replicas, first, tuple(devices))
+    return Job(startup, compute, gpus, replicas, first, tuple(devices), cpu_share=0 if gpus else 1)
 
 
 def total_seconds(jobs: list[Job], gpus: int) -> float:

@@ -15,6 +15,7 @@ from ensemble.common.gpus import Device
 from ensemble.members.huggingface.memory.estimate import CheckpointMemory, checkpoint_memory
 from ensemble.members.huggingface.spec import choose_dtype, is_soft_capped
 from ensemble.members.seq_cls.parent import SequenceClassification
+from ensemble.planning.forecast import Speed
 from ensemble.planning.placement import MemberFacts
 from ensemble.planning.plan import Plan, make_plan
 from tests.checkpoints import inspect_folder
@@ -39,12 +40,18 @@ def card(number: int, gigabytes: float, capability: tuple[int, int] = (7, 5), us
 
 
 def plan(
-    models: Path, devices: list[Device], *members: dict[str, Any], rows: int = 25_000, **keys: Any
+    models: Path,
+    devices: list[Device],
+    *members: dict[str, Any],
+    rows: int = 25_000,
+    speeds: dict[str, Speed] | None = None,
+    **keys: Any,
 ) -> Plan:
     base = {"max_length": 2048}
     asked = config(*({**base, "model_name_or_path": "llama", **member} for member in members), **keys)
     lengths = np.full(rows, 6000, dtype=np.int64)
-    return make_plan(asked, {model.name: planned(models, model, lengths) for model in asked.models}, devices)
+    facts = {model.name: planned(models, model, lengths) for model in asked.models}
+    return make_plan(asked, facts, devices, speeds=speeds)
 
 
 def planned(models: Path, model: Any, lengths: npt.NDArray[np.int64]) -> MemberFacts:
@@ -283,3 +290,36 @@ def test_fused_attention_is_refused_where_it_leaves_out_the_cap(models: Path) ->
 )
 def test_which_configs_cap_their_scores(document: dict[str, Any], expected: bool) -> None:
     assert is_soft_capped(document) is expected
+
+
+def test_what_4_bits_on_each_gpu_would_take_is_said_and_nothing_decided(models: Path) -> None:
+    """Half the work for each of two replicas, against two stages that wait for each other at a chunk's ends."""
+    two = [card(0, 15), card(1, 15)]
+    (llama,) = plan(models, two, {}).members  # 14 GiB in float16, of which neither holds a long row besides
+    assert (llama.gpus, llama.replicas) == (2, 1)
+    assert llama.placement.footprint is not None
+    assert llama.placement.footprint.quantization == ""
+    keys = (
+        "quantization_config: {load_in_4bit: true, bnb_4bit_quant_type: nf4, bnb_4bit_use_double_quant: true}"
+    )
+    assert llama.advice == (
+        "nf4 weights (4.3 GiB) would fit one GPU: 2 replicas would take 0.94 of the time that it takes over 2 "
+        f"GPUs, by its size, and give other numbers; {keys} for that"
+    )
+    # Where loading is most of it, nothing is gained.
+    (short,) = plan(models, two, {}, rows=50).members
+    assert short.advice.endswith("; as it is it keeps its numbers at no cost")
+    # Two stages that were measured: an hour.
+    speed = Speed(100.0, 3600 / llama.work, is_measured=True, is_startup_measured=True)
+    measured = plan(models, two, {}, speeds={"m0": speed}).members[0].advice
+    assert (
+        "2 replicas would take about 58:08 min in place of 1:01:40 h, by the speed of an earlier run"
+        in measured
+    )
+    asked = plan(models, two, {"num_gpus": 2}).members[0].advice
+    assert asked.endswith(f"{keys} and num_gpus: 1 for that")
+    # One replica only, or no room for one that is quantized, or no need of it.
+    assert "1 replica would take 1.8" in plan(models, two, {"replicas": 1}).members[0].advice
+    assert plan(models, [card(0, 5), card(1, 5), card(2, 5), card(3, 5)], {}).members[0].advice == ""
+    assert plan(models, [card(0, 80), card(1, 80)], {"num_gpus": 2}).members[0].advice == ""
+    assert plan(models, two, {"quantization_config": NF4}).members[0].advice == ""

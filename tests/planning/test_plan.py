@@ -11,6 +11,7 @@ import pytest
 
 from ensemble.common.gpus import Device
 from ensemble.config import RunConfig
+from ensemble.members.base import ResourceRequest
 from ensemble.members.footprint import Activation, Footprint, Stage, Weights
 from ensemble.members.huggingface.checkpoint.architecture import read_architecture
 from ensemble.members.huggingface.memory.estimate import CheckpointMemory
@@ -76,6 +77,38 @@ def test_memory_of_the_host() -> None:
     assert host_gib(gpus(2), {}, {}, max_workers_per_gpu=2) == 4
     assert host_gib(gpus(4), {"num_gpus": 4}) == 1
     assert host_gib(gpus(2), {}, {"num_gpus": 0}, {"num_gpus": 0, "replicas": 3}) == 2 + 3
+
+
+def test_places_of_a_gpu_that_members_share() -> None:
+    """By the memory that a member says it takes; without a word it has its GPUs to itself."""
+    lengths = np.full(5000, 200, dtype=np.int64)
+
+    def places(devices: list[Device], *sizes: int | str | None, gpus: int = 1) -> list[tuple[int, int]]:
+        known = {
+            f"m{index}": MemberFacts(f"m{index}", ResourceRequest(gpus, gpu_memory=size), lengths)  # type: ignore[arg-type]
+            for index, size in enumerate(sizes)
+        }
+        made = make_plan(config(*({} for _ in sizes), max_workers_per_gpu=3), known, devices)
+        assert not made.problems
+        return [(one.placement.places, one.replicas) for one in made.members]
+
+    gib = 1 << 30
+    assert places(gpus(1), 5 * gib, 6 * gib, 11 * gib, 16 * gib) == [(1, 3), (2, 1), (3, 1), (3, 1)]
+    assert places(gpus(2), "all", None, 5 * gib) == [(3, 2), (1, 6), (1, 6)]
+    assert places(gpus(2), 5 * gib, "all", gpus=2) == [(1, 3), (3, 1)]
+    small = replace(gpus(1)[0], uuid="small", total_bytes=6 * gib)
+    assert places([*gpus(1), small], 5 * gib, 6 * gib, 7 * gib) == [(3, 2), (3, 2), (2, 1)]
+    used = replace(gpus(1)[0], used_bytes=4 * gib)  # of what is left, as the others' shares
+    assert places([used], 4 * gib, 5 * gib) == [(1, 3), (2, 1)]
+    known = {"m0": MemberFacts("m0", ResourceRequest(1, gpu_memory=5 * gib), lengths)}
+    (held,) = make_plan(config({}), known, [replace(gpus(1)[0], used_bytes=12 * gib)]).members
+    assert (held.placement.devices, held.placement.held) == ((), ("GPU-0",))
+    known = {"m0": MemberFacts("m0", ResourceRequest(2, gpu_memory=7 * gib), lengths)}
+    (problem,) = make_plan(config({}), known, [*gpus(1), small]).problems
+    assert problem == (
+        "models[0].gpu_memory: m0 asks for 7.0 GiB of 2 GPUs, but the largest GPU has 16.0 GiB, and only 1 GPU so "
+        "much; lower it, or num_gpus"
+    )
 
 
 def test_more_gpus_than_there_are() -> None:
@@ -209,3 +242,12 @@ def test_rows_that_max_length_cuts_cost_what_it_lets_through() -> None:
     assert sum(chunk.cost for chunk in member.chunks) == pytest.approx(1)
     (whole,) = make_plan(config({}), {"m0": replace(known, lengths=lengths[3:])}, []).members
     assert whole.chunks == cut_chunks(lengths[3:])[1], "where no row is cut nothing changes"
+
+
+def test_the_tokens_that_a_replica_computes() -> None:
+    """Four bytes are a token; a row has 32 beside its text."""
+    lengths = np.full(5000, 368, dtype=np.int64)
+    for devices, share, tokens in ((1, 1.0, 500_000), (2, 1.0, 250_000), (2, 0.5, 125_000)):
+        known = replace(facts(lengths), expected_share=share)
+        (member,) = make_plan(config({}), {"m0": known}, gpus(devices)).members
+        assert member.replica_tokens == tokens

@@ -34,6 +34,7 @@ WHOLE = (
     *QUICK,
     *(f"tests/worker/test_{name}.py" for name in ("predict", "precision", "float32", "gguf", "offload")),
     *(f"tests/worker/test_{name}.py" for name in ("session", "compute", "repeated", "proof", "warmup")),
+    *(f"tests/worker/test_{name}.py" for name in ("causal_lm", "pooled_cls", "image_cls")),
     *("tests/checkpoint", "tests/test_configs.py", "tests/merging", "tests/analysis"),
 )
 # Shown in the table.

@@ -55,6 +55,7 @@ def test_the_notebook_is_made_of_the_config() -> None:
     assert not missing, "run python -m tests.kaggle"
 
 
+@pytest.mark.long
 def test_the_notebook_ends_with_a_submission(kaggle: Path, tmp_path: Path) -> None:
     attach_checkout(kaggle)
     inputs = _state(kaggle / "input")
@@ -112,6 +113,7 @@ def run(python: Path, *arguments: str, offline: Sequence[str] = ()) -> subproces
     )
 
 
+@pytest.mark.long
 def test_a_kit_for_an_image_that_lacks_nothing_else(tmp_path: Path) -> None:
     """It needs no index: neither to be made nor to be installed."""
     pytest.importorskip("setuptools", minversion="77")

@@ -11,8 +11,8 @@ import sys
 import traceback
 from pathlib import Path
 
-from ensemble.common.errors import ConfigError, EnsembleError
-from ensemble.common.packages import ANALYSIS, unsupported
+from ensemble.common.errors import EnsembleError
+from ensemble.common.packages import demand_supported
 from ensemble.common.python_process import die_with_parent, keep_pandas_out
 from ensemble.common.redact import Redactor, guard_output
 
@@ -26,8 +26,7 @@ def main() -> None:
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     os.environ["MPLBACKEND"] = "svg"  # what the user has set may be unknown here, or need a screen
     try:
-        if found := [*unsupported(ANALYSIS)]:
-            raise ConfigError(found)
+        demand_supported(for_analysis=True)
         keep_pandas_out()
         from ensemble.analysis.report.page import write_report  # with Matplotlib, which may be broken
 

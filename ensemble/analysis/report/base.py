@@ -16,6 +16,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from markupsafe import Markup
 
+from ensemble.common.errors import DataError
+from ensemble.common.host import available_memory_bytes
+from ensemble.common.text import gib
 from ensemble.data.csv_file import read_header
 from ensemble.data.formats import read_contents
 from ensemble.data.input_file import Contents, Wanted, cell_texts
@@ -25,6 +28,11 @@ from ensemble.pipeline.run_report import RunReport
 if TYPE_CHECKING:
     from ensemble.analysis.predictions import Predictions
     from ensemble.analysis.report.results import Results
+
+
+# Of memory, for each value of a member or the ensemble;
+# 40 were measured with 600,000 rows, 5 members, 2 labels and no truth.
+BYTES_PER_VALUE = 50
 
 
 class Section(ABC):
@@ -58,10 +66,12 @@ class ReportData:
         """All members' probabilities and the ensemble's, with the truth where the run knew it.
 
         Raises:
-            DataError: a file is missing or does not fit the others.
+            DataError: a file is missing or does not fit the others, or all of them do not fit in memory.
         """
         from ensemble.analysis.predictions import read_run
 
+        if self._too_large:
+            raise DataError(self._too_large)
         return read_run(self.run_dir)
 
     @cached_property
@@ -74,6 +84,25 @@ class ReportData:
         from ensemble.analysis.report.results import Results
 
         return Results(self)
+
+    @cached_property
+    def _too_large(self) -> str:
+        """Why predictions are not read, in the same words each time; empty where they can be."""
+        written = [path for path in self._written if path.exists()]
+        values = sum(self.report.rows * len(read_header(path)[1:]) for path in written)
+        available = available_memory_bytes()
+        if available is None or values * BYTES_PER_VALUE <= available:
+            return ""
+        needed = gib(values * BYTES_PER_VALUE)
+        return (
+            f"the predictions of {self.report.rows:,} rows take about {needed} of memory, and {gib(available)} are "
+            "available; `python -m ensemble report` shows them where there is more"
+        )
+
+    @property
+    def _written(self) -> list[Path]:
+        rundir = RunDir(self.run_dir)
+        return [rundir.ensemble, *(rundir.predictions(one.name) for one in self.report.members)]
 
     def texts(self, rows: Sequence[int]) -> dict[int, dict[str, str]]:
         """What members read of these rows of the table, as text by column, whole; rows count from 0.
@@ -100,9 +129,7 @@ class ReportData:
 
     @cached_property
     def _table(self) -> Contents:
-        rundir = RunDir(self.run_dir)
-        written = [rundir.ensemble, *(rundir.predictions(one.name) for one in self.report.members)]
-        id_column = next((read_header(path)[0] for path in written if path.exists()), "")
+        id_column = next((read_header(path)[0] for path in self._written if path.exists()), "")
         wanted = Wanted(id_column, None, tuple(self.report.null_texts), self.report.rows)
         return read_contents(self.report.table_path(), wanted)
 

@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from ensemble.analysis.report.base import html
+from ensemble.common import gpus
 from ensemble.pipeline.run_report import RunReport
 
 # What is drawn in one of these colours is shown in that of the page's variable: (light, dark).
@@ -118,9 +119,11 @@ def shown_name(text: str, most: int = 24) -> str:
 
 
 def device_names(report: RunReport) -> dict[str, str]:
-    """Short names of a run's devices by UUID, in the report's order: GPU 0, GPU 1, CPU."""
-    gpus = [device.uuid for device in report.devices if device.is_gpu]
-    return {uuid: f"GPU {number}" for number, uuid in enumerate(gpus)} | {"cpu": "CPU"}
+    """Short names of a run's devices, in the report's order: GPU 0, GPU 1 on node-b, CPU; see gpus.device_names."""
+    names = gpus.device_names(report.devices)
+    used = {device for member in report.members for worker in member.workers for device in worker.devices}
+    cpus = sorted(one for one in used if one.startswith("cpu"))  # "cpu", or that of a node
+    return names | {"cpu": "CPU"} | {one: one.replace("cpu", "CPU", 1) for one in cpus}
 
 
 def time_axis(axis: Axis, seconds: float) -> None:

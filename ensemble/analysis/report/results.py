@@ -14,7 +14,7 @@ from ensemble.analysis.predictions import Predictions, as_merged, calibrations_o
 from ensemble.common.errors import DataError, EnsembleError
 from ensemble.common.text import listed
 from ensemble.data.table import Truth
-from ensemble.merging.blocks import block_spans, weights_by_bin
+from ensemble.merging.blocks import block_spans, weights_by_bin, weights_of_rows
 from ensemble.merging.methods import METHODS
 from ensemble.merging.methods.base import Block, Members, MergeMethod, Values
 
@@ -88,7 +88,7 @@ class Results:
         assert self.truth is not None
         key = (metric.name, id(values))
         is_kept = rows is None and any(
-            values is one for one in (self.ensemble, *self.values, *self.as_merged)
+            values is one for one in (self.ensemble, *self.values, *self.as_merged, *self.as_ruled)
         )
         if is_kept and key in self._scored:
             return self._scored[key]
@@ -134,6 +134,25 @@ class Results:
         return Bootstrap(self.truth, self.activation)
 
     @cached_property
+    def as_ruled(self) -> list[Values]:
+        """What each member alone would give with the run's rules: what is held against the ensemble."""
+        if self.predictions.rules is None:
+            return self.as_merged
+        found = [values.copy(order="F") for values in self.as_merged]
+        for values in found:
+            self._apply_rules(values)
+        return found
+
+    def _apply_rules(self, values: Values, rows: Rows | None = None) -> None:
+        """Change float64 [rows, labels] in place by the run's rules; a row of NaN stays one."""
+        if (rules := self.predictions.rules) is None:
+            return
+        if rows is not None:
+            rules = rules.taken(rows)
+        is_there = np.asarray(~np.isnan(values).any(axis=1))
+        rules.apply(0, values, rules.are_exclusive(self.activation, self.method), is_there)
+
+    @cached_property
     def as_merged(self) -> list[Values]:
         """The members' values with the calibration that the config gives them."""
         return [*as_merged(self.predictions, self.calibrations).values()]
@@ -144,7 +163,7 @@ class Results:
         without: int | None = None,
         rows: Rows | None = None,
     ) -> Values:
-        """The run's merge of these values, with its method and weights: float64 [rows, labels].
+        """The run's merge of these values, with its method, weights and rules: float64 [rows, labels].
 
         Args:
             members: as they are merged, in the order of ``names``; float64 [rows, labels] each.
@@ -168,8 +187,8 @@ class Results:
         found = np.empty(shape)
         for start, stop in block_spans(*shape):
             block = self._block(members, start, stop, without, rows)
-            bins = np.searchsorted(self._edges, block.text_bytes, side="right")
-            found[start:stop] = method.merge(block, weights if weights.shape[1] == 1 else weights[:, bins])
+            found[start:stop] = method.merge(block, weights_of_rows(weights, self._edges, block.text_bytes))
+        self._apply_rules(found, rows)
         return found
 
     @cached_property
@@ -181,7 +200,7 @@ class Results:
             again = self.merged(self.as_merged)
         except Exception as error:  # of a method of any package
             return f"the merge cannot be repeated ({error})"
-        known = ~np.isnan(again[:, 0])
+        known = ~np.isnan(again[:, 0])  # not rows that ``fill`` has filled in
         furthest = float(np.abs(again[known] - self.ensemble[known]).max(initial=0.0))
         lacking = [one.name for one in self._data.report.members if one.name not in self.names]
         missing = f"; there are no complete predictions of {listed(lacking)}" if lacking else ""

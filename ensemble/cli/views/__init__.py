@@ -22,6 +22,7 @@ VIEWS: Final[dict[str, str]] = {
     "summary": "ensemble.cli.views.summary",
     "status": "ensemble.cli.views.status",
     "rehearse": "ensemble.cli.views.rehearse",
+    "tune": "ensemble.cli.views.tune",
     "merge": "ensemble.cli.views.merge",
     "compare": "ensemble.cli.views.compare",
     "fit": "ensemble.cli.views.fit",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ensemble.analysis.compare import Comparison, Cost, MetricChange
 from ensemble.analysis.metrics import Interval
 from ensemble.cli.layout import Table
-from ensemble.common.text import duration, gib
+from ensemble.common.text import duration, gib, rate
 
 _ROWS = ("prediction", "rows", "changed", "share", "mean difference", "largest")
 _METRICS = ("metric", "of", "rows", "A", "B", "B - A", "better")
@@ -69,7 +69,7 @@ def _cost_cells(cost: Cost) -> tuple[str, ...]:
     return (
         cost.origin or ("" if cost.seconds is None else duration(cost.seconds)),
         "" if cost.startup_seconds is None else duration(cost.startup_seconds),
-        "" if cost.rows_per_second is None else f"{cost.rows_per_second:,.1f}",
+        "" if cost.rows_per_second is None else rate(cost.rows_per_second),
         *("" if size is None else gib(size) for size in (cost.host_bytes, cost.gpu_bytes)),
     )
 

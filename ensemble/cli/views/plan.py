@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ensemble.cli.layout import Table
+from ensemble.common.gpus import device_names
+from ensemble.common.host import threads_of
 from ensemble.common.text import duration, gib, plural, shown_path
 from ensemble.pipeline.validate import Prepared
 from ensemble.pipeline.wait_for_gpus import held_texts
 from ensemble.planning.cascade import when_text
 from ensemble.planning.plan import MemberPlan
+from ensemble.scheduling.launchers.base import Node
 
 _HEADERS = "member,parameters,weights,batch tokens,activations,attention,overhead,peak,usable,fit".split(",")
+_SHOWN_NODES = 4
 _VERDICTS = {
     "fits": "",
     "tight": "tight",
@@ -27,11 +31,14 @@ def view(prepared: Prepared) -> Iterator[str | Table]:
     plan, gpus, host = prepared.plan, prepared.plan.gpus, prepared.plan.host
     yield f"{shown_path(prepared.config.data.path)}: {plural(prepared.table.rows, 'row')}"
     yield prepared.inventory.note
-    for number, gpu in enumerate(gpus):
+    names = device_names(gpus)
+    for gpu in gpus:
         of = gpu.compute_capability
         capability = "" if of is None else f", compute capability {of[0]}.{of[1]}"
         free = gib(gpu.total_bytes - gpu.used_bytes)
-        yield f"GPU {number}: {gpu.name} ({gpu.uuid}){capability}, {free} of {gib(gpu.total_bytes)} free"
+        yield f"{names[gpu.uuid]}: {gpu.name} ({gpu.uuid}){capability}, {free} of {gib(gpu.total_bytes)} free"
+    if prepared.nodes:
+        yield nodes_table(prepared.nodes)
     yield from prepared.warnings
     yield from held_texts(gpus)
     if host is not None and any(one.needs_worker and not one.gpus for one in plan.members):
@@ -42,6 +49,8 @@ def view(prepared: Prepared) -> Iterator[str | Table]:
         yield "no member needs a worker: nothing is loaded, and a run merges what was made elsewhere"
     for member in plan.members:
         yield f"{member.name}: {'; '.join(_member_facts(prepared, member))}"
+        if member.advice:
+            yield f"{member.name}: {member.advice}"
     yield plan.why
     yield from plan.warnings
     if plan.problems:
@@ -53,15 +62,44 @@ def view(prepared: Prepared) -> Iterator[str | Table]:
         yield "how long it takes is not known until a run, such as one with --limit 100, has measured the speed"
 
 
+def nodes_table(nodes: Sequence[Node]) -> Table:
+    """What each node of a cluster has, and whether it has the members' models."""
+    cells = [
+        [
+            one.name,
+            str(len(one.gpus)),
+            gib(sum(gpu.total_bytes - gpu.used_bytes for gpu in one.gpus)) if one.gpus else "",
+            str(one.cpus),
+            gib(one.available_bytes),
+            "" if one.free_disk_bytes is None else gib(one.free_disk_bytes),
+            models_text(one),
+        ]
+        for one in nodes
+    ]
+    headers = ("node", "GPUs", "free of GPUs", "CPUs", "free memory", "free disk", "models")
+    return Table(headers, cells, texts=["models"])
+
+
+def models_text(node: Node) -> str:
+    """What a node has of the members' models, such as ``llama there, gemma missing``."""
+    kinds = set(node.models.values())
+    if len(kinds) == 1 and len(node.models) > 1:
+        return f"all {kinds.pop()}"
+    return ", ".join(f"{name} {what}" for name, what in node.models.items())
+
+
 def _memory_cells(member: MemberPlan) -> list[str]:
     placement, needed = member.placement, member.placement.footprint
     if not member.needs_worker:
         return ["", "none"]
-    if needed is None:
+    if needed is None and not isinstance(member.request.gpu_memory, int):
         return ["", "not known"]
     # The fit on the device with the least room, of those it runs on.
     usable = [placement.fits[uuid] for uuid in placement.devices if uuid in placement.fits]
     found = min(usable or placement.fits.values(), key=lambda one: one.room_bytes, default=None)
+    last = ["", ""] if found is None else [gib(found.room_bytes), _VERDICTS[found.verdict]]
+    if needed is None:
+        return [*[""] * 6, gib(int(member.request.gpu_memory or 0)), *last]
     tokens = max(found.token_budget if found is not None else 0, needed.width)
     per_token, per_pair = needed.activation.line(needed.width)
     return [
@@ -72,8 +110,7 @@ def _memory_cells(member: MemberPlan) -> list[str]:
         gib(per_pair * tokens * needed.width),
         gib(needed.context_bytes),
         gib(needed.peak_bytes(member.gpus, tokens)),
-        gib(found.room_bytes) if found is not None else "",
-        _VERDICTS[found.verdict] if found is not None else "",
+        *last,
     ]
 
 
@@ -98,7 +135,7 @@ def _member_facts(prepared: Prepared, member: MemberPlan) -> Iterator[str]:
         yield f"quantized once: its weights are kept in the run directory for later loads{size}"
     elif cache.reason:
         yield f"quantized at each load: {cache.reason}"
-    yield plural(len(member.chunks), "chunk")
+    yield chunks_text(member)
     if (expected := prepared.shares.get(member.name)) is not None and member.model.when is not None:
         yield f"runs {when_text(member.model.when)}: {expected.share:.0%} of the rows, {expected.why}"
     if member.speed.is_measured:
@@ -109,17 +146,36 @@ def _member_facts(prepared: Prepared, member: MemberPlan) -> Iterator[str]:
         yield text
 
 
+def chunks_text(member: MemberPlan) -> str:
+    """How many chunks a member's work is, such as ``6 chunks of 2 views``."""
+    views = len(member.model.counted_views)
+    return plural(len(member.chunks), "chunk") + (f" of {plural(views, 'view')}" if views else "")
+
+
 def _where(prepared: Prepared, member: MemberPlan) -> str:
     replicas = plural(member.replicas, "replica")
     if not member.gpus:
-        return "on the CPU" if member.replicas == 1 else f"{replicas} on the CPU"
-    numbers = {gpu.uuid: str(number) for number, gpu in enumerate(prepared.plan.gpus)}
-    there = [numbers[uuid] for uuid in member.placement.devices]
-    where = f"GPU {there[0]}" if len(there) == 1 else f"GPUs {', '.join(there)}"
+        cores = threads_of(prepared.plan.cpus, member.cpu_share)
+        own = f", with {plural(cores, 'core')} of {prepared.plan.cpus}" if cores < prepared.plan.cpus else ""
+        cpu = (
+            f"the CPUs of {plural(len(nodes), 'node')}" if (nodes := prepared.inventory.hosts) else "the CPU"
+        )
+        return (f"{replicas} " if member.replicas > 1 else "") + f"on {cpu}{own}"
+    numbers = {gpu.uuid: (gpu.node, str(number)) for number, gpu in enumerate(prepared.plan.gpus)}
+    of_node: dict[str, list[str]] = {}
+    for node, number in (numbers[uuid] for uuid in member.placement.devices):
+        of_node.setdefault(node, []).append(number)
+    there = [number for numbers in of_node.values() for number in numbers]
+    shown = [", ".join(numbers) + (f" on {node}" if node else "") for node, numbers in of_node.items()]
+    where = f"GPU{'s' if len(there) > 1 else ''} {'; '.join(shown)}"
+    if len(of_node) > _SHOWN_NODES:
+        where = f"{plural(len(there), 'GPU')} of {plural(len(of_node), 'node')}"
     if member.gpus > 1 and len(there) == member.gpus:
         return f"1 replica over {where}"
     if member.gpus == member.replicas == 1 and len(there) > 1:
-        return f"1 replica on GPU {' or '.join(there)}"
+        return (
+            f"1 replica on GPU {' or '.join(there)}" if len(of_node) == 1 else f"1 replica on one of {where}"
+        )
     spread = f" over {member.gpus} GPUs each" if member.gpus > 1 else ""
     later = "" if member.first_replicas == member.replicas else ", all but the first when GPUs are left over"
     return f"{replicas}{spread} on {where}{later}" if there else "no GPU has room now"

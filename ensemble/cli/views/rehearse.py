@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ensemble.cli.layout import Table
-from ensemble.common.text import duration, gib, plural, shown_path
+from ensemble.common.text import duration, gib, plural, rate, shown_path
 from ensemble.pipeline.rehearse import MemberRehearsal, Rehearsal
 
 _HEADERS = (
@@ -56,7 +56,7 @@ def _cells(member: MemberRehearsal) -> list[str]:
         str(member.replicas),
         duration(member.startup_seconds),
         duration(compute),
-        f"{member.rows / compute:,.1f}" if compute else "",
+        rate(member.rows / compute) if compute else "",
         *("" if size is None else gib(size) for size in memory),
         "" if member.rows_at_limit is None else f"{member.rows_at_limit:,}",
     ]

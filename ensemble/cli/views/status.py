@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ensemble.cli.layout import Table
-from ensemble.cli.views.summary import against_best, failure_text
+from ensemble.cli.views.summary import against_best, failure_text, node_text
 from ensemble.common.errors import RESUMES
-from ensemble.common.text import duration, plural
-from ensemble.pipeline.run_report import MERGED
+from ensemble.common.gpus import device_names
+from ensemble.common.text import duration, plural, rate
+from ensemble.pipeline.run_report import MERGED, RunReport
 from ensemble.pipeline.status import RunStatus
 
-_HEADERS = ("member", "state", "rows done", "of", "share", "tokens/s", "time", "left")
+_HEADERS = ("member", "state", "rows done", "of", "share", "tokens/s", "rows/s", "time", "left")
 _ENDINGS = {
     "complete": "complete, after {time}",
     "time_limit": f"stopped at its time limit with a complete submission, after {{time}}; {RESUMES}",
@@ -19,6 +20,25 @@ _ENDINGS = {
     "interrupted": f"interrupted, after {{time}}; {RESUMES}",
     "running": f"was killed, after {{time}} or more; {RESUMES}",
 }
+
+
+def _nodes(report: RunReport) -> Table:
+    """Each node of a cluster: whether it is there, and which workers have which of its devices."""
+    names = device_names(report.devices)
+    home = {one.uuid: one.node for one in report.devices if one.is_gpu}
+    workers: dict[str, list[str]] = {}
+    for member in report.members:
+        for one in member.workers_now:
+            if one.life_seconds is None and one.exit_code is None:
+                devices = [names.get(device, "CPU").partition(" on ")[0] for device in one.devices]
+                place = home.get(one.devices[0]) or one.devices[0].removeprefix("cpu on ")
+                workers.setdefault(place, []).append(f"{member.name}-{one.replica} on {', '.join(devices)}")
+    rows = []
+    for node in report.nodes:
+        gpus = sum(gpu.node == node.name for gpu in report.devices if gpu.is_gpu)
+        state = node_text(node).removeprefix(f"node {node.name} ") or "there"
+        rows.append((node.name, state, str(gpus), ", ".join(workers.get(node.name, ()))))
+    return Table(("node", "state", "GPUs", "workers"), rows, texts=["state", "workers"])
 
 
 def view(status: RunStatus) -> Iterator[str | Table]:
@@ -35,12 +55,17 @@ def view(status: RunStatus) -> Iterator[str | Table]:
             f"{one.rows:,}",
             f"{one.rows_done / one.rows:.0%}" if one.rows else "",
             "" if one.tokens_per_second is None else f"{one.tokens_per_second:,.0f}",
+            "" if one.rows_per_second is None else rate(one.rows_per_second),
             "" if one.seconds is None else duration(one.seconds),
             "" if one.seconds_left is None else duration(one.seconds_left),
         )
         for one in status.members
     ]
     yield Table(_HEADERS, cells, texts=["state"])
+    if status.holder is not None and report.nodes:
+        yield _nodes(report)
+    else:
+        yield from map(node_text, report.nodes)
     time, left = duration(status.seconds), status.seconds_left
     if status.holder is not None:
         ahead = "" if left is None else f", about {duration(left)} left"

@@ -8,18 +8,20 @@ from pathlib import Path
 from ensemble.cli.layout import Table
 from ensemble.common.errors import RESUMES, EnsembleError, MembersFailed, TimeLimitReached
 from ensemble.common.gpus import Device
-from ensemble.common.text import duration, plural, shown_path
+from ensemble.common.text import duration, plural, rate, shown_path
+from ensemble.config.schema import RuleConfig
 from ensemble.config.values import weight_text
 from ensemble.merging.methods import METHODS
 from ensemble.merging.methods.base import MergeMethod
 from ensemble.pipeline.results import ENSEMBLE_ROW
-from ensemble.pipeline.run_report import MemberReport, RunReport
+from ensemble.pipeline.run_report import MemberReport, NodeReport, RunReport
 from ensemble.scheduling.device_pool import TelemetryCurve
 from ensemble.scheduling.state import Failure
 
-_HEADERS = "member,rows,seconds,tokens/s,real tokens,peak memory,log loss,accuracy,RMSE".split(",")
+_HEADERS = "member,rows,seconds,tokens/s,rows/s,real tokens,peak memory,log loss,accuracy,RMSE".split(",")
 _SHOWN_GAPS = 4
 _SHOWN_ROWS = 5
+_SHOWN_CHARACTERS = 80  # of a rule's condition
 # Before the log loss of a row of which more is said below.
 _MARK = "! "
 
@@ -30,7 +32,7 @@ def view(report: RunReport) -> Iterator[str | Table]:
     totals = [_row(report, ENSEMBLE_ROW)] if ENSEMBLE_ROW in report.scores else []
     yield Table(_HEADERS, rows, totals)
     yield against_best(report)
-    if method := report.ensemble.get("method"):
+    if ENSEMBLE_ROW in report.files and (method := report.ensemble.get("method")):
         yield f"merge method: {method}"
     if poor := {name: score for name, score in report.scores.items() if score.no_better_than_prior}:
         first = next(iter(poor.values()))
@@ -38,20 +40,25 @@ def view(report: RunReport) -> Iterator[str | Table]:
         yield (
             f"{_MARK}no better than always predicting how often each label occurs (log loss "
             f"{first.prior_log_loss:.4f} on these {first.rows:,} rows; +/-: two standard errors of the "
-            f"difference): {', '.join(said)}. Look at label_map, the prompt and the checkpoint"
+            f"difference): {', '.join(said)}. Look at their labels (label_map, a file's columns), the prompt and "
+            "the checkpoint"
         )
     # By subject: the same of all members, then the next.
     for notes in zip(*(_notes(report, one) for one in report.members), strict=True):
         yield from notes
     yield from (cascade_text(report, one) for one in report.members if one.cascade is not None)
+    for number, rule in enumerate(report.rules):
+        yield rule_text(number, rule.config, rule.rows, report.rows)
     if gaps := report.idle_gaps:
         each = [f"{gap.seconds:.1f} s ({gap.after} to {gap.before})" for gap in gaps[:_SHOWN_GAPS]]
         more = f", {len(gaps) - _SHOWN_GAPS} more in run.json" if len(gaps) > _SHOWN_GAPS else ""
         yield f"idle between members: {', '.join(each)}{more}"
+    yield from (text for node in report.nodes if (text := node_text(node)))
     for device in report.devices:
         curve = report.device_telemetry.get(device.uuid)
         if curve is not None and curve.throttled_seconds:
             yield _throttled(device, curve)
+    yield tuning_text(report)
     if left_out := report.left_out:
         weights = {one.name: one.weight for one in report.members if one.name not in left_out}
         plain = [weight for weight in weights.values() if isinstance(weight, int | float)]
@@ -91,11 +98,15 @@ def against_best(report: RunReport) -> str:
         loser, others = ("equal weights lose", "weights") if are_equal else ("these weights lose", "others")
         if method.fit_options:
             loser, others = f"{report.ensemble['method']} loses", "weights"
-        options = [method.fit_options, "--metric rmse" if is_regression else ""]
+        options = [
+            method.fit_options,
+            "--method greedy --calibration none --metric rmse" if is_regression else "",
+        ]
         command = " ".join(filter(None, ["python -m ensemble fit CONFIG", *options]))
         advice = f": {loser} to it; `{command}` earns {others}"
-    none = " (weight 0)" if weights.get(gain.best_member) == 0 else ""
-    return f"{ENSEMBLE_ROW}: {value}, {how} than its best member {gain.best_member}{none}{interval}{advice}"
+    member = gain.best_member + (" (weight 0)" if weights.get(gain.best_member) == 0 else "")
+    rules = " with the same rules" if report.rules else ""
+    return f"{ENSEMBLE_ROW}: {value}, {how} than its best member {member}{rules}{interval}{advice}"
 
 
 def _method(report: RunReport) -> type[MergeMethod]:
@@ -104,6 +115,27 @@ def _method(report: RunReport) -> type[MergeMethod]:
         return METHODS.load(str(report.ensemble.get("method", "mean")))
     except EnsembleError:
         return MergeMethod
+
+
+def tuning_text(report: RunReport) -> str:
+    """Which tuning its settings are from, and what is said of it; empty without one."""
+    if (tuned := report.tuned_on) is None:
+        return ""
+    of = "; ".join(text for text in report.warnings if text.startswith("tuned_on: "))
+    text = f"settings of `tune` on {tuned['date']}: {', '.join(dict.fromkeys(tuned['devices']))}"
+    return f"{text}, {plural(tuned['rows'], 'row')}, tolerance {tuned['tolerance']:g}" + (
+        f"\n! {of}" if of else ""
+    )
+
+
+def node_text(node: NodeReport) -> str:
+    """When a node came and was lost; empty of one that was there all the time."""
+    parts = []
+    if node.joined_after_seconds is not None:
+        parts.append(f"joined after {duration(node.joined_after_seconds)}")
+    if node.lost_after_seconds is not None:
+        parts.append(f"was lost after {duration(node.lost_after_seconds)} ({node.why_lost})")
+    return f"node {node.name} {' and '.join(parts)}" if parts else ""
 
 
 def failure_text(failure: Failure) -> str:
@@ -127,12 +159,21 @@ def cascade_text(report: RunReport, member: MemberReport) -> str:
     better = "lower" if found.difference < 0 else "higher"
     noise = "" if abs(found.difference) > 2 * found.error else ", which may be chance"
     error, over_all = f"(+/- {found.error:.4f}, a standard error)", abs(found.difference_over_all)
+    accuracy = ""
+    if found.accuracy is not None and found.accuracy_without is not None:
+        accuracy = f"; accuracy {found.accuracy:.1%} with it and {found.accuracy_without:.1%} without it"
     return (
         f"{text}; on {plural(found.rows, 'row')} that it gave the ensemble's log loss is {found.log_loss:.4f} "
         f"with it and {found.log_loss_without:.4f} without it, {abs(found.difference):.4f} {error} "
-        f"{better}{noise}; over all rows {over_all:.4f} (+/- {found.error_over_all:.4f}) {better}; accuracy "
-        f"{found.accuracy:.1%} with it and {found.accuracy_without:.1%} without it"
+        f"{better}{noise}; over all rows {over_all:.4f} (+/- {found.error_over_all:.4f}) {better}{accuracy}"
     )
+
+
+def rule_text(number: int, rule: RuleConfig, count: int, rows: int) -> str:
+    """A rule, and the rows that it is for."""
+    when = " ".join(rule.when.split())
+    when = when if len(when) <= _SHOWN_CHARACTERS else f"{when[:_SHOWN_CHARACTERS]}..."
+    return f"rules[{number}]: {rule.action} in {count:,} of {plural(rows, 'row')}, by {when}"
 
 
 def raise_unless_complete(report: RunReport) -> None:
@@ -145,6 +186,7 @@ def raise_unless_complete(report: RunReport) -> None:
     if report.status == "time_limit":
         parts = [
             f"{one.name} {report.merged_rows.get(one.name, 0):,} of {plural(_rows_of(report, one), 'row')}"
+            + (f" ({one.partial_rows:,} of them in some of its views only)" if one.partial_rows else "")
             for one in report.members
         ]
         filled = report.filled_rows
@@ -183,17 +225,17 @@ def _cells(report: RunReport, member: MemberReport) -> list[str]:
         # What the merge found may be more than a worker had time to tell.
         return [f"{max(rows, report.merged_rows.get(member.name, 0)):,}", "unfinished"]
     if not workers:
-        return [
-            f"{_rows_of(report, member):,}",
-            "reused" if member.replicas else "given",
-        ]  # to no worker at all
+        own = report.merged_rows.get(member.name, _rows_of(report, member))
+        rows = own * max(1, len(member.views))  # counted as those that workers have computed
+        return [f"{rows:,}", "reused" if member.replicas else "given"]  # to no worker at all
     seconds, counters = member.progress.seconds or 0.0, member.counters
     gpu = [one.peak_gpu_memory_bytes for one in workers if one.peak_gpu_memory_bytes is not None]
     peaks = gpu or [one.peak_memory_bytes for one in workers if one.peak_memory_bytes is not None]
     return [
         f"{rows:,}",
         duration(seconds).removesuffix(" s"),
-        f"{counters.tokens / seconds:,.0f}" if seconds else "",
+        f"{counters.tokens / seconds:,.0f}" if seconds and counters.tokens else "",
+        rate(counters.rows / seconds) if seconds and not counters.tokens else "",
         f"{counters.tokens / counters.padded_tokens:.1%}" if counters.padded_tokens else "",
         f"{max(peaks) / 2**30:.2f} GiB{' GPU' if gpu else ''}" if peaks else "",
     ]
@@ -202,17 +244,21 @@ def _cells(report: RunReport, member: MemberReport) -> list[str]:
 def _notes(report: RunReport, member: MemberReport) -> list[str]:
     """A sentence on each subject, empty where there is nothing to tell."""
     counters, workers = member.counters, member.workers_now
-    cut = repeated = halved = overflowed = in_float32 = uncomputed = ""
+    # Of rows that an earlier run computed nobody has kept what became of them.
+    of_rows = f"{plural(counters.rows, 'row')}{' computed now' if member.reused_rows else ''}"
+    cut = repeated = halved = overflowed = in_float32 = uncomputed = elsewhere = once = partly = ""
     if count := counters.truncated_rows:
         length = max(one.max_length for one in workers if one.max_length is not None)
-        cut = f"{count:,} of {plural(counters.rows, 'row')} {_were(count)} cut at max_length {length:,}"
+        cut = f"{count:,} of {of_rows} {_were(count)} cut at max_length {length:,}"
+        if counters.cut_tokens:
+            cut += f", by {plural(round(counters.cut_tokens / count), 'token')}{' on average' * (count > 1)}"
     if count := counters.repeated_rows:
         repeat = "repeats another row's text" if count == 1 else "repeat another row's text"
-        repeated = f"{count:,} of {counters.rows:,} rows {repeat} and {_were(count)} not computed again"
+        repeated = f"{count:,} of {of_rows} {repeat} and {_were(count)} not computed again"
     if count := counters.oom_events:
         halved = (
             f"{plural(count, 'batch')} ran out of memory and ran again in halves; "
-            "a lower max_num_batched_tokens avoids this"
+            f"a lower {'max_num_batched_tokens' if counters.tokens else 'batch_size'} avoids this"
         )
     if count := counters.recomputed_rows:
         types = {one.dtype for one in workers if one.dtype is not None}
@@ -225,6 +271,13 @@ def _notes(report: RunReport, member: MemberReport) -> list[str]:
             f"{plural(count, 'row')} {_were(count)} computed in float32 at once, as most of a chunk had "
             "overflowed half precision"
         )
+    if (computed := counters.rows - counters.bad_rows) and counters.other_mass:
+        share = counters.other_mass / computed
+        elsewhere = f"{share:.1%} of the probability behind its prompts fell on tokens of no label"
+    if (shared := counters.shared_tokens) and counters.tokens:
+        once = (
+            f"{shared / counters.tokens:.1%} of its tokens stand at the beginning of all rows, computed once"
+        )
     # Where the policy is not ``uniform``, a member with such rows is merged only if its time was over.
     if member.failure is None and (bad := [f"{int(row) + 1:,}" for row in member.bad_rows]):
         policy = report.on_bad_row
@@ -235,7 +288,13 @@ def _notes(report: RunReport, member: MemberReport) -> list[str]:
             f"{plural(len(bad), 'row')} could not be computed ({what}, on_bad_row: {policy}): "
             f"{shown}; run.json says why"
         )
-    told = (cut, repeated, halved, overflowed, in_float32, uncomputed)
+    if member.views and (lacking := member.partial_rows):
+        had = ", ".join(f"{name} {one.rows or 0:,}" for name, one in member.views.items())
+        partly = (
+            f"{plural(lacking, 'row')} lack{'s' if lacking == 1 else ''} some of {len(member.views)} views and "
+            f"{_were(lacking)} averaged over the others ({had} rows)"
+        )
+    told = (cut, repeated, halved, overflowed, in_float32, elsewhere, once, uncomputed, partly)
     return [f"{member.name}: {text}" if text else "" for text in told]
 
 
@@ -252,7 +311,7 @@ def _throttled(device: Device, curve: TelemetryCurve) -> str:
     elif set(curve.throttled_by) == {"power cap"}:
         advice = "nvidia-smi -q -d POWER shows its limit"
     return (
-        f"{device.name} ({device.uuid}) was throttled for {duration(curve.throttled_seconds)} of "
+        f"{device.title} was throttled for {duration(curve.throttled_seconds)} of "
         f"{duration(curve.seconds)} ({', '.join(f'{cause} {duration(each)}' for cause, each in causes)})"
         f"{clock}; {advice}"
     )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ensemble.cli.layout import Table
+from ensemble.cli.views.plan import chunks_text, nodes_table
+from ensemble.cli.views.summary import rule_text
 from ensemble.common.text import gib, plural, shown_path
 from ensemble.config.values import weight_text
 from ensemble.pipeline.validate import Prepared
@@ -12,27 +15,37 @@ from ensemble.planning.cascade import when_text
 _SHOWN_CHARACTERS = 160
 
 
-def view(prepared: Prepared) -> Iterator[str]:
+def view(prepared: Prepared) -> Iterator[str | Table]:
     """The table, the devices, and per member its checkpoint, its weight and its first row's text."""
     config, table = prepared.config, prepared.table
     yield f"{shown_path(config.data.path)}: {plural(table.rows, 'row')}, ids in {config.data.id_column!r}"
     yield from (*table.remarks, prepared.inventory.note, *prepared.warnings)
+    if prepared.nodes:
+        yield nodes_table(prepared.nodes)
     for gpu in prepared.inventory.gpus:
-        yield f"{gpu.name} ({gpu.uuid}), {gib(gpu.used_bytes)} of {gib(gpu.total_bytes)} used"
+        yield f"{gpu.title}, {gib(gpu.used_bytes)} of {gib(gpu.total_bytes)} used"
     before: list[str] = []
     for member in prepared.plan.members:
         where = "CPU"
         if member.gpus:
             where = f"{plural(member.replicas, 'replica')} on {plural(member.gpus, 'GPU')}"
             where += " each" if member.replicas > 1 else ""
-        how = f"{where}, {plural(len(member.chunks), 'chunk')}" if member.needs_worker else "no worker"
+        how = f"{where}, {chunks_text(member)}" if member.needs_worker else "no worker"
         summary = prepared.inspected[member.name].summary
         yield f"{member.name}: {summary}, weight {weight_text(member.model.weight)}, {how}"
         if member.model.when is not None:
             yield f"{member.name}: runs {when_text(member.model.when)} ({', '.join(before)})"
         before.append(member.name)
-        if member.name in prepared.previews:
-            prompt = prepared.previews[member.name].replace("\n", "\\n")
+        for title in (
+            member.name,
+            *(f"{member.name} (view {one.name})" for one in member.model.counted_views),
+        ):
+            if title not in prepared.previews:
+                continue
+            prompt = prepared.previews[title].replace("\n", "\\n")
             cut = f"the first {_SHOWN_CHARACTERS} characters of " if len(prompt) > _SHOWN_CHARACTERS else ""
-            yield f"{member.name}: {cut}its first prompt: {prompt[:_SHOWN_CHARACTERS]}"
+            yield f"{title}: {cut}its first prompt: {prompt[:_SHOWN_CHARACTERS]}"
+    if (rules := prepared.rules) is not None:
+        for number, (rule, rows) in enumerate(zip(rules.rules, rules.rows, strict=True)):
+            yield rule_text(number, rule, int(rows.sum()), table.rows)
     yield f"All checks passed. A run would write its results to {shown_path(config.output_dir)}"

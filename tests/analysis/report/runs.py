@@ -99,7 +99,13 @@ def _member(place: int, name: str, rows: int, said: str) -> Any:
         **{"leased_after_seconds": begin, "start_seconds": 8.0, "load_seconds": 30.0, "life_seconds": 219.0},
         **{"started_after_seconds": max(0.0, begin - 40.0), "device_name": "Tesla T4", "dtype": "float16"},
         **{"rows": rows // 2, "tokens": rows * 40, "padded_tokens": rows * 42, "batches": rows // 16},
-        **{"truncated_rows": rows // 20, "forward_seconds": 170.0, "predict_seconds": 180.0, "chunks": 8},
+        **{
+            "truncated_rows": rows // 20,
+            "cut_tokens": rows // 20 * 77,
+            "forward_seconds": 170.0,
+            "predict_seconds": 180.0,
+            "chunks": 8,
+        },
         **{"peak_gpu_memory_bytes": 11 * GIB, "max_length": 512, "forward_share": 0.9},
     }
     fault = FaultRecord(name, 1, "death", said, said, (10, 20), "a fresh process takes them over", begin + 90)

@@ -15,6 +15,7 @@ import pytest
 from ensemble.analysis.report.page import write_report
 from tests.analysis.report.browser import COMMAND, Browser, browser
 from tests.analysis.report.runs import EVIL, make_run
+from tests.sampling import one_in
 
 PHONE = 390
 # Web Content Accessibility Guidelines 2.2, 1.4.3: of text, and of large text.
@@ -53,7 +54,7 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @in_chromium
-@pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("is_dark", one_in(2, [False, True]), ids=["light", "dark"])
 @pytest.mark.parametrize("width", [1000, PHONE])
 @pytest.mark.parametrize("name", ["plain", "evil"])
 def test_the_page_opens(
@@ -128,6 +129,8 @@ def test_the_file_holds_no_script_and_nothing_from_elsewhere(pages: dict[str, Pa
     text = pages[name].read_text(encoding="utf-8")
     parser = _Parser()
     parser.feed(text)
+    lengths = parser.text[parser.text.index("tokens that each of them lost") :]
+    assert "77" in lengths[: lengths.index("512") + 20], "how much was cut of each row that was cut"
     assert not {"script", "img", "iframe", "object", "embed", "link", "form", "base"} & {*parser.tags}
     assert [one for one in parser.attributes if one[1].startswith("on") or one[1] == "src"] == []
     ids = [value for _, name, value in parser.attributes if name == "id"]
@@ -152,6 +155,20 @@ def test_the_same_run_gives_the_same_bytes(tmp_path: Path, pages: dict[str, Path
     again = tmp_path / "again.html"
     assert write_report(pages["plain"].parent / "run", again) == []
     assert again.read_bytes() == pages["plain"].read_bytes()
+
+
+def test_predictions_that_memory_cannot_hold_are_left_out(
+    tmp_path: Path, pages: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = iter(range(100, 0, -1))  # not the same each time: the reason is given once
+    monkeypatch.setattr("ensemble.analysis.report.base.available_memory_bytes", lambda: next(free))
+    short = tmp_path / "short.html"
+    assert write_report(pages["plain"].parent / "run", short) == []
+    whole, text = pages["plain"].read_text(encoding="utf-8"), short.read_text(encoding="utf-8")
+    assert text.count("the predictions of 60 rows take about") == 1
+    assert "the predictions of 60 rows" not in whole
+    assert text.count("<section") > 2
+    assert len(text) < len(whole)
 
 
 @in_chromium

@@ -26,6 +26,7 @@ from ensemble.pipeline.report_page import page_digest
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import RunReport
 from tests.cli.reports import member, report
+from tests.sampling import one_in
 
 NAMES = ("scores", "agreement", "calibration", "confidence", "weights", "rows")
 Values = npt.NDArray[np.float64]
@@ -160,6 +161,7 @@ def test_agreement_says_who_is_right_where_two_differ(made: Made) -> None:
     assert "errors correlate at" in text
 
 
+@pytest.mark.long
 def test_a_member_that_promises_too_much_is_told_its_temperature(made: Made) -> None:
     truth, members = probabilities(noise=(0.1, 0.1))
     sharp = members["m1"] ** 3
@@ -187,7 +189,7 @@ def test_a_member_that_promises_too_much_is_told_its_temperature(made: Made) -> 
     )
 
 
-@pytest.mark.parametrize("method", ["geometric_mean", "median", "rank_mean", "vote"])
+@pytest.mark.parametrize("method", one_in(2, ["geometric_mean", "median", "rank_mean", "vote"]))
 def test_without_a_member_the_runs_own_method_merges(made: Made, method: str) -> None:
     truth, members = probabilities(rows=500, noise=(0.3, 0.5, 0.7))
     data = made.write(members, truth, ensemble={"method": method})
@@ -211,6 +213,7 @@ def test_without_a_member_the_runs_own_method_merges(made: Made, method: str) ->
     assert results.merged(results.values, without=1) == pytest.approx(expected, abs=1e-12)
 
 
+@pytest.mark.long
 def test_weights_by_label_and_length_are_those_of_the_merge(made: Made) -> None:
     truth, members = probabilities(rows=200)
     weights = {"m0": [1.0, 0.0], "m1": {f"label {number}": 0.5 for number in range(3)}}
@@ -246,6 +249,7 @@ def test_the_page_and_the_terminal_say_the_same_of_the_best_member(made: Made) -
     assert f"m1 {log_loss(truth, soft):.4f}" in shown(data, "scores")
 
 
+@pytest.mark.long
 def test_a_member_with_some_rows_is_compared_on_these(made: Made) -> None:
     truth, members = probabilities(rows=1_000, noise=(0.3, 0.5, 0.7))
     members["m1"][400:] = np.nan
@@ -261,6 +265,19 @@ def test_a_member_with_some_rows_is_compared_on_these(made: Made) -> None:
         assert "nan" not in shown(data, name).lower()
 
 
+def test_views_are_shown_with_their_weights_and_rows(made: Made) -> None:
+    data = made.write(probabilities(rows=100)[1], None)
+    assert SECTIONS.load("views")().html(data) is None
+    first, second = data.report.members
+    views = {"as_is": run_report.ViewReport(3.0, 100), "<swapped>": run_report.ViewReport(1.0, 60)}
+    later = {"as_is": run_report.ViewReport(1.0, None)}
+    members = (replace(first, views=views, partial_rows=40), replace(second, views=later))
+    text = shown(ReportData(made.rundir.root, replace(data.report, members=members)), "views")
+    assert "m0: 40 rows without some of the views; they are the mean of the others" in text
+    assert "m0 as_is 75.0 % 100 m0 <swapped> 25.0 % 60 m1 as_is 100.0 % \N{EN DASH}" in text
+    assert "m1:" not in text
+
+
 def test_a_member_for_unsure_rows_says_what_it_saw_and_gained(made: Made) -> None:
     truth, members = probabilities(rows=1_000)
     members["m1"][200:] = np.nan
@@ -274,6 +291,7 @@ def test_a_member_for_unsure_rows_says_what_it_saw_and_gained(made: Made) -> Non
     assert "m1 saw 200 of 1,000 rows (20.0 %)" in text
     assert "log loss 0.1000 nats lower, over all rows 0.0200." in text
     assert "margin_below 0.3" in text
+    assert "accuracy with it" in text
     # No row, no truth that can be compared, no weight.
     for changes, weight, said in (
         (
@@ -281,7 +299,13 @@ def test_a_member_for_unsure_rows_says_what_it_saw_and_gained(made: Made) -> Non
             1.0,
             "m1 saw none of the 1,000 rows: of none were the",
         ),
-        ({"comparison": None}, 1.0, "compared only where labels exclude each other"),
+        ({"comparison": None}, 1.0, "compared only where the merge gives probabilities"),
+        # Of labels that do not exclude each other there is no accuracy.
+        (
+            {"comparison": replace(found, accuracy=None, accuracy_without=None)},
+            1.0,
+            "0.9000 1.0000 \N{MINUS SIGN}0.1000 (\N{PLUS-MINUS SIGN} 0.0200) Both",
+        ),
         ({}, 0.0, "with weight 0 it is no part of the ensemble"),
     ):
         other = replace(second, cascade=replace(seen, **changes), weight=weight)
@@ -306,7 +330,9 @@ def test_without_true_labels_each_section_says_what_is_missing(made: Made) -> No
     assert "Costliest" not in text
 
 
-@pytest.mark.parametrize("kind", ["one member", "soft truth", "many labels", "thirty members", "few rows"])
+@pytest.mark.parametrize(
+    "kind", one_in(4, ["one member", "soft truth", "many labels", "thirty members", "few rows"])
+)
 def test_every_section_of_other_runs_works(made: Made, kind: str) -> None:
     noise = {"one member": (0.3,), "thirty members": tuple(np.linspace(0.3, 2, 30))}.get(kind, (0.3, 0.6))
     rows = 20 if kind == "few rows" else 300

@@ -19,6 +19,8 @@ SECTIONS: Registry[Section] = Registry(
         "confidence": ".confidence:Confidence",
         "weights": ".weights:Weights",
         "cascade": ".cascade:Cascade",
+        "views": ".views:Views",
+        "rules": ".rules:Rules",
         "rows": ".rows:RowsToRead",
         # How it ran.
         "timeline": ".timeline:Timeline",

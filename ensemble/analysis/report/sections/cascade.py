@@ -23,10 +23,12 @@ class Cascade(Section):
         if not found:
             return None
         rows = [_row(data.report, member.name, one) for member, one in found]
-        compared = any(one.comparison is not None for _, one in found)
+        compared = [one.comparison for _, one in found if one.comparison is not None]
         headers = ["member", "when", "rows", "of all"]
         if compared:
-            headers += ["log loss with it", "without", "difference", "accuracy with it", "without"]
+            headers += ["log loss with it", "without", "difference"]
+        if any(one.accuracy is not None for one in compared):
+            headers += ["accuracy with it", "without"]
         return html(
             """
 {% for line in lines %}<p class="{{ 'say' if loop.first }}">{{ line }}</p>
@@ -36,7 +38,7 @@ class Cascade(Section):
 """,
             lines=[_line(data.report, member, one) for member, one in found],
             table=table(headers, [row[: len(headers)] for row in rows], left=(0, 1)),
-            note=_note(data.report, compared),
+            note=_note(data.report, bool(compared)),
         )
 
 
@@ -51,9 +53,7 @@ def _note(report: RunReport, compared: bool) -> str:
         return "What they gained is known only with true labels."
     if not any(one.cascade is not None and one.cascade.rows for one in report.members):
         return "Without rows of theirs there is nothing to compare."
-    return (
-        "What they gained is compared only where labels exclude each other, and once a run has merged them."
-    )
+    return "What they gained is compared only where the merge gives probabilities, and once a run has merged them."
 
 
 def _line(report: RunReport, member: MemberReport, one: CascadeReport) -> str:
@@ -91,6 +91,5 @@ def _row(report: RunReport, name: str, one: CascadeReport) -> list[object]:
         number(found.log_loss),
         number(found.log_loss_without),
         f"{signed(found.difference)} (\N{PLUS-MINUS SIGN} {number(found.error)})",
-        percent(found.accuracy),
-        percent(found.accuracy_without),
+        *(NOTHING if share is None else percent(share) for share in (found.accuracy, found.accuracy_without)),
     ]

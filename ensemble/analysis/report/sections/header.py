@@ -33,8 +33,7 @@ class Header(Section):
         if report.filled_rows:
             told.append(f"{plural(report.filled_rows, 'row')} that no member reached filled in")
         devices = [
-            f"{one.name} ({one.uuid}), {gib(one.total_bytes)}" if one.is_gpu else one.name
-            for one in report.devices
+            f"{one.title}, {gib(one.total_bytes)}" if one.is_gpu else one.title for one in report.devices
         ]
         driver = f"; driver {report.driver_version}" if report.driver_version else ""
         names = ", ".join(f"{one.name} (weight {weight_text(one.weight)})" for one in report.members)
@@ -43,6 +42,11 @@ class Header(Section):
             "merge": str(report.ensemble.get("method", "")),
             "devices": "; ".join(devices) + driver,
             "versions": ", ".join(f"{name} {version}" for name, version in report.versions.items()),
+            "tuned": ""
+            if (tuned := report.tuned_on) is None
+            else f"on {tuned['date']}, {', '.join(tuned['devices'])}, by {plural(tuned['rows'], 'row')}, "
+            f"tolerance {tuned['tolerance']:g}, "
+            + ", ".join(f"{name} {version}" for name, version in tuned["versions"].items()),
             "table": shown_path(Path(report.table)) if report.table else "",
         }
         return html(

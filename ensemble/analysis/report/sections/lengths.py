@@ -29,15 +29,18 @@ class Lengths(Section):
             if not counters.rows or not limits:
                 continue
             cut = counters.truncated_rows
+            of_rows = f" of {counters.rows:,} computed last" if member.reused_rows else ""
             share = html(
-                '<span class="{{ kind }}">{{ cut }} ({{ share }})</span>',
+                '<span class="{{ kind }}">{{ cut }}{{ of_rows }} ({{ share }})</span>',
                 kind="bad" if cut else "",
                 cut=f"{cut:,}",
+                of_rows=of_rows,
                 share=f"{cut / counters.rows:.1%}",
             )
             computed = counters.rows - counters.repeated_rows
             mean = f"{counters.tokens / computed:,.0f}" if computed else ""
-            rows.append((member.name, f"{max(limits):,}", share, mean, f"{counters.repeated_rows:,}"))
+            lost = f"{counters.cut_tokens / cut:,.0f}" if cut and counters.cut_tokens else ""
+            rows.append((member.name, f"{max(limits):,}", share, lost, mean, f"{counters.repeated_rows:,}"))
         parts = []
         try:
             lengths = data.text_bytes
@@ -48,7 +51,13 @@ class Lengths(Section):
                 parts.append(_histogram(data, lengths))
         if rows:
             parts.append(
-                table(("member", "max_length", "rows cut", "mean tokens", "rows that repeat others"), rows)
+                table(
+                    (
+                        *("member", "max_length", "rows cut", "tokens that each of them lost"),
+                        *("mean tokens", "rows that repeat others"),
+                    ),
+                    rows,
+                )
             )
         empty = [
             f"{plural(count, 'empty text')} in {name}" for name, count in report.null_texts.items() if count

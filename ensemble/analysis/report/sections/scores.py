@@ -63,7 +63,7 @@ def _with_truth(results: Results) -> Markup:
     problems = {one for found in scores.values() for one in found if isinstance(one, str) and one}
     differences = {
         who: found
-        for who, values in zip(results.names, results.as_merged, strict=True)
+        for who, values in zip(results.names, results.as_ruled, strict=True)
         if ensemble is not None
         and has_loss
         and isinstance(found := results.difference(loss, values, ensemble), Interval)
@@ -101,8 +101,10 @@ def _with_truth(results: Results) -> Markup:
 {% endfor %}
 {{ picture }}{{ table }}
 <p class="note">In brackets 95 % intervals (bootstrap over rows); those of differences are paired: the same rows
-count for both. The best member stands first{% if gain %}; its difference is the one that the run has printed, with
-the normal interval of the rows' differences{% endif %}.</p>
+count for both. The best member stands first{% if gain %}; the difference of {{ gain }} is the one that the run has
+printed, with the normal interval of the rows' differences{% endif %}.
+{% if rules %}The ensemble's scores are with the rules, the members' without them; in what is less the ensemble both
+are with them.{% endif %}</p>
 {% for line in problems %}<p class="note">{{ line }}</p>{% endfor %}
 """,
         lines=[*_verdict(results, scores, rows_of, differences)],
@@ -116,7 +118,8 @@ the normal interval of the rows' differences{% endif %}.</p>
         if drawn
         else "",
         table=table(headers, rows),
-        gain=gain,
+        gain=None if gain is None else gain[0],
+        rules=results.predictions.rules is not None,
         problems=sorted(problems),
     )
 
@@ -139,12 +142,14 @@ def _verdict(
     if isinstance(own, str) or not whole:
         yield html("No member has all rows, so none can be compared with the whole ensemble.")
         return
-    best = min(whole, key=lambda who: _value(scores[who][0]))
+    best = min(whole, key=lambda who: differences[who].value)
     if results.gain is not None:
         best = results.gain[0]
-    gap, theirs = differences[best], _value(scores[best][0])
+    ruled = results.as_ruled[results.names.index(best)]
+    gap, theirs = differences[best], _value(results.scored(results.loss, ruled))
     one, other = (metric_text(results.loss.name, value) for value in (own.value, theirs))
-    first = f"The ensemble's {name} is {one}, that of its best member, {best}, {other}"
+    rules = " with the same rules" if results.predictions.rules is not None else ""
+    first = f"The ensemble's {name} is {one}, that of its best member, {best}, {other}{rules}"
     if len(results.names) == 1 and gap.value == 0:
         yield html("{{ first }}: a single member is the ensemble.", first=first)
         return

@@ -11,7 +11,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 from ensemble.analysis.report.base import ReportData, Section, html, table
 from ensemble.analysis.report.pictures import MUTED, SERIES, picture, shown_name
 from ensemble.common.protocol import Counters
-from ensemble.common.text import duration
+from ensemble.common.text import duration, rate
 from ensemble.pipeline.run_report import MemberReport
 
 _HEADERS = (
@@ -54,8 +54,11 @@ class Throughput(Section):
             axes.set_xlabel("tokens computed")
 
         rows = [_row(member, counted[member.name]) for member in members]
-        left = (0, _HEADERS.index("type"), _HEADERS.index("attention"))
-        parts = [table(_HEADERS, rows, left=left)]
+        # Such as tokens, where no member reads any.
+        shown = [place for place, cells in enumerate(zip(*rows, strict=True)) if any(cells)]
+        headers = [_HEADERS[place] for place in shown]
+        left = [place for place, header in enumerate(headers) if header in ("member", "type", "attention")]
+        parts = [table(headers, [[row[place] for place in shown] for row in rows], left=left)]
         if drawn:
             text = "Tokens that were computed: solid those of texts, pale the padding of shorter rows in a batch."
             parts.insert(0, picture(draw, "Tokens and padding by member", text, 60 + 28 * len(drawn)))
@@ -81,7 +84,7 @@ def _row(member: MemberReport, counters: Counters) -> tuple[str, ...]:
         str(member.replicas),
         f"{counters.rows:,}",
         "" if seconds is None else duration(seconds),
-        "" if seconds is None else f"{counters.rows / seconds:,.1f}",
+        "" if seconds is None else rate(counters.rows / seconds),
         "" if seconds is None or not counters.tokens else f"{counters.tokens / seconds:,.0f}",
         f"{counters.tokens / counters.padded_tokens:.1%}" if counters.padded_tokens else "",
         f"{counters.rows / counters.batches:.1f}" if counters.batches else "",

@@ -1,0 +1,105 @@
+"""What ``tune`` shows: a table of each member's trials, and what is to be changed in the config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ensemble.analysis.tune import MemberTuning, Trial, Tuning
+from ensemble.cli.layout import Table
+from ensemble.common.text import duration, gib, plural, rate
+
+_HEADERS = [
+    "settings",
+    "tokens/s",
+    "rows/s",
+    "load",
+    "peak memory",
+    "whole table",
+    "mean",
+    "largest",
+    "changed",
+]
+_FASTEST = "<- fastest"
+
+
+def view(tuning: Tuning) -> Iterator[str | Table]:
+    """A table for each member, why trials have no numbers, and the keys that make a member faster."""
+    yield f"by {plural(tuning.rows, 'row')} of every length, in {duration(tuning.seconds)}:"
+    if tuning.busy:
+        yield f"! {tuning.busy}"
+    for member in tuning.members:
+        yield from _member(member, tuning.tolerance)
+    for name in tuning.skipped:
+        yield f"{name}: has no settings to choose"
+    if tuning.cpu_workers is not None:
+        yield f"cpu_workers: {tuning.cpu_workers}, which was the fastest for every member"
+
+
+def _member(member: MemberTuning, tolerance: float) -> Iterator[str | Table]:
+    name, done = member.name, [trial for trial in member.trials if not trial.failure]
+    if done:
+        yield Table([name, *_HEADERS[1:], ""], [_cells(trial, member) for trial in done], texts=[""])
+    if metrics := [*dict.fromkeys(metric.metric for trial in done for metric in trial.metrics)]:
+        compared = [[one.name, *_differences(one, metrics)] for one in done if one.name != member.reference]
+        yield Table([f"minus {member.reference}", *metrics], compared)
+    reasons: dict[str, list[str]] = {}
+    for trial in member.trials:
+        if trial.failure:
+            reasons.setdefault(trial.failure, []).append(trial.name)
+    yield from (f"{name}: {'; '.join(names)}: {why}" for why, names in reasons.items())
+    if not member.best:
+        yield f"! {name}: nothing that was tried gave a result; its settings stay as they are"
+        return
+    if member.is_noisy:
+        yield (
+            f"! {name}: {member.reference} took {member.again:.2g} times as long when it was measured again at "
+            "the end: something else computes here, and the speeds above say little"
+        )
+    others = [one for one in done if one.is_precision and one.name != member.reference]
+    if others and not any(one.is_within for one in others):
+        yield (
+            f"! {name}: no other precision comes within {tolerance:g} of {member.reference}; it is kept, and a "
+            "larger --tolerance is yours to choose"
+        )
+    if member.keys:
+        keys = ", ".join(f"{key}: {_yaml(value)}" for key, value in member.keys.items())
+        yield f"{name}: {member.best} is the fastest: {keys}"
+    else:
+        yield f"{name}: {member.best} is the fastest, and what the config says"
+
+
+def _cells(trial: Trial, member: MemberTuning) -> list[str]:
+    is_reference = trial.name == member.reference
+    mark = "the reference" if is_reference else "" if trial.is_within else "too far"
+    if trial.name == member.best:
+        mark = f"{_FASTEST}, {mark}" if mark else _FASTEST
+    return [
+        trial.name,
+        "" if trial.tokens_per_second is None else f"{trial.tokens_per_second:,.0f}",
+        "" if trial.rows_per_second is None else rate(trial.rows_per_second),
+        "" if trial.load_seconds is None else duration(trial.load_seconds),
+        "" if trial.peak_bytes is None else gib(trial.peak_bytes),
+        "" if trial.whole_seconds is None else duration(trial.whole_seconds),
+        *(
+            ["", "", ""]
+            if is_reference
+            else [f"{trial.mean:.4f}", f"{trial.largest:.4f}", f"{trial.changed:.1%}"]
+        ),
+        mark,
+    ]
+
+
+def _differences(trial: Trial, metrics: list[str]) -> Iterator[str]:
+    by_name = {one.metric: one.difference for one in trial.metrics}
+    for name in metrics:
+        found = by_name.get(name)
+        yield "" if found is None else f"{found.value:+.4f} [{found.low:+.4f}, {found.high:+.4f}]"
+
+
+def _yaml(value: object) -> str:
+    """A value as people write it in one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_yaml(one)}" for key, one in value.items()) + "}"
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

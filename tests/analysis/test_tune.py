@@ -1,0 +1,304 @@
+"""Settings that are found by trying them: with real workers, and checkpoints that some types of numbers break."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+import ensemble
+from ensemble.analysis import tune
+from ensemble.analysis.tune import MemberTuning, Tuning, distances
+from ensemble.cli import views
+from ensemble.cli.layout import Page
+from ensemble.common.host import usable_cpus
+from ensemble.config import TuningConfig
+from tests.checkpoints import make_checkpoint
+from tests.faults.chunky import write_chunky_table
+from tests.faults.inject import Fault, Injected
+from tests.project import LABELS, Project
+from tests.waiting import PATIENCE_SECONDS
+
+ROWS = 48
+
+pytestmark = pytest.mark.usefixtures("warm")
+
+
+def test_a_rows_distance_is_its_largest_whatever_the_number_of_labels() -> None:
+    expected = np.array([[0.5, 0.3, 0.2], [0.2, 0.2, 0.6]])
+    values = np.array([[0.4, 0.4, 0.2], [0.2, 0.2, 0.6]])
+    assert distances(expected, values, "softmax") == pytest.approx((0.05, 0.1, 0.0))
+    none = np.zeros((2, 11))
+    wide, other = (np.hstack([one, none]) for one in (expected, values))
+    assert distances(wide, other, "softmax") == pytest.approx((0.05, 0.1, 0.0))
+    assert distances(expected, values + np.array([0, 1, 0]), "softmax")[2] == 1
+    assert distances(expected, values + np.array([0.2, 0, 0]), "sigmoid")[2] == 0.5
+    assert "took 2 times as long when it was measured again" in lines(noisy(2.0))
+    assert "again" not in lines(noisy(1.2))
+    assert ["measure again" in noisy(again).overlay() for again in (1.2, 2.0, 0.5)] == [False, True, True]
+    raw = np.array([[0.0], [100.0]])
+    assert distances(raw, raw + 5, "none") == pytest.approx((0.1, 0.1, 0.0)), "in standard deviations"
+
+
+def noisy(again: float) -> Tuning:
+    given = {"devices": ["x"], "versions": {}, "rows": 9, "tolerance": 0.1, "date": "today"}
+    tuned_on = TuningConfig.model_validate(given)
+    member = MemberTuning("a", (), "float32", "float32", again=again)
+    return Tuning((member,), (), None, "", 9, 0.1, 1.0, tuned_on)
+
+
+def lines(tuning: Tuning) -> str:
+    return " ".join(" ".join(views.lines("tune", tuning, Page())).split())
+
+
+def make_biased(folder: Path, bias: float, spread: float) -> str:
+    """A classifier whose logits are ``bias`` and some ``spread`` of it, so that rounding takes the spread away."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    make_checkpoint(folder, "bert", LABELS, seed=3)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    head = tensors["classifier.weight"]
+    tensors["classifier.weight"] = head * (spread / float(head.norm(dim=1).mean()))
+    tensors["classifier.bias"] = torch.full((len(LABELS),), bias)
+    save_file(tensors, file, metadata={"format": "pt"})
+    return str(folder)
+
+
+@pytest.mark.long
+def test_settings_that_change_probabilities_or_labels_are_refused_however_fast(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bfloat16 has steps of 4 above 512, and of 1/16 above 8; the first trial of all is told to crash."""
+    given = [[row, "0.2", "0.3", "0.5"] for row in project.ids]
+    project.write_csv("given.csv", ["id", *LABELS], given)
+    models = [
+        {"name": "far", "model_name_or_path": make_biased(tmp_path / "far", 1000.0, 1.0)},
+        {"name": "near", "model_name_or_path": make_biased(tmp_path / "near", 15.0, 0.01)},
+        {"name": "mate", "task_type": "csv", "path": "given.csv"},
+    ]
+    defaults = {
+        "text_column": "text",
+        "max_length": 128,
+        "batch_size": 16,
+    }  # which leaves out tokens of a batch
+    config = project.config(models=models, defaults=defaults)
+    project.write_config(config)
+    monkeypatch.chdir(project.folder)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    injected = Injected(tmp_path, Fault("raise", times=1, text="no such luck"))
+    for name, value in injected.environment.items():
+        monkeypatch.setenv(name, value)
+    project.write_config({**config, "models": models[:1], "output_dir": "runs/crash"}, "crash.yaml")
+    (crashed,) = ensemble.tune("crash.yaml", rows=6, quiet=True).members
+    assert "no such luck" in crashed.trials[0].failure
+    assert crashed.reference == "bfloat16", "the widest that gave a result"
+
+    found = ensemble.tune("config.yaml", rows=ROWS, write="tuned.yaml", quiet=True)
+    far, near = found.members
+    assert (found.rows, found.skipped, far.reference, near.reference) == (
+        ROWS,
+        ("mate",),
+        "float32",
+        "float32",
+    )
+    for member in found.members:
+        by_name = {trial.name: trial for trial in member.trials}
+        assert {"float32", "bfloat16", "float16", "int8", "nf4"} <= by_name.keys()
+        assert not by_name["bfloat16"].is_within
+        assert by_name["bfloat16"].changed > 0.1
+        assert not member.best.startswith("bfloat16")
+        assert [one.metric for one in by_name["bfloat16"].metrics] == ["log_loss", "accuracy"]
+    assert {trial.name: trial for trial in far.trials}["bfloat16"].mean > 0.05
+    assert {trial.name: trial for trial in near.trials}["bfloat16"].mean < found.tolerance, (
+        "labels alone tell"
+    )
+    written = yaml.safe_load((project.folder / "tuned.yaml").read_text())
+    assert "bfloat16" not in str(written.get("models"))
+    assert written["tuned_on"]["rows"] == ROWS
+    assert {"torch", "transformers"} == written["tuned_on"]["versions"].keys()
+    assert "too far" in lines(found)
+    assert "mate: has no settings to choose" in lines(found)
+
+
+def test_a_few_rows_are_enough_to_refuse_where_computing_takes_long(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = [{"name": "far", "model_name_or_path": make_biased(tmp_path / "far", 1000.0, 1.0)}]
+    defaults = {"text_column": "text", "max_length": 32, "batch_size": 16}
+    project.write_config(project.config(models=models, defaults=defaults))
+    monkeypatch.chdir(project.folder)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(tune, "_WORTH_STARTING_TWICE", 0.0)
+    (found,) = ensemble.tune("config.yaml", rows=32, quiet=True).members
+    by_name = {trial.name: trial for trial in found.trials}
+    assert (by_name["float32"].rows, by_name["float32, eager"].rows) == (32, 32)
+    assert by_name["bfloat16"].rows == 8, "far off already"
+    assert by_name["bfloat16"].changed > 0
+    assert not by_name["bfloat16"].is_within
+
+
+@pytest.mark.long
+def test_what_takes_twice_as_long_as_the_best_is_stopped(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if nothing might take any time but the first."""
+    defaults = {"text_column": "text", "max_length": 32, "batch_size": 16}
+    project.write_config(project.config(models=project.config()["models"][1:], defaults=defaults))
+    monkeypatch.chdir(project.folder)
+    for name in ("_MIN_SECONDS", "_TOO_SLOW"):
+        monkeypatch.setattr(tune, name, 0.0)
+    injected = Injected(tmp_path, Fault("sleep", seconds=0.2))
+    for name, value in injected.environment.items():
+        monkeypatch.setenv(name, value)
+    (found,) = ensemble.tune("config.yaml", rows=16, quiet=True).members
+    first, *others = found.trials
+    assert (first.failure, found.best) == ("", "float32")
+    assert all("more than twice as long as the best so far" in trial.failure for trial in others)
+
+
+@pytest.mark.skipif(usable_cpus() < 2, reason="workers side by side need two cores")
+def test_workers_side_by_side_are_tried_where_there_are_chunks_for_them(
+    project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_chunky_table(project)
+    defaults = {"text_column": "text", "max_length": 16, "batch_size": 4}
+    project.write_config(project.config(models=project.config()["models"][1:], defaults=defaults))
+    monkeypatch.chdir(project.folder)
+    found = ensemble.tune("config.yaml", rows=16, tolerance=0.5)
+    (member,) = found.members
+    said = re.search(r"^(\d+) trials at most", capsys.readouterr().out, re.MULTILINE)
+    assert said is not None
+    assert len(member.trials) + 1 <= int(said[1]), "with that of the reference again"
+    (beside,) = (trial for trial in member.trials if trial.name.endswith(", 2 workers"))
+    assert (beside.failure, beside.workers) == ("", 2)
+    assert beside.is_within
+    assert found.cpu_workers in (1, 2)
+    assert yaml.safe_load(found.overlay())["cpu_workers"] == found.cpu_workers
+    folder = project.folder / "runs/first/tune/llama"
+    (made,) = (path for path in folder.glob("*2-workers-16"))
+    assert {path.name for path in (made / "logs").glob("llama-*.log")} == {"llama-0.log", "llama-1.log"}
+
+
+def test_ctrl_c_keeps_what_is_tried_and_a_run_takes_what_is_written(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    config = project.config(models=project.config()["models"][1:])
+    project.write_config(config)
+    command = ["tune", "config.yaml", "--rows", str(ROWS), "--tolerance", "0", "--write", "tuned.yaml"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "ensemble", *command],
+        cwd=project.folder,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        printed = []
+        for line in process.stdout:
+            printed.append(line)
+            if line.startswith("llama: bfloat16:"):
+                process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE_SECONDS) == 128 + signal.SIGINT, "".join(printed)
+    assert "the same command resumes" in " ".join("".join(printed).split())
+    assert not (project.folder / "tuned.yaml").exists()
+    first = project.folder / "runs/first/tune/llama" / f"float32-{ROWS}" / "predictions/llama.csv"
+    written_at = first.stat().st_mtime_ns
+
+    done = project.ensemble(*command)
+    assert done.returncode == 0, done.stderr
+    assert first.stat().st_mtime_ns == written_at, "computed once"
+    said = " ".join(done.stdout.split())
+    assert "trials at most, each in a fresh worker, of 48 of 300 rows, about" in said
+    assert (first.parents[2] / f"float32--again-{ROWS}").is_dir(), "how far speeds may be off"
+    assert "no other precision comes within 0 of float32; it is kept" in said
+
+    again = project.ensemble(*command)
+    assert (again.returncode, again.stderr.count("--write: tuned.yaml is there already")) == (2, 1)
+    overlay: dict[str, Any] = yaml.safe_load((project.folder / "tuned.yaml").read_text())
+    assert "dtype" not in str(overlay.get("models"))
+    now = project.ensemble("run", "config.yaml", "tuned.yaml")
+    assert now.returncode == 0, now.stderr
+    assert "settings of `tune` on " in now.stdout
+    assert "tuned_on: " not in now.stdout, "the same machine and versions"
+    overlay["tuned_on"] |= {"devices": ["Tesla T4"], "versions": {"torch": "2.0.1"}}
+    project.write_config(overlay, "tuned.yaml")
+    other = project.ensemble("run", "config.yaml", "tuned.yaml")
+    said = " ".join(other.stdout.split())
+    assert "tuned_on: tune has measured on Tesla T4, and this is" in said
+    assert "tuned_on: tune has measured with torch 2.0.1, and this is" in said
+    report = project.run_json()
+    assert (report["tuned_on"]["devices"], len(report["warnings"])) == (["Tesla T4"], 2)
+    assert report["members"][0]["reused_rows"] == 300, "where it was measured changes no numbers"
+
+    project.write_config({"models": [{"name": "lama", "dtype": "bfloat16"}]}, "tuned.yaml")
+    unknown = project.ensemble("run", "config.yaml", "tuned.yaml")
+    assert unknown.returncode == 2
+    assert "no earlier file has a model named 'lama' (did you mean 'llama'?)" in " ".join(
+        unknown.stderr.split()
+    )
+    project.write_config({"models": [{"name": "llama", "dtipe": "bfloat16"}]}, "tuned.yaml")
+    unknown = project.ensemble("run", "config.yaml", "tuned.yaml")
+    assert (unknown.returncode, "dtipe" in unknown.stderr) == (2, True)
+
+
+def test_only_whole_trials_are_kept_and_until_the_file_is_written(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trial that was killed is measured as a whole; and a disk that is full at the end costs no trial."""
+    defaults = {"text_column": "text", "max_length": 32, "batch_size": 16}
+    models = [{**project.config()["models"][1], "attn_implementation": "eager"}]
+    project.write_config(project.config(models=models, defaults=defaults))
+    monkeypatch.chdir(project.folder)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    unwritable = "n" * 250  # its temporary name is longer than names may be
+    with pytest.raises(ensemble.EnsembleError, match="cannot write") as raised:
+        ensemble.tune("config.yaml", rows=16, tolerance=1, write=unwritable, quiet=True)
+    assert raised.value.exit_code == 1
+    trials = project.folder / "runs/first/tune/llama"
+    first, second = (trials / f"{name}-16" for name in ("float32", "bfloat16"))
+    kept, killed = ((one / "predictions/llama.csv").stat().st_mtime_ns for one in (first, second))
+    (second / "run.json").unlink()  # as of one whose rows were all computed
+    found = ensemble.tune("config.yaml", rows=16, tolerance=1, write="tuned.yaml", quiet=True)
+    assert (first / "predictions/llama.csv").stat().st_mtime_ns == kept
+    assert (second / "predictions/llama.csv").stat().st_mtime_ns > killed
+    (member,) = found.members
+    assert {trial.name: trial.failure for trial in member.trials}["bfloat16"] == ""
+    for name in ("config.yaml", "tuned.yaml"):  # it would lack what it has now
+        with pytest.raises(ensemble.OutputError, match="is one of the files that are read"):
+            ensemble.tune(["config.yaml", "tuned.yaml"], write=name, force=True, quiet=True)
+
+
+def test_what_cannot_be_tuned_is_said_at_once(project: Project) -> None:
+    for options in (["--rows", "0"], ["--tolerance", "-1"]):
+        project.write_config(project.config())
+        done = project.ensemble("tune", "config.yaml", *options)
+        assert done.returncode == 2
+        assert options[0] in done.stderr
+    for odd in ({"rows": 0}, {"tolerance": float("nan")}):
+        with pytest.raises(ensemble.ConfigError, match=next(iter(odd))):
+            ensemble.tune(project.folder / "config.yaml", {"output_dir": str(project.folder / "x")}, **odd)
+    project.write_csv("given.csv", ["id", *LABELS], [[row, "0.2", "0.3", "0.5"] for row in project.ids])
+    project.write_config(project.config(models=[{"name": "mate", "task_type": "csv", "path": "given.csv"}]))
+    done = project.ensemble("tune", "config.yaml")
+    assert (done.returncode, "no member has settings" in done.stderr) == (2, True)
+    assert not (project.folder / "runs").exists()
+
+    llama = {**project.config()["models"][1], "model_kwargs": {"no_such_key": 1}}
+    project.write_config(project.config(models=[llama]))
+    done = project.ensemble("tune", "config.yaml", "--rows", "4", "--write", "tuned.yaml")
+    assert done.returncode == 1
+    assert not (project.folder / "tuned.yaml").exists(), "nothing was found"
+    assert "llama: float32; bfloat16; float16; int8; nf4: " in done.stdout, "one reason, said once"
+    assert "written" not in done.stdout

@@ -1,0 +1,130 @@
+"""Members that get each row in several views: killed, short of time, with rows that cannot be computed."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.checkpoints import WORDS
+from tests.faults.chunky import ROWS, chunky_config, results, word
+from tests.faults.forked.runs import ForkedRuns
+from tests.faults.inject import Fault, Injected, token_ids
+from tests.faults.steps import Step, Verdict
+from tests.project import Project
+
+BAD = 6
+# A word that is in no row shows the second view.
+MARK = word(20)
+VIEWS: list[dict[str, Any]] = [
+    {"name": "first"},
+    {"name": "second", "prompt_template": f"on {MARK} {{{{ text }}}}", "weight": 3.0},
+]
+
+
+def write_config(project: Project, **changes: Any) -> None:
+    config = chunky_config(project, **changes)
+    config["models"][0] |= {"views": VIEWS, "prompt_template": "on {{ text }}"}
+    project.write_config(config)
+
+
+def values(project: Project, name: str = "llama") -> np.ndarray:
+    _, rows = project.read(f"runs/first/predictions/{name}.csv")
+    return np.array([row[1:] for row in rows], dtype=float)
+
+
+def shards(forked: ForkedRuns) -> list[str]:
+    """The views of the shards that the latest run has written, in the order in which they got their names."""
+    names = [
+        step.paths[-1] for step in forked.steps if "rename" in step.call and "/work/llama." in step.paths[-1]
+    ]
+    return [name.split("/")[4].split(".")[0] for name in names if name.endswith(".csv")]
+
+
+def in_second_view(project: Project, row: int) -> tuple[int, ...]:
+    """Tokens that stand one behind the other in this row's second view alone."""
+    return token_ids(project.models / "llama", f"{MARK} {WORDS[row % len(WORDS)]} {word(row)}")
+
+
+@pytest.mark.long
+@pytest.mark.fault(12)
+def test_killed_in_its_second_view_and_resumed_with_other_replicas(
+    chunky: Project, forked: ForkedRuns
+) -> None:
+    write_config(chunky)
+    assert forked.run(chunky.folder) == 0, forked.printed
+    assert shards(forked) == ["first"] * 4 + ["second"] * 4
+    names = ["ensemble.csv", "submission.csv", "predictions/llama.csv", "predictions/llama@second.csv"]
+    expected = results(chunky, names=names)
+    first, second = (values(chunky, f"llama@{view['name']}") for view in VIEWS)
+    np.testing.assert_allclose(values(chunky), (first + 3 * second) / 4, atol=1e-12)
+
+    def kill(step: Step) -> Verdict:
+        is_second = "rename" in step.call and "/second." in step.paths[-1] and step.paths[-1].endswith(".csv")
+        return Verdict.KILL if is_second and shards(forked).count("second") == 1 else Verdict.GO
+
+    (chunky.folder / "runs" / "first").rename(chunky.folder / "runs" / "whole")
+    assert forked.run(chunky.folder, judge=kill) == -9
+    assert forked.run(chunky.folder, "--set", "models.llama.replicas=2") == 0, forked.printed
+    assert results(chunky, names=names) == expected
+    (member,) = chunky.run_json()["members"]
+    assert ROWS <= member["reused_rows"] < 2 * ROWS
+    assert member["reused_rows"] + member["rows"] == 2 * ROWS
+
+
+@pytest.mark.long
+@pytest.mark.fault(9)
+def test_a_row_that_cannot_be_computed_in_one_of_its_views(
+    chunky: Project, forked: ForkedRuns, tmp_path: Path
+) -> None:
+    write_config(chunky)
+    injected = Injected(tmp_path, Fault("raise", in_second_view(chunky, BAD), error="IndexError"))
+    assert forked.run(chunky.folder, faults=injected) == 1
+    assert "1 row of the table could not be computed: row 7 (view second): IndexError" in forked.printed
+    assert forked.run(chunky.folder, "--set", "on_bad_row=uniform", faults=injected) == 0, forked.printed
+    (member,) = chunky.run_json()["members"]
+    assert {row: why.split(":")[0] for row, why in member["bad_rows"].items()} == {str(BAD): "view second"}
+    first, second = (values(chunky, f"llama@{view['name']}") for view in VIEWS)
+    np.testing.assert_array_equal(second[BAD], 1 / 3)
+    np.testing.assert_allclose(values(chunky)[BAD], (first[BAD] + 1) / 4, atol=1e-12)
+    assert forked.run(chunky.folder, "--set", "on_bad_row=uniform") == 0, "it is known by now"
+    assert "llama: done by an earlier run, reused" in forked.printed
+
+
+@pytest.mark.long
+@pytest.mark.fault(26)
+def test_the_time_is_over_in_the_second_view(chunky: Project, forked: ForkedRuns, tmp_path: Path) -> None:
+    """Each run has twice the time of the one before; what the second view needs is more than any has."""
+    write_config(chunky)
+    assert forked.run(chunky.folder) == 0, forked.printed
+    expected, first = results(chunky), values(chunky, "llama@first")
+    # But for the first row, with which a worker tries its model.
+    slow = Injected(
+        tmp_path,
+        *(Fault("sleep", in_second_view(chunky, row), seconds=10_000) for row in range(1, ROWS)),
+    )
+    for limit in itertools.takewhile(lambda seconds: seconds <= 256, (8 * 2**power for power in range(6))):
+        write_config(chunky, output_dir="runs/timed", time_limit=limit)
+        assert forked.run(chunky.folder, faults=slow) == 4, forked.printed
+        assert not {"second"} & {*shards(forked)}
+        if chunky.run_json("runs/timed")["merged_rows"].get("llama") == ROWS:
+            break
+    (member,) = chunky.run_json("runs/timed")["members"]
+    assert {name: view["rows"] for name, view in member["views"].items()} == {"first": ROWS, "second": 0}
+    assert member["partial_rows"] == ROWS
+    assert (
+        f"llama: {ROWS} rows lack some of 2 views and were averaged over the others (first 16, second 0 rows)"
+        in forked.printed
+    )
+    _, rows = chunky.read("runs/timed/ensemble.csv")
+    np.testing.assert_allclose(np.array([row[1:] for row in rows], dtype=float), first, atol=1e-5)
+    write_config(chunky, output_dir="runs/timed")
+    assert forked.run(chunky.folder) == 0, forked.printed
+    (member,) = chunky.run_json("runs/timed")["members"]
+    assert member["reused_rows"] == ROWS
+    assert results(chunky, "runs/timed").keys() == expected.keys()
+    _, rows = chunky.read("runs/timed/predictions/llama.csv")
+    np.testing.assert_allclose(np.array([row[1:] for row in rows], dtype=float), values(chunky), atol=1e-5)
