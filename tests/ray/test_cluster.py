@@ -115,6 +115,8 @@ def test_a_node_that_dies(
             lambda: re.search(r"there +[12] .*llama-\d on GPU \d", told(chunky)), "status shows who is where"
         )
         os.kill(agent if what == "agent" else raylet, signal.SIGKILL)
+        # Not before: it could be done with all that is left while Ray has not noticed anything.
+        wait_until(lambda: is_gone(pid), "the worker of a node that is lost ends with it")
         for number in range(4):
             injected.let_go(number)
         printed = process.communicate(timeout=200)[0]
@@ -127,7 +129,6 @@ def test_a_node_that_dies(
         assert chunky.ensemble("report", "runs/first").returncode == 0
         page = (chunky.folder / "runs/first/report.html").read_text(encoding="utf-8")
         assert re.search(rf"GPU \d on {lost['name']}", page), "devices are named with their nodes"
-    wait_until(lambda: is_gone(pid), "the worker of a node that is lost ends with it")
 
 
 @pytest.mark.fault(39)
