@@ -66,6 +66,8 @@ def pytest_configure(config: pytest.Config) -> None:
     A handler ends with the exec: so a signal still does nothing here, and its default in what a test starts.
     """
     sampling.part = config.getoption("--part")
+    # As make has it: several test processes share the cores, and no run begins a worker before its checks.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Hypothesis would fail an example that takes longer than 200 ms, as one does on a busy machine.
     hypothesis.settings.register_profile("patient", deadline=None)
     hypothesis.settings.load_profile("patient")

@@ -266,12 +266,15 @@ def run(
     Work that an earlier run in the same output_dir has done is kept: the same command resumes where it stopped.
     """
     loaded = _load(config, sets, limit)
-    from ensemble.cli.progress import choose_display
-    from ensemble.cli.views.summary import raise_unless_complete
-    from ensemble.common.host import process_age_seconds
-    from ensemble.pipeline.run import run as run_config
+    from ensemble.pipeline.early_worker import early_worker
 
-    report = run_config(loaded, choose_display(sys.stdout, quiet), fresh, process_age_seconds())
+    with early_worker(loaded):
+        from ensemble.cli.progress import choose_display
+        from ensemble.cli.views.summary import raise_unless_complete
+        from ensemble.common.host import process_age_seconds
+        from ensemble.pipeline.run import run as run_config
+
+        report = run_config(loaded, choose_display(sys.stdout, quiet), fresh, process_age_seconds())
     if not quiet:
         show("summary", report, sys.stdout)
     raise_unless_complete(report)

@@ -178,6 +178,15 @@ def inventory(environ: Mapping[str, str] | None = None) -> Inventory:
     return Inventory((), f"{reason}: running on the CPU", version, tuple(warnings), problem)
 
 
+def has_driver() -> bool:
+    """Whether the library of NVIDIA's driver is here; it is not asked anything."""
+    try:
+        ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return False
+    return True
+
+
 def used_memory(uuids: Iterable[str]) -> dict[str, int | None]:
     """Bytes used now, by UUID; None where it cannot be told (a lost GPU, the CPU, no driver)."""
     return _of_each(uuids, lambda nvml, handle: _memory(nvml, handle)[1])

@@ -1,6 +1,6 @@
 """The child side of a member kind: what a worker process needs of it, and all that it knows of it.
 
-A spec names the module that is a kind's child side.  It has the two functions of ``Child``, and importing it must
+A spec names the module that is a kind's child side.  It has the functions of ``Child``, and importing it must
 cost next to nothing: what is slow to import comes with ``import_libraries``.
 """
 
@@ -34,6 +34,13 @@ class Child(Protocol):
         self, common: CommonSpec, settings: Mapping[str, Any], table: PublishedTable
     ) -> Predictor:
         """Everything that needs no device; ``settings`` are the kind's own, as JSON gives them."""
+
+
+class EarlyChild(Child, Protocol):
+    """The same of a kind whose workers may begin before it is known how they are to run (``can_begin_early``)."""
+
+    def set_threads(self, count: int) -> None:
+        """Compute with so many threads; libraries are imported."""
 
 
 class Report(Protocol):

@@ -20,12 +20,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from ensemble.common.files import check_unchanged
+from ensemble.common.files import check_unchanged, open_log
 from ensemble.common.protocol import (
+    Become,
     ChunkFailed,
     Closed,
+    Command,
     Computed,
     Event,
+    Expect,
     Failed,
     Load,
     Predict,
@@ -38,7 +41,7 @@ from ensemble.common.protocol import (
 from ensemble.common.python_process import keep_pandas_out
 from ensemble.common.redact import Redactor, guard_output
 from ensemble.common.torch_errors import Verdict, classify, one_line
-from ensemble.members.predictor import Child
+from ensemble.members.predictor import Child, EarlyChild
 from ensemble.worker.channel import CommandReader, HeartbeatThread
 
 if TYPE_CHECKING:
@@ -74,6 +77,10 @@ def serve(
     try:
         arriving = iter(commands)
         start = next(arriving)
+        if isinstance(start, Expect):
+            guard_output(redact)
+            start, waited_seconds = _expect(start, arriving)
+            began += waited_seconds
         assert isinstance(start, Start), start
         redact = Redactor(os.environ, start.spec.settings)
         guard_output(redact)
@@ -113,6 +120,41 @@ def serve(
         send_redacted(Failed(type(error).__name__, one_line(error, redact), trace, chunk, can_retry))
         return 1
     return 0
+
+
+def _expect(expected: Expect, arriving: Iterator[Command]) -> tuple[Command, float]:
+    """Import what a member that is not known yet will take, then become its worker.
+
+    Returns:
+        the next command, and how many seconds there was nothing to do.
+
+    Raises:
+        Exception: whatever an import raises, once the member is known.
+    """
+    failed: Exception | None = None
+    child = cast(EarlyChild, importlib.import_module(expected.kind))
+    try:
+        child.import_libraries()
+    except Exception as error:
+        failed = error
+    waits_since = time.monotonic()
+    become = next(arriving)
+    assert isinstance(become, Become), become
+    waited_seconds = time.monotonic() - waits_since
+    os.environ.update(become.environment)
+    for task in Path("/proc/self/task").iterdir() if become.cpus else ():
+        with contextlib.suppress(ProcessLookupError):  # the thread has ended
+            os.sched_setaffinity(int(task.name), become.cpus)
+    with open_log(Path(become.log)) as log:
+        log.write(os.pread(1, os.fstat(1).st_size, 0))
+        for number in (1, 2):
+            os.dup2(log.fileno(), number)
+    start = next(arriving)
+    if failed is not None:
+        raise failed
+    if threads := become.environment.get("OMP_NUM_THREADS"):
+        child.set_threads(int(threads))
+    return start, waited_seconds
 
 
 class Session:

@@ -216,6 +216,7 @@ def test_side_by_side(chunky: Project, tmp_path: Path, undisturbed: dict[str, by
     assert process.returncode == 0, printed
     assert results(chunky) == undisturbed
     assert len(set(pids)) == 2
-    assert all(b"OMP_NUM_THREADS=1" in one for one in variables)
+    # One that has begun early is told later; see test_early.
+    assert sum(b"OMP_NUM_THREADS=1" in one for one in variables) >= 1
     # Another run on this machine may have the cores that these would get.
     assert not allowed[0] & allowed[1] or os.sched_getaffinity(0) in allowed

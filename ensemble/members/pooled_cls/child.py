@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from ensemble.data.published_table import PublishedTable
     from ensemble.members.predictor import Predictor
 
+set_threads = lazy_imports.set_threads
+
 
 def import_libraries() -> Mapping[str, str]:
     return lazy_imports.import_libraries("ensemble.members.pooled_cls.predictor")

@@ -14,8 +14,8 @@ from pathlib import Path
 from ensemble.common.files import open_log
 from ensemble.common.gpus import worker_environment
 from ensemble.common.host import oom_kills
-from ensemble.common.protocol import Command, Event, decode, encode
-from ensemble.common.python_process import python_command, python_environment
+from ensemble.common.protocol import Become, Command, Event, decode
+from ensemble.scheduling.launchers import early
 from ensemble.scheduling.launchers.base import Exit, Handle, Launcher, WorkerStart
 from ensemble.scheduling.launchers.cores import Cores
 
@@ -31,11 +31,15 @@ class LocalLauncher(Launcher):
             start.scratch.mkdir(parents=True)
         cores = Cores(start.cpu_share)
         environment = {**cores.environment, **worker_environment(start.devices), **start.environment}
+        # What GPUs need in the environment is read when libraries are imported.
+        begun = None if start.devices else early.take()
         try:
             with cores.inherited():
-                worker = LocalWorker(environment, start.log, start.scratch, cores)
+                worker = LocalWorker(environment, start.log, start.scratch, cores, begun)
         except BaseException:
             cores.close()
+            if begun is not None:
+                begun.kill()
             raise
         worker.send(start.command)
         return worker
@@ -57,6 +61,7 @@ class LocalWorker(Handle):
         log: file that takes everything the process prints.
         scratch: the folder that goes with it.
         cores: given back when it is closed.
+        begun: the process that becomes this worker; None: a fresh one does.
     """
 
     def __init__(
@@ -65,6 +70,7 @@ class LocalWorker(Handle):
         log: Path,
         scratch: Path | None = None,
         cores: Cores | None = None,
+        begun: early.Spawned | None = None,
     ) -> None:
         self.log = log
         self._scratch = scratch
@@ -72,30 +78,12 @@ class LocalWorker(Handle):
         self._buffer = b""
         # A count that goes up until the process is killed tells why, probably.
         self._oom_kills = oom_kills()
-        self.events_fd, write_end = os.pipe()
-        try:
-            with open_log(log) as output:
-                # A list of arguments, no shell and no fork of this process's state.  The new session keeps the
-                # terminal's Ctrl-C away: this process decides how its workers end.
-                self._process = subprocess.Popen(
-                    [
-                        *python_command("ensemble.worker.__main__"),
-                        f"--events-fd={write_end}",
-                        f"--parent-pid={os.getpid()}",
-                    ],
-                    stdin=subprocess.PIPE,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, **python_environment(), **environment},
-                    pass_fds=(write_end,),
-                    start_new_session=True,
-                )
-        except BaseException:
-            os.close(self.events_fd)
-            raise
-        finally:
-            os.close(write_end)
-        os.set_blocking(self.events_fd, False)
+        with open_log(log) as output:
+            self._spawned = begun or early.spawn(environment, output)
+        if begun is not None:
+            numbers = () if cores is None else cores.numbers
+            self.send(Become(dict(environment), numbers, str(log.absolute())))
+        self._process, self.events_fd = self._spawned.process, self._spawned.events_fd
         self.process = str(self._process.pid)
 
     @property
@@ -103,11 +91,7 @@ class LocalWorker(Handle):
         return self._process.pid
 
     def send(self, command: Command) -> None:
-        assert self._process.stdin is not None
-        if not self._process.stdin.closed:
-            with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.write(encode(command).encode())
-                self._process.stdin.flush()
+        self._spawned.send(command)
 
     def receive(self) -> list[Event]:
         while self.is_open:

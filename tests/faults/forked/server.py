@@ -124,7 +124,13 @@ class _Server:
 
     def _fork(self) -> None:
         line, _ = self._listener.accept()
-        message, descriptors, _, _ = socket.recv_fds(line, 1 << 20, 4)
+        try:
+            message, descriptors, _, _ = socket.recv_fds(line, 1 << 20, 4)
+        except ConnectionResetError:
+            message = b""
+        if not message:  # who asked has been killed
+            line.close()
+            return
         if message == IDLE:
             self._asking.append(line)
             return

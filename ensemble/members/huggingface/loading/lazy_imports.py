@@ -107,6 +107,13 @@ def import_libraries(predictor: str) -> Mapping[str, str]:
     }
 
 
+def set_threads(count: int) -> None:
+    """Have torch compute with so many threads, though it may have been imported without knowing them."""
+    import torch
+
+    torch.set_num_threads(count)
+
+
 @contextlib.contextmanager
 def no_collections() -> Iterator[None]:
     """Without garbage collections; what has been made by the end is not looked through ever again."""
