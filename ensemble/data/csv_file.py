@@ -28,6 +28,7 @@ from ensemble.data.input_file import (
     Wanted,
     check_names,
     held_table,
+    is_text,
     joined_text,
     missing_column,
     open_input,
@@ -294,13 +295,10 @@ def header_line(names: Sequence[str]) -> pa.Buffer:
 
 
 def csv_cells(column: pa.Array) -> pa.Array:
-    """A column's values as they stand in a CSV file, quoted where they must be: large strings.
-
-    Large, so that the joined lines of a batch may pass 2 GB; nulls become empty.
-    """
+    """A column's values as they stand in a CSV file, quoted where they must be: strings; nulls become empty."""
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
-    cells = pc.cast(column, pa.large_string())
+    cells = column if is_text(column.type) else pc.cast(column, pa.string())
     if cells.null_count:
         cells = pc.fill_null(cells, "")
     if pa.types.is_integer(column.type) or pa.types.is_floating(column.type):
@@ -311,6 +309,7 @@ def csv_cells(column: pa.Array) -> pa.Array:
     must = pc.match_substring_regex(cells, _MUST_QUOTE)
     if not pc.any(must).as_py():
         return cells
+    cells = pc.cast(cells, pa.large_string())  # with the quotes it may pass 2 GB
     doubled = pc.replace_substring(cells, '"', '""')
     return pc.if_else(must, pc.binary_join_element_wise(_large('"'), doubled, _large('"'), _large("")), cells)
 
@@ -324,11 +323,24 @@ def csv_lines(cells: Sequence[pa.Array]) -> pa.Buffer:
     if not len(cells[0]):
         return pa.py_buffer(b"")
     if len(cells) == 1:  # an empty cell would be a blank line, which readers skip
-        cells = [pc.if_else(pc.equal(cells[0], ""), _large('""'), cells[0])]
-    lines = pc.binary_join_element_wise(*cells, _large(","))
+        cells = [pc.if_else(pc.equal(cells[0], ""), pa.scalar('""', cells[0].type), cells[0])]
+    with contextlib.suppress(pa.ArrowInvalid):  # a cell is quoted
+        return _plain_lines(cells)
+    # Large, so that the joined lines may pass 2 GB.
+    lines = pc.binary_join_element_wise(*(pc.cast(one, pa.large_string()) for one in cells), _large(","))
     # Joined as one list, with an empty line at its end, because joining row by row takes three times as long.
     lines = pa.concat_arrays([lines, pa.array([""], pa.large_string())])
     return text_bytes(pc.binary_join(pa.LargeListArray.from_arrays([0, len(lines)], lines), _large("\n")))
+
+
+def _plain_lines(cells: Sequence[pa.Array]) -> pa.Buffer:
+    """As :func:`csv_lines`, by Arrow's writer, which is quicker; raises ArrowInvalid where a cell is quoted."""
+    from pyarrow import csv as arrow_csv
+
+    batch, sink = pa.record_batch(cells, [str(place) for place in range(len(cells))]), pa.BufferOutputStream()
+    options = arrow_csv.WriteOptions(include_header=False, batch_size=len(batch), quoting_style="none")
+    arrow_csv.write_csv(batch, sink, options)
+    return sink.getvalue()
 
 
 def _large(text: str) -> pa.Scalar:
