@@ -290,7 +290,7 @@ class RunReport:
         return tuple(member.failure for member in self.members if member.failure is not None)
 
     def write(self, path: Path) -> None:
-        """Write run.json.
+        """Write run.json; numbers that JSON has not are the texts "NaN" and "Infinity", which are read as such again.
 
         Raises:
             WriteError: the disk is full or the like.
@@ -306,7 +306,7 @@ class RunReport:
                 for device in self.devices
             ]
         # In a fraction of the time of the standard library: of hundreds of workers it is a megabyte each time.
-        write_text(path, to_json(document, indent=2).decode() + "\n")
+        write_text(path, to_json(document, indent=2, inf_nan_mode="strings").decode() + "\n")
 
     @classmethod
     def read(cls, path: Path) -> RunReport:
