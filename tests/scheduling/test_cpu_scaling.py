@@ -32,9 +32,9 @@ PROGRAM = """
 import os, sys
 open({log!r}, "a").write(os.environ["OMP_NUM_THREADS"] + "\\n")
 print("what a sitecustomize says")
-print("cpu-speed ready", flush=True)
+print({mark!r}, "ready", flush=True)
 for line in sys.stdin:
-    print("cpu-speed", 1.0 + int(os.environ["OMP_NUM_THREADS"]), flush=True)
+    print({mark!r}, 1.0 + int(os.environ["OMP_NUM_THREADS"]), flush=True)
 """
 
 
@@ -43,7 +43,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], lis
     """Threads of the processes that were started; on a quiet machine with 2 cores and a limit on their time."""
     log = tmp_path / "started"
     log.touch()
-    program = [sys.executable, "-S", "-c", PROGRAM.format(log=str(log))]
+    program = [sys.executable, "-S", "-c", PROGRAM.format(log=str(log), mark=cpu_scaling._MARK)]
     monkeypatch.setattr(cpu_scaling, "python_command", lambda module: program)
     monkeypatch.setattr(cpu_scaling, "_NAME", f"\0ensemble-test-{os.getpid()}")  # others may test, too
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
@@ -144,7 +144,7 @@ def test_what_goes_wrong_is_said(
     assert "No such file" in said(str(tmp_path / "nothing"))
     assert "a test process ended" in said(sys.executable, "-S", "-c", "raise SystemExit(3)")
     assert "could not convert" in said(
-        sys.executable, "-S", "-c", "print('cpu-speed a\\ncpu-speed b'); input()"
+        sys.executable, "-S", "-c", f"print('{cpu_scaling._MARK} a'); print('{cpu_scaling._MARK} b'); input()"
     )
     monkeypatch.setattr(cpu_scaling, "_TIMEOUT_SECONDS", 0.5)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
