@@ -172,6 +172,11 @@ class Plan:
         return total_seconds(jobs, places, self.hosts)
 
     @property
+    def depends_on_scaling(self) -> bool:
+        """Whether another ``scaling`` could make it another plan, or another forecast."""
+        return bool(self.cpu_choice) or any(one.slowdown != 1.0 for one in self.members if one.needs_worker)
+
+    @property
     def jobs(self) -> list[Job]:
         return [member.job for member in self.members if member.needs_worker]
 
@@ -303,11 +308,12 @@ def plan_run(
     speeds: Mapping[str, Speed],
     hosts: Sequence[Device],
     trials: Callable[..., Sequence[Trial]],
-    scaling: Scaling,
+    scaling: Callable[[], Scaling],
 ) -> Plan:
     """Plan a run; the arguments are those of ``make_plan``, ``hosts`` the CPUs of nodes, none: this machine's.
 
-    ``scaling`` is this machine's; what nodes of a cluster have is assumed.
+    ``scaling`` tells this machine's, which takes milliseconds and is asked where the plan depends on it; what nodes
+    of a cluster have is assumed.
 
     ``trials`` tries devices where they are, as :func:`ensemble.common.device_trials.run_trials` does.
     """
@@ -336,10 +342,9 @@ def plan_run(
     if free is not None:  # what an earlier run keeps needs no more room
         with contextlib.suppress(OSError):
             free += sum(one.stat().st_size for one in config.output_dir.glob("work/*/cache/*/*"))
-    return make_plan(
-        *(config, facts, gpus, host, speeds, free),
-        *((len(hosts), 1, ASSUMED) if hosts else (1, usable_cpus(), scaling)),
-    )
+    size = (len(hosts), 1) if hosts else (1, usable_cpus())
+    plan = make_plan(config, facts, gpus, host, speeds, free, *size)
+    return plan.again(plan.gpus, scaling()) if plan.depends_on_scaling and not hosts else plan
 
 
 def without_done(member: MemberPlan, is_done: npt.NDArray[np.bool_], is_timed: bool) -> MemberPlan:

@@ -189,6 +189,24 @@ def test_a_run_that_goes_on_shares_the_cpu_as_it_did(
     assert planned({"status": "failed"}) == measured, "of a version that told nothing"
 
 
+def test_it_is_looked_up_where_a_plan_depends_on_it(
+    started: Callable[[], list[str]], project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small table leaves no choice, and every command that plans is to answer at once."""
+    monkeypatch.chdir(project.folder)
+
+    def machine(**changes: Any) -> str:
+        project.write_config(project.config(**changes))
+        return prepare(load([Path("config.yaml")], [])).plan.scaling.machine
+
+    models = project.config()["models"]
+    known = known_scaling().machine
+    assert machine() == known, "two members, side by side or not"
+    assert machine(models=models[:1]) == ""
+    assert machine(cpu_workers=1) == ""
+    assert machine(models=[{**models[0], "replicas": 2}]) == known, "the forecast is of half the cores"
+
+
 @pytest.mark.long
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="workers side by side need two cores")
 def test_a_long_run_measures_before_it_starts(project: Project, tmp_path: Path) -> None:
