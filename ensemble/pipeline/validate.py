@@ -37,7 +37,7 @@ from ensemble.common.files import (
     unwritable_reason,
 )
 from ensemble.common.gpus import Device, Inventory, inventory
-from ensemble.common.host import cpu_products
+from ensemble.common.host import cpu_products, usable_cpus
 from ensemble.common.packages import installed_versions, unsupported
 from ensemble.common.protocol import Activation
 from ensemble.common.text import plural, quoted, similar_file
@@ -555,6 +555,11 @@ def _other_than_tuned(tuned: TuningConfig, devices: Sequence[str]) -> Iterator[s
     if set(devices) != set(tuned.devices):
         there, here = (", ".join(dict.fromkeys(names)) for names in (tuned.devices, devices))
         yield f"tuned_on: tune has measured on {there}, and this is {here}; {advice}"
+    if tuned.cores is not None and tuned.cores != usable_cpus():
+        yield (
+            f"tuned_on: tune has measured cpu_workers on {plural(tuned.cores, 'core')}, and here are "
+            f"{usable_cpus()}; leave cpu_workers out, or run tune again"
+        )
     installed = installed_versions(tuned.versions)
     others = [
         f"{name} {version}, and this is {installed.get(name, 'not installed')}"
