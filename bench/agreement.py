@@ -6,10 +6,9 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.contests import OURS, TUNED, Ground, Work
+from ensemble.analysis.tune import TOLERANCE as TUNED_TOLERANCE
 
 TOLERANCE = 1e-4
-# That of ``tune``: the mean over rows of the largest difference of a probability.
-_TUNED_TOLERANCE = 0.02
 # Rows that are all alike would agree whatever was computed: strangers must be so much further apart than equals.
 _FURTHER = 20
 # The floor's tokens come from rounding each batch to rows of one length: half a token for each row of the last one.
@@ -61,9 +60,9 @@ def check(ground: Ground, work: Work, contestant: str, tokens: int) -> float:
         return 0.0
     if contestant == TUNED:
         far = max(_mean_apart(ground, work, model) for model in work.models)
-        if not far <= _TUNED_TOLERANCE:
+        if not far <= TUNED_TOLERANCE:
             raise Disagreement(
-                f"with the settings of tune rows are {far:.1e} apart, more than {_TUNED_TOLERANCE}"
+                f"with the settings of tune rows are {far:.1e} apart, more than {TUNED_TOLERANCE}"
             )
         return far
     return max(

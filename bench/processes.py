@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import subprocess
 import threading
 import time
@@ -61,6 +62,12 @@ def measure(
                 said = log.read_text(encoding="utf-8", errors="replace")[-2000:]
                 raise Failed(f"{' '.join(command)} ended with exit code {process.returncode}:\n{said}")
     return Measured(time.monotonic() - began, peak)
+
+
+def cpu_seconds() -> float:
+    """Of all processes that this one has waited for, with those that they have waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _wait(process: subprocess.Popen[bytes], command: Sequence[str]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import compileall
 import os
-import resource
 import select
 import shutil
 import signal
@@ -25,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from bench.contests import ROOT
-from bench.processes import Failed
+from bench.processes import Failed, cpu_seconds
 from bench.rounds import say
 from bench.sections import show
 from bench.table import Spread
@@ -145,7 +144,7 @@ def _published(prepared: Prepared, member: MemberPlan) -> Start:
 
 
 def _bare(model: str, environment: Mapping[str, str]) -> _Sample:
-    before, began = _cpu_seconds(), time.monotonic()
+    before, began = cpu_seconds(), time.monotonic()
     process = subprocess.Popen(
         [sys.executable, "-c", _BARE, model],
         env=dict(environment),
@@ -160,11 +159,11 @@ def _bare(model: str, environment: Mapping[str, str]) -> _Sample:
     process.wait()
     if line != b"loaded\n":
         raise Failed(f"the bare script could not load {model}")
-    return _Sample(seconds, _cpu_seconds() - before)
+    return _Sample(seconds, cpu_seconds() - before)
 
 
 def _worker(start: Start, environment: Mapping[str, str], log: Path) -> _Sample:
-    before, began = _cpu_seconds(), time.monotonic()
+    before, began = cpu_seconds(), time.monotonic()
     worker = LocalWorker(environment, log)
     try:
         worker.send(start)
@@ -179,7 +178,7 @@ def _worker(start: Start, environment: Mapping[str, str], log: Path) -> _Sample:
         worker.close()
     if not any(isinstance(event, Ready) for event in events):
         raise Failed(f"the worker never got ready:\n{log.read_text(errors='replace')[-2000:]}")
-    return _Sample(seconds, _cpu_seconds() - before)
+    return _Sample(seconds, cpu_seconds() - before)
 
 
 def _command(folder: Path, environment: Mapping[str, str]) -> _Sample:
@@ -208,12 +207,6 @@ def _command(folder: Path, environment: Mapping[str, str]) -> _Sample:
         process.send_signal(signal.SIGTERM)  # it ends its worker
         process.wait()
     return _Sample(seconds, ticks / os.sysconf("SC_CLK_TCK"))
-
-
-def _cpu_seconds() -> float:
-    """Of all processes that have been waited for."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

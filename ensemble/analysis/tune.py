@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -43,7 +43,6 @@ from ensemble.pipeline.run_dir import RunDir, hold
 from ensemble.pipeline.run_report import MemberReport, RunReport
 from ensemble.pipeline.signals import heed_signals
 from ensemble.pipeline.validate import Prepared, for_rows, prepare
-from ensemble.planning.plan import WORKERS_BESIDE
 from ensemble.scheduling.launchers.base import make_launcher
 from ensemble.scheduling.state import MemberState
 
@@ -157,7 +156,7 @@ class Tuning:
 
     Attributes:
         cpu_workers: how many workers side by side are fastest for every member; None where that was not measured,
-            or members differ.
+            or members differ, or it is one for tables of this size alone.
         busy: that other programs computed on this machine before it began, in a sentence; empty where none did.
         seconds: that all of it took.
         tuned_on: the record of it.
@@ -177,13 +176,23 @@ class Tuning:
         """Whether anything that was tried of any member gave a result."""
         return any(one.best for one in self.members)
 
+    @property
+    def workers_found(self) -> str:
+        """What was found of workers side by side, in words; empty where nothing was."""
+        if self.cpu_workers is None:
+            return ""
+        cores = plural(self.tuned_on.cores or 0, "core")
+        if self.cpu_workers == 1:
+            return f"every member computes faster with one worker on all {cores} than with several"
+        return f"{self.cpu_workers} side by side on {cores} are the fastest for every member"
+
     def overlay(self) -> str:
         """The YAML that says it, to be given behind the config's own files."""
         models = [{"name": one.name, **one.keys} for one in self.members if one.keys]
         document: dict[str, Any] = {"models": models} if models else {}
         if self.cpu_workers is not None:
             document["cpu_workers"] = self.cpu_workers
-        document["tuned_on"] = self.tuned_on.model_dump(mode="json")
+        document["tuned_on"] = self.tuned_on.model_dump(mode="json", exclude_none=True)
         lines = [
             f"# By `ensemble tune` on {self.tuned_on.date}: the fastest settings that change a row's",
             f"# probabilities by {self.tolerance:g} or less, in the mean over {plural(self.rows, 'row')}.",
@@ -194,6 +203,8 @@ class Tuning:
             how += ", the reference itself" if one.is_reference_best else ""
             how += "; while something else computed, so measure again" if one.is_noisy else ""
             lines.append(f"# {one.name}: {how}")
+        if self.cpu_workers is not None:
+            lines.append(f"# cpu_workers: {self.workers_found}; leave it out elsewhere")
         return "\n".join([*lines, yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=100)])
 
 
@@ -226,7 +237,7 @@ def tune(
     loaded: LoadedConfig,
     display: Display,
     rows: int | None = None,
-    tolerance: float = TOLERANCE,
+    tolerance: float | None = None,
     target: Path | None = None,
     owns_process: bool = True,
 ) -> Tuning:
@@ -235,7 +246,7 @@ def tune(
     Args:
         rows: of the sample; None: ``ROWS``, and more where those are done within a moment.
         tolerance: how far a candidate's probabilities may be from the reference's, in the mean over rows of a
-            row's largest difference; and the share of rows whose first label may be another.
+            row's largest difference; and the share of rows whose first label may be another; None: ``TOLERANCE``.
         target: where to write the overlay, as :func:`check_output` gives it; None: nowhere.
         owns_process: as :func:`heed_signals` takes it.
 
@@ -244,8 +255,11 @@ def tune(
             there, 1 where the disk was full; the same command then goes on.
         Interrupted: a signal came; the same command goes on.
     """
+    tolerance = TOLERANCE if tolerance is None else tolerance
     if not 0 <= tolerance < float("inf"):
-        raise ConfigError(f"--tolerance: {tolerance} is no number of at least 0; 0.02 is the usual one")
+        raise ConfigError(
+            f"--tolerance: {tolerance} is no number of at least 0; {TOLERANCE:g} is the usual one"
+        )
     if rows is not None and rows < 1:
         raise ConfigError(f"--rows: {rows} is no number of rows; give at least 1")
     began = boot_seconds()
@@ -298,10 +312,11 @@ def tune(
         )
         found = [one.tune() for one in tunable]
         counts = {one.workers_found for one in tunable}
+        cpu_workers = next(iter(counts)) if len(counts) == 1 else None
         tuning = Tuning(
             members=tuple(found),
             skipped=skipped,
-            cpu_workers=next(iter(counts)) if len(counts) == 1 else None,
+            cpu_workers=cpu_workers,
             busy=busy,
             rows=min(one.rows for one in tunable),
             tolerance=tolerance,
@@ -312,6 +327,7 @@ def tune(
                     "rows": min(one.rows for one in tunable),
                     "devices": [*dict.fromkeys(devices)],
                     "tolerance": tolerance,
+                    "cores": None if cpu_workers is None else made_on["cores"],
                     "date": datetime.now(UTC).date().isoformat(),
                 }
             ),
@@ -397,7 +413,8 @@ class _Member:
     """One member's trials.
 
     Attributes:
-        workers_found: how many side by side on a CPU were fastest; None where only one count was tried.
+        workers_found: how many side by side on a CPU were fastest; None where only one count was tried, or where
+            several compute faster, and only loading as many models takes what they save of this table.
     """
 
     def __init__(
@@ -513,23 +530,30 @@ class _Member:
         return changed
 
     def _side_by_side(self, best: Trial) -> None:
-        """Try several workers with a part of the cores each, where the sample has chunks enough for them."""
-        counts = self._beside(best.keys)
-        for count in counts:
+        """Try ever more workers with a part of the cores each, as long as more of them take no longer."""
+        tried: list[Trial] = []
+        for count in self._beside(best.keys):
+            before = self._best or best
             self._try(f"{best.name}, {count} workers", dict(best.keys), count)
-        if counts and self._best is not None:
+            tried.append(self._trials[-1])
+            if _cost(tried[-1]) > _cost(before):
+                break
+        if not tried or best.seconds is None:
+            return
+        if self._best is not None and self._best.workers > 1:
             self.workers_found = self._best.workers
+        elif all(one.seconds is None or best.seconds < _WORTH_CHANGING * one.seconds for one in tried):
+            self.workers_found = 1  # for a table of any size
 
     def _beside(self, keys: Mapping[str, Any]) -> Sequence[int]:
-        """How many workers side by side are tried."""
+        """How many workers side by side are tried: those that a run would weigh, with two chunks for each."""
         if self._on_gpu or self._config.cpu_workers != "auto" or self._kind.request().replicas != "auto":
             return ()
         try:
-            with_rows = self._made(keys, self._sample.table(), self._folder, 1)
+            plan = self._made(keys, self._sample.table(), self._folder, "auto").plan
         except EnsembleError:  # it fits nowhere as it is
             return ()
-        chunks = len(with_rows.plan.members[0].chunks)
-        return [count for count in WORKERS_BESIDE if count <= usable_cpus() and 2 * count <= chunks]
+        return [count for count in plan.cpu_choice if 2 * count <= len(plan.members[0].chunks)]
 
     def _try(self, name: str, keys: dict[str, Any], workers: int | None = None) -> None:
         """Try settings, on a few rows first where that is worth a start of its own.
@@ -545,7 +569,8 @@ class _Member:
         if best is not None and reference is not None and best.seconds and reference.seconds:
             startup = (reference.load_seconds or 0.0) + _MIN_SECONDS
             rows = len(sample.few)
-            if reference.seconds > _WORTH_STARTING_TWICE * startup and rows < sample.rows:
+            is_like_best = workers == best.workers  # more workers would lack chunks
+            if is_like_best and reference.seconds > _WORTH_STARTING_TWICE * startup and rows < sample.rows:
                 few = self._run(trial, sample.table(is_few=True), best.seconds * rows / sample.rows)
                 assert reference.values is not None
                 few = self._held(few, reference.values[sample.few], None)
@@ -597,7 +622,9 @@ class _Member:
                 said += ", the reference"
         self._say(f"{self.model.name}: {trial.name}: {said}")
 
-    def _made(self, keys: Mapping[str, Any], table: InputTable, folder: Path, workers: int) -> Prepared:
+    def _made(
+        self, keys: Mapping[str, Any], table: InputTable, folder: Path, workers: int | Literal["auto"]
+    ) -> Prepared:
         """A run of this member alone, with these keys.
 
         Raises:

@@ -191,7 +191,7 @@ def tune(
     overrides: Overrides | None = None,
     *,
     rows: int | None = None,
-    tolerance: float = 0.02,
+    tolerance: float | None = None,
     write: str | os.PathLike[str] | None = None,
     force: bool = False,
     quiet: bool = False,
@@ -201,7 +201,7 @@ def tune(
     Args:
         rows: of the sample that every candidate computes; None: 256, and more where those are done at once.
         tolerance: how far its probabilities may be from the reference's: the mean over rows of a row's largest
-            difference, and the share of rows whose first label may be another.
+            difference, and the share of rows whose first label may be another; None: 0.02.
         write: where to write the overlay, if anything that was tried gave a result; None: nowhere.
         force: replace a file that is there.
         quiet: print nothing.

@@ -238,12 +238,13 @@ TuneRowsOption = Annotated[
     ),
 ]
 ToleranceOption = Annotated[
-    float,
+    float | None,
     typer.Option(
         "--tolerance",
         metavar="X",
         min=0,
-        help="How far probabilities may be from float32's: the mean over rows of a row's largest difference.",
+        help="How far probabilities may be from float32's: the mean over rows of a row's largest difference; 0.02 "
+        "if not given.",
     ),
 ]
 WriteOption = Annotated[
@@ -398,7 +399,7 @@ def tune(
     config: ConfigArgument,
     sets: SetOption,
     rows: TuneRowsOption = None,
-    tolerance: ToleranceOption = 0.02,
+    tolerance: ToleranceOption = None,
     write: WriteOption = None,
     force: ForceOption = False,
     quiet: QuietOption = False,

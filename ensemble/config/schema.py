@@ -319,6 +319,7 @@ class TuningConfig(StrictConfig):
     rows: Count = Field(examples=[256])  # of the sample
     tolerance: Number = Field(examples=[0.02])  # how far from the reference probabilities might be
     date: Text = Field(examples=["'2026-01-31'"])  # when
+    cores: Count | None = None  # of the CPU, where cpu_workers was measured
 
 
 Ensemble = SerializeAsAny[EnsembleConfig]

@@ -227,7 +227,7 @@ class RunReport:
         config_files: as they were named.
         table: the absolute path of the input table.
         tuned_on: the config's key of that name; None where no file that ``tune`` wrote is among its files.
-        cpu_scaling: by what workers side by side were planned; None where none could run on this machine's CPU.
+        cpu_scaling: by what workers side by side were planned; None where the plan did not depend on it.
     """
 
     status: Status
@@ -290,7 +290,7 @@ class RunReport:
         return tuple(member.failure for member in self.members if member.failure is not None)
 
     def write(self, path: Path) -> None:
-        """Write run.json.
+        """Write run.json; a number that JSON has not is a text, such as "NaN", and read as that number again.
 
         Raises:
             WriteError: the disk is full or the like.
@@ -306,7 +306,7 @@ class RunReport:
                 for device in self.devices
             ]
         # In a fraction of the time of the standard library: of hundreds of workers it is a megabyte each time.
-        write_text(path, to_json(document, indent=2).decode() + "\n")
+        write_text(path, to_json(document, indent=2, inf_nan_mode="strings").decode() + "\n")
 
     @classmethod
     def read(cls, path: Path) -> RunReport:

@@ -37,7 +37,7 @@ from ensemble.common.files import (
     unwritable_reason,
 )
 from ensemble.common.gpus import Device, Inventory, inventory
-from ensemble.common.host import cpu_products
+from ensemble.common.host import cpu_products, usable_cpus
 from ensemble.common.packages import installed_versions, unsupported
 from ensemble.common.protocol import Activation
 from ensemble.common.text import plural, quoted, similar_file
@@ -53,8 +53,8 @@ from ensemble.merging.methods.base import Members
 from ensemble.merging.row_checks import RowCheck
 from ensemble.merging.rules import RowRules
 from ensemble.pipeline.run_dir import RunDir
-from ensemble.pipeline.run_report import RunReport, measured_speeds
-from ensemble.planning.forecast import ASSUMED, Speed
+from ensemble.pipeline.run_report import RunReport, ScalingReport, measured_speeds
+from ensemble.planning.forecast import ASSUMED, Scaling, Speed
 from ensemble.planning.placement import MemberFacts, chosen_devices
 from ensemble.planning.plan import Plan, plan_run
 from ensemble.scheduling.launchers.base import Launcher, Node, make_launcher
@@ -555,6 +555,11 @@ def _other_than_tuned(tuned: TuningConfig, devices: Sequence[str]) -> Iterator[s
     if set(devices) != set(tuned.devices):
         there, here = (", ".join(dict.fromkeys(names)) for names in (tuned.devices, devices))
         yield f"tuned_on: tune has measured on {there}, and this is {here}; {advice}"
+    if tuned.cores is not None and tuned.cores != usable_cpus():
+        yield (
+            f"tuned_on: tune has measured cpu_workers on {plural(tuned.cores, 'core')}, and here are "
+            f"{usable_cpus()}; leave cpu_workers out, or run tune again"
+        )
     installed = installed_versions(tuned.versions)
     others = [
         f"{name} {version}, and this is {installed.get(name, 'not installed')}"
@@ -700,17 +705,20 @@ def _plan(
         share = shares[name].share if name in shares and kind.settings.when is not None else 1.0
         facts[name] = MemberFacts(name, kind.request(), lengths, memory, kind.needs_worker, share)
     speeds: dict[str, Speed] = {}
-    scaling = ASSUMED
-    if config.launcher == "local" and not (gpus and all(may_use_gpus(config))):
-        scaling = known_scaling()
+    seen: ScalingReport | None = None
     with contextlib.suppress(DataError):  # there was no run here, or one of another version
         report = RunReport.read(RunDir(config.output_dir).run_json)
         # A run that goes on shares the CPU as it did, whatever has been measured since.
-        is_done = report.status == "complete" and not report.left_out
-        if not is_done and (seen := report.cpu_scaling) is not None and seen.machine == scaling.machine:
-            scaling = replace(scaling, slowdowns=seen.slowdowns)
+        seen = None if report.status == "complete" and not report.left_out else report.cpu_scaling
         computed_as = {model.name: model.computed_as for model in config.models}
         speeds = measured_speeds(report, [gpu.name for gpu in gpus], computed_as)
+
+    def scaling() -> Scaling:
+        known = known_scaling() if config.launcher == "local" else ASSUMED
+        if seen is not None and seen.machine == known.machine:
+            return replace(known, slowdowns=seen.slowdowns)
+        return known
+
     trials = run_trials if launcher is None else launcher.trials
     return plan_run(config, facts, gpus, speeds, hosts, trials, scaling)
 

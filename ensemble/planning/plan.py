@@ -38,8 +38,8 @@ from ensemble.planning.placement import MemberFacts, Placement, fitting, place, 
 # Side by side is chosen where it promises to be this much faster: a replica on each GPU stays balanced where the
 # promise was wrong.
 _WORTH_CHANGING = 0.98
-# How many workers side by side on a CPU are tried, and measured.  More are for the user to ask for.
-WORKERS_BESIDE = (2, 4)
+# How many workers side by side on a CPU are tried, as far as it has the cores.  More are for the user to ask for.
+_BESIDE = (2, 4, 8, 16, 32)
 # What a worker on a GPU takes of its host: torch and transformers imported, and a chunk's token ids; about.
 WORKER_HOST_BYTES = 1 << 30
 _UNMEASURED = Speed(0.0, 0.0, is_measured=False)
@@ -170,6 +170,11 @@ class Plan:
         """From now until the last of ``jobs`` ends on its devices."""
         places = dict.fromkeys((gpu.uuid for gpu in self.gpus), self.config.max_workers_per_gpu)
         return total_seconds(jobs, places, self.hosts)
+
+    @property
+    def depends_on_scaling(self) -> bool:
+        """Whether another ``scaling`` could make it another plan, or another forecast."""
+        return bool(self.cpu_choice) or any(one.slowdown != 1.0 for one in self.members if one.needs_worker)
 
     @property
     def jobs(self) -> list[Job]:
@@ -303,11 +308,12 @@ def plan_run(
     speeds: Mapping[str, Speed],
     hosts: Sequence[Device],
     trials: Callable[..., Sequence[Trial]],
-    scaling: Scaling,
+    scaling: Callable[[], Scaling],
 ) -> Plan:
     """Plan a run; the arguments are those of ``make_plan``, ``hosts`` the CPUs of nodes, none: this machine's.
 
-    ``scaling`` is this machine's; what nodes of a cluster have is assumed.
+    ``scaling`` tells this machine's, which takes milliseconds and is asked where the plan depends on it; what nodes
+    of a cluster have is assumed.
 
     ``trials`` tries devices where they are, as :func:`ensemble.common.device_trials.run_trials` does.
     """
@@ -336,10 +342,9 @@ def plan_run(
     if free is not None:  # what an earlier run keeps needs no more room
         with contextlib.suppress(OSError):
             free += sum(one.stat().st_size for one in config.output_dir.glob("work/*/cache/*/*"))
-    return make_plan(
-        *(config, facts, gpus, host, speeds, free),
-        *((len(hosts), 1, ASSUMED) if hosts else (1, usable_cpus(), scaling)),
-    )
+    size = (len(hosts), 1) if hosts else (1, usable_cpus())
+    plan = make_plan(config, facts, gpus, host, speeds, free, *size)
+    return plan.again(plan.gpus, scaling()) if plan.depends_on_scaling and not hosts else plan
 
 
 def without_done(member: MemberPlan, is_done: npt.NDArray[np.bool_], is_timed: bool) -> MemberPlan:
@@ -389,6 +394,16 @@ def _shared(plan: Plan) -> Plan:
     return replace(plan, why=why, seconds=seconds if working and is_measured else None)
 
 
+def workers_beside(cpus: int) -> tuple[int, ...]:
+    """How many workers side by side on so many cores a plan weighs, ``tune`` tries and a run measures.
+
+    Each has two cores at least, as far as there are more than four: what counts as two is often one with two
+    threads, and a worker each would take as many copies of a model.
+    """
+    most = cpus if cpus <= 4 else cpus // 2
+    return tuple(count for count in _BESIDE if count <= most)
+
+
 def _beside(plan: Plan) -> Plan:
     """The plan with as many workers side by side on a CPU as end first, each with cores of its own.
 
@@ -413,13 +428,14 @@ def _beside(plan: Plan) -> Plan:
         seconds = made.seconds_of(made.jobs)
         return replace(made, seconds=seconds if plan.seconds else None), seconds
 
+    chunks = sum(len(one.chunks) for one in can_share)
     if asked != "auto":
-        return with_workers(asked)[0] if asked > 1 else plan
+        # What there is nothing to do for keeps no cores from the others.
+        return with_workers(min(asked, chunks))[0] if min(asked, chunks) > 1 else plan
     free = 0 if plan.host is None else plan.host.total_bytes - plan.host.used_bytes
     largest = max(map(_cpu_bytes, can_share), default=free)
-    # As many as there are cores, chunks, and room in memory.
-    most = min(plan.cpus, sum(len(one.chunks) for one in can_share))
-    counts = tuple(count for count in WORKERS_BESIDE if count <= most and count * largest <= free)
+    # As many as there are chunks, and room in memory.
+    counts = tuple(one for one in workers_beside(plan.cpus) if one <= chunks and one * largest <= free)
     if not counts:
         return with_workers(1)[0] if can_share else plan
     best, best_seconds = with_workers(1)

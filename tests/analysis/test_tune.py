@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,17 @@ import yaml
 
 import ensemble
 from ensemble.analysis import tune
-from ensemble.analysis.tune import MemberTuning, Tuning, distances
+from ensemble.analysis.tune import MemberTuning, Trial, Tuning, distances
 from ensemble.cli import views
 from ensemble.cli.layout import Page
 from ensemble.common.host import usable_cpus
 from ensemble.config import TuningConfig
+from ensemble.data.table import InputTable
+from ensemble.pipeline.load import load
+from ensemble.pipeline.validate import prepare
+from ensemble.planning import plan
 from tests.checkpoints import make_checkpoint
-from tests.faults.chunky import write_chunky_table
+from tests.faults.chunky import chunky_config, write_chunky_table
 from tests.faults.inject import Fault, Injected
 from tests.project import LABELS, Project
 from tests.waiting import PATIENCE_SECONDS
@@ -43,13 +48,22 @@ def test_a_rows_distance_is_its_largest_whatever_the_number_of_labels() -> None:
     assert distances(expected, values + np.array([0.2, 0, 0]), "sigmoid")[2] == 0.5
     assert "took 2 times as long when it was measured again" in lines(noisy(2.0))
     assert "again" not in lines(noisy(1.2))
+    assert "cpu_workers" not in noisy(1.0).overlay() + lines(noisy(1.0))
+    for count, text in (
+        (4, "4 side by side on 16 cores are the fastest"),
+        (1, "one worker on all 16 cores than"),
+    ):
+        several = replace(noisy(1.0), cpu_workers=count)
+        assert text in lines(several)
+        assert f"# cpu_workers: {several.workers_found}; leave it out elsewhere\n" in several.overlay()
+        assert yaml.safe_load(several.overlay())["cpu_workers"] == count
     assert ["measure again" in noisy(again).overlay() for again in (1.2, 2.0, 0.5)] == [False, True, True]
     raw = np.array([[0.0], [100.0]])
     assert distances(raw, raw + 5, "none") == pytest.approx((0.1, 0.1, 0.0)), "in standard deviations"
 
 
 def noisy(again: float) -> Tuning:
-    given = {"devices": ["x"], "versions": {}, "rows": 9, "tolerance": 0.1, "date": "today"}
+    given = {"devices": ["x"], "versions": {}, "rows": 9, "tolerance": 0.1, "date": "today", "cores": 16}
     tuned_on = TuningConfig.model_validate(given)
     member = MemberTuning("a", (), "float32", "float32", again=again)
     return Tuning((member,), (), None, "", 9, 0.1, 1.0, tuned_on)
@@ -182,11 +196,65 @@ def test_workers_side_by_side_are_tried_where_there_are_chunks_for_them(
     (beside,) = (trial for trial in member.trials if trial.name.endswith(", 2 workers"))
     assert (beside.failure, beside.workers) == ("", 2)
     assert beside.is_within
-    assert found.cpu_workers in (1, 2)
-    assert yaml.safe_load(found.overlay())["cpu_workers"] == found.cpu_workers
+    assert found.cpu_workers in (None, 1, 2)
+    assert yaml.safe_load(found.overlay()).get("cpu_workers") == found.cpu_workers
     folder = project.folder / "runs/first/tune/llama"
     (made,) = (path for path in folder.glob("*2-workers-16"))
     assert {path.name for path in (made / "logs").glob("llama-*.log")} == {"llama-0.log", "llama-1.log"}
+
+
+@pytest.mark.parametrize(
+    ("cores", "seconds", "tried", "found"),
+    [
+        (16, {1: 9.0, 2: 6.0, 4: 5.0, 8: 4.0}, [2, 4, 8], 8),
+        (16, {1: 9.0, 2: 6.0, 4: 5.0, 8: 5.5}, [2, 4, 8], 4),
+        (16, {1: 9.0, 2: 8.9, 4: 5.0, 8: 9.0}, [2, 4, 8], 4),
+        (16, {1: 9.0, 2: 10.0}, [2], 1),
+        (16, {1: 9.0, 2: None}, [2], 1),
+        (16, {1: 9.0, 2: 9.1}, [2], None),
+        (64, {1: 9.0, 2: 6.0, 4: 5.0, 8: 4.0}, [2, 4, 8], 8),
+        (2, {1: 9.0, 2: 6.0}, [2], 2),
+        (1, {1: 9.0}, [], None),
+    ],
+)
+def test_ever_more_workers_are_tried_as_long_as_that_pays(
+    project: Project,
+    monkeypatch: pytest.MonkeyPatch,
+    cores: int,
+    seconds: dict[int, float | None],
+    tried: list[int],
+    found: int | None,
+) -> None:
+    """As if the table's 16 chunks took so long on machines that are not at hand."""
+    write_chunky_table(project, 64)
+    project.write_config(chunky_config(project))
+    monkeypatch.chdir(project.folder)
+    monkeypatch.setattr(plan, "usable_cpus", lambda: cores)
+    monkeypatch.setattr(plan, "available_memory_bytes", lambda: 64 << 30)
+    monkeypatch.setattr(plan, "total_memory_bytes", lambda: 64 << 30)
+
+    rows = []
+
+    class Member(tune._Member):
+        def _run(self, trial: Trial, table: InputTable, best_seconds: float | None) -> Trial:
+            rows.append((trial.workers, table.rows))
+            took = seconds[trial.workers]
+            if took is None:
+                return replace(trial, failure="stopped")
+            values = np.full((table.rows, len(LABELS)), 1 / len(LABELS))
+            return replace(trial, rows=table.rows, seconds=took, whole_seconds=took, values=values)
+
+    prepared = prepare(load([Path("config.yaml")], []))
+    folder = project.folder / "trials"
+    member = Member(prepared, 0, 64, folder, 0.02, lambda _: None, owns_process=False)
+    done = member.tune()
+    assert [one for one in rows if one[0] > 1] == [(count, 64) for count in tried], (
+        "of fewer rows some had none"
+    )
+    assert (1, 16) in rows
+    assert len(done.trials) < member.count, "at most, with the reference again"
+    assert member.workers_found == found
+    assert not done.keys
 
 
 def test_ctrl_c_keeps_what_is_tried_and_a_run_takes_what_is_written(
@@ -232,14 +300,15 @@ def test_ctrl_c_keeps_what_is_tried_and_a_run_takes_what_is_written(
     assert now.returncode == 0, now.stderr
     assert "settings of `tune` on " in now.stdout
     assert "tuned_on: " not in now.stdout, "the same machine and versions"
-    overlay["tuned_on"] |= {"devices": ["Tesla T4"], "versions": {"torch": "2.0.1"}}
+    overlay["tuned_on"] |= {"devices": ["Tesla T4"], "versions": {"torch": "2.0.1"}, "cores": 999}
     project.write_config(overlay, "tuned.yaml")
     other = project.ensemble("run", "config.yaml", "tuned.yaml")
     said = " ".join(other.stdout.split())
     assert "tuned_on: tune has measured on Tesla T4, and this is" in said
     assert "tuned_on: tune has measured with torch 2.0.1, and this is" in said
+    assert "tuned_on: tune has measured cpu_workers on 999 cores, and here " in said
     report = project.run_json()
-    assert (report["tuned_on"]["devices"], len(report["warnings"])) == (["Tesla T4"], 2)
+    assert (report["tuned_on"]["devices"], len(report["warnings"])) == (["Tesla T4"], 3)
     assert report["members"][0]["reused_rows"] == 300, "where it was measured changes no numbers"
 
     project.write_config({"models": [{"name": "lama", "dtype": "bfloat16"}]}, "tuned.yaml")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from ensemble import __version__
 from ensemble.common.errors import DataError
 from ensemble.common.gpus import Device
 from ensemble.common.shards import shard_name
-from ensemble.merging.metrics import Score
+from ensemble.merging.metrics import Gain, Score
 from ensemble.pipeline.fingerprint import Fingerprint
 from ensemble.pipeline.resume import find_work, write_manifest
 from ensemble.pipeline.run_dir import RunDir, hold
@@ -119,6 +121,22 @@ def test_a_report_comes_back_as_it_was_written(tmp_path: Path) -> None:
     full.write(tmp_path / "run.json")
     assert RunReport.read(tmp_path / "run.json") == full
     assert RunDir(tmp_path).is_made_by_runs(), "it is the proof that a run has made the directory"
+
+
+def test_a_number_that_json_has_not_spoils_neither_the_file_nor_the_report(tmp_path: Path) -> None:
+    """Such as the error of values that are too large to be squared."""
+    score = Score(None, None, 500, None, math.nan, False, rmse=math.inf)
+    odd = report(member(), scores={"m": score}, gain=Gain("m", -math.inf, None, None, 1000, "squared error"))
+    odd.write(tmp_path / "run.json")
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    document = json.loads((tmp_path / "run.json").read_text(), parse_constant=refuse)
+    assert document["scores"]["m"]["rmse"] == "Infinity"
+    again = RunReport.read(tmp_path / "run.json")
+    assert (again.scores["m"].rmse, again.gain) == (math.inf, odd.gain)
+    assert math.isnan(again.scores["m"].margin or 0.0)
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,9 @@ PROGRAM = """
 import os, sys
 open({log!r}, "a").write(os.environ["OMP_NUM_THREADS"] + "\\n")
 print("what a sitecustomize says")
-print("cpu-speed ready", flush=True)
+print({mark!r}, "ready", flush=True)
 for line in sys.stdin:
-    print("cpu-speed", 1.0 + int(os.environ["OMP_NUM_THREADS"]), flush=True)
+    print({mark!r}, 1.0 + int(os.environ["OMP_NUM_THREADS"]), flush=True)
 """
 
 
@@ -43,7 +43,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], lis
     """Threads of the processes that were started; on a quiet machine with 2 cores and a limit on their time."""
     log = tmp_path / "started"
     log.touch()
-    program = [sys.executable, "-S", "-c", PROGRAM.format(log=str(log))]
+    program = [sys.executable, "-S", "-c", PROGRAM.format(log=str(log), mark=cpu_scaling._MARK)]
     monkeypatch.setattr(cpu_scaling, "python_command", lambda module: program)
     monkeypatch.setattr(cpu_scaling, "_NAME", f"\0ensemble-test-{os.getpid()}")  # others may test, too
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
@@ -144,7 +144,7 @@ def test_what_goes_wrong_is_said(
     assert "No such file" in said(str(tmp_path / "nothing"))
     assert "a test process ended" in said(sys.executable, "-S", "-c", "raise SystemExit(3)")
     assert "could not convert" in said(
-        sys.executable, "-S", "-c", "print('cpu-speed a\\ncpu-speed b'); input()"
+        sys.executable, "-S", "-c", f"print('{cpu_scaling._MARK} a'); print('{cpu_scaling._MARK} b'); input()"
     )
     monkeypatch.setattr(cpu_scaling, "_TIMEOUT_SECONDS", 0.5)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
@@ -187,6 +187,24 @@ def test_a_run_that_goes_on_shares_the_cpu_as_it_did(
     assert planned({"status": "complete", "cpu_scaling": was_kept}) == measured
     assert planned({"status": "failed", "cpu_scaling": other}) == measured
     assert planned({"status": "failed"}) == measured, "of a version that told nothing"
+
+
+def test_it_is_looked_up_where_a_plan_depends_on_it(
+    started: Callable[[], list[str]], project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small table leaves no choice, and every command that plans is to answer at once."""
+    monkeypatch.chdir(project.folder)
+
+    def machine(**changes: Any) -> str:
+        project.write_config(project.config(**changes))
+        return prepare(load([Path("config.yaml")], [])).plan.scaling.machine
+
+    models = project.config()["models"]
+    known = known_scaling().machine
+    assert machine() == known, "two members, side by side or not"
+    assert machine(models=models[:1]) == ""
+    assert machine(cpu_workers=1) == ""
+    assert machine(models=[{**models[0], "replicas": 2}]) == known, "the forecast is of half the cores"
 
 
 @pytest.mark.long

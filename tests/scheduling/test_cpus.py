@@ -13,7 +13,7 @@ import pytest
 
 from ensemble.common.gpus import Device
 from ensemble.planning.forecast import ASSUMED, Scaling, Speed
-from ensemble.planning.plan import Plan, make_plan
+from ensemble.planning.plan import Plan, make_plan, workers_beside
 from ensemble.scheduling.launchers import cores
 from ensemble.scheduling.launchers.cores import Cores
 from tests.faults.chunky import chunky_config, ids_of, results
@@ -44,12 +44,13 @@ def plan(
     host: Device = MACHINE,
     scaling: Scaling = ASSUMED,
     speeds: dict[str, Speed] | None = None,
+    cpus: int = 8,
     **keys: Any,
 ) -> Plan:
     asked = config(*({"max_length": 512, "model_name_or_path": "llama", **one} for one in members), **keys)
     lengths = np.full(rows, 2000, dtype=np.int64)
     known = {one.name: planned(models, one, lengths) for one in asked.models}
-    return make_plan(asked, known, [], host, speeds, cpus=8, scaling=scaling)
+    return make_plan(asked, known, [], host, speeds, cpus=cpus, scaling=scaling)
 
 
 def shares(made: Plan) -> list[tuple[int, int, float]]:
@@ -64,6 +65,42 @@ def test_as_many_as_end_first(models: Path) -> None:
     assert "4 workers at a time on the CPU, 2 cores each" in plan(models, {}).why
     assert shares(plan(models, {}, cpu_workers=1)) == [(1, 1, 1.0)]
     assert shares(plan(models, {}, {}, cpu_workers=3)) == [(3, 2, 1 / 3)] * 2
+    assert shares(plan(models, {}, rows=5, cpu_workers=4)) == [(1, 1, 1.0)], "cores for nobody"
+    assert shares(plan(models, {}, {}, rows=5, cpu_workers=4)) == [(1, 1, 1 / 2)] * 2
+
+
+@pytest.mark.parametrize(
+    ("cpus", "counts"),
+    [
+        (1, ()),
+        (2, (2,)),
+        (4, (2, 4)),
+        (6, (2,)),
+        (8, (2, 4)),
+        (12, (2, 4)),
+        (16, (2, 4, 8)),
+        (24, (2, 4, 8)),
+        (64, (2, 4, 8, 16, 32)),
+        (256, (2, 4, 8, 16, 32)),
+    ],
+)
+def test_larger_machines_have_more_to_choose_from(models: Path, cpus: int, counts: tuple[int, ...]) -> None:
+    """By assumption the most; by what was measured the fastest, however many cores there are."""
+    assert workers_beside(cpus) == counts
+    made = plan(models, {}, {}, rows=200_000, host=Device("cpu", "CPU", None, 5000 * GIB, 0), cpus=cpus)
+    assert made.cpu_choice == counts
+    most = max(counts, default=1)
+    assert {one.cpu_share for one in made.members} == {1 / most}
+    assert f"{most} workers at a time" in made.why or most == 1
+    for best in counts:
+        slowdowns = {count: count**0.7 if count <= best else count**1.1 for count in counts}
+        again = made.again([], Scaling(slowdowns))
+        assert {one.cpu_share for one in again.members} == {1 / best}
+    if len(counts) > 2:  # as far as memory and chunks go
+        one = made.host_bytes // most
+        small = plan(models, {}, host=Device("cpu", "CPU", None, 7 * one, 0), cpus=cpus)
+        assert small.cpu_choice == (2, 4)
+        assert plan(models, {}, rows=100, cpus=cpus).cpu_choice == (2,)
 
 
 @pytest.mark.parametrize(

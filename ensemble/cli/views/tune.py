@@ -32,7 +32,7 @@ def view(tuning: Tuning) -> Iterator[str | Table]:
     for name in tuning.skipped:
         yield f"{name}: has no settings to choose"
     if tuning.cpu_workers is not None:
-        yield f"cpu_workers: {tuning.cpu_workers}, which was the fastest for every member"
+        yield f"cpu_workers: {tuning.cpu_workers}: {tuning.workers_found}"
 
 
 def _member(member: MemberTuning, tolerance: float) -> Iterator[str | Table]:

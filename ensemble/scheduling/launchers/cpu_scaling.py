@@ -38,6 +38,9 @@ from ensemble.scheduling.launchers.cores import Cores, layout
 _SCHEME = 1
 # Who measures has this name; as with cores, the kernel takes it back however that one ends.
 _NAME = "\0ensemble-cpu-scaling"
+# What lines of the test processes begin with.
+_MARK = "cpu-speed"
+_LINE = re.compile(rf"^{_MARK} (.*)\n".encode(), re.MULTILINE)
 # For all of it, waiting for others included.  Where the first import of torch takes longer, as from a cold network
 # disk, the next run's does not.
 _TIMEOUT_SECONDS = 60.0
@@ -195,6 +198,7 @@ class _Process:
                 *python_command("ensemble.worker.cpu_speed"),
                 f"--parent-pid={os.getpid()}",
                 f"--seconds={seconds}",
+                f"--mark={_MARK}",
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -215,8 +219,7 @@ class _Process:
         Raises:
             _NotMeasured: nothing, in time.
         """
-        # What runs before its main, such as a sitecustomize, may print lines, too.
-        while not (found := re.search(rb"^cpu-speed (.*)\n", self._buffer, re.MULTILINE)):
+        while not (found := _LINE.search(self._buffer)):
             check()
             if (left := self._until - time.monotonic()) <= 0:
                 raise _NotMeasured(f"it took more than {_TIMEOUT_SECONDS:.0f} s")
