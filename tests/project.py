@@ -67,7 +67,9 @@ class Project:
         return {key: value for key, value in {**config, **changes}.items() if value is not None}
 
     def write_config(self, config: Mapping[str, Any], name: str = "config.yaml") -> None:
-        (self.folder / name).write_text(yaml.safe_dump(dict(config), sort_keys=False), encoding="utf-8")
+        # A line for each value, however long the path of the models is: messages name lines.
+        text = yaml.safe_dump(dict(config), sort_keys=False, width=1000)
+        (self.folder / name).write_text(text, encoding="utf-8")
 
     def ensemble(
         self, *arguments: str, environment: Mapping[str, str] | None = None, timeout: float = 500

@@ -64,7 +64,7 @@ def pretend(folder: Path, **versions: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("versions", "said"),
     [
-        ({"typer": "0.15.3"}, "typer 0.15.3 is older than 0.16; pip install 'typer>=0.16'"),
+        ({"typer": "0.18.0"}, "typer 0.18.0 is older than 0.19; pip install 'typer>=0.19'"),
         (
             {"transformers": "4.57.6"},
             "transformers 4.57.6 is older than 5.0; pip install 'transformers>=5.0,<6'",

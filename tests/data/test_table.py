@@ -339,6 +339,15 @@ def test_jsonl_ids_that_are_no_ids(tmp_path: Path) -> None:
 # ---- Parquet
 
 
+def text_view() -> pa.DataType:
+    """The type of views of texts, where this release of pyarrow writes it into a Parquet file."""
+    try:
+        pq.write_table(pa.table({"view": pa.array(["x"], pa.string_view())}), pa.BufferOutputStream())
+    except pa.ArrowNotImplementedError:
+        return pa.string()
+    return pa.string_view()
+
+
 def test_parquet_types(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     turns = [["a", None], None, ["é", "b"]]
@@ -346,7 +355,7 @@ def test_parquet_types(tmp_path: Path) -> None:
         {
             "id": pa.array([1, 2**63, 3], pa.uint64()),
             "text": pa.array(["é", None, ""]).dictionary_encode(),
-            "view": pa.array(["x", "y", None], pa.string_view()),
+            "view": pa.array(["x", "y", None], text_view()),
             "turns": turns,
             "n": [1.5, None, 2.0],
             "a.b": ["p", "q", "r"],

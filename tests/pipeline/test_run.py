@@ -464,7 +464,7 @@ def test_what_is_offloaded_lies_in_a_folder_of_each_worker_and_goes_with_it(proj
     """transformers calls the files there after parameters, which are alike in all models."""
     only_llama(project)
     (project.folder / "disk").mkdir()
-    options = ["--set", "models.llama.offload_folder=disk", "--set", "models.llama.max_memory={cpu: 40KB}"]
+    options = ["--set", "models.llama.offload_folder=disk", "--set", "models.llama.max_memory={cpu: 300KB}"]
     done = project.ensemble("run", "config.yaml", *options, "--limit", "20")
     assert done.returncode == 0, done.stderr
     assert "on the disk" in done.stdout

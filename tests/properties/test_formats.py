@@ -148,7 +148,7 @@ def test_any_type_that_parquet_has(folder: Path, column: pa.Array, name: str, gr
             if column.type == kind("ns"):
                 read.column(0).cast(kind("us"))
         expected = read.to_pylist()
-    except (ArithmeticError, ValueError):  # no values that Python has
+    except (ArithmeticError, LookupError, ValueError):  # no values that Python has, or no such zone
         assert isinstance(table, tuple), table
         return
     assert isinstance(table, InputTable), table

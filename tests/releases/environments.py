@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from ensemble.common.packages import own_requirements
 
 # What the tests need, besides the package and its extras.
-TOOLS = ("hypothesis", "pytest", "pytest-timeout", "pytest-xdist")
-EXTRAS = ("bitsandbytes", "gguf", "peft")
+# setuptools builds the packages that extend this one, as pyproject.toml asks.
+TOOLS = ("hypothesis", "pytest", "pytest-timeout", "pytest-xdist", "setuptools>=77")
+EXTRAS = ("bitsandbytes", "gguf", "peft", "pillow", "ray")
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ ENVIRONMENTS = (
     ),
     *OVERLAYS,
     Environment("newest", (*_today(), *TOOLS), python="3.13"),
-    Environment("refused-typer", ("typer==0.15.3", "click>=8.2"), refused="typer 0.15.3 is older than"),
+    Environment("refused-typer", ("typer==0.18.0",), refused="typer 0.18.0 is older than"),
     Environment(
         "refused-transformers", ("transformers==4.57.6",), refused="transformers 4.57.6 is older than"
     ),

@@ -118,9 +118,9 @@ def test_a_kit_for_an_image_that_lacks_nothing_else(tmp_path: Path) -> None:
     """It needs no index: neither to be made nor to be installed."""
     pytest.importorskip("setuptools", minversion="77")
     python, kit = make_image(tmp_path), tmp_path / "it's a kit"
-    done = make_kit(python, kit, (r"^typer==.*$", "typer==0.15.3"))
+    done = make_kit(python, kit, (r"^typer==.*$", "typer==0.18.0"))
     assert done.returncode == 1
-    assert "ensemble-runner needs typer>=0.16, and there is 0.15.3: take a newer image" in done.stdout
+    assert "ensemble-runner needs typer>=0.19, and there is 0.18.0: take a newer image" in done.stdout
     done = make_kit(python, kit)
     assert done.returncode == 0, done.stdout
     (wheel,) = kit.glob("*.whl")

@@ -17,8 +17,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-# One that torch knows and has no code for, so that nothing computes there behind our back.
-TYPE = "maia"
+# One that torch knows (2.6 in autocast, too) and has no code for, so that nothing computes there behind our back.
+TYPE = "ipu"
 _COPIES = (torch.ops.aten._to_copy, torch.ops.aten.copy_, torch.ops.aten.to)
 _LOOKS = (
     torch.ops.aten._local_scalar_dense,
@@ -66,7 +66,7 @@ class Elsewhere(torch.Tensor):
 
 
 class Machine(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While entered, devices of this type exist, such as "maia:0" and "maia:1".
+    """While entered, devices of this type exist, such as "ipu:0" and "ipu:1".
 
     Attributes:
         copies: what was copied from one of them to another, in order, with where it went.

@@ -500,4 +500,4 @@ def test_the_plan_knows_the_vocabularys_logits(tmp_path: Path) -> None:
     # float32 logits, and their exponentials
     assert needed(256_000) == pytest.approx(10 * 256_000 * 8, rel=0.05)
     assert needed(256_000, label_tokens=UNEVEN) == pytest.approx(5 * 10 * 256_000 * 8, rel=0.05)
-    assert needed(400) < 0.2 * needed(256_000)
+    assert needed(400) < 0.5 * needed(256_000)  # attention, of which torch before 2.9 copies the shared keys

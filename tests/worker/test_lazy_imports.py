@@ -135,7 +135,11 @@ def test_what_is_said_of_plain_values_is_what_torch_says() -> None:
     for name, answer in lazy_imports.OF_SIZES.items():
         if answer is not None and hasattr(symbolic_shapes, name):
             for arguments in cases[name]:
-                assert answer(*arguments) is getattr(symbolic_shapes, name)(*arguments), (name, arguments)
+                try:
+                    expected = getattr(symbolic_shapes, name)(*arguments)
+                except AssertionError:  # torch 2.6 takes no tuple beside a list
+                    continue
+                assert answer(*arguments) is expected, (name, arguments)
                 tried += 1
     assert tried > 40
 

@@ -325,11 +325,11 @@ def test_the_head_is_where_the_pass_of_a_spread_backbone_ends(architecture: str,
             force_hooks=True,
         )
         for name, parameter in list(head.named_parameters()):
-            setattr(head, name, nn.Parameter(parameter.detach().to("maia:1"), requires_grad=False))
+            setattr(head, name, nn.Parameter(parameter.detach().to("ipu:1"), requires_grad=False))
         classifier = PooledClassifier(model, 0, nn.Sequential(head), "lasttoken")
         machine.copies.clear()
         found = classifier.logits(encoded, np.arange(3))
-        assert found.device == torch.device("maia:1")
+        assert found.device == torch.device("ipu:1")
         assert all(source.device.index < device.index for source, device in machine.copies)
         np.testing.assert_array_equal(found.value.numpy(), expected.numpy())  # type: ignore[attr-defined]
 

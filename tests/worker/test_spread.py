@@ -29,9 +29,9 @@ def device_map(model: Any, devices: int) -> dict[str, str]:
     for name, _ in model.named_modules():
         if name == layers:
             seen_layers = True
-            found |= {f"{layers}.{index}": f"maia:{index * devices // count}" for index in range(count)}
+            found |= {f"{layers}.{index}": f"ipu:{index * devices // count}" for index in range(count)}
         elif not layers.startswith(name) and not any(name.startswith(f"{one}.") for one in [*found, layers]):
-            found[name] = f"maia:{devices - 1 if seen_layers else 0}"
+            found[name] = f"ipu:{devices - 1 if seen_layers else 0}"
     return found
 
 
@@ -79,7 +79,7 @@ def test_each_constant_goes_to_a_device_once_in_a_pass(
             ]
             assert len({(id(source.value), device) for source, device in machine.copies}) == len(goes)
             assert len(goes) == (devices - 1) * (constants + 1), "once each, and the hidden states"
-            assert found.device == torch.device(f"maia:{devices - 1}")
+            assert found.device == torch.device(f"ipu:{devices - 1}")
             np.testing.assert_array_equal(found.value.numpy(), expected.numpy())  # type: ignore[attr-defined]
 
 
@@ -117,7 +117,7 @@ def test_devices_compute_different_batches_at_the_same_time(
                 if spread:
                     classifier.logits(encoded, rows, with_mask)
                 else:
-                    model(torch.zeros(3, 9, dtype=torch.int64).to("maia:0"))
+                    model(torch.zeros(3, 9, dtype=torch.int64).to("ipu:0"))
             return max(machine.busy_until.values()), len(machine.looks)
 
     alone, _ = steps(1, spread=True)
@@ -161,11 +161,11 @@ def test_a_copy_lasts_as_long_as_what_it_is_of_and_no_longer_than_the_pass() -> 
     from ensemble.members.huggingface.loading.spread import Spread
 
     with Machine() as machine, torch.inference_mode():
-        devices = {"first": "maia:0", "second": "maia:1", "embedding": "maia:0"}
+        devices = {"first": "ipu:0", "second": "ipu:1", "embedding": "ipu:0"}
         model = dispatch_model(TwoBlocks(), devices, skip_keys=["kept"], force_hooks=True)
         spread = Spread(model)
-        there = torch.device("maia:1")
-        states, mask = torch.zeros(2, device="maia:0"), torch.arange(3, device="maia:0")
+        there = torch.device("ipu:1")
+        states, mask = torch.zeros(2, device="ipu:0"), torch.arange(3, device="ipu:0")
         with spread.one_pass():
             _, (first,), named = model.second(states, mask, nested=[{"mask": mask}], kept=mask)
             assert first.device == there
@@ -177,7 +177,7 @@ def test_a_copy_lasts_as_long_as_what_it_is_of_and_no_longer_than_the_pass() -> 
             assert model.second(hidden_states=states)[0] is not model.second(hidden_states=states)[0]
             # One after the other in the same place of memory, with the same id.
             for number in range(50):
-                one = torch.full((2,), number, device="maia:0")
+                one = torch.full((2,), number, device="ipu:0")
                 assert int(model.second(states, one)[1][0].value[0]) == number
                 del one
                 machine.copies.clear()  # which holds on to it
