@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from ensemble.common.compiler import why_no_compiler
-from ensemble.members.huggingface.scoring.encode import Encoded
 from tests.checkpoints import image_reference, make_checkpoint, make_image_checkpoint, make_texts, reference
 from tests.images import make_image
+from tests.project import Project
 from tests.sampling import one_in
 from tests.worker.test_compute import member_of, read_shard
 from tests.worker.test_float32 import make_overflowing
@@ -89,6 +89,7 @@ def test_every_size_of_a_batch_runs_compiled(tmp_path: Path) -> None:
     from ensemble.members.huggingface.loading.load import load
     from ensemble.members.huggingface.scoring.classifier import Classifier
     from ensemble.members.huggingface.scoring.compiled import compile_layers
+    from ensemble.members.huggingface.scoring.encode import Encoded
     from ensemble.members.huggingface.scoring.warmup import WarmUp
 
     def rows_of(lengths: list[int]) -> Encoded:
@@ -145,3 +146,12 @@ def test_a_compiler_that_cannot_leaves_the_member_as_it_was(
     with nothing_compiled():
         got = read_shard(tmp_path / "shards", predict().shard)
     np.testing.assert_allclose(got[:, 1:], reference(model, TEXTS, 128), atol=1e-5)
+
+
+def test_validate_says_that_there_is_no_compiler(project: Project) -> None:
+    llama = {**project.config()["models"][1], "torch_compile": True}
+    project.write_config(project.config(models=[llama]))
+    done = project.ensemble("validate", "config.yaml", environment={"CXX": "no-such-compiler"})
+    said = " ".join(done.stdout.split())
+    assert done.returncode == 0, done.stderr
+    assert "torch_compile: there is no C++ compiler here (no-such-compiler), so that on a CPU" in said

@@ -115,6 +115,6 @@ def _set_up_inductor() -> None:
     made_for = [torch.__version__, torch.get_num_threads(), *sorted(cpu_flags())]
     folder = cache / "torch-compile" / digest_of(made_for)[:16]
     with contextlib.suppress(OSError):  # such as a home that is read-only: then where torch itself keeps it
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
