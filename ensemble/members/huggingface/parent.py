@@ -56,7 +56,7 @@ _HOW_TO_FETCH = (
 )
 
 
-# Of computing, without torch.compile: compiling takes 20 to 25 s and saves up to a quarter (docs/tuning.md).
+# Of computing, without torch.compile: compiling takes 20 to 25 s and has saved 4 to 36 % (docs/tuning.md).
 _COMPILING_PAYS_FROM_SECONDS = 120.0
 _NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
 S = TypeVar("S", bound=HuggingFaceSettings)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -105,12 +106,15 @@ def float32_without_compiled_layers(model: Any) -> Iterator[None]:
 def _set_up_inductor() -> None:
     """Where torch's compiler keeps its code, and how many processes it starts, unless the environment says so.
 
-    It is imported after this.  Processes of its own would outlive a worker that is killed.  Not all releases see
+    Processes of its own would outlive a worker that is killed.  Not all releases see
     that code in their cache was made for another number of threads, none that it was for a CPU with other
     instructions, such as on another node that has the same home.
     """
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    if "TORCHINDUCTOR_CACHE_DIR" in os.environ or (cache := user_cache_folder()) is None:
+    given = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""))
+    # Imported already, torch has named a folder of its own there: torchinductor_USER in the temporary one.
+    is_own = given == Path() or given.name.startswith("torchinductor_")
+    if not is_own or (cache := user_cache_folder()) is None:
         return
     made_for = [torch.__version__, torch.get_num_threads(), *sorted(cpu_flags())]
     folder = cache / "torch-compile" / digest_of(made_for)[:16]
