@@ -482,6 +482,13 @@ class _Member:
         while group < len(groups := self._kind.candidates(inspected, self._assigned, best.ran_with)):
             before = best
             for candidate in groups[group]:
+                computing = (before.whole_seconds or 0.0) - (before.load_seconds or 0.0)
+                if computing < candidate.pays_from_seconds:
+                    self._say(
+                        f"{name}: {candidate.name}: not tried, as all rows are computed in "
+                        f"{duration(computing)}, and it can pay from {duration(candidate.pays_from_seconds)} on"
+                    )
+                    continue
                 self._try(
                     f"{before.name}, {candidate.name}", {**before.keys, **candidate.keys}, before.workers
                 )
@@ -700,11 +707,16 @@ class _Member:
         if lacking > allowed:
             why = next(iter(member.bad_rows.values()), "not a number")
             return replace(trial, failure=f"{plural(lacking, 'row')} could not be computed: {why}")
+        first = member.workers[0]
+        if trial.keys.get("torch_compile") and not first.compiled:
+            why = next(
+                (note for note in first.notes if note.startswith("torch_compile")), "it was not compiled"
+            )
+            return replace(trial, failure=why)
         busy = max((one.predict_seconds for one in member.workers), default=0.0)
         rows, tokens = (sum(getattr(one, name) for one in member.workers) for name in ("rows", "tokens"))
         if not rows or not busy:
             return replace(trial, failure="nothing was measured: its run says of no worker how long it took")
-        first = member.workers[0]
         on_gpu = [
             one.peak_gpu_memory_bytes for one in member.workers if one.peak_gpu_memory_bytes is not None
         ]

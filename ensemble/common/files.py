@@ -121,6 +121,17 @@ def output_file(path: Path, inputs: Iterable[Path] = (), may_replace: bool = Tru
     return target
 
 
+def user_cache_folder() -> Path | None:
+    """Where this package keeps for a user what can be made anew, by the XDG Base Directory Specification; it need
+    not be there.  None: there is no place for it."""
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        folder = folder if folder.is_absolute() else Path.home() / ".cache"
+    except RuntimeError:  # nobody's home
+        return None
+    return folder / "ensemble"
+
+
 def free_bytes(path: Path) -> int | None:
     """What is left on the disk on which a path is, or will be; None: not known."""
     at = path.absolute()

@@ -169,10 +169,15 @@ def cpu_products() -> str:
 
     One name stands for CPUs that have them and CPUs that do not, on virtual machines above all.
     """
-    line = re.search(r"^(?:flags|Features)\s*:(.*)$", _text("/proc/cpuinfo"), re.MULTILINE)
-    found = set(line[1].split()) if line else set()
+    found = cpu_flags()
     has = ", ".join(one for one in _PRODUCTS if one in found)
     return f"{cpu_name()} ({has})" if has else cpu_name()
+
+
+def cpu_flags() -> frozenset[str]:
+    """What the CPU has, as the kernel names it; nothing on systems that do not say."""
+    line = re.search(r"^(?:flags|Features)\s*:(.*)$", _text("/proc/cpuinfo"), re.MULTILINE)
+    return frozenset(line[1].split() if line else ())
 
 
 def _text(file: Path | str) -> str:

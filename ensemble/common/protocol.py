@@ -190,6 +190,7 @@ class Ready:
     max_length: int | None = None  # tokens of a row
     token_budget: int | None = None  # tokens of a batch
     notes: tuple[str, ...] = ()  # sentences for the user
+    compiled: bool = False  # its layers, by torch.compile
 
 
 @dataclass(frozen=True)

@@ -166,10 +166,14 @@ class Draft:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Settings that ``tune`` can try: ``name`` says them in a word or two, ``keys`` as the YAML has them."""
+    """Settings that ``tune`` can try: ``name`` says them in a word or two, ``keys`` as the YAML has them.
+
+    ``pays_from_seconds`` is what computing the whole table must take without them for a trial to be worth it.
+    """
 
     name: str
     keys: Mapping[str, Any]
+    pays_from_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

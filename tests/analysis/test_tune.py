@@ -20,9 +20,11 @@ from ensemble.analysis import tune
 from ensemble.analysis.tune import MemberTuning, Trial, Tuning, distances
 from ensemble.cli import views
 from ensemble.cli.layout import Page
+from ensemble.common.compiler import why_no_compiler
 from ensemble.common.host import usable_cpus
 from ensemble.config import TuningConfig
 from ensemble.data.table import InputTable
+from ensemble.members.huggingface import parent
 from ensemble.pipeline.load import load
 from ensemble.pipeline.validate import prepare
 from ensemble.planning import plan
@@ -190,8 +192,11 @@ def test_workers_side_by_side_are_tried_where_there_are_chunks_for_them(
     monkeypatch.chdir(project.folder)
     found = ensemble.tune("config.yaml", rows=16, tolerance=0.5)
     (member,) = found.members
-    said = re.search(r"^(\d+) trials at most", capsys.readouterr().out, re.MULTILINE)
+    printed = capsys.readouterr().out
+    said = re.search(r"^(\d+) trials at most", printed, re.MULTILINE)
     assert said is not None
+    told = "llama: torch.compile: not tried, as all rows are computed in"
+    assert (told in printed) == (not why_no_compiler()), "which takes far less than compiling"
     assert len(member.trials) + 1 <= int(said[1]), "with that of the reference again"
     (beside,) = (trial for trial in member.trials if trial.name.endswith(", 2 workers"))
     assert (beside.failure, beside.workers) == ("", 2)
@@ -255,6 +260,29 @@ def test_ever_more_workers_are_tried_as_long_as_that_pays(
     assert len(done.trials) < member.count, "at most, with the reference again"
     assert member.workers_found == found
     assert not done.keys
+
+
+@pytest.mark.long
+@pytest.mark.skipif(bool(why_no_compiler()), reason=why_no_compiler() or "there is a compiler")
+def test_torch_compile_is_tried_where_there_is_time_for_it(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if it always paid."""
+    defaults = {"text_column": "text", "max_length": 32, "batch_size": 16, "attn_implementation": "eager"}
+    project.write_config(project.config(models=project.config()["models"][1:], defaults=defaults))
+    monkeypatch.chdir(project.folder)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(parent, "_COMPILING_PAYS_FROM_SECONDS", 0.0)
+    (found,) = ensemble.tune("config.yaml", rows=16, quiet=True).members
+    (compiled,) = (trial for trial in found.trials if trial.name.endswith(", torch.compile"))
+    before = next(trial for trial in found.trials if f"{trial.name}, torch.compile" == compiled.name)
+    assert (compiled.failure, compiled.keys) == ("", {**before.keys, "torch_compile": True})
+    assert compiled.is_within
+    assert compiled.load_seconds is not None
+    assert compiled.whole_seconds is not None
+    assert before.load_seconds is not None
+    assert compiled.whole_seconds > compiled.load_seconds > before.load_seconds, "compiling is loading"
+    assert found.best != compiled.name, "a few rows do not pay for it"
 
 
 def test_ctrl_c_keeps_what_is_tried_and_a_run_takes_what_is_written(

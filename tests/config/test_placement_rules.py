@@ -56,6 +56,21 @@ OFFLOADED = {"load_in_8bit": True, "llm_int8_enable_fp32_cpu_offload": True}
             "models[0].gguf_file (line ",
             "drop quantization_config",
         ),
+        (
+            {"torch_compile": True, "quantization_config": EIGHT_BITS},
+            "models[0].torch_compile (line ",
+            "drop quantization_config, or this",
+        ),
+        (
+            {"torch_compile": True, "num_gpus": 2},
+            "models[0].torch_compile (line ",
+            "drop num_gpus, device_map, max_memory and offload_folder, or this",
+        ),
+        (
+            {"torch_compile": True, "attn_implementation": "flex_attention"},
+            "models[0].torch_compile (line ",
+            "drop attn_implementation, or this",
+        ),
         ({"gguf_file": "x.gguf", "offload_folder": "d"}, "models[0].gguf_file (line ", "drop offload_folder"),
     ],
 )

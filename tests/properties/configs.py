@@ -97,6 +97,7 @@ _MEMBER: Final = {
     "quantized_cache": "auto",
     "quantization_config": {"load_in_8bit": True, "llm_int8_enable_fp32_cpu_offload": True},
     "attn_implementation": "sdpa",
+    "torch_compile": False,
     "allow_tf32": False,
     "expandable_segments": True,
     "max_split_size_mb": 128,

@@ -8,6 +8,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
+from ensemble.common.compiler import why_no_compiler
 from ensemble.common.digests import FileDigests, digest_of
 from ensemble.common.files import HubFile, read_json
 from ensemble.data.json_cells import TemplateProblem
@@ -55,6 +56,8 @@ _HOW_TO_FETCH = (
 )
 
 
+# Of computing, without torch.compile: compiling takes 20 to 25 s and has saved 4 to 36 % (docs/tuning.md).
+_COMPILING_PAYS_FROM_SECONDS = 120.0
 _NO_THREADS = "HF_DEACTIVATE_ASYNC_LOAD"
 S = TypeVar("S", bound=HuggingFaceSettings)
 T = TypeVar("T", bound=TextSettings)
@@ -107,9 +110,13 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
         stored = inspected.quantization if inspected is not None else None
         on_gpu = any_gpu if model.num_gpus is None else model.num_gpus > 0
         yield from quantization_problems(model.quantization_config, stored, on_gpu, model.merge_adapter)
+        if model.torch_compile and stored is not None:
+            yield "torch_compile: its checkpoint is quantized, and such layers are not compiled; drop this"
 
     def warnings(self, inspected: C) -> Iterator[str]:
-        return quantization_warnings(self.settings.quantization_config, inspected.quantization)
+        yield from quantization_warnings(self.settings.quantization_config, inspected.quantization)
+        if self.settings.torch_compile and (why := why_no_compiler()):
+            yield f"torch_compile: {why}, so that on a CPU it is computed without"
 
     def packages(self, inspected: C | None) -> Iterator[tuple[str, str]]:
         model = self.settings
@@ -134,19 +141,22 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
             "activation": inspected.activation,
             "dtype": assigned.dtype,
             "model_kwargs": without_fetching(model.model_kwargs),
+            # Only where it is asked for: what was made before there was this key stays what it is.
+            **({"torch_compile": True} if model.torch_compile else {}),
             "source": [model.model_name_or_path, model.revision or "main"] if is_unknown else None,
         }
 
     def candidates(
         self, inspected: C, assigned: Assigned, ran_with: RanWith | None = None
     ) -> Sequence[Sequence[Candidate]]:
-        """Precision with and without quantization, then attention, then tokens of a batch."""
+        """Precision with and without quantization, then attention, tokens of a batch, and ``torch.compile``."""
         model, on_gpu, ran_with = self.settings, assigned.gpus > 0, ran_with or RanWith()
         dtypes = ["float32", "bfloat16", "float16"]
         if on_gpu and assigned.capability is not None and assigned.capability < (8, 0):
             dtypes.remove("bfloat16")  # only emulated there
-        plain = None if model.quantization_config is None else {"quantization_config": None}
-        precisions = [Candidate(dtype, {"dtype": dtype, **(plain or {})}) for dtype in dtypes]
+        plain: dict[str, Any] = {} if model.quantization_config is None else {"quantization_config": None}
+        eager = {"torch_compile": False} if model.torch_compile else {}
+        precisions = [Candidate(dtype, {"dtype": dtype, **plain, **eager}) for dtype in dtypes]
         is_as_stored = inspected.quantization is not None or model.gguf_file is not None
         if not is_as_stored and not model.merge_adapter:
             quantized = {
@@ -154,10 +164,15 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
                 "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
             }
             precisions += [
-                Candidate(name, {"dtype": "auto", "quantization_config": settings})
+                Candidate(name, {"dtype": "auto", "quantization_config": settings, **eager})
                 for name, settings in quantized.items()
             ]
-        return [precisions, self._attentions(inspected, on_gpu, ran_with), self._budgets(on_gpu, ran_with)]
+        return [
+            precisions,
+            self._attentions(inspected, on_gpu, ran_with),
+            self._budgets(on_gpu, ran_with),
+            self._compiled(inspected, assigned.gpus),
+        ]
 
     def _attentions(self, inspected: C, on_gpu: bool, ran_with: RanWith) -> Sequence[Candidate]:
         # With NumPy.
@@ -182,6 +197,16 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
             Candidate(f"{tokens:,} tokens a batch", {"max_num_batched_tokens": tokens})
             for tokens in (taken // 2, taken * 2)
         ]
+
+    def _compiled(self, inspected: C, gpus: int) -> Sequence[Candidate]:
+        model = self.settings
+        is_placed = any(one is not None for one in (model.device_map, model.max_memory, model.offload_folder))
+        # What the config compiles is tried as it is.
+        if model.torch_compile or is_placed or gpus > 1 or inspected.quantization is not None:
+            return ()
+        if why_no_compiler() or (gpus and importlib.util.find_spec("triton") is None):
+            return ()
+        return [Candidate("torch.compile", {"torch_compile": True}, _COMPILING_PAYS_FROM_SECONDS)]
 
     def _loading(self, inspected: C, assigned: Assigned, offload_folder: Path | None) -> dict[str, Any]:
         """The values of ``CheckpointSettings``."""

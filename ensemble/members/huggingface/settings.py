@@ -62,6 +62,7 @@ class HuggingFaceSettings(MemberConfig):
     quantization_config: Settings | None = None  # such as {load_in_4bit: true}
     quantized_cache: bool | Literal["auto"] = "auto"  # 4-bit weights are kept on disk for later loads
     attn_implementation: Text | None = None  # such as sdpa, eager or flash_attention_2
+    torch_compile: bool = False  # the layers, by torch.compile: slower to load, faster to compute
     allow_tf32: bool = False  # float32 products in TF32, faster and good to three digits; from Ampere on
     expandable_segments: bool = True  # of torch's allocator on GPUs: fits batches of changing size
     max_split_size_mb: SplitSize | None = None  # of torch's allocator: the older remedy for fragments
@@ -81,6 +82,7 @@ class HuggingFaceSettings(MemberConfig):
         "quantization_config: {load_in_8bit: true}": "load_in_8bit",
         "quantization_config": "quantization bnb_config",
         "attn_implementation": "attention use_flash_attention_2",
+        "torch_compile": "compile compiled use_compile",
         "batch_size": "bs per_device_eval_batch_size",
         "adapter_name_or_path": "adapter adapters adapter_path lora lora_path peft peft_model",
         "num_gpus": "gpus n_gpus device devices",
@@ -104,10 +106,11 @@ class HuggingFaceSettings(MemberConfig):
 
     @property
     def computed_as(self) -> str:
-        keys = (
+        keys = [
             *("model_name_or_path", "adapter_name_or_path", "gguf_file", "quantization_config", "dtype"),
             *("attn_implementation", "max_length", "num_gpus", "prompt_template", "text_column"),
-        )
+            *(("torch_compile",) if self.torch_compile else ()),
+        ]
         return sha256(repr([getattr(self, key, None) for key in keys]).encode()).hexdigest()[:16]
 
     @classmethod
@@ -297,6 +300,10 @@ def _broken_weights(member: Mapping[str, Any]) -> Iterator[Problem]:
     bits = settings if isinstance(settings, dict) else {}
     in_bits = next((key for key in ("load_in_8bit", "load_in_4bit") if bits.get(key)), "")
     keeps_float32 = bits.get("llm_int8_enable_fp32_cpu_offload")
+    compiles, gpus = member.get("torch_compile") is True, member.get("num_gpus")
+    is_placed = any(one is not None for one in (sizes, layers, folder)) or (
+        isinstance(gpus, int) and gpus > 1
+    )
     rules = {
         f"quantization_config: {in_bits} and offload go together only with llm_int8_enable_fp32_cpu_offload: true, "
         "which keeps the offloaded layers in float32": in_bits and offloads and not keeps_float32,
@@ -305,6 +312,12 @@ def _broken_weights(member: Mapping[str, Any]) -> Iterator[Problem]:
         "or drop quantization_config": merges and adapter is not None and settings is not None,
         "adapter_name_or_path: an adapter needs its base on the devices themselves, not offloaded; quantize it, "
         "give it more GPUs, or merge the adapter into a checkpoint first": adapter is not None and offloads,
+        "torch_compile: quantized layers are not compiled; drop quantization_config, or this": compiles
+        and settings is not None,
+        "torch_compile: layers that accelerate places, or over several GPUs, are not compiled; drop num_gpus, "
+        "device_map, max_memory and offload_folder, or this": compiles and is_placed,
+        "torch_compile: flex_attention compiles itself, for each size anew; drop attn_implementation, or "
+        "this": compiles and member.get("attn_implementation") == "flex_attention",
         "gguf_file: its weights are quantized already and are read as they were; drop "
         "quantization_config": gguf_file is not None and settings is not None,
         "gguf_file: transformers cannot offload a GGUF file to disk; drop offload_folder": gguf_file

@@ -68,6 +68,7 @@ class CheckpointSettings:
     device_map: str | dict[str, Any] | None
     max_memory: dict[str, int] | None
     offload_folder: str | None
+    torch_compile: bool = False
     bytes_per_token: float | None
     bytes_per_token_pair: float | None
     fixed_bytes: int

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from ensemble.members.huggingface.loading.device_map import input_device, last_d
 from ensemble.members.huggingface.loading.load import load_on_devices
 from ensemble.members.huggingface.loading.spread import Spread
 from ensemble.members.huggingface.scoring.classifier import on_device
+from ensemble.members.huggingface.scoring.compiled import repeated_layers
 from ensemble.members.huggingface.scoring.forward import BatchSizes
 from ensemble.members.huggingface.scoring.member import CheckpointMember
 from ensemble.members.huggingface.scoring.warmup import check_attention
@@ -127,10 +129,11 @@ class ImageClassifierMember(CheckpointMember[ImageSpec, EncodedImages]):
         self._set_modes(loaded)
         self._classifier = ImageClassifier(loaded.model)
         notes = [*loaded.notes]
-        rows = np.arange(len(self._warmup.lengths))
 
-        def logits() -> npt.NDArray[np.float64]:
+        def passes(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
             return np.asarray(self._classifier.logits(self._warmup, rows).cpu().double().numpy())
+
+        logits = partial(passes, np.arange(len(self._warmup.lengths)))
 
         with self._passes(first=True):
             with contextlib.suppress(torch.OutOfMemoryError):  # the first chunk will say so better
@@ -139,11 +142,15 @@ class ImageClassifierMember(CheckpointMember[ImageSpec, EncodedImages]):
                 logits, loaded.model, loaded.dtype, self._is_exact, self._in_float32
             ):
                 notes.append(skipped)
+        batches = [[0, 0], [0], [0, 0, 0], [0] * 5]
+        if why := self._compile(repeated_layers(loaded.model), passes, batches):
+            notes.append(why)
         self._sizes = BatchSizes(loaded.token_budget, spec.batch_size, True, loaded.memory)
         return Ready(
             device=loaded.device_name,
             dtype=loaded.dtype,
             attn_implementation=loaded.attn_implementation,
+            compiled=spec.torch_compile and not why,
             parameters=loaded.parameters,
             notes=tuple(notes),
         )

@@ -25,7 +25,7 @@ from statistics import mean, median
 
 from ensemble.common.digests import digest_of
 from ensemble.common.errors import WriteError
-from ensemble.common.files import read_json, write_text
+from ensemble.common.files import read_json, user_cache_folder, write_text
 from ensemble.common.gpus import worker_environment
 from ensemble.common.host import available_memory_bytes, cpu_name, is_busy, usable_cpus
 from ensemble.common.packages import installed_versions
@@ -102,13 +102,9 @@ def measured_scaling(counts: Sequence[int], check: Callable[[], None] = lambda: 
 
 
 def _path(machine: str) -> Path | None:
-    """The file of a machine, by the XDG Base Directory Specification; None: there is no place for one."""
-    try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME", ""))
-        folder = folder if folder.is_absolute() else Path.home() / ".cache"
-    except RuntimeError:  # nobody's home
-        return None
-    return folder / "ensemble" / f"cpu-scaling-{machine[:16]}.json"
+    """The file of a machine; None: there is no place for one."""
+    folder = user_cache_folder()
+    return None if folder is None else folder / f"cpu-scaling-{machine[:16]}.json"
 
 
 def _is_possible(slowdown: float) -> bool:

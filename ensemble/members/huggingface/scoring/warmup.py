@@ -100,6 +100,16 @@ class WarmUp:
         return True
 
     @property
+    def batches(self) -> list[list[int]]:
+        """Rows of a few batches: with padding and without, for which some models make no mask, and a single row."""
+        longest = int(self.encoded.lengths.argmax())
+        return [[0, longest], [longest, longest], [longest], [longest, 1, 0], [1, 0, 1, 1, 0]]
+
+    def logits(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """A pass over rows as the member's chunks run."""
+        return self._logits(rows)
+
+    @property
     def _tolerance(self) -> float:
         return 1e-4 if self.is_exact else 5e-2
 
@@ -128,6 +138,16 @@ class WarmUp:
 
     def _logits(self, rows: npt.NDArray[np.int64], with_mask: bool = False) -> npt.NDArray[np.float64]:
         return np.asarray(self.classifier.logits(self.encoded, rows, with_mask).cpu().double().numpy())
+
+
+def logits_tolerance(dtype: str, is_exact: bool) -> float:
+    """How far rounding takes logits from those of other code for the same, of the largest of them.
+
+    Args:
+        dtype: of the model's weights.
+        is_exact: whether it computes in whole float32.
+    """
+    return _EXACT if is_exact else _ROUNDED.get(dtype, _ROUNDED["bfloat16"])
 
 
 def check_attention(
@@ -162,7 +182,7 @@ def check_attention(
         can_change = False
     if not can_change:
         return skipped + "cannot change it once it is loaded"
-    tolerance = _EXACT if is_exact else _ROUNDED.get(dtype, _ROUNDED["bfloat16"])
+    tolerance = logits_tolerance(dtype, is_exact)
     attempts: list[tuple[Mode, float]] = [(nullcontext, tolerance)]
     if not is_exact and in_float32 is not None and "flash" not in chosen:
         attempts.append((in_float32, _RETRIED))
