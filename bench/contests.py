@@ -232,7 +232,7 @@ def _phase_seconds(report: Mapping[str, Any]) -> float:
     """In the models, with all cores: of workers side by side each had a part of them."""
     workers = [worker for member in report["members"] for worker in member["workers"]]
     spans = sorted(
-        (one["leased_after_seconds"], one["started_after_seconds"] + (one["life_seconds"] or 0.0))
+        (one["leased_after_seconds"], one["leased_after_seconds"] + (one["life_seconds"] or 0.0))
         for one in workers
     )
     busy = reached = 0.0

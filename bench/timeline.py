@@ -26,7 +26,7 @@ def phases(works: Sequence[Work], found: Found) -> list[str]:
         if samples := _sorted(work, found):
             middle = samples[len(samples) // 2]
             workers = [worker for member in middle.report["members"] for worker in member["workers"]]
-            ends = (worker["started_after_seconds"] + (worker["life_seconds"] or 0.0) for worker in workers)
+            ends = (worker["leased_after_seconds"] + (worker["life_seconds"] or 0.0) for worker in workers)
             alone = middle.measured.seconds - max(ends)
             gaps = [gap["seconds"] for gap in middle.report.get("idle_gaps", ())]
             shown = ", ".join(f"{gap:.2f}" for gap in gaps) or "none"

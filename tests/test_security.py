@@ -740,6 +740,25 @@ def test_a_logs_tracebacks_are_redacted() -> None:
     assert TOKEN not in text
 
 
+def test_a_secret_that_is_known_later_is_redacted_where_libraries_log() -> None:
+    code = """
+import logging, sys
+from ensemble.common.redact import Redactor, guard_output
+guard_output(Redactor({}))
+logging.getLogger().addHandler(logging.StreamHandler())
+guard_output(Redactor({"SOME_TOKEN": "not-known-at-first"}))
+logging.error("not-known-at-first")
+print("not-known-at-first")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert (done.stderr, done.stdout) == ("***\n", "***\n")
+
+
 def test_whatever_python_prints_is_redacted() -> None:
     code = """
 import logging, os, sys, warnings

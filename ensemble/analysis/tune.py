@@ -549,7 +549,11 @@ class _Member:
             return
         if self._best is not None and self._best.workers > 1:
             self.workers_found = self._best.workers
-        elif all(one.seconds is None or best.seconds < _WORTH_CHANGING * one.seconds for one in tried):
+        elif all(
+            one.rows_per_second is not None  # else it failed, and nobody knows
+            and (one.seconds is None or best.seconds < _WORTH_CHANGING * one.seconds)
+            for one in tried
+        ):
             self.workers_found = 1  # for a table of any size
 
     def _beside(self, keys: Mapping[str, Any]) -> Sequence[int]:

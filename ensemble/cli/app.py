@@ -269,7 +269,7 @@ def run(
     loaded = _load(config, sets, limit)
     from ensemble.pipeline.early_worker import early_worker
 
-    with early_worker(loaded):
+    with early_worker(loaded, fresh):
         from ensemble.cli.progress import choose_display
         from ensemble.cli.views.summary import raise_unless_complete
         from ensemble.common.host import process_age_seconds

@@ -101,13 +101,16 @@ def guard_output(redactor: Redactor) -> None:
     What cannot be printed is dropped: no terminal or reader (`| head`) any more, a full disk behind a redirection.
     Characters that the stream's encoding lacks are written as escapes.  So nobody who prints has to care, be it
     rich, typer, logging or a library in a worker.  What a library in C writes to the descriptors themselves is not
-    redacted, nor a secret printed in pieces.
+    redacted, nor a secret printed in pieces.  Called again, it adds a redactor.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         # Otherwise it is a notebook's or a test's, with no bytes under it.
         if isinstance(stream, io.TextIOWrapper):
             stream.flush()
+            if isinstance(stream.buffer, _Guard):  # which libraries' log handlers may hold
+                stream.buffer.redactors.append(redactor)
+                continue
             guarded = io.TextIOWrapper(
                 _Guard(stream, redactor),
                 encoding=stream.encoding,
@@ -127,14 +130,16 @@ class _Guard(io.BufferedIOBase):
     def __init__(self, stream: io.TextIOWrapper, redactor: Redactor) -> None:
         self._stream = stream  # kept: it would close its descriptor when nobody holds it any more
         self._bytes: Any = stream.buffer
-        self._redactor = redactor
+        self.redactors = [redactor]
         self.name = getattr(stream, "name", None)
 
     def write(self, data: Any, /) -> int:
         content = bytes(data)
         text = content.decode(self._stream.encoding, "surrogateescape")
+        for redact in self.redactors:
+            text = redact(text)
         with contextlib.suppress(OSError, ValueError):
-            self._bytes.write(self._redactor(text).encode(self._stream.encoding, "surrogateescape"))
+            self._bytes.write(text.encode(self._stream.encoding, "surrogateescape"))
         return len(content)
 
     def flush(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ensemble.common.protocol import CommonSpec, Counters, Ready
 
@@ -36,6 +36,7 @@ class Child(Protocol):
         """Everything that needs no device; ``settings`` are the kind's own, as JSON gives them."""
 
 
+@runtime_checkable
 class EarlyChild(Child, Protocol):
     """The same of a kind whose workers may begin before it is known how they are to run (``can_begin_early``)."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
@@ -15,20 +16,25 @@ from ensemble.scheduling.launchers.early import begun_early
 _MIN_MEMORY_BYTES: Final = 8 << 30
 
 
-def early_worker(loaded: LoadedConfig) -> AbstractContextManager[None]:
+def early_worker(loaded: LoadedConfig, fresh: bool) -> AbstractContextManager[None]:
     """A worker process that imports libraries while this one does, and then looks at table and checkpoints.
 
     There is none where GPUs are, which want settings before libraries are imported; where something was run before,
     so that nothing may be left to compute; on a single CPU; and where memory is short.
+
+    Args:
+        fresh: whatever was run before is computed again.
     """
     config = loaded.config
     kinds = [kind for kind in map(member_kind, config.models) if kind.needs_worker]
     is_worth_it = (
         config.launcher == "local"
         and bool(kinds)
-        and kinds[0].can_begin_early
+        # The class's own word: one that is made of it has another child.
+        and bool(vars(type(kinds[0])).get("can_begin_early"))
         and usable_cpus() > 1
-        and not (config.output_dir / "run.json").exists()
+        # Not Path.exists, which raises an error where a folder above may not be entered.
+        and (fresh or not os.path.exists(config.output_dir / "run.json"))  # noqa: PTH110
         and (available_memory_bytes() or 0) >= _MIN_MEMORY_BYTES
         and not has_driver()
     )

@@ -311,7 +311,7 @@ class _Run(RunState):
         is_known = set(plan.cpu_choice) <= set(plan.scaling.slowdowns)
         if is_known or self._config.launcher != "local":
             return
-        if min(plan.seconds_of(plan.jobs), left) < _WORTH_MEASURING_SECONDS:
+        if min(plan.seconds_of(plan.jobs), left / 5) < _WORTH_MEASURING_SECONDS:
             return
         # What is done of this work was done by so many workers; see validate.
         if any(self.works[one.name].has_rows.any() for one in plan.members if one.needs_worker):

@@ -143,9 +143,11 @@ class Standbys:
         handle = self._launcher.start(start)
         cpu = f"cpu on {handle.on_node}" if handle.on_node else "cpu"
         uuids = tuple(device.uuid for device in devices) or (cpu,)
-        began = round(self._elapsed(), 3)
+        leased = round(self._elapsed(), 3)
+        # Below 0: before workers could begin.
+        began = round(leased - handle.began_before_seconds, 3)
         who = (state.plan.name, replica, uuids, handle.process, shown_path(start.log))
-        record = WorkerRecord(*who, began, began, node=handle.on_node)
+        record = WorkerRecord(*who, began, leased, node=handle.on_node)
         log.info("%s-%d started as process %s", state.plan.name, replica, handle.process)
         return RunningWorker(state, handle, record, devices)
 

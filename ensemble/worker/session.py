@@ -132,9 +132,8 @@ def _expect(expected: Expect, arriving: Iterator[Command]) -> tuple[Command, flo
         Exception: whatever an import raises, once the member is known.
     """
     failed: Exception | None = None
-    child = cast(EarlyChild, importlib.import_module(expected.kind))
     try:
-        child.import_libraries()
+        cast(Child, importlib.import_module(expected.kind)).import_libraries()
     except Exception as error:
         failed = error
     waits_since = time.monotonic()
@@ -143,17 +142,16 @@ def _expect(expected: Expect, arriving: Iterator[Command]) -> tuple[Command, flo
     waited_seconds = time.monotonic() - waits_since
     os.environ.update(become.environment)
     for task in Path("/proc/self/task").iterdir() if become.cpus else ():
-        with contextlib.suppress(ProcessLookupError):  # the thread has ended
+        with contextlib.suppress(OSError):  # the thread has ended, or a core has gone
             os.sched_setaffinity(int(task.name), become.cpus)
     with open_log(Path(become.log)) as log:
-        log.write(os.pread(1, os.fstat(1).st_size, 0))
+        with contextlib.suppress(OSError):  # as what it prints later is dropped where the disk is full
+            os.write(log.fileno(), os.pread(1, os.fstat(1).st_size, 0))
         for number in (1, 2):
             os.dup2(log.fileno(), number)
     start = next(arriving)
     if failed is not None:
         raise failed
-    if threads := become.environment.get("OMP_NUM_THREADS"):
-        child.set_threads(int(threads))
     return start, waited_seconds
 
 
@@ -191,6 +189,10 @@ class Session:
         self._writing: Future[None] | None = None
         child = cast(Child, importlib.import_module(start.spec.kind))
         versions = {"python": platform.python_version(), **child.import_libraries()}
+        threads = os.environ.get("OMP_NUM_THREADS", "")
+        if isinstance(child, EarlyChild) and threads.isdecimal():
+            # Also of one that knew them before: in the same way for all, whose numbers are the same then.
+            child.set_threads(int(threads))
         # Not before: some libraries must be the first to import numpy or pyarrow.
         keep_pandas_out()
         import numpy as np

@@ -100,6 +100,30 @@ def test_one_that_has_ended_is_not_taken(launcher: LocalLauncher, tmp_path: Path
     assert is_gone(pid)
 
 
+def test_what_it_printed_is_kept_if_it_ends_before_it_has_its_log(
+    launcher: LocalLauncher, tmp_path: Path
+) -> None:
+    with early.begun_early("tests.worker.told"):
+        pid = begun_process()
+        assert early._begun is not None
+        printed = early._begun.printed
+        assert printed is not None
+        wait_until(lambda: b"in C says" in os.pread(printed.fileno(), 1000, 0), "what it prints")
+        os.kill(pid, signal.SIGSTOP)
+        handle = launcher.start(worker_start(tmp_path, "tests.worker.told"))
+        assert handle.began_before_seconds > 0
+        os.kill(pid, signal.SIGKILL)
+        assert handle.close().code == -signal.SIGKILL
+    assert "and what a library in C says" in (tmp_path / "w.log").read_text()
+
+
+def test_a_worker_of_another_kind_is_fresh(launcher: LocalLauncher, tmp_path: Path) -> None:
+    with early.begun_early("tests.worker.told"):
+        pid = begun_process()
+        assert failure(launcher, worker_start(tmp_path, "tests.worker.missing"))[1] != pid
+        assert begun_process() == pid, "it still waits for its own"
+
+
 def test_workers_with_gpus_are_fresh(launcher: LocalLauncher, tmp_path: Path) -> None:
     gpu = Device("GPU-1", "a GPU", (7, 5), 1 << 30, 0)
     with early.begun_early("tests.worker.told"):
@@ -131,9 +155,9 @@ def test_which_runs_have_one(project: Project, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(early_worker, "has_driver", lambda: False)
     monkeypatch.setattr(early_worker, "available_memory_bytes", lambda: 16 << 30)
 
-    def has_one(**changes: Any) -> bool:
+    def has_one(fresh: bool = False, **changes: Any) -> bool:
         project.write_config(project.config(**changes))
-        with early_worker.early_worker(load(Path("config.yaml"), [])):
+        with early_worker.early_worker(load(Path("config.yaml"), []), fresh):
             return early._begun is not None
 
     assert has_one()
@@ -145,6 +169,8 @@ def test_which_runs_have_one(project: Project, monkeypatch: pytest.MonkeyPatch) 
     (project.folder / "runs" / "first").mkdir(parents=True)
     (project.folder / "runs" / "first" / "run.json").touch()
     assert not has_one()
+    assert has_one(fresh=True)
+    assert has_one(output_dir="n" * 300), "what is wrong with it is said later"
 
 
 @pytest.mark.skipif(has_driver(), reason="runs on GPUs begin none")
@@ -165,5 +191,6 @@ def test_a_run_takes_it_and_one_that_is_refused_leaves_nothing(project: Project,
     (record,) = project.run_json()["members"][0]["workers"]
     *refused, pid = [json.loads(line)["pid"] for line in workers.read_text().splitlines()]
     assert record["process"] == str(pid)
-    assert len(refused) <= 1
+    assert record["started_after_seconds"] < 0, "before workers could begin"
+    assert len(refused) <= 1  # it may have been ended before it could write its number
     assert all(map(is_gone, refused))

@@ -32,6 +32,7 @@ from ensemble.common.packages import installed_versions
 from ensemble.common.python_process import python_command, python_environment
 from ensemble.common.text import gib
 from ensemble.planning.forecast import Scaling
+from ensemble.scheduling.launchers import early
 from ensemble.scheduling.launchers.cores import Cores, layout
 
 # To be raised where what is measured, or how, changes: older measurements then count as another machine's.
@@ -143,6 +144,7 @@ def _measure(
         _NotMeasured: a process failed, or they took too long.
         OSError: none could be started.
     """
+    early.end()  # its imports would be measured, too
     needed, free = (1 + sum(counts)) * _PROCESS_BYTES, available_memory_bytes()
     if free is not None and free < needed:
         raise _NotMeasured(f"that takes {gib(needed)} of memory, and {gib(free)} are free")

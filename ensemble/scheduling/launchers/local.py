@@ -8,6 +8,7 @@ import selectors
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -20,7 +21,6 @@ from ensemble.scheduling.launchers.base import Exit, Handle, Launcher, WorkerSta
 from ensemble.scheduling.launchers.cores import Cores
 
 _READ_BYTES = 1 << 16
-_REAP_SECONDS = 10.0
 
 
 class LocalLauncher(Launcher):
@@ -32,7 +32,7 @@ class LocalLauncher(Launcher):
         cores = Cores(start.cpu_share)
         environment = {**cores.environment, **worker_environment(start.devices), **start.environment}
         # What GPUs need in the environment is read when libraries are imported.
-        begun = None if start.devices else early.take()
+        begun = None if start.devices else early.take(start.command.spec.kind)
         try:
             with cores.inherited():
                 worker = LocalWorker(environment, start.log, start.scratch, cores, begun)
@@ -81,6 +81,7 @@ class LocalWorker(Handle):
         with open_log(log) as output:
             self._spawned = begun or early.spawn(environment, output)
         if begun is not None:
+            self.began_before_seconds = time.monotonic() - begun.since
             numbers = () if cores is None else cores.numbers
             self.send(Become(dict(environment), numbers, str(log.absolute())))
         self._process, self.events_fd = self._spawned.process, self._spawned.events_fd
@@ -119,7 +120,7 @@ class LocalWorker(Handle):
         # Before the reaping, while the group's number cannot belong to anybody else.
         self._signal_group(signal.SIGKILL)
         try:
-            code = self._process.wait(_REAP_SECONDS)
+            code = self._process.wait(early.REAP_SECONDS)
         except subprocess.TimeoutExpired:
             # Stuck in the kernel, as with a broken driver or file server: nobody can end it, and nobody waits.
             code = -signal.SIGKILL
@@ -129,6 +130,13 @@ class LocalWorker(Handle):
         if self.events_fd >= 0:
             os.close(self.events_fd)
             self.events_fd, self.is_open = -1, False
+        if (printed := self._spawned.printed) is not None:
+            with contextlib.suppress(OSError):
+                if not self.log.stat().st_size:  # it ended before it had its log
+                    printed.seek(0)
+                    with open_log(self.log) as log:
+                        shutil.copyfileobj(printed, log)
+            printed.close()
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
         if self._cores is not None:
