@@ -19,7 +19,8 @@ FLOOR = Target("the floor", "two", "floor", 1.10, phase=True)
 
 
 def worker(**changes: Any) -> dict[str, Any]:
-    known = {"started_after_seconds": 0.4, "leased_after_seconds": 0.4, "start_seconds": 3.0, "load_seconds": 0.5, "predict_seconds": 20.0,
+    known = {"started_after_seconds": 0.4, "leased_after_seconds": 0.4,
+             "start_seconds": 3.0, "load_seconds": 0.5, "predict_seconds": 20.0,
              "forward_seconds": 18.0, "life_seconds": 24.0}  # fmt: skip
     return {**known, **changes}
 
