@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ensemble.common.packages import own_requirements
@@ -29,10 +30,12 @@ class Environment:
     refused: str = ""
 
 
-def _lowest() -> tuple[str, ...]:
-    """Every package at its lower bound."""
+def _lowest(of: Sequence[str] = ()) -> tuple[str, ...]:
+    """Every package at its lower bound, or these alone."""
     return tuple(
-        f"{one.name}=={one.minimum}" for one in own_requirements() if one.minimum and one.extra != "bench"
+        f"{one.name}=={one.minimum}"
+        for one in own_requirements()
+        if one.minimum and one.extra != "bench" and (not of or one.name in of)
     )
 
 
@@ -42,7 +45,10 @@ def _today() -> tuple[str, ...]:
 
 
 OVERLAYS = (
-    Environment("transformers-5.0", ("transformers==5.0.0",)),
+    # What commands are made of is at its lower bound, too: without compiling and in seconds.
+    Environment(
+        "transformers-5.0", ("transformers==5.0.0", *_lowest(["typer", "rich", "pydantic", "jinja2"]))
+    ),
     Environment("transformers-5.5", ("transformers==5.5.0",)),
     Environment("transformers-5.12", ("transformers==5.12.1",)),
 )
