@@ -249,9 +249,10 @@ def test_ever_more_workers_are_tried_as_long_as_that_pays(
                 rows.append((trial.workers, table.rows))
             took = seconds[trial.workers]
             if took is None:
-                return replace(trial, failure="stopped")
+                return replace(trial, failure="stopped", rows_per_second=1.0)
             values = np.full((table.rows, len(LABELS)), 1 / len(LABELS))
-            return replace(trial, rows=table.rows, seconds=took, whole_seconds=took, values=values)
+            trial = replace(trial, rows=table.rows, rows_per_second=table.rows / took)
+            return replace(trial, seconds=took, whole_seconds=took, values=values)
 
     prepared = prepare(load([Path("config.yaml")], []))
     folder = project.folder / "trials"
