@@ -480,6 +480,9 @@ class _Member:
             return MemberTuning(name, tuple(self._trials))
         group = 1
         while group < len(groups := self._kind.candidates(inspected, self._assigned, best.ran_with)):
+            if group == len(groups) - 1:
+                self._side_by_side(best)
+                best = self._best or best
             before = best
             for candidate in groups[group]:
                 computing = (before.whole_seconds or 0.0) - (before.load_seconds or 0.0)
@@ -493,7 +496,6 @@ class _Member:
                     f"{before.name}, {candidate.name}", {**before.keys, **candidate.keys}, before.workers
                 )
             best, group = self._best or best, group + 1
-        self._side_by_side(best)
         best, reference = self._best or best, self._reference
         assert reference is not None
         assert reference.seconds is not None
@@ -580,8 +582,8 @@ class _Member:
         if best is not None and reference is not None and best.seconds and reference.seconds:
             startup = (reference.load_seconds or 0.0) + _MIN_SECONDS
             rows = len(sample.few)
-            is_like_best = workers == best.workers  # more workers would lack chunks
-            if is_like_best and reference.seconds > _WORTH_STARTING_TWICE * startup and rows < sample.rows:
+            is_alone = workers == best.workers < 2  # several workers would lack chunks
+            if is_alone and reference.seconds > _WORTH_STARTING_TWICE * startup and rows < sample.rows:
                 few = self._run(trial, sample.table(is_few=True), best.seconds * rows / sample.rows)
                 assert reference.values is not None
                 few = self._held(few, reference.values[sample.few], None)
@@ -712,7 +714,7 @@ class _Member:
             why = next(iter(member.bad_rows.values()), "not a number")
             return replace(trial, failure=f"{plural(lacking, 'row')} could not be computed: {why}")
         first = member.workers[0]
-        if trial.keys.get("torch_compile") and not first.compiled:
+        if getattr(prepared.config.models[0], "torch_compile", False) and not first.compiled:
             why = next(
                 (note for note in first.notes if note.startswith("torch_compile")), "it was not compiled"
             )
@@ -735,7 +737,9 @@ class _Member:
             tokens_per_second=tokens / busy if tokens else None,
             rows_per_second=rows / busy,
             peak_bytes=max(on_gpu or on_cpu, default=None),
-            ran_with=RanWith(first.dtype, first.attn_implementation, first.token_budget),
+            ran_with=RanWith(
+                first.dtype, first.attn_implementation, first.token_budget, first.compiled or False
+            ),
             values=values,
             bad_rows=lacking,
         )

@@ -183,6 +183,7 @@ class RanWith:
     dtype: str | None = None
     attention: str | None = None
     token_budget: int | None = None
+    compiled: bool = False
 
 
 S = TypeVar("S", bound=MemberConfig)
@@ -315,7 +316,7 @@ class MemberKind(ABC, Generic[S, I]):
         """Settings that may be faster and change numbers a little, for ``tune``; none: there is nothing to choose.
 
         The first group are precisions, the widest first: what the others are held against.  Each further group is
-        tried with the best of the groups before it.
+        tried with the best of the groups before it, the last one with as many workers side by side as are best.
 
         Args:
             ran_with: what the best so far ran with; None: nothing has run yet, and as many are given as there

@@ -238,16 +238,21 @@ def test_ever_more_workers_are_tried_as_long_as_that_pays(
     monkeypatch.setattr(plan, "available_memory_bytes", lambda: 64 << 30)
     monkeypatch.setattr(plan, "total_memory_bytes", lambda: 64 << 30)
 
-    rows = []
+    monkeypatch.setattr(parent, "_COMPILING_PAYS_FROM_SECONDS", 0.0)
+    rows, compiled = [], set()
 
     class Member(tune._Member):
         def _run(self, trial: Trial, table: InputTable, best_seconds: float | None) -> Trial:
-            rows.append((trial.workers, table.rows))
+            if "torch_compile" in trial.keys:
+                compiled.add(trial.workers)
+            else:
+                rows.append((trial.workers, table.rows))
             took = seconds[trial.workers]
             if took is None:
-                return replace(trial, failure="stopped")
+                return replace(trial, failure="stopped", rows_per_second=1.0)
             values = np.full((table.rows, len(LABELS)), 1 / len(LABELS))
-            return replace(trial, rows=table.rows, seconds=took, whole_seconds=took, values=values)
+            trial = replace(trial, rows=table.rows, rows_per_second=table.rows / took)
+            return replace(trial, seconds=took, whole_seconds=took, values=values)
 
     prepared = prepare(load([Path("config.yaml")], []))
     folder = project.folder / "trials"
@@ -257,6 +262,7 @@ def test_ever_more_workers_are_tried_as_long_as_that_pays(
         "of fewer rows some had none"
     )
     assert (1, 16) in rows
+    assert compiled == (set() if why_no_compiler() else {found or 1}), "with as many as are best"
     assert len(done.trials) < member.count, "at most, with the reference again"
     assert member.workers_found == found
     assert not done.keys
@@ -264,12 +270,14 @@ def test_ever_more_workers_are_tried_as_long_as_that_pays(
 
 @pytest.mark.long
 @pytest.mark.skipif(bool(why_no_compiler()), reason=why_no_compiler() or "there is a compiler")
+@pytest.mark.parametrize("is_asked", [False, True])
 def test_torch_compile_is_tried_where_there_is_time_for_it(
-    project: Project, monkeypatch: pytest.MonkeyPatch
+    project: Project, monkeypatch: pytest.MonkeyPatch, is_asked: bool
 ) -> None:
-    """As if it always paid."""
+    """As if it always paid; also where the config has it, whose other settings are tried without."""
     defaults = {"text_column": "text", "max_length": 32, "batch_size": 16, "attn_implementation": "eager"}
-    project.write_config(project.config(models=project.config()["models"][1:], defaults=defaults))
+    config = project.config(models=project.config()["models"][1:], defaults=defaults)
+    project.write_config({**config, "defaults": {**defaults, "torch_compile": is_asked}})
     monkeypatch.chdir(project.folder)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(parent, "_COMPILING_PAYS_FROM_SECONDS", 0.0)

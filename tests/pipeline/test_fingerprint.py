@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ensemble.common.compiler import why_no_compiler
 from ensemble.common.digests import FileDigests
 from ensemble.common.errors import CheckpointError, MergeError
 from ensemble.common.files import file_state
@@ -50,14 +51,16 @@ NUMBERS: dict[str, dict[str, Any]] = {
     "dtype": {"dtype": "bfloat16"},
     "quantization_config": {"quantization_config": {"load_in_8bit": True}},
     "attn_implementation": {"attn_implementation": "eager"},
-    "torch_compile": {"torch_compile": True},
     "allow_tf32": {"allow_tf32": True},
     "trust_remote_code": {"trust_remote_code": True},
     "model_kwargs": {"model_kwargs": {"attention_dropout": 0.5}},
     "tokenizer_kwargs": {"tokenizer_kwargs": {"use_fast": False}},
 }
-# Tested by themselves, because they need files: the adapter's, a GGUF file, the hub's cache.
-NUMBERS_WITH_FILES = {"model_name_or_path", "adapter_name_or_path", "merge_adapter", "gguf_file", "revision"}
+# Tested by themselves, because they need files: the adapter's, a GGUF file, the hub's cache, a compiler.
+NUMBERS_WITH_FILES = {
+    *("model_name_or_path", "adapter_name_or_path", "merge_adapter", "gguf_file", "revision"),
+    "torch_compile",
+}
 HARMLESS: dict[str, dict[str, Any]] = {
     "name": {"name": "other"},
     "weight": {"weight": 0.1},
@@ -374,6 +377,24 @@ def test_the_type_that_auto_means_counts(make: Make) -> None:
         assert member_fingerprint(prepared, on_gpu) == same_as
         spread = dataclasses.replace(on_gpu, placement=dataclasses.replace(placement, gpus=2))
         assert member_fingerprint(prepared, spread) == same_as
+
+
+def test_layers_that_cannot_be_compiled_are_those_of_before(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU; of one with a compiler, and of a GPU, they are others."""
+    plain, asked = make(), make({"torch_compile": True})
+    on_gpu = [
+        member_fingerprint(
+            one, dataclasses.replace(member, placement=dataclasses.replace(member.placement, gpus=1))
+        )
+        for one in (plain, asked)
+        for member in one.plan.members
+    ]
+    assert on_gpu[1].changed_from(on_gpu[0]) == ("settings",)
+    assert (first(asked) == first(plain)) == bool(why_no_compiler())
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert first(asked) == first(plain)
 
 
 @pytest.mark.fault(18)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from ensemble.members.base import OutputColumns
+from ensemble.members.huggingface.memory.estimate import COMPILER_BYTES
 from ensemble.members.image_cls.memory import ImageMemory
 from ensemble.members.image_cls.parent import ImageCheckpoint, ImageClassification
 from ensemble.members.image_cls.settings import ImageClassifierSettings
@@ -30,6 +31,17 @@ def estimate(folder: Path, **keys: Any) -> ImageMemory:
     memory = kind.memory(found, np.full(10, 784), len(LABELS))
     assert isinstance(memory, ImageMemory)
     return memory
+
+
+def test_a_compiler_takes_memory_of_the_host_alone(tmp_path: Path) -> None:
+    make_image_checkpoint(tmp_path, "vit", LABELS)
+    for gpus, more in ((0, COMPILER_BYTES), (1, 0)):
+        plain, compiled = (
+            estimate(tmp_path, torch_compile=asked).footprint(gpus, (9, 0)) for asked in (False, True)
+        )
+        assert plain is not None
+        assert compiled is not None
+        assert compiled.context_bytes - plain.context_bytes == more
 
 
 @pytest.mark.parametrize("architecture", ["vit", "dinov2", "siglip"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import os
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +101,10 @@ def test_every_size_of_a_batch_runs_compiled(tmp_path: Path) -> None:
 
     loaded = load(worker_spec(make_checkpoint(tmp_path / "m", "llama", LABELS), max_length=128))
     classifier = Classifier(loaded.model, 0)
-    warm_up = WarmUp(classifier, rows_of([2, 14]), lambda logits: logits.numpy(), True)
+    # As many tokens as the model has hidden numbers, which torch takes for one size until it sees another.
+    warm_up = WarmUp(
+        classifier, rows_of([2, loaded.model.config.hidden_size]), lambda logits: logits.numpy(), True
+    )
     assert warm_up.bears_padding()
     encoded = rows_of([100, 1, 60, 60, 33, 2, 3, 9])
     batches = [[0], [2], [2, 3], [0, 1], [4, 5, 6, 7], [6, 7], [*range(8)]]
@@ -113,6 +118,89 @@ def test_every_size_of_a_batch_runs_compiled(tmp_path: Path) -> None:
     found.append(classifier.logits(encoded, np.array([1])).numpy())
     for one, other in zip(found, eager, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def compile_layer(forward: Callable[[Any], Any]) -> str:
+    """Compile a layer of a model that has no other."""
+    import torch
+
+    from ensemble.members.huggingface.scoring.compiled import compile_layers
+
+    class Layer(torch.nn.Module):
+        def forward(self, states: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = forward(states)
+            return found
+
+    layer = Layer()
+    return compile_layers(
+        [layer],
+        lambda rows: layer(torch.from_numpy(rows)[:, None].double()).numpy(),
+        [[1, 2], [1], [1, 2, 3], [1, 2, 3, 4, 5], [1]],
+        1e-4,
+        "cpu",
+    )
+
+
+@needs_compiler
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("off", "why"),
+    [
+        (0.0, ""),
+        (0.5, "compiled layers give other numbers (off by 0.1 of the largest)"),
+        (float("nan"), "compiled layers give no numbers where there were some"),
+    ],
+)
+def test_numbers_are_held_against_those_before(off: float, why: str, tmp_path: Path) -> None:
+    """Compiled by this process alone, also where torch's compiler was imported before."""
+    import torch
+    from torch._inductor import config
+
+    with config.patch(compile_threads=2):
+        found = compile_layer(lambda states: states + off if torch.compiler.is_compiling() else states + 0)
+        assert config.compile_threads == 1
+    assert found == (why and f"torch_compile: computed without, as {why}")
+    (folder,) = (tmp_path / "home/ensemble/torch-compile").iterdir()
+    assert any(folder.iterdir())
+
+
+NOTHING = "torch_compile: computed without, as torch compiled nothing of it, and its log may say why"
+
+
+def compile_nothing() -> str:
+    """As with TORCH_COMPILE_DISABLE=1."""
+    from torch._dynamo import config
+
+    with config.patch(disable=True):
+        return compile_layer(lambda states: states + 1)
+
+
+@needs_compiler
+def test_what_torch_leaves_as_it_is_does_not_count_as_compiled() -> None:
+    assert compile_nothing() == NOTHING
+
+
+@needs_compiler
+def test_code_that_others_can_write_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that torch has named in the temporary one is not looked at; one that the user has named is."""
+    torchs, own = Path(tempfile.gettempdir()) / "torchinductor_somebody", tmp_path / "torchinductor_mine"
+    above = tmp_path / "home/ensemble/torch-compile"
+    above.mkdir(parents=True)
+    above.chmod(0o777)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(torchs))
+    found = compile_nothing()
+    assert found.startswith(f"torch_compile: computed without, as {above}/")
+    assert found.endswith(" is not this user's alone to write; name a folder in TORCHINDUCTOR_CACHE_DIR")
+    above.chmod(0o755)
+    (folder,) = above.iterdir()
+    folder.chmod(0o770)
+    assert compile_nothing() == found
+    folder.chmod(0o700)
+    assert compile_nothing() == NOTHING
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(own))
+    assert compile_nothing() == NOTHING
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(own)
 
 
 @needs_compiler
@@ -135,12 +223,16 @@ def test_images(tmp_path: Path) -> None:
 def test_a_compiler_that_cannot_leaves_the_member_as_it_was(
     compiler: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from torch._inductor import config
+
     broken = tmp_path / "broken"
     broken.write_text("#!/bin/sh\necho it is broken >&2\nexit 1\n")
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(tmp_path / compiler))
     model = make_checkpoint(tmp_path / "m", "llama", LABELS)
-    ready, predict = member_of(tmp_path, model, TEXTS, torch_compile=True)
+    # Imported for an earlier test, torch's compiler has looked at the environment already.
+    with config.patch({"cpp.cxx": (None, str(tmp_path / compiler))}):
+        ready, predict = member_of(tmp_path, model, TEXTS, torch_compile=True)
     (note,) = (note for note in ready.notes if note.startswith("torch_compile"))
     assert (ready.compiled, note.startswith(f"torch_compile: computed without, as {why}")) == (False, True)
     with nothing_compiled():

@@ -132,6 +132,7 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
     def fingerprint(self, inspected: C, assigned: Assigned) -> Mapping[str, object]:
         model = self.settings
         is_unknown = not inspected.folder.is_dir()  # still on the hub, so that only its name tells
+        compiles = model.torch_compile and (assigned.gpus > 0 or not why_no_compiler())
         return {
             **{key: getattr(model, key) for key in _AS_GIVEN},
             "attn_implementation": assigned.attention,
@@ -141,8 +142,8 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
             "activation": inspected.activation,
             "dtype": assigned.dtype,
             "model_kwargs": without_fetching(model.model_kwargs),
-            # Only where it is asked for: what was made before there was this key stays what it is.
-            **({"torch_compile": True} if model.torch_compile else {}),
+            # Only where it is asked for and can be: what was made before there was this key stays what it is.
+            **({"torch_compile": True} if compiles else {}),
             "source": [model.model_name_or_path, model.revision or "main"] if is_unknown else None,
         }
 
@@ -171,7 +172,7 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
             precisions,
             self._attentions(inspected, on_gpu, ran_with),
             self._budgets(on_gpu, ran_with),
-            self._compiled(inspected, assigned.gpus),
+            () if ran_with.compiled else self._compiled(inspected, assigned.gpus),
         ]
 
     def _attentions(self, inspected: C, on_gpu: bool, ran_with: RanWith) -> Sequence[Candidate]:
@@ -201,8 +202,7 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
     def _compiled(self, inspected: C, gpus: int) -> Sequence[Candidate]:
         model = self.settings
         is_placed = any(one is not None for one in (model.device_map, model.max_memory, model.offload_folder))
-        # What the config compiles is tried as it is.
-        if model.torch_compile or is_placed or gpus > 1 or inspected.quantization is not None:
+        if is_placed or gpus > 1 or inspected.quantization is not None:
             return ()
         if why_no_compiler() or (gpus and importlib.util.find_spec("triton") is None):
             return ()

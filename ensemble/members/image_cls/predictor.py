@@ -142,7 +142,7 @@ class ImageClassifierMember(CheckpointMember[ImageSpec, EncodedImages]):
                 logits, loaded.model, loaded.dtype, self._is_exact, self._in_float32
             ):
                 notes.append(skipped)
-        batches = [[0, 0], [0], [0, 0, 0], [0] * 5]
+        batches = [[0, 0], [0], [0, 0, 0], [0] * 5, [0]]
         if why := self._compile(repeated_layers(loaded.model), passes, batches):
             notes.append(why)
         self._sizes = BatchSizes(loaded.token_budget, spec.batch_size, True, loaded.memory)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,9 @@ from ensemble.members.huggingface.loading.float32_retry import in_float32
 
 # A pass over these rows of a warm-up, float64 [rows, labels].
 Passes = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.float64]]
+
+_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_FOLDER, _THREADS = "TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS"
 
 
 def repeated_layers(model: nn.Module) -> list[nn.Module]:
@@ -55,7 +60,7 @@ def compile_layers(
     Args:
         layers: of a model on one device.
         passes: runs the model as its chunks will be.
-        batches: rows of these passes.  The last has a size that comes up first when all has been compiled.
+        batches: rows of these passes.  The last two are held to need nothing that is not compiled by then.
         tolerance: how far numbers may be off, of the largest of them.
         device_name: "cpu" or a GPU's name.
 
@@ -63,34 +68,50 @@ def compile_layers(
         why they run as they are, beginning with the key; empty where they are compiled.
 
     Raises:
-        RuntimeError: the process is done for.
+        RuntimeError, MemoryError: the process is done for.
     """
-    problem = why_no_compiler() if device_name == "cpu" else ""
+    on_cpu = device_name == "cpu"
+    problem = why_no_compiler() if on_cpu else ""
     if not layers:
         problem = "this model has no layers that can be compiled"
     elif any(align_hooks(part) for layer in layers for part in layer.modules()):
         problem = "its layers are placed by accelerate"
-    if problem:
+    if problem := problem or _set_up_inductor():
         return f"torch_compile: computed without, as {problem}"
-    expected = [passes(np.array(batch)) for batch in batches]
-    _set_up_inductor()
+    from torch._dynamo import config
+    from torch._dynamo.utils import counters
+
+    # Whatever fails is to be told, and not to run as it is in silence; nor what has more forms than torch allows.
+    strict = {"recompile_limit": 64, "fail_on_recompile_limit_hit": True, "suppress_errors": False}
+    graphs = counters["stats"]["unique_graphs"]
     try:
+        expected = [passes(np.array(batch)) for batch in batches]
         # `dynamic`: by default the first size is taken for the only one.
         for layer in layers:
             layer.compile(dynamic=True)
-        found = [passes(np.array(batch)) for batch in batches[:-1]]
-        with torch.compiler.set_stance("fail_on_recompile"):
-            found.append(passes(np.array(batches[-1])))
+        with config.patch({key: value for key, value in strict.items() if hasattr(config, key)}):
+            found = [passes(np.array(batch)) for batch in batches[:-2]]
+            with torch.compiler.set_stance("fail_on_recompile"):
+                found += [passes(np.array(batch)) for batch in batches[-2:]]
     except Exception as error:  # whatever a compiler has to say
         if classify(error) is Verdict.SUSPECT and not is_out_of_memory(error):
-            raise
-        problem = f"compiling failed ({type(error).__name__}: {one_line(error)[:160]})"
+            if on_cpu:
+                raise
+            torch.cuda.synchronize()  # fails where the device is done for, and not only this code
+        problem = f"compiling failed ({type(error).__name__}: {one_line(error)[:160]}); if it stays so, "
+        problem += f"remove {os.environ[_FOLDER]}"
     else:
         before, after = (np.concatenate(parts) for parts in (expected, found))
         both = np.isfinite(before) & np.isfinite(after)
         off = np.abs(before - after)[both].max(initial=0) / np.abs(before[both]).max(initial=1)
-        if off > tolerance:
+        if counters["stats"]["unique_graphs"] == graphs:
+            problem = "torch compiled nothing of it, and its log may say why"
+        elif (np.isfinite(before) & ~both).any():
+            problem = "compiled layers give no numbers where there were some"
+        elif off > tolerance:
             problem = f"compiled layers give other numbers (off by {off:.2g} of the largest)"
+    if problem and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
     # From here on nothing is compiled: in the middle of a chunk that would count as its time.
     torch.compiler.set_stance("force_eager" if problem else "eager_on_recompile")
     return f"torch_compile: computed without, as {problem}" if problem else ""
@@ -103,22 +124,56 @@ def float32_without_compiled_layers(model: Any) -> Iterator[None]:
         yield
 
 
-def _set_up_inductor() -> None:
-    """Where torch's compiler keeps its code, and how many processes it starts, unless the environment says so.
+def compile_in_this_process() -> None:
+    """Unless the environment says otherwise: processes that torch starts, some releases when their compiler is
+    imported, would outlive a worker that is killed."""
+    os.environ.setdefault(_THREADS, "1")
 
-    Processes of its own would outlive a worker that is killed.  Not all releases see
-    that code in their cache was made for another number of threads, none that it was for a CPU with other
-    instructions, such as on another node that has the same home.
+
+def _set_up_inductor() -> str:
+    """Tell torch where to keep its code, unless the environment does, and not to start processes.
+
+    Not all releases see that code in their cache was made for another number of threads, none that it was for a CPU
+    with other instructions, such as on another node that has the same home.  Nor does torch look whose the code is
+    that it loads, so that it must be this user's.
+
+    Returns:
+        why there is no place for the code, in a clause; empty where there is one.
     """
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    given = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""))
+    named = Path(os.environ.get(_FOLDER, ""))
     # Imported already, torch has named a folder of its own there: torchinductor_USER in the temporary one.
-    is_own = given == Path() or given.name.startswith("torchinductor_")
-    if not is_own or (cache := user_cache_folder()) is None:
-        return
-    made_for = [torch.__version__, torch.get_num_threads(), *sorted(cpu_flags())]
-    folder = cache / "torch-compile" / digest_of(made_for)[:16]
-    with contextlib.suppress(OSError):  # such as a home that is read-only: then where torch itself keeps it
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    is_in_temporary = named.parent == Path(tempfile.gettempdir())
+    if named == Path() or (is_in_temporary and named.name.startswith("torchinductor_")):
+        if (cache := user_cache_folder()) is None:
+            return f"there is no place for its code; name a folder in {_FOLDER}"
+        made_for = [torch.__version__, torch.get_num_threads(), *sorted(cpu_flags())]
+        folder = cache / "torch-compile" / digest_of(made_for)[:16]
+        with contextlib.suppress(OSError):  # such as a home that is read-only
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not _is_of_this_user_alone(folder):
+            return f"{folder} is not this user's alone to write; name a folder in {_FOLDER}"
+        os.environ[_FOLDER] = str(folder)
+    from torch._inductor import config
+
+    compile_in_this_process()
+    config.compile_threads = int(os.environ[_THREADS])  # which it may have looked at before
+    return ""
+
+
+def _is_of_this_user_alone(folder: Path) -> bool:
+    """Whether nobody else can write to a folder, or put another in its place.
+
+    A folder above may be open to the user's own group, which on many systems is the user alone.
+    """
+    try:
+        folder = folder.resolve(strict=True)
+        own, *above = (path.stat() for path in (folder, *folder.parents))
+    except OSError:
+        return False
+    if own.st_mode & _OTHERS or any(one.st_uid != os.geteuid() for one in (own, *above[:2])):
+        return False
+    for one in above:
+        others = stat.S_IWOTH if one.st_gid == os.getegid() else _OTHERS
+        if one.st_mode & others and not one.st_mode & stat.S_ISVTX:
+            return False
+    return os.access(folder, os.W_OK)

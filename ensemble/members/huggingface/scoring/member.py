@@ -37,6 +37,7 @@ from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
 from ensemble.members.huggingface.scoring.classifier import Classifier, Shortcut, probabilities
 from ensemble.members.huggingface.scoring.compiled import (
     Passes,
+    compile_in_this_process,
     compile_layers,
     float32_without_compiled_layers,
 )
@@ -73,6 +74,8 @@ class CheckpointMember(Predictor, Generic[_X, _E]):
         self._starts_in_float32 = False
         self._sizes: BatchSizes
         self._budget: TokenBudget | None = None
+        if spec.torch_compile:
+            compile_in_this_process()
         import_model_class(spec)
 
     def _values(self, logits: torch.Tensor) -> npt.NDArray[np.float64]:
@@ -264,6 +267,8 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
         layers = self._classifier.layers_of_all_tokens()
         if why := self._compile(layers, warm_up.logits, warm_up.batches):
             notes.append(why)
+        elif spec.torch_compile and Shortcut.SHARED_PREFIX in self._classifier.taken:
+            notes.append("torch_compile: tokens behind those that all rows begin with are computed without")
         if not bears_padding:
             notes.append(
                 "its numbers change with padding, so only rows of equal length share a batch: slower"

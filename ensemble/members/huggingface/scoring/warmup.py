@@ -101,9 +101,16 @@ class WarmUp:
 
     @property
     def batches(self) -> list[list[int]]:
-        """Rows of a few batches: with padding and without, for which some models make no mask, and a single row."""
-        longest = int(self.encoded.lengths.argmax())
-        return [[0, longest], [longest, longest], [longest], [longest, 1, 0], [1, 0, 1, 1, 0]]
+        """Rows of a few batches: with padding and without, for which some models make no mask, and a single row.
+
+        Each at two widths: ``torch.compile`` takes sizes that are equal by chance, such as those of a text and of
+        a head, for one and the same until it sees others.  The last two have sizes of their own where they can.
+        """
+        lengths = self.encoded.lengths.tolist()
+        width_rows = {length: row for row, length in enumerate(lengths) if length > 1} or {1: 0}
+        rows = [width_rows[width] for width in sorted(width_rows, reverse=True)]
+        forms = [batch for row in rows[:2] for batch in ([row, 0], [row, row], [row])]
+        return [*forms, [rows[0], 1, 0], [1, 0, 1, 1, 0], rows[:3][-1:]]
 
     def logits(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """A pass over rows as the member's chunks run."""
