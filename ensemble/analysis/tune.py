@@ -496,6 +496,8 @@ class _Member:
                     f"{before.name}, {candidate.name}", {**before.keys, **candidate.keys}, before.workers
                 )
             best, group = self._best or best, group + 1
+        if len(groups) == 1:  # there is nothing to try behind precisions
+            self._side_by_side(best)
         best, reference = self._best or best, self._reference
         assert reference is not None
         assert reference.seconds is not None
