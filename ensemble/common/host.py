@@ -38,9 +38,15 @@ def usable_cpus() -> int:
     """How many threads can compute at a time: on the CPUs that this process may use, within a container's limit and
     that of OMP_NUM_THREADS, where they are set."""
     limits = [float(len(os.sched_getaffinity(0))), own_groups("cpu").cpu_limit() or math.inf]
-    if (asked := os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]).isdecimal():
+    if (asked := asked_threads()) is not None:
         limits.append(float(asked))
     return max(1, math.ceil(min(limits)))
+
+
+def asked_threads() -> int | None:
+    """How many OMP_NUM_THREADS asks for, on its first level; None where it names no number."""
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    return int(asked) if asked.isdecimal() else None
 
 
 def is_busy() -> bool:

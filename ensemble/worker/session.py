@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from ensemble.common.files import check_unchanged, open_log
+from ensemble.common.host import asked_threads
 from ensemble.common.protocol import (
     Become,
     ChunkFailed,
@@ -189,10 +190,9 @@ class Session:
         self._writing: Future[None] | None = None
         child = cast(Child, importlib.import_module(start.spec.kind))
         versions = {"python": platform.python_version(), **child.import_libraries()}
-        threads = os.environ.get("OMP_NUM_THREADS", "")
-        if isinstance(child, EarlyChild) and threads.isdecimal():
+        if isinstance(child, EarlyChild) and (threads := asked_threads()):
             # Also of one that knew them before: in the same way for all, whose numbers are the same then.
-            child.set_threads(int(threads))
+            child.set_threads(threads)
         # Not before: some libraries must be the first to import numpy or pyarrow.
         keep_pandas_out()
         import numpy as np
