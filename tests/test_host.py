@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 from ensemble.common.host import (
     Groups,
     available_memory_bytes,
     find_groups,
+    idle_cpus,
+    is_busy,
     meminfo_bytes,
     total_memory_bytes,
 )
@@ -114,3 +119,35 @@ def test_who_was_killed_for_want_of_memory_is_counted_in_its_own_group(tmp_path:
     older = write(tmp_path / "older", memory__oom_control="oom_kill_disable 0\nunder_oom 0")
     assert Groups(False, (older, old)).oom_kills() is None
     assert Groups(True, ()).oom_kills() is None
+
+
+def stat(*times: str) -> str:
+    """As /proc/stat has it: all CPUs together, each one, and other lines."""
+    return "\n".join(["cpu  9 9 9 9 9 9 9 9 9 9", *times, "intr 1 2 3", "procs_running 2", ""])
+
+
+def test_idle_cores_are_counted() -> None:
+    before = stat("cpu0 10 0 5 100 3 0 0 0 0 0", "cpu1 10 0 5 100 3 0 0 0 0 0", "cpu10 1 0 0 1 0 0 0 0 0 0")
+    after = stat("cpu0 10 0 5 120 13 0 0 0 0 0", "cpu1 20 2 8 107 3 0 1 7 9 9", "cpu10 9 0 0 1 0 0 0 0 0 0")
+    assert idle_cpus(before, after, {0}) == 1.0, "who waits for a disk takes no core"
+    assert idle_cpus(before, after, {1}) == 7 / 30, "of what others' machines steal nothing is left to us"
+    assert idle_cpus(before, after, {0, 1}) == 1 + 7 / 30
+    assert idle_cpus(before, after, {10}) == 0.0
+    for unknown in (before, "", stat("cpu0 1 2", "cpu1 1 2 3")):
+        assert idle_cpus(before, unknown, {0, 1}) is None
+    assert idle_cpus(before, after, {0, 7}) is None, "a CPU that is not there"
+
+
+def test_a_program_that_computes_keeps_cores_busy() -> None:
+    """Within a moment, where the average over a minute takes half a minute."""
+    program = [sys.executable, "-S", "-c", "while True: pass"]
+    others = [subprocess.Popen(program) for _ in os.sched_getaffinity(0)]
+    try:
+        until = time.monotonic() + 60
+        while not is_busy() and time.monotonic() < until:
+            time.sleep(0.1)
+        assert is_busy()
+    finally:
+        for one in others:
+            one.kill()
+            one.wait()

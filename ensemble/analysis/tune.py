@@ -265,8 +265,7 @@ def tune(
     began = boot_seconds()
     busy = ""
     if is_busy():
-        where = f"load {os.getloadavg()[0]:.1f} on {plural(usable_cpus(), 'core')}"
-        busy = f"other programs compute here ({where}), so speeds say little"
+        busy = "other programs compute here, so speeds say little"
     prepared = prepare(loaded, must_fit=False)
     config, gpus = loaded.config, prepared.plan.gpus
     devices = [one.name for one in gpus or prepared.inventory.hosts] or [cpu_products()]

@@ -1,7 +1,7 @@
 """How much memory and CPU this machine has for us, within the limits of the container or job that we are in.
 
 Such limits are set by Linux's control groups, versions 1 and 2.  Sources: the kernel's "Control Group v2" and
-"cgroup-v1/memory", proc(5) for /proc/self/mountinfo, /proc/meminfo and /proc/self/stat.
+"cgroup-v1/memory", proc(5) for /proc/self/mountinfo, /proc/meminfo, /proc/stat and /proc/self/stat.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import math
 import os
 import platform
 import re
+import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -18,8 +20,11 @@ _PRODUCTS = (
     *("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_int8", "amx_bf16", "amx_fp16"),
     *("asimdhp", "asimddp", "i8mm", "bf16", "sve"),
 )
-# What programs that run or wait for a core, by the system's average over a minute, may be of the cores there are.
-_BUSY = 0.5
+# What other programs may take of the cores that we can use.
+_BUSY = 0.25
+_STAT = "/proc/stat"
+# For so long it is looked at; the kernel counts in hundredths.
+_LOOK_SECONDS = 0.3
 
 
 def available_memory_bytes() -> int | None:
@@ -50,8 +55,37 @@ def asked_threads() -> int | None:
 
 
 def is_busy() -> bool:
-    """Whether other programs take so much of the CPUs that speeds measured now say little."""
-    return os.getloadavg()[0] > usable_cpus() * _BUSY
+    """Whether programs take so much of the CPUs that speeds measured now say little; looks for a moment.
+
+    The system's average over a minute would still count what has just ended, such as the run before this one; it
+    decides where the system does not tell more, as in some sandboxes.
+    """
+    before = _text(_STAT)
+    time.sleep(_LOOK_SECONDS)
+    idle, usable = idle_cpus(before, _text(_STAT), os.sched_getaffinity(0)), usable_cpus()
+    if idle is None:
+        return os.getloadavg()[0] > usable * _BUSY
+    return idle < usable * (1 - _BUSY)
+
+
+def idle_cpus(before: str, after: str, cpus: Collection[int]) -> float | None:
+    """How many of these CPUs had nothing to do between two texts of /proc/stat; None where those do not tell."""
+    times = [
+        {
+            int(number): [int(value) for value in values.split()[:8]]  # guests' time is in user's, too
+            for number, values in re.findall(r"^cpu(\d+)((?: \d+)+)", text, re.MULTILINE)
+        }
+        for text in (before, after)
+    ]
+    idle: list[float] = []
+    for cpu in cpus:
+        passed: list[int] = [
+            last - first for first, last in zip(*(one.get(cpu, []) for one in times), strict=False)
+        ]
+        if len(passed) < 5 or sum(passed) <= 0:
+            return None
+        idle.append((passed[3] + passed[4]) / sum(passed))  # idle, and waiting for a disk
+    return sum(idle)
 
 
 def threads_of(cpus: int, share: float) -> int:
