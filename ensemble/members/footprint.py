@@ -30,13 +30,14 @@ _MIN_WIDTH = 16
 class Weights:
     """What a loaded model holds.
 
-    ``parameters`` counts packed weights as what they stand for.  ``largest_layer_bytes`` is the largest block
-    that stays on one device.
+    ``parameters`` counts packed weights as what they stand for; ``embedding_parameters`` of them are only looked
+    up.  ``largest_layer_bytes`` is the largest block that stays on one device.
     """
 
     parameters: int
     bytes: int
     largest_layer_bytes: int
+    embedding_parameters: int = 0
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,10 @@ _CPU_IMPORT_SECONDS = 4.0
 # Where it is not measured, one of n workers side by side takes n ** _THREAD_SCALING times as long as one with all
 # cores: threads wait for each other, workers do not.
 _THREAD_SCALING = 0.75
-# Useful products a second, a third of what the data sheets promise for half precision: T4, A100, H100; CPUs.
+# Useful operations a second, a third of what the data sheets promise for half precision: T4, A100, H100.
 _FLOPS = {7: 20e12, 8: 100e12, 9: 300e12}
-_CPU_FLOPS = 1e11
+# Of a core, in float32, about: 90e9 measured on Zen 5, and many have half as much or less.
+_CORE_FLOPS = 50e9
 
 
 @dataclass(frozen=True)
@@ -130,14 +131,21 @@ def pipelined(gpus: int) -> float:
     return (batches + gpus - 1) / (batches * gpus)
 
 
-def guessed_speed(needed: Footprint | None, capability: Capability | None, gpus: int = 1) -> Speed:
-    """From the size: two operations per parameter and token, as Kaplan et al. (2020, section 2.1) count them.
+def guessed_speed(
+    needed: Footprint | None, capability: Capability | None, gpus: int = 1, cpus: int = 1
+) -> Speed:
+    """From the size: two operations per token and parameter that is not an embedding's, as Kaplan et al. (2020,
+    section 2.1) count them.
 
     Args:
         gpus: over which a replica is spread.
+        cpus: cores of a replica that is on none.
     """
-    flops = _FLOPS.get(min(max(capability[0], 7), 9), _CPU_FLOPS) if capability else _CPU_FLOPS
-    parameters, size = (needed.weights.parameters, needed.weights.bytes) if needed else (0, 0)
+    flops = _FLOPS[min(max(capability[0], 7), 9)] if capability else _CORE_FLOPS * cpus
+    parameters, size = 0, 0
+    if needed is not None:
+        weights = needed.weights
+        parameters, size = weights.parameters - weights.embedding_parameters, weights.bytes
     return Speed(
         startup_seconds=(_IMPORT_SECONDS if capability else _CPU_IMPORT_SECONDS)
         + size / _LOAD_BYTES_PER_SECOND,

@@ -74,7 +74,7 @@ def weights(
     is_packed, settings = bool(architecture.quant_method), quantization or {}
     bits = 0 if is_packed else quantized_bits(quantization)
     packed = {tensor.name.removesuffix(".absmax") for tensor in tensors if tensor.name.endswith(".absmax")}
-    parameters = 0
+    parameters, of_embeddings = 0, 0
     blocks: dict[str, int] = {}
     # Encoder and decoder of one kind share their embeddings, which some checkpoints hold three times.
     is_shared = any(tensor.name.endswith("shared.weight") for tensor in tensors)
@@ -105,8 +105,11 @@ def weights(
         elif is_packed and tensor.dtype == "I32" and name.endswith(("qweight", "weight_packed")):
             count = count * 32 // (architecture.quant_bits or 4)
         parameters += 0 if is_beside else count
+        # A patch embedding, with four dimensions, is multiplied.
+        of_embeddings += count if _EMBEDDING.search(name) and len(tensor.shape) == 2 else 0
     of_head = sum(tensor.elements for tensor in head or ())
-    return Weights(parameters + of_head, sum(blocks.values()) + 4 * of_head, max(blocks.values()))
+    size = sum(blocks.values()) + 4 * of_head
+    return Weights(parameters + of_head, size, max(blocks.values()), of_embeddings)
 
 
 def _is_linear(tensor: Tensor, settings: Mapping[str, Any]) -> bool:
