@@ -1,8 +1,9 @@
 """What a part of this machine's cores is worth to a worker, measured once for each machine and torch.
 
-One process with all cores, and as many side by side as are asked for, with cores and threads of their own as
-workers have them, compute a transformer's layers in turn, for a moment each: what other programs take meanwhile,
-they take of all.  The result is kept in the user's cache directory; what was measured beside other programs is not.
+One process with all cores, and several side by side with cores and threads of their own as workers have them,
+compute a transformer's layers in turn, for a moment each: what other programs take meanwhile, they take of all.  So
+it goes for each number of workers that is asked for.  The result is kept in the user's cache directory; what was
+measured beside other programs is not.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _LINE = re.compile(rf"^{_MARK} (.*)\n".encode(), re.MULTILINE)
 _TIMEOUT_SECONDS = 60.0
 _ROUNDS = 5
 _TURN_SECONDS = 0.4
-# No further round after so many seconds: where a layer takes longer than a turn.
+# No further round after so many seconds for a number of workers: where a layer takes longer than a turn.
 _ENOUGH_SECONDS = 8.0
 # Of each process: torch imported, its layers and its numbers; about.
 _PROCESS_BYTES = 450 << 20
@@ -84,16 +85,19 @@ def measured_scaling(counts: Sequence[int], check: Callable[[], None] = lambda: 
     until = time.monotonic() + _TIMEOUT_SECONDS
     try:
         with _alone(until, check):
-            scaling = known_scaling()  # whoever was here before has measured it
-            if set(counts) <= set(scaling.slowdowns):
+            scaling = known_scaling()  # whoever was here before may have measured it
+            missing = [count for count in counts if count not in scaling.slowdowns]
+            if not missing:
                 return scaling
-            is_quiet = not is_busy()
-            slowdowns, had_cores = _measure(counts, until, check)
+            early.end()  # its imports would be measured, too
+            was_quiet = not is_busy()
+            slowdowns, had_cores = _measure(missing, until, check)
+            is_quiet = was_quiet and not is_busy()
     except (_NotMeasured, OSError, ValueError) as error:
         return replace(scaling, problem=f"it could not be measured ({error})")
-    scaling = replace(scaling, slowdowns=slowdowns)
+    scaling = replace(scaling, slowdowns={**scaling.slowdowns, **slowdowns})
     if is_quiet and had_cores and (path := _path(scaling.machine)) is not None:
-        document = {"machine": scaling.machine, "CPU": cpu_name(), "slowdowns": slowdowns}
+        document = {"machine": scaling.machine, "CPU": cpu_name(), "slowdowns": scaling.slowdowns}
         with contextlib.suppress(
             OSError, WriteError
         ):  # such as a home that is read-only: then for this run alone
@@ -135,49 +139,68 @@ def _alone(until: float, check: Callable[[], None]) -> Iterator[None]:
         yield
 
 
-def _measure(
-    counts: Sequence[int], until: float, check: Callable[[], None]
-) -> tuple[Mapping[int, float], bool]:
+def _measure(counts: Sequence[int], until: float, check: Callable[[], None]) -> tuple[dict[int, float], bool]:
     """Slowdowns by number of workers, and whether each process had cores of its own, where it can have them.
 
     Raises:
         _NotMeasured: a process failed, or they took too long.
         OSError: none could be started.
     """
-    early.end()  # its imports would be measured, too
-    needed, free = (1 + sum(counts)) * _PROCESS_BYTES, available_memory_bytes()
+    needed, free = (1 + max(counts)) * _PROCESS_BYTES, available_memory_bytes()
     if free is not None and free < needed:
         raise _NotMeasured(f"that takes {gib(needed)} of memory, and {gib(free)} are free")
-    processes: dict[int, list[_Process]] = {}
+    found = {}
     had_cores = True
-    with contextlib.ExitStack() as stack:
-        for count in (1, *counts):
-            processes[count] = []
-            cores = [Cores(1 / count) for _ in range(count)]
-            try:
-                for own in cores:
-                    had_cores &= bool(own.numbers) or count == 1 or not own.may_hold
-                    with own.inherited():
-                        processes[count].append(_Process(own.environment, until))
-                    stack.callback(processes[count][-1].kill)
-            finally:  # they keep them; the next ones get the same
-                for own in cores:
-                    own.close()
-        for process in (one for group in processes.values() for one in group):
-            process.line(check)
-        rounds: list[dict[int, float]] = []
-        began = time.monotonic()
-        while len(rounds) < _ROUNDS and (not rounds or time.monotonic() < began + _ENOUGH_SECONDS):
-            speeds = {}
-            for count, group in processes.items():
-                for process in group:
-                    process.ask(_TURN_SECONDS)
-                speeds[count] = mean(float(process.line(check)) for process in group)
-            rounds.append({count: speeds[1] / speeds[count] for count in counts})
-    found = {count: median(one[count] for one in rounds) for count in counts}
+    with _side_by_side(1, until, check) as (alone, _):
+        for count in counts:
+            with _side_by_side(count, until, check) as (group, has_cores):
+                had_cores &= has_cores
+                ratios: list[float] = []
+                began = time.monotonic()
+                while len(ratios) < _ROUNDS and (not ratios or time.monotonic() < began + _ENOUGH_SECONDS):
+                    ratios.append(_speed(alone, check) / _speed(group, check))
+            found[count] = median(ratios)
     if not all(map(_is_possible, found.values())):
         raise _NotMeasured(f"it came out as {found}")
     return found, had_cores
+
+
+@contextlib.contextmanager
+def _side_by_side(
+    count: int, until: float, check: Callable[[], None]
+) -> Iterator[tuple[list[_Process], bool]]:
+    """So many test processes that are ready to compute, and whether each has cores of its own, or could have none.
+
+    Raises:
+        _NotMeasured: one failed, or they took too long.
+        OSError: none could be started.
+    """
+    processes: list[_Process] = []
+    with contextlib.ExitStack() as stack:
+        cores = [Cores(1 / count) for _ in range(count)]
+        had_cores = all(own.numbers or not own.may_hold for own in cores)
+        try:
+            for own in cores:
+                with own.inherited():
+                    processes.append(_Process(own.environment, until))
+                stack.callback(processes[-1].kill)
+        finally:  # they keep them; the next ones get the same
+            for own in cores:
+                own.close()
+        for process in processes:
+            process.line(check)
+        yield processes, had_cores
+
+
+def _speed(processes: Sequence[_Process], check: Callable[[], None]) -> float:
+    """Of the mean process, while all of them compute for a moment.
+
+    Raises:
+        _NotMeasured: one failed, or they took too long.
+    """
+    for process in processes:
+        process.ask(_TURN_SECONDS)
+    return mean(float(process.line(check)) for process in processes)
 
 
 class _Process:
