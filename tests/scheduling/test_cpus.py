@@ -105,7 +105,7 @@ def test_larger_machines_have_more_to_choose_from(models: Path, cpus: int, count
 
 @pytest.mark.parametrize(
     ("slowdowns", "workers"),
-    [({2: 1.5, 4: 2.8}, 4), ({2: 1.5, 4: 3.2}, 2), ({2: 2.0, 4: 4.1}, 1), ({2: 1.9}, 4), ({2: 2.1}, 1)],
+    [({2: 1.5, 4: 2.8}, 4), ({2: 1.5, 4: 3.2}, 2), ({2: 2.0, 4: 4.0}, 2), ({2: 1.9}, 4), ({2: 2.1}, 1)],
 )
 def test_the_plan_goes_by_what_was_measured(models: Path, slowdowns: dict[int, float], workers: int) -> None:
     made = plan(models, {}, scaling=Scaling(slowdowns))
@@ -116,6 +116,26 @@ def test_the_plan_goes_by_what_was_measured(models: Path, slowdowns: dict[int, f
     assert "assumed: no torch" in failed.why
     assert failed.again([], Scaling(slowdowns)) == made
     assert plan(models, {}, rows=5).cpu_choice == (), "one chunk leaves nothing to decide"
+
+
+def test_a_tie_goes_to_several(models: Path) -> None:
+    """One leaves cores idle beside its layers; but no copies where memory is scarce, or little is to do."""
+    tie = Scaling({2: 2.02, 4: 4.3})
+    made = plan(models, {}, {}, scaling=tie)
+    assert {one.cpu_share for one in made.members} == {1 / 2}
+    assert "layers take as long as by one after the other" in made.why
+    needed = made.host_bytes
+    assert {one.cpu_share for one in made.again([], Scaling({2: 2.2, 4: 4.4})).members} == {1.0}
+    assert {one.cpu_share for one in made.again([], Scaling({2: 2.2, 4: 3.2})).members} == {1 / 4}
+    for room, share in ((2.1, 1 / 2), (1.9, 1.0)):
+        host = Device("cpu", "CPU", None, int(room * needed), 0)
+        assert {one.cpu_share for one in plan(models, {}, {}, scaling=tie, host=host).members} == {share}
+    (member,) = plan(models, {}, rows=400).members
+    assert len(member.chunks) > 2
+    for seconds, share in ((15.0, 1.0), (30.0, 1 / 2)):
+        speeds = {"m0": Speed(10.0, seconds / member.work, is_measured=True, is_startup_measured=True)}
+        (found,) = plan(models, {}, rows=400, scaling=tie, speeds=speeds).members
+        assert found.cpu_share == share, "a second start has to pay"
 
 
 def test_a_speed_is_of_the_cores_that_it_was_measured_with(models: Path) -> None:
