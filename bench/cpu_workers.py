@@ -1,9 +1,9 @@
 """Whole runs on a CPU by one worker, by several side by side, and by what ``cpu_workers: auto`` makes of it.
 
 ``python -m bench.cpu_workers`` runs the demo's trained models, both and one of them alone, over the demo's glosses
-and pairs of them, with every setting in turn, each as a first run that knows no speeds.  Before, this CPU is
-measured as a run of some minutes measures it, into a cache of its own; beside other programs that is not kept, and
-``auto`` goes by what is assumed.
+and pairs of them, and a cross-encoder of the benchmark over pairs of texts, with every setting in turn, each as a
+first run that knows no speeds.  Before, this CPU is measured as a run of some minutes measures it, into a cache of
+its own; beside other programs that is not kept, and ``auto`` goes by what is assumed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ import yaml
 
 from bench.agreement import Disagreement
 from bench.agreement import compare as agree
-from bench.contests import DEMO, ROOT
-from bench.data import write_table
+from bench.checkpoints import ENCODER, WORDS_FILE
+from bench.contests import DEMO, ROOT, Ground, Work
+from bench.data import Words, Writer, write_table
 from bench.processes import Failed, cpu_seconds, measure
 from bench.rounds import say
 from bench.sections import show
@@ -37,8 +38,9 @@ from ensemble.common.host import is_busy, usable_cpus
 from ensemble.common.text import plural
 from ensemble.planning.plan import workers_beside
 
-# Members, and rows with which they take 30 to 60 s on two cores.
-WORKS = {"gemma2, llama": 80_000, "gemma2": 120_000}
+# Members, and rows with which they take 20 to 60 s on two cores: the demo's are 128 wide, the other one 384.
+WORKS = {"gemma2, llama": 80_000, "gemma2": 120_000, ENCODER: 1_000}
+_SEED = 20
 # The time of ``auto`` by that of the fastest number of workers, where it chose another: less is noise.
 AT_MOST = 1.05
 _MEASURE = """
@@ -90,16 +92,15 @@ def compare(
             measure([[sys.executable, "-c", _MEASURE, *map(str, counts)]], folder, environment, log)
             say(f"cpu workers: measured {log.read_text().strip()}")
         for work, rows in works.items():
-            (folder / work).mkdir()
-            write_table(folder / work / "table.csv", ["gloss"], [[text] for text in _texts(rows)])
+            _prepare(folder, work, rows, environment)
         for number in range(repeats):
             for work in works:
                 for setting in settings:
-                    sample = _run(folder / work, work.split(", "), setting, environment)
+                    sample = _run(folder / work, setting, environment)
                     samples.setdefault(work, {}).setdefault(setting, []).append(sample)
                     what = f"{sample.seconds:.1f} s, {plural(sample.workers, 'worker')}"
                     say(f"cpu workers: round {number + 1} of {repeats}, {work}, {setting}: {what}")
-                _check(folder / work, work.split(", "), settings)
+                _check(folder / work, _members(work), settings)
     return [row for work, found in samples.items() for row in _rows(work, works[work], found)]
 
 
@@ -141,20 +142,36 @@ def _texts(rows: int) -> Iterator[str]:
         yield glosses[first] + second
 
 
-def _run(folder: Path, models: Sequence[str], setting: str, environment: Mapping[str, str]) -> _Sample:
+def _prepare(folder: Path, work: str, rows: int, environment: Mapping[str, str]) -> None:
+    """Write a work's table and config into a folder of its name."""
+    if work == ENCODER:
+        checkpoints = folder / "checkpoints"
+        make = [sys.executable, "-m", "bench.checkpoints", str(checkpoints)]
+        measure([make], ROOT, environment, folder / "checkpoints.log")
+        known = json.loads((checkpoints / WORDS_FILE).read_text(encoding="utf-8"))
+        writer = Writer(Words(tuple(known["words"]), tuple(known["tokens"])), _SEED)
+        pairs = Work(work, "pairs", (work,), rows, quick_models=1, contestants=())
+        Ground(folder, environment).prepare(pairs, rows, writer)
+        return
+    (folder / work).mkdir()
+    write_table(folder / work / "table.csv", ["gloss"], [[text] for text in _texts(rows)])
     demo = yaml.safe_load((ROOT / "configs" / "demo.yaml").read_text(encoding="utf-8"))
+    models = [{"name": one, "model_name_or_path": str(DEMO / "models" / one)} for one in _members(work)]
     config = {
-        "data": {"path": str(folder / "table.csv"), "id_column": "id"},
-        "labels": demo["labels"],
-        "models": [{"name": one, "model_name_or_path": str(DEMO / "models" / one)} for one in models],
-        "defaults": demo["defaults"],
-        "output_dir": setting,
-        "report": False,
-        "cpu_workers": setting if setting == "auto" else int(setting),
+        "data": {"path": str(folder / work / "table.csv"), "id_column": "id"},
+        **{"labels": demo["labels"], "models": models, "defaults": demo["defaults"], "report": False},
     }
-    (folder / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    (folder / work / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+
+
+def _members(work: str) -> list[str]:
+    return work.split(", ")
+
+
+def _run(folder: Path, setting: str, environment: Mapping[str, str]) -> _Sample:
     shutil.rmtree(folder / setting, ignore_errors=True)
     command = [sys.executable, "-m", "ensemble", "run", "config.yaml", "--quiet"]
+    command += ["--set", f"output_dir=./{setting}", "--set", f"cpu_workers={setting}"]
     before = cpu_seconds()
     took = measure([command], folder, environment, folder / "run.log")
     report: dict[str, Any] = json.loads((folder / setting / "run.json").read_text(encoding="utf-8"))
