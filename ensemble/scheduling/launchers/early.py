@@ -7,97 +7,18 @@ start, such as a log and cores of its own, it gets then.
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import IO
+from collections.abc import Iterator
+from dataclasses import replace
 
 from ensemble.common.gpus import worker_environment
-from ensemble.common.protocol import Command, Expect, encode
-from ensemble.common.python_process import python_command, python_environment
+from ensemble.common.protocol import Expect
 from ensemble.scheduling.launchers.cores import Cores
+from ensemble.scheduling.launchers.process import WorkerProcess, spawn
 
-
-@dataclass(frozen=True)
-class Spawned:
-    """A worker process.
-
-    Attributes:
-        events_fd: this process's end of the pipe that its events come by.
-        kind: what it was begun for, before its member was known; empty: it was known.
-        since: when it was started, on the monotonic clock, in seconds.
-        printed: what it prints until it has a log.
-    """
-
-    process: subprocess.Popen[bytes]
-    events_fd: int
-    kind: str = ""
-    since: float = 0.0
-    printed: IO[bytes] | None = None
-
-    def send(self, command: Command) -> None:
-        """Send a command; one that has ended, or is about to, does not get it."""
-        assert self.process.stdin is not None
-        if not self.process.stdin.closed:
-            with contextlib.suppress(BrokenPipeError):
-                self.process.stdin.write(encode(command).encode())
-                self.process.stdin.flush()
-
-    def kill(self) -> None:
-        """End it and what it has started; the end of one that nobody takes."""
-        if self.process.returncode is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        # One that is stuck in the kernel, as with a broken file server, is not waited for.
-        with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
-            self.process.communicate(timeout=REAP_SECONDS)
-        os.close(self.events_fd)
-        if self.printed is not None:
-            self.printed.close()
-
-
-REAP_SECONDS = 10.0
 # The one that has begun and that nobody has taken.
-_begun: Spawned | None = None
-
-
-def spawn(environment: Mapping[str, str], output: IO[bytes]) -> Spawned:
-    """Start a worker process.
-
-    Args:
-        environment: added to this process's environment, such as CUDA_VISIBLE_DEVICES.
-        output: takes everything that it prints.
-
-    Raises:
-        OSError: it could not be started.
-    """
-    events_fd, write_end = os.pipe()
-    try:
-        # A list of arguments, no shell and no fork of this process's state.  The new session keeps the
-        # terminal's Ctrl-C away: this process decides how its workers end.
-        process = subprocess.Popen(
-            [
-                *python_command("ensemble.worker.__main__"),
-                f"--events-fd={write_end}",
-                f"--parent-pid={os.getpid()}",
-            ],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **python_environment(), **environment},
-            pass_fds=(write_end,),
-            start_new_session=True,
-        )
-    except BaseException:
-        os.close(events_fd)
-        raise
-    finally:
-        os.close(write_end)
-    os.set_blocking(events_fd, False)
-    return Spawned(process, events_fd)
+_begun: WorkerProcess | None = None
 
 
 @contextlib.contextmanager
@@ -126,7 +47,7 @@ def end() -> None:
         left.kill()
 
 
-def take(kind: str | None = None) -> Spawned | None:
+def take(kind: str | None = None) -> WorkerProcess | None:
     """The one that has begun, which is the caller's now; None: there is none, or it has ended.
 
     Args:

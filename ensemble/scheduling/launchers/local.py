@@ -19,6 +19,7 @@ from ensemble.common.protocol import Become, Command, Event, decode
 from ensemble.scheduling.launchers import early
 from ensemble.scheduling.launchers.base import Exit, Handle, Launcher, WorkerStart
 from ensemble.scheduling.launchers.cores import Cores
+from ensemble.scheduling.launchers.process import REAP_SECONDS, WorkerProcess, spawn
 
 _READ_BYTES = 1 << 16
 
@@ -70,7 +71,7 @@ class LocalWorker(Handle):
         log: Path,
         scratch: Path | None = None,
         cores: Cores | None = None,
-        begun: early.Spawned | None = None,
+        begun: WorkerProcess | None = None,
     ) -> None:
         self.log = log
         self._scratch = scratch
@@ -79,7 +80,7 @@ class LocalWorker(Handle):
         # A count that goes up until the process is killed tells why, probably.
         self._oom_kills = oom_kills()
         with open_log(log) as output:
-            self._spawned = begun or early.spawn(environment, output)
+            self._spawned = begun or spawn(environment, output)
         if begun is not None:
             self.began_before_seconds = time.monotonic() - begun.since
             numbers = () if cores is None else cores.numbers
@@ -120,7 +121,7 @@ class LocalWorker(Handle):
         # Before the reaping, while the group's number cannot belong to anybody else.
         self._signal_group(signal.SIGKILL)
         try:
-            code = self._process.wait(early.REAP_SECONDS)
+            code = self._process.wait(REAP_SECONDS)
         except subprocess.TimeoutExpired:
             # Stuck in the kernel, as with a broken driver or file server: nobody can end it, and nobody waits.
             code = -signal.SIGKILL
