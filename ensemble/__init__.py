@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ensemble.analysis.compare import Comparison
     from ensemble.analysis.fit import FitReport
-    from ensemble.analysis.tune import Tuning
+    from ensemble.analysis.tune.tuning import Tuning
     from ensemble.cli.api import (
         Preview,
         Run,
@@ -90,7 +90,7 @@ _MODULES = {
     "Rehearsal": "ensemble.pipeline.rehearse",
     "RunReport": "ensemble.pipeline.run_report",
     "RunStatus": "ensemble.pipeline.status",
-    "Tuning": "ensemble.analysis.tune",
+    "Tuning": "ensemble.analysis.tune.tuning",
 }
 
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from ensemble.analysis.compare import Comparison
     from ensemble.analysis.fit import FitReport
-    from ensemble.analysis.tune import Tuning
+    from ensemble.analysis.tune.tuning import Tuning
     from ensemble.pipeline.rehearse import Rehearsal
     from ensemble.pipeline.validate import Prepared
     from ensemble.planning.plan import Plan
@@ -209,8 +209,8 @@ def tune(
     Raises:
         EnsembleError: as the command fails.
     """
-    from ensemble.analysis.tune import check_output
-    from ensemble.analysis.tune import tune as tune_config
+    from ensemble.analysis.tune.command import check_output
+    from ensemble.analysis.tune.command import tune as tune_config
     from ensemble.cli.progress import choose_display
 
     rows = _count("rows", rows)

@@ -411,8 +411,8 @@ def tune(
     """
     loaded = _load(config, sets, None)
     with _prepared_process():
-        from ensemble.analysis.tune import check_output
-        from ensemble.analysis.tune import tune as tune_config
+        from ensemble.analysis.tune.command import check_output
+        from ensemble.analysis.tune.command import tune as tune_config
     from ensemble.cli.progress import choose_display
 
     target = None if write is None else check_output(write, force, config)

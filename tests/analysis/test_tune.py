@@ -16,8 +16,9 @@ import pytest
 import yaml
 
 import ensemble
-from ensemble.analysis import tune
-from ensemble.analysis.tune import MemberTuning, Trial, Tuning, distances
+from ensemble.analysis.tune import trials
+from ensemble.analysis.tune.trials import MemberTrials, distances
+from ensemble.analysis.tune.tuning import MemberTuning, Trial, Tuning
 from ensemble.cli import views
 from ensemble.cli.layout import Page
 from ensemble.common.compiler import why_no_compiler
@@ -154,7 +155,7 @@ def test_a_few_rows_are_enough_to_refuse_where_computing_takes_long(
     project.write_config(project.config(models=models, defaults=defaults))
     monkeypatch.chdir(project.folder)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(tune, "_WORTH_STARTING_TWICE", 0.0)
+    monkeypatch.setattr(trials, "_WORTH_STARTING_TWICE", 0.0)
     (found,) = ensemble.tune("config.yaml", rows=32, quiet=True).members
     by_name = {trial.name: trial for trial in found.trials}
     assert (by_name["float32"].rows, by_name["float32, eager"].rows) == (32, 32)
@@ -172,7 +173,7 @@ def test_what_takes_twice_as_long_as_the_best_is_stopped(
     project.write_config(project.config(models=project.config()["models"][1:], defaults=defaults))
     monkeypatch.chdir(project.folder)
     for name in ("_MIN_SECONDS", "_TOO_SLOW"):
-        monkeypatch.setattr(tune, name, 0.0)
+        monkeypatch.setattr(trials, name, 0.0)
     injected = Injected(tmp_path, Fault("sleep", seconds=0.2))
     for name, value in injected.environment.items():
         monkeypatch.setenv(name, value)
@@ -241,7 +242,7 @@ def test_ever_more_workers_are_tried_as_long_as_that_pays(
     monkeypatch.setattr(parent, "_COMPILING_PAYS_FROM_SECONDS", 0.0)
     rows, compiled = [], set()
 
-    class Member(tune._Member):
+    class Member(MemberTrials):
         def _run(self, trial: Trial, table: InputTable, best_seconds: float | None) -> Trial:
             if "torch_compile" in trial.keys:
                 compiled.add(trial.workers)

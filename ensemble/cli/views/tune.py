@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ensemble.analysis.tune import MemberTuning, Trial, Tuning
+from ensemble.analysis.tune.tuning import MemberTuning, Trial, Tuning
 from ensemble.cli.layout import Table
 from ensemble.common.text import duration, gib, plural, rate
 

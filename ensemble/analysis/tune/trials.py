@@ -1,17 +1,14 @@
-"""Which settings of each member are fastest on this machine and still give its probabilities, by trying them.
+"""One member's trials: each is a run of it alone over a sample of the table.
 
-Each trial is a run of one member over a sample of the table, in a folder of its own below ``output_dir/tune``: what
-ends it, resumes it and measures it is what does so for every run.
+It has a folder of its own below ``output_dir/tune``.  What ends it, resumes it and measures it is what does so for
+every run.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -19,36 +16,30 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import yaml
 
-from ensemble.analysis.metrics import METRICS, USUAL, Bootstrap, Interval
+from ensemble.analysis.metrics import METRICS, USUAL, Bootstrap
+from ensemble.analysis.tune.tuning import MemberTuning, MetricDifference, Trial
 from ensemble.common.clock import boot_seconds
 from ensemble.common.digests import digest_of
-from ensemble.common.errors import ConfigError, DataError, EnsembleError, OutputError, WriteError
-from ensemble.common.files import output_file, write_text
-from ensemble.common.gpus import driver_session
-from ensemble.common.host import cpu_products, is_busy, usable_cpus
-from ensemble.common.packages import installed_versions, unsupported
+from ensemble.common.errors import ConfigError, DataError, EnsembleError, WriteError
+from ensemble.common.packages import unsupported
 from ensemble.common.protocol import Activation
-from ensemble.common.text import duration, listed, plural
-from ensemble.config import EnsembleConfig, LoadedConfig, MemberConfig, TuningConfig
+from ensemble.common.text import duration, plural
+from ensemble.config import EnsembleConfig, MemberConfig
 from ensemble.data.table import InputTable, Truth
 from ensemble.members.base import Assigned, Candidate, MemberKind, OutputColumns, RanWith
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.load import load
 from ensemble.pipeline.rehearse import sample_rows_of
 from ensemble.pipeline.reuse import read_predictions
-from ensemble.pipeline.run import Display, run_prepared
-from ensemble.pipeline.run_dir import RunDir, hold
+from ensemble.pipeline.run import run_prepared
+from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import MemberReport, RunReport
-from ensemble.pipeline.signals import heed_signals
-from ensemble.pipeline.validate import Prepared, for_rows, prepare
+from ensemble.pipeline.validate import Prepared, for_rows
 from ensemble.scheduling.launchers.base import make_launcher
 from ensemble.scheduling.state import MemberState
 
-ROWS = 256
-# The mean over rows of the largest difference of a probability; docs/tuning.md says why.
-TOLERANCE = 0.02
+_ROWS = 256
 # A candidate that has computed for so many times as long as the best took for the same rows is stopped.
 _TOO_SLOW = 2.0
 _MIN_SECONDS = 3.0
@@ -62,150 +53,6 @@ _FEWER = 4
 _SHORT_SECONDS = 2.0
 _WANTED_SECONDS = 3.0
 _MAX_ROWS = 2_048
-_NOISY = 1.25  # times as long as the same took before
-_MARKER = "tune.json"
-_VERSIONS = ("torch", "transformers")
-
-
-@dataclass(frozen=True)
-class MetricDifference:
-    """A metric of a candidate minus that of the reference, on the same rows."""
-
-    metric: str
-    greater_is_better: bool
-    difference: Interval
-
-
-@dataclass(frozen=True)
-class Trial:
-    """Settings that were tried.
-
-    Attributes:
-        name: in words.
-        keys: of the member, as the YAML has them.
-        is_precision: whether it is of the first group, which changes numbers most.
-        workers: side by side on a CPU; 0 on GPUs.
-        rows: that were computed.
-        failure: why there is no result, in a sentence; empty where there is one.
-        seconds: of computing the sample's rows; None without a result.
-        load_seconds: of the checkpoint, without the start of Python.
-        whole_seconds: of loading and computing the whole table, about.
-        tokens_per_second: None where the member has no tokens.
-        peak_bytes: of the worker's process on a CPU, else of the GPU.
-        mean, largest: over the rows, of each row's largest difference of a probability from the reference; of
-            regression, of values in standard deviations of the reference's.
-        changed: share of rows whose first label is another.
-        is_within: whether it is as near to the reference as was asked for.
-        bad_rows: that could not be computed.
-    """
-
-    name: str
-    keys: Mapping[str, Any]
-    is_precision: bool = False
-    workers: int = 0
-    rows: int = 0
-    failure: str = ""
-    seconds: float | None = None
-    load_seconds: float | None = None
-    whole_seconds: float | None = None
-    tokens_per_second: float | None = None
-    rows_per_second: float | None = None
-    peak_bytes: int | None = None
-    mean: float = 0.0
-    largest: float = 0.0
-    changed: float = 0.0
-    metrics: tuple[MetricDifference, ...] = ()
-    ran_with: RanWith = field(default_factory=RanWith)
-    is_within: bool = False
-    bad_rows: int = 0
-    values: npt.NDArray[np.float64] | None = field(default=None, repr=False, compare=False)
-
-
-@dataclass(frozen=True)
-class MemberTuning:
-    """What was found of a member.
-
-    Attributes:
-        reference: the name of the trial that the others are held against; empty where none gave a result.
-        best: the name of the fastest within the tolerance.
-        keys: what is to be changed in the config for it; None: the key is to be left out.
-        again: what computing took the reference once all was tried, by what it had taken at first: how far speeds
-            may be off here; None where it was not measured.
-    """
-
-    name: str
-    trials: tuple[Trial, ...]
-    reference: str = ""
-    best: str = ""
-    keys: Mapping[str, Any] = field(default_factory=dict)
-    again: float | None = None
-
-    @property
-    def is_reference_best(self) -> bool:
-        return bool(self.best) and self.best == self.reference
-
-    @property
-    def is_noisy(self) -> bool:
-        """Whether the same took so much longer or less at the end that its speeds say little."""
-        return self.again is not None and not 1 / _NOISY <= self.again <= _NOISY
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """What was found of all members.
-
-    Attributes:
-        cpu_workers: how many workers side by side are fastest for every member; None where that was not measured,
-            or members differ, or it is one for tables of this size alone.
-        busy: that other programs computed on this machine before it began, in a sentence; empty where none did.
-        seconds: that all of it took.
-        tuned_on: the record of it.
-    """
-
-    members: tuple[MemberTuning, ...]
-    skipped: tuple[str, ...]
-    cpu_workers: int | None
-    busy: str
-    rows: int
-    tolerance: float
-    seconds: float
-    tuned_on: TuningConfig
-
-    @property
-    def has_result(self) -> bool:
-        """Whether anything that was tried of any member gave a result."""
-        return any(one.best for one in self.members)
-
-    @property
-    def workers_found(self) -> str:
-        """What was found of workers side by side, in words; empty where nothing was."""
-        if self.cpu_workers is None:
-            return ""
-        cores = plural(self.tuned_on.cores or 0, "core")
-        if self.cpu_workers == 1:
-            return f"every member computes faster with one worker on all {cores} than with several"
-        return f"{self.cpu_workers} side by side on {cores} are the fastest for every member"
-
-    def overlay(self) -> str:
-        """The YAML that says it, to be given behind the config's own files."""
-        models = [{"name": one.name, **one.keys} for one in self.members if one.keys]
-        document: dict[str, Any] = {"models": models} if models else {}
-        if self.cpu_workers is not None:
-            document["cpu_workers"] = self.cpu_workers
-        document["tuned_on"] = self.tuned_on.model_dump(mode="json", exclude_none=True)
-        lines = [
-            f"# By `ensemble tune` on {self.tuned_on.date}: the fastest settings that change a row's",
-            f"# probabilities by {self.tolerance:g} or less, in the mean over {plural(self.rows, 'row')}.",
-            "# It takes effect as the last of the files in `ensemble run CONFIG THIS_FILE`.",
-        ]
-        for one in self.members:
-            how = "nothing tried gave a result" if not one.best else one.best
-            how += ", the reference itself" if one.is_reference_best else ""
-            how += "; while something else computed, so measure again" if one.is_noisy else ""
-            lines.append(f"# {one.name}: {how}")
-        if self.cpu_workers is not None:
-            lines.append(f"# cpu_workers: {self.workers_found}; leave it out elsewhere")
-        return "\n".join([*lines, yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=100)])
 
 
 class _TooSlow(Exception):
@@ -230,157 +77,6 @@ class _Watching:
             raise _TooSlow
 
     def stop(self) -> None: ...
-
-
-@driver_session()
-def tune(
-    loaded: LoadedConfig,
-    display: Display,
-    rows: int | None = None,
-    tolerance: float | None = None,
-    target: Path | None = None,
-    owns_process: bool = True,
-) -> Tuning:
-    """Try settings of every member that has any to choose.
-
-    Args:
-        rows: of the sample; None: ``ROWS``, and more where those are done within a moment.
-        tolerance: how far a candidate's probabilities may be from the reference's, in the mean over rows of a
-            row's largest difference; and the share of rows whose first label may be another; None: ``TOLERANCE``.
-        target: where to write the overlay, as :func:`check_output` gives it; None: nowhere.
-        owns_process: as :func:`heed_signals` takes it.
-
-    Raises:
-        EnsembleError: of exit code 2 as a run would end before it writes anything, 3 when another ``tune`` goes on
-            there, 1 where the disk was full; the same command then goes on.
-        Interrupted: a signal came; the same command goes on.
-    """
-    tolerance = TOLERANCE if tolerance is None else tolerance
-    if not 0 <= tolerance < float("inf"):
-        raise ConfigError(
-            f"--tolerance: {tolerance} is no number of at least 0; {TOLERANCE:g} is the usual one"
-        )
-    if rows is not None and rows < 1:
-        raise ConfigError(f"--rows: {rows} is no number of rows; give at least 1")
-    began = boot_seconds()
-    busy = ""
-    if is_busy():
-        busy = "other programs compute here, so speeds say little"
-    prepared = prepare(loaded, must_fit=False)
-    config, gpus = loaded.config, prepared.plan.gpus
-    devices = [one.name for one in gpus or prepared.inventory.hosts] or [cpu_products()]
-    made_on = {
-        "devices": sorted(devices),
-        "versions": installed_versions(_VERSIONS),
-        "cores": usable_cpus(),
-        "asked": rows,
-    }
-    members = [
-        _Member(
-            prepared,
-            index,
-            rows,
-            config.output_dir / "tune" / model.name,
-            tolerance,
-            display.say,
-            owns_process,
-        )
-        for index, model in enumerate(config.models)
-        if member_kind(model).needs_worker
-    ]
-    tunable = [one for one in members if one.count]
-    skipped = tuple(
-        model.name for model in config.models if model.name not in [one.model.name for one in tunable]
-    )
-    if not tunable:
-        raise ConfigError(
-            "models: no member has settings that tune could choose; it is for checkpoints that transformers loads"
-        )
-    folder = RunDir(config.output_dir / "tune")
-    folder.create()
-    with hold(folder), heed_signals(owns_process):
-        _begin(folder.root, made_on)
-        if busy:
-            display.say(f"! {busy}: wait, or run it again later")
-        count = sum(one.count for one in tunable)
-        seconds = [one.expected_seconds() for one in tunable]
-        about = f", about {duration(sum(seconds))}" if all(seconds) else ""
-        display.say(
-            f"{plural(count, 'trial')} at most, each in a fresh worker, of {tunable[0].rows:,} of "
-            f"{plural(prepared.table.rows, 'row')}{about}; what is done is kept in {folder.root}"
-        )
-        found = [one.tune() for one in tunable]
-        counts = {one.workers_found for one in tunable}
-        cpu_workers = next(iter(counts)) if len(counts) == 1 else None
-        tuning = Tuning(
-            members=tuple(found),
-            skipped=skipped,
-            cpu_workers=cpu_workers,
-            busy=busy,
-            rows=min(one.rows for one in tunable),
-            tolerance=tolerance,
-            seconds=boot_seconds() - began,
-            tuned_on=TuningConfig.model_validate(
-                {
-                    "versions": made_on["versions"],
-                    "rows": min(one.rows for one in tunable),
-                    "devices": [*dict.fromkeys(devices)],
-                    "tolerance": tolerance,
-                    "cores": None if cpu_workers is None else made_on["cores"],
-                    "date": datetime.now(UTC).date().isoformat(),
-                }
-            ),
-        )
-        # Before what was measured may be forgotten: where it cannot be written, the same command goes on here.
-        if target is not None and tuning.has_result:
-            write_text(target, tuning.overlay())
-        _mark(folder.root, {**made_on, "complete": True})
-    return tuning
-
-
-def check_output(output: Path, may_replace: bool, sources: Sequence[Path]) -> Path:
-    """Where the overlay is to be written, asked before anything is tried.
-
-    Raises:
-        EnsembleError: a file is there already, or it is one of the config's, whose keys the overlay would lack,
-            or there is no such folder, or nothing may be written there.
-    """
-    if not may_replace and os.path.lexists(output):
-        raise OutputError(f"--write: {output} is there already; --force replaces it")
-    target = output_file(output, sources)
-    if not target.parent.is_dir():
-        raise ConfigError(f"--write: {output}: name a file in a folder that is there")
-    if not os.access(target.parent, os.W_OK):
-        raise OutputError(f"--write: {output}: nothing may be written in its folder; choose another")
-    return target
-
-
-def _begin(folder: Path, made_on: Mapping[str, object]) -> None:
-    """Keep what an interrupted ``tune`` has measured here with the same versions, and nothing else.
-
-    Raises:
-        OutputError: something is there that none has made.
-    """
-    others = [path for path in folder.iterdir() if path.name not in (".lock", _MARKER)]
-    try:
-        before = json.loads((folder / _MARKER).read_bytes())
-    except OSError:
-        before = None
-        if others:
-            raise OutputError(
-                f"{folder}: holds {listed([path.name for path in others])}, which tune has not made; choose "
-                "another output_dir"
-            ) from None
-    except ValueError:
-        before = None
-    if before != made_on:
-        for path in others:
-            shutil.rmtree(path, ignore_errors=True)
-    _mark(folder, made_on)
-
-
-def _mark(folder: Path, made_on: Mapping[str, object]) -> None:
-    write_text(folder / _MARKER, json.dumps(made_on) + "\n")
 
 
 class _Sample:
@@ -408,7 +104,7 @@ class _Sample:
         return self._table.derived(chosen, ids, lambda _, column: column)
 
 
-class _Member:
+class MemberTrials:
     """One member's trials.
 
     Attributes:
@@ -430,7 +126,7 @@ class _Member:
         self._prepared = prepared
         self._index = index
         self._may_grow = rows is None
-        self._sample = _Sample(prepared, rows or ROWS)
+        self._sample = _Sample(prepared, rows or _ROWS)
         self._folder = folder
         self._tolerance = tolerance
         self._say = say

@@ -1,0 +1,185 @@
+"""``tune``: tries settings of every member, and writes down the fastest.
+
+What was measured is kept in ``output_dir/tune`` until all is done: an interrupted one goes on there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ensemble.analysis.tune.trials import MemberTrials
+from ensemble.analysis.tune.tuning import Tuning
+from ensemble.common.clock import boot_seconds
+from ensemble.common.errors import ConfigError, OutputError
+from ensemble.common.files import output_file, write_text
+from ensemble.common.gpus import driver_session
+from ensemble.common.host import cpu_products, is_busy, usable_cpus
+from ensemble.common.packages import installed_versions
+from ensemble.common.text import duration, listed, plural
+from ensemble.config import LoadedConfig, TuningConfig
+from ensemble.members.registry import member_kind
+from ensemble.pipeline.run import Display
+from ensemble.pipeline.run_dir import RunDir, hold
+from ensemble.pipeline.signals import heed_signals
+from ensemble.pipeline.validate import prepare
+
+# The mean over rows of the largest difference of a probability; docs/tuning.md says why.
+TOLERANCE = 0.02
+_MARKER = "tune.json"
+_VERSIONS = ("torch", "transformers")
+
+
+@driver_session()
+def tune(
+    loaded: LoadedConfig,
+    display: Display,
+    rows: int | None = None,
+    tolerance: float | None = None,
+    target: Path | None = None,
+    owns_process: bool = True,
+) -> Tuning:
+    """Try settings of every member that has any to choose.
+
+    Args:
+        rows: of the sample; None: 256, and more where those are done within a moment.
+        tolerance: how far a candidate's probabilities may be from the reference's, in the mean over rows of a
+            row's largest difference; and the share of rows whose first label may be another; None: ``TOLERANCE``.
+        target: where to write the overlay, as :func:`check_output` gives it; None: nowhere.
+        owns_process: as :func:`heed_signals` takes it.
+
+    Raises:
+        EnsembleError: of exit code 2 as a run would end before it writes anything, 3 when another ``tune`` goes on
+            there, 1 where the disk was full; the same command then goes on.
+        Interrupted: a signal came; the same command goes on.
+    """
+    tolerance = TOLERANCE if tolerance is None else tolerance
+    if not 0 <= tolerance < float("inf"):
+        raise ConfigError(
+            f"--tolerance: {tolerance} is no number of at least 0; {TOLERANCE:g} is the usual one"
+        )
+    if rows is not None and rows < 1:
+        raise ConfigError(f"--rows: {rows} is no number of rows; give at least 1")
+    began = boot_seconds()
+    busy = ""
+    if is_busy():
+        busy = "other programs compute here, so speeds say little"
+    prepared = prepare(loaded, must_fit=False)
+    config, gpus = loaded.config, prepared.plan.gpus
+    devices = [one.name for one in gpus or prepared.inventory.hosts] or [cpu_products()]
+    made_on = {
+        "devices": sorted(devices),
+        "versions": installed_versions(_VERSIONS),
+        "cores": usable_cpus(),
+        "asked": rows,
+    }
+    members = [
+        MemberTrials(
+            prepared,
+            index,
+            rows,
+            config.output_dir / "tune" / model.name,
+            tolerance,
+            display.say,
+            owns_process,
+        )
+        for index, model in enumerate(config.models)
+        if member_kind(model).needs_worker
+    ]
+    tunable = [one for one in members if one.count]
+    skipped = tuple(
+        model.name for model in config.models if model.name not in [one.model.name for one in tunable]
+    )
+    if not tunable:
+        raise ConfigError(
+            "models: no member has settings that tune could choose; it is for checkpoints that transformers loads"
+        )
+    folder = RunDir(config.output_dir / "tune")
+    folder.create()
+    with hold(folder), heed_signals(owns_process):
+        _begin(folder.root, made_on)
+        if busy:
+            display.say(f"! {busy}: wait, or run it again later")
+        count = sum(one.count for one in tunable)
+        seconds = [one.expected_seconds() for one in tunable]
+        about = f", about {duration(sum(seconds))}" if all(seconds) else ""
+        display.say(
+            f"{plural(count, 'trial')} at most, each in a fresh worker, of {tunable[0].rows:,} of "
+            f"{plural(prepared.table.rows, 'row')}{about}; what is done is kept in {folder.root}"
+        )
+        found = [one.tune() for one in tunable]
+        counts = {one.workers_found for one in tunable}
+        cpu_workers = next(iter(counts)) if len(counts) == 1 else None
+        tuning = Tuning(
+            members=tuple(found),
+            skipped=skipped,
+            cpu_workers=cpu_workers,
+            busy=busy,
+            rows=min(one.rows for one in tunable),
+            tolerance=tolerance,
+            seconds=boot_seconds() - began,
+            tuned_on=TuningConfig.model_validate(
+                {
+                    "versions": made_on["versions"],
+                    "rows": min(one.rows for one in tunable),
+                    "devices": [*dict.fromkeys(devices)],
+                    "tolerance": tolerance,
+                    "cores": None if cpu_workers is None else made_on["cores"],
+                    "date": datetime.now(UTC).date().isoformat(),
+                }
+            ),
+        )
+        # Before what was measured may be forgotten: where it cannot be written, the same command goes on here.
+        if target is not None and tuning.has_result:
+            write_text(target, tuning.overlay())
+        _mark(folder.root, {**made_on, "complete": True})
+    return tuning
+
+
+def check_output(output: Path, may_replace: bool, sources: Sequence[Path]) -> Path:
+    """Where the overlay is to be written, asked before anything is tried.
+
+    Raises:
+        EnsembleError: a file is there already, or it is one of the config's, whose keys the overlay would lack,
+            or there is no such folder, or nothing may be written there.
+    """
+    if not may_replace and os.path.lexists(output):
+        raise OutputError(f"--write: {output} is there already; --force replaces it")
+    target = output_file(output, sources)
+    if not target.parent.is_dir():
+        raise ConfigError(f"--write: {output}: name a file in a folder that is there")
+    if not os.access(target.parent, os.W_OK):
+        raise OutputError(f"--write: {output}: nothing may be written in its folder; choose another")
+    return target
+
+
+def _begin(folder: Path, made_on: Mapping[str, object]) -> None:
+    """Keep what an interrupted ``tune`` has measured here with the same versions, and nothing else.
+
+    Raises:
+        OutputError: something is there that none has made.
+    """
+    others = [path for path in folder.iterdir() if path.name not in (".lock", _MARKER)]
+    try:
+        before = json.loads((folder / _MARKER).read_bytes())
+    except OSError:
+        before = None
+        if others:
+            raise OutputError(
+                f"{folder}: holds {listed([path.name for path in others])}, which tune has not made; choose "
+                "another output_dir"
+            ) from None
+    except ValueError:
+        before = None
+    if before != made_on:
+        for path in others:
+            shutil.rmtree(path, ignore_errors=True)
+    _mark(folder, made_on)
+
+
+def _mark(folder: Path, made_on: Mapping[str, object]) -> None:
+    write_text(folder / _MARKER, json.dumps(made_on) + "\n")
