@@ -220,12 +220,7 @@ def _prepare(
         with problems.at(_rule_key(loaded, number)):
             conditions[number] = compile_condition(rule.when)
     of_rules = {name: _rule_key(loaded, n) for n, one in conditions.items() for name in one.columns}
-    file_states: dict[str, FileState] = {}
-    for source in dict.fromkeys(source for kind in kinds.values() for source in kind.sources()):
-        file_states |= folder_states(source)
-        # Not Path.is_file, which raises an error where a folder above may not be entered.
-        if os.path.isfile(source) and (state := file_state(source)) is not None:  # noqa: PTH113
-            file_states[str(Path(source).absolute())] = state
+    file_states = _file_states(kinds.values())
     outputs = OutputColumns(config.data.id_column, config.labels, config.data.path.parent)
     files = {
         name: replace(cells, folder=cells.folder or outputs.table_folder)
@@ -283,50 +278,11 @@ def _prepare(
                 raise DeviceError(machine.mask_problem)
             gpus = chosen_devices(machine.gpus, config.devices)
             has_devices = True
-    previews: dict[str, str] = {}
+    previews = {} if table is None else _previews(views, table, problems)
     left_out: list[str] = []
-    has_when = any(model.when is not None for model in config.models)
-    given_values: dict[str, npt.NDArray[np.float64]] = {}  # kept where a member with when goes by them
+    given_values: dict[str, npt.NDArray[np.float64]] = {}
     if table is not None:
-        for view in views:
-            if view.swap and (types := table.types(view.swap)) and len(set(types.values())) > 1:
-                held = " and ".join(f"{column!r} holds {kind}" for column, kind in types.items())
-                problems.add([f"{view.key}.swap.columns: {held}; both must hold the same"], DataError)
-                continue
-            for number, row in enumerate(table.head(_RENDERED_ROWS) if view.template else ()):
-                assert view.template is not None
-                try:
-                    previews.setdefault(view.title, view.template.render(view.shown(row)))
-                except TemplateProblem as error:
-                    place = f"row {number + 1} (id {table.ids[number].as_py()!r})"
-                    problems.add([f"{view.template_key}: {place}: {error}"], DataError)
-                    break
-        rows_of = list[npt.NDArray[np.bool_]]()
-        for name, kind in kinds.items():
-            with problems.at(f"{keys[name]} ({name})"):
-                if kind.needs_worker or name not in inspected:
-                    continue
-                given = given_predictions(kind, inspected[name], table, outputs)
-                if has_when:
-                    given_values[name] = given.values
-                is_there = ~np.isnan(given.values[:, 0])
-                if kind.settings.has_weight:
-                    rows_of.append(is_there)
-                if not is_there.all():
-                    count = f"{int(is_there.sum()):,} of {plural(table.rows, 'row')}"
-                    left_out.append(f"{name}: has {count}; the other members decide the rest")
-                ignored = given.ignored_ids
-                if ignored and config.limit is None:  # a trial leaves out most of them
-                    rows = f"{plural(ignored, 'row')} of {' and '.join(kind.sources())}"
-                    left_out.append(f"{name}: {rows} left out, with ids that the table does not have")
-        # Of all members that count; where one has a worker, or its file cannot be read, there are more.
-        if len(rows_of) == sum(model.has_weight for model in config.models) and config.time_limit is None:
-            nobody = np.flatnonzero(~np.logical_or.reduce(rows_of))
-            if len(nobody):
-                first = quoted(table.ids[int(nobody[0])].as_py())
-                rows = plural(len(nobody), "row")
-                lacking = f"no member has {rows} of the table, the first is id {first}; add one that does"
-                problems.add([f"models: {lacking}"], DataError)
+        given_values = _given(config, kinds, inspected, table, outputs, problems, left_out)
     for name, cells in files.items() if table is not None else ():
         missing, are_all = _missing_files(table, cells)
         if missing and are_all:
@@ -344,7 +300,7 @@ def _prepare(
     plan: Plan | None = None
     shares: dict[str, ExpectedShare] = {}
     with problems.at():
-        if has_when:
+        if any(model.when is not None for model in config.models):
             from ensemble.pipeline.cascade import expected_shares  # which makes use of this module
 
             ids, folder = None if table is None else table.ids, predictions_in or config.output_dir
@@ -366,26 +322,8 @@ def _prepare(
     warnings = [*machine.warnings, *(text for one in inspected.values() for text in one.warnings)]
     for name, kind in kinds.items():
         warnings += [f"{keys[name]}.{text}" for text in kind.warnings(inspected[name])]
-    warnings += left_out
-    if config.tuned_on is not None:
-        warnings += _other_than_tuned(
-            config.tuned_on, [one.name for one in gpus or machine.hosts] or [cpu_products()]
-        )
-    if rules is not None and config.limit is None:  # of a trial's rows a rule may well find none
-        warnings += [
-            f"{_rule_key(loaded, number)}: is true for no row of the table"
-            for number, rows in enumerate(rules.rows)
-            if not rows.any()
-        ]
-    if {one.activation for one in inspected.values()} >= {"softmax", "sigmoid"}:
-        warnings.append(
-            "models: some give exclusive labels (softmax), some independent ones (sigmoid); their mean is neither"
-        )
-    if table.truth is not None and table.truth.ndim == 1 and not _is_exclusive(inspected):
-        warnings.append(
-            "data.label_column: one true label for each row is for members whose labels exclude each other "
-            "(softmax); no scores are shown; set data.label_columns"
-        )
+    devices = [one.name for one in gpus or machine.hosts] or [cpu_products()]
+    warnings += [*left_out, *_of_all(loaded, inspected, table, rules, devices)]
     return Prepared(
         loaded=loaded,
         table=table,
@@ -406,6 +344,105 @@ def _prepare(
         files=files,
         nodes=nodes,
     )
+
+
+def _file_states(kinds: Iterable[MemberKind[Any, Any]]) -> dict[str, FileState]:
+    """Of the files that members are made of, by path."""
+    states: dict[str, FileState] = {}
+    for source in dict.fromkeys(source for kind in kinds for source in kind.sources()):
+        states |= folder_states(source)
+        # Not Path.is_file, which raises an error where a folder above may not be entered.
+        if os.path.isfile(source) and (state := file_state(source)) is not None:  # noqa: PTH113
+            states[str(Path(source).absolute())] = state
+    return states
+
+
+def _previews(views: Iterable[_View], table: InputTable, problems: Problems) -> dict[str, str]:
+    """What templates make of the first row, by the view's title; tries the first few."""
+    previews: dict[str, str] = {}
+    for view in views:
+        if view.swap and (types := table.types(view.swap)) and len(set(types.values())) > 1:
+            held = " and ".join(f"{column!r} holds {kind}" for column, kind in types.items())
+            problems.add([f"{view.key}.swap.columns: {held}; both must hold the same"], DataError)
+            continue
+        for number, row in enumerate(table.head(_RENDERED_ROWS) if view.template else ()):
+            assert view.template is not None
+            try:
+                previews.setdefault(view.title, view.template.render(view.shown(row)))
+            except TemplateProblem as error:
+                place = f"row {number + 1} (id {table.ids[number].as_py()!r})"
+                problems.add([f"{view.template_key}: {place}: {error}"], DataError)
+                break
+    return previews
+
+
+def _given(
+    config: RunConfig,
+    kinds: _Kinds,
+    inspected: Mapping[str, Inspection],
+    table: InputTable,
+    outputs: OutputColumns,
+    problems: Problems,
+    left_out: list[str],
+) -> dict[str, npt.NDArray[np.float64]]:
+    """Values of members that need no worker, [rows, labels] by name, where a member with when goes by them.
+
+    What they leave out is added to ``left_out``.
+    """
+    has_when = any(model.when is not None for model in config.models)
+    values: dict[str, npt.NDArray[np.float64]] = {}
+    rows_of = list[npt.NDArray[np.bool_]]()
+    for index, (name, kind) in enumerate(kinds.items()):
+        with problems.at(f"models[{index}] ({name})"):
+            if kind.needs_worker or name not in inspected:
+                continue
+            given = given_predictions(kind, inspected[name], table, outputs)
+            if has_when:
+                values[name] = given.values
+            is_there = ~np.isnan(given.values[:, 0])
+            if kind.settings.has_weight:
+                rows_of.append(is_there)
+            if not is_there.all():
+                count = f"{int(is_there.sum()):,} of {plural(table.rows, 'row')}"
+                left_out.append(f"{name}: has {count}; the other members decide the rest")
+            ignored = given.ignored_ids
+            if ignored and config.limit is None:  # a trial leaves out most of them
+                rows = f"{plural(ignored, 'row')} of {' and '.join(kind.sources())}"
+                left_out.append(f"{name}: {rows} left out, with ids that the table does not have")
+    # Of all members that count; where one has a worker, or its file cannot be read, there are more.
+    if len(rows_of) == sum(model.has_weight for model in config.models) and config.time_limit is None:
+        nobody = np.flatnonzero(~np.logical_or.reduce(rows_of))
+        if len(nobody):
+            first = quoted(table.ids[int(nobody[0])].as_py())
+            rows = plural(len(nobody), "row")
+            lacking = f"no member has {rows} of the table, the first is id {first}; add one that does"
+            problems.add([f"models: {lacking}"], DataError)
+    return values
+
+
+def _of_all(
+    loaded: LoadedConfig,
+    inspected: Mapping[str, Inspection],
+    table: InputTable,
+    rules: RowRules | None,
+    devices: Sequence[str],
+) -> Iterator[str]:
+    """Warnings that are of no member alone."""
+    config = loaded.config
+    if config.tuned_on is not None:
+        yield from _other_than_tuned(config.tuned_on, devices)
+    for number, rows in enumerate(rules.rows if rules is not None and config.limit is None else ()):
+        if not rows.any():  # of a trial's rows a rule may well find none
+            yield f"{_rule_key(loaded, number)}: is true for no row of the table"
+    if {one.activation for one in inspected.values()} >= {"softmax", "sigmoid"}:
+        yield (
+            "models: some give exclusive labels (softmax), some independent ones (sigmoid); their mean is neither"
+        )
+    if table.truth is not None and table.truth.ndim == 1 and not _is_exclusive(inspected):
+        yield (
+            "data.label_column: one true label for each row is for members whose labels exclude each other "
+            "(softmax); no scores are shown; set data.label_columns"
+        )
 
 
 def node_sources(config: RunConfig) -> dict[str, tuple[str, ...]]:
