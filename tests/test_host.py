@@ -8,6 +8,9 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
+from ensemble.common import host
 from ensemble.common.host import (
     Groups,
     available_memory_bytes,
@@ -136,6 +139,61 @@ def test_idle_cores_are_counted() -> None:
     for unknown in (before, "", stat("cpu0 1 2", "cpu1 1 2 3")):
         assert idle_cpus(before, unknown, {0, 1}) is None
     assert idle_cpus(before, after, {0, 7}) is None, "a CPU that is not there"
+
+
+@pytest.mark.parametrize(
+    ("idle", "used_usec", "is_ours", "expected"),
+    [
+        (60, 0, False, False),
+        (60, 0, True, False),
+        (60, 1e9, True, True),  # others in the container have its two CPUs
+        (1, 0, True, True),
+        (1, 0, False, True),
+    ],
+)
+def test_what_keeps_cores_busy(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    idle: int,
+    used_usec: float,
+    is_ours: bool,
+    expected: bool,
+) -> None:
+    """On a machine of 64 CPUs; ``is_ours``: in a container that gets the time of two."""
+    clock, times = tmp_path / "stat", []
+    for turn in (0, 1):
+        cpus = (
+            f"cpu{n} {0 if n < idle else turn * 50} 0 0 {turn * 50 if n < idle else 0} 0 0 0 0"
+            for n in range(64)
+        )
+        times.append(stat(*cpus))
+    group = write(
+        tmp_path / "group", cpu__max="200000 100000" if is_ours else "max 100000", cpu__stat="usage_usec 0"
+    )
+
+    def sleep(_: float) -> None:
+        clock.write_text(times[1])
+        write(group, cpu__stat=f"usage_usec {used_usec:.0f}")
+
+    clock.write_text(times[0])
+    monkeypatch.setattr(host, "_STAT", str(clock))
+    monkeypatch.setattr(host, "own_groups", lambda _: Groups(True, (group,)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(time, "sleep", sleep)
+        found = is_busy()
+    assert found == expected
+
+
+def test_used_time_of_groups(tmp_path: Path) -> None:
+    new = write(tmp_path / "new", cpu__max="150000 100000", cpu__stat="usage_usec 2500000\nuser_usec 7")
+    above = write(tmp_path / "above", cpu__max="max 100000", cpu__stat="usage_usec 9")
+    assert Groups(True, (new, above)).cpu_budgets() == [(1.5, 2.5)]
+    old = write(tmp_path / "old", **{"cpu__cfs_quota_us": 400000, "cpu__cfs_period_us": 100000})
+    assert Groups(False, (old,)).cpu_budgets() == [(4.0, None)]
+    write(old, cpuacct__usage=3 * 10**9)
+    assert Groups(False, (old,)).cpu_budgets() == [(4.0, 3.0)]
 
 
 def test_a_program_that_computes_keeps_cores_busy() -> None:

@@ -20,8 +20,8 @@ _PRODUCTS = (
     *("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_int8", "amx_bf16", "amx_fp16"),
     *("asimdhp", "asimddp", "i8mm", "bf16", "sve"),
 )
-# What other programs may take of the cores that we can use.
-_BUSY = 0.25
+# What other programs may take of the cores that we can use: now, and by the system's average over a minute.
+_BUSY, _BUSY_LOAD = 0.25, 0.5
 _STAT = "/proc/stat"
 # For so long it is looked at; the kernel counts in hundredths.
 _LOOK_SECONDS = 0.3
@@ -60,11 +60,15 @@ def is_busy() -> bool:
     The system's average over a minute would still count what has just ended, such as the run before this one; it
     decides where the system does not tell more, as in some sandboxes.
     """
-    before = _text(_STAT)
+    groups, usable = own_groups("cpu"), usable_cpus()
+    before, used, began = _text(_STAT), groups.cpu_budgets(), time.monotonic()
     time.sleep(_LOOK_SECONDS)
-    idle, usable = idle_cpus(before, _text(_STAT), os.sched_getaffinity(0)), usable_cpus()
+    idle, seconds = idle_cpus(before, _text(_STAT), os.sched_getaffinity(0)), time.monotonic() - began
     if idle is None:
-        return os.getloadavg()[0] > usable * _BUSY
+        return os.getloadavg()[0] > usable * _BUSY_LOAD
+    for (limit, first), (_, last) in zip(used, groups.cpu_budgets(), strict=False):
+        if first is not None and last is not None:  # what is idle outside of a container is not ours
+            idle = min(idle, math.ceil(limit) - (last - first) / seconds)
     return idle < usable * (1 - _BUSY)
 
 
@@ -151,15 +155,25 @@ class Groups:
 
     def cpu_limit(self) -> float | None:
         """How many CPUs' time these groups get, None without a limit."""
-        limits = []
+        return min((limit for limit, _ in self.cpu_budgets()), default=None)
+
+    def cpu_budgets(self) -> list[tuple[float, float | None]]:
+        """Of each group that has one: how many CPUs' time it gets, and how many seconds of it have been used."""
+        budgets = []
         for folder in self.folders:
             if self.is_v2:
                 quota, _, period = _text(folder / "cpu.max").partition(" ")
+                used, unit = _statistic(folder / "cpu.stat", "usage_usec"), 1e-6
             else:
                 quota, period = _text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")
+                text, unit = (
+                    _text(folder / "cpuacct.usage"),
+                    1e-9,
+                )  # where both controllers are mounted together
+                used = int(text) if text.isdecimal() else None
             if quota.isdecimal() and period.isdecimal() and int(period):  # "max" and -1: no limit
-                limits.append(int(quota) / int(period))
-        return min(limits, default=None)
+                budgets.append((int(quota) / int(period), None if used is None else used * unit))
+        return budgets
 
 
 def own_groups(controller: str) -> Groups:
