@@ -28,8 +28,8 @@ _CPU_IMPORT_SECONDS = 4.0
 _THREAD_SCALING = 0.75
 # Useful operations a second, a third of what the data sheets promise for half precision: T4, A100, H100.
 _FLOPS = {7: 20e12, 8: 100e12, 9: 300e12}
-# Of a core, in float32, about: 90e9 measured on Zen 5, and many have half as much or less.
-_CORE_FLOPS = 50e9
+# Of two cores, in float32, about: 180e9 measured on Zen 5, and many have half as much or less.
+_CPU_FLOPS = 1e11
 
 
 @dataclass(frozen=True)
@@ -139,9 +139,10 @@ def guessed_speed(
 
     Args:
         gpus: over which a replica is spread.
-        cpus: cores of a replica that is on none.
+        cpus: cores of a replica that is on none; 1 also where nobody knows.
     """
-    flops = _FLOPS[min(max(capability[0], 7), 9)] if capability else _CORE_FLOPS * cpus
+    on_cpu = _CPU_FLOPS * (max(2, cpus) / 2) ** _THREAD_SCALING
+    flops = _FLOPS[min(max(capability[0], 7), 9)] if capability else on_cpu
     parameters, size = 0, 0
     if needed is not None:
         weights = needed.weights

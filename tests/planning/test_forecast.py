@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ensemble.common.gpus import Device
+from ensemble.members.footprint import Activation, Footprint, Weights
 from ensemble.pipeline.run_report import RunReport, SpeedReport, measured_speeds
 from ensemble.planning import forecast
-from ensemble.planning.forecast import Job, Speed, calibrated
+from ensemble.planning.forecast import Job, Speed, calibrated, guessed_speed
 from tests.cli.reports import member, report
 from tests.sampling import tries
 
@@ -122,3 +124,20 @@ def test_calibration_by_hand() -> None:
     found = calibrated({"a": 1.0, "b": 10.0, "c": 5.0, "d": 0.0}, {"a": 2.0, "b": 80.0})
     assert found == {"a": 2.0, "b": 80.0, "c": pytest.approx(20.0), "d": None}, "the mean of 2 and 8 is 4"
     assert calibrated({"a": 0.0, "b": 3.0}, {"a": 2.0}) == {"a": 2.0, "b": 3.0}
+
+
+def test_a_guess_counts_what_is_multiplied_and_the_cores() -> None:
+    """Half of the parameters are looked up; 16 cores compute as fast as 8 ** 0.75 times two."""
+
+    def guess(embeddings: int, **where: Any) -> Speed:
+        weights = Weights(10**9, 4 * 10**9, 10**8, embeddings)
+        needed = Footprint(weights, Activation((), 0), 0, 0, "float32", "none", "sdpa", 512)
+        return guessed_speed(needed, where.pop("capability", None), **where)
+
+    whole, half = guess(0), guess(10**9 // 2)
+    assert half.seconds_per_work == whole.seconds_per_work / 2 > 0
+    assert half.startup_seconds == whole.startup_seconds, "all of it is read"
+    assert guess(0, cpus=2).seconds_per_work == whole.seconds_per_work
+    assert guess(0, cpus=16).seconds_per_work == pytest.approx(whole.seconds_per_work / 8**0.75)
+    on_gpu = guess(0, capability=(8, 0), gpus=1).seconds_per_work
+    assert guess(0, capability=(8, 0), gpus=1, cpus=64).seconds_per_work == on_gpu < whole.seconds_per_work

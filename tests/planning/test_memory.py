@@ -243,6 +243,8 @@ def test_weights_as_they_are_loaded(
     plain = transformers.AutoModelForSequenceClassification.from_config(model.config)
     assert predicted.parameters == sum(parameter.numel() for parameter in plain.parameters())
     assert predicted.bytes == pytest.approx(held_bytes(model), rel=0.02)
+    embeddings = [one.weight for one in plain.modules() if isinstance(one, torch.nn.Embedding)]
+    assert predicted.embedding_parameters == sum(weight.numel() for weight in embeddings) > 0
     if quantization:  # and the same once it has been stored that way
         model.save_pretrained(tmp_path)
         stored_tensors, stored_architecture = read(tmp_path)
@@ -262,6 +264,28 @@ def test_a_causal_checkpoint_leaves_its_head_and_gets_another(tmp_path: Path) ->
     assert predicted.largest_layer_bytes == 2 * max(layer, 1000 * 128)
     with_adapter = weights(tensors, architecture, "float16", None, 5, is_adapter_base=True)
     assert with_adapter.bytes == predicted.bytes
+
+
+def test_what_only_looks_like_an_embedding_is_multiplied() -> None:
+    """As ELECTRA and ALBERT project theirs, and some name the whole model after them."""
+    names = {
+        "electra.embeddings.word_embeddings.weight": 1000,
+        "transformer.wte.weight": 1000,
+        "gpt_neox.embed_in.weight": 1000,
+        "shared.weight": 1000,
+        "electra.embeddings_project.weight": 0,
+        "albert.encoder.embedding_hidden_mapping_in.weight": 0,
+        "embedding_model.layers.0.mlp.up_proj.weight": 0,
+        "score.weight": 0,
+    }
+    config = {"model_type": "llama", "hidden_size": 10, "num_hidden_layers": 1, "vocab_size": 100}
+    architecture = read_architecture(config)
+    assert architecture is not None
+    tensors = [Tensor(name, "F32", (100, 10)) for name in names]
+    found = weights(
+        [*tensors, Tensor("patch.embedding.weight", "F32", (10, 3, 4, 4))], architecture, "float32", None, 2
+    )
+    assert found.embedding_parameters == sum(names.values())
 
 
 def test_a_checkpoint_of_gptq_keeps_its_bytes_and_unpacks_its_parameters() -> None:

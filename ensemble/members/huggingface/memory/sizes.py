@@ -27,6 +27,8 @@ DTYPE_BYTES: dict[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 _HEAD = re.compile(r"(^|\.)(score|classifier|classification_head)\.")
 _VOCABULARY_HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.")
 _EMBEDDING = re.compile(r"embed|(^|\.)(wte|wpe|shared|relative_attention_bias)\.")
+# The module that is an embedding: what lies in one, such as a projection, is multiplied.
+_LOOKED_UP = re.compile(r"(^|[._])(embed(dings?)?(_in|_tokens|_positions)?|wte|wpe|shared)\.weight$")
 # Heads, which stay as they are: the worker names these to bitsandbytes.
 UNQUANTIZED = ("score", "classifier", "classification_head", "lm_head")
 # bitsandbytes scales blocks of so many weights, and so many of those scales where it quantizes them as well.
@@ -106,7 +108,8 @@ def weights(
             count = count * 32 // (architecture.quant_bits or 4)
         parameters += 0 if is_beside else count
         # A patch embedding, with four dimensions, is multiplied.
-        of_embeddings += count if _EMBEDDING.search(name) and len(tensor.shape) == 2 else 0
+        is_looked_up = not is_beside and len(tensor.shape) == 2 and _LOOKED_UP.search(name)
+        of_embeddings += count if is_looked_up else 0
     of_head = sum(tensor.elements for tensor in head or ())
     size = sum(blocks.values()) + 4 * of_head
     return Weights(parameters + of_head, size, max(blocks.values()), of_embeddings)
