@@ -308,15 +308,15 @@ class _Run(RunState):
         """Measure workers side by side on this CPU, where that can decide something and the run takes long."""
         plan, limit = self.prepared.plan, self._config.time_limit
         left = math.inf if limit is None else self.began + limit - self.clock()
-        is_known = set(plan.cpu_choice) <= set(plan.scaling.slowdowns)
-        if is_known or self._config.launcher != "local":
+        missing = [count for count in plan.cpu_choice if count not in plan.scaling.slowdowns]
+        if not missing or self._config.launcher != "local":
             return
         if min(plan.seconds_of(plan.jobs), left / 5) < _WORTH_MEASURING_SECONDS:
             return
         # What is done of this work was done by so many workers; see validate.
         if any(self.works[one.name].has_rows.any() for one in plan.members if one.needs_worker):
             return
-        counts = ", ".join(map(str, plan.cpu_choice))
+        counts = ", ".join(map(str, missing))
         self.say(f"measuring 1, {counts} workers side by side on this CPU (some seconds, once on a machine)")
         with self._signals.postponed():
             scaling = measured_scaling(plan.cpu_choice, self._signals.check)

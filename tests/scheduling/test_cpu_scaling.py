@@ -135,6 +135,40 @@ def test_what_cannot_or_should_not_be_kept_counts_once(
     assert (tmp_path / "home" / ".cache" / "ensemble").is_dir()
 
 
+def test_who_comes_while_it_is_measured_counts(
+    started: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads = iter((0.0, 9.0))
+    monkeypatch.setattr(os, "getloadavg", lambda: (next(loads), 0.0, 0.0))
+    assert measured_scaling([2]).slowdowns == {2: 1.5}
+    assert not known_scaling().is_measured
+    assert next(loads, None) is None
+
+
+def test_what_time_and_memory_allow_is_measured(
+    started: Callable[[], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = (1 + 2) * cpu_scaling._PROCESS_BYTES
+    with monkeypatch.context() as small:
+        small.setattr(cpu_scaling, "available_memory_bytes", lambda: room)
+        assert measured_scaling([2, 4]).slowdowns == known_scaling().slowdowns == {2: 1.5}
+        assert "could not be measured (that takes" in measured_scaling([2, 4]).problem
+        assert measured_scaling([2, 4]).slowdowns == {2: 1.5}, "what is known stays known"
+    # Four at a time never get ready.
+    gate = tmp_path / "gate"
+    program = PROGRAM.format(log=str(tmp_path / "started"), mark=cpu_scaling._MARK)
+    waits = f"import os, time\nopen({str(gate)!r}, 'a').write('x')\n"
+    waits += f"while os.path.getsize({str(gate)!r}) > 1 + 3: time.sleep(9)\n"
+    (tmp_path / "cache" / "ensemble").rename(tmp_path / "cache" / "other")
+    monkeypatch.setattr(
+        cpu_scaling, "python_command", lambda _: [sys.executable, "-S", "-c", waits + program]
+    )
+    monkeypatch.setattr(cpu_scaling, "_TIMEOUT_SECONDS", 8.0)
+    found = measured_scaling([3, 4])
+    assert (found.slowdowns, found.problem) == ({3: 1.5}, "")
+    assert known_scaling().slowdowns == {3: 1.5}
+
+
 def test_what_goes_wrong_is_said(
     started: Callable[[], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,21 +89,41 @@ def measured_scaling(counts: Sequence[int], check: Callable[[], None] = lambda: 
             missing = [count for count in counts if count not in scaling.slowdowns]
             if not missing:
                 return scaling
+            missing = _fitting(missing)
             early.end()  # its imports would be measured, too
             was_quiet = not is_busy()
             slowdowns, had_cores = _measure(missing, until, check)
-            is_quiet = was_quiet and not is_busy()
+            scaling = replace(scaling, slowdowns={**scaling.slowdowns, **slowdowns})
+            if was_quiet and had_cores and not is_busy():
+                _keep(scaling)
+            return scaling
     except (_NotMeasured, OSError, ValueError) as error:
         return replace(scaling, problem=f"it could not be measured ({error})")
-    scaling = replace(scaling, slowdowns={**scaling.slowdowns, **slowdowns})
-    if is_quiet and had_cores and (path := _path(scaling.machine)) is not None:
-        document = {"machine": scaling.machine, "CPU": cpu_name(), "slowdowns": scaling.slowdowns}
-        with contextlib.suppress(
-            OSError, WriteError
-        ):  # such as a home that is read-only: then for this run alone
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(path, json.dumps(document, indent=2) + "\n")
-    return scaling
+
+
+def _keep(scaling: Scaling) -> None:
+    if (path := _path(scaling.machine)) is None:
+        return
+    document = {"machine": scaling.machine, "CPU": cpu_name(), "slowdowns": dict(scaling.slowdowns)}
+    with contextlib.suppress(
+        OSError, WriteError
+    ):  # such as a home that is read-only: then for this run alone
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(document, indent=2) + "\n")
+
+
+def _fitting(counts: Sequence[int]) -> list[int]:
+    """Those for whose processes there is memory.
+
+    Raises:
+        _NotMeasured: there are none.
+    """
+    free = available_memory_bytes()
+    found = [count for count in counts if free is None or (1 + count) * _PROCESS_BYTES <= free]
+    if not found and free is not None:
+        needed = (1 + min(counts)) * _PROCESS_BYTES
+        raise _NotMeasured(f"that takes {gib(needed)} of memory, and {gib(free)} are free")
+    return found
 
 
 def _path(machine: str) -> Path | None:
@@ -142,24 +162,30 @@ def _alone(until: float, check: Callable[[], None]) -> Iterator[None]:
 def _measure(counts: Sequence[int], until: float, check: Callable[[], None]) -> tuple[dict[int, float], bool]:
     """Slowdowns by number of workers, and whether each process had cores of its own, where it can have them.
 
+    Where time is up, or a process has failed, those that were measured before.
+
     Raises:
-        _NotMeasured: a process failed, or they took too long.
-        OSError: none could be started.
+        _NotMeasured: there are none.
+        OSError: no process could be started.
     """
-    needed, free = (1 + max(counts)) * _PROCESS_BYTES, available_memory_bytes()
-    if free is not None and free < needed:
-        raise _NotMeasured(f"that takes {gib(needed)} of memory, and {gib(free)} are free")
-    found = {}
+    found: dict[int, float] = {}
     had_cores = True
     with _side_by_side(1, until, check) as (alone, _):
         for count in counts:
-            with _side_by_side(count, until, check) as (group, has_cores):
-                had_cores &= has_cores
-                ratios: list[float] = []
-                began = time.monotonic()
-                while len(ratios) < _ROUNDS and (not ratios or time.monotonic() < began + _ENOUGH_SECONDS):
-                    ratios.append(_speed(alone, check) / _speed(group, check))
+            try:
+                with _side_by_side(count, until, check) as (group, has_cores):
+                    ratios: list[float] = []
+                    began = time.monotonic()
+                    while len(ratios) < _ROUNDS and (
+                        not ratios or time.monotonic() < began + _ENOUGH_SECONDS
+                    ):
+                        ratios.append(_speed(alone, check) / _speed(group, check))
+            except _NotMeasured:
+                if not found:
+                    raise
+                break
             found[count] = median(ratios)
+            had_cores &= has_cores
     if not all(map(_is_possible, found.values())):
         raise _NotMeasured(f"it came out as {found}")
     return found, had_cores
