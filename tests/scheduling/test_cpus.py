@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,30 @@ def test_a_tie_goes_to_several(models: Path) -> None:
         speeds = {"m0": Speed(10.0, seconds / member.work, is_measured=True, is_startup_measured=True)}
         (found,) = plan(models, {}, rows=400, scaling=tie, speeds=speeds).members
         assert found.cpu_share == share, "a second start has to pay"
+
+
+def test_a_tie_is_one_of_what_is_on_the_cpu(models: Path) -> None:
+    """And it opens no door to more copies than it may have itself."""
+    made = plan(models, {}, {"num_gpus": 0})
+    gpu = Device("GPU-0", "A GPU", (8, 0), 100 * GIB, 0)
+    speeds = {"m0": Speed(10.0, 0.1, is_measured=True, is_startup_measured=True)}
+    speeds["m1"] = replace(speeds["m0"], seconds_per_work=0.001)
+    (_, beside) = replace(made, speeds=speeds).again([gpu], Scaling({2: 3.5, 4: 9.0})).members
+    assert (beside.gpus, beside.cpu_share) == (0, 1.0), "whatever it takes, the GPU takes longer"
+    one = made.host_bytes // 4
+    host = Device("cpu", "CPU", None, 9 * one // 2, 0)
+    for slowdowns, share in (({2: 2.05, 4: 4.0}, 1 / 2), ({2: 2.1, 4: 4.0}, 1.0), ({2: 2.05, 4: 3.8}, 1 / 4)):
+        (member,) = plan(models, {}, host=host, scaling=Scaling(slowdowns)).members
+        assert member.cpu_share == share
+
+
+def test_a_given_number_of_replicas_leaves_no_choice_up_to_it(models: Path) -> None:
+    slow = Scaling({2: 3.0, 4: 9.0, 8: 20.0})
+    made = plan(models, {"replicas": 4}, scaling=slow)
+    assert (shares(made), made.cpu_choice, made.why) == ([(4, 4, 1 / 4)], (), "")
+    made = plan(models, {"replicas": 4}, scaling=slow, cpus=16)
+    assert (shares(made), made.cpu_choice) == ([(4, 4, 1 / 4)], (8,))
+    assert made.why.startswith("4 workers at a time on the CPU, 4 cores each (")
 
 
 def test_a_speed_is_of_the_cores_that_it_was_measured_with(models: Path) -> None:
