@@ -150,7 +150,7 @@ def test_what_paths_of_the_runs_machine_are_on_a_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("ray")
-    from ensemble.scheduling.launchers.ray.launcher import _paths_of, _search
+    from ensemble.scheduling.launchers.ray.supply import import_folders, paths_of
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "lib"), "elsewhere"]))
@@ -161,9 +161,9 @@ def test_what_paths_of_the_runs_machine_are_on_a_node(
     member = MemberFiles(
         worker_start(tmp_path).command.spec, ("models/one", module, "org/name"), str(tmp_path)
     )
-    assert _search(member, "/node") == [f"/node{tmp_path}/lib"]
-    assert _search(member, "") == [f"{tmp_path}/lib"], "where the node has it at the same place"
-    paths = _paths_of(member, "/node")
+    assert import_folders(member, "/node") == [f"/node{tmp_path}/lib"]
+    assert import_folders(member, "") == [f"{tmp_path}/lib"], "where the node has it at the same place"
+    paths = paths_of(member, "/node")
     assert paths["models/one"] == paths[f"{tmp_path}/models/one"] == f"/node{tmp_path}/models/one"
     assert paths["lib/pack/module.py"] == paths[module] == f"/node{module}"
     assert paths[str(tmp_path)] == f"/node{tmp_path}"

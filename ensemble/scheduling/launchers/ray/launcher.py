@@ -14,43 +14,38 @@ import os
 import queue
 import threading
 import time
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import islice
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ensemble.common.clock import Watch
 from ensemble.common.device_trials import Trial
 from ensemble.common.errors import CheckpointError, ConfigError, DeviceError, WriteError
-from ensemble.common.files import HubFile, open_log, unreadable
+from ensemble.common.files import HubFile
 from ensemble.common.gpus import Device, Inventory, Telemetry
-from ensemble.common.protocol import ChunkDone, Command, Event, Failed, ProtocolError
+from ensemble.common.protocol import ChunkDone, Failed
 from ensemble.common.shards import ShardSealer
-from ensemble.common.text import gib, listed
+from ensemble.common.text import listed
 from ensemble.scheduling.launchers.base import (
     Changes,
-    Exit,
     Handle,
     Launcher,
     MemberFiles,
     Node,
     WorkerStart,
 )
-from ensemble.scheduling.launchers.ray.agent import Agent, Batch, Ended, Holder, NodeFacts, versions
+from ensemble.scheduling.launchers.ray.agent import Agent, Batch, Holder
 from ensemble.scheduling.launchers.ray.cluster import address_problem, connect, ray, silence
-from ensemble.scheduling.launchers.ray.copies import Copy, copies_of, files_of, packs
+from ensemble.scheduling.launchers.ray.copies import copies_of, files_of
+from ensemble.scheduling.launchers.ray.nodes import ClusterNode, in_short, version_problems
+from ensemble.scheduling.launchers.ray.supply import Supplied, Supply, import_folders, paths_of
+from ensemble.scheduling.launchers.ray.worker import RayWorker
 
 _POLL_SECONDS = 0.2
-# Files go to nodes in packs of this size, so many of them at the same time.
-_PACK_BYTES = 16 << 20
-_PACKS_AHEAD = 4
-# Of files that rows name, looked for on nodes at a time.
-_CHECKED = 20_000
 # An agent that has not started by then asks for what somebody else has got meanwhile, or its node is slow: it is
 # started anew, with more time.
 _START_SECONDS = (20.0, 40.0, 60.0)
@@ -58,8 +53,6 @@ _START_SECONDS = (20.0, 40.0, 60.0)
 _INSTALL_SECONDS = (1_200.0,)
 # What a run that has just ended had is free again after so long; where others have it, so long is lost.
 _SETTLE_SECONDS = 3.0
-# A node answers within these, unless it is lost.
-_ANSWER_SECONDS = 30.0
 _END_SECONDS = 5.0
 # Nobody asks for what happens on a node for so many times hang_timeout, where the run's process still lives.
 _FORGOTTEN_TIMES = 4
@@ -75,78 +68,9 @@ _REFUSED = os.strerror(errno.ECONNREFUSED)
 _ASK_SECONDS = 1.0
 # As the longest turn, of a loop that also reads files.
 _MAX_ASK_SECONDS = 10.0
-_MAKE_ROOM = (
-    "make room there, or name a larger disk (launcher: {ray: {runtime_env: {env_vars: {TMPDIR: ...}}}})"
-)
 # Of the run's own environment, what workers on other nodes shall have, too.
 _PASSED_ON = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "HF_TOKEN", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 log = logging.getLogger(__name__)
-
-
-@dataclass(eq=False)
-class _Node:
-    """A node that takes part.
-
-    ``own_copies`` are the members whose files the run has brought there; ``known`` is what it has said of members'
-    sources, as these were then: they are looked at once, not those that rows name.
-    """
-
-    name: str
-    agent: Any
-    facts: NodeFacts
-    poll: Any = None  # the object reference of what it will say next
-    asked_at: float = 0.0  # for it, by the launcher's watch
-    workers: dict[int, RayWorker] = field(default_factory=dict)
-    used_bytes: Mapping[str, int | None] = field(default_factory=dict)
-    telemetry: Mapping[str, Telemetry | None] = field(default_factory=dict)
-    available_bytes: int | None = None
-    held: set[str] = field(default_factory=set)  # GPUs of it that others have, by UUID
-    holders: dict[Any, Any] = field(default_factory=dict)  # that wait for these, by what they will answer
-    own_copies: set[str] = field(default_factory=set)
-    known: dict[tuple[str, Copy], str] = field(default_factory=dict)
-    why_lost: str = ""
-
-    @property
-    def label(self) -> str:
-        return f"node {self.name}"
-
-    @property
-    def cpu(self) -> Device:
-        return Device("cpu", "CPU", None, self.facts.total_bytes, self.facts.used_bytes, self.name)
-
-    @property
-    def cpu_workers(self) -> int:
-        return sum(not worker.devices for worker in self.workers.values())
-
-    def call_files(self, name: str, argument: Any) -> Any:
-        return getattr(self.agent, name).options(concurrency_group="files").remote(argument)
-
-
-@dataclass
-class _Supplied:
-    """How nodes got their files: what some cannot have, and why some do not answer any more."""
-
-    problems: dict[_Node, list[str]] = field(default_factory=dict)
-    silent: dict[_Node, str] = field(default_factory=dict)
-
-    def of(self, node: _Node) -> list[str]:
-        return [*self.problems.get(node, ()), *([self.silent[node]] if node in self.silent else ())]
-
-    def well(self, nodes: Iterable[_Node]) -> list[_Node]:
-        return [node for node in nodes if node not in self.silent and node not in self.problems]
-
-    def heard(self, answers: Iterable[tuple[_Node, Any, str]]) -> Iterator[tuple[_Node, Any]]:
-        for node, answer, why in answers:
-            if why:
-                self.silent[node] = why
-            else:
-                yield node, answer
-
-    def take(self, answers: Iterable[tuple[_Node, Any, str]]) -> None:
-        """What nodes answer to files that they get."""
-        for node, problem in self.heard(answers):
-            if problem and node not in self.problems:
-                self.problems[node] = [f"{node.label}: {problem}; {_MAKE_ROOM}"]
 
 
 class RayLauncher(Launcher):
@@ -178,11 +102,10 @@ class RayLauncher(Launcher):
         if problems:
             raise ConfigError(problems)
         self._address = address
-        self._ships_models = settings.get("ship_models", False)
+        self._supply = Supply(self._answers, settings.get("ship_models", False))
         self._runtime_env = settings.get("runtime_env")
-        self._nodes: dict[str, _Node] = {}
-        self._home: dict[str, _Node] = {}  # of each device, by UUID
-        self._members: Mapping[str, MemberFiles] = {}
+        self._nodes: dict[str, ClusterNode] = {}
+        self._home: dict[str, ClusterNode] = {}  # of each device, by UUID
         self._numbers = 0
         self._is_own_connection = False
         self._watch = Watch(_MAX_TURN_SECONDS)
@@ -190,14 +113,13 @@ class RayLauncher(Launcher):
         self._looked_at = 0.0
         self._joining: threading.Thread | None = None
         # By a thread, which nobody has been told of; all else of nodes is the main thread's alone.
-        self._joined: queue.SimpleQueue[tuple[str, _Node]] = queue.SimpleQueue()
+        self._joined: queue.SimpleQueue[tuple[str, ClusterNode]] = queue.SimpleQueue()
         self._news: queue.SimpleQueue[str] = queue.SimpleQueue()  # for the user
         self._asked: set[str] = set()  # nodes that an agent was to be started on
-        self._hub_files: Mapping[str, Sequence[HubFile]] = {}
         self._closed = threading.Event()
         self._head = ""  # its address
         self._why_headless = ""
-        self._lost: list[_Node] = []
+        self._lost: list[ClusterNode] = []
         self._kept: list[Any] = []  # holders, which hold GPUs until they end
 
     # The cluster.
@@ -225,7 +147,7 @@ class RayLauncher(Launcher):
             raise DeviceError(
                 "launcher.ray: no agent has started on any node of the cluster; see `ray status`"
             )
-        if problems := [*_version_problems(self._nodes.values())]:
+        if problems := [*version_problems(self._nodes.values())]:
             raise DeviceError(problems)
         gpus, warnings = list[Device](), list[str]()
         for node in self._nodes.values():
@@ -244,30 +166,30 @@ class RayLauncher(Launcher):
     ) -> tuple[Node, ...]:
         if not self._nodes:
             return ()
-        self._hub_files = hub_files
+        self._supply.hub_files = hub_files
         files = {
             name: [str(one) for source in own for one in files_of(source)] for name, own in sources.items()
         }
         copies = copies_of(path for paths in files.values() for path in paths)
-        asked = _Supplied()
-        unfit = self._unfit(copies, [one for one in self._nodes.values() if not one.why_lost], asked)
+        asked = Supplied()
+        unfit = self._supply.unfit(copies, [one for one in self._nodes.values() if not one.why_lost], asked)
         for node, own in unfit.items():
             node.known = {(path, copy): own.get(path, "") for path, copy in copies.items()}
-        lacking = self._lacking([*unfit], asked)
+        lacking = self._supply.lacking([*unfit], asked)
         for node, why in asked.silent.items():
             self.lose(node, why)
         found = []
         for node in asked.well(unfit):
-            problems, models, facts = [*_version_problems([node])], dict[str, str](), node.facts
+            problems, models, facts = [*version_problems([node])], dict[str, str](), node.facts
             for name, paths in files.items():
                 own = {path: unfit[node][path] for path in paths if path in unfit[node]}
                 kinds = ("another", "unreadable", "missing")
                 there = "there" if paths else "on the hub"
                 models[name] = next((one for one in kinds if one in own.values()), there)
-                if models[name] == "missing" and self._ships_models:
+                if models[name] == "missing" and self._supply.ships_models:
                     models[name] = "sent"
                 elif own:
-                    problems.append(self._problem(name, node, own))
+                    problems.append(self._supply.problem(name, node, own))
                 if name in lacking.get(node, ()):
                     models[name] = "missing"
                     problems.append(lacking[node][name])
@@ -283,7 +205,7 @@ class RayLauncher(Launcher):
     def trials(
         self, devices: Sequence[Device], imports: Sequence[str] = (), flash_attention: bool = False
     ) -> list[Trial]:
-        asked, found = dict[_Node, Any](), list[Trial]()
+        asked, found = dict[ClusterNode, Any](), list[Trial]()
         for node in self._nodes.values():
             own = [replace(one, node="") for one in devices if one.node == node.name]
             if own and not node.why_lost:
@@ -297,55 +219,21 @@ class RayLauncher(Launcher):
                 found += [replace(one, device=replace(one.device, node=node.name)) for one in trials]
         return found
 
-    def _lacking(self, nodes: Sequence[_Node], supplied: _Supplied) -> dict[_Node, dict[str, str]]:
-        """What speaks against members on nodes that cannot have something of the hub, by their names."""
-        wanted = sorted({one for files in self._hub_files.values() for one in files}, key=repr)
-        asked = {node: node.call_files("lacks", wanted) for node in nodes if wanted}
-        return {
-            node: {
-                name: f"{name}: {one.folder} is not in the hub's cache on {node.label}, and does not come from the "
-                f"hub there ({lacks[one]}); run hf download {one.folder} there, or name a folder"
-                for name, files in self._hub_files.items()
-                for one in files
-                if one in lacks
-            }
-            for node, lacks in supplied.heard(self._answers(asked))
-        }
-
-    def _unfit(
-        self, copies: Mapping[str, Copy], nodes: Sequence[_Node], supplied: _Supplied
-    ) -> dict[_Node, dict[str, str]]:
-        """Which of these files nodes have not as they are here."""
-        found: dict[_Node, dict[str, str]] = {node: {} for node in nodes}
-        for start in range(0, len(copies), _CHECKED):
-            some, asked = dict(islice(copies.items(), start, start + _CHECKED)), dict[_Node, Any]()
-            reference = ray.put(some)
-            for node in supplied.well(nodes):
-                if some.items() <= node.known.keys():
-                    found[node] |= {
-                        path: what for path, copy in some.items() if (what := node.known[path, copy])
-                    }
-                else:
-                    asked[node] = node.call_files("check", reference)
-            for node, unfit in supplied.heard(self._answers(asked)):
-                found[node] |= unfit
-        return {node: found[node] for node in supplied.well(nodes)}
-
-    def _answers(self, asked: Mapping[_Node, Any]) -> Iterator[tuple[_Node, Any, str]]:
+    def _answers(self, asked: Mapping[ClusterNode, Any]) -> Iterator[tuple[ClusterNode, Any, str]]:
         """What nodes answer, as they do, or why one does not.
 
         That may take as long as it does, where the node itself responds.
         """
         watch, left = Watch(_MAX_ASK_SECONDS), {reference: node for node, reference in asked.items()}
         heard = dict.fromkeys(asked, watch())
-        pulses: dict[_Node, Any] = {}
+        pulses: dict[ClusterNode, Any] = {}
         while left:
             for reference in ray.wait([*left], num_returns=1, timeout=_ASK_SECONDS)[0]:
                 node = left.pop(reference)
                 try:
                     yield node, ray.get(reference), ""
                 except RayError as error:
-                    yield node, None, _in_short(error)
+                    yield node, None, in_short(error)
             now = watch()
             for reference, node in [*left.items()]:
                 if node in pulses and ray.wait([pulses[node]], timeout=0)[0]:
@@ -357,7 +245,7 @@ class RayLauncher(Launcher):
                     del left[reference]
                     yield node, None, self._silence
 
-    def _take_in(self, node: _Node) -> list[Device]:
+    def _take_in(self, node: ClusterNode) -> list[Device]:
         """The devices of a node, which are known by their UUIDs from now on."""
         found = [replace(gpu, node=node.name) for gpu in node.facts.inventory.gpus]
         for gpu in found:
@@ -388,7 +276,7 @@ class RayLauncher(Launcher):
     def _alive(self) -> list[dict[str, Any]]:
         return [one for one in ray.nodes() if one["Alive"] and one["NodeID"] not in self._asked]
 
-    def _join(self, found: Sequence[Mapping[str, Any]], is_late: bool = False) -> dict[str, _Node]:
+    def _join(self, found: Sequence[Mapping[str, Any]], is_late: bool = False) -> dict[str, ClusterNode]:
         """Start an agent on each of these nodes, with what nobody else has of it; those that answer, by id.
 
         Args:
@@ -397,7 +285,7 @@ class RayLauncher(Launcher):
         Raises:
             DeviceError: on one of the others none can.
         """
-        joined, left = dict[str, _Node](), list(found)
+        joined, left = dict[str, ClusterNode](), list(found)
         names = {node.name for node in [*self._nodes.values()]}
         self._asked.update(one["NodeID"] for one in found)
         installs = self._runtime_env is not None and bool(self._runtime_env.keys() - {"env_vars"})
@@ -421,7 +309,7 @@ class RayLauncher(Launcher):
                         log.warning("node %s: it died before its agent had started", name)
                         continue
                     problem = (
-                        f"no agent could be started on node {name} ({_in_short(error)}); is ensemble-runner "
+                        f"no agent could be started on node {name} ({in_short(error)}); is ensemble-runner "
                         "installed there?"
                     )
                     if not is_late:
@@ -430,7 +318,7 @@ class RayLauncher(Launcher):
                     continue
                 names.add(name)
                 held = {gpu.uuid for gpu in facts.held}
-                joined[one["NodeID"]] = _Node(name, agent, facts, held=held)
+                joined[one["NodeID"]] = ClusterNode(name, agent, facts, held=held)
             if not left:
                 break
         for one in left:
@@ -532,11 +420,11 @@ class RayLauncher(Launcher):
             return
         try:
             joined = self._join(found, is_late=True)
-            unfit = {node: [*_version_problems([node])] for node in joined.values()}
+            unfit = {node: [*version_problems([node])] for node in joined.values()}
             fit = [node for node in joined.values() if not unfit[node]]
-            supplied = self._supply(fit, is_late=True)
-            for node, lacking in self._lacking(supplied.well(fit), supplied).items():
-                unfit[node] += [text for name, text in lacking.items() if name in self._members]
+            supplied = self._supply.give(fit, is_late=True)
+            for node, lacking in self._supply.lacking(supplied.well(fit), supplied).items():
+                unfit[node] += [text for name, text in lacking.items() if name in self._supply.members]
             for number, node in joined.items():
                 problems = unfit[node] or supplied.of(node)
                 if problems or self._closed.is_set():
@@ -546,7 +434,7 @@ class RayLauncher(Launcher):
         except Exception as error:  # of a cluster that changes: the run goes on without
             self._news.put(f"a node that joined the cluster stays out: {error}")
 
-    def _turn_away(self, node: _Node, why: str) -> None:
+    def _turn_away(self, node: ClusterNode, why: str) -> None:
         self._news.put(f"{node.label} has joined the cluster, and stays out: {why or 'the run is over'}")
         with contextlib.suppress(RayError):
             ray.get(node.agent.leave.remote(), timeout=10)
@@ -558,106 +446,13 @@ class RayLauncher(Launcher):
         if members:
             self._open()
         self._let_go()
-        self._members = members
-        try:
-            self._copies = {name: copies_of(_files_of(one)) for name, one in members.items()}
-            common = [one.spec.common for one in members.values()]
-            self._tables = copies_of(path for one in common for path in (one.table_path, one.order_path))
-        except OSError as error:
-            raise CheckpointError(unreadable(error.filename or "", error)) from error
-        found = self._supply([node for node in self._nodes.values() if not node.why_lost])
+        self._supply.read(members)
+        found = self._supply.give([node for node in self._nodes.values() if not node.why_lost])
         if found.problems:
             self.close()
             raise CheckpointError([text for texts in found.problems.values() for text in texts])
         for node, why in found.silent.items():
             self.lose(node, why)
-
-    def _supply(self, nodes: Sequence[_Node], is_late: bool = False) -> _Supplied:
-        """Give nodes all that their workers will read, side by side.
-
-        Args:
-            is_late: some may go without; else nothing is sent where one cannot have all.
-        """
-        supplied, wanted = _Supplied(), dict[str, list[_Node]]()
-        wanted |= {path: [*nodes] for path in self._tables}
-        whole = dict(self._tables)
-        for name, copies in self._copies.items():
-            found = self._unfit(copies, supplied.well(nodes), supplied)
-            for node in supplied.well(found):
-                if problem := self._problem(name, node, found[node]):
-                    supplied.problems.setdefault(node, []).append(problem)
-                elif missing := found[node]:
-                    node.own_copies.add(name)
-                    for path in missing:
-                        if node not in wanted.setdefault(path, []):
-                            wanted[path].append(node)
-                    whole |= {path: copies[path] for path in missing}
-                    if there := [path for path in copies if path not in missing]:
-                        supplied.take(self._answers({node: node.call_files("link", there)}))
-        for node in nodes:
-            size = sum(whole[path].size for path, takers in wanted.items() if node in takers)
-            free = node.facts.free_disk_bytes
-            if free is not None and size > free:
-                supplied.problems.setdefault(node, []).append(
-                    f"{node.label}: {gib(size)} of files are to go to {node.facts.folder}, where {gib(free)} are "
-                    f"free; {_MAKE_ROOM}"
-                )
-        if is_late or not supplied.problems:
-            self._ship(whole, wanted, supplied)
-        return supplied
-
-    def _problem(self, name: str, node: _Node, found: Mapping[str, str]) -> str:
-        """What speaks against a member on a node that has not all of its files as they are here."""
-        first: dict[str, str] = {}
-        for path, what in found.items():
-            first.setdefault(what, path)
-        if path := first.get("another", ""):
-            return (
-                f"{name}: {path} on {node.label} is not the file that is here; copy it again, or remove it there "
-                "and set launcher: {ray: {ship_models: true}}"
-            )
-        if path := first.get("unreadable", ""):
-            return f"{name}: {path} on {node.label} cannot be read; allow it there"
-        if not (path := first.get("missing", "")):
-            return ""
-        if not self._ships_models:
-            return (
-                f"{name}: {path} is not on {node.label}; copy the folder to the same path there, or set launcher: "
-                "{ray: {ship_models: true}}"
-            )
-        member = self._members[name]
-        folders = [Path(source).absolute() for source in (*member.sources, member.row_folder) if source]
-        for path in found:
-            if not any(Path(path).is_relative_to(folder) for folder in folders):
-                return (
-                    f"{name}: {path}, which a row names, is not on {node.label}, and ship_models sends only files "
-                    f"below {member.row_folder}; let the rows name them relative to it"
-                )
-        return ""
-
-    def _ship(
-        self, copies: Mapping[str, Copy], wanted: Mapping[str, Sequence[_Node]], supplied: _Supplied
-    ) -> None:
-        """Send files to the nodes that want them: what several want goes into the object store once."""
-        groups: dict[tuple[_Node, ...], dict[str, Copy]] = {}
-        for path, nodes in wanted.items():
-            groups.setdefault(tuple(nodes), {})[path] = copies[path]
-        under_way: deque[dict[_Node, Any]] = deque()
-
-        try:
-            for nodes, files in groups.items():
-                for pack in packs(files, _PACK_BYTES):
-                    reference = ray.put(pack)
-                    under_way.append(
-                        {one: one.call_files("write", reference) for one in supplied.well(nodes)}
-                    )
-                    del reference  # it is freed when the last of them has it
-                    if len(under_way) >= _PACKS_AHEAD:
-                        supplied.take(self._answers(under_way.popleft()))
-        except OSError as error:
-            raise CheckpointError(f"a file changed while it was sent to nodes: {error}") from error
-        while under_way:
-            supplied.take(self._answers(under_way.popleft()))
 
     # Workers.
 
@@ -675,12 +470,12 @@ class RayLauncher(Launcher):
             return worker
         member = next(
             one
-            for one in self._members.values()
+            for one in self._supply.members.values()
             if one.spec.common.shards_dir == start.command.spec.common.shards_dir
         )
-        name = next(name for name, one in self._members.items() if one is member)
+        name = next(name for name, one in self._supply.members.items() if one is member)
         root = f"{node.facts.folder}/files" if name in node.own_copies else ""
-        arguments = start, _paths_of(member, root), _search(member, root)
+        arguments = start, paths_of(member, root), import_folders(member, root)
         node.workers[worker.number] = worker
         worker.call("start", *arguments)
         return worker
@@ -703,14 +498,14 @@ class RayLauncher(Launcher):
         ready, _ = ray.wait([*polls], num_returns=1, timeout=timeout_seconds)
         if ready and len(polls) > 1:
             ready, _ = ray.wait([*polls], num_returns=len(polls), timeout=0)
-        batches: dict[_Node, Batch] = {}
+        batches: dict[ClusterNode, Batch] = {}
         for reference in ready:
             node = polls[reference]
             node.poll = None
             try:
                 batches[node] = ray.get(reference)
             except RayError as error:
-                self.lose(node, _in_short(error))
+                self.lose(node, in_short(error))
             except OSError as error:  # newer releases of Ray, such as 2.60, end this process
                 if not self._why_headless:
                     self._lose_cluster(f"Ray on this machine has ended ({error.strerror or error})")
@@ -729,11 +524,11 @@ class RayLauncher(Launcher):
             self._check(node, self.hang_timeout)
         return [one for one in handles if isinstance(one, RayWorker) and one.has_news]
 
-    def check_silence(self, node: _Node) -> None:
+    def check_silence(self, node: ClusterNode) -> None:
         """Lose a node of which a worker counts as hung, if it has not responded for about as long itself."""
         self._check(node, self.hang_timeout / 2)
 
-    def _check(self, node: _Node, seconds: float) -> None:
+    def _check(self, node: ClusterNode, seconds: float) -> None:
         """Lose a node that has not responded for so long."""
         if node.poll is not None and self._watch() - node.asked_at > seconds and not node.why_lost:
             self.lose(node, self._silence)
@@ -742,7 +537,7 @@ class RayLauncher(Launcher):
     def _silence(self) -> str:
         return f"it has not responded for {self.hang_timeout:g} s (hang_timeout)"
 
-    def _take(self, node: _Node, batch: Batch, unsealed: Mapping[Path, WriteError]) -> None:
+    def _take(self, node: ClusterNode, batch: Batch, unsealed: Mapping[Path, WriteError]) -> None:
         if batch.used_bytes:
             node.used_bytes, node.telemetry = batch.used_bytes, batch.telemetry
         if batch.available_bytes is not None:
@@ -766,7 +561,7 @@ class RayLauncher(Launcher):
             if (worker := node.workers.get(number)) is not None:
                 worker.exited = True
 
-    def lose(self, node: _Node, why: str, is_news: bool = True) -> None:
+    def lose(self, node: ClusterNode, why: str, is_news: bool = True) -> None:
         """A node does not answer any more: all that ran there has ended."""
         if not node.why_lost:
             self._lost.append(node)
@@ -816,124 +611,6 @@ class RayLauncher(Launcher):
                 atexit.unregister(ray.shutdown)
             else:
                 ray.shutdown()
-
-
-class RayWorker(Handle):
-    """A worker on a node."""
-
-    def __init__(self, number: int, node: _Node, start: WorkerStart, launcher: RayLauncher) -> None:
-        self.number = number
-        self.node = node
-        self.on_node = node.name
-        self.process = f"{number} on {node.name}"
-        self.devices = start.devices
-        self.events: list[Event] = []
-        self.exited = False
-        self.problem = ""
-        self.shards_dir = Path(start.command.spec.common.shards_dir)
-        self._log = start.log
-        self._launcher = launcher
-
-    def call(self, name: str, *arguments: Any) -> Any:
-        method = getattr(self.node.agent, name).options(concurrency_group="commands")
-        return method.remote(self.number, *arguments)
-
-    @property
-    def has_news(self) -> bool:
-        return bool(self.events or self.problem or (self.exited and self.is_open))
-
-    def send(self, command: Command) -> None:
-        if not self.exited:
-            self.call("send", command)
-
-    def receive(self) -> list[Event]:
-        events, self.events = self.events, []
-        if self.exited and not events:
-            self.is_open = False
-        if self.problem and not events:
-            self.problem, problem = "", self.problem
-            raise ProtocolError(problem)
-        return events
-
-    def has_exited(self) -> bool:
-        return self.exited and not self.events
-
-    def terminate(self) -> None:
-        if not self.exited:
-            self.call("terminate")
-
-    def abort(self) -> None:
-        if not self.exited:
-            self.call("abort")
-
-    def print(self, text: bytes) -> None:
-        with contextlib.suppress(OSError), open_log(self._log) as file:
-            file.write(text)
-
-    def close(self) -> Exit:
-        self.node.workers.pop(self.number, None)
-        self.is_open = False
-        # It counts as hung, by the same time, because its node does not respond.
-        self._launcher.check_silence(self.node)
-        if self.node.why_lost:
-            return Exit(-9, f"ended when {self.node.label} {self.node.why_lost}", is_lost=True)
-        try:
-            ended: Ended = ray.get(self.call("close"), timeout=_ANSWER_SECONDS)
-        except (RayError, GetTimeoutError) as error:
-            self._launcher.lose(self.node, _in_short(error))
-            return self.close()
-        self.print(ended.printed)
-        return ended.exit
-
-
-def _files_of(member: MemberFiles) -> Iterator[str]:
-    for source in member.sources:
-        yield from map(str, files_of(source))
-    yield from member.row_files()
-
-
-def _paths_of(member: MemberFiles, root: str) -> dict[str, str]:
-    """What a member's texts become that are paths of this machine, on a node.
-
-    Args:
-        root: the folder there that stands for this machine's; empty: the same paths.
-    """
-    names = [str(file) for source in member.sources for file in files_of(source)]
-    names += [source for source in member.sources if Path(source).exists()]
-    paths = {member.row_folder: root + os.path.abspath(member.row_folder)} if member.row_folder else {}  # noqa: PTH100
-    for name in names:
-        absolute = os.path.abspath(name)  # noqa: PTH100  also without ".."
-        paths |= dict.fromkeys((name, absolute, os.path.relpath(absolute)), root + absolute)
-    return paths
-
-
-def _search(member: MemberFiles, root: str) -> list[str]:
-    """Of the folders that PYTHONPATH names here, those that hold a member's files; on a node."""
-    files = [Path(source).absolute() for source in member.sources if Path(source).is_file()]
-    named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    folders = [os.path.abspath(folder) for folder in named if folder]  # noqa: PTH100
-    return [root + one for one in folders if any(file.is_relative_to(one) for file in files)]
-
-
-def _in_short(error: BaseException) -> str:
-    if isinstance(error, RayActorError):
-        return "its agent has died"
-    if isinstance(error, GetTimeoutError):
-        return "it does not respond"
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def _version_problems(nodes: Iterable[_Node]) -> Iterator[str]:
-    own = versions()
-    for node in nodes:
-        for name, version in own.items():
-            found = node.facts.versions.get(name)
-            if found is None or (name != "python" and found != version):
-                what = f"has {name} {found}" if found else f"has no {name}"
-                yield (
-                    f"launcher.ray: {node.label} {what}, and this machine {version}; install the same everywhere, "
-                    "or let launcher.ray.runtime_env do it"
-                )
 
 
 def _alive_ids() -> set[str]:
