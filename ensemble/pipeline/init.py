@@ -135,22 +135,7 @@ def first_config(table: Path, sources: Sequence[str], sample: Path | None, outpu
         is_read.pop(files.column, None)
         if not files.are_there:
             guesses.append(f"{quoted(files.column)} is taken for the names of files, which were not found")
-    texts = [name for name, how in is_read.items() if how in ("json", "prose")]
-    texts = texts or [name for name, how in is_read.items() if how == "text"]
-    if len(texts) > 1 or any(is_read[name] == "json" for name in texts):  # Jinja knows no other names
-        fit = [name for name in texts if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)]
-        fit = fit or [name for name in texts if is_read[name] != "json"][:1]
-        if not fit:
-            raise DataError(
-                f"{table}: rename {listed(texts)}: a template reads names of letters, digits and _"
-            )
-        odd = [name for name in texts if name not in fit]
-        if odd:
-            guesses.append(
-                f"{listed(odd)} left out: a template reads names of letters, digits and _; rename what models "
-                "shall read"
-            )
-        texts = fit
+    texts = _text_columns(table, is_read, guesses)
     if not texts and any(member.draft.reads_text for member in members):
         raise DataError(
             f"{table}: no column of text for the members to read beside {quoted(id_column)}, which is taken for "
@@ -185,31 +170,7 @@ def first_config(table: Path, sources: Sequence[str], sample: Path | None, outpu
         template = "\n\n".join(f"<{name}>: {{{{ {name}{cell.get(is_read[name], '')} }}}}" for name in texts)
     max_length, length_note = _max_length(table, id_column, texts, len(template)) if texts else (0, "")
     for member in members:
-        draft = member.draft
-        lines += [f"  - name: {_scalar(member.name)}"]
-        lines += [f"    {key}: {_scalar(value)}" for key, value in draft.settings.items()]
-        if draft.of_labels is not None:
-            key, text_of = draft.of_labels
-            lines += [f"    # GUESS: {draft.guess}.", f"    {key}:"]
-            lines += [f"      {_scalar(label)}: {_scalar(text_of(label))}" for label in labels]
-            guesses.append(f"{member.name}.{key}: {draft.guess}")
-        if draft.file_keys is not None and files is not None:
-            remark = "" if files.are_there else "  # GUESS: the files that it names were not found"
-            lines += [f"    {draft.file_keys[0]}: {_scalar(files.column)}{remark}"]
-            lines += [f"    {draft.file_keys[1]}: {_scalar(str(files.folder))}"] * (files.folder is not None)
-            lines += [f"    {draft.file_keys[2]}: {_scalar(files.suffix)}"] * bool(files.suffix)
-        if label_map := maps[member.name]:
-            pairs = ", ".join(f"{_scalar(theirs)}: {_scalar(ours)}" for theirs, ours in label_map.items())
-            is_guess = not draft.are_named or (
-                draft.labels_are_columns and not _same_but_case([*label_map], labels)
-            )
-            remark = "  # GUESS: in this order; as in its training?" if is_guess else ""
-            lines += [f"    {'columns' if draft.labels_are_columns else 'label_map'}: {{{pairs}}}{remark}"]
-            if is_guess:
-                why = "have other names in its file" if draft.labels_are_columns else "are numbered"
-                guesses.append(f"{member.name}: its labels {why}, and taken in the order of labels")
-        if draft.reads_text and draft.max_length is not None and draft.max_length < max_length:
-            lines += [f"    max_length: {draft.max_length}  # as many as it can read; longer rows are cut"]
+        lines += _member_lines(member, labels, maps[member.name], files, max_length, guesses)
     if any(member.draft.reads_text for member in members):
         lines += ["", "defaults:  # of all models that do not say otherwise"]
         if is_single:
@@ -235,6 +196,72 @@ def first_config(table: Path, sources: Sequence[str], sample: Path | None, outpu
                 guesses.append("submission.columns: which label each column of the sample is")
     lines += ["", "output_dir: runs/first", ""]
     return FirstConfig("\n".join(lines), tuple(guesses))
+
+
+def _text_columns(table: Path, is_read: Mapping[str, str], guesses: list[str]) -> list[str]:
+    """The columns that models read together.
+
+    Raises:
+        DataError: there are several, of whose names a template can read none.
+    """
+    texts = [name for name, how in is_read.items() if how in ("json", "prose")]
+    texts = texts or [name for name, how in is_read.items() if how == "text"]
+    if len(texts) > 1 or any(is_read[name] == "json" for name in texts):  # Jinja knows no other names
+        fit = [name for name in texts if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)]
+        fit = fit or [name for name in texts if is_read[name] != "json"][:1]
+        if not fit:
+            raise DataError(
+                f"{table}: rename {listed(texts)}: a template reads names of letters, digits and _"
+            )
+        odd = [name for name in texts if name not in fit]
+        if odd:
+            guesses.append(
+                f"{listed(odd)} left out: a template reads names of letters, digits and _; rename what models "
+                "shall read"
+            )
+        texts = fit
+    return texts
+
+
+def _member_lines(
+    member: _Member,
+    labels: Sequence[str],
+    label_map: Mapping[str, str],
+    files: _Files | None,
+    max_length: int,
+    guesses: list[str],
+) -> list[str]:
+    """A member's YAML; what of it is a guess is added to ``guesses``.
+
+    Args:
+        max_length: of all models, in tokens.
+    """
+    draft = member.draft
+    lines = [f"  - name: {_scalar(member.name)}"]
+    lines += [f"    {key}: {_scalar(value)}" for key, value in draft.settings.items()]
+    if draft.of_labels is not None:
+        key, text_of = draft.of_labels
+        lines += [f"    # GUESS: {draft.guess}.", f"    {key}:"]
+        lines += [f"      {_scalar(label)}: {_scalar(text_of(label))}" for label in labels]
+        guesses.append(f"{member.name}.{key}: {draft.guess}")
+    if draft.file_keys is not None and files is not None:
+        remark = "" if files.are_there else "  # GUESS: the files that it names were not found"
+        lines += [f"    {draft.file_keys[0]}: {_scalar(files.column)}{remark}"]
+        lines += [f"    {draft.file_keys[1]}: {_scalar(str(files.folder))}"] * (files.folder is not None)
+        lines += [f"    {draft.file_keys[2]}: {_scalar(files.suffix)}"] * bool(files.suffix)
+    if label_map:
+        pairs = ", ".join(f"{_scalar(theirs)}: {_scalar(ours)}" for theirs, ours in label_map.items())
+        is_guess = not draft.are_named or (
+            draft.labels_are_columns and not _same_but_case([*label_map], labels)
+        )
+        remark = "  # GUESS: in this order; as in its training?" if is_guess else ""
+        lines += [f"    {'columns' if draft.labels_are_columns else 'label_map'}: {{{pairs}}}{remark}"]
+        if is_guess:
+            why = "have other names in its file" if draft.labels_are_columns else "are numbered"
+            guesses.append(f"{member.name}: its labels {why}, and taken in the order of labels")
+    if draft.reads_text and draft.max_length is not None and draft.max_length < max_length:
+        lines += [f"    max_length: {draft.max_length}  # as many as it can read; longer rows are cut"]
+    return lines
 
 
 def _needs(id_column: str, columns: tuple[str, ...], limit: int | None) -> TableNeeds:
