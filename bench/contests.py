@@ -83,7 +83,7 @@ WORKS = (
     Work("pairs", "pairs", (ENCODER,), 1000, 1, ("cross_encoder",)),
     Work("three", "single", DECODERS, 2400, 2, ("by_hand", "floor")),
     Work("repeated", "repeated", DECODERS[:1], 1400, 1, ("notebook_loop",)),
-    Work("short", "short", DECODERS, 9000, 1, (TUNED, "by_hand")),
+    Work("short", "short", DECODERS, 15_000, 1, (TUNED, "by_hand")),
     Work("demo, one", "demo", _DEMO[:1], 2000, 1, ("by_hand",)),
     Work("demo, two", "demo", _DEMO, 2000, 1, (TUNED, "by_hand")),
     Work("demo, two, cold", "demo", _DEMO, 2000, 1, ("by_hand",), is_cold=True),
