@@ -186,14 +186,42 @@ def test_what_keeps_cores_busy(
     assert found == expected
 
 
+def test_what_a_system_does_not_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sandboxes have no times of CPUs; then the group counts, and else the load."""
+    group = write(tmp_path / "group", cpu__max="200000 100000", cpu__stat="usage_usec 0")
+    monkeypatch.setattr(host, "_STAT", str(tmp_path / "nothing"))
+    monkeypatch.setattr(host, "own_groups", lambda _: Groups(True, (group,)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+
+    def found(used_usec: int | None) -> bool:
+        def sleep(_: float) -> None:
+            if used_usec is not None:
+                write(group, cpu__stat=f"usage_usec {used_usec}")
+            else:
+                (group / "cpu.stat").unlink()
+
+        with monkeypatch.context() as patched:
+            patched.setattr(time, "sleep", sleep)
+            return is_busy()
+
+    assert not found(0)
+    assert found(10**9)
+    assert not found(None)
+    monkeypatch.setattr(os, "getloadavg", lambda: (1.5, 0.0, 0.0))
+    write(group, cpu__stat="usage_usec 0")
+    assert found(None), "of two CPUs"
+
+
 def test_used_time_of_groups(tmp_path: Path) -> None:
     new = write(tmp_path / "new", cpu__max="150000 100000", cpu__stat="usage_usec 2500000\nuser_usec 7")
     above = write(tmp_path / "above", cpu__max="max 100000", cpu__stat="usage_usec 9")
-    assert Groups(True, (new, above)).cpu_budgets() == [(1.5, 2.5)]
+    assert Groups(True, (new, above)).cpu_budgets() == {new: (1.5, 2.5)}
     old = write(tmp_path / "old", **{"cpu__cfs_quota_us": 400000, "cpu__cfs_period_us": 100000})
-    assert Groups(False, (old,)).cpu_budgets() == [(4.0, None)]
+    assert Groups(False, (old,)).cpu_budgets() == {old: (4.0, None)}
     write(old, cpuacct__usage=3 * 10**9)
-    assert Groups(False, (old,)).cpu_budgets() == [(4.0, 3.0)]
+    assert Groups(False, (old,)).cpu_budgets() == {old: (4.0, 3.0)}
 
 
 def test_a_program_that_computes_keeps_cores_busy() -> None:

@@ -61,15 +61,20 @@ def is_busy() -> bool:
     decides where the system does not tell more, as in some sandboxes.
     """
     groups, usable = own_groups("cpu"), usable_cpus()
-    before, used, began = _text(_STAT), groups.cpu_budgets(), time.monotonic()
+    began, before, used = time.monotonic(), _text(_STAT), groups.cpu_budgets()
     time.sleep(_LOOK_SECONDS)
-    idle, seconds = idle_cpus(before, _text(_STAT), os.sched_getaffinity(0)), time.monotonic() - began
-    if idle is None:
+    idle = idle_cpus(before, _text(_STAT), os.sched_getaffinity(0))
+    left = [] if idle is None else [idle]
+    after = groups.cpu_budgets()
+    seconds = time.monotonic() - began
+    for folder, (limit, last) in after.items():  # what is idle outside of a container is not ours
+        _, first = used.get(folder, (limit, None))
+        left.append(
+            math.nan if first is None or last is None else math.ceil(limit) - (last - first) / seconds
+        )
+    if not left or any(map(math.isnan, left)):
         return os.getloadavg()[0] > usable * _BUSY_LOAD
-    for (limit, first), (_, last) in zip(used, groups.cpu_budgets(), strict=False):
-        if first is not None and last is not None:  # what is idle outside of a container is not ours
-            idle = min(idle, math.ceil(limit) - (last - first) / seconds)
-    return idle < usable * (1 - _BUSY)
+    return min(left) < usable * (1 - _BUSY)
 
 
 def idle_cpus(before: str, after: str, cpus: Collection[int]) -> float | None:
@@ -155,24 +160,22 @@ class Groups:
 
     def cpu_limit(self) -> float | None:
         """How many CPUs' time these groups get, None without a limit."""
-        return min((limit for limit, _ in self.cpu_budgets()), default=None)
+        return min((limit for limit, _ in self.cpu_budgets().values()), default=None)
 
-    def cpu_budgets(self) -> list[tuple[float, float | None]]:
-        """Of each group that has one: how many CPUs' time it gets, and how many seconds of it have been used."""
-        budgets = []
+    def cpu_budgets(self) -> dict[Path, tuple[float, float | None]]:
+        """Of each group that has one: how many CPUs' time it gets, and how many seconds of it have been used; None
+        where that is not told, as by version 1 with both controllers apart."""
+        budgets: dict[Path, tuple[float, float | None]] = {}
         for folder in self.folders:
             if self.is_v2:
                 quota, _, period = _text(folder / "cpu.max").partition(" ")
                 used, unit = _statistic(folder / "cpu.stat", "usage_usec"), 1e-6
             else:
                 quota, period = _text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")
-                text, unit = (
-                    _text(folder / "cpuacct.usage"),
-                    1e-9,
-                )  # where both controllers are mounted together
+                text, unit = _text(folder / "cpuacct.usage"), 1e-9
                 used = int(text) if text.isdecimal() else None
             if quota.isdecimal() and period.isdecimal() and int(period):  # "max" and -1: no limit
-                budgets.append((int(quota) / int(period), None if used is None else used * unit))
+                budgets[folder] = int(quota) / int(period), None if used is None else used * unit
         return budgets
 
 
