@@ -94,7 +94,7 @@ class Scaling:
     def __str__(self) -> str:
         """What it is based on."""
         if self.is_measured:
-            return "measured on this machine"
+            return "measured on this machine" + (f"; {self.problem}" if self.problem else "")
         return f"assumed: {self.problem}" if self.problem else "assumed"
 
 

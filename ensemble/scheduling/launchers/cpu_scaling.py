@@ -58,6 +58,10 @@ class _NotMeasured(Exception):
     """Says why, in a few words."""
 
 
+# The last two: what a process says is no number, or 0.
+_FAILURES = (_NotMeasured, OSError, ValueError, ZeroDivisionError)
+
+
 def known_scaling() -> Scaling:
     """What an earlier measurement on this machine has found; without one, what is assumed."""
     cpus = {"CPU": cpu_name(), "cores": layout(), "threads": usable_cpus()}
@@ -89,16 +93,17 @@ def measured_scaling(counts: Sequence[int], check: Callable[[], None] = lambda: 
             missing = [count for count in counts if count not in scaling.slowdowns]
             if not missing:
                 return scaling
-            missing = _fitting(missing)
+            _check_room(min(missing))
             early.end()  # its imports would be measured, too
             was_quiet = not is_busy()
-            slowdowns, had_cores = _measure(missing, until, check)
-            scaling = replace(scaling, slowdowns={**scaling.slowdowns, **slowdowns})
+            slowdowns, had_cores, problem = _measure(sorted(missing), until, check)
+            scaling = replace(scaling, slowdowns={**scaling.slowdowns, **slowdowns}, problem=problem)
             if was_quiet and had_cores and not is_busy():
                 _keep(scaling)
             return scaling
-    except (_NotMeasured, OSError, ValueError) as error:
-        return replace(scaling, problem=f"it could not be measured ({error})")
+    except _FAILURES as error:
+        what = "more could not be" if scaling.is_measured else "it could not be measured"
+        return replace(scaling, problem=f"{what} ({error})")
 
 
 def _keep(scaling: Scaling) -> None:
@@ -112,18 +117,15 @@ def _keep(scaling: Scaling) -> None:
         write_text(path, json.dumps(document, indent=2) + "\n")
 
 
-def _fitting(counts: Sequence[int]) -> list[int]:
-    """Those for whose processes there is memory.
+def _check_room(count: int) -> None:
+    """Whether there is memory for so many processes beside one.
 
     Raises:
-        _NotMeasured: there are none.
+        _NotMeasured: there is not.
     """
-    free = available_memory_bytes()
-    found = [count for count in counts if free is None or (1 + count) * _PROCESS_BYTES <= free]
-    if not found and free is not None:
-        needed = (1 + min(counts)) * _PROCESS_BYTES
+    needed, free = (1 + count) * _PROCESS_BYTES, available_memory_bytes()
+    if free is not None and free < needed:
         raise _NotMeasured(f"that takes {gib(needed)} of memory, and {gib(free)} are free")
-    return found
 
 
 def _path(machine: str) -> Path | None:
@@ -159,20 +161,22 @@ def _alone(until: float, check: Callable[[], None]) -> Iterator[None]:
         yield
 
 
-def _measure(counts: Sequence[int], until: float, check: Callable[[], None]) -> tuple[dict[int, float], bool]:
-    """Slowdowns by number of workers, and whether each process had cores of its own, where it can have them.
+def _measure(
+    counts: Sequence[int], until: float, check: Callable[[], None]
+) -> tuple[dict[int, float], bool, str]:
+    """Slowdowns by number of workers, up to the first that could not be measured, and why that could not.
 
-    Where time is up, or a process has failed, those that were measured before.
+    Between them: whether each process had cores of its own, where it can have them.
 
     Raises:
-        _NotMeasured: there are none.
-        OSError: no process could be started.
+        one of ``_FAILURES``: there are none.
     """
     found: dict[int, float] = {}
     had_cores = True
     with _side_by_side(1, until, check) as (alone, _):
         for count in counts:
             try:
+                _check_room(count)
                 with _side_by_side(count, until, check) as (group, has_cores):
                     ratios: list[float] = []
                     began = time.monotonic()
@@ -180,15 +184,15 @@ def _measure(counts: Sequence[int], until: float, check: Callable[[], None]) -> 
                         not ratios or time.monotonic() < began + _ENOUGH_SECONDS
                     ):
                         ratios.append(_speed(alone, check) / _speed(group, check))
-            except _NotMeasured:
+                if not _is_possible(slowdown := median(ratios)):
+                    raise _NotMeasured(f"it came out as {slowdown}")
+            except _FAILURES as error:
                 if not found:
                     raise
-                break
-            found[count] = median(ratios)
+                return found, had_cores, f"{count} side by side could not be ({error})"
+            found[count] = slowdown
             had_cores &= has_cores
-    if not all(map(_is_possible, found.values())):
-        raise _NotMeasured(f"it came out as {found}")
-    return found, had_cores
+    return found, had_cores, ""
 
 
 @contextlib.contextmanager
