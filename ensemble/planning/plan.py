@@ -51,6 +51,8 @@ _WORTH_CHANGING = 0.98
 # measured vary by so much, and one worker leaves cores idle for what it does beside them.  Whole runs of models of
 # 128 to 768 wide took 0.85 to 1.01 of the time where layers promised 0.99.
 _A_TIE = 1.03
+# And where each has so many chunks that the last ones end at about the same time.
+_CHUNKS_EACH = 8
 # How many workers side by side on a CPU are tried, as far as it has the cores.  More are for the user to ask for.
 _BESIDE = (2, 4, 8, 16, 32)
 # What a worker on a GPU takes of its host: torch and transformers imported, and a chunk's token ids; about.
@@ -442,27 +444,27 @@ def _beside(plan: Plan) -> Plan:
         seconds = made.seconds_of(made.jobs)
         return replace(made, seconds=seconds if plan.seconds else None), seconds
 
-    chunks = sum(len(one.chunks) for one in can_share)
+    chunks = sum(len(one.chunks) if one.request.replicas == "auto" else one.replicas for one in can_share)
     if asked != "auto":
         # What there is nothing to do for keeps no cores from the others.
         return with_workers(min(asked, chunks))[0] if min(asked, chunks) > 1 else plan
     free = 0 if plan.host is None else plan.host.total_bytes - plan.host.used_bytes
     largest = max(map(_cpu_bytes, can_share), default=free)
     best, alone = with_workers(1)
-    # As many as there are chunks, and room in memory, and as the members' own replicas leave a choice.
+    # As many as there are chunks, and room in memory, and what is not the same plan as one worker.
     able = (one for one in workers_beside(plan.cpus) if one <= chunks and one * largest <= free)
     choice = {
         workers: found for workers in able if (found := with_workers(workers))[0].members != best.members
     }
     if not choice:
         return best if can_share else plan
-    # Where all that takes long is on the CPU.
-    may_tie = len(on_cpu) == len(plan.jobs) and any(
+    # Where all of the run is shared, and takes long: else the time of something else makes anything a tie.
+    may_tie = sum(one.request.replicas == "auto" for one in can_share) == len(plan.jobs) and any(
         worth_joining(one.job.compute_seconds, one.job.startup_seconds) for one in can_share
     )
-    best_seconds, why = alone, _in_words(plan.cpus, min(one.cpu_share for one in can_share))
+    best_seconds, why = alone, _in_words(plan.cpus, max(one.cpu_share for one in can_share))
     for workers, (made, seconds) in choice.items():
-        is_tie = may_tie and 2 * workers * largest <= free
+        is_tie = may_tie and 2 * workers * largest <= free and chunks >= _CHUNKS_EACH * workers
         if seconds > (_A_TIE * alone if is_tie else _WORTH_CHANGING * min(alone, best_seconds)):
             continue
         best, best_seconds, may_tie = made, seconds, False

@@ -131,12 +131,14 @@ def test_a_tie_goes_to_several(models: Path) -> None:
     for room, share in ((2.1, 1 / 2), (1.9, 1.0)):
         host = Device("cpu", "CPU", None, int(room * needed), 0)
         assert {one.cpu_share for one in plan(models, {}, {}, scaling=tie, host=host).members} == {share}
-    (member,) = plan(models, {}, rows=400).members
-    assert len(member.chunks) > 2
+    (member,) = plan(models, {}, rows=1000).members
+    assert len(member.chunks) >= 16
     for seconds, share in ((15.0, 1.0), (30.0, 1 / 2)):
         speeds = {"m0": Speed(10.0, seconds / member.work, is_measured=True, is_startup_measured=True)}
-        (found,) = plan(models, {}, rows=400, scaling=tie, speeds=speeds).members
+        (found,) = plan(models, {}, rows=1000, scaling=tie, speeds=speeds).members
         assert found.cpu_share == share, "a second start has to pay"
+    (member,) = plan(models, {}, rows=400, scaling=tie).members
+    assert (8 < len(member.chunks) < 16, member.cpu_share) == (True, 1.0), "one has the last chunk to itself"
 
 
 def test_a_tie_is_one_of_what_is_on_the_cpu(models: Path) -> None:
@@ -158,9 +160,13 @@ def test_a_given_number_of_replicas_leaves_no_choice_up_to_it(models: Path) -> N
     slow = Scaling({2: 3.0, 4: 9.0, 8: 20.0})
     made = plan(models, {"replicas": 4}, scaling=slow)
     assert (shares(made), made.cpu_choice, made.why) == ([(4, 4, 1 / 4)], (), "")
-    made = plan(models, {"replicas": 4}, scaling=slow, cpus=16)
-    assert (shares(made), made.cpu_choice) == ([(4, 4, 1 / 4)], (8,))
-    assert made.why.startswith("4 workers at a time on the CPU, 4 cores each (")
+    made = plan(models, {"replicas": 4}, scaling=Scaling({2: 2.0, 4: 4.0, 8: 4.1}), cpus=16)
+    assert (shares(made), made.cpu_choice, made.why) == ([(4, 4, 1 / 4)], (), ""), (
+        "eight would be four of eight"
+    )
+    assert shares(plan(models, {"replicas": 2}, cpu_workers=8)) == [(2, 2, 1 / 2)]
+    (few, others) = plan(models, {"replicas": 4}, {}, scaling=Scaling({2: 2.02, 4: 4.4, 8: 9.0})).members
+    assert (few.cpu_share, others.cpu_share) == (1 / 4, 1.0), "no tie, as one of them would run as it does"
 
 
 def test_a_speed_is_of_the_cores_that_it_was_measured_with(models: Path) -> None:
@@ -211,6 +217,7 @@ def test_nodes_are_kept_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(cores, "_CPUS", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(nodes))
     monkeypatch.setattr(cores, "own_groups", lambda _: type("Groups", (), {"cpu_limit": lambda self: None})())
+    monkeypatch.setattr(cores, "usable_cpus", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert cores.layout() == [8, 2, 2, 4]
     found = []
@@ -229,6 +236,7 @@ def test_cores_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(node_of))
     monkeypatch.setattr(cores, "_place", node_of.__getitem__)
     monkeypatch.setattr(cores, "own_groups", lambda _: type("Groups", (), {"cpu_limit": lambda self: None})())
+    monkeypatch.setattr(cores, "usable_cpus", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     taken = [Cores(3 / 8) for _ in range(3)]
     numbers = [[number - first for number in one.numbers] for one in taken]
