@@ -199,10 +199,10 @@ def first_config(table: Path, sources: Sequence[str], sample: Path | None, outpu
 
 
 def _text_columns(table: Path, is_read: Mapping[str, str], guesses: list[str]) -> list[str]:
-    """The columns that models read together.
+    """The columns that models read together; those left out are added to ``guesses``.
 
     Raises:
-        DataError: there are several, of whose names a template can read none.
+        DataError: they need a template, which can read none of their names.
     """
     texts = [name for name, how in is_read.items() if how in ("json", "prose")]
     texts = texts or [name for name, how in is_read.items() if how == "text"]

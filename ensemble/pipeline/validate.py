@@ -358,7 +358,10 @@ def _file_states(kinds: Iterable[MemberKind[Any, Any]]) -> dict[str, FileState]:
 
 
 def _previews(views: Iterable[_View], table: InputTable, problems: Problems) -> dict[str, str]:
-    """What templates make of the first row, by the view's title; tries the first few."""
+    """What templates make of the first row, by the view's title; tries the first few.
+
+    What speaks against rows is added to ``problems``.
+    """
     previews: dict[str, str] = {}
     for view in views:
         if view.swap and (types := table.types(view.swap)) and len(set(types.values())) > 1:
@@ -387,7 +390,7 @@ def _given(
 ) -> dict[str, npt.NDArray[np.float64]]:
     """Values of members that need no worker, [rows, labels] by name, where a member with when goes by them.
 
-    What they leave out is added to ``left_out``.
+    What they leave out is added to ``left_out``, what is wrong with them to ``problems``.
     """
     has_when = any(model.when is not None for model in config.models)
     values: dict[str, npt.NDArray[np.float64]] = {}

@@ -1,4 +1,4 @@
-"""A worker's process on this machine: how it is started, told, and ended."""
+"""How a worker's process is started, told what to do, and ended."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REAP_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class WorkerProcess:
-    """One that was started here.
+    """A worker's process on this machine.
 
     Attributes:
         process: leads a session of its own.

@@ -28,7 +28,9 @@ _HEAD = re.compile(r"(^|\.)(score|classifier|classification_head)\.")
 _VOCABULARY_HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.")
 _EMBEDDING = re.compile(r"embed|(^|\.)(wte|wpe|shared|relative_attention_bias)\.")
 # The module that is an embedding: what lies in one, such as a projection, is multiplied.
-_LOOKED_UP = re.compile(r"(^|[._])(embed(dings?)?(_in|_tokens|_positions)?|wte|wpe|shared)\.weight$")
+_LOOKED_UP = re.compile(
+    r"(^|[._])(embed(dings?)?(_in|_tokens(_per_layer)?|_positions)?|wte|wpe|shared)\.weight$"
+)
 # Heads, which stay as they are: the worker names these to bitsandbytes.
 UNQUANTIZED = ("score", "classifier", "classification_head", "lm_head")
 # bitsandbytes scales blocks of so many weights, and so many of those scales where it quantizes them as well.

@@ -70,7 +70,7 @@ def version_problems(nodes: Iterable[ClusterNode]) -> Iterator[str]:
 
 
 def in_short(error: BaseException) -> str:
-    """What has happened to a node by an error of Ray."""
+    """What has happened to a node, by Ray's error, in a few words."""
     if isinstance(error, RayActorError):
         return "its agent has died"
     if isinstance(error, GetTimeoutError):

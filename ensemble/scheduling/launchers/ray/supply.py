@@ -26,7 +26,7 @@ _CHECKED = 20_000
 _MAKE_ROOM = (
     "make room there, or name a larger disk (launcher: {ray: {runtime_env: {env_vars: {TMPDIR: ...}}}})"
 )
-# What nodes answer, as they do, or why one does not, of what each was asked.
+# Takes what each node was asked; gives each answer as it comes, or why there is none.
 Answers: TypeAlias = Callable[[Mapping[ClusterNode, Any]], Iterator[tuple[ClusterNode, Any, str]]]
 
 
