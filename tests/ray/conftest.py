@@ -10,7 +10,7 @@ import pytest
 
 from tests import sampling
 from tests.faults.conftest import chunky, forked, undisturbed
-from tests.ray.nodes import Nodes
+from tests.ray.nodes import SPACED, Nodes
 
 __all__ = ["chunky", "forked", "mortal", "nodes", "undisturbed", "warm"]
 
@@ -21,7 +21,7 @@ def nodes(
 ) -> Iterator[Nodes]:
     """A test that ends what is theirs has it on a node of its own (``mortal``)."""
     if " " in sys.executable:
-        pytest.skip("Ray starts nothing with a runtime_env where the path of Python has a space")
+        pytest.skip(SPACED)
     server = request.getfixturevalue("fork_server") if sampling.part == "usual" else ""
     made = Nodes(tmp_path_factory.mktemp("nodes"), nvml_libraries, server)
     try:

@@ -23,6 +23,8 @@ from tests.nvml.sim import Gpu, NvmlSim, gpu_uuid
 from tests.project import ROOT, Project, python_path
 from tests.waiting import wait_until
 
+SPACED = "Ray starts nothing with a runtime_env where the path of Python has a space"
+
 
 class Nodes:
     """A cluster in a process of its own.

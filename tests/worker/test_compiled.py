@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
+import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +18,7 @@ import pytest
 from ensemble.common.compiler import why_no_compiler
 from tests.checkpoints import image_reference, make_checkpoint, make_image_checkpoint, make_texts, reference
 from tests.images import make_image
-from tests.project import Project
+from tests.project import ROOT, Project
 from tests.sampling import one_in
 from tests.worker.test_compute import member_of, read_shard
 from tests.worker.test_float32 import make_overflowing
@@ -247,3 +250,22 @@ def test_validate_says_that_there_is_no_compiler(project: Project) -> None:
     said = " ".join(done.stdout.split())
     assert done.returncode == 0, done.stderr
     assert "torch_compile: there is no C++ compiler here (no-such-compiler), so that on a CPU" in said
+
+
+@pytest.mark.skipif(
+    not Path(sysconfig.get_path("include"), "Python.h").is_file(), reason="Python's headers are not installed"
+)
+def test_a_path_that_torch_cannot_link_in_is_said_beforehand(tmp_path: Path) -> None:
+    folder = tmp_path / "a space" / "torch"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").touch()
+    code = "from ensemble.common.compiler import why_no_compiler; print(why_no_compiler())"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        env={"PYTHONPATH": os.pathsep.join([str(folder.parent), str(ROOT)]), "CXX": sys.executable},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "has a space (" in done.stdout
+    assert str(folder) in done.stdout or " " in sysconfig.get_config_var("LIBDIR")
