@@ -231,6 +231,8 @@ def test_a_compiler_that_cannot_leaves_the_member_as_it_was(
     broken = tmp_path / "broken"
     broken.write_text("#!/bin/sh\necho it is broken >&2\nexit 1\n")
     broken.chmod(0o755)
+    if compiler == "broken" and "has a space" in why_no_compiler():
+        pytest.skip(why_no_compiler())
     monkeypatch.setenv("CXX", str(tmp_path / compiler))
     model = make_checkpoint(tmp_path / "m", "llama", LABELS)
     # Imported for an earlier test, torch's compiler has looked at the environment already.
