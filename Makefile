@@ -23,7 +23,7 @@ help:
 	@echo "make test-releases  try the oldest and the newest supported releases, into docs/releases.md (gigabytes, an hour)"
 	@echo "make test-gpu  the checks that need a GPU, in 8 minutes; PYTHON= names the Python whose torch can use it,"
 	@echo "             ONLY= some of them, such as ONLY=cap,release"
-	@echo "make bench   measure against other ways to do the same, into docs/benchmarks.md (75 minutes)"
+	@echo "make bench   measure against other ways to do the same, into docs/benchmarks.md (an hour)"
 	@echo "make bench-quick  the same code on few rows, in two minutes; bench-gpu  on a GPU, with PYTHON= and ONLY= as above"
 	@echo "make soak    kill runs at random moments for MINUTES=10, resume each until it is done, and compare the files"
 	@echo "make format  let ruff rewrite what it can"

@@ -19,6 +19,11 @@ with Path(job["table"]).open(newline="", encoding="utf-8") as file:
 for name, path in job["models"].items():
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32).eval()
+    if (
+        tokenizer.pad_token is None
+    ):  # Llama's; rows may end with the eos, which would then be taken for padding
+        tokenizer.pad_token = tokenizer.bos_token
+        model.config.pad_token_id = tokenizer.pad_token_id
     ids = tokenizer(texts, truncation=True, max_length=job["max_length"])["input_ids"]
     batches: list[list[int]] = []
     for row in sorted(range(len(ids)), key=lambda row: -len(ids[row])):
