@@ -117,8 +117,10 @@ def test_gpus_that_torch_cannot_use_and_a_config_that_cannot_run(
         "NVIDIA driver 550.90.07, CUDA up to 12.4",
         f"Simulated T4 ({gpu_uuid(0)}), capability 7.5",
         "process 4711 (train.py) with 3.0 GiB",
-        f"Simulated T4 ({gpu_uuid(0)}): torch {torch.__version__} is a build without "
-        "CUDA, and the driver knows CUDA up to 12.4 -> install a build of torch for CUDA 12",
+        f"Simulated T4 ({gpu_uuid(0)}): torch {torch.__version__} is "
+        + ("a build without CUDA" if torch.version.cuda is None else f"built for CUDA {torch.version.cuda}"),
+        "the driver knows CUDA up to 12.4",
+        "install a build of torch for CUDA 12",
         "models[0].num_gpus: a asks for 3 GPUs, but 1 GPU can be used here",
         "models[0] (a): ./nope: no such folder",
         "models[1] (b): some/model: no such folder",
@@ -406,6 +408,7 @@ if any("ensemble.worker.probe" in argument for argument in sys.orig_argv):
 
 
 @pytest.mark.long
+@pytest.mark.skipif(torch.version.cuda is not None, reason="of a torch for the CPU, which asks no driver")
 def test_a_driver_that_is_too_old_and_a_bitsandbytes_without_its_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

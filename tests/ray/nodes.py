@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -23,6 +24,8 @@ from tests.nvml.sim import Gpu, NvmlSim, gpu_uuid
 from tests.project import ROOT, Project, python_path
 from tests.waiting import wait_until
 
+# What is said of a torch, for the CPU or for CUDA, that finds no GPU behind the pretended driver.
+NO_CUDA = re.compile(r"torch \S+ (?:is a build without CUDA|is built for CUDA|cannot start CUDA)")
 SPACED = "Ray starts nothing with a runtime_env where the path of Python has a space"
 
 
