@@ -44,8 +44,9 @@ class LoadedConfig:
 
     ``whole`` is one YAML file that gives the same config from any folder: the file exactly as it is where nothing
     else was given, else files and overrides merged.  Paths in it are still relative to the working directory, and
-    ``${NAME}`` is not replaced.  ``text`` is the file exactly as it is, of several what ``whole`` is; with the
-    overrides it gives the same config.  Files as they are may hold secrets.
+    of ``${NAME}`` only ``${CONFIG_DIR}`` is.  ``text`` is the file exactly as it is; of several, and of one
+    that names ``${CONFIG_DIR}``, what ``whole`` is; with the overrides it gives the same config.  Files as they are
+    may hold secrets.
     """
 
     config: RunConfig
@@ -98,7 +99,8 @@ def load_config(
         # By value: put into the text, *** would be an alias.
         redactor = Redactor(os.environ, config.model_dump())
         whole = f"# Made of {', '.join(parts)}\n{dump(redactor.document(with_folders(document, variables)))}"
-    text = texts[0] if len(texts) == 1 else whole
+    # Elsewhere the folder would be another one.
+    text = texts[0] if len(texts) == 1 and "${CONFIG_DIR}" not in texts[0] else whole
     return LoadedConfig(config, text, whole, tuple(paths), tuple(overrides), document)
 
 

@@ -178,12 +178,17 @@ class Candidate:
 
 @dataclass(frozen=True)
 class RanWith:
-    """What a worker of a member took, by itself or as it was told; None where it has none."""
+    """What a worker of a member took, by itself or as it was told; None where it has none.
+
+    Attributes:
+        tokens: of the rows that it computed.
+    """
 
     dtype: str | None = None
     attention: str | None = None
     token_budget: int | None = None
     compiled: bool = False
+    tokens: int | None = None
 
 
 S = TypeVar("S", bound=MemberConfig)

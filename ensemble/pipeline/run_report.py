@@ -224,7 +224,8 @@ class RunReport:
         ensemble: the merge method and its settings.
         rules: in the config's order, once they have been applied.
         files: results by what they are, in the order they were made.
-        config: the YAML as it was written; of several files, what they are together with the overrides.
+        config: the YAML as it was written; of several files, or with ``${CONFIG_DIR}``, what they are together with
+            the overrides and that folder.
         config_files: as they were named.
         table: the absolute path of the input table.
         tuned_on: the config's key of that name; None where no file that ``tune`` wrote is among its files.

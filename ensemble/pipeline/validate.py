@@ -433,7 +433,7 @@ def _of_all(
     """Warnings that are of no member alone."""
     config = loaded.config
     if config.tuned_on is not None:
-        yield from _other_than_tuned(config.tuned_on, devices)
+        yield from _other_than_tuned(config.tuned_on, devices, config.cpu_workers != "auto")
     for number, rows in enumerate(rules.rows if rules is not None and config.limit is None else ()):
         if not rows.any():  # of a trial's rows a rule may well find none
             yield f"{_rule_key(loaded, number)}: is true for no row of the table"
@@ -589,13 +589,17 @@ def _missing_files(table: InputTable, cells: FileCells) -> tuple[str, bool]:
     return f"{few}; {place}: {what}; {cells.advice}", True
 
 
-def _other_than_tuned(tuned: TuningConfig, devices: Sequence[str]) -> Iterator[str]:
-    """What differs from the machine that ``tune`` has measured on, a sentence each."""
+def _other_than_tuned(tuned: TuningConfig, devices: Sequence[str], says_workers: bool) -> Iterator[str]:
+    """What differs from the machine that ``tune`` has measured on, a sentence each.
+
+    Args:
+        says_workers: whether the config says how many workers there are side by side on a CPU.
+    """
     advice = "its settings may be slower here, or not as near to float32: run tune again"
     if set(devices) != set(tuned.devices):
         there, here = (", ".join(dict.fromkeys(names)) for names in (tuned.devices, devices))
         yield f"tuned_on: tune has measured on {there}, and this is {here}; {advice}"
-    if tuned.cores is not None and tuned.cores != usable_cpus():
+    if says_workers and tuned.cores is not None and tuned.cores != usable_cpus():
         yield (
             f"tuned_on: tune has measured cpu_workers on {plural(tuned.cores, 'core')}, and here are "
             f"{usable_cpus()}; leave cpu_workers out, or run tune again"

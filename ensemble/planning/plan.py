@@ -296,7 +296,9 @@ def make_plan(
                 placement=placement,
                 replicas=min(replicas, len(chunks)),
                 first_replicas=min(replicas, len(chunks)),
-                cpu_share=0.0 if placement.gpus else 1 / (1 if asked == "auto" else asked),
+                cpu_share=0.0
+                if placement.gpus
+                else 1 / (1 if asked == "auto" else max(1, min(asked, len(chunks)))),
                 speed=speed,
                 work=views * float(counted.sum() + ROW_OVERHEAD_BYTES * len(counted)),
                 chunks=chunks,

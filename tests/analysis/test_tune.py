@@ -30,7 +30,7 @@ from ensemble.pipeline.load import load
 from ensemble.pipeline.validate import prepare
 from ensemble.planning import plan
 from tests.checkpoints import make_checkpoint
-from tests.faults.chunky import chunky_config, write_chunky_table
+from tests.faults.chunky import chunky_config, ids_of, write_chunky_table
 from tests.faults.inject import Fault, Injected
 from tests.project import LABELS, Project
 from tests.waiting import PATIENCE_SECONDS
@@ -338,6 +338,7 @@ def test_ctrl_c_keeps_what_is_tried_and_a_run_takes_what_is_written(
     assert "settings of `tune` on " in now.stdout
     assert "tuned_on: " not in now.stdout, "the same machine and versions"
     overlay["tuned_on"] |= {"devices": ["Tesla T4"], "versions": {"torch": "2.0.1"}, "cores": 999}
+    overlay["cpu_workers"] = 1  # else there is nothing to warn of
     project.write_config(overlay, "tuned.yaml")
     other = project.ensemble("run", "config.yaml", "tuned.yaml")
     said = " ".join(other.stdout.split())
@@ -381,9 +382,66 @@ def test_only_whole_trials_are_kept_and_until_the_file_is_written(
     assert (second / "predictions/llama.csv").stat().st_mtime_ns > killed
     (member,) = found.members
     assert {trial.name: trial.failure for trial in member.trials}["bfloat16"] == ""
-    for name in ("config.yaml", "tuned.yaml"):  # it would lack what it has now
+    for name in ("config.yaml", "tuned.yaml", "test.csv", f"{models[0]['model_name_or_path']}/config.json"):
         with pytest.raises(ensemble.OutputError, match="is one of the files that are read"):
             ensemble.tune(["config.yaml", "tuned.yaml"], write=name, force=True, quiet=True)
+
+
+@pytest.mark.long
+def test_nothing_is_kept_of_another_config(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Speeds depend on more than numbers do; and what others keep beside the trials is theirs."""
+    defaults = {"text_column": "text", "max_length": 32}
+    project.write_config(project.config(models=project.config()["models"][1:], defaults=defaults))
+    monkeypatch.chdir(project.folder)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(trials, "_MAX_ROWS", 0)
+    folder = project.folder / "runs/first/tune"
+
+    def interrupted(**overrides: object) -> int:
+        with pytest.raises(ensemble.EnsembleError, match="cannot write"):
+            ensemble.tune("config.yaml", overrides, rows=16, write="n" * 250, quiet=True)
+        return (folder / "llama/float32-16/predictions/llama.csv").stat().st_mtime_ns
+
+    first = interrupted()
+    (folder / "mine").mkdir()
+    (folder / "mine/notes.txt").write_text("mine")
+    assert interrupted() == first
+    other = interrupted(**{"models.llama.batch_size": 4})
+    assert other > first
+    write_chunky_table(project)
+    assert interrupted(**{"models.llama.batch_size": 4}) > other, "another table"
+    assert (folder / "mine/notes.txt").read_text() == "mine"
+
+
+@pytest.mark.long
+def test_what_is_no_faster_than_the_reference_measured_again_is_not_taken(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Something holds up the first trial alone; a row can be computed by none, and few rows make one batch."""
+    write_chunky_table(project)
+    models = [{**project.config()["models"][1], "max_length": 32}]
+    project.write_config(
+        project.config(models=models, defaults={"text_column": "text"}, on_bad_row="uniform")
+    )
+    monkeypatch.chdir(project.folder)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(trials, "_WORTH_CHANGING", 0.1)
+    injected = Injected(
+        tmp_path, Fault("sleep", ids_of(project, 3), times=1, seconds=20.0), Fault("nan", ids_of(project, 5))
+    )
+    for name, value in injected.environment.items():
+        monkeypatch.setenv(name, value)
+    found = ensemble.tune("config.yaml", rows=len(project.ids), tolerance=1, quiet=True)
+    (member,) = found.members
+    assert (member.best, member.keys, member.is_noisy) == ("float32", {}, True)
+    assert member.overtaken not in ("", "float32")
+    first, *others = member.trials
+    assert first.lacking == 1
+    assert f"1 of {len(project.ids)} rows of the sample could not be computed" in lines(found)
+    assert f"with id '{project.ids[5]}'" in lines(found)
+    assert f"{member.overtaken} was the fastest until then" in lines(found)
+    assert all(one.mean < 0.1 for one in others if one.name in ("bfloat16", "float16")), "of the other rows"
+    assert not [one.name for one in member.trials if "tokens a batch" in one.name]
 
 
 def test_what_cannot_be_tuned_is_said_at_once(project: Project) -> None:

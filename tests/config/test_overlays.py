@@ -193,6 +193,9 @@ def test_variables_and_folders_are_those_of_each_file(overlaid: Overlaid, tmp_pa
 
 def test_one_file_by_itself_is_kept_as_it_is(overlaid: Overlaid) -> None:
     assert overlaid().whole == overlaid().text == WHOLE
+    named = overlaid(base=WHOLE.replace("test.csv", "'${CONFIG_DIR}/test.csv'"))
+    assert named.text == named.whole, "elsewhere its folder would be another one"
+    assert "${CONFIG_DIR}" not in named.text
     changed = overlaid(sets=("limit=3",))
     assert changed.text == WHOLE
     assert yaml.safe_load(changed.whole) == yaml.safe_load(WHOLE) | {"limit": 3}

@@ -67,6 +67,7 @@ def test_as_many_as_end_first(models: Path) -> None:
     assert shares(plan(models, {}, cpu_workers=1)) == [(1, 1, 1.0)]
     assert shares(plan(models, {}, {}, cpu_workers=3)) == [(3, 2, 1 / 3)] * 2
     assert shares(plan(models, {}, rows=5, cpu_workers=4)) == [(1, 1, 1.0)], "cores for nobody"
+    assert shares(plan(models, {"replicas": 100}, rows=5, cpu_workers=1)) == [(1, 1, 1.0)]
     assert shares(plan(models, {}, {}, rows=5, cpu_workers=4)) == [(1, 1, 1 / 2)] * 2
 
 

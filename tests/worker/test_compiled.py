@@ -271,3 +271,15 @@ def test_a_path_that_torch_cannot_link_in_is_said_beforehand(tmp_path: Path) -> 
     )
     assert "has a space (" in done.stdout
     assert str(folder) in done.stdout or " " in sysconfig.get_config_var("LIBDIR")
+
+
+@needs_compiler
+def test_a_folder_for_the_code_that_torch_cannot_compile_into_is_said_beforehand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spaced = str(tmp_path / "a space")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", spaced)
+    assert f"({spaced}); name another in TORCHINDUCTOR_CACHE_DIR" in why_no_compiler()
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", spaced)
+    assert spaced in why_no_compiler()

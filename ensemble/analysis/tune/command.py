@@ -8,13 +8,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from ensemble.analysis.tune.trials import MemberTrials
 from ensemble.analysis.tune.tuning import Tuning
 from ensemble.common.clock import boot_seconds
+from ensemble.common.digests import digest_of
 from ensemble.common.errors import ConfigError, OutputError
 from ensemble.common.files import output_file, write_text
 from ensemble.common.gpus import driver_session
@@ -30,7 +33,10 @@ from ensemble.pipeline.validate import prepare
 
 # The mean over rows of the largest difference of a probability; docs/tuning.md says why.
 TOLERANCE = 0.02
-_MARKER = "tune.json"
+_MARKER = ".tune.json"  # no member has such a name
+# Of a config, what no trial takes from it.
+_NOT_TAKEN = {"ensemble", "rules", "submission", "output_dir", "report", "retries", "on_member_failure"}
+_NOT_TAKEN |= {"time_limit", "tuned_on"}
 _VERSIONS = ("torch", "transformers")
 
 
@@ -58,7 +64,7 @@ def tune(
         Interrupted: a signal came; the same command goes on.
     """
     tolerance = TOLERANCE if tolerance is None else tolerance
-    if not 0 <= tolerance < float("inf"):
+    if not isinstance(tolerance, (int, float)) or not 0 <= tolerance < float("inf"):
         raise ConfigError(
             f"--tolerance: {tolerance} is no number of at least 0; {TOLERANCE:g} is the usual one"
         )
@@ -70,12 +76,22 @@ def tune(
         busy = "other programs compute here, so speeds say little"
     prepared = prepare(loaded, must_fit=False)
     config, gpus = loaded.config, prepared.plan.gpus
+    if target is not None:
+        samples = [] if config.submission is None else [config.submission.sample]
+        output_file(target, [config.data.path, *samples, *map(Path, prepared.file_states)])
     devices = [one.name for one in gpus or prepared.inventory.hosts] or [cpu_products()]
-    made_on = {
+    made_on: dict[str, Any] = {
         "devices": sorted(devices),
         "versions": installed_versions(_VERSIONS),
         "cores": usable_cpus(),
         "asked": rows,
+        "made_of": digest_of(
+            {
+                "config": config.model_dump(mode="json", exclude=_NOT_TAKEN),
+                "table": repr(prepared.table_state),
+            }
+        ),
+        "members": [model.name for model in config.models],
     }
     members = [
         MemberTrials(
@@ -152,13 +168,17 @@ def check_output(output: Path, may_replace: bool, sources: Sequence[Path]) -> Pa
     target = output_file(output, sources)
     if not target.parent.is_dir():
         raise ConfigError(f"--write: {output}: name a file in a folder that is there")
-    if not os.access(target.parent, os.W_OK):
-        raise OutputError(f"--write: {output}: nothing may be written in its folder; choose another")
+    try:
+        tempfile.TemporaryFile(dir=target.parent).close()
+    except OSError as error:
+        raise OutputError(
+            f"--write: {output}: nothing can be written in its folder ({error}); choose another"
+        ) from error
     return target
 
 
-def _begin(folder: Path, made_on: Mapping[str, object]) -> None:
-    """Keep what an interrupted ``tune`` has measured here with the same versions, and nothing else.
+def _begin(folder: Path, made_on: Mapping[str, Any]) -> None:
+    """Keep what an interrupted ``tune`` has measured here of the same config, table and versions, and nothing else.
 
     Raises:
         OutputError: something is there that none has made.
@@ -176,8 +196,10 @@ def _begin(folder: Path, made_on: Mapping[str, object]) -> None:
     except ValueError:
         before = None
     if before != made_on:
+        names = {*made_on["members"], *(before or {}).get("members", ())}
         for path in others:
-            shutil.rmtree(path, ignore_errors=True)
+            if path.name in names:
+                shutil.rmtree(path, ignore_errors=True)
     _mark(folder, made_on)
 
 

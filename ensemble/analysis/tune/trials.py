@@ -24,7 +24,7 @@ from ensemble.common.digests import digest_of
 from ensemble.common.errors import ConfigError, DataError, EnsembleError, WriteError
 from ensemble.common.packages import unsupported
 from ensemble.common.protocol import Activation
-from ensemble.common.text import duration, plural
+from ensemble.common.text import duration, plural, quoted
 from ensemble.config import EnsembleConfig, MemberConfig
 from ensemble.data.table import InputTable, Truth
 from ensemble.members.base import Assigned, Candidate, MemberKind, OutputColumns, RanWith
@@ -198,9 +198,11 @@ class MemberTrials:
         assert reference.seconds is not None
         last = Trial(f"{reference.name}, again", reference.keys, workers=reference.workers)
         last = self._run(last, self._sample.table(), None)
-        again = None if last.seconds is None else last.seconds / reference.seconds
+        again, overtaken = None if last.seconds is None else last.seconds / reference.seconds, ""
+        if best is not reference and not _cost(best) < _WORTH_CHANGING * _cost(last):
+            best, overtaken, self.workers_found = reference, best.name, None
         keys = self._changes(best.keys)
-        return MemberTuning(name, tuple(self._trials), reference.name, best.name, keys, again)
+        return MemberTuning(name, tuple(self._trials), reference.name, best.name, keys, again, overtaken)
 
     def _with_own(self, precisions: Sequence[Candidate]) -> Iterator[Candidate]:
         """The precisions, and behind them the config's own where that is none of them."""
@@ -312,8 +314,10 @@ class MemberTrials:
         if trial.values is None:
             return trial
         kind = self._prepared.inspected[self.model.name].activation
-        mean, largest, changed = distances(expected, trial.values, kind)
-        metrics = () if truth is None else tuple(_metric_differences(expected, trial.values, truth, kind))
+        both = np.isfinite(expected).all(axis=1) & np.isfinite(trial.values).all(axis=1)
+        expected, values = expected[both], trial.values[both]
+        mean, largest, changed = distances(expected, values, kind)
+        metrics = () if truth is None else tuple(_metric_differences(expected, values, truth[both], kind))
         is_within = mean <= self._tolerance and (kind == "none" or changed <= self._tolerance)
         return replace(
             trial, mean=mean, largest=largest, changed=changed, metrics=metrics, is_within=is_within
@@ -389,8 +393,8 @@ class MemberTrials:
             )
         except _TooSlow:
             found = watching.rows_per_second
-            said = "stopped, as it takes more than twice as long as the best so far"
-            said += f" ({found:.3g} rows/s)" if found else ""
+            said = f"stopped at {found:.3g} rows/s" if found else "stopped"
+            said += ", as it takes more than twice as long as the best so far"
             return replace(trial, failure=said, rows_per_second=found)
         except WriteError:
             raise
@@ -399,17 +403,22 @@ class MemberTrials:
         (member,) = report.members
         if member.failure is not None or report.status != "complete":
             message = member.failure.message if member.failure is not None else f"the run is {report.status}"
+            if member.bad_rows and member.progress.rows_done == table.rows:  # that is why
+                message = _bad_rows(member, table)
             return replace(trial, failure=message)
         return self._measured(trial, prepared, report, member)
 
     def _measured(self, trial: Trial, prepared: Prepared, report: RunReport, member: MemberReport) -> Trial:
         values = _values(RunDir(prepared.config.output_dir).predictions(member.name))
         # Rows that nobody can compute, such as of images that are not there, speak against no candidate.
-        lacking = max(len(member.bad_rows), int((~np.isfinite(values).all(axis=1)).sum()))
-        allowed = len(values) - 1 if self._reference is None else self._reference.bad_rows
+        values[[int(row) for row in member.bad_rows]] = (
+            np.nan
+        )  # of which the file may have even probabilities
+        lacking = int((~np.isfinite(values).all(axis=1)).sum())
+        allowed = len(values) - 1 if self._reference is None else self._reference.lacking
+        why = _bad_rows(member, prepared.table) if lacking else ""
         if lacking > allowed:
-            why = next(iter(member.bad_rows.values()), "not a number")
-            return replace(trial, failure=f"{plural(lacking, 'row')} could not be computed: {why}")
+            return replace(trial, failure=why)
         first = member.workers[0]
         if getattr(prepared.config.models[0], "torch_compile", False) and not first.compiled:
             why = next(
@@ -435,10 +444,11 @@ class MemberTrials:
             rows_per_second=rows / busy,
             peak_bytes=max(on_gpu or on_cpu, default=None),
             ran_with=RanWith(
-                first.dtype, first.attn_implementation, first.token_budget, first.compiled or False
+                first.dtype, first.attn_implementation, first.token_budget, first.compiled or False, tokens
             ),
             values=values,
-            bad_rows=lacking,
+            lacking=lacking,
+            why_lacking=why,
         )
 
     def _whole_work(self, trial: Trial, prepared: Prepared) -> float:
@@ -460,6 +470,16 @@ def _is_complete(run_dir: Path) -> bool:
         return RunReport.read(RunDir(run_dir).run_json).status == "complete"
     except DataError:
         return False
+
+
+def _bad_rows(member: MemberReport, table: InputTable) -> str:
+    """Which rows of a trial's table could not be computed."""
+    if not member.bad_rows:
+        return "rows have values that are no numbers"
+    row, reason = next(iter(member.bad_rows.items()))
+    where = f"the first of them with id {quoted(str(table.ids[int(row)].as_py()))}"
+    of = f"{len(member.bad_rows):,} of {plural(table.rows, 'row')} of the sample"
+    return f"{of} could not be computed, {where}: {reason}"
 
 
 def _cost(trial: Trial) -> float:

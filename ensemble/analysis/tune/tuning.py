@@ -16,6 +16,9 @@ from ensemble.config import TuningConfig
 from ensemble.members.base import RanWith
 
 _NOISY = 1.25  # times as long as the same took before
+_FEW_SECONDS = (
+    1.0  # of computing the sample; so little time says little of a speed, also where nothing disturbs
+)
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,8 @@ class Trial:
             regression, of values in standard deviations of the reference's.
         changed: share of rows whose first label is another.
         is_within: whether it is as near to the reference as was asked for.
-        bad_rows: that could not be computed.
+        lacking: rows of the sample that could not be computed, and count for nothing here.
+        why_lacking: in a sentence; empty where there are none.
     """
 
     name: str
@@ -68,7 +72,8 @@ class Trial:
     metrics: tuple[MetricDifference, ...] = ()
     ran_with: RanWith = field(default_factory=RanWith)
     is_within: bool = False
-    bad_rows: int = 0
+    lacking: int = 0
+    why_lacking: str = ""
     values: npt.NDArray[np.float64] | None = field(default=None, repr=False, compare=False)
 
 
@@ -82,6 +87,8 @@ class MemberTuning:
         keys: what is to be changed in the config for it; None: the key is to be left out.
         again: what computing took the reference once all was tried, by what it had taken at first: how far speeds
             may be off here; None where it was not measured.
+        overtaken: the trial that was fastest until the reference was measured again, and took no longer than it;
+            empty where there was none.
     """
 
     name: str
@@ -90,10 +97,17 @@ class MemberTuning:
     best: str = ""
     keys: Mapping[str, Any] = field(default_factory=dict)
     again: float | None = None
+    overtaken: str = ""
 
     @property
     def is_reference_best(self) -> bool:
         return bool(self.best) and self.best == self.reference
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the sample was computed so fast that nothing but its length may be what is noisy."""
+        seconds = [one.seconds for one in self.trials if one.name == self.reference and one.seconds]
+        return bool(seconds) and seconds[0] < _FEW_SECONDS
 
     @property
     def is_noisy(self) -> bool:
@@ -152,7 +166,12 @@ class Tuning:
         for one in self.members:
             how = "nothing tried gave a result" if not one.best else one.best
             how += ", the reference itself" if one.is_reference_best else ""
-            how += "; while something else computed, so measure again" if one.is_noisy else ""
+            if one.is_noisy:
+                how += (
+                    "; by rows that took less than a second, so measure with more of them"
+                    if one.is_short
+                    else ("; while something else computed, so measure again")
+                )
             lines.append(f"# {one.name}: {how}")
         if self.cpu_workers is not None:
             lines.append(f"# cpu_workers: {self.workers_found}; leave it out elsewhere")

@@ -50,10 +50,23 @@ def _member(member: MemberTuning, tolerance: float) -> Iterator[str | Table]:
     if not member.best:
         yield f"! {name}: nothing that was tried gave a result; its settings stay as they are"
         return
+    yield from (
+        f"! {name}: {one.why_lacking}; nothing above counts them"
+        for one in done
+        if one.name == member.reference and one.why_lacking
+    )
     if member.is_noisy:
+        why = "something else computes here"
+        if member.is_short:
+            why = "the sample takes less than a second; give more --rows, where the table has them"
         yield (
             f"! {name}: {member.reference} took {member.again:.2g} times as long when it was measured again at "
-            "the end: something else computes here, and the speeds above say little"
+            f"the end, so the speeds above say little: {why}"
+        )
+    if member.overtaken:
+        yield (
+            f"! {name}: {member.overtaken} was the fastest until then, but saves nothing of what "
+            f"{member.reference} took at the end, which is kept"
         )
     others = [one for one in done if one.is_precision and one.name != member.reference]
     if others and not any(one.is_within for one in others):

@@ -197,6 +197,8 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
         return [
             Candidate(f"{tokens:,} tokens a batch", {"max_num_batched_tokens": tokens})
             for tokens in (taken // 2, taken * 2)
+            # Else both may cut the rows into the same batches.
+            if ran_with.tokens is None or ran_with.tokens >= 2 * max(tokens, taken)
         ]
 
     def _compiled(self, inspected: C, gpus: int) -> Sequence[Candidate]:

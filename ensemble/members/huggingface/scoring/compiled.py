@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from ensemble.common.compiler import why_no_compiler
+from ensemble.common.compiler import CODE_FOLDER, named_code_folder, why_no_compiler
 from ensemble.common.digests import digest_of
 from ensemble.common.files import user_cache_folder
 from ensemble.common.host import cpu_flags
@@ -33,7 +32,7 @@ from ensemble.members.huggingface.loading.float32_retry import in_float32
 Passes = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.float64]]
 
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
-_FOLDER, _THREADS = "TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS"
+_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 
 
 def repeated_layers(model: nn.Module) -> list[nn.Module]:
@@ -99,7 +98,7 @@ def compile_layers(
                 raise
             torch.cuda.synchronize()  # fails where the device is done for, and not only this code
         problem = f"compiling failed ({type(error).__name__}: {one_line(error)[:160]}); if it stays so, "
-        problem += f"remove {os.environ[_FOLDER]}"
+        problem += f"remove {os.environ[CODE_FOLDER]}"
     else:
         before, after = (np.concatenate(parts) for parts in (expected, found))
         both = np.isfinite(before) & np.isfinite(after)
@@ -140,19 +139,16 @@ def _set_up_inductor() -> str:
     Returns:
         why there is no place for the code, in a clause; empty where there is one.
     """
-    named = Path(os.environ.get(_FOLDER, ""))
-    # Imported already, torch has named a folder of its own there: torchinductor_USER in the temporary one.
-    is_in_temporary = named.parent == Path(tempfile.gettempdir())
-    if named == Path() or (is_in_temporary and named.name.startswith("torchinductor_")):
+    if named_code_folder() is None:
         if (cache := user_cache_folder()) is None:
-            return f"there is no place for its code; name a folder in {_FOLDER}"
+            return f"there is no place for its code; name a folder in {CODE_FOLDER}"
         made_for = [torch.__version__, torch.get_num_threads(), *sorted(cpu_flags())]
         folder = cache / "torch-compile" / digest_of(made_for)[:16]
         with contextlib.suppress(OSError):  # such as a home that is read-only
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not _is_of_this_user_alone(folder):
-            return f"{folder} is not this user's alone to write; name a folder in {_FOLDER}"
-        os.environ[_FOLDER] = str(folder)
+            return f"{folder} is not this user's alone to write; name a folder in {CODE_FOLDER}"
+        os.environ[CODE_FOLDER] = str(folder)
     from torch._inductor import config
 
     compile_in_this_process()
