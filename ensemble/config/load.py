@@ -44,7 +44,7 @@ class LoadedConfig:
 
     ``whole`` is one YAML file that gives the same config from any folder: the file exactly as it is where nothing
     else was given, else files and overrides merged.  Paths in it are still relative to the working directory, and
-    of ``${NAME}`` only ``${CONFIG_DIR}`` is.  ``text`` is the file exactly as it is; of several, and of one
+    no name but ``${CONFIG_DIR}`` is replaced.  ``text`` is the file exactly as it is; of several, and of one
     that names ``${CONFIG_DIR}``, what ``whole`` is; with the overrides it gives the same config.  Files as they are
     may hold secrets.
     """

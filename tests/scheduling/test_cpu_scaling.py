@@ -280,6 +280,8 @@ def test_it_is_looked_up_where_a_plan_depends_on_it(
     assert machine() == known, "two members, side by side or not"
     assert machine(models=models[:1]) == ""
     assert machine(cpu_workers=1) == ""
+    assert machine(models=[{**models[0], "replicas": 2}]) == "", "one chunk makes one worker with all cores"
+    write_chunky_table(project)
     assert machine(models=[{**models[0], "replicas": 2}]) == known, "the forecast is of half the cores"
 
 
