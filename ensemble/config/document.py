@@ -29,7 +29,8 @@ class Document:
 
     ``files`` are the names of the files that it is made of.  ``overrides`` maps a place that an override made to
     that override and to the place that it names.  ``invalid`` are places whose problem is known, and the places
-    around them.  ``hints`` are added where a key is required at a place or in it.
+    around them.  ``hints`` are added where a key is required at a place or in it.  ``nulls`` are places where a
+    later file, or an override, says null, and whether something stood there before.
     """
 
     data: dict[str, Any]
@@ -38,6 +39,7 @@ class Document:
     overrides: dict[Loc, tuple[str, Loc]] = field(default_factory=dict)
     invalid: set[Loc] = field(default_factory=set)
     hints: dict[Loc, str] = field(default_factory=dict)
+    nulls: dict[Loc, bool] = field(default_factory=dict)
     found: list[tuple[Line, str]] = field(default_factory=list)
 
     @property

@@ -25,9 +25,16 @@ from ensemble.common.errors import ConfigError
 from ensemble.common.redact import Redactor
 from ensemble.common.text import nearest_or_all
 from ensemble.config.document import Document, Loc, Problem, one_line
-from ensemble.config.overlays import merge_documents
+from ensemble.config.overlays import merge_documents, take_away
 from ensemble.config.overrides import apply_overrides, expand, variables_of, with_folders
-from ensemble.config.schema import MERGE_KEYS, DataConfig, EnsembleConfig, MemberConfig, RunConfig
+from ensemble.config.schema import (
+    MERGE_KEYS,
+    DataConfig,
+    EnsembleConfig,
+    MemberConfig,
+    RunConfig,
+    SubmissionConfig,
+)
 from ensemble.config.yamlfile import dump, parse, read_text
 
 M = TypeVar("M", bound=BaseModel)
@@ -118,20 +125,35 @@ def checked(
     """
     document = merge_documents(documents, variables)
     apply_overrides(document, overrides)
-    config = _checked(document, expand(document, *variables), merge_methods, member_kinds)
+    new = take_away(document)
+    config = _checked(document, expand(document, *variables), merge_methods, member_kinds, new)
     if config is None or document.problems:
         raise ConfigError(document.problems)
     return document, config
 
 
 def _checked(
-    document: Document, values: dict[str, Any], merge_methods: Methods, member_kinds: Kinds
+    document: Document,
+    values: dict[str, Any],
+    merge_methods: Methods,
+    member_kinds: Kinds,
+    taken_away: Sequence[Loc],
 ) -> RunConfig | None:
-    """The values as a config; what is wrong with them is noted in the document."""
+    """The values as a config; what is wrong with them is noted in the document.
+
+    Args:
+        taken_away: places of keys that were nowhere given a value; here they are said to be unknown, too.
+    """
     problems: list[Problem] = []
+    owners: dict[Loc, type[BaseModel]] = {
+        (): RunConfig,
+        ("data",): DataConfig,
+        ("submission",): SubmissionConfig,
+    }
     if isinstance(given := values.get("ensemble"), dict):
         method, wrong = _named(EnsembleConfig, "method", given, merge_methods)
         if method is not None:
+            owners["ensemble",] = method
             _leave_out_foreign(document, ("ensemble",), given, ("ensemble", "method"), method, merge_methods)
         checked, more = validate(method, given) if method is not None else (None, [])
         problems += [(("ensemble", *loc), sentence) for loc, sentence in (*wrong, *more)]
@@ -156,6 +178,7 @@ def _checked(
         model |= {key: defaults[key] for key in merged}
         kinds[index], wrong = _named(MemberConfig, "task_type", model, member_kinds)
         if (kind := kinds[index]) is not None:
+            owners["models", index] = kind
             named_at: Loc = (*(("defaults",) if merged else ("models", index)), "task_type")
             _leave_out_foreign(document, ("models", index), model, named_at, kind, member_kinds)
             _leave_out_alternatives(document, ("models", index), model, kind)
@@ -163,6 +186,10 @@ def _checked(
             other = {mine: theirs for pair in kind.alternatives for mine, theirs in (pair, pair[::-1])}
             own = {"name", *model, *(other[key] for key in other if model.get(key) is not None)}
             added = (defaults.keys() & kind.model_fields.keys()) - own
+            # Null keeps a default out, and is no value of all keys itself.
+            for key in defaults.keys() & kind.model_fields.keys() & model.keys():
+                if model[key] is None:
+                    del model[key]
             model |= {key: deepcopy(defaults[key]) for key in added}
             merged |= added
         origins |= {("models", index, key): ("defaults", key) for key in merged}
@@ -174,7 +201,7 @@ def _checked(
         problems += [(("models", index, *loc), sentence) for loc, sentence in (*wrong, *more)]
         # No name that a member can have: which are alike is told by the values in the YAML.
         members[index] = member or MemberConfig.model_construct(name=f"#{index}")
-    for key in defaults:
+    for key in (*defaults, *(str(loc[1]) for loc in taken_away if loc[:-1] == ("defaults",))):
         if key == "name":
             problems.append((("defaults", key), "belongs to each model; two models cannot share it"))
         elif not any(kind is not None and key in kind.model_fields for kind in kinds):
@@ -182,6 +209,10 @@ def _checked(
             every = [*dict.fromkeys([*filter(None, kinds), *member_kinds.values()])]
             if not any(key in kind.model_fields for kind in every):
                 problems.append((("defaults", key), _unknown_key(key, every)))
+    for loc in taken_away:
+        owner, key = owners.get(loc[:-1]), str(loc[-1])
+        if owner is not None and key not in owner.model_fields and loc != ("defaults",):
+            problems.append((loc, _unknown_key(key, [owner])))
     config, wrong = validate(RunConfig, {**values, "models": members} if members else values)
     for loc, sentence in (*problems, *wrong, *RunConfig.broken_rules(values, kinds)):
         # What a default got wrong is said where it stands, which makes the members' copies of it one problem.

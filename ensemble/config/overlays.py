@@ -27,8 +27,29 @@ def merge_documents(documents: Sequence[Document], variables: Sequence[Mapping[s
     overlays = _Overlays(documents[0], variables)
     for number, document in enumerate(documents[1:], 1):
         overlays.add(document, number)
-    overlays.finish()
     return documents[0]
+
+
+def take_away(document: Document) -> list[Loc]:
+    """Take away the keys that a later file, or an override, says are null; it comes behind all of them.
+
+    It is for keys of mappings that are merged key by key: in any other, such as ``model_kwargs``, null is a value.
+    In a model null stays where it keeps a default out, as it does in one file.
+
+    Returns:
+        The places of those that nothing else gives a value: nobody knows yet whether there are such keys.
+    """
+    defaults, new = document.data.get("defaults"), []
+    for loc, was_there in document.nulls.items():
+        is_of_model = len(loc) == 3 and loc[0] == "models"
+        if not is_of_model and len(loc) != 1 and (len(loc) != 2 or loc[0] not in SECTIONS):
+            continue
+        holder, key = document.value(loc[:-1]), str(loc[-1])
+        is_default = is_of_model and isinstance(defaults, dict) and key in defaults
+        if isinstance(holder, dict) and holder.get(key, "") is None and not is_default:
+            del holder[key]
+            new += [] if was_there else [loc]
+    return new
 
 
 class _Overlays:
@@ -37,7 +58,6 @@ class _Overlays:
     def __init__(self, document: Document, variables: Sequence[Mapping[str, str]]) -> None:
         self._document = document
         self._variables = variables
-        self._removed: set[Loc] = set()  # where a later file says null
 
     def add(self, over: Document, number: int) -> None:
         """Put the document of file ``number`` over those before it."""
@@ -51,15 +71,6 @@ class _Overlays:
                 self._merge_models(over, number)
             else:
                 self._put((key,), over, (key,))
-
-    def finish(self) -> None:
-        """Take away what is null; in a model null stays where it keeps a default out, as it does in one file."""
-        defaults = self._document.data.get("defaults")
-        for loc in self._removed:
-            is_default = loc[0] == "models" and isinstance(defaults, dict) and loc[-1] in defaults
-            holder = self._document.value(loc[:-1])
-            if isinstance(holder, dict) and holder.get(str(loc[-1]), "") is None and not is_default:
-                del holder[str(loc[-1])]
 
     def _merge_models(self, over: Document, number: int) -> None:
         models = self._document.data["models"]
@@ -97,7 +108,8 @@ class _Overlays:
         document = self._document
         holder: Any = document.value(loc[:-1])
         step, value = loc[-1], over.value(over_loc)
-        for old in _places(document.value(loc), loc):
+        before = document.value(loc)
+        for old in _places(before, loc):
             document.lines.pop(old, None)
             document.invalid.discard(old)
         holder[step] = value
@@ -108,7 +120,7 @@ class _Overlays:
             if place in over.invalid:
                 document.invalid.update(moved[:size] for size in range(len(moved) + 1))
         if value is None:
-            self._removed.add(loc)
+            document.nulls[loc] = before is not None or document.nulls.get(loc, False)
 
 
 def _places(value: object, loc: Loc) -> Iterator[Loc]:

@@ -35,7 +35,10 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
                     del known[loc]
             document.invalid = {loc for loc in document.invalid if loc[: len(steps)] != steps}
             document.overrides |= dict.fromkeys([*made, steps], (name, steps))
-            holder[steps[-1]] = build_data(value_text, document, steps, {})
+            before = document.value(steps)
+            holder[steps[-1]] = value = build_data(value_text, document, steps, {})
+            if value is None:
+                document.nulls[steps] = before is not None or document.nulls.get(steps, False)
         except Unreadable as error:
             document.found.append((AFTER_ALL_LINES, f"{name}: {error}"))
 

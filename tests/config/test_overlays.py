@@ -102,6 +102,57 @@ def test_null_takes_a_key_away(overlaid: Overlaid) -> None:
     )
 
 
+def test_null_in_an_override_takes_a_key_away(overlaid: Overlaid, tmp_path: Path) -> None:
+    sets = (
+        "models.gemma2.weight=null",
+        "models.gemma2.max_length=null",
+        "defaults.dtype=null",
+        "data.path=null",
+    )
+    base = WHOLE.replace("defaults: {", "defaults: {dtype: bfloat16, ")
+    loaded = overlaid(base=base, sets=(*sets, "data.path=other.csv"))
+    first, second = loaded.config.models
+    assert (first.weight, first.max_length, first.dtype, loaded.config.data.path) == (
+        1.0,
+        None,
+        "auto",
+        Path("other.csv"),
+    )
+    assert (second.max_length, second.dtype) == (1024, "auto")
+    kept = overlaid(base=base, sets=("models.gemma2.dtype=null",))
+    assert [one.dtype for one in kept.config.models] == ["auto", "bfloat16"]
+    whole = tmp_path / "whole.yaml"
+    for one in (loaded, kept):
+        whole.write_text(one.whole)
+        assert load_config(whole).config == one.config
+    kwargs = overlaid(sets=("models.gemma2.model_kwargs.device_map=null",)).config.models[0].model_kwargs
+    assert kwargs == {"device_map": None}
+    (problem,) = problems(overlaid, sets=("models.gemma2.model_name_or_path=null",))
+    assert problem.startswith("--set models.gemma2.model_name_or_path=null: required, for example")
+
+
+def test_null_for_a_key_that_there_is_not_is_refused(overlaid: Overlaid) -> None:
+    over = (
+        "dat: null\ndata: {pth: null}\nsubmission: {smple: null}\nensemble: {mthod: null}\n"
+        "defaults: {dtyp: null, seed: null}\nmodels: [{name: gemma2, weigth: null, replicas: null}]\nrules: null"
+    )
+    found = problems(overlaid, over, sets=("models.llama3.dtyp=null",))
+    assert [problem.split(":")[0] for problem in found] == [
+        "--set models.llama3.dtyp=null",  # its model's line is in the first file
+        "dat (1.yaml, line 1)",
+        "data.pth (1.yaml, line 2)",
+        "submission.smple (1.yaml, line 3)",
+        "ensemble.mthod (1.yaml, line 4)",
+        "defaults.dtyp (1.yaml, line 5)",
+        "defaults.seed (1.yaml, line 5)",
+        "models[0].weigth (1.yaml, line 6)",
+    ]
+    assert all("unknown key; " in problem for problem in found)
+    assert overlaid(
+        "models: [{name: gemma2, weigth: null}]", base=WHOLE.replace("weight: 0.6", "weigth: 0.6")
+    )
+
+
 def test_what_a_later_file_shuts_out_is_left_out(overlaid: Overlaid, tmp_path: Path) -> None:
     """As far as the earlier file is concerned: what one file says must go together by itself."""
     columns = "data: {label_columns: [winner_model_a, winner_model_b, winner_tie]}"
