@@ -169,11 +169,13 @@ class Candidate:
     """Settings that ``tune`` can try: ``name`` says them in a word or two, ``keys`` as the YAML has them.
 
     ``pays_from_seconds`` is what computing the whole table must take without them for a trial to be worth it.
+    ``impossible`` says in a clause why this machine cannot try them, where that is not plain from what it is.
     """
 
     name: str
     keys: Mapping[str, Any]
     pays_from_seconds: float = 0.0
+    impossible: str = ""
 
 
 @dataclass(frozen=True)

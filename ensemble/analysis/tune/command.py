@@ -123,6 +123,8 @@ def tune(
         count = sum(one.count for one in tunable)
         seconds = [one.expected_seconds() for one in tunable]
         about = f", about {duration(sum(seconds))}" if all(seconds) else ""
+        kept = sum(one.kept for one in tunable)
+        about += f" ({kept} done already)" if kept else ""
         display.say(
             f"{plural(count, 'trial')} at most, each in a fresh worker, of {tunable[0].rows:,} of "
             f"{plural(prepared.table.rows, 'row')}{about}; what is done is kept in {folder.root}"

@@ -157,7 +157,14 @@ class MemberTrials:
         if not any(groups):
             return 0
         precisions, *others = groups
-        return len([*self._with_own(precisions)]) + sum(map(len, others)) + len(self._beside({})) + 1
+        further = sum(not one.impossible for group in others for one in group)
+        return len([*self._with_own(precisions)]) + further + len(self._beside({})) + 1
+
+    @property
+    def kept(self) -> int:
+        """How many of them one that was interrupted has brought to their end."""
+        folders = [path for path in self._folder.glob("*-*") if _is_complete(path)]
+        return len({path.name.rpartition("-")[0] for path in folders})  # a trial of few rows, and then of all
 
     def expected_seconds(self) -> float:
         """Of all of them, by the speed of an earlier run or by a guess; 0 where nobody knows."""
@@ -186,6 +193,9 @@ class MemberTrials:
                         f"{name}: {candidate.name}: not tried, as all rows are computed in "
                         f"{duration(computing)}, and it can pay from {duration(candidate.pays_from_seconds)} on"
                     )
+                    continue
+                if candidate.impossible:
+                    self._say(f"{name}: {candidate.name}: not tried: {candidate.impossible}")
                     continue
                 self._try(
                     f"{before.name}, {candidate.name}", {**before.keys, **candidate.keys}, before.workers

@@ -206,9 +206,10 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
         is_placed = any(one is not None for one in (model.device_map, model.max_memory, model.offload_folder))
         if is_placed or gpus > 1 or inspected.quantization is not None:
             return ()
-        if why_no_compiler() or (gpus and importlib.util.find_spec("triton") is None):
-            return ()
-        return [Candidate("torch.compile", {"torch_compile": True}, _COMPILING_PAYS_FROM_SECONDS)]
+        why = why_no_compiler()
+        if gpus and importlib.util.find_spec("triton") is None:
+            why = "the package triton is not installed"
+        return [Candidate("torch.compile", {"torch_compile": True}, _COMPILING_PAYS_FROM_SECONDS, why)]
 
     def _loading(self, inspected: C, assigned: Assigned, offload_folder: Path | None) -> dict[str, Any]:
         """The values of ``CheckpointSettings``."""
