@@ -60,6 +60,9 @@ class Document:
                 sentence += " (a variable always gives text)"
         elif sentence.startswith("required"):
             sentence += "".join(hint for at, hint in self.hints.items() if loc[: len(at)] == at)
+        elif " required" in sentence:  # one of several keys
+            taken = [at for at in self.nulls if at[:-1] == loc and str(at[-1]) in sentence.split()]
+            sentence += "".join(f"; {self.where(at)} is null" for at in taken)
         self.found.append((line, f"{self.where(loc)}: {sentence}"))
 
     def refuse(self, loc: Loc, sentence: str) -> None:

@@ -100,6 +100,12 @@ def test_null_takes_a_key_away(overlaid: Overlaid) -> None:
         "models[0].model_name_or_path (1.yaml, line 2): required, "
         "for example model_name_or_path: models/gemma-2-9b",
     )
+    away = "models: [{name: gemma2, prompt_template: null}]"
+    assert problems(overlaid, away, base=WHOLE.replace('prompt_template: "{{ text }}", ', "")) == (
+        "models[0] (base.yaml, line 4): prompt_template or text_column is required, for example text_column: text; "
+        "models[0].prompt_template (1.yaml, line 1) is null",
+        "models[1] (base.yaml, line 9): prompt_template or text_column is required, for example text_column: text",
+    )
 
 
 def test_null_in_an_override_takes_a_key_away(overlaid: Overlaid, tmp_path: Path) -> None:
