@@ -56,6 +56,7 @@ def fit_sources(
     activation: Activation | None = None,
     has_overrides: bool = False,
     partial: bool = False,
+    target: Path | None = None,
 ) -> tuple[FitReport, str]:
     """Fit a config's run, or files of predictions, whichever the sources are; see ``fit_run`` and ``fit_files``.
 
@@ -64,9 +65,11 @@ def fit_sources(
         merge_method, activation: of files; a config has its own.
         has_overrides: ``load`` overrides keys, which files have none of.
         partial: CSVs may lack rows that others have; of a config its members say so.
+        target: where the overlay is to be written.
 
     Raises:
         ConfigError: they are some of both, or something is asked that goes with the other.
+        OutputError: runs of the config write a file there.
     """
     configs = [path for path in sources if _is_config(path)]
     if not configs:
@@ -98,7 +101,10 @@ def fit_sources(
         )
     if problems:
         raise ConfigError(problems)
-    return fit_run(load(sources), truth, options)
+    loaded = load(sources)
+    if target is not None:
+        RunDir(loaded.config.output_dir).demand_free("--output", target)
+    return fit_run(loaded, truth, options)
 
 
 def _is_config(path: Path) -> bool:

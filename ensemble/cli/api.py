@@ -290,6 +290,7 @@ def fit(
             activation,
             bool(overrides),
             partial,
+            target,
         )
         if target is not None:
             write_weights(target, text)

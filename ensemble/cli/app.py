@@ -411,7 +411,7 @@ def tune(
     """
     loaded = _load(config, sets, None)
     with _prepared_process():
-        from ensemble.analysis.tune.command import check_output
+        from ensemble.analysis.tune.command import check_output, overrides_beside
         from ensemble.analysis.tune.command import tune as tune_config
     from ensemble.cli.progress import choose_display
 
@@ -420,7 +420,10 @@ def tune(
     if not quiet:
         show("tune", result, sys.stdout)
         if write is not None and result.has_result:
-            print(f"{write}: written; run it as `ensemble run {shlex.join(map(str, [*config, write]))}`")
+            given = [text for one in overrides_beside(loaded, result) for text in ("--set", one)]
+            print(
+                f"{write}: written; run it as `ensemble run {shlex.join(map(str, [*config, write, *given]))}`"
+            )
     if not result.has_result:
         if quiet:
             print("error: nothing that was tried gave a result", file=sys.stderr)
@@ -526,7 +529,9 @@ def fit(
         return found
 
     truth = TruthFile(labels, label_column, id_column)
-    report, text = fit_sources(sources, loaded, truth, options, merge_method, activation, bool(sets), partial)
+    report, text = fit_sources(
+        sources, loaded, truth, options, merge_method, activation, bool(sets), partial, target
+    )
     write_weights(target, text)
     if not quiet:
         show("fit", report, sys.stdout)

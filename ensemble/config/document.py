@@ -55,13 +55,17 @@ class Document:
             if loc in self.invalid:
                 return
             value = self.value(loc)
-            sentence += f", not {shown(value)}"
+            if not sentence.endswith(found := f"not {shown(value)}"):
+                sentence += f", {found}"
             if isinstance(value, str) and "${" in value:
                 sentence += " (a variable always gives text)"
         elif sentence.startswith("required"):
             sentence += "".join(hint for at, hint in self.hints.items() if loc[: len(at)] == at)
         elif " required" in sentence:  # one of several keys
-            taken = [at for at in self.nulls if at[:-1] == loc and str(at[-1]) in sentence.split()]
+            # A model has those of the defaults, too.
+            holders = (loc, ("defaults",)) if loc[0] == "models" else (loc,)
+            words = ("defaults", *sentence.split())
+            taken = [at for at in self.nulls if at[:-1] in (*holders, ()) and at[-1] in words]
             sentence += "".join(f"; {self.where(at)} is null" for at in taken)
         self.found.append((line, f"{self.where(loc)}: {sentence}"))
 

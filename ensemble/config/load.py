@@ -61,6 +61,7 @@ class LoadedConfig:
     whole: str
     paths: tuple[Path, ...]
     overrides: tuple[str, ...]
+    texts: tuple[str, ...] = field(repr=False)  # of the files
     document: Document = field(repr=False)
 
     @cached_property
@@ -75,6 +76,7 @@ def load_config(
     merge_methods: Methods,
     member_kinds: Kinds,
     environ: Mapping[str, str] | None = None,
+    texts: Sequence[str] | None = None,
 ) -> LoadedConfig:
     """Read, merge, override, expand and check a config.
 
@@ -85,30 +87,31 @@ def load_config(
         member_kinds: the keys of a model by the ``task_type`` that they go with.
         environ: what ``${NAME}`` stands for; the process's environment if None.  ``${CONFIG_DIR}`` is always
             the absolute folder of the YAML file in which it stands.
+        texts: what the files held when they were read before; None: they are read now.
 
     Raises:
         ConfigError: with every problem there is, each with its path in the YAML and, where known, its line.
     """
-    names, texts, documents = [one_line(str(path)) for path in paths], list[str](), list[Document]()
+    names, read, documents = [one_line(str(path)) for path in paths], list[str](), list[Document]()
     unreadable: list[str] = []
     for number, path in enumerate(paths):
         try:
-            texts.append(read_text(path))
-            documents.append(parse(texts[-1], path, names, number))
+            read.append(read_text(path) if texts is None else texts[number])
+            documents.append(parse(read[-1], path, names, number))
         except ConfigError as error:
             unreadable += error.problems
     if unreadable:
         raise ConfigError(unreadable)
     variables = variables_of(paths, os.environ if environ is None else environ)
     document, config = checked(documents, variables, overrides, merge_methods, member_kinds)
-    whole, parts = texts[0], [*names, *(f"--set {one_line(override)}" for override in overrides)]
+    whole, parts = read[0], [*names, *(f"--set {one_line(override)}" for override in overrides)]
     if len(parts) > 1 or "${CONFIG_DIR}" in whole:
         # By value: put into the text, *** would be an alias.
         redactor = Redactor(os.environ, config.model_dump())
         whole = f"# Made of {', '.join(parts)}\n{dump(redactor.document(with_folders(document, variables)))}"
     # Elsewhere the folder would be another one.
-    text = texts[0] if len(texts) == 1 and "${CONFIG_DIR}" not in texts[0] else whole
-    return LoadedConfig(config, text, whole, tuple(paths), tuple(overrides), document)
+    text = read[0] if len(read) == 1 and "${CONFIG_DIR}" not in read[0] else whole
+    return LoadedConfig(config, text, whole, tuple(paths), tuple(overrides), tuple(read), document)
 
 
 def checked(

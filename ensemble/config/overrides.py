@@ -23,7 +23,7 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
     for text in overrides:
         name = f"--set {one_line(text if len(text) <= 100 else text[:97] + '...')}"
         path, equals, value_text = text.partition("=")
-        parts = re.sub(r"\[(\d+)\]", r".\1", path.strip(), flags=re.ASCII).split(".")
+        parts = path_of(text).split(".")
         try:
             if not equals:
                 raise Unreadable("needs the form key=value, for example --set limit=100")
@@ -41,6 +41,11 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
                 document.nulls[steps] = before is not None or document.nulls.get(steps, False)
         except Unreadable as error:
             document.found.append((AFTER_ALL_LINES, f"{name}: {error}"))
+
+
+def path_of(override: str) -> str:
+    """The path that an override names, with positions as keys: ``models.0.weight``."""
+    return re.sub(r"\[(\d+)\]", r".\1", override.partition("=")[0].strip(), flags=re.ASCII)
 
 
 def _find(data: dict[str, Any], parts: list[str]) -> tuple[Any, Loc, list[Loc]]:

@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
 
 def load(
-    paths: Path | Sequence[Path], overrides: Sequence[str] = (), *, environ: Mapping[str, str] | None = None
+    paths: Path | Sequence[Path],
+    overrides: Sequence[str] = (),
+    *,
+    environ: Mapping[str, str] | None = None,
+    texts: Sequence[str] | None = None,
 ) -> LoadedConfig:
     """Read and check a config of one file or several, see ``load_config``.
 
@@ -25,7 +29,7 @@ def load(
     """
     methods, kinds = SettingsByName(_merge_methods), SettingsByName(lambda: KINDS)
     files = [paths] if isinstance(paths, Path) else paths
-    return load_config(files, overrides, methods, kinds, environ)
+    return load_config(files, overrides, methods, kinds, environ, texts)
 
 
 def _merge_methods() -> Registry[MergeMethod]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ensemble.common.digests import FileDigest, FileDigests
-from ensemble.common.errors import CheckpointError, ConfigError, MergeError
+from ensemble.common.errors import CheckpointError, ConfigError, DataError, MergeError
 from ensemble.common.files import changed_files, changed_text, read_json, write_text
 from ensemble.common.shards import (
     bad_rows_in,
@@ -48,7 +48,7 @@ from ensemble.pipeline.fingerprint import (
 )
 from ensemble.pipeline.reuse import EarlierWork, read_predictions, write_row_file, write_shards
 from ensemble.pipeline.run_dir import RunDir
-from ensemble.pipeline.run_report import WorkerReport, workers_from
+from ensemble.pipeline.run_report import RunReport, WorkerReport, workers_from
 from ensemble.pipeline.validate import Prepared
 
 
@@ -225,7 +225,23 @@ def find_works(prepared: Prepared, rundir: RunDir, say: Callable[[str], None]) -
                 say(f"{name}: {own_rows:,} of {plural(rows, 'row')} kept from an earlier run")
             for place, count in work.taken.items():
                 say(f"{name}: {count:,} of {plural(rows, 'row')} taken over from {place}")
+    complete_workers(rundir, works.values())
     return works
+
+
+def complete_workers(rundir: RunDir, works: Iterable[MemberWork]) -> None:
+    """Give workers what they told behind their member's last row, when its manifest was written, such as peaks.
+
+    The report of the run before has it, whether that run computed the member or kept it as well.
+    """
+    lacking = [work for work in works if any(one.life_seconds is None for one in work.workers)]
+    if not lacking:
+        return
+    with suppress(DataError):  # there is none, or one of another version
+        report = RunReport.read(rundir.run_json)
+        ended = {(one.name, worker.key): worker for one in report.members for worker in one.workers}
+        for work in lacking:
+            work.workers = tuple(ended.get((work.member, one.key), one) for one in work.workers)
 
 
 def view_name(member: str, view: str) -> str:

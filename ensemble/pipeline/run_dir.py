@@ -64,6 +64,7 @@ class RunDir:
         self.report_log = self.logs_dir / "report.log"
         self.work_dir = root / "work"
         self.table = self.work_dir / "table.arrow"
+        self.tune_dir = root / "tune"  # of which each trial is a run directory
         self.lock = root / ".lock"
         self._resolved: dict[Path, str] = {}
         self._folders = (self.predictions_dir, self.work_dir, self.logs_dir)
@@ -139,6 +140,15 @@ class RunDir:
             return True
         shards = (path for pattern in ("*/*.csv", "*/*/*.csv") for path in _files(self.work_dir, pattern))
         return any(read_shard(path) is not None for path in shards)
+
+    def demand_free(self, option: str, path: Path) -> None:
+        """For a file that a user names for something else.
+
+        Raises:
+            OutputError: runs, or ``tune``, write there themselves.
+        """
+        if self._is_own(path) or path.resolve().is_relative_to(self.tune_dir.resolve()):
+            raise OutputError(f"{option}: runs write {path} themselves; choose another name")
 
     def _is_own(self, path: Path) -> bool:
         return any(path.resolve().is_relative_to(own.resolve()) for own in (*self._own, self.lock))

@@ -59,6 +59,11 @@ class WorkerReport(Counters):
     notes: tuple[str, ...]
     log: str
 
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What no other worker of its member has: its process, and when that was started."""
+        return self.replica, self.process, self.started_after_seconds, self.rows
+
 
 @dataclass(frozen=True)
 class SpeedReport:

@@ -432,6 +432,12 @@ def _of_all(
 ) -> Iterator[str]:
     """Warnings that are of no member alone."""
     config = loaded.config
+    workers = config.cpu_workers
+    if workers != "auto" and workers > usable_cpus() and config.launcher == "local":
+        yield (
+            f"cpu_workers: {workers} workers share {plural(usable_cpus(), 'core')}, and take memory for a model "
+            "each; more than one for each core end no sooner"
+        )
     if config.tuned_on is not None:
         yield from _other_than_tuned(config.tuned_on, devices, config.cpu_workers != "auto")
     for number, rows in enumerate(rules.rows if rules is not None and config.limit is None else ()):

@@ -17,6 +17,7 @@ import yaml
 
 import ensemble
 from ensemble.analysis.tune import trials
+from ensemble.analysis.tune.command import overrides_beside
 from ensemble.analysis.tune.trials import MemberTrials, distances
 from ensemble.analysis.tune.tuning import MemberTuning, Trial, Tuning
 from ensemble.cli import views
@@ -61,8 +62,27 @@ def test_a_rows_distance_is_its_largest_whatever_the_number_of_labels() -> None:
         assert f"# cpu_workers: {several.workers_found}; leave it out elsewhere\n" in several.overlay()
         assert yaml.safe_load(several.overlay())["cpu_workers"] == count
     assert ["measure again" in noisy(again).overlay() for again in (1.2, 2.0, 0.5)] == [False, True, True]
+    faster = replace(noisy(1.0), members=(MemberTuning("a", (), "float32", "bfloat16"),))
+    assert "# a: bfloat16, held against float32\n" in faster.overlay()
     raw = np.array([[0.0], [100.0]])
     assert distances(raw, raw + 5, "none") == pytest.approx((0.1, 0.1, 0.0)), "in standard deviations"
+
+
+def test_overrides_go_on_beside_what_is_written_unless_it_sets_their_keys(project: Project) -> None:
+    sets = [
+        "output_dir=x",
+        "models.0.dtype=float32",
+        "models[1].dtype=float32",
+        "models.llama.text_column=text",
+    ]
+    sets += ["models.llama.quantization_config.load_in_8bit=true", "defaults.dtype=auto", "cpu_workers=1"]
+    project.write_config(project.config())
+    loaded = load([project.folder / "config.yaml"], sets)
+    name = loaded.config.models[1].name
+    member = MemberTuning(name, (), keys={"dtype": "bfloat16", "quantization_config": None})
+    tuning = replace(noisy(1.0), members=(member,))
+    assert overrides_beside(loaded, tuning) == [*sets[:2], sets[3], *sets[5:]]
+    assert overrides_beside(loaded, replace(tuning, cpu_workers=2)) == [*sets[:2], sets[3], sets[5]]
 
 
 def noisy(again: float) -> Tuning:
@@ -116,11 +136,15 @@ def test_settings_that_change_probabilities_or_labels_are_refused_however_fast(
     for name, value in injected.environment.items():
         monkeypatch.setenv(name, value)
     project.write_config({**config, "models": models[:1], "output_dir": "runs/crash"}, "crash.yaml")
-    (crashed,) = ensemble.tune("crash.yaml", rows=6, quiet=True).members
+    tuning = ensemble.tune("crash.yaml", rows=6, quiet=True)
+    (crashed,) = tuning.members
+    assert "! far: float32 gave no result, so all is held against bfloat16" in lines(tuning)
     assert "no such luck" in crashed.trials[0].failure
     assert crashed.reference == "bfloat16", "the widest that gave a result"
 
+    told = "gave no result, so all is held against"
     found = ensemble.tune("config.yaml", rows=ROWS, write="tuned.yaml", quiet=True)
+    assert told not in lines(found)
     far, near = found.members
     assert (found.rows, found.skipped, far.reference, near.reference) == (
         ROWS,
@@ -260,6 +284,7 @@ def test_ever_more_workers_are_tried_as_long_as_that_pays(
     prepared = prepare(load([Path("config.yaml")], []))
     folder = project.folder / "trials"
     member = Member(prepared, 0, 64, folder, 0.02, said.append, owns_process=False)
+    (project.folder / "config.yaml").write_text("broken: [")  # what was read is what is tuned
     done = member.tune()
     assert [one for one in rows if one[0] > 1] == [(count, 64) for count in tried], (
         "of fewer rows some had none"
@@ -355,6 +380,7 @@ def test_ctrl_c_keeps_what_is_tried_and_a_run_takes_what_is_written(
     report = project.run_json()
     assert (report["tuned_on"]["devices"], len(report["warnings"])) == (["Tesla T4"], 3)
     assert report["members"][0]["reused_rows"] == 300, "where it was measured changes no numbers"
+    assert all(one["peak_memory_bytes"] and one["life_seconds"] for one in report["members"][0]["workers"])
 
     project.write_config({"models": [{"name": "lama", "dtype": "bfloat16"}]}, "tuned.yaml")
     unknown = project.ensemble("run", "config.yaml", "tuned.yaml")
@@ -389,9 +415,15 @@ def test_only_whole_trials_are_kept_and_until_the_file_is_written(
     assert (second / "predictions/llama.csv").stat().st_mtime_ns > killed
     (member,) = found.members
     assert {trial.name: trial.failure for trial in member.trials}["bfloat16"] == ""
+    assert all(trial.peak_bytes for trial in member.trials if not trial.failure), (
+        "also of those that were kept"
+    )
     for name in ("config.yaml", "tuned.yaml", "test.csv", f"{models[0]['model_name_or_path']}/config.json"):
         with pytest.raises(ensemble.OutputError, match="is one of the files that are read"):
             ensemble.tune(["config.yaml", "tuned.yaml"], write=name, force=True, quiet=True)
+    for name in ("config.yaml", "run.json", "ensemble.csv", "tune/.tune.json", "tune/llama/x.yaml"):
+        with pytest.raises(ensemble.OutputError, match=f"--write: runs write .*{name} themselves"):
+            ensemble.tune("config.yaml", write=f"runs/first/{name}", force=True, quiet=True)
 
 
 @pytest.mark.long

@@ -213,6 +213,10 @@ def test_a_member_with_when_is_fitted_on_the_rows_that_it_is_asked_for(files: Pr
     assert files.ensemble("run", "config.yaml", "-q").returncode == 0
     asked = files.run_json("out")["merged_rows"]["two"]
     assert 40 < asked < 300
+    for name in ("out/ensemble.csv", "out/run.json", "out/tune/w.yaml"):
+        (files.folder / "out/tune").mkdir(exist_ok=True)
+        done = files.ensemble("fit", "config.yaml", "--force", "-o", name)
+        assert (done.returncode, f"--output: runs write {files.folder}/{name} " in done.stderr) == (2, True)
     done = files.ensemble("fit", "config.yaml")
     assert done.returncode == 0, done.stderr
     assert f"These figures are of the {asked} of 400 rows that all members have" in done.stdout

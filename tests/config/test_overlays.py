@@ -108,6 +108,17 @@ def test_null_takes_a_key_away(overlaid: Overlaid) -> None:
     )
 
 
+def test_a_null_of_the_defaults_is_named_where_models_lack_it(overlaid: Overlaid) -> None:
+    for away in ("defaults.prompt_template=null", "defaults=null"):
+        (problem,) = problems(overlaid, sets=(away,))
+        assert problem.startswith("models[1] (line 9): prompt_template or text_column is required, ")
+        assert problem.endswith(f"; --set {away} is null")
+    (problem,) = problems(overlaid, sets=("output_dir=",))
+    assert "required" in problem
+    (problem,) = problems(overlaid, base=WHOLE.replace("path: test.csv", "path:"))
+    assert problem.count("not empty") == 1
+
+
 def test_null_in_an_override_takes_a_key_away(overlaid: Overlaid, tmp_path: Path) -> None:
     sets = (
         "models.gemma2.weight=null",

@@ -25,6 +25,7 @@ from ensemble.common.host import cpu_products, is_busy, usable_cpus
 from ensemble.common.packages import installed_versions
 from ensemble.common.text import duration, listed, plural
 from ensemble.config import LoadedConfig, TuningConfig
+from ensemble.config.overrides import path_of
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.run import Display
 from ensemble.pipeline.run_dir import RunDir, hold
@@ -79,6 +80,7 @@ def tune(
     if target is not None:
         samples = [] if config.submission is None else [config.submission.sample]
         output_file(target, [config.data.path, *samples, *map(Path, prepared.file_states)])
+        RunDir(config.output_dir).demand_free("--write", target)
     devices = [one.name for one in gpus or prepared.inventory.hosts] or [cpu_products()]
     made_on: dict[str, Any] = {
         "devices": sorted(devices),
@@ -98,7 +100,7 @@ def tune(
             prepared,
             index,
             rows,
-            config.output_dir / "tune" / model.name,
+            RunDir(config.output_dir).tune_dir / model.name,
             tolerance,
             display.say,
             owns_process,
@@ -114,7 +116,7 @@ def tune(
         raise ConfigError(
             "models: no member has settings that tune could choose; it is for checkpoints that transformers loads"
         )
-    folder = RunDir(config.output_dir / "tune")
+    folder = RunDir(RunDir(config.output_dir).tune_dir)
     folder.create()
     with hold(folder), heed_signals(owns_process):
         _begin(folder.root, made_on)
@@ -122,8 +124,9 @@ def tune(
             display.say(f"! {busy}: wait, or run it again later")
         count = sum(one.count for one in tunable)
         seconds = [one.expected_seconds() for one in tunable]
-        about = f", about {duration(sum(seconds))}" if all(seconds) else ""
         kept = sum(one.kept for one in tunable)
+        left = sum(seconds) * max(0, count - kept) / count
+        about = f", about {duration(left)}" if all(seconds) and left else ""
         about += f" ({kept} done already)" if kept else ""
         display.say(
             f"{plural(count, 'trial')} at most, each in a fresh worker, of {tunable[0].rows:,} of "
@@ -165,9 +168,9 @@ def check_output(output: Path, may_replace: bool, sources: Sequence[Path]) -> Pa
         EnsembleError: a file is there already, or it is one of the config's, whose keys the overlay would lack,
             or there is no such folder, or nothing may be written there.
     """
+    target = output_file(output, sources)
     if not may_replace and os.path.lexists(output):
         raise OutputError(f"--write: {output} is there already; --force replaces it")
-    target = output_file(output, sources)
     if not target.parent.is_dir():
         raise ConfigError(f"--write: {output}: name a file in a folder that is there")
     try:
@@ -177,6 +180,17 @@ def check_output(output: Path, may_replace: bool, sources: Sequence[Path]) -> Pa
             f"--write: {output}: nothing can be written in its folder ({error}); choose another"
         ) from error
     return target
+
+
+def overrides_beside(loaded: LoadedConfig, tuning: Tuning) -> list[str]:
+    """The config's overrides that go with the overlay: none of a key that it sets, as overrides come last."""
+    keys_of = {one.name: one.keys for one in tuning.members}
+    taken = ["cpu_workers"] if tuning.cpu_workers is not None else []
+    for index, model in enumerate(loaded.config.models):
+        for key in keys_of.get(model.name, ()):
+            taken += [f"models.{index}.{key}", f"models.{model.name}.{key}"]
+    places = {one: path_of(one) for one in loaded.overrides}
+    return [one for one, at in places.items() if not any(f"{at}.".startswith(f"{key}.") for key in taken)]
 
 
 def _begin(folder: Path, made_on: Mapping[str, Any]) -> None:

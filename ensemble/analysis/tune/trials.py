@@ -356,7 +356,7 @@ class MemberTrials:
         """
         loaded = self._prepared.loaded
         sets = [f"models.{self._index}.{key}={json.dumps(value)}" for key, value in keys.items()]
-        config = load(loaded.paths, [*loaded.overrides, *sets]).config
+        config = load(loaded.paths, [*loaded.overrides, *sets], texts=loaded.texts).config
         model, changes = config.models[self._index], dict[str, Any](weight=1.0, when=None)
         if self._on_gpu and getattr(model, "replicas", 1) == "auto":
             changes["replicas"] = 1  # they would only load the same several times

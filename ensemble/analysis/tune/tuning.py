@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -100,6 +101,12 @@ class MemberTuning:
     overtaken: str = ""
 
     @property
+    def lost_references(self) -> tuple[str, ...]:
+        """What would have been the reference, wider first, if it had given a result."""
+        names = (one.name for one in self.trials)
+        return tuple(takewhile(lambda name: name != self.reference, names)) if self.reference else ()
+
+    @property
     def is_reference_best(self) -> bool:
         return bool(self.best) and self.best == self.reference
 
@@ -165,7 +172,10 @@ class Tuning:
         ]
         for one in self.members:
             how = "nothing tried gave a result" if not one.best else one.best
-            how += ", the reference itself" if one.is_reference_best else ""
+            if one.best:
+                how += (
+                    ", the reference itself" if one.is_reference_best else f", held against {one.reference}"
+                )
             if one.is_noisy:
                 how += (
                     "; by rows that took less than a second, so measure with more of them"

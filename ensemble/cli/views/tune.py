@@ -50,6 +50,9 @@ def _member(member: MemberTuning, tolerance: float) -> Iterator[str | Table]:
     if not member.best:
         yield f"! {name}: nothing that was tried gave a result; its settings stay as they are"
         return
+    if lost := member.lost_references:
+        which = " and ".join(lost)
+        yield f"! {name}: {which} gave no result, so all is held against {member.reference}"
     yield from (
         f"! {name}: {one.why_lacking}; nothing above counts them"
         for one in done
