@@ -29,8 +29,8 @@ class Document:
 
     ``files`` are the names of the files that it is made of.  ``overrides`` maps a place that an override made to
     that override and to the place that it names.  ``invalid`` are places whose problem is known, and the places
-    around them.  ``hints`` are added where a key is required at a place or in it.  ``nulls`` are places where a
-    later file, or an override, says null, and whether something stood there before.
+    around them.  ``new_models`` are places of models that no earlier file has, with a sentence that says so.
+    ``nulls`` are places where a later file, or an override, says null, and whether something stood there before.
     """
 
     data: dict[str, Any]
@@ -38,7 +38,7 @@ class Document:
     files: tuple[str, ...] = ()
     overrides: dict[Loc, tuple[str, Loc]] = field(default_factory=dict)
     invalid: set[Loc] = field(default_factory=set)
-    hints: dict[Loc, str] = field(default_factory=dict)
+    new_models: dict[Loc, str] = field(default_factory=dict)
     nulls: dict[Loc, bool] = field(default_factory=dict)
     found: list[tuple[Line, str]] = field(default_factory=list)
 
@@ -60,7 +60,7 @@ class Document:
             if isinstance(value, str) and "${" in value:
                 sentence += " (a variable always gives text)"
         elif sentence.startswith("required"):
-            sentence += "".join(hint for at, hint in self.hints.items() if loc[: len(at)] == at)
+            sentence += "".join(f"; {why}" for at, why in self.new_models.items() if loc[: len(at)] == at)
         elif " required" in sentence:  # one of several keys
             # A model has those of the defaults, too.
             holders = (loc, ("defaults",)) if loc[0] == "models" else (loc,)

@@ -189,6 +189,10 @@ def _checked(
             other = {mine: theirs for pair in kind.alternatives for mine, theirs in (pair, pair[::-1])}
             own = {"name", *model, *(other[key] for key in other if model.get(key) is not None)}
             added = (defaults.keys() & kind.model_fields.keys()) - own
+            if (why := document.new_models.get(("models", index))) is not None:
+                # A name that was mistyped would be one more member, of what the defaults say.
+                for key in sorted(key for key in added if kind.model_fields[key].is_required()):
+                    problems.append((("models", index), f"{why}; one that is new says its own {key}"))
             # Null keeps a default out, and is no value of all keys itself.
             for key in defaults.keys() & kind.model_fields.keys() & model.keys():
                 if model[key] is None:

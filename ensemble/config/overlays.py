@@ -40,7 +40,8 @@ def take_away(document: Document) -> list[Loc]:
         The places of those that nothing else gives a value: nobody knows yet whether there are such keys.
     """
     defaults, new = document.data.get("defaults"), []
-    for loc, was_there in document.nulls.items():
+    # Defaults that are taken away keep none out of a model.
+    for loc, was_there in sorted(document.nulls.items(), key=lambda item: item[0][0] == "models"):
         is_of_model = len(loc) == 3 and loc[0] == "models"
         if not is_of_model and len(loc) != 1 and (len(loc) != 2 or loc[0] not in SECTIONS):
             continue
@@ -65,7 +66,9 @@ class _Overlays:
         document.found += over.found
         for key, value in over.data.items():
             here = document.data.get(key)
-            if key in SECTIONS and isinstance(value, dict) and isinstance(here, dict):
+            if key in SECTIONS and isinstance(value, dict) and (here is None or isinstance(here, dict)):
+                if here is None:
+                    self._put((key,), over, (key,))
                 self._merge((key,), over, (key,))
             elif key == "models" and isinstance(value, list) and isinstance(here, list):
                 self._merge_models(over, number)
@@ -88,7 +91,7 @@ class _Overlays:
             self._put(loc, over, ("models", index))
             if name is not None and name not in known:
                 near = did_you_mean(name, known)
-                self._document.hints[loc] = f"; no earlier file has a model named {shown(name)}{near}"
+                self._document.new_models[loc] = f"no earlier file has a model named {shown(name)}{near}"
 
     def _names(self, models: list[Any], number: int | None = None) -> Iterator[tuple[int, str]]:
         for index, model in enumerate(models):

@@ -40,7 +40,7 @@ from ensemble.common.gpus import Device, Inventory, inventory
 from ensemble.common.host import cpu_products, usable_cpus
 from ensemble.common.packages import installed_versions, unsupported
 from ensemble.common.protocol import Activation
-from ensemble.common.text import plural, quoted, similar_file
+from ensemble.common.text import gib, plural, quoted, similar_file
 from ensemble.config import LoadedConfig, RunConfig, TuningConfig
 from ensemble.data.json_cells import TemplateProblem
 from ensemble.data.submission import Sample, read_sample
@@ -324,6 +324,16 @@ def _prepare(
         warnings += [f"{keys[name]}.{text}" for text in kind.warnings(inspected[name])]
     devices = [one.name for one in gpus or machine.hosts] or [cpu_products()]
     warnings += [*left_out, *_of_all(loaded, inspected, table, rules, devices)]
+    if (host := plan.host) is not None and config.cpu_workers not in (
+        1,
+        "auto",
+    ):  # auto keeps to what is free
+        free = host.total_bytes - host.used_bytes
+        if plan.host_bytes > free:
+            warnings.append(
+                f"cpu_workers: side by side they take about {gib(plan.host_bytes)} of memory, and {gib(free)} are "
+                "free: they may be killed; lower it"
+            )
     return Prepared(
         loaded=loaded,
         table=table,

@@ -112,7 +112,7 @@ def place(
     elif not asked:
         placed = Placement(0, footprint=needed)
         if needed is not None and host is not None:
-            on_cpu = _fit(needed, host, 0, 1, _asked_tokens(request, needed), host.used_bytes)
+            on_cpu = _fit(needed, host, 0, 1, asked_tokens(request, needed), host.used_bytes)
             placed = replace(placed, fits={"cpu": on_cpu})
             size, advice = gib(needed.resident_bytes(0)), "quantize it, or set max_memory and offload_folder"
             text = f"models[{index}] ({facts.name}): on the CPU it takes about {size} of memory, and "
@@ -194,7 +194,7 @@ def fitting(
     config: RunConfig, request: ResourceRequest, needed: Footprint, devices: Sequence[Device]
 ) -> list[Device]:
     """Those of the devices of which one alone holds a replica, with its longest row or the batch that is asked."""
-    sharing, tokens = config.max_workers_per_gpu, _asked_tokens(request, needed)
+    sharing, tokens = config.max_workers_per_gpu, asked_tokens(request, needed)
     return [one for one in devices if _fit(needed, one, 1, sharing, tokens, one.used_bytes).verdict == "fits"]
 
 
@@ -268,7 +268,7 @@ def _on_gpus(
     # A GPU that cannot hold the member has no say in its type.
     capability = _lowest_capability(able)
     needed = facts.memory.footprint(gpus, capability) or needed
-    tokens = _asked_tokens(facts.request, needed)
+    tokens = asked_tokens(facts.request, needed)
     fits = {one.uuid: _fit(needed, one, gpus, sharing, tokens, _held_bytes(one)) for one in able}
 
     def are(*verdicts: str) -> set[str]:
@@ -320,7 +320,7 @@ def _held_bytes(device: Device) -> int:
     return device.total_bytes if device.is_held else device.used_bytes
 
 
-def _asked_tokens(request: ResourceRequest, needed: Footprint) -> int | None:
+def asked_tokens(request: ResourceRequest, needed: Footprint) -> int | None:
     """Padded tokens in the largest batch that the user asks for; None where it is left to the plan."""
     if request.batch_size is not None:
         return request.batch_size * needed.width

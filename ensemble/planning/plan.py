@@ -42,7 +42,7 @@ from ensemble.planning.forecast import (
     total_seconds,
     worth_joining,
 )
-from ensemble.planning.placement import MemberFacts, Placement, fitting, place, rooms
+from ensemble.planning.placement import MemberFacts, Placement, asked_tokens, fitting, place, rooms
 
 # Side by side is chosen where it promises to be this much faster: a replica on each GPU stays balanced where the
 # promise was wrong.
@@ -197,8 +197,9 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """What its workers take of the host's memory at a time, about: a process each, and on the CPU weights and a
-        row besides, of the largest that run together.  Weights on their way to a GPU are mapped."""
+        """What its workers take of the host's memory at a time, about: a process each, and on the CPU weights and
+        a row, or the batch that is asked, besides, of the largest that run together.  Weights on their way to a GPU
+        are mapped."""
         places = len(self.gpus) * self.config.max_workers_per_gpu
         on_gpus = min(places, sum(one.replicas for one in self.members if one.gpus))
         on_cpu = [(_cpu_bytes(one), one) for one in self.members if one.needs_worker and not one.gpus]
@@ -487,9 +488,11 @@ def _in_words(cpus: int, share: float) -> str:
 
 
 def _cpu_bytes(member: MemberPlan) -> int:
-    """What a worker of it takes of the host's memory on the CPU, about, with a row."""
+    """What a worker of it takes of the host's memory on the CPU, about, with a row or the batch that is asked."""
     needed = member.placement.footprint
-    return WORKER_HOST_BYTES if needed is None else needed.peak_bytes(0, needed.width)
+    if needed is None:
+        return WORKER_HOST_BYTES
+    return needed.peak_bytes(0, max(needed.width, asked_tokens(member.request, needed) or 0))
 
 
 def _advice(plan: Plan, member: MemberPlan) -> str:

@@ -23,6 +23,7 @@ from ensemble.analysis.tune.tuning import MemberTuning, Trial, Tuning
 from ensemble.cli import views
 from ensemble.cli.layout import Page
 from ensemble.common.compiler import why_no_compiler
+from ensemble.common.gpus import Device
 from ensemble.common.host import usable_cpus
 from ensemble.config import TuningConfig
 from ensemble.data.table import InputTable
@@ -123,6 +124,8 @@ def test_settings_that_change_probabilities_or_labels_are_refused_however_fast(
         {"name": "near", "model_name_or_path": make_biased(tmp_path / "near", 15.0, 0.01)},
         {"name": "mate", "task_type": "csv", "path": "given.csv"},
     ]
+    # Which bfloat16 has no number for.
+    huge = [{"name": "huge", "model_name_or_path": make_biased(tmp_path / "huge", 3.4e38, 0.0)}]
     defaults = {
         "text_column": "text",
         "max_length": 128,
@@ -143,6 +146,17 @@ def test_settings_that_change_probabilities_or_labels_are_refused_however_fast(
     assert crashed.reference == "bfloat16", "the widest that gave a result"
 
     told = "gave no result, so all is held against"
+    measured = MemberTrials._measured
+
+    def planted(self: MemberTrials, trial: Trial, *others: Any) -> Trial:
+        """What is wrong is the fastest by far, as it is on a CPU with such products."""
+        found = measured(self, trial, *others)
+        if found.failure or not trial.name.startswith("bfloat16"):
+            return found
+        assert found.whole_seconds is not None
+        return replace(found, whole_seconds=found.whole_seconds / 100)
+
+    monkeypatch.setattr(MemberTrials, "_measured", planted)
     found = ensemble.tune("config.yaml", rows=ROWS, write="tuned.yaml", quiet=True)
     assert told not in lines(found)
     far, near = found.members
@@ -152,6 +166,24 @@ def test_settings_that_change_probabilities_or_labels_are_refused_however_fast(
         "float32",
         "float32",
     )
+    project.write_config(
+        {**config, "models": huge, "output_dir": "runs/huge", "on_bad_row": "uniform"}, "huge.yaml"
+    )
+    (without,) = ensemble.tune("huge.yaml", rows=6, quiet=True).members
+    assert without.best.startswith("float32")
+    assert "6 of 6 rows of the sample could not be computed" in without.trials[1].failure
+    values = trials._values
+
+    def without_one(path: Path) -> Any:
+        found = values(path)
+        found[:1] = np.nan if "float16" in str(path) else found[:1]
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(trials, "_values", without_one)
+        (lacking,) = ensemble.tune("crash.yaml", rows=6, quiet=True).members
+    assert lacking.best.startswith("float32")
+    assert [one.failure for one in lacking.trials[1:3]] == ["rows have values that are no numbers"] * 2
     for member in found.members:
         by_name = {trial.name: trial for trial in member.trials}
         assert {"float32", "bfloat16", "float16", "int8", "nf4"} <= by_name.keys()
@@ -298,6 +330,68 @@ def test_ever_more_workers_are_tried_as_long_as_that_pays(
     assert len(done.trials) < member.count, "at most, with the reference again"
     assert member.workers_found == found
     assert not done.keys
+
+
+class Faked(MemberTrials):
+    """Whose trials take so many seconds, and are so far from what is right."""
+
+    took: dict[str, float]
+    off = 0.0
+
+    def _run(self, trial: Trial, table: InputTable, best_seconds: float | None) -> Trial:
+        took = self.took.get(trial.name, 20.0)
+        values = np.full((table.rows, len(LABELS)), 1 / len(LABELS))
+        values[:, 0] += self.off if trial.name.startswith("bfloat16") else 0.0
+        trial = replace(trial, rows=table.rows, rows_per_second=table.rows / took)
+        return replace(trial, seconds=took, whole_seconds=took, values=values)
+
+
+@pytest.mark.parametrize(("off", "tolerance", "best"), [(0.1, 0.02, "float32"), (0.1, 0.2, "bfloat16")])
+def test_the_fastest_is_taken_where_it_is_right(
+    project: Project, monkeypatch: pytest.MonkeyPatch, off: float, tolerance: float, best: str
+) -> None:
+    monkeypatch.chdir(project.folder)
+    project.write_config(project.config(models=project.config()["models"][1:]))
+    prepared = prepare(load([Path("config.yaml")], []))
+    member = Faked(prepared, 0, 64, project.folder / "x", tolerance, lambda _: None, owns_process=False)
+    # So fast that no trial has fewer rows first.
+    member.took, member.off = {"float32": 5.0, "float32, again": 5.0, "bfloat16": 0.1}, off
+    found = member.tune()
+    assert (found.best, found.overtaken) == (best, "")
+
+
+@pytest.mark.parametrize(("now", "best"), [(1.0, "bfloat16"), (2.95, "float32")])
+def test_what_was_fastest_beside_others_is_measured_again_as_well(
+    project: Project, monkeypatch: pytest.MonkeyPatch, now: float, best: str
+) -> None:
+    """Else the reference of a quiet moment would take the place of what the config says."""
+    monkeypatch.chdir(project.folder)
+    models = [{**project.config()["models"][1], "dtype": "bfloat16"}]
+    project.write_config(project.config(models=models))
+    prepared = prepare(load([Path("config.yaml")], []))
+    member = Faked(prepared, 0, 64, project.folder / "x", 0.02, lambda _: None, owns_process=False)
+    member.took = {"float32": 9.0, "bfloat16": 4.0, "float32, again": 3.0, "bfloat16, again": now}
+    found = member.tune()
+    assert (found.best, found.is_noisy) == (best, True)
+    assert (found.overtaken, found.keys) == (("", {}) if now == 1.0 else ("bfloat16", {"dtype": "float32"}))
+
+
+def test_on_gpus_the_whole_table_is_for_all_replicas_that_a_run_has(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(project.folder)
+    write_chunky_table(project)
+    project.write_config(chunky_config(project))
+    prepared = prepare(load([Path("config.yaml")], []))
+    gpus = [Device(f"GPU-{number}", "Tesla T4", (7, 5), 15 << 30, 0) for number in range(2)]
+    prepared = replace(prepared, plan=prepared.plan.again(gpus))
+    member = MemberTrials(prepared, 0, 64, project.folder / "x", 0.02, lambda _: None, owns_process=False)
+    table = member._sample.table()
+    for keys, replicas in (({}, 2), ({"replicas": 1}, 1), ({"num_gpus": 2}, 1)):
+        trial = Trial("float16", keys)
+        made = member._made(keys, table, project.folder / "x", 0)
+        assert made.plan.members[0].replicas == 1, "of which there is one"
+        assert member._whole(trial, made)[1] == replicas
 
 
 @pytest.mark.long

@@ -148,6 +148,33 @@ def test_null_in_an_override_takes_a_key_away(overlaid: Overlaid, tmp_path: Path
     assert problem.startswith("--set models.gemma2.model_name_or_path=null: required, for example")
 
 
+def test_null_takes_away_whatever_comes_first(overlaid: Overlaid) -> None:
+    """Of a default and of what a model says in its place; and in a section that no earlier file has."""
+    base = WHOLE.replace("defaults: {", "defaults: {dtype: bfloat16, ")
+    model, default = "models: [{name: gemma2, dtype: null}]", "defaults: {dtype: null}"
+    for files in ((f"{model}\n{default}",), (f"{default}\n{model}",), (model, default), (default, model)):
+        assert [one.dtype for one in overlaid(*files, base=base).config.models] == ["auto", "auto"]
+    bare = "\n".join(line for line in WHOLE.splitlines() if not line.startswith("ensemble: "))
+    assert overlaid("ensemble: {method: null}", base=bare).config.ensemble.method == "mean"
+    own = bare.replace("defaults: {", "defaults: {}\nseed: 3 # {").replace("weight: 0.4", "text_column: t")
+    assert overlaid("defaults: {dtype: null}", base=own).config.models[1].dtype == "auto"
+    (problem,) = problems(overlaid, "defaults: {dtyp: null}", base=own)
+    assert problem.startswith("defaults.dtyp (1.yaml, line 1): unknown key; ")
+
+
+def test_a_new_model_says_what_it_is(overlaid: Overlaid) -> None:
+    """Else a name that was mistyped would be one more member, of what the defaults say."""
+    base = WHOLE.replace("defaults: {", "defaults: {model_name_or_path: models/base, ")
+    base = base.replace("    model_name_or_path: models/llama-3-8b\n", "")
+    over = "models: [{name: lama3, dtype: bfloat16}]"
+    assert problems(overlaid, over, base=base) == (
+        "models[2] (1.yaml, line 1): no earlier file has a model named 'lama3' (did you mean 'llama3'?); one that "
+        "is new says its own model_name_or_path",
+    )
+    added = overlaid("models: [{name: lama3, model_name_or_path: models/base}]", base=base).config.models
+    assert [one.name for one in added] == ["gemma2", "llama3", "lama3"]
+
+
 def test_null_for_a_key_that_there_is_not_is_refused(overlaid: Overlaid) -> None:
     over = (
         "dat: null\ndata: {pth: null}\nsubmission: {smple: null}\nensemble: {mthod: null}\n"

@@ -13,6 +13,10 @@ import numpy as np
 import pytest
 
 from ensemble.common.gpus import Device
+from ensemble.pipeline import validate
+from ensemble.pipeline.load import load
+from ensemble.pipeline.validate import prepare
+from ensemble.planning import plan as planning
 from ensemble.planning.forecast import ASSUMED, Scaling, Speed
 from ensemble.planning.plan import Plan, make_plan, workers_beside
 from ensemble.scheduling.launchers import cores
@@ -192,6 +196,12 @@ def test_no_more_than_memory_holds(models: Path) -> None:
     assert shares(made) == [(2, 1, 1 / 2)] * 2
     assert made.host_bytes == 2 * one
     assert shares(plan(models, {}, host=Device("cpu", "CPU", None, one + GIB, 0))) == [(1, 1, 1.0)]
+    large = {"batch_size": 256}
+    more = plan(models, large, cpu_workers=1).host_bytes
+    assert more > 1.3 * one, "with the batch that is asked"
+    room = Device("cpu", "CPU", None, int(2.2 * one), 0)
+    assert shares(plan(models, {}, host=room)) == [(2, 2, 1 / 2)]
+    assert shares(plan(models, large, host=room)) == [(1, 1, 1.0)]
 
 
 def test_who_has_a_cpu_to_itself(models: Path) -> None:
@@ -274,6 +284,23 @@ def test_a_process_runs_where_it_was_started(monkeypatch: pytest.MonkeyPatch) ->
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == str([max(before)])
     assert os.sched_getaffinity(0) == before
+
+
+def test_more_workers_than_cores_or_memory_are_warned_of(
+    chunky: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunky.write_config(chunky_config(chunky, cpu_workers=4))
+    monkeypatch.chdir(chunky.folder)
+
+    def warnings(cores: int, free: int) -> str:
+        for name, value in (("usable_cpus", cores), ("available_memory_bytes", free)):
+            for module in (planning, validate):
+                monkeypatch.setattr(module, name, lambda value=value: value, raising=False)
+        return " ".join(prepare(load([Path("config.yaml")]), must_fit=False).warnings)
+
+    assert "cpu_workers" not in warnings(4, 64 * GIB)
+    assert "cpu_workers: 4 workers share 2 cores, and take memory for a model each" in warnings(2, 64 * GIB)
+    assert "GiB of memory, and 1.0 GiB are free: they may be killed; lower it" in warnings(4, GIB)
 
 
 @pytest.mark.long

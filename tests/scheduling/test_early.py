@@ -61,6 +61,8 @@ def failure(launcher: LocalLauncher, start: WorkerStart) -> tuple[Failed, int]:
     """How the worker fails that becomes of it, and the number of its process."""
     handle = launcher.start(start)
     assert isinstance(handle, LocalWorker)
+    assert handle._cores is not None
+    own = handle._cores.numbers or os.sched_getaffinity(0)  # those that others hold are theirs
     try:
         handle.send(Load())
         events: list[Event] = []
@@ -70,6 +72,8 @@ def failure(launcher: LocalLauncher, start: WorkerStart) -> tuple[Failed, int]:
     finally:
         handle.close()
     assert isinstance(events[-1], Failed), events
+    if "CPUs: " in events[-1].message:
+        assert f"; CPUs: {sorted(own)};" in events[-1].message
     return events[-1], handle.pid
 
 

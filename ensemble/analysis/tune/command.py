@@ -133,7 +133,9 @@ def tune(
             f"{plural(prepared.table.rows, 'row')}{about}; what is done is kept in {folder.root}"
         )
         found = [one.tune() for one in tunable]
-        counts = {one.workers_found for one in tunable}
+        counts = {
+            one.workers_found for one in members
+        }  # also of those that have nothing to try: nobody knows
         cpu_workers = next(iter(counts)) if len(counts) == 1 else None
         tuning = Tuning(
             members=tuple(found),

@@ -152,13 +152,13 @@ class MemberTrials:
 
     @cached_property
     def count(self) -> int:
-        """How many trials there are at most, with that of the reference again; 0: there is nothing to choose."""
+        """How many trials there are at most, reference and best again among them; 0: there is nothing to choose."""
         groups = self._kind.candidates(self._prepared.inspected[self.model.name], self._assigned)
         if not any(groups):
             return 0
         precisions, *others = groups
         further = sum(not one.impossible for group in others for one in group)
-        return len([*self._with_own(precisions)]) + further + len(self._beside({})) + 1
+        return len([*self._with_own(precisions)]) + further + len(self._beside({})) + 2
 
     @property
     def kept(self) -> int:
@@ -210,7 +210,10 @@ class MemberTrials:
         last = self._run(last, self._sample.table(), None)
         again, overtaken = None if last.seconds is None else last.seconds / reference.seconds, ""
         if best is not reference and not _cost(best) < _WORTH_CHANGING * _cost(last):
-            best, overtaken, self.workers_found = reference, best.name, None
+            # What computed beside the trials may have ended: then the best is faster now as well.
+            now = Trial(f"{best.name}, again", best.keys, workers=best.workers)
+            if not _cost(self._run(now, self._sample.table(), None)) < _WORTH_CHANGING * _cost(last):
+                best, overtaken, self.workers_found = reference, best.name, None
         keys = self._changes(best.keys)
         return MemberTuning(name, tuple(self._trials), reference.name, best.name, keys, again, overtaken)
 
@@ -347,9 +350,17 @@ class MemberTrials:
         self._say(f"{self.model.name}: {trial.name}: {said}")
 
     def _made(
-        self, keys: Mapping[str, Any], table: InputTable, folder: Path, workers: int | Literal["auto"]
+        self,
+        keys: Mapping[str, Any],
+        table: InputTable,
+        folder: Path,
+        workers: int | Literal["auto"],
+        is_whole: bool = False,
     ) -> Prepared:
         """A run of this member alone, with these keys.
+
+        Args:
+            is_whole: it may have a replica on each GPU, as the run that takes the settings.
 
         Raises:
             EnsembleError: it cannot be so, or does not fit.
@@ -358,7 +369,7 @@ class MemberTrials:
         sets = [f"models.{self._index}.{key}={json.dumps(value)}" for key, value in keys.items()]
         config = load(loaded.paths, [*loaded.overrides, *sets], texts=loaded.texts).config
         model, changes = config.models[self._index], dict[str, Any](weight=1.0, when=None)
-        if self._on_gpu and getattr(model, "replicas", 1) == "auto":
+        if self._on_gpu and not is_whole and getattr(model, "replicas", 1) == "auto":
             changes["replicas"] = 1  # they would only load the same several times
         model = model.model_copy(update=changes)
         kind = member_kind(model)
@@ -444,12 +455,12 @@ class MemberTrials:
         ]
         on_cpu = [one.peak_memory_bytes for one in member.workers if one.peak_memory_bytes is not None]
         seconds, load_seconds = busy * prepared.table.rows / rows, first.load_seconds or 0.0
-        work = prepared.plan.members[0].work
+        work, (whole_work, replicas) = prepared.plan.members[0].work, self._whole(trial, prepared)
         return replace(
             trial,
             seconds=seconds,
             load_seconds=load_seconds,
-            whole_seconds=load_seconds + seconds * self._whole_work(trial, prepared) / max(work, 1e-9),
+            whole_seconds=load_seconds + seconds * whole_work / max(work, 1e-9) / replicas,
             tokens_per_second=tokens / busy if tokens else None,
             rows_per_second=rows / busy,
             peak_bytes=max(on_gpu or on_cpu, default=None),
@@ -461,17 +472,21 @@ class MemberTrials:
             why_lacking=why,
         )
 
-    def _whole_work(self, trial: Trial, prepared: Prepared) -> float:
-        """The work of all rows; of the sample's where the whole table does not fit."""
-        planned = [one.work for one in self._prepared.plan.members if one.name == self.model.name]
-        if not planned:
+    def _whole(self, trial: Trial, prepared: Prepared) -> tuple[float, int]:
+        """The work of all rows, and how many replicas share it beside each other on GPUs, where a trial has one.
+
+        Of the sample's rows where the whole table does not fit.
+        """
+        planned = tuple(one for one in self._prepared.plan.members if one.name == self.model.name)
+        if self._on_gpu or not planned:  # other settings may have room for other replicas
+            folder = prepared.config.output_dir
             try:
-                folder = prepared.config.output_dir
-                made = self._made(trial.keys, self._prepared.table, folder, trial.workers)
-                planned = [made.plan.members[0].work]
+                made = self._made(trial.keys, self._prepared.table, folder, trial.workers, is_whole=True)
             except EnsembleError:
-                planned = [prepared.plan.members[0].work]
-        return planned[0]
+                planned = prepared.plan.members
+            else:
+                planned = made.plan.members
+        return planned[0].work, planned[0].replicas if self._on_gpu else 1
 
 
 def _is_complete(run_dir: Path) -> bool:

@@ -47,6 +47,7 @@ class ImageClassifier:
         self._model = model
         self._device = input_device(model)
         self.last_device = last_device(model)
+        self.stages = 1
         self._spread = Spread(model)
 
     def skipped_tokens(self, encoded: EncodedImages) -> npt.NDArray[np.int64]:

@@ -29,8 +29,8 @@ _GROW_AFTER_BATCHES = 32
 _GROWTH = 1.25
 # Never again closer than this to a size that did not fit: the error would come back at every attempt.
 _BELOW_FAILURE = 0.9
-# Passes that a GPU has been given and has not finished: enough never to run dry, few enough that what is said of
-# the progress is true.
+# Passes that a GPU has been given and has not finished, of which each GPU that a model is spread over works on one:
+# enough never to run dry, few enough that what is said of the progress is true.
 _MAX_QUEUED = 4
 # A chunk of fewer rows tells nothing of the others: it may be what is left of one that failed as a whole.
 _MIN_TELLING_ROWS = 16
@@ -61,6 +61,10 @@ class Scorer(Protocol[E]):
     @property
     def last_device(self) -> torch.device:
         """Where a forward pass ends."""
+
+    @property
+    def stages(self) -> int:
+        """Devices that a pass goes through, one after the other, each while others work on the passes around it."""
 
     def skipped_tokens(self, encoded: E) -> npt.NDArray[np.int64]:
         """Of how much of each row's length a pass without a mask need not compute, int64 [rows]."""
@@ -204,10 +208,14 @@ class DeviceQueue:
     A GPU works off what it is given while the host goes on: the next batches are padded and copied in the
     background of the passes before them, as long as nothing here asks the device for an answer.  On a CPU a pass is
     over when its call returns.
+
+    Args:
+        stages: devices that work on a pass each at the same time, the last of them ``device``.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, stages: int = 1) -> None:
         self._device = device
+        self._most = max(_MAX_QUEUED, stages + 1)
         self._seconds = 0.0
         self._queued: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
@@ -223,7 +231,7 @@ class DeviceQueue:
             yield
             self._seconds += time.perf_counter() - began
             return
-        while len(self._queued) >= _MAX_QUEUED:
+        while len(self._queued) >= self._most:
             self._finish_one()
         stream = torch.cuda.current_stream(self._device)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -372,7 +380,7 @@ def _run(
     too_large: set[int] = set()
     tried_alone: set[int] = set()
     counters = Counters()
-    queue = DeviceQueue(classifier.last_device)
+    queue = DeviceQueue(classifier.last_device, classifier.stages)
     size_before = sizes.batch_size
     while batches:
         batch = batches.popleft()
