@@ -142,6 +142,9 @@ def test_settings_that_change_probabilities_or_labels_are_refused_however_fast(
     tuning = ensemble.tune("crash.yaml", rows=6, quiet=True)
     (crashed,) = tuning.members
     assert "! far: float32 gave no result, so all is held against bfloat16" in lines(tuning)
+    rows = sum(bool(one.failure) and not one.rows_per_second for one in crashed.trials)
+    assert lines(tuning).count("no result") == 1 + rows, "and the sentence of the reference"
+    assert "far: float32: " in lines(tuning), "and why"
     assert "no such luck" in crashed.trials[0].failure
     assert crashed.reference == "bfloat16", "the widest that gave a result"
 

@@ -37,8 +37,8 @@ def view(tuning: Tuning) -> Iterator[str | Table]:
 
 def _member(member: MemberTuning, tolerance: float) -> Iterator[str | Table]:
     name, done = member.name, [trial for trial in member.trials if not trial.failure]
-    if done:
-        yield Table([name, *_HEADERS[1:], ""], [_cells(trial, member) for trial in done], texts=[""])
+    if member.trials:
+        yield Table([name, *_HEADERS[1:], ""], [_cells(trial, member) for trial in member.trials], texts=[""])
     if metrics := [*dict.fromkeys(metric.metric for trial in done for metric in trial.metrics)]:
         compared = [[one.name, *_differences(one, metrics)] for one in done if one.name != member.reference]
         yield Table([f"minus {member.reference}", *metrics], compared)
@@ -87,6 +87,8 @@ def _member(member: MemberTuning, tolerance: float) -> Iterator[str | Table]:
 def _cells(trial: Trial, member: MemberTuning) -> list[str]:
     is_reference = trial.name == member.reference
     mark = "the reference" if is_reference else "" if trial.is_within else "too far"
+    if trial.failure:  # the reason, which may be long, is said below
+        mark = "stopped" if trial.rows_per_second else "no result"
     if trial.name == member.best:
         mark = f"{_FASTEST}, {mark}" if mark else _FASTEST
     return [
@@ -98,7 +100,7 @@ def _cells(trial: Trial, member: MemberTuning) -> list[str]:
         "" if trial.whole_seconds is None else duration(trial.whole_seconds),
         *(
             ["", "", ""]
-            if is_reference
+            if is_reference or trial.failure
             else [f"{trial.mean:.4f}", f"{trial.largest:.4f}", f"{trial.changed:.1%}"]
         ),
         mark,
