@@ -74,6 +74,10 @@ class Document:
         self.report(loc, sentence)
         self.invalid.update(loc[:size] for size in range(len(loc) + 1))
 
+    def note_null(self, loc: Loc, before: object) -> None:
+        """Note that a later file, or an override, says null where ``before`` stood."""
+        self.nulls[loc] = before is not None or self.nulls.get(loc, False)
+
     def value(self, loc: Loc) -> object:
         """The value at ``loc`` as it was written, with ``${NAME}`` unexpanded; None where there is none."""
         here: Any = self.data

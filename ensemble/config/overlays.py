@@ -49,7 +49,8 @@ def take_away(document: Document) -> list[Loc]:
         is_default = is_of_model and isinstance(defaults, dict) and key in defaults
         if isinstance(holder, dict) and holder.get(key, "") is None and not is_default:
             del holder[key]
-            new += [] if was_there else [loc]
+            if not was_there:
+                new.append(loc)
     return new
 
 
@@ -123,7 +124,7 @@ class _Overlays:
             if place in over.invalid:
                 document.invalid.update(moved[:size] for size in range(len(moved) + 1))
         if value is None:
-            document.nulls[loc] = before is not None or document.nulls.get(loc, False)
+            document.note_null(loc, before)
 
 
 def _places(value: object, loc: Loc) -> Iterator[Loc]:

@@ -38,7 +38,7 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
             before = document.value(steps)
             holder[steps[-1]] = value = build_data(value_text, document, steps, {})
             if value is None:
-                document.nulls[steps] = before is not None or document.nulls.get(steps, False)
+                document.note_null(steps, before)
         except Unreadable as error:
             document.found.append((AFTER_ALL_LINES, f"{name}: {error}"))
 

@@ -225,11 +225,11 @@ def find_works(prepared: Prepared, rundir: RunDir, say: Callable[[str], None]) -
                 say(f"{name}: {own_rows:,} of {plural(rows, 'row')} kept from an earlier run")
             for place, count in work.taken.items():
                 say(f"{name}: {count:,} of {plural(rows, 'row')} taken over from {place}")
-    complete_workers(rundir, works.values())
+    _complete_workers(rundir, works.values())
     return works
 
 
-def complete_workers(rundir: RunDir, works: Iterable[MemberWork]) -> None:
+def _complete_workers(rundir: RunDir, works: Iterable[MemberWork]) -> None:
     """Give workers what they told behind their member's last row, when its manifest was written, such as peaks.
 
     The report of the run before has it, whether that run computed the member or kept it as well.

@@ -323,17 +323,7 @@ def _prepare(
     for name, kind in kinds.items():
         warnings += [f"{keys[name]}.{text}" for text in kind.warnings(inspected[name])]
     devices = [one.name for one in gpus or machine.hosts] or [cpu_products()]
-    warnings += [*left_out, *_of_all(loaded, inspected, table, rules, devices)]
-    if (host := plan.host) is not None and config.cpu_workers not in (
-        1,
-        "auto",
-    ):  # auto keeps to what is free
-        free = host.total_bytes - host.used_bytes
-        if plan.host_bytes > free:
-            warnings.append(
-                f"cpu_workers: side by side they take about {gib(plan.host_bytes)} of memory, and {gib(free)} are "
-                "free: they may be killed; lower it"
-            )
+    warnings += [*left_out, *_too_many_workers(plan), *_of_all(loaded, inspected, table, rules, devices)]
     return Prepared(
         loaded=loaded,
         table=table,
@@ -442,12 +432,6 @@ def _of_all(
 ) -> Iterator[str]:
     """Warnings that are of no member alone."""
     config = loaded.config
-    workers = config.cpu_workers
-    if workers != "auto" and workers > usable_cpus() and config.launcher == "local":
-        yield (
-            f"cpu_workers: {workers} workers share {plural(usable_cpus(), 'core')}, and take memory for a model "
-            "each; more than one for each core end no sooner"
-        )
     if config.tuned_on is not None:
         yield from _other_than_tuned(config.tuned_on, devices, config.cpu_workers != "auto")
     for number, rows in enumerate(rules.rows if rules is not None and config.limit is None else ()):
@@ -461,6 +445,23 @@ def _of_all(
         yield (
             "data.label_column: one true label for each row is for members whose labels exclude each other "
             "(softmax); no scores are shown; set data.label_columns"
+        )
+
+
+def _too_many_workers(plan: Plan) -> Iterator[str]:
+    """For more workers side by side than this machine has cores or memory for; ``auto`` keeps to what there is."""
+    workers, host = plan.config.cpu_workers, plan.host
+    if workers == "auto":
+        return
+    if workers > usable_cpus() and plan.config.launcher == "local":
+        yield (
+            f"cpu_workers: {workers} workers share {plural(usable_cpus(), 'core')}, and take memory for a model "
+            "each; more than one for each core end no sooner"
+        )
+    if workers > 1 and host is not None and plan.host_bytes > (free := host.total_bytes - host.used_bytes):
+        yield (
+            f"cpu_workers: side by side they take about {gib(plan.host_bytes)} of memory, and {gib(free)} are "
+            "free: they may be killed; lower it"
         )
 
 

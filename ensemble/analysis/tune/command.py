@@ -77,10 +77,11 @@ def tune(
         busy = "other programs compute here, so speeds say little"
     prepared = prepare(loaded, must_fit=False)
     config, gpus = loaded.config, prepared.plan.gpus
+    rundir = RunDir(config.output_dir)
     if target is not None:
         samples = [] if config.submission is None else [config.submission.sample]
         output_file(target, [config.data.path, *samples, *map(Path, prepared.file_states)])
-        RunDir(config.output_dir).demand_free("--write", target)
+        rundir.demand_free("--write", target)
     devices = [one.name for one in gpus or prepared.inventory.hosts] or [cpu_products()]
     made_on: dict[str, Any] = {
         "devices": sorted(devices),
@@ -100,7 +101,7 @@ def tune(
             prepared,
             index,
             rows,
-            RunDir(config.output_dir).tune_dir / model.name,
+            rundir.tune_dir / model.name,
             tolerance,
             display.say,
             owns_process,
@@ -116,7 +117,7 @@ def tune(
         raise ConfigError(
             "models: no member has settings that tune could choose; it is for checkpoints that transformers loads"
         )
-    folder = RunDir(RunDir(config.output_dir).tune_dir)
+    folder = RunDir(rundir.tune_dir)
     folder.create()
     with hold(folder), heed_signals(owns_process):
         _begin(folder.root, made_on)
@@ -133,9 +134,8 @@ def tune(
             f"{plural(prepared.table.rows, 'row')}{about}; what is done is kept in {folder.root}"
         )
         found = [one.tune() for one in tunable]
-        counts = {
-            one.workers_found for one in members
-        }  # also of those that have nothing to try: nobody knows
+        # Also of those that have nothing to try, of which nobody knows.
+        counts = {one.workers_found for one in members}
         cpu_workers = next(iter(counts)) if len(counts) == 1 else None
         tuning = Tuning(
             members=tuple(found),

@@ -47,8 +47,8 @@ class ImageClassifier:
         self._model = model
         self._device = input_device(model)
         self.last_device = last_device(model)
-        self.stages = 1
         self._spread = Spread(model)
+        self.stages = self._spread.stages
 
     def skipped_tokens(self, encoded: EncodedImages) -> npt.NDArray[np.int64]:
         return np.zeros_like(encoded.lengths)
