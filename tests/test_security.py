@@ -52,18 +52,6 @@ def test_a_bomb_of_aliases_is_refused(tmp_path: Path) -> None:
         load_config(tmp_path / "c.yaml")
 
 
-BIG = "{% set s = 'x' * 1000000 %}"
-LONG = "{% set l = [0] * 400000 %}"
-# Lists in each other that share what is in them: little as a value, 10 ** 27 characters as text.
-NESTED = "{% set n = namespace(x=['ab']) %}{% for i in range(9) %}{% set n.x = [n.x] * 1000 %}{% endfor %}"
-
-
-def kept(expression: str) -> str:
-    """A loop that keeps what an expression makes, again and again."""
-    loop = "{% set n = namespace(l=[]) %}{% for i in range(9999) %}{% set n.l = [n.l, ?] %}{% endfor %}"
-    return loop.replace("?", expression)
-
-
 @pytest.mark.parametrize(
     ("source", "words"),
     [
@@ -107,97 +95,12 @@ def kept(expression: str) -> str:
         ("{{ lipsum }}", "no column 'lipsum'"),
         ("{{ environment }}", "no column 'environment'"),
         ("{% debug %}", "unknown tag 'debug'"),
-        # bombs
-        ("{{ 'a' * 10**9 }}", "more than 100,000,000 characters"),
-        ("{{ 10**9 * 'a' }}", "more than 100,000,000 characters"),
-        ("{{ [1] * 10**9 }}", "more than 1,000,000 steps"),
-        ("{{ 10 ** (10**9) }}", "bits is too large"),
-        (
-            "{% set n = namespace(x=7) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
-            "bits is",
-        ),
-        (
-            "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-            "000,000 c",
-        ),
-        (
-            "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
-            "000,000 c",
-        ),
-        (
-            "{% set n = namespace(x=[]) %}{% for i in range(99) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
-            ",000 c",
-        ),
+        # what would not end
         ("{{ range(10**9)|list }}", "Range too big"),
-        ("{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}", "1,000,000 steps"),
         ("{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}", "RecursionError"),
-        (
-            "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(40) }}",
-            "1,000,000 steps",
-        ),
-        (
-            "{% for i in range(999) recursive %}{{ loop(range(999)) if loop.depth < 5 }}{% endfor %}",
-            "1,000,000 st",
-        ),
-        (BIG + "{{ ([s] * 9999)|join }}", "000,000 characters"),
-        (BIG + "{{ ''.join([s] * 9999) }}", "000,000 characters"),
-        (BIG + "{{ [s] * 9999 }}", "000,000 characters"),
-        (BIG + "{{ ([s] * 9999)|upper }}", "000,000 characters"),
-        (BIG + "{{ ([s] * 9999)|tojson }}", "000,000 characters"),
-        (BIG + "{{ s|replace('x', s) }}", "000,000 characters"),
-        (BIG + "{{ s.replace('x', s) }}", "000,000 characters"),
-        (BIG + "{{ ('%s' * 999) % ([s] * 999) }}", "000,000 characters"),
-        (BIG + "{% for i in range(999) %}{{ s }}{% endfor %}", "000,000 characters"),
-        (BIG + "{{ s|list }}", "1,000,000 steps"),
-        ("{{ '%999999999d'|format(1) }}", "at most three digits"),
-        ("{{ '%*d' % (999999999, 1) }}", "at most three digits"),
+        # what only pads
         ("{{ 'a'.ljust(10**9) }}", "'ljust' of type str cannot be reached"),
         ("{{ 'a'|center(10**9) }}", "no filter named 'center'"),
-        ("{{ 'a\nb'|indent(10**9) }}", "000,000 characters"),
-        ("{{ [1]|batch(10**9, 1)|list }}", "1,000,000 steps"),
-        ("{{ [[1]]|tojson(indent=10**9) }}", "000,000 characters"),
-        # costs that are below zero, or given by name
-        ("{{ [[1]]|tojson(indent=-10**9) }}{{ 'a' * 10**9 }}", "000,000 characters"),
-        ("{{ 'a'|indent(-10**9) }}{{ 'a' * 10**9 }}", "000,000 characters"),
-        ("{{ [1]|batch(-10**9)|list|length }}{{ [1] * 10**9 }}", "1,000,000 steps"),
-        ("{{ [1]|batch(linecount=10**9, fill_with=1)|list|length }}", "1,000,000 steps"),
-        ("{{ '%(a)999999999d' % {'a': 1} }}", "at most three digits"),
-        ("{{ '%((a))999999999d'|format(a=1) }}", "at most three digits"),
-        # numbers
-        ("{{ 3|round(-999999999) }}", "1,000,000 steps"),
-        ("{{ 3|round(999999999, 'ceil') }}", "1,000,000 steps"),
-        ("{{ ('f' * 10000000)|int(base=16) }}", "bits is too large"),
-        (
-            "{% set n = namespace(x=1) %}{% for i in range(19999) %}{% set n.x = n.x - (0 - n.x) %}{% endfor %}",
-            "bits is",
-        ),
-        # what is small each time, and kept
-        ("{{ ([[0] * 400000] * 9999)|sum(start=[])|length }}", "1,000,000 steps"),
-        (BIG + kept("s.upper()"), "000,000 characters"),
-        (BIG + kept("s.partition('x')"), "000,000 characters"),
-        (BIG + kept("s[1:]"), "000,000 characters"),
-        (LONG + kept("l[1:]"), "1,000,000 steps"),
-        (LONG + kept("l.copy()"), "1,000,000 steps"),
-        (LONG + kept("cycler(*l)"), "1,000,000 steps"),
-        (LONG + kept("l|batch(1000)|list"), "1,000,000 steps"),
-        (LONG + kept("dict([(1, 2)] * 99999)"), "1,000,000 steps"),
-        ("{% set l = [{'k': 0}] * 400000 %}" + kept("l|groupby('k')"), "1,000,000 steps"),
-        (kept("['x'" + ", 'x'" * 999 + "]"), "1,000,000 steps"),
-        (kept("('[' ~ '0,' * 400000 ~ '0]')|fromjson"), "1,000,000 steps"),
-        # what is text only in passing, or in the message of an error
-        (NESTED + "{{ n.x is lower }}", "000,000 characters"),
-        (NESTED + "{{ n.x|indent }}", "000,000 characters"),
-        (NESTED + "{{ n.x|replace('a', 'b') }}", "000,000 characters"),
-        (NESTED + "{{ 'a'|replace(n.x, 'b') }}", "000,000 characters"),
-        (NESTED + "{{ n.x|format(1) }}", "000,000 characters"),
-        (NESTED + "{{ [1]|join(n.x) }}", "000,000 characters"),
-        (NESTED + "{{ {'a': n.x}.values()|join }}", "000,000 characters"),
-        (NESTED + "{{ {'a': n.x}.values() ~ '' }}", "000,000 characters"),
-        (NESTED + "{{ n ~ '' }}", "type Namespace cannot be put into the text"),
-        (NESTED + "{{ {}[n.x] }}", "000,000 characters"),
-        (NESTED + "{{ [1].index(n.x) }}", "000,000 characters"),
-        (NESTED + "{{ 1|attr(n.x) }}", "000,000 characters"),
-        (BIG + "{{ [1]|map((s,) * 9999)|list }}", "000,000 characters"),
     ],
 )
 def test_templates_are_kept_in_their_sandbox(source: str, words: str) -> None:
@@ -253,12 +156,6 @@ def test_templates_are_kept_in_their_sandbox(source: str, words: str) -> None:
 )
 def test_what_templates_are_written_with_still_works(source: str, text: str) -> None:
     assert compile_template(source).render({"l": ["a", "b"], "o": {"k": 1}}) == text
-
-
-def test_the_meter_starts_anew_with_each_row() -> None:
-    template = compile_template("{{ a ~ a }}")
-    for _ in range(6):
-        assert len(template.render({"a": "x" * 10_000_000})) == 20_000_000
 
 
 # ---- names

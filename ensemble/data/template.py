@@ -21,7 +21,7 @@ from jinja2 import Template, TemplateError, TemplateSyntaxError, meta, nodes
 
 from ensemble.common.text import error_text
 from ensemble.data.json_cells import TemplateProblem, parse_json_cell, replace_lone_surrogates, without_nulls
-from ensemble.data.template_sandbox import Sandbox, metered
+from ensemble.data.template_sandbox import Sandbox
 
 _MAX_MESSAGE: Final = 1000  # characters of Jinja2's or Python's, which may show a whole cell
 
@@ -74,8 +74,7 @@ class PromptTemplate:
         except KeyError as error:
             raise TemplateProblem(f"the row has no column {error}") from None
         try:
-            with metered():
-                return replace_lone_surrogates(self._template.render(cells))
+            return replace_lone_surrogates(self._template.render(cells))
         except Exception as error:
             # From the frames that Jinja2 rewrites, the line of the template.
             frames = traceback.walk_tb(error.__traceback__)
