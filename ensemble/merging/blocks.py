@@ -156,12 +156,13 @@ def weights_by_bin(given: Sequence[AnyWeight], labels: Sequence[str], bins: int)
     Returns:
         float64 [members, bins or 1, labels or 1]; 1 where all have the same.
     """
-    by_label = any(isinstance(weight, dict) for weight in given)
+    # Weights of 0 for every label are no reason to scale rows.
+    by_label = any(isinstance(weight, dict) and any(weight.values()) for weight in given)
     by_bin = any(isinstance(weight, tuple) for weight in given)
     found = np.empty((len(given), bins if by_bin else 1, len(labels) if by_label else 1))
     for numbers, weight in zip(found, given, strict=True):
         if isinstance(weight, dict):
-            numbers[:] = [weight[label] for label in labels]
+            numbers[:] = [weight[label] for label in labels] if by_label else 0.0
         elif isinstance(weight, tuple):
             numbers[:] = np.array(weight)[:, None]
         else:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -199,6 +200,130 @@ def test_the_power_mean(power: float) -> None:
     found = merged("power_mean", zeros, power=power)
     assert np.isfinite(found).all()
     assert (found[:, 0] < 1e-300).all()
+
+
+def _extreme(chooser: np.random.Generator, activation: Activation, rows: int) -> Values:
+    """A member's values with zeros and ones among them, and rows that it lacks."""
+    if activation == "none":
+        values = chooser.normal(size=(rows, 3)) * 10.0 ** chooser.integers(-3, 4, (rows, 3))
+    else:
+        values = chooser.random((rows, 3)) ** chooser.choice([0.5, 3, 60], (rows, 3))
+        values[chooser.random((rows, 3)) < 0.2] = 0.0
+        if activation == "softmax":
+            values[values.sum(axis=1) == 0, chooser.integers(3)] = 1.0
+            values = to_1(values)
+        else:
+            values[chooser.random((rows, 3)) < 0.1] = 1.0
+    values[chooser.random(rows) < 0.2] = NAN
+    return np.asfortranarray(values)
+
+
+_SETTINGS: list[tuple[str, dict[str, Any], Activation]] = [
+    *(
+        (name, {}, activation)
+        for name in ("mean", "median", "rank_mean")
+        for activation in get_args(Activation)
+    ),
+    *((name, {}, "softmax") for name in ("geometric_mean", "vote")),
+    *((name, {}, "sigmoid") for name in ("geometric_mean", "logit_mean", "vote")),
+    *(
+        ("power_mean", {"power": power}, activation)
+        for power in (-800.0, -3.0, -1.0, 0.5, 2.0, 900.0)
+        for activation in ("softmax", "sigmoid")
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "activation"), _SETTINGS)
+@tries(12)
+@given(st.integers(0, 9999), st.integers(1, 4), st.sampled_from([0.0, {"a": 0, "b": 0, "c": 0}, (0, 0, 0)]))
+def test_a_member_of_weight_0_changes_nothing(
+    name: str, settings: dict[str, Any], activation: Activation, seed: int, count: int, zero: AnyWeight
+) -> None:
+    chooser = np.random.default_rng(seed)
+    arrays = [_extreme(chooser, activation, 60) for _ in range(count)]
+    weights = [float(weight) for weight in chooser.choice([0.3, 1, 7], count)]
+    place = int(chooser.integers(count + 1))
+    keys = {**settings, "length_bins": (20, 40)}
+    added = _extreme(chooser, activation, 60)
+    merge: Callable[..., Values] = partial(merged, name, activation=activation, **keys)
+    with_it = merge([*arrays[:place], added, *arrays[place:]], [*weights[:place], zero, *weights[place:]])
+    np.testing.assert_array_equal(with_it, merge(arrays, weights))
+
+
+@pytest.mark.parametrize(("name", "settings", "activation"), _SETTINGS)
+@tries(12)
+@given(st.integers(0, 9999), st.booleans())
+def test_values_of_weight_0_for_a_label_or_a_row_change_nothing(
+    name: str, settings: dict[str, Any], activation: Activation, seed: int, by_label: bool
+) -> None:
+    if name == "rank_mean" or (name == "vote" and activation == "softmax" and by_label):
+        pytest.skip("a rank is one among all rows, and a vote one among all labels, of the same member")
+    chooser = np.random.default_rng(seed)
+    arrays = [_extreme(chooser, activation, 60) for _ in range(3)]
+    numbers = [[float(one) for one in chooser.choice([0, 0.3, 2], 3)] for _ in range(2)]
+    weights: list[AnyWeight] = [
+        *(dict(zip(LABELS, own, strict=True)) if by_label else tuple(own) for own in numbers),
+        0.5,
+    ]
+    others = [array.copy(order="F") for array in arrays]
+    for own, array, other in zip(
+        numbers, others, (_extreme(chooser, activation, 60) for _ in range(2)), strict=False
+    ):
+        for bin_number, rows in enumerate((slice(0, 20), slice(20, 40), slice(40, 60))):
+            for label in range(3):
+                if own[label if by_label else bin_number] == 0:
+                    is_present = ~np.isnan(array[rows, label]) & ~np.isnan(other[rows, label])
+                    array[rows, label][is_present] = other[rows, label][is_present]
+    keys = {**settings, "length_bins": (20, 40)}
+    merge: Callable[..., Values] = partial(merged, name, weights=weights, activation=activation, **keys)
+    np.testing.assert_array_equal(merge(others), merge(arrays))
+
+
+def test_a_sigmoid_member_of_weight_0_leaves_labels_exclusive() -> None:
+    arrays = [values_of(0), values_of(1), values_of(2, "sigmoid")]
+    part = np.array(arrays)
+    ids = pa.chunked_array([pa.array([str(row) for row in range(ROWS)])])
+    block = Block(0, ids, part, np.ones((3, ROWS), dtype=np.bool_), np.zeros(ROWS, dtype=np.int64))
+    settings: dict[str, dict[str, Any]] = {"geometric_mean": {}, "median": {}, "power_mean": {"power": 2}}
+    for name, keys in settings.items():
+        members = Members(("x", "y", "z"), ("softmax", "softmax", "sigmoid"), LABELS, (1.0, 2.0, 0.0))
+        found = method_of(name, members, **keys).merge(block, np.array([1.0, 2.0, 0.0])[:, None, None])
+        np.testing.assert_array_equal(found, merged(name, arrays[:2], [1.0, 2.0], **keys), err_msg=name)
+
+
+def test_stacking_fills_rows_from_members_that_have_a_coefficient_for_the_label() -> None:
+    arrays = [values_of(number, "none") for number in range(3)]
+    arrays[0][:50] = NAN
+    coefficients = {"m0": 0.5, "m1": {"a": 2, "b": 1}, "m2": {"a": 1}}
+    found = merged("stacking", arrays, activation="none", coefficients=coefficients)
+    first, second, third = arrays
+    assert np.isnan(found[:50]).all()  # of label c nobody else has a coefficient
+    coefficients = {"m0": {"a": 0.5, "b": 0.5}, "m1": {"a": 2, "b": 1}, "m2": {"a": 1}}
+    found = merged("stacking", arrays, activation="none", coefficients=coefficients)
+    filled = np.where(np.isnan(first), np.column_stack([(second + third)[:, 0] / 2, *second.T[1:]]), first)
+    expected = np.column_stack(
+        [
+            0.5 * filled[:, 0] + 2 * second[:, 0] + third[:, 0],
+            0.5 * filled[:, 1] + second[:, 1],
+            np.zeros(ROWS),
+        ]
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+def test_the_power_mean_of_zeros_beside_a_member_of_weight_0_is_that_of_scipy() -> None:
+    """The values with which it was seen: a probability of 0 and power -3 left no number at all."""
+    arrays = [
+        np.array([[0.2, 0.3, 0.5]] * 3),
+        np.array([[0.6, 0.3, 0.1]] * 3),
+        np.array([[0.0, 0.9, 0.1]] * 3),
+    ]
+    for power in (-3.0, -1.0):
+        found = merged("power_mean", arrays, [1.0, 2.0, 0.0], power=power)
+        weights = np.broadcast_to(np.reshape([1.0, 2.0], (2, 1, 1)), (2, 3, 3))
+        expected = to_1(stats.pmean(arrays[:2], power, axis=0, weights=weights))
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
 class _Given:

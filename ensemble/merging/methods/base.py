@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from ensemble.common.protocol import Activation
 from ensemble.config import EnsembleConfig
-from ensemble.config.values import AnyWeight
+from ensemble.config.values import AnyWeight, weight_numbers
 
 Values = npt.NDArray[np.float64]
 
@@ -36,8 +36,10 @@ class Members:
 
     @property
     def are_exclusive(self) -> bool:
-        """Whether every member says of the labels that a row has one of them."""
-        return all(activation == "softmax" for activation in self.activations)
+        """Whether every member with a weight says of the labels that a row has one of them."""
+        weights = self.weights or (1.0,) * len(self.names)
+        pairs = zip(self.activations, weights, strict=True)
+        return all(activation == "softmax" for activation, weight in pairs if any(weight_numbers(weight)))
 
     def with_activation(self, activation: Activation) -> tuple[str, ...]:
         """The names of the members that have it."""

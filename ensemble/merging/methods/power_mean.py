@@ -58,11 +58,12 @@ class PowerMean(MergeMethod):
         yield from self.problems_of_raw_values()
 
     def merge(self, block: Block, weights: Values) -> Values:
-        power, present = self.settings.power, block.is_present[:, :, None]
+        power = self.settings.power
+        counts = block.is_present[:, :, None] & (weights > 0)
         # By logarithms, from which the largest is taken: powers may be too small for a number.
-        logs = power * np.log(np.maximum(block.probabilities, _MIN))
-        most = np.where(present, logs, -np.inf).max(axis=0)
+        logs = np.where(counts, power * np.log(np.maximum(block.probabilities, _MIN)), -np.inf)
+        most = logs.max(axis=0)
         with np.errstate(invalid="ignore", divide="ignore"):  # rows that nobody has, and weights of 0
-            means = weighted_mean(weights, (np.exp(one - most) for one in logs), block.is_present)
+            means = weighted_mean(weights, (np.exp(values - most) for values in logs), block.is_present)
             values = np.exp((np.log(means) + most) / power)
         return scaled(values) if self.members.are_exclusive else values

@@ -18,7 +18,7 @@ epsilon), or of sigmoid members above 1 - 2.2e-16, count as that.  ``coefficient
     m: {neg: {neg: 0.7, pos: -0.1}}       by label and the member's label: c(m, neg, neg) and c(m, neg, pos)
 
 and ``intercept`` a number by label, 0 where none is named.  They take the place of weights, which must be left out
-or 1. Of rows that a member lacks its x is the mean of those of the other members that count.
+or 1. Of rows that a member lacks its x(j) is the mean of those of the other members that have a coefficient for j.
 
 D. H. Wolpert, "Stacked generalization", Neural Networks 5 (1992), 241-259.
 """
@@ -95,17 +95,20 @@ class Stacking(MergeMethod):
             for (name, activation, values), is_present in zip(members, block.is_present, strict=True)
             if self._matrices[name].any()
         }
-        mean, count = np.zeros(block.probabilities.shape[1:]), np.zeros((len(block.ids), 1))
-        for values, is_present in read.values():
-            mean += np.where(is_present, values, 0.0)
-            count += is_present
+        mean, count = np.zeros(block.probabilities.shape[1:]), np.zeros(block.probabilities.shape[1:])
+        for name, (values, is_present) in read.items():
+            counts = is_present & self._matrices[name].any(axis=0)
+            mean += np.where(counts, values, 0.0)
+            count += counts
         with np.errstate(invalid="ignore"):  # rows that nobody has
             mean /= count
         scores = np.tile(self._intercept, (len(mean), 1))
         for name, matrix in self._matrices.items():
             if matrix.any():  # who is not merged lacks all rows
                 values, is_present = read.get(name, (mean, count > 0))
-                scores += np.where(is_present, values, mean) @ matrix.T
+                filled = np.where(is_present, values, mean)
+                filled[:, ~matrix.any(axis=0)] = 0.0
+                scores += filled @ matrix.T
         return probabilities_of(scores, self.members.activations)
 
     def _matrix(self, given: float | dict[str, float | dict[str, float]]) -> Values:

@@ -55,7 +55,7 @@ def weighted_mean(weights: Values, members: Iterable[Values], is_present: npt.ND
             total = part if total is None else np.add(total, part, out=total)
     assert total is not None
     # Rows that nobody lacks stay as they are, bit for bit.
-    short = np.flatnonzero(~is_present[counts].all(axis=0))
+    short = np.flatnonzero((shares.any(axis=2) & ~is_present).any(axis=0))
     if len(short):
         of_short = shares if shares.shape[1] == 1 else shares[:, short]
         there = np.zeros((len(short), shares.shape[2]))
