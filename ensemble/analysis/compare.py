@@ -17,6 +17,7 @@ from ensemble.analysis.metrics import (
     Bootstrap,
     Interval,
     Metric,
+    MetricKind,
     UndefinedMetric,
     find_metric,
 )
@@ -88,10 +89,14 @@ class Change:
 
 @dataclass(frozen=True)
 class MetricChange:
-    """A metric of one member, or the ensemble, on both sides; ``difference``: the second less the first, paired."""
+    """A metric of one member, or the ensemble, on both sides; ``difference``: the second less the first, paired.
+
+    ``kind`` says what the metric does with rows, see ``METRIC_KINDS``.
+    """
 
     name: str
     metric: str
+    kind: MetricKind
     greater_is_better: bool
     rows: int
     first: Interval
@@ -460,6 +465,7 @@ def _metric_changes(
             yield MetricChange(
                 name,
                 metric.name,
+                metric.kind,
                 metric.greater_is_better,
                 int(is_there.sum()),
                 first.interval,

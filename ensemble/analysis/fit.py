@@ -2,8 +2,10 @@
 
 What is written is fitted to all rows.  What is reported is from cross-validation: each row is scored by
 calibrations, weights and whatever else there was to choose (the best member, the penalty of stacking) that come
-from the other folds alone.  A difference has the standard error of the rows' paired differences; what is within two
-of them is called noise.  That error knows nothing of what other rows to fit to would have given.
+from the other folds alone.  A metric that compares rows with each other is taken of each fold by itself, as each
+fold has a model of its own, and averaged over folds.  A difference has the standard error of the rows' paired
+differences; what is within 1.96 of them is called noise.  That error knows nothing of what other rows to fit to
+would have given.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from ensemble.analysis.calibration import (
     fit_vector_scaling,
     one_hot,
 )
-from ensemble.analysis.metrics import Metric, find_metric
+from ensemble.analysis.metrics import Metric, UndefinedMetric, find_metric
 from ensemble.analysis.metrics import Rows as ScoredRows
 from ensemble.analysis.predictions import Predictions
 from ensemble.analysis.stacking import Stacking, fit_stacking
@@ -41,6 +43,8 @@ from ensemble.analysis.weights import (
 from ensemble.common.errors import ConfigError, DataError
 from ensemble.common.protocol import Activation
 from ensemble.common.text import listed, nearest_or_all, plural, quoted
+from ensemble.config import FittingConfig
+from ensemble.data.digests import truth_sha256
 from ensemble.merging.calibration import features, probabilities_of
 from ensemble.merging.metrics import row_losses
 
@@ -53,10 +57,10 @@ LOG_LOSS: Final = "log_loss"
 # Rows for each fitted number.  A fitted number costs log loss on new rows, on average 1 / (2 rows) nats (Akaike):
 # with fewer rows all numbers together cost 0.05 or more, and weights hardly ever gain as much.
 MIN_ROWS_PER_NUMBER: Final = 10
-ERRORS: Final = 2.0  # standard errors up to which a difference is noise
+ERRORS: Final = 1.96  # standard errors up to which a difference is noise: those of a 95 % interval
 # Of more rows a greedy selection looks at so many, drawn at random: it tries hundreds of means.
 MAX_GREEDY_ROWS: Final = 20_000
-# Of each label, and without it, for metrics that need both in every part of the rows.
+# Of each label, and without it, for metrics that need both.
 MIN_ROWS_OF_LABEL: Final = 5
 _GROUPS = 20  # of rows, left out one by one for the standard error of a metric that is no mean over rows
 
@@ -142,10 +146,14 @@ class FitReport:
     Attributes:
         rows: rows with a truth that all members have and that the run's rules leave to them; further
             ``rows_left_out`` lack a member, ``rows_decided`` are decided by rules.
-        score: the metric of the held-out rows.
+        score: the metric of the held-out rows; of a metric that compares rows with each other (AUC) the plain
+            mean of the folds' values, like every other held-out figure here.
         equal: the same of equal weights, and ``best`` of the best member of the other folds; ``best_member`` is the
             one that it was most often.
         stacking: None where the ensemble has weights.
+        fitted_on: the labelled rows, and the score with its 95 % interval, as ``weights.yaml`` has them.
+        folds_scored: how many folds the figures are the mean of, without those in which the metric is not defined;
+            None where it is taken of all rows at once.
     """
 
     options: Options
@@ -162,7 +170,9 @@ class FitReport:
     over_best: Gain
     stacking: Stacking | None
     remarks: tuple[str, ...]
+    fitted_on: FittingConfig
     rows_decided: int = 0
+    folds_scored: int | None = None
 
 
 def fit(predictions: Predictions, options: Options) -> FitReport:
@@ -172,12 +182,17 @@ def fit(predictions: Predictions, options: Options) -> FitReport:
         ConfigError: the options do not go together, or not with such predictions.
         DataError: there is no truth, it has too few rows or a single label, or a member is the same in every row.
     """
-    sample, decided = _Sample.of(predictions, is_stacked=options.method == "stacking")
+    if predictions.truth is None:
+        raise DataError(
+            "no true labels: --labels names the file that has them, or data.label_column the column"
+        )
+    sample, decided = _Sample.of(predictions, predictions.truth, is_stacked=options.method == "stacking")
     aim = _checked(sample, options)
-    judge = _Judge(sample, aim, options)
+    fold_of = folds(sample.truth, options.folds, options.seed)
+    judge = _Judge(sample, aim, options, fold_of)
     names, everything = sample.names, np.arange(sample.rows)
     blend, calibrations = _fitted(sample, everything, options, aim)[:2]
-    found = _cross_validated(sample, options, aim)
+    found = _cross_validated(sample, options, aim, fold_of)
     merged, equal, best = map(judge.score, (found.merged, found.equal, found.best))
     gains: list[Gain | None] = [None] * len(names)
     if len(names) > 1:
@@ -203,7 +218,15 @@ def fit(predictions: Predictions, options: Options) -> FitReport:
         judge.gain(merged, best),
         blend.stacking,
         predictions.remarks,
+        FittingConfig(
+            rows=predictions.rows,
+            sha256=truth_sha256(predictions.ids, predictions.labels, predictions.truth),
+            metric=options.metric,
+            value=merged.value,
+            interval=judge.interval(merged),
+        ),
         decided,
+        merged.folds,
     )
 
 
@@ -219,19 +242,15 @@ class _Sample:
     truth: Truth
 
     @classmethod
-    def of(cls, predictions: Predictions, is_stacked: bool) -> tuple[_Sample, int]:
+    def of(cls, predictions: Predictions, truth: Truth, is_stacked: bool) -> tuple[_Sample, int]:
         """The sample, and how many rows more all members have that rules decide.
 
         These are the rows that a rule with ``set`` is for.  Masks are put on each member: for the geometric mean
         and for calibrations that is what they make of the merge, for the mean it is near to it.  Stacking goes by
         the logarithms of what would be 0 then, so it does without these rows.
         """
-        if predictions.truth is None:
-            raise DataError(
-                "no true labels: --labels names the file that has them, or data.label_column the column"
-            )
         names, rules = tuple(predictions.members), predictions.rules
-        values, truth = [*predictions.members.values()], predictions.truth
+        values = [*predictions.members.values()]
         is_left = ~np.logical_or.reduce([np.isnan(one[:, 0]) for one in values])
         decided = 0
         if rules is not None:
@@ -329,10 +348,9 @@ def _checked(sample: _Sample, options: Options) -> _Aim:
 
 
 def _rare_labels(sample: _Sample, options: Options) -> list[str]:
-    """The sentences about labels that some part of the rows that is scored by itself might lack."""
-    # By the label dealt out evenly; greedy selection looks at some rows alone, drawn at random.
-    needed = max(options.folds, MIN_ROWS_OF_LABEL)
-    needed = max(needed, -(-2 * MIN_ROWS_OF_LABEL * sample.rows // MAX_GREEDY_ROWS))
+    """Name the labels that the rows which are fitted to might lack."""
+    # Greedy selection looks at some rows alone, drawn at random.
+    needed = max(MIN_ROWS_OF_LABEL, -(-2 * MIN_ROWS_OF_LABEL * sample.rows // MAX_GREEDY_ROWS))
     true = ScoredRows(sample.truth, sample.members[0], sample.activation).true_each.sum(axis=0)
     problems = []
     for label, count in zip(sample.labels, true.tolist(), strict=True):
@@ -343,8 +361,7 @@ def _rare_labels(sample: _Sample, options: Options) -> list[str]:
             if many < needed:
                 problems.append(
                     f"the truth {what} {label!r} in {many:,} of {plural(sample.rows, 'row')}: --metric "
-                    f"{options.metric} with --folds {options.folds} needs {needed:,} at least, so that no part of "
-                    "the rows is without; give more rows, or use --metric log_loss"
+                    f"{options.metric} needs {needed:,} at least; give more rows, or use --metric log_loss"
                 )
     return problems
 
@@ -493,13 +510,12 @@ class _HeldOut:
     without: tuple[Values, ...]
 
 
-def _cross_validated(sample: _Sample, options: Options, aim: _Aim) -> _HeldOut:
+def _cross_validated(sample: _Sample, options: Options, aim: _Aim, fold_of: Rows) -> _HeldOut:
     count, shape = len(sample.names), (sample.rows, len(sample.labels))
     merged, equal, best = (np.empty(shape, order="F") for _ in range(3))
     without = tuple(np.empty(shape, order="F") for _ in range(count if count > 1 else 0))
     sign = aim.sign
     best_members = list[int]()
-    fold_of = folds(sample.truth, options.folds, options.seed)
     for fold in range(options.folds):
         held, others = np.flatnonzero(fold_of == fold), np.flatnonzero(fold_of != fold)
         truth = sample.truth[others]
@@ -532,18 +548,20 @@ class _Score:
     """The metric of values, and what its differences' standard errors are told by.
 
     Log loss is a mean over rows: ``parts`` are the rows' losses.  Of other metrics they are those of all rows but a
-    group, 20 groups drawn at random, for the jackknife.
+    group, 20 groups drawn at random, for the jackknife.  ``folds`` is how many folds ``value`` is the mean of; None
+    where it is of all rows at once.
     """
 
     value: float
     parts: Values
+    folds: int | None = None
 
 
 class _Judge:
     """Scores values of all rows, and compares the scores."""
 
-    def __init__(self, sample: _Sample, aim: _Aim, options: Options) -> None:
-        self._truth, self._kind, self._aim = sample.truth, sample.kind, aim
+    def __init__(self, sample: _Sample, aim: _Aim, options: Options, fold_of: Rows) -> None:
+        self._truth, self._kind, self._aim, self._fold_of = sample.truth, sample.kind, aim, fold_of
         self._is_log_loss = options.metric == LOG_LOSS
         self._group_of = np.random.default_rng(options.seed).permutation(sample.rows) % _GROUPS
 
@@ -553,18 +571,48 @@ class _Judge:
             return _Score(float(losses.mean()), losses)
         parts = []
         for group in range(min(_GROUPS, len(self._truth))):
-            kept = np.flatnonzero(self._group_of != group)
-            parts.append(self._aim.value(self._truth[kept], _taken(values, kept)))
-        return _Score(self._aim.value(self._truth, values), np.array(parts))
+            kept, _ = self._value(values, self._group_of != group)
+            parts.append(kept)
+        value, scored = self._value(values, np.ones(len(self._truth), np.bool_))
+        return _Score(value, np.array(parts), scored)
+
+    def _value(self, values: Values, is_kept: npt.NDArray[np.bool_]) -> tuple[float, int | None]:
+        """The metric of these rows, and how many folds it is the mean of."""
+        if self._aim.metric.kind != "ranks":
+            kept = np.flatnonzero(is_kept)
+            return self._aim.value(self._truth[kept], _taken(values, kept)), None
+        by_fold = list[float]()
+        for fold in range(int(self._fold_of.max()) + 1):
+            kept = np.flatnonzero(is_kept & (self._fold_of == fold))
+            try:
+                by_fold.append(self._aim.value(self._truth[kept], _taken(values, kept)))
+            except UndefinedMetric:
+                continue  # the truth does not tell the labels apart in this fold
+        if not by_fold:
+            raise DataError(
+                f"--metric {self._aim.metric.name}: no fold has rows with and without each label; use fewer "
+                "--folds, or --metric log_loss"
+            )
+        return float(np.mean(by_fold)), len(by_fold)
 
     def gain(self, score: _Score, other: _Score) -> Gain:
         """What a score is better than another."""
-        sign, count = self._aim.sign, len(score.parts)
-        difference = sign * (score.parts - other.parts)
+        sign = self._aim.sign
+        return Gain(sign * (score.value - other.value), self._error(score.parts - other.parts))
+
+    def interval(self, score: _Score) -> tuple[float, float] | None:
+        """The 95 % interval of a score; None where parts of the rows tend to have more of it than all."""
+        if self._aim.metric.kind == "bins":
+            return None
+        margin = ERRORS * self._error(score.parts)
+        return score.value - margin, score.value + margin
+
+    def _error(self, parts: Values) -> float:
+        """The standard error of a score, or of a difference of two, by its parts."""
+        count = len(parts)
         if self._is_log_loss:
-            return Gain(float(difference.mean()), float(difference.std(ddof=1)) / count**0.5)
-        error = ((count - 1) / count * np.square(difference - difference.mean()).sum()) ** 0.5
-        return Gain(sign * (score.value - other.value), float(error))
+            return float(parts.std(ddof=1) / count**0.5)
+        return float(((count - 1) / count * np.square(parts - parts.mean()).sum()) ** 0.5)
 
 
 def _calibrated(values: Values, calibration: Calibration, activation: Activation) -> Values:

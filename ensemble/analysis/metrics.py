@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Final
+from typing import ClassVar, Final, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,13 @@ _CELLS = 1 << 20
 _ROUNDING = 1e-12
 _KINDS = {"softmax": "exclusive labels", "sigmoid": "labels that are not exclusive", "none": "regression"}
 _Array = npt.NDArray[np.float64]
+MetricKind: TypeAlias = Literal["mean", "sums", "ranks", "bins"]
+METRIC_KINDS: Final[Mapping[MetricKind, str]] = {
+    "mean": "the mean of one number for each row",
+    "sums": "a function of sums over rows",
+    "ranks": "rows compared with each other",
+    "bins": "rows put into bins",
+}
 
 
 class UndefinedMetric(DataError):
@@ -102,7 +109,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Interval:
-    """A metric, or the difference of two, with its bootstrap percentile interval."""
+    """A metric, or the difference of two, with its bootstrap percentile interval; NaN where it has none."""
 
     value: float
     low: float
@@ -117,12 +124,14 @@ class Interval:
 class Metric(ABC):
     """Attributes:
     name: as users write it.
+    kind: what it does with rows, see ``METRIC_KINDS``.
     greater_is_better: False for losses and errors.
     takes: the kinds of values that it is defined for.
     needs_every_label: it is not defined for rows of which none, or all, have some label.
     """
 
     name: str
+    kind: ClassVar[MetricKind]
     greater_is_better: ClassVar[bool] = True
     takes: ClassVar[tuple[Activation, ...]] = ("softmax", "sigmoid")
     needs_every_label: ClassVar[bool] = False
@@ -232,6 +241,7 @@ class LogLoss(SumMetric):
     """
 
     name = "log_loss"
+    kind = "mean"
     greater_is_better = False
 
     def statistics(self, rows: Rows) -> _Array:
@@ -245,6 +255,7 @@ class Accuracy(SumMetric):
     """
 
     name = "accuracy"
+    kind = "mean"
 
     def statistics(self, rows: Rows) -> _Array:
         if rows.is_exclusive:
@@ -262,6 +273,7 @@ class MacroF1(SumMetric):
     """
 
     name = "macro_f1"
+    kind = "sums"
 
     def statistics(self, rows: Rows) -> _Array:
         true, predicted = rows.true_each, rows.predicted_each
@@ -283,6 +295,7 @@ class Brier(SumMetric):
     """
 
     name = "brier"
+    kind = "mean"
     greater_is_better = False
 
     def statistics(self, rows: Rows) -> _Array:
@@ -299,10 +312,11 @@ class CalibrationError(SumMetric):
     Exclusive labels: rows fall into 15 bins of equal width by the probability of their likeliest label; the sum
     over bins of |share that is right - mean probability|, by the share of rows.  Others: the mean over labels of
     the same of each label's own probability.  Resamples have more of it than the sample, as no term is negative:
-    its interval lies too high where rows are few.
+    an interval by them would lie too high, so that it has none.  In a difference of two that cancels.
     """
 
     name = "ece"
+    kind = "bins"
     greater_is_better = False
 
     def statistics(self, rows: Rows) -> _Array:
@@ -332,6 +346,7 @@ class QuadraticKappa(SumMetric):
     """
 
     name = "quadratic_kappa"
+    kind = "sums"
     takes = ("softmax",)
 
     def statistics(self, rows: Rows) -> _Array:
@@ -356,6 +371,8 @@ class MeanAveragePrecision(SumMetric):
     equal values the first label goes first.
     """
 
+    kind = "mean"
+
     def __init__(self, k: int) -> None:
         self.name = f"map@{k}"
         self.k = k
@@ -372,6 +389,7 @@ class RootMeanSquaredError(SumMetric):
     """The root of the mean of (value - truth)**2; of several labels the mean, as scikit-learn has it."""
 
     name = "rmse"
+    kind = "sums"
     greater_is_better = False
     takes = ("none", "sigmoid")
 
@@ -390,6 +408,7 @@ class Auc(Metric):
     """
 
     name = "auc"
+    kind = "ranks"
     needs_every_label = True
 
     def of_rows(self, rows: Rows, weights: _Array) -> float:
@@ -464,14 +483,20 @@ class _Ranking:
 
 @dataclass(frozen=True)
 class Scored:
-    """A metric of all rows, and of each resample, [replicates]."""
+    """A metric of all rows, and of each resample, [replicates].
+
+    With ``is_biased`` resamples lie to one side of the value, so that only a difference has an interval.
+    """
 
     value: float
     replicates: _Array
     level: float
+    is_biased: bool = False
 
     @property
     def interval(self) -> Interval:
+        if self.is_biased:
+            return Interval(self.value, np.nan, np.nan)
         return self._interval(self.value, self.replicates)
 
     def minus(self, other: Scored) -> Interval:
@@ -537,7 +562,7 @@ class Bootstrap:
         value = metric.value(self._truth, values, self.weights, self._activation)
         rows = metric.checked(self._truth, values, self._activation)
         with np.errstate(invalid="ignore", divide="ignore"):  # of resamples in which it is not defined
-            return Scored(value, metric.of_resamples(rows, self, value), self._level)
+            return Scored(value, metric.of_resamples(rows, self, value), self._level, metric.kind == "bins")
 
     def sums(
         self, statistics: Callable[[npt.NDArray[np.int64]], _Array], width: int

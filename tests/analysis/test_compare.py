@@ -15,6 +15,7 @@ from sklearn import metrics as sk
 
 import ensemble
 from ensemble.analysis.compare import changed_settings, compare
+from ensemble.cli.views.compare import view
 from ensemble.common.errors import ConfigError, DataError
 from tests.cli.reports import shown
 from tests.project import LABELS, Project
@@ -117,6 +118,34 @@ def test_which_side_is_better_and_when_that_is_noise(tmp_path: Path) -> None:
     assert better("good", "same", "auc") == ""
 
 
+def test_each_metric_says_of_which_kind_it_is(tmp_path: Path) -> None:
+    ours = probabilities(60, 1)
+    ours.to_csv(tmp_path / "a.csv")
+    truth = np.random.default_rng(3).choice(NAMES, 60)
+    pd.Series(truth, ours.index, name="label").to_csv(tmp_path / "truth.csv")
+    kinds = {
+        "log_loss": "mean",
+        "accuracy": "mean",
+        "brier": "mean",
+        "map@2": "mean",
+        "macro_f1": "sums",
+        "quadratic_kappa": "sums",
+        "auc": "ranks",
+        "ece": "bins",
+    }
+    found = compare(tmp_path / "a.csv", tmp_path / "a.csv", [*kinds], tmp_path / "truth.csv")
+    assert {one.metric: one.kind for one in found.metrics} == kinds
+    (table,) = [one for one in view(found) if not isinstance(one, str) and one.headers[0] == "metric"]
+    assert {row[0]: row[1] for row in table.rows} == kinds
+    (ece,) = [row for row in table.rows if row[0] == "ece"]
+    assert ece[4] == ece[5] == f"{found.metrics[-1].first.value:.4f}"
+    assert ece[6] == "+0.0000 [+0.0000, +0.0000]"
+    assert any(one.startswith("ece: no interval of A or B") for one in map(str, view(found)))
+    assert "; ranks: rows compared with each other; bins: rows put into bins" in " ".join(
+        map(str, view(found))
+    )
+
+
 def test_numbers_and_labels_that_are_not_exclusive(tmp_path: Path) -> None:
     pd.DataFrame({"id": ["x", "y"], "score": [1.5, 2.0]}).to_csv(tmp_path / "a.csv", index=False)
     pd.DataFrame({"id": ["x", "y"], "score": [1.5, 3.25]}).to_csv(tmp_path / "b.csv", index=False)
@@ -194,7 +223,7 @@ def test_two_runs(
         "models.mate: not set -> {task_type: 'csv', path: 'mate.csv'}",
         "limit: not set -> 50",
         "ensemble      50 ",
-        "log_loss  ensemble    50  ",
+        "log_loss  mean  ensemble    50  ",
         "mate       B        given",
         "whole run  A ",
         "! runs/first: 10 rows left out",
@@ -250,6 +279,7 @@ def test_two_runs(
     assert (with_file.settings, len(with_file.metrics)) == (None, 2)
     for path in (project.folder / "runs/second").glob("**/*.csv"):
         path.write_text(path.read_text().replace("winner_a", "winner_x", 1))
+        path.with_suffix(".json").unlink(missing_ok=True)  # else it is known to be another file
     other = ensemble.compare("runs/first", "runs/second", quiet=True)
     assert (other.rows, other.changes, other.metrics, len(other.settings or ())) == (0, (), (), 5)
     assert "have other labels, so their rows are not compared" in other.remarks[-1]

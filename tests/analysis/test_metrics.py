@@ -210,9 +210,7 @@ def test_names() -> None:
         assert advice in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "name", ["log_loss", "accuracy", "macro_f1", "auc", "quadratic_kappa", "ece", "brier"]
-)
+@pytest.mark.parametrize("name", ["log_loss", "accuracy", "macro_f1", "auc", "quadratic_kappa", "brier"])
 def test_intervals_are_those_of_scipy(name: str) -> None:
     truth, values = softmax_rows(150, 3)
     own, replicates = METRICS[name], 4_000
@@ -231,6 +229,22 @@ def test_intervals_are_those_of_scipy(name: str) -> None:
     assert low == pytest.approx(expected.confidence_interval.low, abs=0.08 * width)
     assert high == pytest.approx(expected.confidence_interval.high, abs=0.08 * width)
     assert np.std(found.replicates) == pytest.approx(expected.standard_error, rel=0.1)
+
+
+def test_a_calibration_error_has_no_interval_and_its_difference_has_one() -> None:
+    """Resamples have more of it than the rows, in which the truth is drawn from the probabilities themselves."""
+    generator = np.random.default_rng(0)
+    chances = generator.uniform(0.5, 1, 300)
+    truth = (generator.random(300) < chances).astype(np.int64)
+    values = np.column_stack([1 - chances, chances])
+    sample = Bootstrap(truth)
+    first = sample.score(METRICS["ece"], values)
+    second = sample.score(METRICS["ece"], np.clip(values + np.array([-0.2, 0.2]), 0, 1))
+    assert first.interval.value == pytest.approx(calibration_error(truth == 1, chances, np.ones(300)))
+    assert np.mean(first.replicates) > 1.1 * first.value
+    assert np.isnan([first.interval.low, first.interval.high]).all()
+    found = second.minus(first)
+    assert found.low < found.value < found.high
 
 
 def test_the_difference_of_two_is_paired() -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from ensemble.analysis.compare import Comparison, Cost, MetricChange
-from ensemble.analysis.metrics import Interval
+from ensemble.analysis.metrics import METRIC_KINDS, Interval
 from ensemble.cli.layout import Table
 from ensemble.common.text import duration, gib, rate
 
 _ROWS = ("prediction", "rows", "changed", "share", "mean difference", "largest")
-_METRICS = ("metric", "of", "rows", "A", "B", "B - A", "better")
+_METRICS = ("metric", "kind", "of", "rows", "A", "B", "B - A", "better")
 _COSTS = ("member", "run", "computing", "start-up", "rows/s", "host memory", "GPU memory")
 
 
@@ -43,11 +44,17 @@ def view(comparison: Comparison) -> Iterator[str | Table]:
         for example in change.examples:
             yield f"{change.name}: id {example.id!r}: {example.first} -> {example.second}"
     if comparison.metrics:
-        yield Table(_METRICS, [_metric_row(one) for one in comparison.metrics], texts=["of", "better"])
+        yield Table(
+            _METRICS, [_metric_row(one) for one in comparison.metrics], texts=["kind", "of", "better"]
+        )
         yield (
             f"In brackets: {comparison.level:.0%} bootstrap intervals, those of B - A of the same rows for both; "
             "neither is better where that one holds 0"
         )
+        for name in dict.fromkeys(one.metric for one in comparison.metrics if one.kind == "bins"):
+            yield f"{name}: no interval of A or B, as every resample tends to have more of it; that of B - A holds"
+        kinds = dict.fromkeys(one.kind for one in comparison.metrics)
+        yield f"Kind: {'; '.join(f'{kind}: {METRIC_KINDS[kind]}' for kind in kinds)}"
     costs = [(one.name, letter, *_cost_cells(one)) for one, letter in _by_member(comparison)]
     totals = [
         ("whole run", letter, duration(side.seconds))
@@ -77,12 +84,12 @@ def _cost_cells(cost: Cost) -> tuple[str, ...]:
 def _metric_row(one: MetricChange) -> tuple[str, ...]:
     better = {"first": "A", "second": "B", "": "neither"}[one.better]
     difference = f"{one.difference.value:+.4f} {_interval(one.difference, '+')}"
-    values = (f"{side.value:.4f} {_interval(side)}" for side in (one.first, one.second))
-    return one.metric, one.name, f"{one.rows:,}", *values, difference, better
+    values = (f"{side.value:.4f} {_interval(side)}".rstrip() for side in (one.first, one.second))
+    return one.metric, one.kind, one.name, f"{one.rows:,}", *values, difference, better
 
 
 def _interval(interval: Interval, sign: str = "") -> str:
-    return f"[{interval.low:{sign}.4f}, {interval.high:{sign}.4f}]"
+    return "" if math.isnan(interval.low) else f"[{interval.low:{sign}.4f}, {interval.high:{sign}.4f}]"
 
 
 def _small(difference: float) -> str:
