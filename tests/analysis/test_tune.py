@@ -17,6 +17,7 @@ import yaml
 
 import ensemble
 from ensemble.analysis.tune import trials
+from ensemble.analysis.tune import tuning as tunings
 from ensemble.analysis.tune.command import overrides_beside
 from ensemble.analysis.tune.trials import MemberTrials, distances
 from ensemble.analysis.tune.tuning import MemberTuning, Trial, Tuning
@@ -39,6 +40,12 @@ from tests.waiting import PATIENCE_SECONDS
 ROWS = 48
 
 pytestmark = pytest.mark.usefixtures("warm")
+
+
+@pytest.fixture(autouse=True)
+def however_speeds_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sample of a few rows is computed in a moment, which may be twice as long the next time."""
+    monkeypatch.setattr(tunings, "_MOVED", float("inf"))
 
 
 def test_a_rows_distance_is_its_largest_whatever_the_number_of_labels() -> None:
@@ -379,6 +386,56 @@ def test_what_was_fastest_beside_others_is_measured_again_as_well(
     assert (found.overtaken, found.keys) == (("", {}) if now == 1.0 else ("bfloat16", {"dtype": "float32"}))
 
 
+@pytest.mark.parametrize(
+    ("again", "best"), [(2.4, ""), (2.6, "bfloat16"), (9.9, "bfloat16"), (10.1, "")], ids=str
+)
+def test_nothing_is_chosen_where_the_reference_moved_by_more_than_twice(
+    project: Project, monkeypatch: pytest.MonkeyPatch, again: float, best: str
+) -> None:
+    monkeypatch.chdir(project.folder)
+    monkeypatch.setattr(tunings, "_MOVED", 2.0)
+    project.write_config(project.config(models=project.config()["models"][1:]))
+    prepared = prepare(load([Path("config.yaml")], []))
+    member = Faked(prepared, 0, 64, project.folder / "x", 0.02, lambda _: None, owns_process=False)
+    member.took = {"float32": 5.0, "bfloat16": 0.1, "bfloat16, again": 0.1, "float32, again": again}
+    found = member.tune()
+    assert (found.best, found.keys, found.overtaken) == (best, {"dtype": "bfloat16"} if best else {}, "")
+    tuning = replace(noisy(1.0), members=(found,))
+    times = f"{again / 5:.2g} times as long"
+    said = f"! llama: nothing is chosen: at the end the reference, float32, took {times} as at the start"
+    assert tuning.has_result == bool(best)
+    assert (said in lines(tuning)) == (not best)
+    assert (f"the reference, {times} at the end" in lines(tuning)) == (not best), "in the table"
+    assert ("<- fastest" in lines(tuning)) == bool(best)
+    assert (f"# llama: nothing chosen, as the reference took {times} at the end" in tuning.overlay()) == (
+        not best
+    )
+    # Another member's settings are written all the same.
+    both = replace(tuning, members=(MemberTuning("a", (), "float32", "float16", {"dtype": "float16"}), found))
+    assert both.has_result
+    assert yaml.safe_load(both.overlay())["models"][0] == {"name": "a", "dtype": "float16"}
+    assert len(yaml.safe_load(both.overlay())["models"]) == 1 + bool(best)
+
+
+@pytest.mark.long
+def test_the_command_fails_where_nothing_could_be_chosen_of_any_member(
+    project: Project, tmp_path: Path
+) -> None:
+    """Something holds up the first trial alone."""
+    write_chunky_table(project)
+    models = [{**project.config()["models"][1], "max_length": 32}]
+    project.write_config(project.config(models=models, defaults={"text_column": "text", "batch_size": 16}))
+    injected = Injected(tmp_path, Fault("sleep", ids_of(project, 3), times=1, seconds=30.0))
+    (project.folder / "tuned.yaml").write_text("mine: 1\n")
+    command = ["tune", "config.yaml", "--rows", str(len(project.ids)), "--write", "tuned.yaml", "--force"]
+    done = project.ensemble(*command, environment={**injected.environment, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 1, done.stdout + done.stderr
+    said = " ".join(done.stdout.split())
+    assert "! llama: nothing is chosen: at the end the reference, float32, took 0." in said
+    assert "written" not in said
+    assert (project.folder / "tuned.yaml").read_text() == "mine: 1\n"
+
+
 def test_on_gpus_the_whole_table_is_for_all_replicas_that_a_run_has(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -423,7 +480,7 @@ def test_torch_compile_is_tried_where_there_is_time_for_it(
 
 
 def test_ctrl_c_keeps_what_is_tried_and_a_run_takes_what_is_written(
-    project: Project, monkeypatch: pytest.MonkeyPatch
+    project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     config = project.config(models=project.config()["models"][1:])
@@ -449,10 +506,11 @@ def test_ctrl_c_keeps_what_is_tried_and_a_run_takes_what_is_written(
     first = project.folder / "runs/first/tune/llama" / f"float32-{ROWS}" / "predictions/llama.csv"
     written_at = first.stat().st_mtime_ns
 
-    done = project.ensemble(*command)
-    assert done.returncode == 0, done.stderr
+    with monkeypatch.context() as patched:
+        patched.chdir(project.folder)
+        ensemble.tune("config.yaml", rows=ROWS, tolerance=0, write="tuned.yaml")
     assert first.stat().st_mtime_ns == written_at, "computed once"
-    said = " ".join(done.stdout.split())
+    said = " ".join(capsys.readouterr().out.split())
     assert "trials at most, each in a fresh worker, of 48 of 300 rows, about" in said
     assert re.search(r"rows, about [^;()]+ \(\d done already\); what is done is kept", said), said
     assert (first.parents[2] / f"float32--again-{ROWS}").is_dir(), "how far speeds may be off"

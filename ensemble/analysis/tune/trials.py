@@ -31,7 +31,7 @@ from ensemble.members.base import Assigned, Candidate, MemberKind, OutputColumns
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.load import load
 from ensemble.pipeline.rehearse import sample_rows_of
-from ensemble.pipeline.reuse import read_predictions
+from ensemble.pipeline.reuse import read_as_written
 from ensemble.pipeline.run import run_prepared
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import MemberReport, RunReport
@@ -209,6 +209,10 @@ class MemberTrials:
         last = Trial(f"{reference.name}, again", reference.keys, workers=reference.workers)
         last = self._run(last, self._sample.table(), None)
         again, overtaken = None if last.seconds is None else last.seconds / reference.seconds, ""
+        unchosen = MemberTuning(name, tuple(self._trials), reference.name, again=again)
+        if unchosen.has_moved:
+            self.workers_found = None
+            return unchosen
         if best is not reference and not _cost(best) < _WORTH_CHANGING * _cost(last):
             # What computed beside the trials may have ended: then the best is faster now as well.
             now = Trial(f"{best.name}, again", best.keys, workers=best.workers)
@@ -367,7 +371,7 @@ class MemberTrials:
         """
         loaded = self._prepared.loaded
         sets = [f"models.{self._index}.{key}={json.dumps(value)}" for key, value in keys.items()]
-        config = load(loaded.paths, [*loaded.overrides, *sets], texts=loaded.texts).config
+        config = load(loaded.sources, [*loaded.overrides, *sets], texts=loaded.texts).config
         model, changes = config.models[self._index], dict[str, Any](weight=1.0, when=None)
         if self._on_gpu and not is_whole and getattr(model, "replicas", 1) == "auto":
             changes["replicas"] = 1  # they would only load the same several times
@@ -518,7 +522,7 @@ def _values(path: Path) -> npt.NDArray[np.float64]:
         DataError: they cannot be read.
     """
     try:
-        table = read_predictions(path)
+        table = read_as_written(path)
     except (OSError, pa.ArrowInvalid) as error:
         raise DataError(f"{path}: cannot be read ({error}); run tune again") from error
     return np.column_stack([column.to_numpy() for column in table.columns])

@@ -17,6 +17,7 @@ from ensemble.config import TuningConfig
 from ensemble.members.base import RanWith
 
 _NOISY = 1.25  # times as long as the same took before
+_MOVED = 2.0  # times as long, or as short: then speeds say nothing
 _FEW_SECONDS = (
     1.0  # of computing the sample; so little time says little of a speed, also where nothing disturbs
 )
@@ -84,7 +85,7 @@ class MemberTuning:
 
     Attributes:
         reference: the name of the trial that the others are held against; empty where none gave a result.
-        best: the name of the fastest within the tolerance.
+        best: the name of the fastest within the tolerance; empty where nothing was chosen.
         keys: what is to be changed in the config for it; None: the key is to be left out.
         again: what computing took the reference once all was tried, by what it had taken at first: how far speeds
             may be off here; None where it was not measured.
@@ -109,6 +110,11 @@ class MemberTuning:
     @property
     def is_reference_best(self) -> bool:
         return bool(self.best) and self.best == self.reference
+
+    @property
+    def has_moved(self) -> bool:
+        """Say whether the reference took so much longer or less at the end that nothing can be chosen."""
+        return self.again is not None and not 1 / _MOVED <= self.again <= _MOVED
 
     @property
     def is_short(self) -> bool:
@@ -145,7 +151,7 @@ class Tuning:
 
     @property
     def has_result(self) -> bool:
-        """Whether anything that was tried of any member gave a result."""
+        """Say whether settings were chosen for any member."""
         return any(one.best for one in self.members)
 
     @property
@@ -176,6 +182,8 @@ class Tuning:
                 how += (
                     ", the reference itself" if one.is_reference_best else f", held against {one.reference}"
                 )
+            if one.has_moved:
+                how = f"nothing chosen, as the reference took {one.again:.2g} times as long at the end"
             if one.is_noisy:
                 how += (
                     "; by rows that took less than a second, so measure with more of them"

@@ -47,7 +47,7 @@ def _member(member: MemberTuning, tolerance: float) -> Iterator[str | Table]:
         if trial.failure:
             reasons.setdefault(trial.failure, []).append(trial.name)
     yield from (f"{name}: {'; '.join(names)}: {why}" for why, names in reasons.items())
-    if not member.best:
+    if not member.reference:
         yield f"! {name}: nothing that was tried gave a result; its settings stay as they are"
         return
     if lost := member.lost_references:
@@ -58,13 +58,16 @@ def _member(member: MemberTuning, tolerance: float) -> Iterator[str | Table]:
         for one in done
         if one.name == member.reference and one.why_lacking
     )
+    if member.has_moved:
+        yield (
+            f"! {name}: nothing is chosen: at the end the reference, {member.reference}, took {member.again:.2g} "
+            f"times as long as at the start, so the speeds above say nothing; {_remedy(member)}"
+        )
+        return
     if member.is_noisy:
-        why = "something else computes here"
-        if member.is_short:
-            why = "the sample takes less than a second; give more --rows, where the table has them"
         yield (
             f"! {name}: {member.reference} took {member.again:.2g} times as long when it was measured again at "
-            f"the end, so the speeds above say little: {why}"
+            f"the end, so the speeds above say little; {_remedy(member)}"
         )
     if member.overtaken:
         yield (
@@ -84,9 +87,18 @@ def _member(member: MemberTuning, tolerance: float) -> Iterator[str | Table]:
         yield f"{name}: {member.best} is the fastest, and what the config says"
 
 
+def _remedy(member: MemberTuning) -> str:
+    """Say what makes speeds of this member say more."""
+    if member.is_short:
+        return "the sample takes less than a second: give more --rows, where the table has them"
+    return "something else computes here: run it again once the machine is quiet"
+
+
 def _cells(trial: Trial, member: MemberTuning) -> list[str]:
     is_reference = trial.name == member.reference
     mark = "the reference" if is_reference else "" if trial.is_within else "too far"
+    if is_reference and member.has_moved:
+        mark += f", {member.again:.2g} times as long at the end"
     if trial.failure:  # the reason, which may be long, is said below
         mark = "stopped" if trial.rows_per_second else "no result"
     if trial.name == member.best:
