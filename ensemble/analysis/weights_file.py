@@ -18,7 +18,8 @@ from ensemble.common.errors import ConfigError, DataError, WriteError
 from ensemble.common.files import cannot_write, output_file, write_text
 from ensemble.common.protocol import Activation
 from ensemble.common.text import plural
-from ensemble.config import LoadedConfig
+from ensemble.config import ConfigSource, LoadedConfig, MappingConfig
+from ensemble.pipeline.fingerprint import changed_members, changed_sentence
 from ensemble.pipeline.prediction_files import path_of
 from ensemble.pipeline.run_dir import RunDir
 
@@ -48,8 +49,8 @@ class TruthFile:
 
 
 def fit_sources(
-    sources: Sequence[Path],
-    load: Callable[[Sequence[Path]], LoadedConfig],
+    sources: Sequence[ConfigSource],
+    load: Callable[[Sequence[ConfigSource]], LoadedConfig],
     truth: TruthFile,
     options: Options,
     merge_method: Pool | None = None,
@@ -71,12 +72,14 @@ def fit_sources(
         ConfigError: they are some of both, or something is asked that goes with the other.
         OutputError: runs of the config write a file there.
     """
-    configs = [path for path in sources if _is_config(path)]
+    configs = [source for source in sources if _is_config(source)]
     if not configs:
         if has_overrides:
             raise ConfigError("--set: changes a config, and these are CSVs of predictions; leave it out")
         options = options if merge_method is None else replace(options, pool=merge_method)
-        return fit_files(sources, truth, options, activation, partial)
+        return fit_files(
+            [one for one in sources if isinstance(one, Path)], truth, options, activation, partial
+        )
     if len(configs) < len(sources):
         other = next(path for path in sources if path not in configs)
         raise ConfigError(f"{configs[0]}, {other}: name a config, or CSVs of predictions, not both")
@@ -107,8 +110,8 @@ def fit_sources(
     return fit_run(loaded, truth, options)
 
 
-def _is_config(path: Path) -> bool:
-    return path.suffix.lower() in (".yaml", ".yml")
+def _is_config(source: ConfigSource) -> bool:
+    return isinstance(source, MappingConfig) or source.suffix.lower() in (".yaml", ".yml")
 
 
 def fit_files(
@@ -170,6 +173,10 @@ def fit_run(loaded: LoadedConfig, truth: TruthFile, options: Options) -> tuple[F
             f"{config.output_dir}: no complete predictions of {', '.join(missing)}; run the config to the end "
             "first, then fit"
         )
+    if changed := changed_members(config, names, config.output_dir):
+        raise DataError(
+            f"{config.output_dir}: {changed_sentence(changed)}; run the config with these settings first, then fit"
+        )
     members = {name: found.members[name] for name in names}
     run_rules = () if found.rules is None else found.rules.rules
     if run_rules != (config.rules or ()):
@@ -226,6 +233,11 @@ def overlay(report: FitReport, method: str, sources: str) -> str:
         else:
             keys["calibration"] = None  # what the config below has must go: the weights are without it
         lines.append(f"  - {_flow(keys)}")
+    fitted_on = report.fitted_on.model_dump(mode="json")
+    fitted_on["value"] = _short(fitted_on["value"])
+    if report.fitted_on.interval is not None:
+        fitted_on["interval"] = [_short(end) for end in report.fitted_on.interval]
+    lines.append(f"fitted_on: {_flow(fitted_on)}")
     settings: dict[str, Any] = {"method": method}
     if (stacking := report.stacking) is not None:
         settings = {"method": "stacking"}
@@ -282,6 +294,7 @@ def verdicts(report: FitReport) -> Iterator[str]:
     yield (
         f"Held-out {metric} {_value(report.score, report.over_equal)}: {plural(report.rows, 'row')}, each "
         f"predicted by what was fitted to the others ({report.options.folds} folds; +- is one standard error)."
+        f"{_by_fold(report)}"
     )
     as_well = " Equal weights do as well." if report.over_equal.is_noise else ""
     yield f"{_against('equal weights', report.equal, report.over_equal)}{as_well}"
@@ -307,6 +320,17 @@ def verdicts(report: FitReport) -> Iterator[str]:
         )
     if report.rows_decided:
         yield f"Rules decide {plural(report.rows_decided, 'further row')}, which tell nothing of the members."
+
+
+def _by_fold(report: FitReport) -> str:
+    """How many folds the figures are the mean of; empty where they are of all rows at once."""
+    scored, folds = report.folds_scored, report.options.folds
+    if scored is None:
+        return ""
+    text = f" Each fold is scored by itself; the figures are the mean of {plural(scored, 'fold')}"
+    if scored < folds:
+        text += f"; {folds - scored} of {folds} folds left out, which lack rows with or without some label"
+    return f"{text}."
 
 
 def difference(gain: Gain, sign: int = 1) -> str:

@@ -9,7 +9,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 from itertools import pairwise
 from typing import Any
 
@@ -107,6 +107,31 @@ def _add_lengths(
 
 def _add_valid(array: pa.Array, place: str, hashes: _Hashes) -> None:
     hashes[f"{place}/valid"].update(array.is_valid().cast(pa.uint8()).to_numpy())
+
+
+def truth_sha256(
+    ids: pa.ChunkedArray, labels: Sequence[str], truth: npt.NDArray[np.int64] | npt.NDArray[np.float64]
+) -> str:
+    """Compute the SHA-256 of rows' ids and labels, by which a table is known again; see ``FittingConfig``.
+
+    Args:
+        ids: shape (rows,), unique strings.
+        truth: label numbers, int64 [rows], or a number for each label, float64 [rows, labels].
+    """
+    if truth.ndim == 1:
+        texts = [labels[number] for number in truth.tolist()]
+    else:
+        by_name = sorted(range(len(labels)), key=lambda label: labels[label])
+        texts = [
+            "\t".join(_label_text(labels[label], row[label]) for label in by_name if row[label])
+            for row in truth.tolist()
+        ]
+    lines = sorted(zip(ids.to_pylist(), texts, strict=True))
+    return sha256("".join(f"{name}\t{text}\n" for name, text in lines).encode()).hexdigest()
+
+
+def _label_text(label: str, value: float) -> str:
+    return label if value == 1 else f"{label}={value:.9g}"
 
 
 def row_digests(columns: pa.Table, names: Sequence[str]) -> RowDigests:

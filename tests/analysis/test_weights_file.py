@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 from typing import Any
 
 import numpy as np
@@ -107,6 +108,71 @@ def test_a_run_merges_as_the_fit_does(files: Project, options: dict[str, Any]) -
         assert report.score - 0.02 < hits.mean() < report.score + 0.05
     else:
         assert report.score - 0.05 < log_loss(truth, values) < report.score
+
+
+def test_a_run_that_scores_the_rows_it_was_fitted_on_says_so(files: Project) -> None:
+    assert files.ensemble(*FIT).returncode == 0
+    _, rows = files.read("truth.csv")
+    lines = "".join(f"{name}\t{label}\n" for name, label in sorted(rows))
+    written = yaml.safe_load((files.folder / "weights.yaml").read_text())
+    fitted_on = written["fitted_on"]
+    assert fitted_on["sha256"] == hashlib.sha256(lines.encode()).hexdigest()
+    assert (fitted_on["rows"], fitted_on["metric"]) == (ROWS, "log_loss")
+    low, high = fitted_on["interval"]
+    assert low < fitted_on["value"] < high
+
+    done = files.ensemble("run", "config.yaml", "weights.yaml")
+    assert done.returncode == 0, done.stderr
+    report = files.run_json("out")
+    assert report["fitted_on"] == fitted_on
+    assert report["scores"]["ensemble"]["log_loss"] < fitted_on["value"]
+    said = (
+        f"ensemble: fitted on these {ROWS} rows; held-out log loss: {fitted_on['value']:.4f} "
+        f"(95 % interval {low:.4f} to {high:.4f})"
+    )
+    assert said in done.stdout
+    assert said in files.ensemble("status", "out").stdout
+    assert said.removeprefix("ensemble: ") in (files.folder / "out/report.html").read_text()
+    assert said.removeprefix("ensemble: ") in repr(ensemble.open_run(files.folder / "out").report)
+    # The run's own predictions and table are the same rows.
+    assert files.ensemble("fit", "config.yaml", "-o", "again.yaml").returncode == 0
+    again = yaml.safe_load((files.folder / "again.yaml").read_text())
+    assert [again["fitted_on"][key] for key in ("rows", "sha256")] == [ROWS, fitted_on["sha256"]]
+
+    for override in ("limit=300", "data.label_column=null", "fitted_on=null"):
+        done = files.ensemble(
+            "run", "config.yaml", "weights.yaml", "--set", override, "--set", "output_dir=other"
+        )
+        assert done.returncode == 0, done.stderr
+        assert files.run_json("other")["fitted_on"] is None
+        assert "fitted on these" not in done.stdout + files.ensemble("status", "other").stdout
+        assert "fitted on these" not in (files.folder / "other/report.html").read_text()
+    header, rows = files.read("truth.csv")
+    rows[0][1] = next(label for label in LABELS if label != rows[0][1])
+    files.write_csv("truth.csv", header, rows)
+    done = files.ensemble("run", "config.yaml", "weights.yaml", "--set", "output_dir=other", "-q")
+    assert files.run_json("other")["fitted_on"] is None, "another label"
+    done = files.ensemble("merge", "one.csv", "two.csv", "-o", "merged.csv", "--weights", "weights.yaml")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"sha256": "beef"}, "fitted_on.sha256"),
+        ({"interval": [1]}, "fitted_on.interval"),
+        ({"value": "low"}, "fitted_on.value"),
+        ({"when": 1}, "fitted_on.when"),
+    ],
+)
+def test_what_it_was_fitted_on_must_be_what_fit_writes(
+    files: Project, given: dict[str, Any], said: str
+) -> None:
+    fitted_on = {"rows": 4, "sha256": "0" * 64, "metric": "log_loss", "value": 0.5, "interval": [0.4, 0.6]}
+    files.write_config(config() | {"fitted_on": fitted_on | given})
+    done = files.ensemble("validate", "config.yaml")
+    assert done.returncode == 2
+    assert said in done.stderr
 
 
 @pytest.mark.long
@@ -255,7 +321,7 @@ def test_a_truth_that_is_named_when_the_run_is_fitted(files: Project) -> None:
     # The same of runs that are compared.
     done = files.ensemble("compare", "out", "out", "--label-column", "winner", "--metric", "accuracy")
     assert done.returncode == 0, done.stderr
-    assert "accuracy  ensemble   400" in done.stdout
+    assert "accuracy  mean  ensemble   400" in done.stdout
 
 
 def test_the_methods_that_can_be_fitted_are_those_that_say_so() -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import datetime
 import decimal
+import hashlib
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
-from ensemble.data.digests import column_digest
+from ensemble.data.digests import column_digest, truth_sha256
 from ensemble.data.input_file import JSON_MARK
 from ensemble.data.table import InputTable, read_table
 from tests.data.test_table import needs, write_rows
@@ -153,3 +155,16 @@ def test_a_digest_outlives_the_columns_and_no_other_can_be_had(tmp_path: Path) -
     assert table.digest(["text"]) == before
     with pytest.raises(AssertionError):
         table.digest(["text", "more"])
+
+
+def test_the_sha256_of_labelled_rows_is_that_of_plain_lines() -> None:
+    """By any order of the rows and of the labels, and whether the truth is a label or a column for each."""
+    said = hashlib.sha256("10\tneg\n9\tpos\né\tneg\n".encode()).hexdigest()
+    ids = pa.chunked_array([["9", "é"], ["10"]])
+    assert truth_sha256(ids, ("neg", "pos"), np.array([1, 0, 0])) == said
+    assert truth_sha256(ids.take([2, 0, 1]), ("pos", "neg"), np.array([1, 0, 1])) == said
+    assert truth_sha256(ids, ("neg", "pos"), np.array([[0.0, 1.0], [1.0, 0.0], [1.0, 0.0]])) == said
+    assert truth_sha256(ids, ("neg", "pos"), np.array([1, 1, 0])) != said
+    soft = hashlib.sha256(b"a\tneg=0.25\tpos=0.75\nb\tneg\tpos\nc\t\n").hexdigest()
+    truth = np.array([[0.75, 0.25], [1.0, 1.0], [0.0, 0.0]])
+    assert truth_sha256(pa.chunked_array([["a", "b", "c"]]), ("pos", "neg"), truth) == soft
