@@ -55,7 +55,7 @@ def compare(chunks: int = 16, chunk_seconds: float = 5.0, repeats: int = 3) -> l
         Failed: a run failed, or wrote something else; or Ray is not installed.
     """
     if find_spec("ray") is None:
-        raise Failed("Ray is missing: pip install 'ensemble-runner[ray]', or leave this out with --only")
+        raise Failed("Ray is missing: pip install -e '.[ray]', or leave this out with --only")
     iterations = int(_iterations_a_second() * chunk_seconds / _CHUNK_ROWS)
     reports: dict[str, list[dict[str, Any]]] = {"local": [], "ray": []}
     with tempfile.TemporaryDirectory(prefix="ensemble cluster ") as name:

@@ -65,6 +65,13 @@ SECTIONS: Sequence[Section] = (
         {"works": {"gemma2, llama": 400}, "is_measured": False},
     ),
     Section(
+        "busy",
+        "Beside other programs: how threads wait",
+        "bench.busy",
+        {},
+        {"works": {"process of the report": "report"}},
+    ),
+    Section(
         "merge",
         "Merge at scale",
         "bench.merge",

@@ -17,6 +17,9 @@ _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
 _THREADS = "OPENBLAS_NUM_THREADS"
+# The user's ways to say how long threads of OpenMP spin before they sleep: in turns of a loop (GNU's library), in
+# milliseconds (Intel's and LLVM's), and by a word that all of them know.
+WAITING = ("GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_WAIT_POLICY")
 
 
 def python_command(module: str) -> list[str]:
@@ -26,8 +29,9 @@ def python_command(module: str) -> list[str]:
 
 
 def python_environment() -> dict[str, str]:
-    """What ``python_command`` needs in its environment, beyond this process's own."""
+    """Return what the process of ``python_command`` needs in its environment, beyond this process's own."""
     environment = {
+        **_short_waits(),
         "PYTHONSAFEPATH": "1",
         "PYTHONUNBUFFERED": "1",
         # transformers would look for weights that a bot has made of a pickle, in no revision that the user named.
@@ -39,6 +43,17 @@ def python_environment() -> dict[str, str]:
         paths = [str(package_root), os.environ.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return environment
+
+
+def _short_waits() -> dict[str, str]:
+    """Let threads wait for each other only shortly before they sleep, unless the user has set how they wait.
+
+    By default a thread keeps its core for milliseconds.  Beside another program, it keeps the core from the very
+    thread that it waits for: the process then takes ten times as long.
+    """
+    if any(name in os.environ for name in WAITING):
+        return {}
+    return {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}
 
 
 def die_with_parent(parent_pid: int) -> None:

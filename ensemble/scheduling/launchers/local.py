@@ -125,6 +125,7 @@ class LocalWorker(Handle):
         except subprocess.TimeoutExpired:
             # Stuck in the kernel, as with a broken driver or file server: nobody can end it, and nobody waits.
             code = -signal.SIGKILL
+        self._spawned.kill_detached()
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO
 
 from ensemble.common.protocol import Command, encode
 from ensemble.common.python_process import python_command, python_environment
 
 REAP_SECONDS = 10.0
+# The variable that tells of which worker a process is, however far it has moved from it.
+_MARK = "ENSEMBLE_WORKER"
+# Looks for processes of a worker, each of which may find what started others after the one before.
+_LOOKS = 5
 
 
 @dataclass(frozen=True)
@@ -22,6 +28,7 @@ class WorkerProcess:
 
     Attributes:
         process: leads a session of its own.
+        mark: stands in the environment of all that it starts.
         events_fd: this process's end of the pipe that its events come by.
         kind: what it was begun for, before its member was known; empty: it was known.
         since: when it was started, on the monotonic clock, in seconds.
@@ -30,6 +37,7 @@ class WorkerProcess:
 
     process: subprocess.Popen[bytes]
     events_fd: int
+    mark: str
     kind: str = ""
     since: float = 0.0
     printed: IO[bytes] | None = None
@@ -42,10 +50,26 @@ class WorkerProcess:
                 self.process.stdin.write(encode(command).encode())
                 self.process.stdin.flush()
 
+    def kill_detached(self) -> None:
+        """End what it has started in other sessions, such as by ``setsid``, once it has ended itself."""
+        entry = f"{_MARK}={self.mark}".encode()
+        for _ in range(_LOOKS):
+            marked = []
+            for folder in Path("/proc").glob("[0-9]*"):
+                with contextlib.suppress(OSError):  # another user's, or gone
+                    if entry in (folder / "environ").read_bytes().split(b"\0"):
+                        marked.append(int(folder.name))
+            for pid in marked:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+            if not marked:
+                return
+
     def kill(self) -> None:
         """End it and what it has started; the end of one that nobody takes."""
         if self.process.returncode is None:
             os.killpg(self.process.pid, signal.SIGKILL)
+        self.kill_detached()
         # One that is stuck in the kernel, as with a broken file server, is not waited for.
         with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
             self.process.communicate(timeout=REAP_SECONDS)
@@ -65,6 +89,7 @@ def spawn(environment: Mapping[str, str], output: IO[bytes]) -> WorkerProcess:
         OSError: it could not be started.
     """
     events_fd, write_end = os.pipe()
+    mark = secrets.token_hex(8)
     try:
         # A list of arguments, no shell and no fork of this process's state.  The new session keeps the
         # terminal's Ctrl-C away: this process decides how its workers end.
@@ -77,7 +102,7 @@ def spawn(environment: Mapping[str, str], output: IO[bytes]) -> WorkerProcess:
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **python_environment(), **environment},
+            env={**os.environ, **python_environment(), **environment, _MARK: mark},
             pass_fds=(write_end,),
             start_new_session=True,
         )
@@ -87,4 +112,4 @@ def spawn(environment: Mapping[str, str], output: IO[bytes]) -> WorkerProcess:
     finally:
         os.close(write_end)
     os.set_blocking(events_fd, False)
-    return WorkerProcess(process, events_fd)
+    return WorkerProcess(process, events_fd, mark)
