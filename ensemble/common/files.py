@@ -250,6 +250,9 @@ def sync_directory(directory: Path) -> None:
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        error.filename = str(directory)  # an error of a descriptor lacks it
+        raise
     finally:
         os.close(descriptor)
 

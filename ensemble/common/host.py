@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path, PurePosixPath
 
 # Flags of a CPU as the kernel names them, x86 and ARM, that PyTorch and bitsandbytes have kernels for.
@@ -213,6 +214,7 @@ def find_groups(controller: str, memberships: str, mounts: str) -> Groups:
     return Groups(is_v2, ())
 
 
+@cache
 def cpu_name() -> str:
     """What the CPU is called, such as "AMD EPYC 9B14"; on systems that do not say, its architecture."""
     for line in _text("/proc/cpuinfo").splitlines():

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ensemble.common.python_process import WAITING
 from tests.faults.chunky import chunky_config, ids_of, results
 from tests.faults.inject import Fault, Injected
 from tests.faults.test_workers import POISON, is_gone
@@ -92,6 +93,27 @@ def test_workers_that_are_killed_and_hang(
     assert "was killed by signal 9 (SIGKILL) with 4 rows in hand; they are tried again" in printed
     logs = "".join(path.read_text() for path in (chunky.folder / "runs/first/logs").glob("llama-*.log"))
     assert POISON in logs, "what a worker prints on its node can be read here"
+
+
+@pytest.mark.fresh
+@pytest.mark.parametrize(
+    ("of_the_run", "of_the_node"), [({}, {}), ({"GOMP_SPINCOUNT": "77"}, {}), ({}, {"KMP_BLOCKTIME": "5"})]
+)
+def test_how_threads_wait_is_said_by_the_run_or_by_the_node(
+    chunky: Project, tmp_path: Path, nodes: Nodes, of_the_run: dict[str, str], of_the_node: dict[str, str]
+) -> None:
+    injected = Injected(tmp_path, Fault("wait", ids_of(chunky, 2), times=1))
+    launcher = on_cluster(nodes, runtime_env={"env_vars": {**injected.environment, **of_the_node}})
+    chunky.write_config(chunky_config(chunky, launcher=launcher, devices=[gpu_uuid(1)]))
+    with background(chunky, environment=of_the_run) as process:
+        injected.wait_for()
+        (pid,) = injected.pids()
+        pairs = Path(f"/proc/{pid}/environ").read_text().split("\0")
+        injected.let_go()
+        printed = process.communicate()[0]
+    assert process.returncode == 0, printed
+    waiting = dict(pair.split("=") for pair in pairs if pair.startswith(WAITING))
+    assert waiting == (of_the_run or of_the_node or {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"})
 
 
 def told(project: Project) -> str:

@@ -143,7 +143,7 @@ def test_ray_is_not_installed(project: Project, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['ray'] = None\n")
     project.write_config(project.config(launcher="ray"))
     printed = refused(project, PYTHONPATH=python_path(ROOT, tmp_path))
-    assert "launcher ray needs ray, which is not installed; pip install 'ensemble-runner[ray]'" in printed
+    assert "launcher ray needs ray, which is not installed; pip install 'ray>=" in printed
 
 
 @pytest.mark.long
@@ -473,3 +473,34 @@ def test_the_head_does_not_respond(
     assert here.returncode == 0, here.stderr
     assert results(chunky) == undisturbed
     assert chunky.run_json()["members"][0]["reused_rows"] >= 4
+
+
+@pytest.mark.fault(39)
+@pytest.mark.parametrize("nodes_there", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_the_raylet_of_this_machine_dies(
+    chunky: Project, tmp_path: Path, nvml_libraries: Path, nodes_there: int
+) -> None:
+    """Ray's sockets break with it, whatever the run asks of the cluster next; no disk is to blame."""
+    if " " in sys.executable:
+        pytest.skip(SPACED)
+    injected = Injected(tmp_path, Fault("wait", ids_of(chunky, 6)))
+    (tmp_path / "of nodes").mkdir()
+    own = Nodes(tmp_path / "of nodes", nvml_libraries)
+    try:
+        own.add("head", gpus=2 - nodes_there)
+        if nodes_there == 2:
+            own.add("other", gpus=1)
+        launcher = on_cluster(own, runtime_env={"env_vars": injected.environment})
+        chunky.write_config(chunky_config(chunky, launcher=launcher))
+        with background(chunky) as process:
+            injected.wait_for()
+            os.kill(own.raylets["head"], signal.SIGKILL)
+            printed = " ".join(process.communicate(timeout=200)[0].split())
+        assert process.returncode == 1, printed
+        assert "cannot write" not in printed
+        assert "the raylet of this machine, its connection to the cluster, has ended" in printed
+        assert "run the same command again" in printed
+        assert "Traceback" not in printed
+        nothing_is_left(own)
+    finally:
+        own.close()

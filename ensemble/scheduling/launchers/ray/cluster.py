@@ -98,6 +98,19 @@ def silence(address: str, seconds: float) -> str:
     return "" if frame[_TYPE_AT:] == bytes((_SETTINGS,)) else "what answers there is not Ray"
 
 
+def has_raylet_ended() -> bool:
+    """Whether the raylet that connects this process to the cluster has ended: nothing listens at its socket."""
+    try:
+        worker: Any = importlib.import_module("ray._private.worker")
+        with socket.socket(socket.AF_UNIX) as line:
+            line.connect(str(worker.global_worker.node.raylet_socket_name))
+    except (ConnectionRefusedError, FileNotFoundError):
+        return True
+    except (AttributeError, OSError):  # another release of Ray may name it otherwise: not known
+        return False
+    return False
+
+
 def _found_address() -> str:
     """That of the cluster of this machine; raises ConnectionError where there is none."""
     # Where it ended with a power cut, Ray finds the one that was, and there is no public way to ask which.

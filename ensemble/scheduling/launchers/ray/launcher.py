@@ -28,6 +28,7 @@ from ensemble.common.errors import CheckpointError, ConfigError, DeviceError, Wr
 from ensemble.common.files import HubFile
 from ensemble.common.gpus import Device, Inventory, Telemetry
 from ensemble.common.protocol import ChunkDone, Failed
+from ensemble.common.python_process import WAITING
 from ensemble.common.shards import ShardSealer
 from ensemble.common.text import listed
 from ensemble.scheduling.launchers.base import (
@@ -39,7 +40,13 @@ from ensemble.scheduling.launchers.base import (
     WorkerStart,
 )
 from ensemble.scheduling.launchers.ray.agent import Agent, Batch, Holder
-from ensemble.scheduling.launchers.ray.cluster import address_problem, connect, ray, silence
+from ensemble.scheduling.launchers.ray.cluster import (
+    address_problem,
+    connect,
+    has_raylet_ended,
+    ray,
+    silence,
+)
 from ensemble.scheduling.launchers.ray.copies import copies_of, files_of
 from ensemble.scheduling.launchers.ray.nodes import ClusterNode, in_short, version_problems
 from ensemble.scheduling.launchers.ray.supply import Supplied, Supply, import_folders, paths_of
@@ -269,6 +276,14 @@ class RayLauncher(Launcher):
                 self._lose_cluster(f"its head at {self._head} has not responded for {limit:g} s ({named})")
                 return
 
+    def _lose_connection(self, error: Exception) -> None:
+        """Lose the cluster: the raylet of this machine has ended, or a socket of Ray's is broken."""
+        why = f"Ray on this machine has ended ({error})"
+        if has_raylet_ended():
+            why = "the raylet of this machine, its connection to the cluster, has ended"
+        if not self._why_headless:
+            self._lose_cluster(why)
+
     def _lose_cluster(self, why: str) -> None:
         self._why_headless = f"the cluster is lost: {why}"
         self._news.put(self._why_headless)
@@ -330,6 +345,8 @@ class RayLauncher(Launcher):
         all_gpus = int(one["Resources"].get("GPU", 0))
         gpus = min(int(free.get("GPU", 0)), all_gpus)
         environment = {name: os.environ.get(name) for name in _PASSED_ON}
+        # Where the run does not say how threads wait, the node may.
+        environment |= {name: os.environ[name] for name in WAITING if name in os.environ}
         if not gpus:  # Ray then leaves all of them to be seen
             environment["CUDA_VISIBLE_DEVICES"] = ""
         groups = {"commands": 1, "events": 1, "files": 2}
@@ -373,7 +390,7 @@ class RayLauncher(Launcher):
         """Wait no longer for what others hold."""
         for node in self._nodes.values():
             for holder in node.holders.values():
-                with contextlib.suppress(RayError):
+                with contextlib.suppress(RayError, OSError):
                     ray.kill(holder)
             node.holders.clear()
 
@@ -481,10 +498,20 @@ class RayLauncher(Launcher):
         return worker
 
     def wait(self, handles: Sequence[Handle], timeout_seconds: float) -> Collection[Handle]:
+        try:
+            self._poll(timeout_seconds)
+        except OSError as error:
+            if error.filename is not None:
+                raise
+            self._lose_connection(error)
+        return [one for one in handles if isinstance(one, RayWorker) and one.has_news]
+
+    def _poll(self, timeout_seconds: float) -> None:
+        """Ask all nodes what has happened there."""
         polls = {}
         for node in self._nodes.values():
             if self._why_headless:
-                self.lose(node, "its cluster has no head any more", is_news=False)
+                self.lose(node, "its cluster is gone", is_news=False)
             if not node.why_lost:
                 if node.poll is None:
                     node.poll = node.agent.poll.options(concurrency_group="events").remote(
@@ -494,7 +521,7 @@ class RayLauncher(Launcher):
                 polls[node.poll] = node
         if not polls:
             time.sleep(timeout_seconds)
-            return [one for one in handles if isinstance(one, RayWorker) and one.has_news]
+            return
         ready, _ = ray.wait([*polls], num_returns=1, timeout=timeout_seconds)
         if ready and len(polls) > 1:
             ready, _ = ray.wait([*polls], num_returns=len(polls), timeout=0)
@@ -505,10 +532,12 @@ class RayLauncher(Launcher):
             try:
                 batches[node] = ray.get(reference)
             except RayError as error:
-                self.lose(node, in_short(error))
+                if has_raylet_ended():
+                    self._lose_connection(error)
+                else:
+                    self.lose(node, in_short(error))
             except OSError as error:  # newer releases of Ray, such as 2.60, end this process
-                if not self._why_headless:
-                    self._lose_cluster(f"Ray on this machine has ended ({error.strerror or error})")
+                self._lose_connection(error)
         # Before anybody hears that they are done.
         unsealed = self._sealer.seal(
             {
@@ -522,7 +551,6 @@ class RayLauncher(Launcher):
             self._take(node, batch, unsealed)
         for node in polls.values():
             self._check(node, self.hang_timeout)
-        return [one for one in handles if isinstance(one, RayWorker) and one.has_news]
 
     def check_silence(self, node: ClusterNode) -> None:
         """Lose a node of which a worker counts as hung, if it has not responded for about as long itself."""
@@ -571,7 +599,8 @@ class RayLauncher(Launcher):
         node.used_bytes = {}
         for worker in node.workers.values():
             worker.exited = True
-        with contextlib.suppress(RayError):  # what was only cut off shall do nothing any more
+        # What was only cut off shall do nothing any more; a socket of Ray's may be broken.
+        with contextlib.suppress(RayError, OSError):
             ray.kill(node.agent)
 
     def used_memory(self, uuids: Collection[str]) -> dict[str, int | None]:
@@ -593,13 +622,13 @@ class RayLauncher(Launcher):
         while not self._joined.empty():
             nodes.append(self._joined.get()[1])
         # Also those that are lost because of the head, which nodes get on without.
-        ends = [node.agent.leave.remote() for node in nodes if not node.why_lost or self._why_headless]
-        if ends:
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            ends = [node.agent.leave.remote() for node in nodes if not node.why_lost or self._why_headless]
+            if ends:
                 ray.wait(ends, num_returns=len(ends), timeout=_END_SECONDS)
         self._let_go()
         for actor in (*self._kept, *(node.agent for node in nodes)):
-            with contextlib.suppress(RayError):
+            with contextlib.suppress(RayError, OSError):
                 ray.kill(actor)
         self._kept.clear()
         self._nodes.clear()

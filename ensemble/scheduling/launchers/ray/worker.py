@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import RayError
 
 from ensemble.common.files import open_log
 from ensemble.common.protocol import Command, Event, ProtocolError
@@ -47,8 +47,7 @@ class RayWorker(Handle):
         return bool(self.events or self.problem or (self.exited and self.is_open))
 
     def send(self, command: Command) -> None:
-        if not self.exited:
-            self.call("send", command)
+        self._order("send", command)
 
     def receive(self) -> list[Event]:
         events, self.events = self.events, []
@@ -63,12 +62,16 @@ class RayWorker(Handle):
         return self.exited and not self.events
 
     def terminate(self) -> None:
-        if not self.exited:
-            self.call("terminate")
+        self._order("terminate")
 
     def abort(self) -> None:
+        self._order("abort")
+
+    def _order(self, name: str, *arguments: Any) -> None:
+        """Call without waiting; a broken socket of Ray's is noticed at the next poll."""
         if not self.exited:
-            self.call("abort")
+            with contextlib.suppress(OSError):
+                self.call(name, *arguments)
 
     def print(self, text: bytes) -> None:
         with contextlib.suppress(OSError), open_log(self._log) as file:
@@ -83,7 +86,7 @@ class RayWorker(Handle):
             return Exit(-9, f"ended when {self.node.label} {self.node.why_lost}", is_lost=True)
         try:
             ended: Ended = ray.get(self.call("close"), timeout=_ANSWER_SECONDS)
-        except (RayError, GetTimeoutError) as error:
+        except (RayError, OSError) as error:
             self._launcher.lose(self.node, in_short(error))
             return self.close()
         self.print(ended.printed)
