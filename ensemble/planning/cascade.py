@@ -7,7 +7,7 @@ alone: neither chunks nor time nor what an earlier run did have a part in it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -159,12 +159,14 @@ def closest_first(
     decided: npt.NDArray[np.int8],
     chunks: Sequence[Chunk],
     order: npt.NDArray[np.int64],
+    max_rows: Iterator[int],
 ) -> list[Group]:
     """The rows to compute in groups, the closest calls in the first one; within a group the longest rows first.
 
     Args:
         doubt: of all rows, and what was decided of them.
         chunks: of the whole table, slices of ``order``: a group costs no more than the largest of them.
+        max_rows: how many rows each group may have.
     """
     if not chunks:
         return []
@@ -176,7 +178,7 @@ def closest_first(
     target, found, start = max(chunk.cost for chunk in chunks) * (1 + _ROUNDING), list[Group](), 0
     while start < len(wanted):
         within = int(np.searchsorted(cumulative, cumulative[start] + target, side="right")) - 1
-        stop = min(max(within, start + 1), start + CHUNK_MAX_ROWS, len(wanted))
+        stop = min(max(within, start + 1), start + next(max_rows), len(wanted))
         rows = wanted[start:stop]
         found.append(Group(rows[np.argsort(place[rows])], float(cumulative[stop] - cumulative[start])))
         start = stop

@@ -16,6 +16,8 @@ CHUNK_MAX_ROWS = 4096
 # order of their bytes, and it takes some batches to put them into order of their tokens without padding.
 CHUNKS_WANTED = 16
 CHUNK_MIN_BYTES = 1 << 16
+# The first chunk of a member whose speed nobody has measured, under a time limit: a batch or two.
+FIRST_CHUNK_ROWS = 16
 # Of text that tokenizers were made for: 4 to 4.5 in English, 3 to 5 in most other languages and in code.  The
 # parent has no tokenizer; what it estimates with this are costs, never what is computed.
 BYTES_PER_TOKEN = 4.0
@@ -199,3 +201,21 @@ def what_is_left(
             slice_[:] = slice_[np.argsort(~is_done[slice_], kind="stable")]
             left.append(replace(chunk, index=next(numbers), start=chunk.stop - rows))
     return order, tuple(left)
+
+
+def cut_to_rows(
+    chunks: Iterable[Chunk], max_rows: Iterator[int], numbers: Iterator[int]
+) -> tuple[Chunk, ...]:
+    """Cut chunks so that each next one has as many rows as ``max_rows`` says, or up to half as many again.
+
+    ``numbers`` are indices that no chunk of the member has yet.
+    """
+    cut: list[Chunk] = []
+    for chunk in chunks:
+        rest, rows = chunk, next(max_rows)
+        while 2 * rest.rows >= 3 * rows:  # no crumb at the end
+            first, rest = rest.split(numbers, rest.start + rows)
+            cut.append(first)
+            rows = next(max_rows)
+        cut.append(rest)
+    return tuple(cut)

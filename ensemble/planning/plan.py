@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import count, repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -25,10 +25,13 @@ from ensemble.config import MemberConfig, RunConfig
 from ensemble.members.base import ResourceRequest
 from ensemble.planning.chunks import (
     BYTES_PER_TOKEN,
+    CHUNK_MAX_ROWS,
+    FIRST_CHUNK_ROWS,
     ROW_OVERHEAD_BYTES,
     Chunk,
     common_lengths,
     cut_chunks,
+    cut_to_rows,
     in_views,
     what_is_left,
 )
@@ -139,6 +142,19 @@ class MemberPlan:
     def replica_tokens(self) -> int:
         """Of all rows that are expected, what each replica computes, about."""
         return int(self.work * self.expected_share / BYTES_PER_TOKEN / max(1, self.replicas))
+
+    def rows_at_a_time(self) -> Iterator[int]:
+        """Yield how many rows each of its next chunks may have under a time limit.
+
+        While its speed is not measured, each replica begins with few: at least a batch, if its size is known.
+        """
+        if self.speed.is_measured:
+            return repeat(CHUNK_MAX_ROWS)
+        batch_rows = self.request.batch_size or 0
+        if (tokens := self.request.max_num_batched_tokens) is not None:
+            batch_rows = int(tokens * BYTES_PER_TOKEN * len(self.order) / max(self.work, 1.0))
+        first_rows = max(FIRST_CHUNK_ROWS, batch_rows)
+        return (first_rows * 2**step for step in count() for _ in range(max(1, self.replicas)))
 
     @property
     def job(self) -> Job:
@@ -370,15 +386,17 @@ def without_done(member: MemberPlan, is_done: npt.NDArray[np.bool_], is_timed: b
 
     Under a time limit they are in the order of dispatch: first the longest rows, which show in the first minute
     whether memory suffices and how fast it goes; then from the shortest up, because that covers the most rows.
-    All rows come in one view before any comes in the next.
+    All rows come in one view before any comes in the next.  Of a member of unknown speed the first ones are small.
 
     Args:
         member: as it was planned, with all of its chunks.
         is_done: by row number, bool [rows].
     """
-    order, left = what_is_left(member.chunks, member.order, is_done, count(len(member.chunks)))
+    numbers = count(len(member.chunks))
+    order, left = what_is_left(member.chunks, member.order, is_done, numbers)
     if is_timed:
         left = left[:1] + tuple(sorted(left[1:], key=lambda chunk: (chunk.view, -chunk.start)))
+        left = cut_to_rows(left, member.rows_at_a_time(), numbers)
     return replace(member, chunks=left, order=order)
 
 

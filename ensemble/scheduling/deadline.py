@@ -290,11 +290,12 @@ def time_limit_text(
         kept_seconds: for the last submission, see :func:`reserve_seconds`.
     """
     was_tried = any(one.workers for one in members)
+    what = "new row was kept" if any(one.lost_rows for one in members) else "row was computed"
     text = (
-        f"no row was computed: {before_seconds:.1f} s of time_limit ({limit_seconds:g} s) were over before a "
+        f"no {what}: {before_seconds:.1f} s of time_limit ({limit_seconds:g} s) were over before a "
         f"worker could start, {kept_seconds:.1f} s are kept for the last submission, and the "
         f"{max(limit_seconds - before_seconds - kept_seconds, 0.0):.1f} s between were too short to start one"
-        f"{' and compute its first rows' if was_tried else ''}"
+        f"{' and compute its first chunk' if was_tried else ''}"
     )
     speeds = [one.speed for one in members if not one.finished]
     known = [speed.startup_seconds for speed in speeds if speed.is_startup_measured]

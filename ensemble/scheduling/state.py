@@ -161,6 +161,8 @@ class MemberState:
         # Of chunks that the end of the time cut short; where not one batch was computed, all of it takes at least
         # ``min_seconds_per_cost``.
         self.cut_short_cost = self.cut_short_seconds = self.min_seconds_per_cost = 0.0
+        self.lost_rows = 0  # computed, of chunks that the end of the time cut short
+        self._largest_done_cost = 0.0
         self.bad_rows = dict(bad_rows or {})
         self.faults: list[FaultRecord] = []
         self.workers: list[WorkerRecord] = []
@@ -264,6 +266,10 @@ class MemberState:
         self.done_cost += chunk.cost
         self.counters += done.counters
         per_cost = done.counters.predict_seconds / chunk.cost if chunk.cost else 0.0
+        # Small first chunks say little of larger ones: what the first batch takes once is a large part of them.
+        if chunk.cost > 1.5 * self._largest_done_cost:
+            self.slowest_seconds_per_cost = 0.0
+        self._largest_done_cost = max(self._largest_done_cost, chunk.cost)
         self.slowest_seconds_per_cost = max(self.slowest_seconds_per_cost, per_cost)
 
     def set_aside(self, reasons: Mapping[int, str], chunk: Chunk | None = None) -> None:
@@ -272,9 +278,13 @@ class MemberState:
         self.done_cost += 0.0 if chunk is None else chunk.cost
 
     def cut_short(self, chunk: Chunk, seconds: float) -> None:
-        """The time was over ``seconds`` after this chunk was dispatched: what that tells the next run."""
+        """Note a chunk that the end of the time cut short ``seconds`` after its dispatch.
+
+        The next run learns from it how fast the member is; the rows that were computed are lost.
+        """
         progress = self.progress.get(chunk.index)
         if progress is not None and progress.rows:
+            self.lost_rows += progress.rows
             self.cut_short_seconds += seconds
             self.cut_short_cost += chunk.cost * progress.rows / chunk.rows
         elif chunk.cost:

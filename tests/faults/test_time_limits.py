@@ -241,6 +241,6 @@ def test_short_limits_repeated_until_all_is_done(chunky: Project) -> None:
             assert f"of time_limit ({limit} s) were over before a worker could start" in " ".join(
                 done.stderr.split()
             )
-            was_tried = "and compute its first rows" in " ".join(done.stderr.split())
+            was_tried = "and compute its first chunk" in " ".join(done.stderr.split())
             assert was_tried == bool(member["workers"])
     assert reached == len(chunky.ids)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import chain, pairwise, repeat
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ from ensemble.planning.cascade import (
     row_costs,
     when_text,
 )
-from ensemble.planning.chunks import cut_chunks
+from ensemble.planning.chunks import CHUNK_MAX_ROWS, cut_chunks
 from tests.sampling import tries
 
 
@@ -91,7 +91,7 @@ def test_the_closest_calls_come_first() -> None:
     order, chunks = cut_chunks(lengths)
     doubt = -generator.random(500)
     decided = decide({"share": 0.5}, doubt)
-    groups = closest_first(doubt, decided, chunks, order)
+    groups = closest_first(doubt, decided, chunks, order, repeat(CHUNK_MAX_ROWS))
     assert len(groups) > 4
     assert (
         sorted(np.concatenate([one.rows for one in groups]).tolist()) == np.flatnonzero(decided == 1).tolist()
@@ -103,4 +103,15 @@ def test_the_closest_calls_come_first() -> None:
         assert one.cost <= max(chunk.cost for chunk in chunks) * (1 + 1e-6)
     left = groups[0].without(np.isin(np.arange(500), groups[0].rows[:3]))
     assert left.rows.tolist() == groups[0].rows[3:].tolist()
-    assert closest_first(doubt, decided, (), order) == []
+    assert closest_first(doubt, decided, (), order, repeat(CHUNK_MAX_ROWS)) == []
+
+
+def test_the_first_groups_of_a_member_of_unknown_speed_are_small() -> None:
+    order, chunks = cut_chunks(np.full(1000, 100))
+    doubt = np.linspace(-1.0, 0.0, 1000)
+    decided = np.full(1000, COMPUTE, dtype=np.int8)
+    groups = closest_first(
+        doubt, decided, chunks, order, chain.from_iterable(repeat(16 * 2**step, 2) for step in range(9))
+    )
+    assert [len(group.rows) for group in groups] == [16, 16, 32, 32, 64, 64, 128, 128, 256, 256, 8]
+    assert sum(group.cost for group in groups) == pytest.approx(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import count
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ensemble.planning.chunks import Chunk, common_lengths, cut_chunks, in_views, what_is_left
+from ensemble.planning.forecast import Speed
 from ensemble.planning.plan import make_plan, without_done
 from tests.planning.test_plan import config, facts
 from tests.sampling import tries
@@ -18,7 +20,8 @@ from tests.sampling import tries
 
 def test_chunks_are_dispatched_from_the_longest_then_from_the_shortest() -> None:
     lengths = np.arange(100, 5100, dtype=np.int64)
-    (member,) = make_plan(config({}), {"m0": facts(lengths)}, []).members
+    speeds = {"m0": Speed(1.0, 1e-6, is_measured=True)}
+    (member,) = make_plan(config({}), {"m0": facts(lengths)}, [], speeds=speeds).members
     nothing, everything = np.zeros(5000, dtype=np.bool_), np.ones(5000, dtype=np.bool_)
     chunks = without_done(member, nothing, is_timed=True).chunks
     assert [one.index for one in chunks] == [0, *range(len(chunks) - 1, 0, -1)]
@@ -29,6 +32,37 @@ def test_chunks_are_dispatched_from_the_longest_then_from_the_shortest() -> None
     longest = np.isin(np.arange(5000), member.order[: member.chunks[0].stop])
     assert len(without_done(member, ~longest, is_timed=True).chunks) == 1
     assert without_done(member, nothing, is_timed=False).chunks == member.chunks
+
+
+def first_chunks(rows: list[int], is_timed: bool = True, **keys: Any) -> list[int]:
+    """The rows of the chunks of a member of unknown speed, in the order of their dispatch."""
+    known = facts(np.array(rows, dtype=np.int64), **keys)
+    (member,) = make_plan(config(keys), {"m0": known}, []).members
+    left = without_done(member, np.zeros(len(member.order), dtype=np.bool_), is_timed)
+    computed = [row for chunk in left.chunks for row in left.order[chunk.start : chunk.stop]]
+    assert sorted(computed) == list(range(len(member.order))), "each row once"
+    assert len({chunk.index for chunk in left.chunks}) == len(left.chunks)
+    assert sum(chunk.cost for chunk in left.chunks) == pytest.approx(1)
+    return [chunk.rows for chunk in left.chunks]
+
+
+def test_under_a_time_limit_a_member_of_unknown_speed_begins_with_few_rows() -> None:
+    assert first_chunks([10] * 200, is_timed=False) == [200]
+    assert first_chunks([10] * 200) == [16, 32, 64, 88]
+    assert first_chunks([10] * 20) == [20], "a few rows are not cut again"
+    assert first_chunks([10] * 9000)[:8] == [16, 32, 64, 128, 256, 512, 552, 1200]
+    assert first_chunks([30_000] * 100)[:4] == [6, 4, 6, 6], "chunks that hold fewer rows stay as they are"
+    assert first_chunks([10] * 200, batch_size=64) == [64, 136], "a batch at least"
+    assert first_chunks([10] * 200, max_num_batched_tokens=525) == [50, 100, 50]
+    assert first_chunks([1000] * 2000, replicas=3)[:6] == [16, 16, 16, 32, 45, 32]
+
+
+def test_chunks_of_a_member_of_known_speed_stay_as_they_are() -> None:
+    lengths = np.full(200, 10, dtype=np.int64)
+    speeds = {"m0": Speed(1.0, 1e-6, is_measured=True)}
+    (member,) = make_plan(config({}), {"m0": facts(lengths)}, [], speeds=speeds).members
+    nothing = np.zeros(200, dtype=np.bool_)
+    assert without_done(member, nothing, is_timed=True).chunks == member.chunks
 
 
 def test_one_cut_for_members_that_read_different_texts() -> None:
