@@ -16,6 +16,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from html import escape
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, SupportsIndex, TypeAlias, cast
 
@@ -28,13 +29,12 @@ from ensemble.common.errors import (
     Interrupted,
     OutputError,
     OutputInUse,
-    WriteError,
 )
 from ensemble.common.files import output_file
 from ensemble.common.packages import demand_supported
 from ensemble.common.redact import Redactor
 from ensemble.common.text import did_you_mean, quoted
-from ensemble.config import LoadedConfig, RunConfig
+from ensemble.config import ConfigSource, LoadedConfig, MappingConfig, RunConfig, mapping_config
 from ensemble.pipeline.load import load
 from ensemble.pipeline.report_page import is_report
 from ensemble.pipeline.run_dir import RunDir, holder
@@ -51,8 +51,10 @@ if TYPE_CHECKING:
     from ensemble.pipeline.validate import Prepared
     from ensemble.planning.plan import Plan
 
-# The path of a YAML file, or of several, of which later ones override earlier ones.
-ConfigFiles: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+# The path of a YAML file, or a dict in its place.
+ConfigFile: TypeAlias = str | os.PathLike[str] | Mapping[str, object]
+# One or several, of which later ones override earlier ones.
+ConfigFiles: TypeAlias = ConfigFile | Sequence[ConfigFile]
 # {"models.gemma2.weight": 0.5} or ["models.gemma2.weight=0.5"], as --set takes them.
 Overrides: TypeAlias = Mapping[str, object] | Sequence[str]
 # One at a time: they share the log, the display, the signals and, above all, the GPUs.
@@ -91,6 +93,7 @@ def run(
     overrides: Overrides | None = None,
     *,
     fresh: bool = False,
+    reuse: str | os.PathLike[str] | None = None,
     quiet: bool = False,
 ) -> Run:
     """Run a config as ``ensemble run`` does; what an earlier run in its ``output_dir`` has done is kept.
@@ -99,10 +102,12 @@ def run(
     other than the main one no signal is heeded.
 
     Args:
-        config: the path of a YAML file, or of several, such as ``["config.yaml", "weights.yaml"]``: what later ones
-            say overrides what earlier ones say.
+        config: the path of a YAML file, a dict that says what such a file would (``{"data": ..., "models": ...}``;
+            relative paths start at the working directory), or several of these, such as ``["config.yaml",
+            "weights.yaml"]``: later ones override earlier ones.
         overrides: ``{"models.gemma2.weight": 0.5}``, or texts as ``--set`` takes them; they come last.
         fresh: start over, whatever an earlier run did.
+        reuse: the ``output_dir`` of another run: rows that it computed in the same way are not computed again.
         quiet: print nothing.
 
     Raises:
@@ -114,8 +119,10 @@ def run(
     from ensemble.pipeline.run import run as run_config
 
     loaded = _load(config, overrides)
+    other = None if reuse is None else _path(reuse, "give the output_dir of another run")
     with _alone(loaded, quiet) as (stream, quiet):
-        report = run_config(loaded, choose_display(stream, quiet), fresh, owns_process=False)
+        display = choose_display(stream, quiet)
+        report = run_config(loaded, display, fresh, owns_process=False, reuse=other)
         if not quiet:
             show("summary", report, stream)
         raise_unless_complete(report)
@@ -202,7 +209,7 @@ def tune(
         rows: of the sample that every candidate computes; None: 256, and more where those are done at once.
         tolerance: how far its probabilities may be from the reference's: the mean over rows of a row's largest
             difference, and the share of rows whose first label may be another; None: 0.02.
-        write: where to write the overlay, if anything that was tried gave a result; None: nowhere.
+        write: where to write the overlay, if settings were chosen for any member; None: nowhere.
         force: replace a file that is there.
         quiet: print nothing.
 
@@ -249,9 +256,9 @@ def fit(
     """Fit members' weights and calibrations to true labels, as ``ensemble fit`` does.
 
     Args:
-        sources: a config whose run is complete, several of which later ones override earlier ones, or CSVs of
-            predictions, perhaps by the names that they are to have, for which ``labels`` names the table of the
-            truth.
+        sources: a config whose run is complete (a path or a dict with the key ``models``; of several, later ones
+            override earlier ones), or CSVs of predictions, perhaps by the names that they are to have, for which
+            ``labels`` names the table of the truth.
         labels: a table with the true labels; None: the table of the config.
         label_column: its column of them; None: "label", or what the config names.
         id_column: of ``labels`` and of the CSVs; None: ``id``, or the first.
@@ -271,19 +278,20 @@ def fit(
     from ensemble.analysis.weights_file import TruthFile, check_output, fit_sources, write_weights
 
     with _told():
-        paths = _files(sources, "give the path of a config or of a CSV")
+        paths = _fit_sources(sources)
         if not paths:
             raise ConfigError("sources: the list is empty; give the path of a config or of CSVs")
         known = None if labels is None else _path(labels, "give the path of a table")
         target = None if output is None else _path(output, "give the path of a file to write")
         if target is not None:
-            target = check_output(target, force, paths, known)
+            files = [path for path in paths if isinstance(path, Path)]
+            target = check_output(target, force, files, known)
         # merge_method is here to be checked; a config's own takes its place.
         options = Options(metric, method, calibration, folds, seed, merge_method or "mean")
         truth = TruthFile(known, label_column, id_column)
         report, text = fit_sources(
             paths,
-            lambda files: _load(files, overrides),
+            lambda configs: _load(configs, overrides),
             truth,
             options,
             merge_method,
@@ -433,7 +441,7 @@ def write_report(run_dir: Path, output: Path | None) -> tuple[Path, list[str]]:
     if output is None:
         page = RunDir(run_dir).report_page
         if page.is_dir():
-            raise WriteError(f"{page} is a folder; name a file to write the report to")
+            raise OutputError(f"{page} is a folder; remove it, or name a file with --output")
         return page, write(run_dir, page)  # a link there was not named by anybody, and is not followed
     target = output_file(output)
     if target.exists() and not is_report(target):
@@ -441,7 +449,17 @@ def write_report(run_dir: Path, output: Path | None) -> tuple[Path, list[str]]:
     return output, write(run_dir, target)
 
 
-class Run:
+class _Shown:
+    """Shows a notebook what is printed, and completes to public names."""
+
+    def _repr_html_(self) -> str:
+        return f'<pre style="white-space: pre-wrap">{escape(repr(self))}</pre>'
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if not name.startswith("_")]
+
+
+class Run(_Shown):
     """A run's directory, read anew at each look.  Printed, it is what ``ensemble status`` shows."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -483,7 +501,7 @@ class Run:
         """A member's probabilities: a column per label, rows in the table's order, ids as text in the index.
 
         Raises:
-            DataError: they are not complete, or there is no such member.
+            DataError: they are not complete or were changed since, or there is no such member.
         """
         if member not in self.members:
             raise DataError(
@@ -504,6 +522,29 @@ class Run:
             raise DataError(f"{self.path}: there is no ensemble.csv; its run has merged nothing yet")
         return _frame(self._rundir.ensemble)
 
+    @property
+    @_told()
+    def scores(self) -> pd.DataFrame:
+        """Metrics of the ensemble and its members by the true labels, with 95 % bootstrap intervals.
+
+        The columns are ``member``, ``metric``, ``value`` and ``interval``, which is (low, high).
+
+        Raises:
+            DataError: the true labels are not known, or the run is not complete.
+        """
+        demand_supported(for_analysis=True)
+        import pandas as pd
+
+        from ensemble.analysis.compare import compare as compare_sides
+
+        result = compare_sides(self.path, self.path)
+        if not result.metrics:
+            raise DataError(result.remarks or [f"{self.path}: its config names no true labels"])
+        rows = [
+            (one.name, one.metric, one.first.value, (one.first.low, one.first.high)) for one in result.metrics
+        ]
+        return pd.DataFrame(rows, columns=["member", "metric", "value", "interval"])
+
     def __repr__(self) -> str:
         try:
             return Redactor(os.environ)("\n".join(lines("status", self.status, Page())))
@@ -511,7 +552,7 @@ class Run:
             return str(error)
 
 
-class Preview:
+class Preview(_Shown):
     """A run that has been checked and planned and not started.  Printed, it is what the command shows.
 
     Attributes:
@@ -543,14 +584,21 @@ def _preview(
         return Preview(view, prepare(loaded, view == "validate", predictions_in))
 
 
-def _load(config: ConfigFiles, overrides: Overrides | None) -> LoadedConfig:
+def _load(config: object, overrides: Overrides | None) -> LoadedConfig:
     demand_supported()
     with _told():
         listed = config if isinstance(config, Sequence) and not isinstance(config, str | bytes) else [config]
         if not listed:
             raise ConfigError("config: the list is empty; give the path of a YAML file")
-        paths = [_path(path, "give the path of a YAML file") for path in listed]
-        return load(paths, () if overrides is None else _texts(overrides))
+        sources = [_source(one, "give the path of a YAML file, or a dict") for one in listed]
+        return load(sources, () if overrides is None else _texts(overrides))
+
+
+def _source(given: object, advice: str) -> ConfigSource:
+    """The path of a YAML file, or a mapping in its place."""
+    if isinstance(given, MappingConfig):
+        return given
+    return mapping_config(given) if isinstance(given, Mapping) else _path(given, advice)
 
 
 def _count(name: str, given: object) -> int | None:
@@ -564,6 +612,15 @@ def _count(name: str, given: object) -> int | None:
     if count < 1:
         raise ConfigError(f"{name}: give a whole number of at least 1, not {quoted(str(given))}")
     return count
+
+
+def _fit_sources(given: object) -> list[ConfigSource]:
+    """Configs or CSVs; a mapping without the key ``models`` holds paths by their names."""
+    advice = "give the path of a config or of a CSV"
+    if isinstance(given, Mapping) and "models" not in given:
+        return [*_files(given, advice)]
+    listed = given if isinstance(given, Sequence) and not isinstance(given, str | bytes) else [given]
+    return [_source(one, advice) for one in listed]
 
 
 def _files(given: object, advice: str) -> list[Path]:
@@ -630,10 +687,10 @@ class _Redacted:
 def _frame(path: Path) -> pd.DataFrame:
     import pyarrow as pa
 
-    from ensemble.pipeline.reuse import read_predictions
+    from ensemble.pipeline.reuse import read_as_written
 
     try:
-        frame: pd.DataFrame = read_predictions(path, with_ids=True).to_pandas()
+        frame: pd.DataFrame = read_as_written(path, with_ids=True).to_pandas()
     except (pa.ArrowInvalid, OSError) as error:
         raise DataError(f"{path}: cannot be read ({error}); run the config again") from error
     return frame.set_index(frame.columns[0])

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 import typer
 
 from ensemble import __version__
+from ensemble.cli.json_views import plan_json, print_json, problems_as_json, status_json
 from ensemble.cli.layout import Page
 from ensemble.cli.views import show
 from ensemble.common.errors import ConfigError, DeviceError, EnsembleError, Interrupted
@@ -22,7 +23,7 @@ from ensemble.common.text import plural
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from ensemble.config import LoadedConfig
+    from ensemble.config import ConfigSource, LoadedConfig
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -37,7 +38,7 @@ ConfigArgument = Annotated[
     typer.Argument(
         metavar="CONFIG",
         readable=False,
-        help="The run's YAML file; what further ones say overrides those before them.",
+        help="YAML file of the run; later files override earlier ones.",
     ),
 ]
 SetOption = Annotated[
@@ -47,16 +48,19 @@ SetOption = Annotated[
         metavar="KEY=VALUE",
         default_factory=list,
         show_default=False,
-        help="Override a key, such as models.gemma2.weight=0.5.",
+        help="Override a key, for example models.gemma2.weight=0.5.",
     ),
 ]
 LimitOption = Annotated[
-    int | None, typer.Option("--limit", metavar="N", min=1, help="Only the first N rows.")
+    int | None, typer.Option("--limit", metavar="N", min=1, help="Use only the first N rows.")
 ]
 OptionalConfigArgument = Annotated[
     list[Path] | None,
     typer.Argument(
-        metavar="CONFIG", readable=False, show_default=False, help="A run to check this machine for."
+        metavar="CONFIG",
+        readable=False,
+        show_default=False,
+        help="Config of a run to check this machine for.",
     ),
 ]
 ProblemsOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print problems only.")]
@@ -73,17 +77,17 @@ ModelsArgument = Annotated[
 SampleOption = Annotated[
     Path | None,
     typer.Option(
-        "--sample", metavar="CSV", help="The sample submission; left out, sample_submission.csv beside TABLE."
+        "--sample", metavar="CSV", help="Sample submission (default: sample_submission.csv beside TABLE)."
     ),
 ]
-OutputOption = Annotated[Path, typer.Option("--output", "-o", metavar="YAML", help="Where to write it.")]
-ForceOption = Annotated[bool, typer.Option("--force", help="Replace the file that is there.")]
+OutputOption = Annotated[Path, typer.Option("--output", "-o", metavar="YAML", help="File to write.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Replace an existing file.")]
 RunDirArgument = Annotated[
     Path, typer.Argument(metavar="RUN_DIR", readable=False, help="The output_dir of a run.")
 ]
 RowsOption = Annotated[
     int | None,
-    typer.Option("--rows", metavar="N", min=1, help="Rows of the whole; the table's own if not given."),
+    typer.Option("--rows", metavar="N", min=1, help="Rows of the whole run (default: those of the table)."),
 ]
 LengthsOption = Annotated[
     Path | None,
@@ -91,7 +95,7 @@ LengthsOption = Annotated[
         "--lengths-from",
         metavar="TABLE",
         readable=False,
-        help="A table, such as train.csv, whose rows are taken.",
+        help="Table to take the rows from, for example train.csv.",
     ),
 ]
 PredictionsOption = Annotated[
@@ -99,13 +103,13 @@ PredictionsOption = Annotated[
     typer.Option(
         "--predictions-from",
         metavar="RUN_DIR",
-        help="A run, such as of a labelled sample, that tells what share of the rows members with when see.",
+        help="Run whose predictions tell how many rows `when` selects.",
     ),
 ]
 SampleRowsOption = Annotated[
     int | None,
     typer.Option(
-        "--sample-rows", metavar="N", min=1, help="Rows to compute; what takes long enough if not given."
+        "--sample-rows", metavar="N", min=1, help="Rows to compute (default: enough to measure the speed)."
     ),
 ]
 FirstSideArgument = Annotated[
@@ -114,7 +118,7 @@ FirstSideArgument = Annotated[
 ]
 SecondSideArgument = Annotated[
     Path | None,
-    typer.Argument(metavar="B", readable=False, help="What to hold against it, of the same rows."),
+    typer.Argument(metavar="B", readable=False, help="The run or CSV to compare with, for the same rows."),
 ]
 MetricsOption = Annotated[
     list[str],
@@ -123,14 +127,14 @@ MetricsOption = Annotated[
         metavar="NAME",
         default_factory=list,
         show_default=False,
-        help="log_loss, accuracy, macro_f1, auc, brier, ece, quadratic_kappa, map@K, rmse; for several, repeat it.",
+        help="log_loss, accuracy, macro_f1, auc, brier, ece, quadratic_kappa, map@K or rmse; repeatable.",
     ),
 ]
 ActivationOption = Annotated[
     Literal["softmax", "sigmoid", "none"] | None,
     typer.Option(
         "--activation",
-        help="What the values of the CSVs are: probabilities that sum to 1, one per label, or any numbers.",
+        help="Values of the CSVs: probabilities that sum to 1 (softmax), one per label (sigmoid), or any numbers.",
     ),
 ]
 SourcesArgument = Annotated[
@@ -138,13 +142,16 @@ SourcesArgument = Annotated[
     typer.Argument(
         metavar="CONFIG|[NAME=]CSV...",
         readable=False,
-        help="A run's YAML, or several (later ones override earlier ones), or CSVs of members' predictions.",
+        help="YAML files of a run (later files override earlier ones), or CSVs of members' predictions.",
     ),
 ]
 LabelsOption = Annotated[
     Path | None,
     typer.Option(
-        "--labels", metavar="TABLE", readable=False, help="The true labels, if not in the run's table."
+        "--labels",
+        metavar="TABLE",
+        readable=False,
+        help="Table with the true labels, if the run's table has none.",
     ),
 ]
 LabelColumnOption = Annotated[
@@ -152,52 +159,60 @@ LabelColumnOption = Annotated[
     typer.Option(
         "--label-column",
         metavar="NAME",
-        help="Its column in --labels (label if not given; or a column per label there), or in the run's table.",
+        help="Column of the true labels (default: label, or a column per label).",
     ),
 ]
 IdColumnOption = Annotated[
     str | None,
-    typer.Option("--id-column", metavar="NAME", help="The ids' column; id, else the first, if not given."),
+    typer.Option(
+        "--id-column", metavar="NAME", help="Column of the ids (default: id, else the first column)."
+    ),
 ]
-MetricOption = Annotated[str, typer.Option("--metric", metavar="NAME", help="What is to be good.")]
+MetricOption = Annotated[str, typer.Option("--metric", metavar="NAME", help="Metric to optimize.")]
 FitMethodOption = Annotated[
     Literal["simplex", "greedy", "stacking"] | None,
     typer.Option(
         "--method",
         show_default=False,
-        help="Weights of least log loss (simplex), greedy selection for any metric, or a logistic regression; "
-        "simplex for log_loss, greedy for others if not given.",
+        help="Weights that minimize log loss (simplex), greedy selection for any metric, or a logistic "
+        "regression (default: simplex for log_loss, greedy for other metrics).",
     ),
 ]
 CalibrationOption = Annotated[
     Literal["none", "temperature", "vector"],
     typer.Option(
-        "--calibration", help="Of each member, before its weight: a scale and bias per label (vector)."
+        "--calibration",
+        help="Calibration of each member: one temperature, or a scale and bias per label (vector).",
     ),
 ]
 MergeMethodOption = Annotated[
     Literal["mean", "geometric_mean"] | None,
     typer.Option(
-        "--merge-method", help="What the weights of CSVs are for, mean if not given; a CONFIG has its own."
+        "--merge-method",
+        help="Merge method that the weights of CSVs are for (default: mean); a CONFIG names its own.",
     ),
 ]
-FoldsOption = Annotated[int, typer.Option("--folds", metavar="N", min=2, help="Of the cross-validation.")]
-SeedOption = Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of the folds.")]
+FoldsOption = Annotated[
+    int, typer.Option("--folds", metavar="N", min=2, help="Number of cross-validation folds.")
+]
+SeedOption = Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Random seed for the folds.")]
 PageOption = Annotated[
     Path | None,
-    typer.Option(
-        "--output", "-o", metavar="HTML", help="Where to write it; RUN_DIR/report.html if not given."
-    ),
+    typer.Option("--output", "-o", metavar="HTML", help="File to write (default: RUN_DIR/report.html)."),
 ]
-FreshOption = Annotated[bool, typer.Option("--fresh", help="Start over, whatever an earlier run did.")]
+FreshOption = Annotated[bool, typer.Option("--fresh", help="Start over; do not resume an earlier run.")]
+ReuseOption = Annotated[
+    Path | None,
+    typer.Option("--reuse", metavar="RUN_DIR", help="Another run, whose rows need not be computed again."),
+]
 FilesArgument = Annotated[
     list[str],
     typer.Argument(
         metavar="[NAME=]CSV",
-        help="Predictions, an id and a column per label; named by the file without its ending.",
+        help="Predictions: an id and a column per label (default name: the file's, without its ending).",
     ),
 ]
-MergedOption = Annotated[Path, typer.Option("--output", "-o", metavar="CSV", help="Where to write it.")]
+MergedOption = Annotated[Path, typer.Option("--output", "-o", metavar="CSV", help="File to write.")]
 MethodOption = Annotated[
     str | None, typer.Option("--method", "-m", metavar="METHOD", help="mean (the default), median, vote, ...")
 ]
@@ -208,7 +223,7 @@ WeightOption = Annotated[
         metavar="NAME=NUMBER",
         default_factory=list,
         show_default=False,
-        help="A file's; then every one's.",
+        help="Weight of a file; give one for each file.",
     ),
 ]
 WeightsOption = Annotated[
@@ -224,7 +239,7 @@ LabelOption = Annotated[
         metavar="NAME",
         default_factory=list,
         show_default=False,
-        help="A column to merge; all if none is given.",
+        help="Label column to merge (default: all).",
     ),
 ]
 PartialOption = Annotated[bool, typer.Option("--partial", help="Files may lack rows that others have.")]
@@ -234,7 +249,7 @@ TuneRowsOption = Annotated[
         "--rows",
         metavar="N",
         min=1,
-        help="Rows of the sample; 256, or more where those are done at once, if not given.",
+        help="Rows of the sample (default: 256, or more if those take too little time).",
     ),
 ]
 ToleranceOption = Annotated[
@@ -243,14 +258,18 @@ ToleranceOption = Annotated[
         "--tolerance",
         metavar="X",
         min=0,
-        help="How far probabilities may be from float32's: the mean over rows of a row's largest difference; 0.02 "
-        "if not given.",
+        help="Largest allowed difference from float32's probabilities: the mean over rows of each row's largest "
+        "difference (default: 0.02).",
     ),
 ]
 WriteOption = Annotated[
     Path | None,
-    typer.Option("--write", metavar="YAML", help="Where to write what was found, for `run CONFIG YAML`."),
+    typer.Option("--write", metavar="YAML", help="File for the settings found, for `run CONFIG YAML`."),
 ]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object instead; keys: docs/running.md.")
+]
+VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Also print what the log records.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
 
 
@@ -260,40 +279,49 @@ def run(
     sets: SetOption,
     limit: LimitOption = None,
     fresh: FreshOption = False,
+    reuse: ReuseOption = None,
     quiet: QuietOption = False,
+    verbose: VerboseOption = False,
 ) -> None:
-    """Run every model of CONFIG over its table and merge the probabilities.
+    """Run every model of CONFIG and merge the probabilities.
 
     Work that an earlier run in the same output_dir has done is kept: the same command resumes where it stopped.
     """
     loaded = _load(config, sets, limit)
     from ensemble.pipeline.early_worker import early_worker
 
-    with early_worker(loaded, fresh):
-        from ensemble.cli.progress import choose_display
+    with contextlib.nullcontext() if reuse is not None else early_worker(loaded, fresh):
+        from ensemble.cli.progress import choose_display, log_shown
         from ensemble.cli.views.summary import raise_unless_complete
         from ensemble.common.host import process_age_seconds
         from ensemble.pipeline.run import run as run_config
 
-        report = run_config(loaded, choose_display(sys.stdout, quiet), fresh, process_age_seconds())
+        display = choose_display(sys.stdout, quiet)
+        with log_shown(display) if verbose else contextlib.nullcontext():
+            report = run_config(loaded, display, fresh, process_age_seconds(), reuse=reuse)
     if not quiet:
         show("summary", report, sys.stdout)
     raise_unless_complete(report)
 
 
 @app.command()
-def status(run_dir: RunDirArgument) -> None:
-    """Show how far a run in RUN_DIR (its output_dir) is, how fast it goes and how it ended; it may be running."""
+def status(run_dir: RunDirArgument, as_json: JsonOption = False) -> None:
+    """Show how far the run in RUN_DIR is, or how it ended."""
     from ensemble.pipeline.status import RunStatus
 
-    show("status", RunStatus.of(run_dir), sys.stdout)
+    with problems_as_json(as_json):
+        found = RunStatus.of(run_dir)
+    if as_json:
+        print_json(status_json(found))
+    else:
+        show("status", found, sys.stdout)
 
 
 @app.command()
 def report(run_dir: RunDirArgument, output: PageOption = None) -> None:
-    """Write the report of the run in RUN_DIR as one HTML file: what ran where, and what came of it.
+    """Write the report of the run in RUN_DIR as one HTML file.
 
-    A run writes it by itself, unless its config says report: false; this writes it anew.
+    A run writes its report at its end, unless its config says report: false. This command writes it again.
     """
     with _prepared_process(for_analysis=True):
         from ensemble.cli.api import write_report
@@ -310,13 +338,17 @@ def validate(
     sets: SetOption,
     limit: LimitOption = None,
     quiet: QuietOption = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Check CONFIG: keys, paths, columns, ids, labels and templates, without loading a model."""
-    loaded = _load(config, sets, limit)
-    from ensemble.pipeline.validate import prepare
+    """Check CONFIG without loading a model. Checks keys, paths, columns, ids, labels, templates and devices."""
+    with problems_as_json(as_json):
+        loaded = _load(config, sets, limit)
+        from ensemble.pipeline.validate import prepare
 
-    prepared = prepare(loaded)
-    if not quiet:
+        prepared = prepare(loaded)
+    if as_json:
+        print_json(plan_json(prepared), loaded.redactor)
+    elif not quiet:
         show("validate", prepared, sys.stdout)
 
 
@@ -326,14 +358,20 @@ def plan(
     sets: SetOption,
     limit: LimitOption = None,
     predictions_from: PredictionsOption = None,
+    as_json: JsonOption = False,
 ) -> None:
-    """Show what CONFIG would take: memory per model, what fits on which GPU, where each runs, and the time."""
-    loaded = _load(config, sets, limit)
-    from ensemble.pipeline.validate import prepare
+    """Show the memory, devices and time that CONFIG would take. Also shows which GPUs each model fits on."""
+    with problems_as_json(as_json):
+        loaded = _load(config, sets, limit)
+        from ensemble.pipeline.validate import prepare
 
-    prepared = prepare(loaded, must_fit=False, predictions_in=predictions_from)
-    show("plan", prepared, sys.stdout)
-    if problems := [*prepared.plan.problems, *(text for node in prepared.nodes for text in node.problems)]:
+        prepared = prepare(loaded, must_fit=False, predictions_in=predictions_from)
+    problems = [*prepared.plan.problems, *(text for node in prepared.nodes for text in node.problems)]
+    if as_json:
+        print_json(plan_json(prepared, problems), loaded.redactor)
+    else:
+        show("plan", prepared, sys.stdout)
+    if problems:
         raise DeviceError(problems)
 
 
@@ -345,7 +383,7 @@ def init(
     output: OutputOption = Path("config.yaml"),
     force: ForceOption = False,
 ) -> None:
-    """Write a first config for TABLE and MODELS, which guesses columns, labels and lengths, and validate it."""
+    """Write a first config for TABLE and MODELS, and validate it. Guesses columns, labels and lengths."""
     with _prepared_process():
         from ensemble.pipeline.init import write_first_config
     made = write_first_config(table, models, sample, output, force)
@@ -368,10 +406,10 @@ def rehearse(
     sample_rows: SampleRowsOption = None,
     quiet: QuietOption = False,
 ) -> None:
-    """Run a sample of CONFIG's table and say how long --rows rows would take, in which memory and on how much disk.
+    """Run a sample of CONFIG's table and estimate the whole run.
 
-    Nothing of a real run is touched. The exit code is 1 if the run would not end within its time_limit, or would
-    not fit on the disk.
+    The estimate covers time, memory and disk for --rows rows. Files of real runs are not touched. The exit code is
+    1 if the run would exceed its time_limit or the free disk space.
     """
     loaded = _load(config, sets, None)
     from ensemble.cli.progress import choose_display
@@ -404,10 +442,11 @@ def tune(
     force: ForceOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Try settings of each model of CONFIG on a sample, and show the fastest that keep its probabilities.
+    """Find each model's fastest settings on this machine.
 
-    Precision, quantization, attention, tokens of a batch and workers side by side, each in a fresh worker. The same
-    command goes on where it was interrupted. Then: ensemble run CONFIG YAML, with what --write wrote.
+    Measures precision, quantization, attention, batch size and parallel workers on a sample, each in a fresh
+    worker, and keeps settings that do not change the probabilities by more than --tolerance. The same command
+    resumes an interrupted tuning. Then: ensemble run CONFIG YAML, with the file that --write wrote.
     """
     loaded = _load(config, sets, None)
     with _prepared_process():
@@ -426,7 +465,10 @@ def tune(
             )
     if not result.has_result:
         if quiet:
-            print("error: nothing that was tried gave a result", file=sys.stderr)
+            print(
+                "error: no settings could be chosen for any member; without --quiet tune says why",
+                file=sys.stderr,
+            )
         raise typer.Exit(1)
 
 
@@ -444,24 +486,30 @@ def merge(
     partial: PartialOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Merge CSVs of predictions, joined by id, into one in the order of the first; no config is needed.
+    """Merge CSVs of predictions into one, without a config.
 
-    --set ensemble.power=2 sets a method's own key.
+    Rows are joined by id, and written in the order of the first file. --set ensemble.power=2 sets a key of the
+    merge method.
     """
     with _prepared_process():
         from ensemble.pipeline.merge_files import merge_files
+        from ensemble.pipeline.signals import heed_signals
     if wrong := [one for one in weight if "=" not in one]:
         raise typer.BadParameter(f"--weight {wrong[0]}: write it like NAME=0.5")
-    merged = merge_files(
-        files,
-        output,
-        [*([] if method is None else [f"ensemble.method={method}"]), *sets],
-        weights,
-        dict(one.split("=", 1) for one in weight),
-        id_column,
-        label,
-        {"partial": partial} | ({} if activation is None else {"activation": activation}),
-    )
+    try:
+        with heed_signals():  # so that no signal leaves a temporary file
+            merged = merge_files(
+                files,
+                output,
+                [*([] if method is None else [f"ensemble.method={method}"]), *sets],
+                weights,
+                dict(one.split("=", 1) for one in weight),
+                id_column,
+                label,
+                {"partial": partial} | ({} if activation is None else {"activation": activation}),
+            )
+    except Interrupted as stopped:
+        raise Interrupted(stopped.exit_code - 128, "run the same command again") from None
     if not quiet:
         show("merge", merged, sys.stdout)
 
@@ -476,9 +524,10 @@ def compare(
     id_column: IdColumnOption = None,
     activation: ActivationOption = None,
 ) -> None:
-    """Compare the runs in A and B: settings, rows whose prediction changed, metrics, time and memory.
+    """Compare two runs, or two CSVs of predictions.
 
-    Metrics need the true labels, from the table of a run or --labels; their differences have paired intervals.
+    Shows settings, rows whose prediction changed, metrics, time and memory. Metrics need the true labels, from the
+    table of a run or --labels; differences have paired confidence intervals.
     """
     if second is None:
         raise typer.BadParameter(
@@ -510,10 +559,10 @@ def fit(
     force: ForceOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Fit the members' weights and calibrations to true labels, say what that is worth, and write weights.yaml.
+    """Fit weights and calibrations to true labels.
 
-    CONFIG's run must be complete, and its table have the labels. What is reported is from rows that were held out.
-    Then: ensemble run CONFIG weights.yaml, which computes nothing again but the merge.
+    Writes weights.yaml, and reports on held-out rows whether the weights beat equal weights. The run of CONFIG must
+    be complete, and its table must have the labels. Then: ensemble run CONFIG weights.yaml, which merges again.
     """
     with _prepared_process(for_analysis=True):
         from ensemble.analysis.fit import Options
@@ -523,8 +572,8 @@ def fit(
     target = check_output(output, force, sources, labels)
     options = Options(metric, method, calibration, folds, seed)
 
-    def loaded(paths: Sequence[Path]) -> LoadedConfig:
-        found = load(paths, sets)
+    def loaded(configs: Sequence[ConfigSource]) -> LoadedConfig:
+        found = load(configs, sets)
         guard_output(found.redactor)
         return found
 
@@ -540,7 +589,7 @@ def fit(
 
 @app.command()
 def doctor(sets: SetOption, config: OptionalConfigArgument = None, quiet: ProblemsOption = False) -> None:
-    """Check this machine: Python, packages, driver, GPUs, torch on each of them, memory, disk, the hub."""
+    """Check whether runs can start on this machine. Checks Python, packages, GPUs, torch, memory, disk, the hub."""
     from ensemble.cli.doctor import examine
 
     if sets and not config:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO, TYPE_CHECKING
 
 from ensemble.cli.layout import Page
@@ -21,9 +23,11 @@ if TYPE_CHECKING:
 
 PLAIN_LINE_SECONDS = 5.0
 _SHOWN_NODES = 4
+_NUMBERED_REPLICAS = 8  # of more of them nobody would read a line each
 _BAR_WIDTH, _SHORTEST_BAR = 24, 6
 _STATUS_WIDTH = len("1,000,000/1,000,000 rows, 100,000 tokens/s, 10:00:00 h left")
 _BEFORE = {"waiting": "waiting", "starting": "starting Python", "loading": "loading the model"}
+_BUSY = ("starting", "loading", "predicting")
 # A notebook's "!command" runs on a pseudo-terminal, where isatty() is true and redrawing prints rubbish.
 _NOTEBOOK_VARIABLES = ("JPY_PARENT_PID", "KAGGLE_KERNEL_RUN_TYPE", "COLAB_RELEASE_TAG")
 
@@ -37,6 +41,27 @@ def choose_display(file: IO[str], quiet: bool) -> Display:
     return PlainDisplay(file)
 
 
+@contextlib.contextmanager
+def log_shown(display: Display) -> Iterator[None]:
+    """Show the lines of the run's log, too."""
+    log, handler = logging.getLogger("ensemble"), _LogLines(display)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+
+
+class _LogLines(logging.Handler):
+    def __init__(self, display: Display) -> None:
+        super().__init__()
+        self._display = display
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._display.say(self.format(record))
+
+
 class QuietDisplay:
     def say(self, text: str) -> None: ...
     def update(self, members: Sequence[MemberState]) -> None: ...
@@ -44,13 +69,13 @@ class QuietDisplay:
 
 
 class PlainDisplay(QuietDisplay):
-    """A line when a member's phase changes, and one every few seconds in between."""
+    """A line when a member or a replica comes to another phase, and one every few seconds in between."""
 
     def __init__(self, file: IO[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._file = file
         self._clock = clock
         self._last: dict[str, float] = {}
-        self._phases: dict[str, Phase] = {}
+        self._phases: dict[str, tuple[Phase, float]] = {}  # of members and replicas, and since when
         self._noted: set[str] = set()
         self._heard: Counter[str] = Counter()  # how many workers of each member have been noted
 
@@ -59,20 +84,36 @@ class PlainDisplay(QuietDisplay):
             self._print(line)
 
     def update(self, members: Sequence[MemberState]) -> None:
-        now = self._clock()
         for state in members:
             name, phase = state.plan.name, state.phase
             if phase == "waiting":
                 continue
             self._note(state)
-            changed = self._phases.get(name) != phase
-            is_busy = phase in ("starting", "loading", "predicting")
-            if changed or (is_busy and now - self._last[name] >= PLAIN_LINE_SECONDS):
-                self._phases[name], self._last[name] = phase, now
-                text = describe(state)
-                if changed and phase == "predicting":
-                    text = f"predicting {plural(state.rows - state.reused_rows, 'row')}{_nodes_of(state)}"
-                self.say(f"{name}: {text}")
+            has_numbers = 1 < state.plan.replicas <= _NUMBERED_REPLICAS
+            for record in state.workers if has_numbers else ():
+                if record.ready is None and record.life_seconds is None and record.exit_code is None:
+                    own_phase: Phase = "starting" if record.start_seconds is None else "loading"
+                    self._say_phase(f"{name} replica {record.replica}", own_phase, _BEFORE[own_phase])
+            if has_numbers and phase in _BEFORE:
+                continue
+            first_text = ""
+            if phase == "predicting":
+                first_text = f"predicting {plural(state.rows - state.reused_rows, 'row')}{_nodes_of(state)}"
+            self._say_phase(name, phase, describe(state), first_text)
+
+    def _say_phase(self, title: str, phase: Phase, text: str, first_text: str = "") -> None:
+        """Say what a member or a replica does when that is new, and later how far it is or how long it lasts."""
+        now = self._clock()
+        last_phase, since = self._phases.get(title, ("", now))
+        if phase != last_phase:
+            self._phases[title], text = (phase, now), first_text or text
+        elif phase not in _BUSY or now - self._last[title] < PLAIN_LINE_SECONDS:
+            return
+        elif phase in _BEFORE:
+            seconds = round(now - since)
+            text = f"{text}, {f'{seconds} s' if seconds < 60 else duration(seconds)}"
+        self._last[title] = now
+        self.say(f"{title}: {text}")
 
     def _print(self, line: str) -> None:
         print(line, file=self._file, flush=True)

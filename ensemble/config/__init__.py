@@ -6,11 +6,13 @@ whether ``model_name_or_path`` is a local folder.
 
 from __future__ import annotations
 
-from ensemble.config.load import LoadedConfig, load_config
+from ensemble.config.load import ConfigSource, LoadedConfig, load_config
+from ensemble.config.mapping import MappingConfig, mapping_config
 from ensemble.config.schema import (
     CalibrationConfig,
     DataConfig,
     EnsembleConfig,
+    FittingConfig,
     MemberConfig,
     ReaderConfig,
     RunConfig,
@@ -22,9 +24,12 @@ from ensemble.config.schema import (
 
 __all__ = [
     "CalibrationConfig",
+    "ConfigSource",
     "DataConfig",
     "EnsembleConfig",
+    "FittingConfig",
     "LoadedConfig",
+    "MappingConfig",
     "MemberConfig",
     "ReaderConfig",
     "RunConfig",
@@ -33,4 +38,5 @@ __all__ = [
     "TuningConfig",
     "ViewConfig",
     "load_config",
+    "mapping_config",
 ]

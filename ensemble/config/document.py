@@ -15,6 +15,8 @@ Problem = tuple[Loc, str]
 Line = tuple[int, int]
 
 SHOWN_CHARACTERS: Final = 60
+# In place of the name of a file: what was given as a mapping has no lines.
+MAPPING: Final = "<dict>"
 AFTER_ALL_LINES: Final[Line] = (sys.maxsize, 0)
 # NUL, and half of a character, which is also how Python keeps bytes that are not UTF-8.
 NOT_TEXT: Final = r"[\x00\ud800-\udfff]"
@@ -99,6 +101,8 @@ class Document:
                 return text if loc == target else f"{text}: {place(loc)}"
             if loc[:size] in self.lines:
                 file, line = self.lines[loc[:size]]
+                if self.files[file] == MAPPING:
+                    return place(loc)
                 name = f"{self.files[file]}, " if len(self.files) > 1 else ""
                 return f"{place(loc)} ({name}line {line})"
         return place(loc)

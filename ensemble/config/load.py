@@ -25,6 +25,7 @@ from ensemble.common.errors import ConfigError
 from ensemble.common.redact import Redactor
 from ensemble.common.text import nearest_or_all
 from ensemble.config.document import Document, Loc, Problem, one_line
+from ensemble.config.mapping import MappingConfig
 from ensemble.config.overlays import merge_documents, take_away
 from ensemble.config.overrides import apply_overrides, expand, variables_of, with_folders
 from ensemble.config.schema import (
@@ -41,13 +42,14 @@ M = TypeVar("M", bound=BaseModel)
 _PHRASES = dict.fromkeys(("model_type", "dict_type"), "a mapping of keys to values") | {
     "bool_type": "true or false"
 }
+ConfigSource: TypeAlias = Path | MappingConfig
 Methods: TypeAlias = Mapping[str, type[EnsembleConfig]]
 Kinds: TypeAlias = Mapping[str, type[MemberConfig]]
 
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A config, and what it was made from: its files and the overrides, as given.
+    """A config, and what it was made from: its files or mappings and the overrides, as given.
 
     ``whole`` is one YAML file that gives the same config from any folder: the file exactly as it is where nothing
     else was given, else files and overrides merged.  Paths in it are still relative to the working directory, and
@@ -59,10 +61,15 @@ class LoadedConfig:
     config: RunConfig
     text: str
     whole: str
-    paths: tuple[Path, ...]
+    sources: tuple[ConfigSource, ...]
     overrides: tuple[str, ...]
-    texts: tuple[str, ...] = field(repr=False)  # of the files
+    texts: tuple[str, ...] = field(repr=False)  # of the sources
     document: Document = field(repr=False)
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The sources that are files."""
+        return tuple(source for source in self.sources if isinstance(source, Path))
 
     @cached_property
     def redactor(self) -> Redactor:
@@ -71,7 +78,7 @@ class LoadedConfig:
 
 
 def load_config(
-    paths: Sequence[Path],
+    sources: Sequence[ConfigSource],
     overrides: Sequence[str],
     merge_methods: Methods,
     member_kinds: Kinds,
@@ -81,28 +88,31 @@ def load_config(
     """Read, merge, override, expand and check a config.
 
     Args:
-        paths: the YAML files; later ones override earlier ones, see ``overlays``.
+        sources: YAML files, or mappings in their place; later ones override earlier ones, see ``overlays``.
         overrides: ``a.b=value``, the value in YAML, as in ``models.gemma2.weight=0.5``; the later one wins.
         merge_methods: the keys below ``ensemble`` by the name of the method that they go with.
         member_kinds: the keys of a model by the ``task_type`` that they go with.
         environ: what ``${NAME}`` stands for; the process's environment if None.  ``${CONFIG_DIR}`` is always
-            the absolute folder of the YAML file in which it stands.
+            the absolute folder of the YAML file in which it stands; of a mapping, the working directory.
         texts: what the files held when they were read before; None: they are read now.
 
     Raises:
         ConfigError: with every problem there is, each with its path in the YAML and, where known, its line.
     """
-    names, read, documents = [one_line(str(path)) for path in paths], list[str](), list[Document]()
+    names, read, documents = [one_line(str(source)) for source in sources], list[str](), list[Document]()
     unreadable: list[str] = []
-    for number, path in enumerate(paths):
+    for number, source in enumerate(sources):
         try:
-            read.append(read_text(path) if texts is None else texts[number])
-            documents.append(parse(read[-1], path, names, number))
+            if isinstance(source, MappingConfig):
+                read.append(source.text)
+            else:
+                read.append(read_text(source) if texts is None else texts[number])
+            documents.append(parse(read[-1], source, names, number))
         except ConfigError as error:
             unreadable += error.problems
     if unreadable:
         raise ConfigError(unreadable)
-    variables = variables_of(paths, os.environ if environ is None else environ)
+    variables = variables_of(sources, os.environ if environ is None else environ)
     document, config = checked(documents, variables, overrides, merge_methods, member_kinds)
     whole, parts = read[0], [*names, *(f"--set {one_line(override)}" for override in overrides)]
     if len(parts) > 1 or "${CONFIG_DIR}" in whole:
@@ -111,7 +121,7 @@ def load_config(
         whole = f"# Made of {', '.join(parts)}\n{dump(redactor.document(with_folders(document, variables)))}"
     # Elsewhere the folder would be another one.
     text = read[0] if len(read) == 1 and "${CONFIG_DIR}" not in read[0] else whole
-    return LoadedConfig(config, text, whole, tuple(paths), tuple(overrides), tuple(read), document)
+    return LoadedConfig(config, text, whole, tuple(sources), tuple(overrides), tuple(read), document)
 
 
 def checked(

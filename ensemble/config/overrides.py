@@ -88,9 +88,13 @@ def _longest(parts: list[str], known: Iterable[str]) -> tuple[str, list[str]]:
     return key, joined[key]
 
 
-def variables_of(paths: Sequence[Path], environ: Mapping[str, str]) -> list[dict[str, str]]:
-    """What ``${NAME}`` stands for in each file: the environment, and its own folder as ``CONFIG_DIR``."""
-    return [{**environ, "CONFIG_DIR": str(path.absolute().parent)} for path in paths]
+def variables_of(sources: Sequence[object], environ: Mapping[str, str]) -> list[dict[str, str]]:
+    """What ``${NAME}`` stands for in each source: the environment, and as ``CONFIG_DIR`` the folder of a file.
+
+    For what is no file ``CONFIG_DIR`` is the working directory.
+    """
+    folders = (one.absolute().parent if isinstance(one, Path) else Path.cwd() for one in sources)
+    return [{**environ, "CONFIG_DIR": str(folder)} for folder in folders]
 
 
 def expanded_text(text: str, variables: Mapping[str, str]) -> str:

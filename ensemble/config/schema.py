@@ -25,8 +25,10 @@ from ensemble.config.values import (
     Count,
     DeviceList,
     Duration,
+    Ends,
     Factors,
     File,
+    Finite,
     Folder,
     HangTimeout,
     LabelMap,
@@ -42,6 +44,7 @@ from ensemble.config.values import (
     Number,
     Retries,
     Seed,
+    Sha256,
     TaskType,
     Temperature,
     Text,
@@ -322,6 +325,20 @@ class TuningConfig(StrictConfig):
     cores: Count | None = None  # of the CPU, where cpu_workers was measured
 
 
+class FittingConfig(StrictConfig):
+    """What weights were fitted on and what they are worth on rows held out, where ``sha256`` is that of a line of
+    UTF-8 for each labelled row, sorted by id, with the id, a tab, the label and a line feed (of label columns every
+    label that is not 0, sorted by name, with tabs between them and, where it is not 1, with ``=`` and its value to
+    nine digits).
+    """
+
+    rows: Count = Field(examples=[2_000])  # with a label
+    sha256: Sha256 = Field(examples=["'" + "0123456789abcdef" * 4 + "'"])  # of their ids and labels
+    metric: Text = Field(examples=["log_loss"])  # that they were fitted for
+    value: Finite = Field(examples=[0.3982])  # of it, cross-validated
+    interval: Ends | None = Field(examples=["[0.3710, 0.4254]"])  # 95 % of the value; null: none is known
+
+
 Ensemble = SerializeAsAny[EnsembleConfig]
 Members = tuple[SerializeAsAny[MemberConfig], ...]
 RuleList = Annotated[tuple[RuleConfig, ...], BeforeValidator(as_tuple), MustBe("a list of rules", list)]
@@ -357,6 +374,7 @@ class RunConfig(StrictConfig):
     standby: bool = True  # the next member's process starts while this one's computes
     release_timeout: Duration = 60.0  # seconds that a GPU may take to be free after its worker has ended
     report: bool = True  # report.html of the results, once they stand
+    fitted_on: FittingConfig | None = None  # as fit writes it: shown beside the scores of these rows
     tuned_on: TuningConfig | None = (
         None  # as tune writes it: where the settings were measured; changes nothing
     )

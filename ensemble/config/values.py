@@ -207,6 +207,13 @@ _ONE_RULE = (
     "{share: s} with s above 0 and up to 1"
 )
 
+Sha256 = Annotated[
+    str,
+    StringConstraints(pattern=r"^[0-9A-Fa-f]{64}$"),
+    MustBe("all 64 hexadecimal digits of a SHA-256, as sha256sum prints them"),
+]
+Finite = Annotated[float, AllowInfNan(False), MustBe("a number")]
+Ends = Annotated[tuple[Finite, Finite], BeforeValidator(as_tuple), MustBe("a list of two numbers")]
 Text = Annotated[str, _WORD, MustBe("text, and not empty")]
 Column = Annotated[str, _WORD, MustBe("the name of a column")]
 Columns = Annotated[tuple[Column, Column], BeforeValidator(as_tuple), MustBe("a list of two columns")]
@@ -241,7 +248,7 @@ Factor = Annotated[
 Share = Annotated[float, Gt(0), Le(1e6), AllowInfNan(False), MustBe("a number of more than 0, up to 1000000")]
 Factors = Annotated[dict[str, Factor], MustBe("a mapping of labels to numbers", dict)]
 Values = Annotated[
-    dict[str, Annotated[float, AllowInfNan(False), MustBe("a number")]],
+    dict[str, Finite],
     Len(1),
     MustBe("a mapping of labels to numbers, such as {tie: 1.0}", dict),
 ]

@@ -15,7 +15,8 @@ import yaml
 
 from ensemble.common.errors import ConfigError
 from ensemble.common.files import unreadable
-from ensemble.config.document import INVALID, NOT_TEXT, Document, Line, Loc, one_line, shown
+from ensemble.common.text import nearest
+from ensemble.config.document import INVALID, MAPPING, NOT_TEXT, Document, Line, Loc, one_line, shown
 
 # No config comes near these; a wrong file (a CSV, say) or a bomb of aliases does, and must not fill memory.
 MAX_BYTES: Final = 1 << 20
@@ -43,7 +44,7 @@ def read_text(path: Path) -> str:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        raise ConfigError(f"{name}: no such file") from None
+        raise ConfigError(f"{name}: no such file{_similar_yaml(path)}") from None
     except PermissionError as error:
         raise ConfigError(unreadable(name, error)) from None
     except (OSError, ValueError) as error:
@@ -57,22 +58,31 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"{name} (line {line}): not UTF-8 text; save the file as UTF-8") from None
 
 
-def parse(text: str, path: Path, files: Sequence[str] = (), number: int = 0) -> Document:
+def _similar_yaml(path: Path) -> str:
+    """What to add of a file that is not there: one beside it of a like name, whichever ending of YAML it has."""
+    names = {file.stem: file.name for file in sorted(path.parent.glob("*.y*ml"))}
+    near = nearest(path.stem, names)
+    return "" if near is None else f" (did you mean {names[near]!r}?)"
+
+
+def parse(text: str, source: object, files: Sequence[str] = (), number: int = 0) -> Document:
     """YAML text as a ``Document``; repeated and non-text keys are problems noted in it.
 
     Args:
+        source: the path of the file; printed, its name.
         files: the names of all the files that are read, if there are more.
         number: of this one among them.
 
     Raises:
         ConfigError: nothing to go on with: a syntax error, an empty file, too many values, no mapping.
     """
-    name = one_line(str(path))
+    name = one_line(str(source))
     document = Document({}, {}, tuple(files) or (name,))
     try:
         data = build_data(text.removeprefix("\ufeff"), document, (), document.lines, number)
     except Unreadable as error:
-        raise ConfigError(f"{name}{error.position}: {error}") from None
+        position = "" if name == MAPPING else error.position
+        raise ConfigError(f"{name}{position}: {error}") from None
     if data is None:
         raise ConfigError(f"{name}: empty; a config is a mapping of keys to values")
     if not isinstance(data, dict):

@@ -203,7 +203,7 @@ def test_odd_numbers_of_rows_are_refused(odd: Any, project: Project) -> None:
 
 def test_odd_paths_and_names_are_refused(tmp_path: Path) -> None:
     odd: Any
-    for odd in (None, 5, {"data": "test.csv"}):
+    for odd in (None, 5, b"config.yaml", [[]]):
         with pytest.raises(ensemble.ConfigError, match="is no path; give the path of a YAML file"):
             ensemble.validate(odd)
         with pytest.raises(ensemble.ConfigError, match="is no path; give the output_dir of a run"):
@@ -322,6 +322,7 @@ def test_a_folder_without_what_is_asked_for(project: Project, tmp_path: Path) ->
     (project.folder / "runs/first/predictions/other.csv").write_text('"id","a"\n"01",0.5\n')
     assert opened.members == ("gemma",)
     (project.folder / "runs/first/predictions/gemma.csv").write_text('"id","a"\n"01",half\n')
+    (project.folder / "runs/first/predictions/gemma.json").unlink()  # else it is known to be another file
     with pytest.raises(ensemble.DataError, match="cannot be read"):
         opened.predictions("gemma")
 

@@ -196,10 +196,44 @@ def test_a_column_per_label_scores_like_one_column_of_labels(project: Project) -
     assert expected["llama"]["log_loss"] > 0
 
 
+def test_files_of_members_are_listed_in_the_order_of_the_config(project: Project) -> None:
+    """Also those that need no worker, whose predictions are written first."""
+    project.write_csv("other.csv", ["id", *LABELS], [[name, "0.2", "0.3", "0.5"] for name in project.ids])
+    models = [*project.config()["models"], {"name": "other", "task_type": "csv", "path": "other.csv"}]
+    project.write_config(project.config(models=models))
+    done = project.ensemble("run", "config.yaml", "--limit", "20")
+    assert done.returncode == 0, done.stderr
+    files = [
+        line.partition(": ")[0] for line in done.stdout.splitlines() if line.startswith("predictions of")
+    ]
+    names = [model["name"] for model in models]
+    assert files == [f"predictions of {name}" for name in names]
+    assert [*project.run_json()["files"]][: len(names)] == files
+
+
 def test_no_such_config(project: Project) -> None:
     done = project.ensemble("run", "nope.yaml")
     assert done.returncode == 2
     assert "nope.yaml" in done.stderr
+    (project.folder / "valid.yaml").write_text("models: []")
+    done = project.ensemble("validate", "valid.yml")
+    assert done.returncode == 2
+    assert done.stderr == "error: valid.yml: no such file (did you mean 'valid.yaml'?)\n"
+
+
+def test_a_url_in_place_of_a_table_is_said_to_be_one(project: Project) -> None:
+    for url in (
+        "https://example.org/data/test.csv",
+        "s3://bucket/test",
+        "https://example.org/test.csv?raw=1",
+    ):
+        config = project.config()
+        config["data"]["path"] = url
+        project.write_config(config)
+        done = project.ensemble("validate", "config.yaml")
+        assert done.returncode == 2
+        assert f"{url}: is a URL; download the file first, then name it here" in done.stderr
+        assert "no such file" not in done.stderr
 
 
 def test_validate_says_what_it_found(project: Project) -> None:
@@ -288,6 +322,10 @@ def test_version_and_help(project: Project) -> None:
     done = project.ensemble("--help")
     assert done.returncode == 0
     assert "validate" in done.stdout
+    narrow = project.ensemble("--help", environment={"COLUMNS": "80"})
+    commands = narrow.stdout.partition("Commands:")[2].splitlines()
+    assert len(commands) > 10
+    assert not [line for line in commands if "..." in line], "a summary that is cut off"
     assert project.ensemble("run", "--help").returncode == 0
     assert project.ensemble("rnu").returncode == 2
     assert not list(Path(project.folder).glob("runs"))

@@ -17,6 +17,7 @@ from ensemble.common.errors import TimeLimitReached
 from ensemble.merging.metrics import Gain, Score
 from ensemble.pipeline.run_report import RunReport, ViewReport
 from ensemble.pipeline.status import RunStatus
+from ensemble.scheduling.state import Failure
 from tests.cli.reports import member, report, shown, worker
 from tests.page import blocks
 
@@ -67,6 +68,11 @@ LOST = "worse than its best member b (95 % interval 0.0010 to 0.0046): "
             (-0.0028, -0.0046, -0.001),
             (1.0, 2.0),
             f"0.0028 {LOST}these weights lose to it; `python -m ensemble fit CONFIG` earns others",
+        ),
+        (
+            (-0.0016, -0.0042, 0.001),
+            (1.0, 1.0),
+            "0.0016 worse than its best member b (95 % interval -0.0010 to 0.0042, which may be chance)",
         ),
         ((0.00001, -0.001, 0.001), (1.0, 1.0), None),
         (
@@ -160,3 +166,23 @@ def test_rows_of_members_with_views_and_of_those_that_lack_some() -> None:
     assert ["c", "7", "given"] in said
     with pytest.raises(TimeLimitReached, match=r"b 1,000 of 1,000 rows \(400 of them in some of its views"):
         raise_unless_complete(made)
+
+
+def test_members_left_out_are_listed_in_the_order_of_the_config() -> None:
+    failures = {name: Failure(name, "no memory") for name in "cb"}
+    made = report(*(member(name, failure=failures.get(name)) for name in "dcba"), left_out=("c", "b"))
+    (said,) = [line for line in shown("summary", made) if "merged without" in line]
+    assert said.startswith("merged without c, b, by the weights d 0.5, a 0.5: member c failed: ")
+
+
+def test_rows_that_a_time_limit_lost() -> None:
+    slow = member("a", phase="paused", status="unfinished", lost_rows=33)
+    both = member("b", phase="paused", status="unfinished", lost_rows=1, partial_rows=2)
+    made = report(slow, both, member("c"), status="time_limit", merged_rows={"a": 48, "b": 5, "c": 1000})
+    with pytest.raises(TimeLimitReached) as caught:
+        raise_unless_complete(made)
+    lost = "computed, but lost: the limit ended their chunk)"
+    assert f"a 48 of 1,000 rows (at least 33 more rows were {lost}, b 5 of 1,000 rows (2 of" in str(
+        caught.value
+    )
+    assert f"; at least 1 more row was {lost}, c 1,000 of 1,000 rows; " in str(caught.value)

@@ -11,6 +11,7 @@ from ensemble.common.text import duration, gib, plural, shown_path
 from ensemble.pipeline.validate import Prepared
 from ensemble.pipeline.wait_for_gpus import held_texts
 from ensemble.planning.cascade import when_text
+from ensemble.planning.placement import Fit
 from ensemble.planning.plan import MemberPlan
 from ensemble.scheduling.launchers.base import Node
 
@@ -88,19 +89,29 @@ def models_text(node: Node) -> str:
     return ", ".join(f"{name} {what}" for name, what in node.models.items())
 
 
+def least_fit(member: MemberPlan) -> Fit | None:
+    """How a member fits on the device with the least room, of those that it runs on."""
+    fits = member.placement.fits
+    usable = [fits[uuid] for uuid in member.placement.devices if uuid in fits]
+    return min(usable or fits.values(), key=lambda fit: fit.room_bytes, default=None)
+
+
+def batch_tokens(fit: Fit | None, width: int) -> int:
+    """Tokens of a full batch of the longest rows, which have ``width``."""
+    return max(fit.token_budget if fit is not None else 0, width)
+
+
 def _memory_cells(member: MemberPlan) -> list[str]:
-    placement, needed = member.placement, member.placement.footprint
+    needed = member.placement.footprint
     if not member.needs_worker:
         return ["", "none"]
     if needed is None and not isinstance(member.request.gpu_memory, int):
         return ["", "not known"]
-    # The fit on the device with the least room, of those it runs on.
-    usable = [placement.fits[uuid] for uuid in placement.devices if uuid in placement.fits]
-    found = min(usable or placement.fits.values(), key=lambda one: one.room_bytes, default=None)
+    found = least_fit(member)
     last = ["", ""] if found is None else [gib(found.room_bytes), _VERDICTS[found.verdict]]
     if needed is None:
         return [*[""] * 6, gib(int(member.request.gpu_memory or 0)), *last]
-    tokens = max(found.token_budget if found is not None else 0, needed.width)
+    tokens = batch_tokens(found, needed.width)
     per_token, per_pair = needed.activation.line(needed.width)
     return [
         _count(needed.weights.parameters),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ensemble.cli.layout import Table
-from ensemble.cli.views.summary import against_best, failure_text, node_text
+from ensemble.cli.views.summary import against_best, failure_text, fitted_text, node_text
 from ensemble.common.errors import RESUMES
 from ensemble.common.gpus import device_names
 from ensemble.common.text import duration, plural, rate
@@ -74,6 +74,7 @@ def view(status: RunStatus) -> Iterator[str | Table]:
     yield f"{status.folder}: {_ENDINGS[report.status].format(time=time)}"
     if report.status in MERGED:
         yield against_best(report)
+        yield fitted_text(report)
     for member in report.members:
         if member.failure is not None:
             yield failure_text(member.failure)

@@ -32,6 +32,7 @@ def view(report: RunReport) -> Iterator[str | Table]:
     totals = [_row(report, ENSEMBLE_ROW)] if ENSEMBLE_ROW in report.scores else []
     yield Table(_HEADERS, rows, totals)
     yield against_best(report)
+    yield fitted_text(report)
     if ENSEMBLE_ROW in report.files and (method := report.ensemble.get("method")):
         yield f"merge method: {method}"
     if poor := {name: score for name, score in report.scores.items() if score.no_better_than_prior}:
@@ -66,7 +67,7 @@ def view(report: RunReport) -> Iterator[str | Table]:
             weights = {name: weight / sum(plain) for name, weight in zip(weights, plain, strict=True)}
         shares = [f"{name} {weight_text(weight, 3)}" for name, weight in weights.items()]
         reasons = "; ".join(failure_text(one) for one in report.failures if one.member in left_out)
-        yield f"merged without {', '.join(sorted(left_out))}, by the weights {', '.join(shares)}: {reasons}"
+        yield f"merged without {', '.join(left_out)}, by the weights {', '.join(shares)}: {reasons}"
     for name, path in report.files.items():
         yield f"{name}: {shown_path(Path(path))}"
 
@@ -85,15 +86,16 @@ def against_best(report: RunReport) -> str:
 
     weights = {one.name: one.weight for one in report.members if one.name in report.merged_rows}
     is_worse, size = gain.gain < 0, shown(abs(gain.gain))
-    is_none, interval, advice = not float(size), "", ""
+    is_none, may_be_chance, interval, advice = not float(size), False, "", ""
     how = "neither better nor worse" if is_none else f"{size} {'worse' if is_worse else 'better'}"
     if gain.of == "squared error":
         how += " in squared error"
     if gain.low is not None and gain.high is not None and gain.low < gain.high:
         ends = (-gain.high, -gain.low) if is_worse else (gain.low, gain.high)
-        chance = ", which may be chance" if ends[0] <= 0 and not is_none else ""
+        may_be_chance = ends[0] <= 0 and not is_none
+        chance = ", which may be chance" if may_be_chance else ""
         interval = f" (95 % interval {shown(ends[0])} to {shown(ends[1])}{chance})"
-    if is_worse and not is_none:
+    if is_worse and not is_none and not may_be_chance:
         are_equal = all(weight == next(iter(weights.values())) for weight in weights.values())
         loser, others = ("equal weights lose", "weights") if are_equal else ("these weights lose", "others")
         if method.fit_options:
@@ -107,6 +109,11 @@ def against_best(report: RunReport) -> str:
     member = gain.best_member + (" (weight 0)" if weights.get(gain.best_member) == 0 else "")
     rules = " with the same rules" if report.rules else ""
     return f"{ENSEMBLE_ROW}: {value}, {how} than its best member {member}{rules}{interval}{advice}"
+
+
+def fitted_text(report: RunReport) -> str:
+    """What the ensemble is worth on rows that its weights were not fitted on; empty where it is not known."""
+    return "" if report.fitted_on is None else f"{ENSEMBLE_ROW}: {report.fitted_on.text}"
 
 
 def _method(report: RunReport) -> type[MergeMethod]:
@@ -148,8 +155,8 @@ def cascade_text(report: RunReport, member: MemberReport) -> str:
     """What a member with ``when`` saw, and what that cost or gained."""
     if (own := member.cascade) is None:
         return ""
-    share = f"{own.rows / report.rows:.1%}" if report.rows else "none"
-    text = f"{member.name}: {own.rows:,} of {plural(report.rows, 'row')} ({share}) are its by when"
+    share = f" ({100 * own.rows / report.rows:.1f} %)" if report.rows else ""
+    text = f"{member.name}: `when` selected {own.rows:,} of {plural(report.rows, 'row')}{share}"
     if own.unknown_rows:
         text += f", {own.unknown_rows:,} more are not decided"
     if (found := own.comparison) is None:
@@ -184,11 +191,7 @@ def raise_unless_complete(report: RunReport) -> None:
         TimeLimitReached: its time was over before it had computed every row.
     """
     if report.status == "time_limit":
-        parts = [
-            f"{one.name} {report.merged_rows.get(one.name, 0):,} of {plural(_rows_of(report, one), 'row')}"
-            + (f" ({one.partial_rows:,} of them in some of its views only)" if one.partial_rows else "")
-            for one in report.members
-        ]
+        parts = [_reached_text(report, one) for one in report.members]
         filled = report.filled_rows
         coverage = (
             f"stopped at time_limit: {', '.join(parts)}; {plural(filled, 'row')} that no member reached "
@@ -197,6 +200,20 @@ def raise_unless_complete(report: RunReport) -> None:
         raise TimeLimitReached([coverage, *filter(None, [report.explanation])])
     if report.status != "complete":
         raise MembersFailed([failure_text(failure) for failure in report.failures])
+
+
+def _reached_text(report: RunReport, member: MemberReport) -> str:
+    """How many rows a member has at the end of the time limit, and how many were lost."""
+    text = f"{member.name} {report.merged_rows.get(member.name, 0):,} of {plural(_rows_of(report, member), 'row')}"
+    notes = []
+    if member.partial_rows:
+        notes.append(f"{member.partial_rows:,} of them in some of its views only")
+    if member.lost_rows:
+        rows = plural(member.lost_rows, "more row")
+        notes.append(
+            f"at least {rows} {_were(member.lost_rows)} computed, but lost: the limit ended their chunk"
+        )
+    return f"{text} ({'; '.join(notes)})" if notes else text
 
 
 def _rows_of(report: RunReport, member: MemberReport) -> int:

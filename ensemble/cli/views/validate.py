@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 from ensemble.cli.layout import Table
@@ -13,6 +14,7 @@ from ensemble.pipeline.validate import Prepared
 from ensemble.planning.cascade import when_text
 
 _SHOWN_CHARACTERS = 160
+_SHOWN_DIFFERENCE, _SHOWN_BEFORE = 80, 20  # of either prompt, and of what both have before
 
 
 def view(prepared: Prepared) -> Iterator[str | Table]:
@@ -36,16 +38,31 @@ def view(prepared: Prepared) -> Iterator[str | Table]:
         if member.model.when is not None:
             yield f"{member.name}: runs {when_text(member.model.when)} ({', '.join(before)})"
         before.append(member.name)
+        first_prompt = ""
         for title in (
             member.name,
             *(f"{member.name} (view {one.name})" for one in member.model.counted_views),
         ):
             if title not in prepared.previews:
                 continue
-            prompt = prepared.previews[title].replace("\n", "\\n")
-            cut = f"the first {_SHOWN_CHARACTERS} characters of " if len(prompt) > _SHOWN_CHARACTERS else ""
-            yield f"{title}: {cut}its first prompt: {prompt[:_SHOWN_CHARACTERS]}"
+            prompt = prepared.previews[title]
+            yield f"{title}: {_prompt_text(prompt, first_prompt)}"
+            first_prompt = first_prompt or prompt
     if (rules := prepared.rules) is not None:
         for number, (rule, rows) in enumerate(zip(rules.rules, rules.rows, strict=True)):
             yield rule_text(number, rule, int(rows.sum()), table.rows)
     yield f"All checks passed. A run would write its results to {shown_path(config.output_dir)}"
+
+
+def _prompt_text(prompt: str, first_prompt: str) -> str:
+    """Show how a prompt begins, or where it differs from that of the member's first view if that is further on."""
+    if first_prompt and prompt == first_prompt:
+        return "its first prompt is the same as in the first view"
+    place = len(os.path.commonprefix([prompt, first_prompt]))  # noqa: RUF071
+    if place + _SHOWN_DIFFERENCE <= _SHOWN_CHARACTERS:
+        prompt = prompt.replace("\n", "\\n")
+        cut = f"the first {_SHOWN_CHARACTERS} characters of " if len(prompt) > _SHOWN_CHARACTERS else ""
+        return f"{cut}its first prompt: {prompt[:_SHOWN_CHARACTERS]}"
+    part = slice(place - _SHOWN_BEFORE, place - _SHOWN_BEFORE + _SHOWN_DIFFERENCE)
+    text = f"...{prompt[part]} (in the first view: ...{first_prompt[part]})".replace("\n", "\\n")
+    return f"its first prompt differs after {plural(place, 'character')}: {text}"

@@ -1,0 +1,90 @@
+"""``--json``: one strict JSON object on standard output, nothing else.  ``--verbose``: the log on the terminal."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from typing import Any, NoReturn
+
+import pytest
+
+from tests.project import Project
+
+pytestmark = pytest.mark.usefixtures("warm")
+
+
+def refuse(text: str) -> NoReturn:
+    raise AssertionError(f"{text} is not JSON")
+
+
+def asked(project: Project, *arguments: str, code: int = 0) -> dict[str, Any]:
+    done = project.ensemble(*arguments, "--json")
+    assert done.returncode == code, done.stderr
+    assert bool(done.stderr) == bool(code)
+    document: dict[str, Any] = json.loads(done.stdout, parse_constant=refuse)
+    assert bool(document["problems"]) == bool(code)
+    return document
+
+
+def test_json_of_validate_and_plan(project: Project) -> None:
+    project.write_config(project.config())
+    checked, planned = asked(project, "validate", "config.yaml"), asked(project, "plan", "config.yaml")
+    for document in (checked, planned):
+        assert document["rows"] == 300
+        assert document["table"] == str(project.folder / "test.csv")
+        assert document["output_dir"] == str(project.folder / "runs/first")
+        assert [(one["name"], one["weight"]) for one in document["members"]] == [
+            ("gemma", 0.6),
+            ("llama", 0.4),
+        ]
+        assert any("empty text" in text for text in document["warnings"])
+    assert all(one["peak_bytes"] > one["weight_bytes"] > 0 for one in planned["members"])
+    assert planned["seconds"] is None, "not known before a run"
+    assert not (project.folder / "runs").exists()
+    command = (
+        f"{shlex.quote(sys.executable)} -m ensemble plan config.yaml --json | {sys.executable} -m json.tool"
+    )
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=project.folder, capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_problems_as_json_with_exit_code_2(project: Project) -> None:
+    project.write_config(project.config(limti=3, fill="what"))
+    for command in ("validate", "plan"):
+        document = asked(project, command, "config.yaml", code=2)
+        assert any(text.startswith("limti (line ") for text in document["problems"])
+        assert len(document["problems"]) == 2
+    project.write_config(project.config(data={"path": "none.csv", "id_column": "id"}))
+    assert "no such file" in asked(project, "validate", "config.yaml", code=2)["problems"][0]
+    assert "run.json" in asked(project, "status", "nowhere", code=2)["problems"][0]
+    models = [{**one, "num_gpus": 64} for one in project.config()["models"]]
+    project.write_config(project.config(models=models))
+    planned = asked(project, "plan", "config.yaml", code=2)
+    assert [one["problems"] for one in planned["members"]] == [[one] for one in planned["problems"]]
+    assert "num_gpus" in planned["problems"][0]
+
+
+def test_json_of_status_and_the_log_on_the_terminal(project: Project) -> None:
+    project.write_config(project.config(limit=40))
+    done = project.ensemble("run", "config.yaml", "--verbose")
+    assert done.returncode == 0, done.stderr
+    log = (project.folder / "runs/first/logs/run.log").read_text().splitlines()
+    assert len(log) > 5
+    for line in log:
+        assert line in done.stdout or " runs as process " in line
+    assert "log: runs/first/logs/run.log" in done.stdout.splitlines(), "the summary names it"
+    status = asked(project, "status", "runs/first")
+    assert (status["state"], status["rows"], status["holder"]) == ("complete", 40, None)
+    assert [(one["name"], one["state"], one["rows_done"]) for one in status["members"]] == [
+        ("gemma", "done", 40),
+        ("llama", "done", 40),
+    ]
+    assert status["scores"]["ensemble"]["log_loss"] > 0
+    assert status["files"]["log"].endswith("runs/first/logs/run.log")
+    report = json.loads((project.folder / "runs/first/run.json").read_text())
+    (project.folder / "runs/first/run.json").write_text(json.dumps({**report, "status": "running"}))
+    assert asked(project, "status", "runs/first")["state"] == "killed"
+    quiet = project.ensemble("run", "config.yaml", "--fresh")
+    assert " INFO " not in quiet.stdout
