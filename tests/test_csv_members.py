@@ -310,6 +310,24 @@ def test_a_member_with_some_rows_calibrated_and_by_weights_of_all_forms(project:
     assert not (project.folder / "alone").exists()
 
 
+@pytest.mark.parametrize("empty", ["", "nan"])
+def test_a_row_of_empty_cells_is_one_that_a_partial_member_lacks(project: Project, empty: str) -> None:
+    values = np.array(write_mate(project))
+    rows = [[one, *map(repr, row)] for one, row in zip(project.ids, values.tolist(), strict=True)]
+    for row in rows[::3]:
+        row[1:] = [empty] * len(LABELS)
+    project.write_csv("some.csv", ["id", *LABELS], rows)
+    some = {"name": "some", "task_type": "csv", "path": "some.csv", "partial": True}
+    project.write_config(with_mate(project, some))
+    done = project.ensemble("run", "config.yaml")
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "some: has 200 of 300 rows; the other members decide the rest" in done.stdout
+    assert project.run_json()["merged_rows"] == {"some": 200, "mate": 300}
+    some["partial"] = False
+    project.write_config(with_mate(project, some))
+    assert project.ensemble("validate", "config.yaml").returncode == 2
+
+
 def test_a_trial_on_the_first_rows(project: Project) -> None:
     values = np.array(write_mate(project))
     project.write_config(with_mate(project, {**with_mate(project)["models"][1], "name": "other"}))

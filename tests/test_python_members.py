@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from ensemble.members.base import OutputColumns
 from ensemble.members.python.parent import PythonFunction
 from ensemble.members.python.settings import PythonSettings
 from ensemble.members.python.source import find_source
+from tests.faults.test_workers import is_gone
 from tests.nvml.sim import GIB, Gpu, Memory, NvmlSim, gpu_uuid
 from tests.project import LABELS, ROOT, Project, python_path
 from tests.sampling import one_in
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("warm")
 COLUMNS = OutputColumns("id", tuple(LABELS))
@@ -410,6 +413,33 @@ def test_what_changes_during_the_run_stops_its_member(project: Project, changed:
 
 
 @pytest.mark.long
+@pytest.mark.fault(26)
+def test_a_time_limit_keeps_what_a_first_run_computed(project: Project) -> None:
+    """Of a member of unknown speed that has computed 81 of 200 rows when the time is over."""
+    project.write_csv(
+        "test.csv", ["id", "text", "label"], [[f"r{row}", "x", LABELS[0]] for row in range(200)]
+    )
+    code = "import itertools, time\n\nCALLS = itertools.count(1)\n" + GOOD.replace(
+        "    lengths =",
+        "    while next(CALLS) > 81:\n        time.sleep(0.1)\n        context.report(0)\n    lengths =",
+    )
+    write(project, code, batch_size=1)
+    done = project.ensemble("run", "config.yaml", "--set", "time_limit=30s")
+    assert done.returncode == 4, done.stderr + done.stdout
+    report = project.run_json()
+    (found,) = report["members"]
+    assert (found["rows"], report["merged_rows"], report["filled_rows"]) == (48, {"mine": 48}, 152)
+    assert found["lost_rows"] == 33
+    said = " ".join(done.stderr.split())
+    assert "mine 48 of 200 rows (at least 33 more rows were computed, but lost: the limit ended" in said
+    assert "no row was computed" not in said
+    assert found["speed"]["seconds_per_work"] is not None
+    (project.folder / "mine.py").write_text(GOOD)
+    done = project.ensemble("run", "config.yaml")
+    assert done.returncode == 0, done.stderr + done.stdout
+
+
+@pytest.mark.long
 def test_what_a_time_limit_leaves_is_resumed_to_the_same_bytes(project: Project) -> None:
     """By two replicas, after one that was in the middle of a call."""
     texts = ["x" * (30_000 + row) for row in range(64)]
@@ -522,3 +552,50 @@ def test_a_call_that_never_ends_is_a_hang_unless_it_reports(project: Project) ->
     done = project.ensemble(*trial)
     assert done.returncode == 1
     assert project.run_json()["members"][0]["faults"][0]["kind"] == "hang"
+
+
+DETACHED = """
+import os
+import subprocess
+import time
+from pathlib import Path
+
+
+def setup(context):
+    for number, end in enumerate(("", " &")):  # a session of its own, and a daemon of it
+        file = context.kwargs["folder"] + f"/{os.getpid()}-{number}.pid"
+        shell = f"sleep 6000 & echo $! > '{file}.new'; mv '{file}.new' '{file}'" + ("" if end else "; wait")
+        subprocess.Popen(["sh", "-c", shell], start_new_session=True)
+    while len([*Path(context.kwargs["folder"]).glob(f"{os.getpid()}-*.pid")]) < 2:
+        time.sleep(0.01)
+
+
+def predict(frame, context):
+    {}
+    return [[0.2, 0.3, 0.5]] * len(frame)
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [("pass", 0), ("os.kill(os.getpid(), 11)", 1), ("time.sleep(600)", 1)],
+    ids=["ends", "crashes", "hangs"],
+)
+def test_what_it_starts_in_sessions_of_its_own_ends_with_it(
+    project: Project, tmp_path: Path, body: str, code: int
+) -> None:
+    folder = tmp_path / "started"
+    folder.mkdir()
+    settings = {"setup": "setup", "kwargs": {"folder": str(folder)}, "retries": 0, "hang_timeout": 5}
+    write(project, DETACHED.replace("{}", body), **settings)
+    other = subprocess.Popen(["sleep", "600"], start_new_session=True)  # such as a notebook's own
+    try:
+        done = project.ensemble("run", "config.yaml")
+        assert done.returncode == code, done.stdout + done.stderr
+        pids = [int(file.read_text()) for file in folder.glob("*.pid")]
+        assert len(pids) >= 2
+        wait_until(lambda: all(map(is_gone, pids)), "the end of what the worker has started")
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()

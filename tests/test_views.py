@@ -187,6 +187,23 @@ def test_validate_shows_the_first_row_in_each_view(pairs: Project) -> None:
         assert f"its first prompt: {text[:100]}" in said
 
 
+def test_validate_shows_where_prompts_of_views_differ(pairs: Project) -> None:
+    before = "Which of these two answers is better? " * 10  # 380 characters
+    views = [{"name": name, "prompt_template": f"{before}{{{{ {name} }}}}"} for name in "ab"]
+    again = {"name": "again", "prompt_template": f"{before}{{{{ a | trim }}}}"}
+    gemma = {**pairs.config()["models"][0], "views": [*views, again]}
+    pairs.write_csv("test.csv", ["id", "a", "b", "label"], [["1", "left", "right", LABELS[0]]])
+    pairs.write_config(pairs.config(models=[gemma], submission=None))
+    done = pairs.ensemble("validate", "config.yaml")
+    said = " ".join(done.stdout.split())
+    assert f"gemma (view a): the first 160 characters of its first prompt: {before[:150]}" in said, (
+        done.stderr
+    )
+    differs = "... answers is better? right (in the first view: ... answers is better? left)"
+    assert f"gemma (view b): its first prompt differs after 380 characters: {differs}" in said
+    assert "gemma (view again): its first prompt is the same as in the first view" in said
+
+
 def test_a_cascade_goes_by_the_mean_and_computes_its_rows_in_each_view(pairs: Project) -> None:
     """And when more rows are asked for, only these are computed."""
 

@@ -30,6 +30,7 @@ from ensemble.data.formats import read_contents
 from ensemble.data.input_file import Wanted, first_ids, malloc_for_arrow, missing_column
 from ensemble.data.predictions_csv import (
     ID_COLUMN,
+    demand_as_written,
     guessed_id_column,
     read_numbers,
     repeated_ids,
@@ -106,7 +107,8 @@ def read_files(
         activation: what the values are; None: of several labels "softmax", of a single one "sigmoid" where all
             values are from 0 to 1, else "none".
         columns: the labels; None: all columns but the ids, which must be the same ones in each file.
-        may_lack_rows: each may lack rows that others have, or have NaN there; the others' ids follow the first's.
+        may_lack_rows: each may lack rows that others have, or have NaN or empty cells there; the others' ids follow
+            the first's.
         advice: what to do where some lack rows and may not.
 
     Raises:
@@ -125,7 +127,7 @@ def read_files(
     with malloc_for_arrow():
         for name, path in names.items():
             try:
-                ids, values = read_numbers(path, id_columns[name], label_names)
+                ids, values = read_numbers(path, id_columns[name], label_names, may_lack_rows)
                 if not len(ids):
                     raise DataError(
                         f"{path}: has no rows below its header; give the predictions of some rows"
@@ -268,6 +270,8 @@ def read_run(
     with malloc_for_arrow():
         for path in [*([rundir.ensemble] if rundir.ensemble.exists() else []), *paths.values()]:
             try:
+                if path != rundir.ensemble:
+                    demand_as_written(path)
                 found[path] = read_numbers(path, id_column, labels)
             except EnsembleError as error:
                 problems += error.problems

@@ -15,7 +15,7 @@ import pyarrow as pa
 from ensemble.common.errors import DataError
 from ensemble.common.text import plural
 from ensemble.data.csv_file import is_comma_separated, read_csv, read_header, text_batches
-from ensemble.data.input_file import Contents, Wanted, missing_column
+from ensemble.data.input_file import Contents, Wanted, missing_column, refuse_url
 from ensemble.data.jsonl import read_jsonl
 from ensemble.data.parquet import read_parquet
 
@@ -56,6 +56,7 @@ def read_contents(path: Path, wanted: Wanted) -> Contents:
     """
     if (known := known_format(path)) is not None:
         return known.read(path, wanted)
+    refuse_url(path)
     extension = _extension(path)
     kind = f"of type {extension}" if extension else "without extension"
     raise DataError(f"{path}: cannot read files {kind}; use {', '.join(map(str, FORMATS))}")

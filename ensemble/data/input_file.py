@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import json
 import mmap
+import re
 import stat
 import tempfile
 import zlib
@@ -94,6 +95,7 @@ def open_input(path: Path) -> Iterator[BinaryIO]:
         DataError: there is no such file (names one that is close), it is a directory, a pipe, empty or UTF-16, it
             cannot be read, or (while reading, inside the ``with``) its gzip stream is broken or cut short.
     """
+    refuse_url(path)
     if link := dangling_link(path):
         raise DataError(link)
     try:
@@ -124,6 +126,18 @@ def open_input(path: Path) -> Iterator[BinaryIO]:
         raise DataError(f"{path}: no such file{similar_file(path)}") from error
     except OSError as error:
         raise DataError(unreadable(path, error)) from error
+
+
+def refuse_url(path: Path) -> None:
+    """Raises DataError where a URL was given; as a path it has lost one of its two slashes."""
+    scheme, colon, rest = str(path).partition(":/")
+    if colon and len(scheme) > 1 and scheme.isalnum() and not path.exists():
+        raise DataError(f"{scheme}://{rest}: is a URL; download the file first, then name it here")
+
+
+def without_pandas_index(names: Sequence[str]) -> list[str]:
+    """The columns, but for those in which pandas keeps an index that has no name."""
+    return [name for name in names if not re.fullmatch(r"__index_level_\d+__", name)]
 
 
 def check_names(path: Path, names: Sequence[str]) -> None:

@@ -21,6 +21,8 @@ import pyarrow.compute as pc
 import pyarrow.csv as pa_csv
 
 from ensemble.common.errors import DataError, MergeError, WriteError
+from ensemble.common.files import read_json, unreadable
+from ensemble.common.shards import file_sha256
 from ensemble.common.text import plural, quoted
 from ensemble.data.csv_file import text_as_numbers
 from ensemble.data.formats import FORMATS, is_plain_csv, prediction_batches
@@ -40,6 +42,34 @@ def file_stem(path: Path) -> str:
     """A file's name without the ending of an input format, with or without .gz, in any case."""
     endings = "|".join(re.escape(ending) for known in FORMATS for ending in known.extensions)
     return re.sub(rf"(?i)({endings})?(\.gz)?$", "", path.name) or path.name
+
+
+def is_as_written(predictions: Path) -> bool | None:
+    """Whether a member's predictions have the SHA-256 of the manifest beside them; None: there is no manifest."""
+    manifest = read_json(predictions.with_suffix(".json"))
+    if not isinstance(manifest.get("fingerprint"), dict):
+        return None
+    try:
+        return file_sha256(predictions) == manifest.get("sha256")
+    except OSError:
+        return False
+
+
+def demand_as_written(predictions: Path) -> None:
+    """Raises DataError where predictions were changed after their run wrote them; other files may be anything.
+
+    Those that cannot be read raise it, too.
+    """
+    if is_as_written(predictions) is False:
+        try:
+            predictions.open("rb").close()
+        except OSError as error:
+            raise DataError(unreadable(predictions, error)) from error
+        raise DataError(
+            f"{predictions}: is not the file that its run wrote, as {predictions.stem}.json beside it has another "
+            "SHA-256; run the config again, which computes it anew, or copy the file to another folder to use it "
+            "as it is"
+        )
 
 
 def guessed_id_column(names: Sequence[str], others: Collection[str] = (), usual: str = ID_COLUMN) -> str:
@@ -78,7 +108,7 @@ def read_by_id(
         labels: the columns to read, in this order, wherever they stand in the file.
         ids: text, [rows], unique; each of them must be there once.
         may_have_others: rows of other ids are left out and counted.
-        may_lack: ids that are not there become rows of NaN.
+        may_lack: ids that are not there, and rows without a number, become rows of NaN.
         table: what ``ids`` are those of, for a message; ``advice``: what to do of ids that only one of them has.
 
     Returns:
@@ -87,7 +117,7 @@ def read_by_id(
     Raises:
         DataError: missing, repeated or additional ids; also what ``read_numbers`` raises.
     """
-    found, read = read_numbers(path, id_column, labels)
+    found, read = read_numbers(path, id_column, labels, may_lack)
     found = found.cast(ids.type)
     place = pc.index_in(found, value_set=ids)  # of each row of the file in the table
     is_known, rows_of_ids = place.is_valid(), place.drop_null().to_numpy()
@@ -116,8 +146,13 @@ def read_by_id(
     return values, place.null_count
 
 
-def read_numbers(path: Path, id_column: str, labels: Sequence[str]) -> tuple[pa.ChunkedArray, _Values]:
-    """Reads predictions as they stand, in any format, in blocks.
+def read_numbers(
+    path: Path, id_column: str, labels: Sequence[str], may_lack: bool = False
+) -> tuple[pa.ChunkedArray, _Values]:
+    """Read predictions as they stand, in any format, in blocks.
+
+    Args:
+        may_lack: a row whose cells are all empty becomes a row of NaN.
 
     Returns:
         the ids as text, [rows], and the columns ``labels`` in this order, float64 [rows, labels].
@@ -129,19 +164,30 @@ def read_numbers(path: Path, id_column: str, labels: Sequence[str]) -> tuple[pa.
     for batch in prediction_batches(path, id_column, labels):
         chunks.append(batch.column(0))
         blocks.append(np.empty((len(batch), len(labels))))
+        may_be_empty = _without_cells(batch) if may_lack else np.zeros(len(batch), np.bool_)
         for index, label in enumerate(labels):
             cells = batch.column(1 + index)
             if (numbers := _numbers(cells)) is None:
                 what = f"column {quoted(label)} holds {shown_type(cells.type)} values"
                 raise DataError(f"{path}: {what}; write it as numbers")
             blocks[-1][:, index], is_no_number = numbers
-            if is_no_number.any():
-                bad = int(is_no_number.argmax())
+            is_wrong = is_no_number & ~may_be_empty
+            if is_wrong.any():
+                bad = int(is_wrong.argmax())
                 cell = cells[bad].as_py()
                 what = f"{'nothing' if cell is None else quoted(str(cell))} in column {quoted(label)} is no number"
                 raise DataError(f"{path}: row {rows + bad + 1:,}: {what}; write a number in every row")
         rows += len(batch)
     return pa.chunked_array(chunks), np.concatenate(blocks)
+
+
+def _without_cells(batch: pa.RecordBatch) -> npt.NDArray[np.bool_]:
+    """Which rows are empty in all columns but the first, that of the ids."""
+    empty = np.ones(len(batch), np.bool_)
+    for cells in batch.columns[1:]:
+        is_empty = pc.equal(pc.fill_null(cells, ""), "") if is_text(cells.type) else cells.is_null()
+        empty &= is_empty.to_numpy(zero_copy_only=False)
+    return empty
 
 
 def _numbers(cells: pa.Array) -> tuple[_Values, npt.NDArray[np.bool_]] | None:
@@ -163,7 +209,8 @@ class PredictionsReader:
         ids: text, [rows], unique; the file must hold each of them once and no other.
         folder: where the rows of a file in another order may be kept meanwhile.
         files: how many are read at the same time.
-        may_lack: ids may be missing, whose rows become NaN; then the others stand in the table's order.
+        may_lack: ids may be missing, and rows without a number, which become NaN; then the others stand in the
+            table's order.
         table, advice: see ``read_by_id``.
     """
 
@@ -271,8 +318,12 @@ class PredictionsReader:
                 places = found.slice(0, count).to_numpy()
                 if not (np.diff(places, prepend=reached) > 0).all():
                     return False
-                for index in range(len(self._labels)):
-                    values[places, index] = batch.column(1 + index).slice(0, count).to_numpy()
+                taken = [column.slice(0, count) for column in batch.columns[1:]]
+                empty = [cells.is_null() for cells in taken]
+                if not all(is_null.equals(empty[0]) for is_null in empty):
+                    return False
+                for index, cells in enumerate(taken):
+                    values[places, index] = cells.to_numpy(zero_copy_only=False)
                 self._batch = batch.slice(count)
                 if count < len(batch):
                     break
@@ -297,12 +348,12 @@ class PredictionsReader:
                 self._path,
                 # Several files are read at once; threads of their own would not make them faster.
                 pa_csv.ReadOptions(block_size=self._block_bytes, use_threads=False),
-                # An empty cell is no number here, and nothing is looked up for each cell.
+                # An empty cell is no number, but in a file that may lack rows.  Nothing is looked up for each cell.
                 convert_options=pa_csv.ConvertOptions(
                     column_types=types,
                     include_columns=list(types),
                     strings_can_be_null=False,
-                    null_values=[],
+                    null_values=[""] if self._may_lack else [],
                 ),
             )
         while self._batch is None or not len(self._batch):

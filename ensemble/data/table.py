@@ -95,6 +95,7 @@ class InputTable:
         truth: see ``Truth``; None if there is none.
         null_texts: for each of ``TableNeeds.columns``, its null or empty cells; in a JSON column also those
             that hold an empty list or, anywhere inside, a null.
+        null_turns: of these the cells that hold a null inside a list or an object.
     """
 
     def __init__(
@@ -103,11 +104,13 @@ class InputTable:
         ids: pa.ChunkedArray,
         truth: Truth | None,
         null_texts: dict[str, int],
+        null_turns: Mapping[str, int] | None = None,
     ) -> None:
         self.rows = len(ids)
         self.ids = ids
         self.truth = truth
         self.null_texts = null_texts
+        self.null_turns = null_turns or {}
         self._columns = columns
         self._text_lengths: dict[str, npt.NDArray[np.int64]] = {}
         self._digests: dict[str, str] = {}
@@ -117,13 +120,18 @@ class InputTable:
     @property
     def remarks(self) -> list[str]:
         """What the user should know of its texts, a sentence each."""
-        return [
-            f"{plural(count, 'empty text')} in {column!r}, read as an empty string"
-            if is_text(self._columns.schema.field(column).type)
-            else f"{plural(count, 'empty cell')} in {column!r}"
-            for column, count in self.null_texts.items()
-            if count
-        ]
+        remarks = []
+        for column, count in self.null_texts.items():
+            with_nulls = self.null_turns.get(column, 0)
+            if (empty := count - with_nulls) and is_text(self._columns.schema.field(column).type):
+                remarks.append(f"{plural(empty, 'empty text')} in {column!r}, read as an empty string")
+            elif empty:
+                remarks.append(f"{plural(empty, 'empty cell')} in {column!r}")
+            if with_nulls:
+                remarks.append(
+                    f"{plural(with_nulls, 'row')} with null turns in {column!r}, read as empty texts"
+                )
+        return remarks
 
     def text_lengths(self, columns: Sequence[str]) -> npt.NDArray[np.int64]:
         """UTF-8 bytes per row, summed over ``columns``: shape (rows,), a cheap stand-in for tokens.
@@ -248,7 +256,7 @@ class InputTable:
     def only(self, columns: Sequence[str]) -> InputTable:
         """The same rows with these of its columns."""
         nulls = {name: count for name, count in self.null_texts.items() if name in columns}
-        return InputTable(self._columns.select(columns), self.ids, self.truth, nulls)
+        return InputTable(self._columns.select(columns), self.ids, self.truth, nulls, self.null_turns)
 
     def forget_columns(self) -> None:
         """Free the texts, once they are published; ids, truth and counts stay."""
@@ -312,8 +320,10 @@ def _read_checked(path: Path, needs: TableNeeds) -> InputTable:
     roles[needs.id_column] = "id column"
     names = contents.names
     readers = needs.read_by
+    label_key = "label_columns" if needs.label_column is None else "label_column"
+    way_out = {"label column": f"; for a table without true labels, --set data.{label_key}=null"}
     missing = [
-        missing_column(path, roles[name], name, names, readers.get(name))
+        missing_column(path, roles[name], name, names, readers.get(name)) + way_out.get(roles[name], "")
         for name in roles
         if name not in names
     ]
@@ -331,11 +341,11 @@ def _read_checked(path: Path, needs: TableNeeds) -> InputTable:
     held = [name for name in contents.columns.column_names if name in columns]
     contents = replace(contents, columns=contents.columns.select(held))
     problems += _type_problems(path, needs, contents)
-    null_texts, json_problems = _cell_facts(path, needs, contents)
+    null_texts, null_turns, json_problems = _cell_facts(path, needs, contents)
     problems += json_problems
     if problems or contents.ids is None:
         raise DataError(problems)
-    return InputTable(contents.columns, contents.ids, truth, null_texts)
+    return InputTable(contents.columns, contents.ids, truth, null_texts, null_turns)
 
 
 def _row(index: int, ids: pa.ChunkedArray | None) -> str:
@@ -463,9 +473,12 @@ def _type_problems(path: Path, needs: TableNeeds, contents: Contents) -> Iterato
                 yield f"{path}: column {quoted(name)} holds lists or objects in {place}; {advice}"
 
 
-def _cell_facts(path: Path, needs: TableNeeds, contents: Contents) -> tuple[dict[str, int], list[str]]:
-    """Counts the empty cells of every column, and parses those that a template will parse."""
+def _cell_facts(
+    path: Path, needs: TableNeeds, contents: Contents
+) -> tuple[dict[str, int], dict[str, int], list[str]]:
+    """``InputTable``'s ``null_texts`` and ``null_turns``, and what is wrong with cells that a template parses."""
     null_texts: dict[str, int] = {}
+    null_turns: dict[str, int] = {}
     problems: list[str] = []
     for field in contents.columns.schema:
         column = contents.columns.column(field.name)
@@ -476,7 +489,7 @@ def _cell_facts(path: Path, needs: TableNeeds, contents: Contents) -> tuple[dict
                 blank = '""' if is_json_field(field) else ""
                 null_texts[field.name] += pc.sum(pc.equal(column, blank)).as_py() or 0
             continue
-        empty, broken, shown = 0, 0, ""
+        empty, with_nulls, broken, shown = 0, 0, 0, ""
         for row, cell in enumerate(_python_cells(column, is_json_field(field))):
             try:
                 value = parse_json_cell(cell)
@@ -487,13 +500,15 @@ def _cell_facts(path: Path, needs: TableNeeds, contents: Contents) -> tuple[dict
                 continue
             if isinstance(cell, str):  # most are cleared without being parsed again
                 cell = json.loads(cell) if "null" in cell else None
-            empty += value in ([], "", {}) or _holds_null(cell)
-        null_texts[field.name] = empty
+            empty += value in ([], "", {})
+            with_nulls += _holds_null(cell)
+        null_texts[field.name] = empty + with_nulls
+        null_turns[field.name] = with_nulls
         if broken:
             problems.append(
                 f"{path}: column {quoted(field.name)}: broken JSON in {plural(broken, 'row')}{shown}"
             )
-    return null_texts, problems
+    return null_texts, null_turns, problems
 
 
 def _holds_null(value: object) -> bool:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 from ensemble.config import MemberConfig
+from ensemble.config.schema import MERGE_KEYS
 from ensemble.members.footprint import Capability, Footprint, MemoryEstimate
 
 if TYPE_CHECKING:
@@ -294,6 +295,11 @@ class MemberKind(ABC, Generic[S, I]):
 
         Its shards of an earlier run are reused where this, ``content`` and the rows are the same.
         """
+
+    def predicted_by(self) -> dict[str, object]:
+        """The keys of the config that its predictions may depend on, with their values: those of no device."""
+        of_devices = {field.name for field in fields(ResourceRequest)}
+        return self.settings.model_dump(exclude={"name", *MERGE_KEYS, *of_devices})
 
     @abstractmethod
     def content(self, inspected: I, files: FileDigests) -> Mapping[str, str]:

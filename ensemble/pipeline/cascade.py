@@ -6,7 +6,7 @@ The rules are in ``planning.cascade``; here is what they are asked about, and wh
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,14 +15,17 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ensemble.common.errors import DataError, EnsembleError
 from ensemble.common.protocol import Activation, ChunkDone
 from ensemble.common.shards import read_shard, shard_table
 from ensemble.common.text import plural, shown_path
 from ensemble.config import MemberConfig, RunConfig
+from ensemble.data.predictions_csv import demand_as_written, is_as_written
 from ensemble.members.base import Inspection
 from ensemble.merging.blocks import weights_by_bin, weights_of_rows
 from ensemble.merging.calibration import calibrator
 from ensemble.merging.methods.weighted_mean import scaled, weighted_mean
+from ensemble.pipeline.fingerprint import changed_members, changed_sentence
 from ensemble.pipeline.resume import MemberWork, mean_of_views, values_of
 from ensemble.pipeline.reuse import read_predictions
 from ensemble.pipeline.run_dir import RunDir
@@ -280,7 +283,8 @@ class Cascades:
         unknown = int((one.decided == UNKNOWN).sum())
         if self._prepared.config.time_limit is not None:
             if not unknown and not one.is_given:
-                groups = closest_first(one.doubt, one.decided, one.chunks, one.member.order[: len(one.doubt)])
+                order, max_rows = one.member.order[: len(one.doubt)], one.member.rows_at_a_time()
+                groups = closest_first(one.doubt, one.decided, one.chunks, order, max_rows)
                 one.is_given = True
         elif one.grouping is not None:
             groups = one.grouping.take(one.decided)
@@ -318,6 +322,7 @@ def expected_shares(
     ids: pa.ChunkedArray | None,
     folder: Path,
     place: str = "",
+    is_named: bool = False,
 ) -> dict[str, ExpectedShare]:
     """For each member with ``when``: by the predictions of the members before it, as far as there are any.
 
@@ -326,17 +331,23 @@ def expected_shares(
         ids: of the table's rows; None: it cannot be read.
         folder: the directory of a run, of these rows or of others, such as a labelled sample.
         place: what it is called; empty: its path.
+        is_named: the user has named the directory; else predictions that are not by this config are left out.
+
+    Raises:
+        DataError: the user has named predictions that are not by this config, or were changed since.
     """
     place = place or f"in {shown_path(folder)}"
     rundir, found = RunDir(folder), dict[str, ExpectedShare]()
     tables: dict[str, tuple[pa.ChunkedArray, _Values]] = {}
+    stale = _stale(config, folder, is_named)
     for model in config.models:
-        with contextlib.suppress(OSError, pa.ArrowException, ValueError, IndexError):
-            table = read_predictions(rundir.predictions(model.name), with_ids=True)
-            if tuple(table.column_names[1:]) == config.labels and table.num_rows:
-                values = np.stack([column.to_numpy() for column in table.columns[1:]], axis=1)
-                tables[model.name] = table.column(0), values
-                continue
+        if model.name not in stale:
+            with contextlib.suppress(OSError, pa.ArrowException, ValueError, IndexError):
+                table = read_predictions(rundir.predictions(model.name), with_ids=True)
+                if tuple(table.column_names[1:]) == config.labels and table.num_rows:
+                    values = np.stack([column.to_numpy() for column in table.columns[1:]], axis=1)
+                    tables[model.name] = table.column(0), values
+                    continue
         if model.name in given and ids is not None:
             tables[model.name] = pc.cast(ids, pa.string()), given[model.name]
     for number, model in enumerate(config.models):
@@ -367,6 +378,34 @@ def expected_shares(
             why = f"by the predictions of {plural(len(rows), 'row')} {place}"
             found[model.name] = ExpectedShare(float((decided == COMPUTE).mean()), why)
     return found
+
+
+def _stale(config: RunConfig, folder: Path, is_named: bool) -> Collection[str]:
+    """Return the members by which ``when`` decides whose predictions in a run's directory are not by this config.
+
+    Raises:
+        DataError: there is such a member, and ``is_named``.
+    """
+    rundir = RunDir(folder)
+    names = {
+        name
+        for number, model in enumerate(config.models)
+        if model.when is not None and "share" not in model.when
+        for name in config.deciders(number)
+        if rundir.predictions(name).exists()
+    }
+    if is_named:
+        for name in sorted(names):
+            demand_as_written(rundir.predictions(name))
+    changed: Mapping[str, Sequence[str]] = {}
+    with contextlib.nullcontext() if is_named else contextlib.suppress(EnsembleError):
+        changed = changed_members(config, names, folder) if names else {}
+    if changed and is_named:
+        raise DataError(
+            f"--predictions-from: {folder}: {changed_sentence(changed)}; run the config there with these settings "
+            "first, or leave the option out"
+        )
+    return {*changed, *(name for name in names if is_as_written(rundir.predictions(name)) is False)}
 
 
 def _mean(

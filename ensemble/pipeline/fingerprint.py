@@ -7,13 +7,18 @@ secrets from the environment.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from ensemble.common.digests import FileDigests, digest_of
-from ensemble.config import ViewConfig
+from ensemble.common.files import read_json
+from ensemble.config import MemberConfig, RunConfig, ViewConfig
 from ensemble.data.row_files import FileCells
+from ensemble.members.base import OutputColumns
 from ensemble.members.registry import member_kind
+from ensemble.pipeline.run_dir import RunDir
+from ensemble.pipeline.run_report import RunReport
 from ensemble.pipeline.validate import Prepared
 from ensemble.planning.plan import MemberPlan
 
@@ -116,6 +121,50 @@ def mean_fingerprint(member: MemberPlan, views: Sequence[Fingerprint], own: Fing
     weights = [view.weight for view in member.model.counted_views]
     parts = [[one.settings, one.rows, weight] for one, weight in zip(views, weights, strict=True)]
     return Fingerprint(digest_of({"mean of views": parts}), own.content, own.rows)
+
+
+def settings_digests(config: RunConfig, model: MemberConfig) -> dict[str, str]:
+    """A digest of each key that a member's probabilities may depend on, by its name: the same on every machine."""
+    of_run = {"seed": config.seed, "data.id_column": config.data.id_column, "labels": config.labels}
+    values = {**member_kind(model).predicted_by(), **of_run}
+    return {key: digest_of(value)[:16] for key, value in values.items()}
+
+
+def changed_members(config: RunConfig, names: Collection[str], run_dir: Path) -> dict[str, list[str]]:
+    """Of these members, by name, what has changed since their predictions in a run's directory were made.
+
+    That are keys of the config, and what their files hold, such as "weights".  Files that are not on this machine
+    are not compared, nor are the rows: the run may be of a sample.
+
+    Raises:
+        EnsembleError: run.json or a member's file cannot be read.
+    """
+    rundir, files = RunDir(run_dir), FileDigests(config.hash_weights)
+    before = {one.name: one.settings for one in RunReport.read(rundir.run_json).members}
+    columns = OutputColumns(config.data.id_column, config.labels, config.data.path.parent)
+    changed = dict[str, list[str]]()
+    for model in (one for one in config.models if one.name in names):
+        kind, digests = member_kind(model), before.get(model.name, {})
+        now = settings_digests(config, model)
+        keys = [key for key in now if digests and now[key] != digests.get(key)]
+        sources = kind.sources()
+        if all(Path(source).exists() for source in sources):
+            made_of = Fingerprint.from_dict(read_json(rundir.manifest(model.name)).get("fingerprint"))
+            content = kind.content(kind.inspect(columns), files)
+            values = kind.predicted_by()
+            # Another path of files that hold the same changes nothing.
+            keys = [key for key in keys if str(values.get(key)) not in sources]
+            if made_of is not None:
+                keys += [what for what in content if content[what] != made_of.content.get(what)]
+        if keys:
+            changed[model.name] = keys
+    return changed
+
+
+def changed_sentence(changed: Mapping[str, Sequence[str]]) -> str:
+    """What ``changed_members`` found, as the beginning of a sentence."""
+    members = " and ".join(f"{name} ({', '.join(keys)})" for name, keys in changed.items())
+    return f"the settings of {members} have changed since the predictions there were made"
 
 
 def _settings(prepared: Prepared, member: MemberPlan, view: ViewConfig | None) -> str:

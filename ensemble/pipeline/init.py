@@ -24,7 +24,7 @@ from ensemble.common.text import listed, plural, quoted
 from ensemble.config.values import MAX_NAME_CHARACTERS
 from ensemble.data.csv_file import read_header, read_text_csv
 from ensemble.data.formats import read_contents
-from ensemble.data.input_file import Wanted
+from ensemble.data.input_file import Wanted, without_pandas_index
 from ensemble.data.json_cells import TemplateProblem, parse_json_cell
 from ensemble.data.predictions_csv import file_stem
 from ensemble.data.row_files import FileCells, is_file
@@ -123,7 +123,7 @@ def first_config(table: Path, sources: Sequence[str], sample: Path | None, outpu
     guesses: list[str] = []
     labels, reason = _labels(members, columns)
     maps = {member.name: _label_map(member, labels) for member in members}
-    others = tuple(name for name in names if name != id_column)
+    others = tuple(name for name in without_pandas_index(names) if name != id_column)
     rows = read_table(table, _needs(id_column, others, _HEAD_ROWS)).head(_HEAD_ROWS)
     held = {name: [row[name] for row in rows if row[name] not in (None, "")] for name in others}
     truth = _truth(held, labels)

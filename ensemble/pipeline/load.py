@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ensemble.common.extensions import SettingsByName
-from ensemble.config import LoadedConfig, load_config
+from ensemble.config import ConfigSource, LoadedConfig, load_config
 from ensemble.members.registry import KINDS
 
 if TYPE_CHECKING:
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
 
 def load(
-    paths: Path | Sequence[Path],
+    sources: Path | Sequence[ConfigSource],
     overrides: Sequence[str] = (),
     *,
     environ: Mapping[str, str] | None = None,
     texts: Sequence[str] | None = None,
 ) -> LoadedConfig:
-    """Read and check a config of one file or several, see ``load_config``.
+    """Read and check a config of one source or several, see ``load_config``.
 
     Raises:
         ConfigError: with every problem there is.
     """
     methods, kinds = SettingsByName(_merge_methods), SettingsByName(lambda: KINDS)
-    files = [paths] if isinstance(paths, Path) else paths
-    return load_config(files, overrides, methods, kinds, environ, texts)
+    several = [sources] if isinstance(sources, Path) else sources
+    return load_config(several, overrides, methods, kinds, environ, texts)
 
 
 def _merge_methods() -> Registry[MergeMethod]:

@@ -23,7 +23,13 @@ import pyarrow.compute as pc
 
 from ensemble.common.errors import ConfigError, DataError, MergeError, OutputError
 from ensemble.common.extensions import SettingsByName
-from ensemble.common.files import EarlyFlush, atomic_path, output_file, unwritable_reason
+from ensemble.common.files import (
+    EarlyFlush,
+    atomic_path,
+    output_file,
+    remove_temporary_files,
+    unwritable_reason,
+)
 from ensemble.common.protocol import Activation
 from ensemble.common.text import did_you_mean, listed, plural, quoted
 from ensemble.config import CalibrationConfig
@@ -125,6 +131,7 @@ def merge_files(
     method = merge_method(config.ensemble, Members(tuple(paths), activations, config.labels, weights_of))
     if problems := [*_problems(given_files, method)]:
         raise ConfigError(problems)
+    remove_temporary_files(target)
     with malloc_for_arrow(), ExitStack() as opened:
         try:
             ids, sources = _sources(given_files, config.labels, _folder(target), opened)
@@ -182,8 +189,10 @@ def _config(
 
 
 def _keys(given: Document) -> Iterator[Loc]:
-    """The keys of a file of weights that say something."""
+    """The keys of a file of weights that say something of the merge."""
     for key, value in given.data.items():
+        if key == "fitted_on":
+            continue
         if key == "models":
             for number, one in enumerate(value if isinstance(value, list) else []):
                 yield from (

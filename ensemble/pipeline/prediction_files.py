@@ -14,8 +14,8 @@ from ensemble.common.errors import ConfigError, DataError, EnsembleError
 from ensemble.common.text import listed, quoted
 from ensemble.config.values import MAX_NAME_CHARACTERS, is_member_name
 from ensemble.data.formats import column_names
-from ensemble.data.input_file import missing_column
-from ensemble.data.predictions_csv import file_stem, guessed_id_column
+from ensemble.data.input_file import missing_column, without_pandas_index
+from ensemble.data.predictions_csv import demand_as_written, file_stem, guessed_id_column
 
 # Of any problem with rows that are no probabilities.
 ROWS_ADVICE: Final = "correct the file, or say what its values are with --activation"
@@ -78,6 +78,7 @@ def file_columns(
     problems: list[str] = []
     for name, path in paths.items():
         try:
+            demand_as_written(path)
             headers[name] = column_names(path)
         except EnsembleError as error:
             problems += error.problems
@@ -94,7 +95,10 @@ def file_columns(
         raise DataError(problems)
     if columns:
         return ids, tuple(columns)
-    own = {name: [one for one in header if one != ids[name]] for name, header in headers.items()}
+    own = {
+        name: [one for one in without_pandas_index(header) if one != ids[name]]
+        for name, header in headers.items()
+    }
     own = {name: [one for one in found if one != truth_column] or found for name, found in own.items()}
     first = next(iter(paths))
     labels = own[first]

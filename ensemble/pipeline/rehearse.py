@@ -431,7 +431,7 @@ def _result(
         disk_free_bytes=shutil.disk_usage(place).free,
         output_dir=output_dir,
         assumed=tuple(
-            f"{name}: {one.share:.0%} of the rows are taken to be its by when ({one.why})"
+            f"{name}: `when` is expected to select {100 * one.share:.0f} % of the rows ({one.why})"
             for name, one in shares.items()
         ),
     )

@@ -137,10 +137,11 @@ def _made(
             if is_stopped():
                 why = "a signal stopped it"
             elif passed > max_seconds:
-                why = f"it was not done after {duration(max_seconds)}{where}"
+                is_log_empty = rundir.report_log.stat().st_size == log_start
+                why = f"it was not done after {duration(max_seconds)}{'' if is_log_empty else where}"
             elif passed > _TOLD_AFTER_SECONDS and not is_told:
                 is_told = True
-                say(f"the report is being written, for at most {duration(max_seconds - passed)} more")
+                say("the report is being written")
             if why:
                 break
     finally:

@@ -7,16 +7,18 @@ import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from ensemble import __version__
 from ensemble.common.gpus import Device
 from ensemble.common.host import cpu_name
 from ensemble.pipeline.cascade import Cascades
-from ensemble.pipeline.results import Results
+from ensemble.pipeline.results import Results, predictions_title
 from ensemble.pipeline.resume import MemberWork
 from ensemble.pipeline.run_report import (
     CascadeReport,
+    Computation,
     MemberReport,
     MemoryForecast,
     NodeReport,
@@ -66,18 +68,12 @@ class RunState:
         prepared, results = self.prepared, self.results
         loaded, libc = prepared.loaded, "".join(platform.libc_ver())
         scaling = prepared.plan.scaling
+        names = [model.name for model in prepared.config.models]
         gpus = self.pool.seen if self.pool else prepared.plan.gpus
-        # The parent never imports torch; the workers say what they ran with.
-        workers = [one for state in self.members for one in state.workers]
-        versions = {name: version for one in workers for name, version in one.versions.items()}
         report = RunReport(
             status=status,
             pid=os.getpid(),
-            versions={
-                "ensemble": __version__,
-                "python": platform.python_version(),
-                **{name: version for name, version in versions.items() if version},
-            },
+            versions=_versions(self.members),
             written_at=datetime.now(UTC).isoformat(timespec="seconds"),
             seconds_left=_seconds_left(prepared, self.members) if status == "running" else None,
             # As platform.platform() has it, which starts a process (uname -p) to know less.
@@ -98,10 +94,11 @@ class RunState:
                     activation=prepared.inspected[state.plan.name].activation,
                     views=self._views(state),
                     partial_rows=results.partial_rows.get(state.plan.name, 0),
+                    computed=self.computation(state),
                 )
                 for state in self.members
             ),
-            left_out=tuple(failure.member for failure in self.left_out),
+            left_out=tuple(name for name in names if any(one.member == name for one in self.left_out)),
             merged_rows=dict(results.merged_rows),
             filled_rows=results.filled_rows,
             scores=dict(results.scores),
@@ -113,16 +110,32 @@ class RunState:
             rules=self._rules(),
             warnings=tuple(prepared.warnings),
             # A copy: members are finished in another thread meanwhile.
-            files={name: str(path) for name, path in dict(results.files).items()},
+            files=_members_first(dict(results.files), names),
             config=loaded.text,
             config_files=tuple(map(str, loaded.paths)),
             overrides=tuple(loaded.overrides),
             table=str(prepared.config.data.path.absolute()),
             cpu_scaling=ScalingReport(scaling.machine, dict(scaling.slowdowns)) if scaling.machine else None,
+            fitted_on=results.fitted_on,
             tuned_on=None if (tuned := prepared.config.tuned_on) is None else tuned.model_dump(mode="json"),
         )
         redacted: RunReport = loaded.redactor.document(report)
         return redacted
+
+    def computation(self, state: MemberState) -> Computation | None:
+        """Say what this run computed rows of a member with by now; None where it computed none."""
+        devices, driver = dict[str, str](), self.prepared.inventory.driver_version
+        for worker in state.workers:
+            if worker.ready is not None and worker.counters.rows:
+                devices |= dict.fromkeys(worker.devices, worker.ready.device)
+        if not devices:
+            return None
+        return Computation(
+            at=datetime.now(UTC).isoformat(timespec="seconds"),
+            seconds=round(state.predicting_seconds, 3),
+            versions=_versions([state]) | ({"driver": driver} if driver else {}),
+            devices=devices | ({"cpu": cpu_name()} if "cpu" in devices else {}),
+        )
 
     def _nodes(self) -> tuple[NodeReport, ...]:
         nodes = {one.node: NodeReport(one.node, one.total_bytes) for one in self.prepared.inventory.hosts}
@@ -166,6 +179,14 @@ class RunState:
         )
 
 
+def _versions(members: Sequence[MemberState]) -> dict[str, str]:
+    """Versions of what runs: the parent never imports torch, so that its workers say what they run with."""
+    versions = {"ensemble": __version__, "python": platform.python_version()}
+    for worker in (worker for state in members for worker in state.workers):
+        versions |= {name: version for name, version in worker.versions.items() if version}
+    return versions
+
+
 def worker_reports(state: MemberState) -> tuple[WorkerReport, ...]:
     """What a member's workers did."""
     reports = []
@@ -195,11 +216,19 @@ def speed_report(state: MemberState) -> SpeedReport:
     return SpeedReport(speed.startup_seconds or None, speed.seconds_per_work or None, speed.cpu_share)
 
 
+def _members_first(files: dict[str, Path], names: Sequence[str]) -> dict[str, str]:
+    """The paths of results, the members' first, in the order of ``names``."""
+    predictions = [title for title in map(predictions_title, names) if title in files]
+    return {title: str(files[title]) for title in dict.fromkeys([*predictions, *files])}
+
+
 def _member(state: MemberState, work: MemberWork | None) -> MemberReport:
     plan, counters, needed, forecast = state.plan, state.counters, state.plan.placement.footprint, None
+    # Of a member that an earlier run did, what that run's workers did.
+    is_reused = work is not None and work.is_complete and not state.workers
+    workers = work.workers if work is not None and is_reused else worker_reports(state)
     if needed is not None:
-        budgets = [record.ready.token_budget for record in state.workers if record.ready is not None]
-        tokens = max(filter(None, budgets), default=needed.width)
+        tokens = max(filter(None, (worker.token_budget for worker in workers)), default=needed.width)
         forecast = MemoryForecast(
             parameters=needed.weights.parameters,
             weight_bytes=needed.weights.bytes,
@@ -208,8 +237,6 @@ def _member(state: MemberState, work: MemberWork | None) -> MemberReport:
             token_budget=tokens,
             width=needed.width,
         )
-    # Of a member that an earlier run did, what that run's workers did.
-    is_reused = work is not None and work.is_complete and not state.workers
     return MemberReport(
         name=plan.name,
         phase=state.phase,
@@ -224,6 +251,7 @@ def _member(state: MemberState, work: MemberWork | None) -> MemberReport:
         taken_over=dict(work.taken) if work is not None else {},
         work=work.worked if work is not None and is_reused else plan.work * state.computed_cost,
         computed_as=plan.model.computed_as,
+        settings={} if work is None else dict(work.settings),
         speed=speed_report(state),
         forecast=forecast,
         progress=ProgressReport(
@@ -238,6 +266,7 @@ def _member(state: MemberState, work: MemberWork | None) -> MemberReport:
         tokens=counters.tokens,
         padded_tokens=counters.padded_tokens,
         real_token_share=_share(counters.tokens, counters.padded_tokens),
+        lost_rows=state.lost_rows,
         bad_rows={
             str(row): reason
             for row, reason in sorted(
@@ -246,7 +275,8 @@ def _member(state: MemberState, work: MemberWork | None) -> MemberReport:
         },
         faults=tuple(state.faults),
         failure=state.failure,
-        workers=work.workers if work is not None and is_reused else worker_reports(state),
+        workers=workers,
+        computed_before=() if work is None else work.computed_before,
     )
 
 

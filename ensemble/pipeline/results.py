@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO, Final, Literal, TypeAlias
 
@@ -25,6 +26,7 @@ from ensemble.common.files import EarlyFlush, atomic_path
 from ensemble.common.shards import file_sha256
 from ensemble.common.text import plural
 from ensemble.data.csv_file import csv_cells, csv_lines, header_line, write_csv
+from ensemble.data.digests import truth_sha256
 from ensemble.data.input_file import malloc_for_arrow
 from ensemble.data.predictions_csv import PredictionsReader, SpilledRows
 from ensemble.members.base import OutputColumns
@@ -44,7 +46,7 @@ from ensemble.pipeline.resume import (
 )
 from ensemble.pipeline.reuse import note_merged_rows, note_rule_rows
 from ensemble.pipeline.run_dir import RunDir
-from ensemble.pipeline.run_report import WorkerReport
+from ensemble.pipeline.run_report import Computation, FittedOn, WorkerReport
 from ensemble.pipeline.validate import Prepared, given_predictions
 from ensemble.planning.plan import MemberPlan
 from ensemble.scheduling.state import MemberState
@@ -57,6 +59,11 @@ _Values = npt.NDArray[np.float64]
 _Blocks: TypeAlias = Iterator[tuple[int, _Values]]
 
 
+def predictions_title(member: str) -> str:
+    """What a member's predictions are called among a run's results."""
+    return f"predictions of {member}"
+
+
 @dataclass
 class Results:
     """Scores by the member's name (and the ensemble's), and files by what they are, in the order they were made.
@@ -65,7 +72,7 @@ class Results:
     ``merged_rows`` counts the rows that each merged member gave, ``filled_rows`` those that none did.
     ``comparisons`` are of members with ``when``: the ensemble with them and without them.  ``view_rows`` has, of
     members that were merged before they were complete, how many rows each view has, ``partial_rows`` how many lack
-    some of their views: they are the mean of the others.
+    some of their views: they are the mean of the others.  ``fitted_on``: see ``RunReport``.
     """
 
     scores: dict[str, Score] = field(default_factory=dict)
@@ -76,6 +83,7 @@ class Results:
     comparisons: dict[str, Comparison] = field(default_factory=dict)
     view_rows: dict[str, tuple[int, ...]] = field(default_factory=dict)
     partial_rows: dict[str, int] = field(default_factory=dict)
+    fitted_on: FittedOn | None = None
 
 
 class ResultWriter:
@@ -98,13 +106,16 @@ class ResultWriter:
         self._labels = prepared.config.labels
         self.results = results
 
-    def write_predictions(self, state: MemberState, workers: Sequence[WorkerReport]) -> None:
+    def write_predictions(
+        self, state: MemberState, workers: Sequence[WorkerReport], computed: Computation | None = None
+    ) -> None:
         """Gather a finished member's shards into its CSV, and complete it with its manifest.
 
         Rows that could not be computed get equal probabilities.
 
         Args:
             workers: what its workers did, for the manifest.
+            computed: what they computed with, for the manifest; None where they computed no row.
 
         Raises:
             MergeError: a row is missing, or the checkpoint's files changed since the run began.
@@ -128,19 +139,19 @@ class ResultWriter:
                     "were removed or changed; run the same command again"
                 )
             values[list(bad_rows)] = self._prepared.even_value(name)
-            work.bad_rows = bad_rows
+            work.bad_rows, work.computed = bad_rows, computed
             if not whole.views:
                 work.workers, work.worked = tuple(workers), state.plan.work * state.computed_cost
             self._complete(work, values)
         if not whole.is_complete:
-            whole.bad_rows = whole.bad_rows_of_views(state.bad_rows)
+            whole.bad_rows, whole.computed = whole.bad_rows_of_views(state.bad_rows), computed
             whole.workers, whole.worked = tuple(workers), state.plan.work * state.computed_cost
             parts = [values_of(self._rundir, one, len(self._labels)) for one in whole.views]
             mean = mean_of_views(parts, whole.weights)
             # A view can have more rows than its member is to have now, of an earlier run.
             mean[np.isnan(parts).any(axis=(0, 2))] = np.nan
             self._complete(whole, mean)
-        self.results.files[f"predictions of {name}"] = self._rundir.predictions(name)
+        self.results.files[predictions_title(name)] = self._rundir.predictions(name)
 
     def write_given(self, member: MemberPlan) -> None:
         """Write the predictions of a member that needs no worker, with their manifest.
@@ -220,6 +231,9 @@ class ResultWriter:
             if is_scored and whole_members and len(merged) > 1 and paired.rows == table.rows:
                 best = paired.best(whole_members)
                 results.gain = paired.gain(best, merged[best].name, self._prepared.activation)
+        # Without some member the weights are not those that were fitted.
+        are_all = len(members) == len(self._config.models)
+        results.fitted_on = self._fitted_on if are_all and ENSEMBLE_ROW in results.scores else None
         asked, sample, written = self._config.submission, self._prepared.sample, self._rundir.submission
         if asked is None or sample is None:
             return
@@ -234,6 +248,16 @@ class ResultWriter:
                 shutil.copyfile(written, temporary)
             written = asked.path
         results.files["submission"] = written
+
+    @cached_property
+    def _fitted_on(self) -> FittedOn | None:
+        """What the weights were fitted on, where that is this table with these labels."""
+        fitted, table, truth = self._config.fitted_on, self._prepared.table, self._prepared.truth
+        if fitted is None or truth is None or fitted.rows != table.rows:
+            return None
+        if truth_sha256(table.ids, self._labels, truth) != fitted.sha256.lower():
+            return None
+        return FittedOn(**fitted.model_dump())
 
     def _scoring(self, has_loss: bool = True) -> Scoring | None:
         truth = self._prepared.truth

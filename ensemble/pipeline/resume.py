@@ -12,7 +12,8 @@ import math
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,6 @@ from ensemble.common.files import changed_files, changed_text, read_json, write_
 from ensemble.common.shards import (
     bad_rows_in,
     bad_rows_path,
-    file_sha256,
     gather_shards,
     read_shard,
     rows_path,
@@ -34,9 +34,10 @@ from ensemble.common.shards import (
     shard_table,
     shards_in,
 )
-from ensemble.common.text import plural
+from ensemble.common.text import plural, shown_path
 from ensemble.config import MemberConfig
 from ensemble.data.digests import RowDigests
+from ensemble.data.predictions_csv import is_as_written
 from ensemble.data.row_files import FileCells
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.fingerprint import (
@@ -44,11 +45,12 @@ from ensemble.pipeline.fingerprint import (
     file_cells,
     mean_fingerprint,
     member_fingerprint,
+    settings_digests,
     view_fingerprints,
 )
 from ensemble.pipeline.reuse import EarlierWork, read_predictions, write_row_file, write_shards
 from ensemble.pipeline.run_dir import RunDir
-from ensemble.pipeline.run_report import RunReport, WorkerReport, workers_from
+from ensemble.pipeline.run_report import Computation, RunReport, WorkerReport, makers_from
 from ensemble.pipeline.validate import Prepared
 
 
@@ -62,6 +64,8 @@ class MemberWork:
         is_complete: the predictions and their manifest are there, and are what this run would write.
         is_new: this run made them, without any worker.
         workers: what the workers of the run did that made the predictions.
+        computed: what this run computed rows with, once the predictions are written.
+        computed_before: what earlier runs computed rows with, the oldest first.
         worked: what they did of the member's work, in bytes of text.
         why_again: why predictions that are there do not count, in words; empty without any.
         files: what the files that it is made of held when the run began, by absolute path.
@@ -71,6 +75,7 @@ class MemberWork:
             its own ``shards_dir`` is where their folders are.
         weights: of the views.
         columns: of the table, that it reads.
+        settings: see ``settings_digests``.
         files_in: the one of them whose cells name files; None: it reads none.
     """
 
@@ -82,6 +87,8 @@ class MemberWork:
     is_complete: bool = False
     is_new: bool = False
     workers: tuple[WorkerReport, ...] = ()
+    computed: Computation | None = None
+    computed_before: tuple[Computation, ...] = ()
     worked: float = 0.0
     why_again: str = ""
     files: dict[str, FileDigest] = field(default_factory=dict)
@@ -90,6 +97,7 @@ class MemberWork:
     views: tuple[MemberWork, ...] = ()
     weights: tuple[float, ...] = ()
     columns: tuple[str, ...] = ()
+    settings: Mapping[str, str] = field(default_factory=dict)
     files_in: FileCells | None = None
 
     @property
@@ -170,6 +178,7 @@ def find_works(prepared: Prepared, rundir: RunDir, say: Callable[[str], None]) -
 
     Raises:
         CheckpointError: a weight file cannot be read.
+        DataError: there is nothing to take over in the run that ``prepared.reuse`` names.
     """
     works = {}
     files = FileDigests(prepared.config.hash_weights, prepared.file_states)
@@ -185,6 +194,7 @@ def find_works(prepared: Prepared, rundir: RunDir, say: Callable[[str], None]) -
             fingerprint = mean_fingerprint(member, of_views, fingerprint)
         work = find_work(rundir, member.name, fingerprint, rows, keeps_bad_rows, ids, is_mean=bool(views))
         work.columns, work.files_in = prepared.columns[member.name], prepared.files.get(member.name)
+        work.settings = settings_digests(prepared.config, member.model)
         if views:
             work.weights = tuple(view.weight for view in views)
             work.views = tuple(
@@ -213,7 +223,7 @@ def find_works(prepared: Prepared, rundir: RunDir, say: Callable[[str], None]) -
         for work in (whole,) if whole.is_complete else whole.parts:
             name = work.member
             if work.row_digests is not None and not work.is_done.all():
-                take_over(rundir, work, len(prepared.config.labels), keeps_bad_rows)
+                take_over(rundir, work, len(prepared.config.labels), keeps_bad_rows, prepared.reuse)
             done = int(work.is_done.sum())
             own_rows = 0 if work.is_complete else done - sum(work.taken.values())
             if work.is_complete:
@@ -224,24 +234,49 @@ def find_works(prepared: Prepared, rundir: RunDir, say: Callable[[str], None]) -
             if own_rows:
                 say(f"{name}: {own_rows:,} of {plural(rows, 'row')} kept from an earlier run")
             for place, count in work.taken.items():
-                say(f"{name}: {count:,} of {plural(rows, 'row')} taken over from {place}")
-    _complete_workers(rundir, works.values())
+                shown = shown_path(Path(place)) if place.startswith("/") else place
+                say(f"{name}: {count:,} of {plural(rows, 'row')} taken over from {shown}")
+            if prepared.reuse is not None and work.row_digests is not None and done < rows:
+                at_most = "" if member.model.when is None else "at most "
+                say(f"{name}: {at_most}{plural(rows - done, 'row')} left to compute")
+    if prepared.reuse is not None:
+        computed = [works[member.name] for member in prepared.plan.members if member.needs_worker]
+        if computed and not any(work.has_rows.any() for work in computed):
+            raise DataError(
+                f"--reuse: {shown_path(prepared.reuse)} has no row of this table by members with these settings; "
+                "name another run, or leave the option out to compute all rows"
+            )
+    _add_from_report(rundir, works.values())
     return works
 
 
-def _complete_workers(rundir: RunDir, works: Iterable[MemberWork]) -> None:
-    """Give workers what they told behind their member's last row, when its manifest was written, such as peaks.
+def _add_from_report(rundir: RunDir, works: Iterable[MemberWork]) -> None:
+    """Add what manifests lack and the report of the run before has.
 
-    The report of the run before has it, whether that run computed the member or kept it as well.
+    Of workers that is what they told after their member's last row, such as peaks; of rows in shards, what computed
+    them.
     """
-    lacking = [work for work in works if any(one.life_seconds is None for one in work.workers)]
+    lacking = [
+        work
+        for work in works
+        if any(one.life_seconds is None for one in work.workers)
+        or (not work.is_complete and work.has_rows.any())
+    ]
     if not lacking:
         return
     with suppress(DataError):  # there is none, or one of another version
         report = RunReport.read(rundir.run_json)
         ended = {(one.name, worker.key): worker for one in report.members for worker in one.workers}
+        members = {one.fingerprint: one for one in report.members}
         for work in lacking:
             work.workers = tuple(ended.get((work.member, one.key), one) for one in work.workers)
+            if work.is_complete:
+                continue
+            if (before := members.get(work.fingerprint.digest)) is not None:
+                work.computed_before = (*before.computations, *work.computed_before)
+            else:  # some of its views may be complete
+                views = [run for view in work.views for run in view.computed_before]
+                work.computed_before = (*work.computed_before, *views)
 
 
 def view_name(member: str, view: str) -> str:
@@ -288,9 +323,7 @@ def find_work(
             )
     else:
         bad_rows = rows_with_reasons(manifest.get("bad_rows"), rows)
-        is_whole, is_of_all = False, manifest.get("present") is None
-        with suppress(OSError):
-            is_whole = manifest.get("sha256") == file_sha256(predictions)
+        is_whole, is_of_all = is_as_written(predictions), manifest.get("present") is None
         if is_whole and (keeps_bad_rows or not bad_rows) and (is_of_all or ids is not None):
             if is_of_all:
                 work.is_done[:] = True
@@ -300,7 +333,8 @@ def find_work(
                 bad_rows = {int(numbers[place]): reason for place, reason in bad_rows.items()}
             work.is_complete, work.bad_rows = True, bad_rows
             worked = manifest.get("work")
-            work.workers = workers_from(manifest.get("workers"))
+            makers = makers_from(manifest)
+            work.workers, work.computed_before = makers.workers, makers.computed
             work.worked = worked if isinstance(worked, float) and math.isfinite(worked) else 0.0
             return work
         work.why_again = "" if is_whole else f"{predictions} has been changed"
@@ -386,15 +420,20 @@ def reopen(prepared: Prepared, rundir: RunDir, work: MemberWork) -> None:
         work.is_done[shard.column("row").to_numpy()] = True
 
 
-def take_over(rundir: RunDir, work: MemberWork, labels: int, keeps_bad_rows: bool) -> None:
-    """Take over rows that other work has computed: of another table, or under another name.
+def take_over(
+    rundir: RunDir, work: MemberWork, labels: int, keeps_bad_rows: bool, reuse: Path | None = None
+) -> None:
+    """Take over rows that other work has computed: of another table, under another name, or in another run.
 
     Args:
         labels: how many values a row has.
         keeps_bad_rows: as for ``find_work``.
+        reuse: the other run's directory.
     """
     assert work.row_digests is not None
-    for source in EarlierWork.all_in(rundir):
+    others = [] if reuse is None else EarlierWork.all_in(RunDir(reuse.resolve()))
+    of_others = (replace(source, place=str(source.values_path)) for source in others)
+    for source in chain(EarlierWork.all_in(rundir), of_others):
         if work.is_done.all() or source.values_path == work.shards_dir:
             continue
         places = source.places_of(work.fingerprint, work.row_digests)
@@ -409,6 +448,7 @@ def take_over(rundir: RunDir, work: MemberWork, labels: int, keeps_bad_rows: boo
             write_shards(work.shards_dir, rows, values[places[rows]])
             work.is_done[rows] = True
             work.taken[source.place] = len(rows)
+            work.computed_before += makers_from(read_json(source.path.with_suffix(".json"))).computed
         if keeps_bad_rows and bad_rows:
             known = len(work.bad_rows)
             bad = np.flatnonzero(np.isin(places, list(bad_rows))).tolist()
@@ -469,6 +509,7 @@ def write_manifest(
         "rows": len(work.is_done),
         "bad_rows": {place: work.bad_rows[row] for row, place in bad_places.items()},
         "workers": [asdict(worker) for worker in work.workers],
+        "computed": [asdict(run) for run in (*work.computed_before, work.computed) if run is not None],
         "work": work.worked,
     }
     if not is_of_all:

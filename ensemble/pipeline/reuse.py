@@ -18,18 +18,19 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.csv as pa_csv
 
+from ensemble.common.errors import ConfigError, OutputInUse
 from ensemble.common.files import atomic_path, read_json
 from ensemble.common.shards import (
     bad_rows_in,
-    file_sha256,
     gather_shards,
     rows_with_reasons,
     shard_name,
     shards_in,
 )
 from ensemble.data.digests import DIGEST_BYTES, RowDigests, find_rows
+from ensemble.data.predictions_csv import demand_as_written, is_as_written
 from ensemble.pipeline.fingerprint import Fingerprint
-from ensemble.pipeline.run_dir import RunDir
+from ensemble.pipeline.run_dir import RunDir, holder
 
 # A shard is text in memory while it is written and read.
 _ROWS_PER_SHARD = 1 << 17
@@ -44,7 +45,7 @@ class EarlierWork:
     Attributes:
         path: the file: ``<member>.rows`` beside predictions, or ``rows.bin`` in a folder of shards.
         sha256: of the digests.
-        place: what messages call it: the path of its values within the run directory.
+        place: the path of its values: within the run directory, or absolute where that is another run's.
     """
 
     path: Path
@@ -95,11 +96,7 @@ class EarlierWork:
         if path == self.path.parent:
             return gather_shards(shards_in(path, self.rows), self.rows, labels), bad_rows_in(path, self.rows)
         manifest = read_json(self.path.with_suffix(".json"))
-        try:
-            is_whole = manifest.get("sha256") == file_sha256(path)
-        except OSError:
-            return None
-        if Fingerprint.from_dict(manifest.get("fingerprint")) != self.fingerprint or not is_whole:
+        if Fingerprint.from_dict(manifest.get("fingerprint")) != self.fingerprint or not is_as_written(path):
             return None
         table = read_predictions(path)
         if table.num_rows != self.rows or table.num_columns != labels:
@@ -127,6 +124,22 @@ class EarlierWork:
         if hashlib.sha256(content).hexdigest() != self.sha256 or len(content) != self.rows * DIGEST_BYTES:
             return None
         return find_rows(wanted, np.frombuffer(content, "<u8").reshape(-1, 2))
+
+
+def demand_reusable(folder: Path, output_dir: Path) -> None:
+    """Raises EnsembleError where a run cannot take rows over from a directory, such as its own, or no run's."""
+    rundir = RunDir(folder)
+    if folder.resolve() == output_dir.resolve():
+        raise ConfigError(
+            f"--reuse: {folder} is the output_dir of this run, whose rows it keeps anyway; leave the option out, "
+            "or set another output_dir"
+        )
+    if not rundir.run_json.is_file():
+        raise ConfigError(f"--reuse: {folder} has no run.json; name the output_dir of another run")
+    if (process := holder(rundir)) is not None:
+        raise OutputInUse(f"--reuse: {folder} is in use by {process}; wait for its run to end")
+    for path in sorted(rundir.predictions_dir.glob("*.csv")):
+        demand_as_written(path)
 
 
 def write_row_file(path: Path, fingerprint: Fingerprint, digests: RowDigests) -> None:
@@ -202,6 +215,12 @@ def rule_rows(path: Path, counts: Sequence[int], rows: int) -> npt.NDArray[np.bo
         return None
     found = np.unpackbits(bits.reshape(len(counts), -1), axis=1, count=rows).astype(np.bool_)
     return found if found.sum(axis=1).tolist() == [*counts] else None
+
+
+def read_as_written(path: Path, with_ids: bool = False) -> pa.Table:
+    """See ``read_predictions`` and ``demand_as_written``."""
+    demand_as_written(path)
+    return read_predictions(path, with_ids)
 
 
 def read_predictions(path: Path, with_ids: bool = False) -> pa.Table:

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from ensemble.common.clock import Watch, boot_seconds
-from ensemble.common.errors import DataError, Interrupted, MergeError, WriteError
+from ensemble.common.errors import RESUMES, DataError, EnsembleError, Interrupted, MergeError, WriteError
 from ensemble.common.files import (
     FileState,
     atomic_path,
@@ -35,6 +35,7 @@ from ensemble.pipeline.report_page import write_page
 from ensemble.pipeline.reporting import RunState, worker_reports
 from ensemble.pipeline.results import ResultWriter
 from ensemble.pipeline.resume import find_works, refuse_trial, reopen, write_bad_rows
+from ensemble.pipeline.reuse import demand_reusable
 from ensemble.pipeline.run_dir import RunDir, cache_dir, hold, log, logging_to, remove_cache
 from ensemble.pipeline.run_report import MERGED, RunReport
 from ensemble.pipeline.signals import Signals, heed_signals
@@ -65,6 +66,7 @@ def run(
     elapsed_seconds: float = 0.0,
     clock: Callable[[], float] = boot_seconds,
     owns_process: bool = True,
+    reuse: Path | None = None,
 ) -> RunReport:
     """Run a config from its checks to its merged files; what an earlier run did of the same work is kept.
 
@@ -75,6 +77,7 @@ def run(
         elapsed_seconds: how much of ``time_limit`` is over already.
         clock: what the limit goes by, in seconds; it goes on while nobody runs.
         owns_process: as :func:`heed_signals` takes it.
+        reuse: the directory of another run, of which the same rows by the same members are taken over.
 
     Raises:
         EnsembleError: of exit code 2 before anything is written, 3 when the directory is in use, 1 when
@@ -82,7 +85,9 @@ def run(
         Interrupted: a signal came.
     """
     began = clock() - elapsed_seconds
-    prepared = prepare(loaded, is_for_run=True)
+    if reuse is not None:
+        demand_reusable(reuse, loaded.config.output_dir)
+    prepared = replace(prepare(loaded, is_for_run=True), reuse=reuse)
     for text in (
         f"{shown_path(loaded.config.data.path)}: {plural(prepared.table.rows, 'row')}",
         *prepared.table.remarks,
@@ -125,7 +130,7 @@ def _run_prepared(
     said += [prepared.inventory.note, *prepared.warnings, *held_texts(prepared.plan.gpus)]
     for text in filter(None, said):
         display.say(text)
-    if not config.wait_for_gpu and not rundir.run_json.exists():
+    if not config.wait_for_gpu and prepared.reuse is None and not rundir.run_json.exists():
         # Before anything is written; a run that goes on may have nothing left that needs a GPU.
         wait_for_room(prepared.plan, prepared.launcher, lambda text: None)
     rundir.create()
@@ -142,9 +147,12 @@ def _run_prepared(
                     log.info("%s is ignored: this process was started so", ignored.name)
                 return _Run(prepared, began, clock, rundir, display, signals).go()
     except OSError as error:  # outside of the writing of a file, such as in the making of a folder
-        place = error.filename or rundir.root
+        if error.filename is None:  # not of a file: a socket, a process
+            raise EnsembleError(
+                f"the run ended with an error of the system ({type(error).__name__}: {error}); {RESUMES}"
+            ) from error
         raise WriteError(
-            f"cannot write to {place} ({error.strerror or error}); free it or change output_dir"
+            f"cannot write to {error.filename} ({error.strerror}); free it or change output_dir"
         ) from error
 
 
@@ -218,7 +226,7 @@ class _Run(RunState):
             if self.members:  # else the report of an earlier run says more
                 # What ended the run says more than this; what nothing ended is not done without its report.
                 with contextlib.nullcontext() if self.status in MERGED else contextlib.suppress(WriteError):
-                    self.results.files["report"] = rundir.run_json
+                    self.results.files |= {"log": rundir.run_log, "report": rundir.run_json}
                     self.report(self.status).write(rundir.run_json)
         if self.status == "complete":
             rundir.remove_caches(())
@@ -237,7 +245,7 @@ class _Run(RunState):
             return report
         config = self._config
         left = math.inf if config.time_limit is None else self.began + config.time_limit - self.clock()
-        with self._signals.postponed():
+        with self._signals.postponed(is_report=True):
             page = write_page(self._rundir, report, config.report, left, lambda: self._signals.came, self.say)
         return report if page is None else replace(report, files={**report.files, "report page": str(page)})
 
@@ -410,7 +418,7 @@ class _Run(RunState):
 
     def on_finished(self, state: MemberState) -> None:
         remove_cache(self.works[state.plan.name].shards_dir)  # there is nothing left to load it for
-        self._writer.write_predictions(state, worker_reports(state))
+        self._writer.write_predictions(state, worker_reports(state), self.computation(state))
 
     def on_chunk_done(self, state: MemberState, done: ChunkDone) -> None:
         if self.cascades is not None:

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import IO, TextIO
 
 from ensemble import __version__
-from ensemble.common.errors import OutputError, OutputInUse
+from ensemble.common.errors import OutputError, OutputInUse, WriteError
 from ensemble.common.files import TEMPORARY, cannot_write, create_empty, open_log, remove_link
 from ensemble.common.redact import RedactingFormatter, Redactor
 from ensemble.common.shards import read_shard
@@ -107,6 +107,7 @@ class RunDir:
             inputs: what the run reads.
             target: where the submission goes, if that is said.
         """
+        yield from self._misplaced()
         if strangers := self.strangers():
             yield (
                 f"output_dir: {self.root} holds {', '.join(strangers)}, which no run has made and this one "
@@ -117,6 +118,25 @@ class RunDir:
         for path in inputs:
             if self._is_own(path):
                 yield f"output_dir: {path} is read by this run and would be overwritten; choose another output_dir"
+
+    def _misplaced(self) -> Iterator[str]:
+        """Name folders where a run writes files, and files where it makes folders."""
+        files = [
+            self.config,
+            self.run_json,
+            *self._results,
+            self.lock,
+            self.table,
+            *self.logs_dir.glob("*.log"),
+        ]
+        for ending in (".csv", ".json", ".rows", ".merged", ".bits"):
+            files += self.predictions_dir.glob(f"*{ending}")
+        for path in files:
+            if path.is_dir() and not path.is_symlink():
+                yield f"output_dir: {path} is a folder, and the run writes a file there; remove or rename it"
+        for path in self._folders:
+            if path.is_file() and not path.is_symlink():
+                yield f"output_dir: {path} is a file, and the run makes a folder there; remove or rename it"
 
     def strangers(self) -> list[str]:
         """The names that a run would use and that stand for something to lose; none in a directory of runs.
@@ -248,7 +268,8 @@ def hold(rundir: RunDir) -> Iterator[IO[str]]:
 
     Raises:
         OutputInUse: another run holds it; the message names its process.
-        OutputError: the lock is a link.
+        OutputError: the lock is a link, or the file system has no locks.
+        WriteError: the lock cannot be written.
     """
     with _open_lock(rundir, os.O_RDWR | os.O_CREAT, "r+") as lock:
         for left in reversed(range(_LOCK_ATTEMPTS)):
@@ -263,9 +284,17 @@ def hold(rundir: RunDir) -> Iterator[IO[str]]:
                 raise OutputInUse(
                     f"output_dir: {rundir.root} is in use by {holder}; wait for it, or choose another output_dir"
                 ) from None
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        lock.flush()
+            except OSError as error:  # of some network file systems
+                raise OutputError(
+                    f"output_dir: the file system of {rundir.root} has no file locks (flock: {error.strerror}), "
+                    "which keep two runs from writing to one directory; choose an output_dir on another disk"
+                ) from error
+        try:
+            lock.truncate(0)
+            lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            lock.flush()
+        except OSError as error:
+            raise WriteError(cannot_write("output_dir", rundir.lock, error)) from error
         yield lock
 
 

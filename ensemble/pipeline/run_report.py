@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
+from urllib.parse import quote
 
 from ensemble import __version__
 from ensemble.common.errors import DataError
@@ -15,9 +18,11 @@ from ensemble.common.files import unreadable, write_text
 from ensemble.common.gpus import Device
 from ensemble.common.protocol import Activation, Counters
 from ensemble.common.redact import MASK
+from ensemble.common.text import duration, plural
 from ensemble.config.schema import RuleConfig
 from ensemble.config.values import AnyWeight, weight_numbers
 from ensemble.merging.metrics import Comparison, Gain, Score
+from ensemble.pipeline.run_dir import RunDir
 from ensemble.planning.forecast import Speed
 from ensemble.scheduling.device_pool import MemoryCurve, Release, TelemetryCurve
 from ensemble.scheduling.state import Failure, FaultRecord, Gap, Phase
@@ -121,6 +126,27 @@ class CascadeReport:
 
 
 @dataclass(frozen=True)
+class FittedOn:
+    """The config's ``fitted_on``, see ``FittingConfig``."""
+
+    rows: int
+    sha256: str
+    metric: str
+    value: float
+    interval: tuple[float, float] | None
+
+    @property
+    def text(self) -> str:
+        """What the weights are worth on rows that they were not fitted on."""
+        metric = self.metric.replace("_", " ")
+        text = f"fitted on these {plural(self.rows, 'row')}; held-out {metric}: {self.value:.4f}"
+        if self.interval is None:
+            return text
+        low, high = self.interval
+        return f"{text} (95 % interval {low:.4f} to {high:.4f})"
+
+
+@dataclass(frozen=True)
 class RuleReport:
     """A rule as the config has it, one of ``set`` and ``mask``, and how many rows it was for."""
 
@@ -144,6 +170,19 @@ class ViewReport:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Computation:
+    """What one run computed rows of a member with, for how many seconds, and when, as ISO 8601 in UTC.
+
+    ``devices`` are names by UUID, or by "cpu" with its node.
+    """
+
+    at: str
+    seconds: float
+    versions: dict[str, str]
+    devices: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
 class MemberReport:
     """One member.
 
@@ -152,7 +191,10 @@ class MemberReport:
     values are says ``activation``; None in a run.json from before there was this key.  ``calibration`` is that of
     the merge, as the config has it; empty without one.  Of one with ``views``, by name, all counts of rows but
     that of ``bad_rows`` count a row once for each view; ``partial_rows`` lack some of their views and are the mean
-    of the others.
+    of the others.  ``computed`` says what this run computed rows with, None where it computed none;
+    ``computed_before`` says the same of earlier runs, the oldest first.  ``settings`` has a digest of each key that
+    its probabilities may depend on; empty in a run.json from before there was this key.
+    ``lost_rows`` at least were computed and not kept, because the time limit ended their chunk.
     """
 
     name: str
@@ -184,6 +226,15 @@ class MemberReport:
     calibration: dict[str, Any] = field(default_factory=dict)
     views: dict[str, ViewReport] = field(default_factory=dict)
     partial_rows: int = 0
+    lost_rows: int = 0
+    settings: dict[str, str] = field(default_factory=dict)
+    computed: Computation | None = None
+    computed_before: tuple[Computation, ...] = ()
+
+    @property
+    def computations(self) -> tuple[Computation, ...]:
+        """All runs that computed rows of it, this one last."""
+        return self.computed_before if self.computed is None else (*self.computed_before, self.computed)
 
     @property
     def has_weight(self) -> bool:
@@ -228,11 +279,12 @@ class RunReport:
         explanation: where the time went of a limit that left none to compute anything, in a sentence.
         ensemble: the merge method and its settings.
         rules: in the config's order, once they have been applied.
-        files: results by what they are, in the order they were made.
+        files: results by what they are: the members' in the config's order, then the others.
         config: the YAML as it was written; of several files, or with ``${CONFIG_DIR}``, what they are together with
             the overrides and that folder.
         config_files: as they were named.
         table: the absolute path of the input table.
+        fitted_on: the config's key of that name, where the run has scored the same rows; else None.
         tuned_on: the config's key of that name; None where no file that ``tune`` wrote is among its files.
         cpu_scaling: by what workers side by side were planned; None where the plan did not depend on it.
     """
@@ -269,6 +321,7 @@ class RunReport:
     config_files: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
     table: str = ""
+    fitted_on: FittedOn | None = None
     tuned_on: dict[str, Any] | None = None
     cpu_scaling: ScalingReport | None = None
 
@@ -295,6 +348,24 @@ class RunReport:
     def failures(self) -> tuple[Failure, ...]:
         """Of the members that failed."""
         return tuple(member.failure for member in self.members if member.failure is not None)
+
+    def __repr__(self) -> str:
+        seconds, members = duration(self.timing["total_seconds"]), plural(len(self.members), "member")
+        lines = [f"{self.status}, after {seconds}: {plural(self.rows, 'row')}, {members}"]
+        for name, score in self.scores.items():
+            values = {"log loss": score.log_loss, "accuracy": score.accuracy, "RMSE": score.rmse}
+            shown = (f"{title} {value:.4g}" for title, value in values.items() if value is not None)
+            lines.append(f"{name}: {', '.join(shown)}")
+        if self.fitted_on is not None:
+            lines.append(f"ensemble: {self.fitted_on.text}")
+        return "\n".join([*lines, *(f"{one.member} failed: {one.message}" for one in self.failures)])
+
+    def _repr_html_(self) -> str:
+        """Show a notebook the same lines, and a link to the page of the report."""
+        page = RunDir(Path(self.files.get("report", "")).parent).report_page
+        link = f'<p><a href="{quote(os.path.relpath(page))}" target="_blank">{page.name}</a></p>'
+        more = link if page.is_file() else ""
+        return f'<pre style="white-space: pre-wrap">{escape(repr(self))}</pre>{more}'
 
     def write(self, path: Path) -> None:
         """Write run.json; a number that JSON has not is a text, such as "NaN", and read as that number again.
@@ -339,6 +410,8 @@ class RunReport:
             first = error.errors(include_url=False, include_input=False)[0]
             where = ".".join(map(str, first["loc"])) or "the file"
             why = f"{where}: {first['msg'][:1].lower()}{first['msg'][1:]}"
+            if first["type"] == "dataclass_type":  # pydantic would name a class of ours
+                why = f"{where}: must be a JSON object"
             if version not in (None, __version__):
                 why = f"it was written by ensemble {version}, and this is {__version__}; {why}"
             raise DataError(f"{path} is no report that can be read ({why}); run the config again") from None
@@ -349,21 +422,29 @@ class RunReport:
         return report
 
 
-def workers_from(documents: object) -> tuple[WorkerReport, ...]:
-    """Workers as a member's manifest has them; none where another version, or another hand, wrote it."""
+@dataclass(frozen=True)
+class Makers:
+    """Who made a member's predictions, as their manifest says: the last run's workers, and all runs."""
+
+    workers: tuple[WorkerReport, ...] = ()
+    computed: tuple[Computation, ...] = ()
+
+
+def makers_from(manifest: Mapping[str, object]) -> Makers:
+    """Read who made a member's predictions; nobody where another version, or another hand, wrote the manifest."""
     from pydantic import ValidationError
 
     try:
-        return _workers().validate_python(documents)
+        return _makers().validate_python(manifest)
     except ValidationError:
-        return ()
+        return Makers()
 
 
 @cache  # it takes 6 ms to make, and there may be many members
-def _workers() -> TypeAdapter[tuple[WorkerReport, ...]]:
+def _makers() -> TypeAdapter[Makers]:
     from pydantic import TypeAdapter
 
-    return TypeAdapter(tuple[WorkerReport, ...])
+    return TypeAdapter(Makers)
 
 
 def measured_speeds(

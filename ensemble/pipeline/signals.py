@@ -25,22 +25,31 @@ class Signals:
         self._owns_process = owns_process
         self._came: int | None = None
         self._is_postponed = False
+        self._is_report = False
+        self.has_ended_report = False  # a signal came when nothing else was left to do
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """The handler of the signals: raises, or keeps the signal for ``check`` while it is postponed."""
         if self._came is not None:
+            if self.has_ended_report:
+                return
             # A terminal that goes away sends SIGHUP twice, by the kernel and by the shell: nobody is impatient.
             if number == signal.SIGHUP or not self._owns_process:
                 return
             os._exit(128 + number)  # workers go with this process: the kernel kills them
         self._came = number
+        self.has_ended_report = self._is_report
         if not self._is_postponed:
             raise Interrupted(number)
 
     @contextlib.contextmanager
-    def postponed(self) -> Iterator[None]:
-        """While processes are started and ended, an exception at any line could lose one of them."""
-        self._is_postponed = True
+    def postponed(self, is_report: bool = False) -> Iterator[None]:
+        """While processes are started and ended, an exception at any line could lose one of them.
+
+        Args:
+            is_report: the run is complete but for its report; a signal ends that alone, and further ones nothing.
+        """
+        self._is_postponed, self._is_report = True, is_report
         try:
             yield
         finally:
@@ -79,4 +88,6 @@ def heed_signals(owns_process: bool = True) -> Iterator[Signals]:
         yield signals
     finally:
         for number in heeded:
-            signal.signal(number, handlers[number])
+            # The summary is still to come, and somebody presses Ctrl-C more than once.
+            is_dropped = signals.has_ended_report and owns_process and number == signal.SIGINT
+            signal.signal(number, signal.SIG_IGN if is_dropped else handlers[number])

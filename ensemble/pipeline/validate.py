@@ -89,6 +89,7 @@ class Prepared:
         rules: of the config, with the rows that they are for; None where there are none.
         files: the column that names files, by name of the members that read some.
         nodes: of the cluster that it is to run on; none on one machine.
+        reuse: the directory of another run, from which it takes over rows; None: of its own alone.
     """
 
     loaded: LoadedConfig
@@ -109,6 +110,7 @@ class Prepared:
     view_columns: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
     files: Mapping[str, FileCells] = field(default_factory=dict)
     nodes: tuple[Node, ...] = ()
+    reuse: Path | None = None
 
     @property
     def config(self) -> RunConfig:
@@ -304,7 +306,8 @@ def _prepare(
             from ensemble.pipeline.cascade import expected_shares  # which makes use of this module
 
             ids, folder = None if table is None else table.ids, predictions_in or config.output_dir
-            shares = expected_shares(config, inspected, given_values, ids, folder)
+            is_named = predictions_in is not None
+            shares = expected_shares(config, inspected, given_values, ids, folder, is_named=is_named)
         if has_devices:
             plan = _plan(config, kinds, inspected, columns, table, gpus, shares, machine.hosts, launcher)
         if plan is not None and (must_fit or table is None):
@@ -836,14 +839,17 @@ def _misfits(
 def _unfit_places(loaded: LoadedConfig, kinds: _Kinds) -> Iterator[str]:
     """Where the run cannot write, or would write what it reads."""
     config, asked = loaded.config, loaded.config.submission
+    rundir = RunDir(config.output_dir)
+    # A run of the config.yaml that an earlier one left here writes it again as it is.
+    is_kept = loaded.redactor(loaded.whole) == loaded.texts[0]
     inputs = [
-        *loaded.paths,
+        *(path for path in loaded.paths if not (is_kept and path.resolve() == rundir.config.resolve())),
         config.data.path,
         *(Path(name) for kind in kinds.values() for name in kind.sources()),
     ]
     inputs += [] if asked is None else [asked.sample]
     target = None if asked is None else asked.path
-    yield from RunDir(config.output_dir).endangered(inputs, target)
+    yield from rundir.endangered(inputs, target)
     folders: dict[str, Path | None] = {"output_dir": config.output_dir}
     if config.launcher == "local":  # else on the machines on which its workers run
         folders |= {

@@ -142,6 +142,26 @@ def test_rows_of_nan_are_those_of_members_that_may_lack_rows(tmp_path: Path) -> 
     assert np.isnan(read_files([a, b], may_lack_rows=True).members["b"][1]).all()
 
 
+@pytest.mark.parametrize("ending", ["csv", "tsv", "jsonl", "parquet"])
+def test_a_row_of_empty_cells_is_one_that_a_member_lacks(tmp_path: Path, ending: str) -> None:
+    hollow = pd.DataFrame({"id": A["id"], "neg": [0.7, np.nan, 0.5], "pos": [0.3, np.nan, 0.5]})
+    (a,), b = write(tmp_path, a=A), tmp_path / f"b.{ending}"
+    if ending == "parquet":
+        hollow.to_parquet(b)
+    elif ending == "jsonl":
+        hollow.to_json(b, orient="records", lines=True)
+    else:
+        hollow.to_csv(b, index=False, sep="\t" if ending == "tsv" else ",")
+    (said,) = problems([a, b])
+    assert said.startswith(f"b.{ending}: row 2: ")
+    members = read_files([a, b], may_lack_rows=True).members
+    np.testing.assert_array_equal(members["b"], [[0.7, 0.3], [np.nan, np.nan], [0.5, 0.5]])
+    # A row that is empty in part is a mistake.
+    (tmp_path / "c.csv").write_text("id,neg,pos\n007,0.7,0.3\n1e5,,1\n x,0.5,0.5\n")
+    with pytest.raises(DataError, match=r"c\.csv: row 2: '' in column 'neg' is no number"):
+        read_files([a, tmp_path / "c.csv"], may_lack_rows=True)
+
+
 @pytest.mark.parametrize(
     ("other", "said"),
     [
@@ -238,6 +258,7 @@ def test_a_run_as_it_stands(project: Project) -> None:
     path = run_dir / "predictions/llama.csv"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([lines[0], *lines[5:7]]))
+    path.with_suffix(".json").unlink()  # else it is known to be another file
     (run_dir / "predictions/gemma.csv").unlink()
     with pytest.raises(DataError, match=r"llama\.csv: has 2 rows, and run\.json says 30; remove the file"):
         read_run(run_dir)
@@ -300,6 +321,9 @@ def test_a_file_of_a_run_that_was_changed(cell: str, said: str, project: Project
     assert project.ensemble("run", "config.yaml", "-q").returncode == 0
     path = project.folder / "run/predictions/a.csv"
     path.write_text(path.read_text().replace("0.7", cell))
+    with pytest.raises(DataError, match=r"predictions/a\.csv: is not the file that its run wrote"):
+        read_run(project.folder / "run")
+    path.with_suffix(".json").unlink()  # nothing says what the run wrote
     with pytest.raises(
         DataError, match=rf"predictions/a\.csv: 1 row with {said}, the first is id 007; remove"
     ):

@@ -381,6 +381,18 @@ def test_parquet_types(tmp_path: Path) -> None:
     assert published(read, tmp_path / "t.arrow").to_pylist() == table.select(columns).to_pylist()
 
 
+def test_null_turns_are_not_called_empty_texts(tmp_path: Path) -> None:
+    rows = [{"id": str(row), "text": "a", "turns": '["a", null]' if row < 40 else "[]"} for row in range(43)]
+    path = write_rows(tmp_path / "x.csv", [*rows, {"id": "43", "text": "", "turns": '["a"]'}])
+    table = read_table(path, needs(columns=("text", "turns"), json_columns=("turns",)))
+    assert table.null_texts == {"text": 1, "turns": 43}
+    assert table.remarks == [
+        "1 empty text in 'text', read as an empty string",
+        "3 empty texts in 'turns', read as an empty string",
+        "40 rows with null turns in 'turns', read as empty texts",
+    ]
+
+
 def test_parquet_from_pandas(tmp_path: Path) -> None:
     frame = pd.DataFrame(
         {"id": [3, 1, 2], "text": ["a", None, "c"], "label": pd.Categorical(["a", "b", "a"])}

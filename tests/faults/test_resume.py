@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from ensemble.analysis.report.page import write_report
+from ensemble.common.text import duration
 from tests.checkpoints import make_checkpoint
 from tests.faults.chunky import ROWS, chunky_config, results
 from tests.faults.forked.runs import ForkedRuns
@@ -81,6 +83,7 @@ def test_exactly_those_run_again_that_what_changed_is_for(
     assert reused(chunky, forked, config) == {"a": ROWS - 1, "b": ROWS - 1}, (
         "and of each but the row that changed"
     )
+    assert all(member["computed_before"] for member in chunky.run_json()["members"])
     last = results(chunky, names=["ensemble.csv", "predictions/a.csv", "predictions/b.csv"])
     assert forked.run(chunky.folder, "--fresh") == 0
     assert [member["reused_rows"] for member in chunky.run_json()["members"]] == [0, 0]
@@ -98,6 +101,56 @@ def test_where_nothing_changed_nothing_is_computed(
     assert len({step.pid for step in forked.steps}) == 1, "no worker is started"
     assert not any(path.startswith("runs/first/predictions") for step in forked.steps for path in step.paths)
     assert results(chunky) == undisturbed
+
+
+def test_a_run_that_only_merges_again_keeps_what_its_predictions_were_made_with(
+    chunky: Project, forked: ForkedRuns
+) -> None:
+    assert forked.run(chunky.folder) == 0, forked.printed
+    (first,) = chunky.run_json()["members"]
+    made = first["computed"]
+    assert {"ensemble", "python", "torch", "transformers"} <= {*made["versions"]}
+    assert made["versions"] == chunky.run_json()["versions"]
+    (device,) = chunky.run_json()["devices"]
+    assert made["devices"] == {device["uuid"]: device["name"]}
+    assert made["seconds"] == pytest.approx(first["progress"]["seconds"], abs=0.5)
+    assert first["computed_before"] == []
+    for weight in (0.7, 0.8):  # the report in between computed nothing either
+        assert forked.run(chunky.folder, "--set", f"models.llama.weight={weight}") == 0, forked.printed
+        (again,) = chunky.run_json()["members"]
+        assert again["computed"] is None
+        (earlier,) = again["computed_before"]
+        assert {**earlier, "at": ""} == {**made, "at": "", "seconds": earlier["seconds"]}
+        assert again["workers"] == first["workers"]
+        assert again["forecast"] == first["forecast"]
+    assert write_report(chunky.folder / "runs/first", chunky.folder / "page.html") == []
+    page = (chunky.folder / "page.html").read_text()
+    assert f"llama ({duration(earlier['seconds'])})" in page
+    assert "computed by an earlier run on " in page
+    assert f"torch {made['versions']['torch']}" in page
+
+
+def test_a_run_that_goes_on_says_what_the_earlier_one_computed_with(
+    chunky: Project, forked: ForkedRuns
+) -> None:
+    assert forked.run(chunky.folder, judge=kill_before_predictions) == -9
+    for shard in sorted(chunky.folder.glob("runs/first/work/llama.*/*.csv"))[:2]:
+        shard.unlink()
+    assert forked.run(chunky.folder) == 0, forked.printed
+    (member,) = chunky.run_json()["members"]
+    (earlier,) = member["computed_before"]
+    assert (member["reused_rows"], member["rows"]) == (8, 8)
+    assert member["computed"]["at"] >= earlier["at"]
+    assert earlier["versions"] == member["computed"]["versions"]
+    assert write_report(chunky.folder / "runs/first", chunky.folder / "page.html") == []
+    assert f"8 rows of llama ({duration(earlier['seconds'])})" in (chunky.folder / "page.html").read_text()
+    # Both stay with the predictions, also beside another config in between.
+    chunky.write_config(chunky_config(chunky, models=chunky.config()["models"][:1]))
+    assert forked.run(chunky.folder) == 0, forked.printed
+    chunky.write_config(chunky_config(chunky))
+    assert forked.run(chunky.folder) == 0, forked.printed
+    (again,) = chunky.run_json()["members"]
+    assert [one["versions"] for one in again["computed_before"]] == [earlier["versions"]] * 2
 
 
 @pytest.mark.fault(10)

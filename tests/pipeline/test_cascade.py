@@ -124,7 +124,7 @@ def test_the_least_certain_share_and_what_it_gained(project: Project, plain: tup
     over_all = np.concatenate([difference, np.zeros(279)])
     assert found["difference_over_all"] == pytest.approx(over_all.mean(), abs=1e-6)
     assert found["error_over_all"] == pytest.approx(over_all.std(ddof=1) / 300**0.5, abs=1e-6)
-    assert "llama: 21 of 300 rows (7.0%) are its by when; on 21 rows" in printed
+    assert "llama: `when` selected 21 of 300 rows (7.0 %); on 21 rows" in printed
     # A method that takes two passes, without another look at any model.
     run(project, config | {"ensemble": {"method": "rank_mean"}})
     (_, member) = project.run_json()["members"]
@@ -264,7 +264,8 @@ def test_rehearse_takes_the_share_from_its_sample(project: Project) -> None:
     done = project.ensemble("rehearse", "config.yaml", "--sample-rows", "40")
     printed = " ".join(done.stdout.split())
     assert done.returncode == 0, done.stderr
-    assert "of the rows are taken to be its by when (by the predictions of 40 rows of the sample)" in printed
+    assert "llama: `when` is expected to select" in printed
+    assert "% of the rows (by the predictions of 40 rows of the sample)" in printed
     assert "runs only on rows where the mean" in " ".join(
         project.ensemble("validate", "config.yaml").stdout.split()
     )
@@ -309,7 +310,7 @@ def test_a_rule_that_selects_no_row(project: Project) -> None:
     project.write_table(60)
     config = cascade(project, {"margin_below": 1e-9})
     for _ in range(2):
-        assert "llama: 0 of 60 rows (0.0%)" in run(project, config)
+        assert "llama: `when` selected 0 of 60 rows (0.0 %)" in run(project, config)
         (_, member) = project.run_json()["members"]
         assert (member["status"], member["rows"], member["cascade"]["rows"]) == ("complete", 0, 0)
         assert project.read("runs/first/predictions/llama.csv") == (["id", *LABELS], [])

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -260,3 +261,23 @@ def test_predictions_in_any_format_and_with_columns_of_other_names(project: Proj
         "first.parquet.gz: neither a folder with a checkpoint nor a file of predictions that can be read"
         in " ".join(refused.stderr.split())
     )
+
+
+def test_the_index_that_pandas_writes_is_neither_label_nor_text(
+    project: Project, contest_models: Path
+) -> None:
+    rows = contest_rows()
+    frame = pd.DataFrame(rows, index=[f"the row {row} of a table" for row in range(len(rows))])
+    frame.to_parquet(project.folder / "test.parquet")
+    values = pd.DataFrame([{"id": row["id"], **dict.fromkeys(CONTEST, 1 / 3)} for row in rows])
+    for name in ("other", "third"):
+        values.sample(frac=1, random_state=1).to_parquet(project.folder / f"{name}.parquet")
+    assert "__index_level_0__" in pq.read_schema(project.folder / "other.parquet").names
+    done = project.ensemble("init", "test.parquet", str(contest_models / "named"), "other.parquet")
+    assert done.returncode == 0, done.stdout + done.stderr
+    text, config = made(project)
+    assert "__index_level_0__" not in text.replace("# not used: model_a, __index_level_0__", "")
+    assert sorted(config["labels"]) == sorted(CONTEST)
+    done = project.ensemble("merge", "other.parquet", "third.parquet", "-o", "merged.csv")
+    assert done.returncode == 0, done.stderr
+    assert project.read("merged.csv")[0] == ["id", *CONTEST]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ import pytest
 import ensemble
 from ensemble.common.errors import EnsembleError
 from tests.project import ROOT, python_path
+from tests.waiting import wait_until
 
 LABELS = ["neg", "neu", "pos"]
 ROWS = 40_000  # two blocks
@@ -138,6 +140,30 @@ def test_files_that_lack_rows(frames: dict[str, pd.DataFrame], folder: Path) -> 
     )
     expected = (frames["a"] + some["b"].reindex(frames["a"].index).fillna(frames["a"])) / 2
     pd.testing.assert_frame_equal(read(out), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("is_in_order", [True, False])
+def test_a_row_of_empty_cells_is_merged_from_the_others(
+    frames: dict[str, pd.DataFrame], folder: Path, is_in_order: bool
+) -> None:
+    hollow = frames["b"].copy()
+    hollow.iloc[::3] = np.nan
+    rows = hollow if is_in_order else hollow.sample(frac=1, random_state=3)
+    rows.to_csv(folder / "hollow.csv")
+    files = {"a": folder / "a.csv", "b": folder / "hollow.csv"}
+    out = folder / "merged.csv"
+    ensemble.merge(files, out, {"models.b.partial": True}, weights={"a": 1, "b": 1})
+    expected = (frames["a"] + hollow.reindex(frames["a"].index).fillna(frames["a"])) / 2
+    pd.testing.assert_frame_equal(read(out), expected, rtol=1e-12)
+    (problem,) = refused(files, out, weights={"a": 1, "b": 1})
+    assert "is no number" in problem
+    # A row that is empty in part is a mistake, and so it is named.
+    lines = (folder / "hollow.csv").read_text().splitlines()
+    place = next(number for number, line in enumerate(lines) if line.endswith(",,"))
+    lines[place] += "1"
+    (folder / "hollow.csv").write_text("\n".join(lines))
+    (problem,) = refused(files, out, overrides={"models.b.partial": True}, weights={"a": 1, "b": 1})
+    assert f"hollow.csv: row {place}: '' in column" in problem
 
 
 def test_other_values_columns_and_a_single_label(folder: Path) -> None:
@@ -311,3 +337,27 @@ def test_files_of_every_format_and_logits_that_are_asked_for(tmp_path: Path) -> 
         ensemble.merge([tmp_path / "b.jsonl", files[0]], out)
     with pytest.raises(EnsembleError, match=r"out\.parquet: a plain CSV is written"):
         ensemble.merge(files, tmp_path / "out.parquet")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_a_signal_leaves_no_temporary_file(folder: Path, number: signal.Signals) -> None:
+    """Sent while the first of many rows are written; what SIGKILL leaves, the next merge removes."""
+    beside = folder / f"signal {number}"
+    beside.mkdir()
+    rows = 2_000_000
+    source, out = beside / "many.csv", beside / "out.csv"
+    pd.DataFrame({"id": np.arange(rows), "a": 0.25, "b": 0.75}).to_csv(source, index=False)
+    command = [sys.executable, "-m", "ensemble", "merge", f"x={source}", f"y={source}", "-o", str(out)]
+    variables = {**os.environ, "PYTHONPATH": python_path(ROOT)}
+    with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        wait_until(lambda: [*beside.glob(".out.csv.tmp-*")], "it writes")
+        process.send_signal(number)
+        _, errors = process.communicate()
+    if number == signal.SIGKILL:
+        assert [*beside.glob(".out.csv.tmp-*")]
+        ensemble.merge({"x": source}, out)
+        assert {*beside.iterdir()} == {source, out}
+        return
+    assert process.returncode == 128 + number, errors
+    assert b"run the same command again" in errors
+    assert [*beside.iterdir()] == [source]

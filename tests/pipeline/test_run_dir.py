@@ -112,3 +112,12 @@ def test_a_config_in_place_of_a_run_directory(tmp_path: Path) -> None:
         DataError, match=r"config\.yaml: there is no run\.json .*; name the output_dir of a run"
     ):
         RunReport.read(tmp_path / "config.yaml" / "run.json")
+
+
+@pytest.mark.parametrize("text", ["[]", '{"members": [3]}'])
+def test_a_report_that_is_none_is_said_without_names_of_classes(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.json").write_text(text, encoding="utf-8")
+    with pytest.raises(DataError) as raised:
+        RunReport.read(tmp_path / "run.json")
+    assert "instance of" not in str(raised.value)
+    assert "run.json is no report that can be read" in str(raised.value)

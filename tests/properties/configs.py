@@ -205,6 +205,13 @@ GOOD: Final[dict[str, Any]] = {
     "hash_weights": False,
     "standby": True,
     "report": False,
+    "fitted_on": {
+        "rows": 400,
+        "sha256": "0123456789abcdef" * 4,
+        "metric": "log_loss",
+        "value": 0.4,
+        "interval": [0.3, 0.5],
+    },
     "tuned_on": {
         "devices": ["Tesla T4"],
         "versions": {"torch": "2.6.0"},

@@ -23,8 +23,8 @@ from ensemble.common.shards import file_sha256
 from ensemble.common.text import quoted, shown_path
 from ensemble.config import MemberConfig
 from ensemble.data.formats import column_names, known_format
-from ensemble.data.input_file import missing_column, open_input
-from ensemble.data.predictions_csv import guessed_id_column, read_by_id
+from ensemble.data.input_file import missing_column, open_input, without_pandas_index
+from ensemble.data.predictions_csv import demand_as_written, guessed_id_column, read_by_id
 from ensemble.members.base import Assigned, Draft, Given, Inspection, MemberKind, OutputColumns
 from ensemble.members.csv.settings import CsvSettings
 
@@ -54,7 +54,7 @@ class CsvPredictions(MemberKind[CsvSettings, CsvInspection]):
         path = Path(source)
         if not path.is_file() or known_format(path) is None:
             return None
-        names = column_names(path)
+        names = without_pandas_index(column_names(path))
         own = guessed_id_column(names, usual=id_column)
         settings = {"task_type": "csv", "path": source} | ({} if own == id_column else {"id_column": own})
         labels = tuple(name for name in names if name != own)
@@ -70,6 +70,7 @@ class CsvPredictions(MemberKind[CsvSettings, CsvInspection]):
     def inspect(self, columns: OutputColumns) -> CsvInspection:
         path, id_column = self.settings.path, self.settings.id_column or columns.id_column
         self._demand_sha256()
+        demand_as_written(path)
         names, of_labels = column_names(path), self._columns_of(columns.labels)
         roles = {
             column: "column of the label" if column == label else f"column for the label {quoted(label)}:"
@@ -105,6 +106,10 @@ class CsvPredictions(MemberKind[CsvSettings, CsvInspection]):
         if self.settings.columns:
             read_as["columns"] = dict(self.settings.columns)
         return read_as | ({"values": "logits"} if self._are_logits else {})
+
+    def predicted_by(self) -> dict[str, object]:
+        changes_nothing = ("partial", "sha256")
+        return {key: value for key, value in super().predicted_by().items() if key not in changes_nothing}
 
     def content(self, inspected: CsvInspection, files: FileDigests) -> Mapping[str, str]:
         return {"file": files.digest(self.settings.path)}

@@ -3,19 +3,13 @@
 # No "from __future__ import annotations": pydantic would evaluate every annotation from its text again.
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import Field
 
 from ensemble.config import MemberConfig
 from ensemble.config.document import Problem
-from ensemble.config.values import Column, File, LabelMap, MustBe, label_items
-
-Sha256 = Annotated[
-    str,
-    StringConstraints(pattern=r"^[0-9A-Fa-f]{64}$"),
-    MustBe("all 64 hexadecimal digits of a SHA-256, as sha256sum prints them"),
-]
+from ensemble.config.values import Column, File, LabelMap, Sha256, label_items
 
 
 class CsvSettings(MemberConfig):

@@ -47,6 +47,14 @@ _KEYS_OF_THEIR_OWN = (
 # would be so without them changes nothing.
 _AS_GIVEN = ("allow_tf32", "merge_adapter", "gguf_file", "trust_remote_code")
 _TEXT_AS_GIVEN = ("prompt_template", "add_special_tokens", "truncation_side")
+# Keys of loading and of memory.
+_CHANGE_NO_NUMBER = (
+    "quantized_cache",
+    "expandable_segments",
+    "max_split_size_mb",
+    "allow_pickle",
+    "single_token",
+)
 # Where the config leaves them open, they are decided here, and told to every worker.
 _DECIDED = ("dtype", "attn_implementation", "max_length")
 # Of model_kwargs and tokenizer_kwargs: how files are had, not what is made of them. A token may change every day.
@@ -145,6 +153,13 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
             # Only where it is asked for and can be: what was made before there was this key stays what it is.
             **({"torch_compile": True} if compiles else {}),
             "source": [model.model_name_or_path, model.revision or "main"] if is_unknown else None,
+        }
+
+    def predicted_by(self) -> dict[str, object]:
+        return {
+            key: without_fetching(value) if key.endswith("_kwargs") and isinstance(value, dict) else value
+            for key, value in super().predicted_by().items()
+            if key not in _CHANGE_NO_NUMBER
         }
 
     def candidates(

@@ -1,0 +1,11 @@
+/* Stands before libc (LD_PRELOAD): flock fails as on a file system without locks. */
+
+#include <errno.h>
+
+int flock(int descriptor, int operation)
+{
+    (void)descriptor;
+    (void)operation;
+    errno = ENOLCK;
+    return -1;
+}
