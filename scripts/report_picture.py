@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 from tests.analysis.report.browser import browser  # noqa: E402
 
 TARGET = ROOT / "docs" / "report.png"
-WIDE, PHONE, HEIGHT, GAP, COLOURS = 800, 390, 1_150, 16, 64
+WIDE, PHONE, HEIGHT, GAP, COLOURS = 800, 390, 1_150, 16, 256
 
 
 def main() -> None:

@@ -45,14 +45,12 @@ class Registry(Generic[T]):
                 found: type[T] = getattr(import_module(module, self.package), attribute)
             except ModuleNotFoundError as error:
                 missing = (error.name or "").partition(".")[0]
-                extra = next(
-                    (one.extra for one in own_requirements() if one.name == missing and one.extra), ""
-                )
-                if not extra:
+                extras = [package for package in own_requirements() if package.extra]
+                package = next((package for package in extras if package.name == missing), None)
+                if package is None:
                     raise
                 raise ConfigError(
-                    f"{self.what} {name} needs {missing}, which is not installed; "
-                    f"pip install '{DISTRIBUTION}[{extra}]'"
+                    f"{self.what} {name} needs {missing}, which is not installed; {package.install}"
                 ) from error
             return found
         installed = self._installed()

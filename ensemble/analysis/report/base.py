@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from ensemble.common.errors import DataError
 from ensemble.common.host import available_memory_bytes
-from ensemble.common.text import gib
+from ensemble.common.text import gib, plural, shown_path
 from ensemble.data.csv_file import read_header
 from ensemble.data.formats import read_contents
 from ensemble.data.input_file import Contents, Wanted, cell_texts
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 # Of memory, for each value of a member or the ensemble;
 # 40 were measured with 600,000 rows, 5 members, 2 labels and no truth.
 BYTES_PER_VALUE = 50
+_TITLE_NAMES = 3
 
 
 class Section(ABC):
@@ -60,6 +61,14 @@ class ReportData:
 
     run_dir: Path
     report: RunReport
+
+    @property
+    def title(self) -> str:
+        """What the page is: of which run, members and rows."""
+        names = [member.name for member in self.report.members]
+        more = f" and {len(names) - _TITLE_NAMES:,} more" if len(names) > _TITLE_NAMES else ""
+        members = f"{' + '.join(names[:_TITLE_NAMES])}{more}"
+        return f"Run report: {shown_path(self.run_dir)}, {members}, {plural(self.report.rows, 'row')}"
 
     @cached_property
     def predictions(self) -> Predictions:

@@ -17,12 +17,16 @@ from ensemble.analysis.report.pictures import colours
 from ensemble.analysis.report.sections import SECTIONS
 from ensemble.analysis.report.shown import RESULTS_STYLE
 from ensemble.common.errors import DataError
-from ensemble.common.files import write_text
+from ensemble.common.files import unreadable, write_text
 from ensemble.common.redact import Redactor
 from ensemble.common.text import error_text
+from ensemble.data.predictions_csv import demand_as_written
 from ensemble.pipeline.report_page import DIGEST, page_digest
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import RunReport
+
+# Control characters, and those by which text of a table could turn the direction of what stands beside it.
+_UNSEEN = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 @dataclass(frozen=True)
@@ -40,14 +44,23 @@ def write_report(run_dir: Path, output: Path) -> list[str]:
         what could not be shown, a sentence for each section; their tracebacks go to the error stream.
 
     Raises:
-        DataError: there is no run.json that can be read.
+        DataError: there is no run.json that can be read, or a member's predictions were changed since or cannot be
+            read.
         WriteError: the disk is full or the like.
     """
-    report = RunReport.read(RunDir(run_dir).run_json)
-    made = [*_sections(ReportData(run_dir, report))]
+    rundir = RunDir(run_dir)
+    report = RunReport.read(rundir.run_json)
+    try:
+        for path in (rundir.predictions(one.name) for one in report.members if one.status == "complete"):
+            if path.exists():
+                demand_as_written(path)
+    except OSError as error:
+        raise DataError(unreadable(rundir.predictions_dir, error)) from error
+    data = ReportData(run_dir, report)
+    made = [*_sections(data)]
     page = html(
         _PAGE,
-        title=f"{run_dir.absolute().name}: {report.status.replace('_', ' ')}",
+        title=data.title,
         digest_name=DIGEST,
         # What could not be made may be made the next time: such a page counts as one of other results.
         digest="" if any(one.problem for one in made) else page_digest(report),
@@ -55,7 +68,7 @@ def write_report(run_dir: Path, output: Path) -> list[str]:
         colours=[*colours()],
         sections=made,
     )
-    write_text(output, page + "\n")
+    write_text(output, _UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", page) + "\n")
     return [one.problem for one in made if one.problem]
 
 
@@ -86,20 +99,26 @@ def _sections(data: ReportData) -> Iterator[_Made]:
 _STYLE = """
 body { margin: 0; background: var(--cfefefe); color: var(--c1f2328); line-height: 1.5;
   font: 16px/1.5 var(--font); overflow-wrap: anywhere; }
-main { max-width: 58rem; margin: 0 auto; padding: 1rem; }
+main { max-width: 64rem; margin: 0 auto; padding: 1rem; }
 h1 { font-size: 1.5rem; line-height: 1.25; margin: 0.5rem 0; }
 h2 { font-size: 1.2rem; margin: 2.5rem 0 0.5rem; padding-top: 0.5rem; border-top: 1px solid var(--cd8dee4); }
 h3 { font-size: 1rem; margin: 1.5rem 0 0.25rem; }
 p, ul, dl { margin: 0.5rem 0; }
 a { color: var(--c2f6fd1); }
 nav { font-size: 0.875rem; display: flex; flex-wrap: wrap; gap: 0.25rem 1rem; }
-.table { overflow-x: auto; margin: 0.75rem 0; }
+/* A shadow at each edge behind which there is more; at the table's own ends it is covered. */
+.table { overflow-x: auto; margin: 0.75rem 0; background:
+  linear-gradient(to right, var(--cfefefe) 50%, transparent) left / 3rem 100%,
+  linear-gradient(to left, var(--cfefefe) 50%, transparent) right / 3rem 100%,
+  linear-gradient(to right, rgb(127 127 127 / 0.6), transparent) left / 1rem 100%,
+  linear-gradient(to left, rgb(127 127 127 / 0.6), transparent) right / 1rem 100%;
+  background-attachment: local, local, scroll, scroll; background-repeat: no-repeat; }
 table { border-collapse: collapse; font-size: 0.875rem; font-variant-numeric: tabular-nums; }
-th, td { padding: 0.25rem 0.6rem; text-align: right; vertical-align: top; white-space: nowrap;
+th, td { padding: 0.25rem 0.5rem; text-align: right; vertical-align: top; white-space: nowrap;
   border-bottom: 1px solid var(--cd8dee4); }
 th { font-weight: 600; color: var(--c656d76); }
 th.left, td.left { text-align: left; }
-td.left { white-space: normal; overflow-wrap: anywhere; min-width: 6rem; }
+td.left { white-space: normal; overflow-wrap: anywhere; min-width: 6.5rem; }
 td .words, .words { white-space: pre-wrap; overflow-wrap: anywhere; min-width: 16rem; max-width: 36rem; }
 dl { display: grid; grid-template-columns: fit-content(40%) minmax(0, 1fr); gap: 0.1rem 1rem; font-size: 0.875rem; }
 dt { color: var(--c656d76); } dd { margin: 0; }

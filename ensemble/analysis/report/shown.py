@@ -23,6 +23,8 @@ _MAX_NAMED = 3
 # Characters of a row's name in a heat map, and of a member's in a table.
 _MAX_HEAD = 15
 MAX_NAME = 26
+# Members in a diagram with a line for each, and in what takes the time of members times members.
+MAX_MEMBERS = 50
 
 
 def percent(share: float, digits: int = 1) -> str:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,6 +18,7 @@ import pytest
 from ensemble.analysis.report.page import write_report
 from tests.analysis.report.browser import COMMAND, Browser, browser
 from tests.analysis.report.runs import EVIL, make_run
+from tests.project import ROOT, python_path
 from tests.sampling import one_in
 
 PHONE = 390
@@ -73,6 +77,16 @@ def test_the_page_opens(
         ).map(one => one.outerHTML.slice(0, 200))"""
     )
     assert wide == []
+    # A table that is wider than its frame says so: at the edge behind which there is more a shadow shows.
+    frames = tab.run(
+        """[...document.querySelectorAll(".table")].map(one => [one.scrollWidth > one.clientWidth,
+        getComputedStyle(one).backgroundAttachment,
+        getComputedStyle(one).backgroundImage.split("linear-gradient").length])"""
+    )
+    assert any(is_wider for is_wider, *_ in frames) or width != PHONE
+    assert {(attachment, shadows) for _, attachment, shadows in frames} == {
+        ("local, local, scroll, scroll", 5)
+    }
     # Nothing is pressed into a column of single letters.
     squeezed = tab.run(
         """[...document.querySelectorAll("main *")].filter(one => !one.closest("svg") && one.getClientRects().length
@@ -184,3 +198,44 @@ def test_a_million_rows(tab: Browser, tmp_path: Path, record_property: Callable[
     assert tab.open(page, PHONE).messages == []
     opened = tab.run("performance.getEntriesByType('navigation')[0].loadEventEnd / 1000")
     record_property("seconds to open", opened)
+
+
+def test_characters_that_nobody_sees_are_written_out(pages: dict[str, Path]) -> None:
+    text = pages["evil"].read_text(encoding="utf-8")
+    assert not set("\u202e\x01") & set(text)
+    assert "\\u202e \\u0001 _" in text
+
+
+def test_a_folder_of_predictions_that_may_not_be_entered(tmp_path: Path) -> None:
+    """One sentence, and no traceback for each section."""
+    make_run(tmp_path)
+    command = [sys.executable, "-m", "ensemble", "report", str(tmp_path / "run")]
+    if os.geteuid() == 0:  # who may read everything
+        if shutil.which("setpriv") is None:
+            pytest.skip("root can read every folder, and setpriv is not there to give that up")
+        command = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", *command]
+    folder = tmp_path / "run/predictions"
+    folder.chmod(0)
+    try:
+        variables = {**os.environ, "PYTHONPATH": python_path(ROOT)}
+        done = subprocess.run(command, env=variables, capture_output=True, text=True)
+    finally:
+        folder.chmod(0o755)
+    said = " ".join(done.stderr.split())
+    assert done.returncode == 2, said
+    assert "Traceback" not in said
+    assert re.search(r"run/predictions.* cannot be read \(Permission denied for user .*chmod a\+rx", said), (
+        said
+    )
+    assert said.count("error: ") == 1
+
+
+def test_what_does_not_scale_with_members_is_left_out_and_said(tmp_path: Path) -> None:
+    make_run(tmp_path, [f"m{number}" for number in range(60)])
+    page = tmp_path / "report.html"
+    assert write_report(tmp_path / "run", page) == []
+    text = " ".join(page.read_text(encoding="utf-8").split())
+    assert "The diagram has the first 50 of 60 members; the table has all." in text
+    assert "Left out: 60 members have too many pairs to compare (at most 50)." in text
+    assert "What a member adds is left out: 60 members are too many to merge without each in turn" in text
+    assert "Temperatures are left out: they are fitted for at most 50 members." in text

@@ -13,7 +13,7 @@ from scipy.stats import binomtest
 
 from ensemble.analysis.diversity import Diversity, diversity
 from ensemble.analysis.report.base import ReportData, Section, html, table
-from ensemble.analysis.report.shown import NOTHING, heat_map, number, percent, shortened, spread
+from ensemble.analysis.report.shown import MAX_MEMBERS, NOTHING, heat_map, number, percent, shortened, spread
 from ensemble.common.protocol import Activation
 from ensemble.merging.methods.base import Values
 
@@ -35,6 +35,12 @@ class Agreement(Section):
             return html(
                 "<p>{{ name }} is the only member: there is none to compare it with.</p>",
                 name=results.names[0],
+            )
+        if len(results.names) > MAX_MEMBERS:
+            return html(
+                "<p>Left out: {{ count }} members have too many pairs to compare (at most {{ most }}).</p>",
+                count=f"{len(results.names):,}",
+                most=MAX_MEMBERS,
             )
         found = diversity(results.values, results.activation, results.truth)
         pairs = [
@@ -170,7 +176,7 @@ def _maps(names: Sequence[str], found: Diversity, activation: Activation) -> Ite
         [NOTHING if np.isnan(v) else f"{v:.2f}".replace("0.", ".", 1) for v in row]
         for row in correlation.tolist()
     ]
-    what = "values" if errors is None else "errors (probability less truth)"
+    what = "values" if errors is None else "errors (probability \N{MINUS SIGN} truth)"
     if activation == "none" and errors is not None:
         what = "errors"
     yield one(correlation, cells, f"Correlation of {what}. {_range(correlation, lambda v: number(v, 2))}")

@@ -17,10 +17,10 @@ from ensemble.analysis.report.base import ReportData, Section, html, table
 from ensemble.analysis.report.pictures import MUTED, SERIES, picture
 from ensemble.analysis.report.results import Results, Rows
 from ensemble.analysis.report.shown import (
+    MAX_MEMBERS,
     MAX_NAME,
     METRIC_NAMES,
     NOTHING,
-    is_narrow,
     metric_text,
     number,
     points,
@@ -75,6 +75,8 @@ class Calibration(Section):
         shown, why = [*_compared(results, rows)], ""
         if not is_set and all(one.after is None for one in shown):
             why = f"Fewer than {_MIN_ROWS} rows bear no temperature."
+            if len(results.names) > MAX_MEMBERS:
+                why = f"Temperatures are left out: they are fitted for at most {MAX_MEMBERS} members."
         return html(
             """
 {% for line in lines %}<p class="{{ 'say' if loop.first }}">{{ line }}</p>
@@ -112,7 +114,7 @@ def _compared(results: Results, rows: Rows | None) -> Iterator[_One]:
                 after[name] = values
                 by_label = bool(given.scale or given.bias)
                 temperatures[name] = "by label" if by_label else number(given.temperature, 3)
-    else:
+    elif len(results.names) <= MAX_MEMBERS:
         kind: Kind = "sigmoid" if results.activation == "sigmoid" else "softmax"
         for name, values in zip(results.names, raw, strict=True):
             there = np.flatnonzero(~np.isnan(values).any(axis=1))
@@ -181,7 +183,7 @@ def _lines(results: Results, shown: list[_One], is_set: bool) -> Iterator[str]:
     who = "The ensemble" if first.name == _ENSEMBLE else first.name
     is_exclusive = results.activation == "softmax"
     if not gap.excludes_zero:
-        what = "mean confidence less accuracy" if is_exclusive else "mean probability less frequency"
+        what = f"mean {_gap_name(is_exclusive)}"
         said = (
             f"As far as these rows tell, {name} is neither "
             f"over- nor underconfident ({what}: {points(gap.value)}, {points(gap.low)} to {points(gap.high)})"
@@ -208,11 +210,14 @@ def _lines(results: Results, shown: list[_One], is_set: bool) -> Iterator[str]:
         )
 
 
+def _gap_name(is_exclusive: bool) -> str:
+    return "confidence \N{MINUS SIGN} accuracy" if is_exclusive else "probability \N{MINUS SIGN} frequency"
+
+
 def _picture(panels: list[_One], count: int, is_exclusive: bool) -> Markup:
 
     def draw(figure: Figure) -> None:
-        across = min(len(panels), 2 if is_narrow(figure) else 3)
-        down = -(-len(panels) // across)
+        across = min(len(panels), 2)
         grid = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
         for axes in grid.flat[len(panels) :]:
             axes.set_visible(False)
@@ -243,24 +248,21 @@ def _picture(panels: list[_One], count: int, is_exclusive: bool) -> Markup:
         figure.supylabel("right (%)" if is_exclusive else "came true (%)", fontsize=8.5, color=MUTED)
 
     left_out = f" Of {count}, the {len(panels)} first; the table has all." if count > len(panels) else ""
-    heights = [
-        40 + side * -(-len(panels) // min(len(panels), across)) for side, across in ((235, 3), (165, 2))
-    ]
+    down = -(-len(panels) // 2)
     return picture(
         draw,
         "Reliability diagrams",
         "Confidence against how often it was right, in bins of 10 points; on the dashed line they are the same, "
         "below it promises are too high. The larger the dot, the more rows; bins of fewer than "
         f"{_MIN_IN_BIN} are left out. Lines are 95 % intervals.{left_out}",
-        height=heights[0],
-        width=720 if len(panels) > 2 else 260 * len(panels) + 60,
-        narrow_height=heights[1],
+        height=40 + 275 * down,
+        width=560 if len(panels) > 1 else 320,
+        narrow_height=40 + 165 * down,
     )
 
 
 def _table(results: Results, shown: list[_One], is_set: bool) -> Markup:
     loss = METRIC_NAMES[results.loss.name]
-    what = "confidence less accuracy" if results.activation == "softmax" else "probability less frequency"
     rows: list[list[object]] = []
     for one in shown:
         before, after = one.errors
@@ -278,5 +280,12 @@ def _table(results: Results, shown: list[_One], is_set: bool) -> Markup:
             ]
         )
     calibration = "calibration" if is_set else "temperature"
-    headers = ["", what, "ECE before", "after", calibration, f"{loss} after less before"]
+    headers = [
+        "",
+        _gap_name(results.activation == "softmax"),
+        "ECE before",
+        "after",
+        calibration,
+        f"{loss}, after \N{MINUS SIGN} before",
+    ]
     return table(headers, rows)

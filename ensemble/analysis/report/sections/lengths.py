@@ -59,11 +59,10 @@ class Lengths(Section):
                     rows,
                 )
             )
-        empty = [
-            f"{plural(count, 'empty text')} in {name}" for name, count in report.null_texts.items() if count
-        ]
+        empty = [f"{plural(count, 'row')} in {name}" for name, count in report.null_texts.items() if count]
         if empty:
-            parts.append(html('<p class="note">{{ text }}.</p>', text=", ".join(empty)))
+            note = '<p class="note">Empty, or with a null turn: {{ text }}.</p>'
+            parts.append(html(note, text=", ".join(empty)))
         return Markup().join(parts) if parts else None
 
 

@@ -41,6 +41,10 @@ class RowsToRead(Section):
         return html(
             """
 {% if problem %}<p class="note">{{ problem }}</p>{% endif %}
+{% if lists and has_legend %}
+<p class="note"><span class="tag">label</span> answer of the members beside it{% if has_truth %},
+<span class="tag right">label \N{CHECK MARK}</span> the right answer{% endif %}.</p>
+{% endif %}
 {% for title, note, cards in lists %}
 <h3>{{ title }}</h3>
 <p class="note">{{ note }}</p>
@@ -51,6 +55,8 @@ class RowsToRead(Section):
 {% if not lists %}<p>There are no rows to show: nothing was merged.</p>{% endif %}
 """,
             problem=problem,
+            has_legend=results.activation != "none",
+            has_truth=results.truth is not None,
             lists=[
                 (
                     title,

@@ -12,6 +12,7 @@ from ensemble.analysis.metrics import METRICS, Interval, Scored
 from ensemble.analysis.report.base import ReportData, Section, html, table
 from ensemble.analysis.report.results import Results
 from ensemble.analysis.report.shown import (
+    MAX_MEMBERS,
     MAX_NAME,
     METRIC_NAMES,
     NOTHING,
@@ -25,6 +26,7 @@ from ensemble.analysis.report.shown import (
 )
 from ensemble.common.text import plural
 from ensemble.merging.methods.base import Values
+from ensemble.pipeline.run_report import FittedOn
 
 _ENSEMBLE = "ensemble"
 
@@ -34,7 +36,9 @@ class Scores(Section):
 
     def html(self, data: ReportData) -> Markup:
         results = data.results
-        shown = _without_truth(results) if results.truth is None else _with_truth(results)
+        shown = (
+            _without_truth(results) if results.truth is None else _with_truth(results, data.report.fitted_on)
+        )
         remarks = results.predictions.remarks
         return html(
             "{{ shown }}{% for line in remarks %}<p class=note>{{ line }}</p>{% endfor %}",
@@ -43,7 +47,7 @@ class Scores(Section):
         )
 
 
-def _with_truth(results: Results) -> Markup:
+def _with_truth(results: Results, fitted_on: FittedOn | None) -> Markup:
     ensemble, has_loss = results.ensemble, results.method.gives_probabilities
     loss, name = results.loss, METRIC_NAMES[results.loss.name]
     everybody: list[tuple[str, Values]] = [*zip(results.names, results.as_merged, strict=True)]
@@ -71,7 +75,6 @@ def _with_truth(results: Results) -> Markup:
     if (gain := results.gain) is not None:
         differences[gain[0]] = gain[1]
     order = sorted(results.names, key=lambda who: _value(scores[who][0]))
-    shares = results.weights / results.weights.sum()
     rows: list[list[object]] = []
     for who in [*([_ENSEMBLE] if ensemble is not None else []), *order]:
         row: list[object] = [
@@ -82,16 +85,11 @@ def _with_truth(results: Results) -> Markup:
         row.append(
             with_interval(loss.name, differences[who], is_difference=True) if who in differences else ""
         )
-        row += [
-            "" if who == _ENSEMBLE else percent(float(shares[results.names.index(who)])),
-            f"{rows_of[who]:,}",
-        ]
-        rows.append(row)
+        rows.append([*row, f"{rows_of[who]:,}"])
     headers = [
         "",
         *(metric_heading(metric) for metric in results.metrics),
-        "less the ensemble",
-        "weight",
+        "member \N{MINUS SIGN} ensemble",
         "rows",
     ]
     drawn = [(who, differences[who]) for who in order if who in differences]
@@ -103,17 +101,24 @@ def _with_truth(results: Results) -> Markup:
 <p class="note">In brackets 95 % intervals (bootstrap over rows); those of differences are paired: the same rows
 count for both. The best member stands first{% if gain %}; the difference of {{ gain }} is the one that the run has
 printed, with the normal interval of the rows' differences{% endif %}.
-{% if rules %}The ensemble's scores are with the rules, the members' without them; in what is less the ensemble both
-are with them.{% endif %}</p>
+{% if rules %}The ensemble's scores are with the rules, the members' without them; in differences both are with
+them.{% endif %}
+{% if left_out %}The diagram has the first {{ drawn }} of {{ members }} members; the table has all.{% endif %}</p>
 {% for line in problems %}<p class="note">{{ line }}</p>{% endfor %}
 """,
-        lines=[*_verdict(results, scores, rows_of, differences)],
+        lines=[
+            *_verdict(results, scores, rows_of, differences),
+            *([] if fitted_on is None else [f"The ensemble: {fitted_on.text}."]),
+        ],
+        left_out=len(drawn) > MAX_MEMBERS,
+        drawn=MAX_MEMBERS,
+        members=f"{len(drawn):,}",
         picture=differences_picture(
-            drawn,
-            f"{name} of each member less the ensemble's",
-            f"The {name} of each member less the ensemble's, with 95 % intervals: to the right of 0 the ensemble "
+            drawn[:MAX_MEMBERS],
+            f"{name}, member \N{MINUS SIGN} ensemble",
+            f"The {name} of each member minus the ensemble's, with 95 % intervals: to the right of 0 the ensemble "
             "is better, to the left the member. Grey: no more than noise.",
-            f"{metric_heading(loss.name)}, member less ensemble",
+            f"{metric_heading(loss.name)}, member \N{MINUS SIGN} ensemble",
         )
         if drawn
         else "",
@@ -157,7 +162,8 @@ def _verdict(
     if not gap.excludes_zero:
         size = with_interval(results.loss.name, gap, is_difference=True)
         yield html(
-            "{{ first }}: over {{ rows }} that is no more than noise ({{ best }} less the ensemble: {{ size }}).",
+            "{{ first }}: over {{ rows }} that is no more than noise "
+            "({{ best }} \N{MINUS SIGN} ensemble: {{ size }}).",
             first=first,
             rows=plural(rows_of[_ENSEMBLE], "row"),
             best=best,
@@ -167,7 +173,6 @@ def _verdict(
         yield html('{{ first }}: <strong class="good">better by {{ size }}</strong>.', first=first, size=size)
     else:
         yield html('{{ first }}: <strong class="bad">worse by {{ size }}</strong>.', first=first, size=size)
-    if gap.value < 0:
         yield html(
             "These weights lose to {{ best }} alone. <code>{{ command }}</code> finds weights that the rows with "
             "labels bear out.",
@@ -177,12 +182,11 @@ def _verdict(
 
 
 def _without_truth(results: Results) -> Markup:
-    shares = results.weights / results.weights.sum()
     ensemble, rows = results.ensemble, list[list[object]]()
     has_confidence = results.activation != "none"
-    for who, values, share in zip(results.names, results.values, shares.tolist(), strict=True):
+    for who, values in zip(results.names, results.values, strict=True):
         there = ~np.isnan(values).any(axis=1)
-        row: list[object] = [shortened(who, MAX_NAME), percent(share), f"{int(there.sum()):,}"]
+        row: list[object] = [shortened(who, MAX_NAME), f"{int(there.sum()):,}"]
         if has_confidence:
             row.append(percent(_confidence(results, values[there])))
         if ensemble is not None:
@@ -191,8 +195,8 @@ def _without_truth(results: Results) -> Markup:
     if ensemble is not None:
         own = percent(_confidence(results, ensemble))
         first = html("<strong>{{ who }}</strong>", who=_ENSEMBLE)
-        rows.insert(0, [first, "", f"{len(ensemble):,}", *([own] if has_confidence else []), ""])
-    headers = ["", "weight", "rows", *(["mean confidence"] if has_confidence else [])]
+        rows.insert(0, [first, f"{len(ensemble):,}", *([own] if has_confidence else []), ""])
+    headers = ["", "rows", *(["mean confidence"] if has_confidence else [])]
     if ensemble is not None:
         headers.append(
             "mean distance from the ensemble" if not has_confidence else "same answer as the ensemble"

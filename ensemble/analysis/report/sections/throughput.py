@@ -65,7 +65,7 @@ class Throughput(Section):
         parts.append(
             html(
                 '<p class="note">Busy: the share of a worker\'s life in forward passes. Computing: from the first '
-                "chunk to the last; of a member that an earlier run computed, the sum of its chunks.</p>"
+                "chunk to the last; of a member that an earlier run computed, in that run.</p>"
             )
         )
         return Markup().join(parts)
@@ -73,6 +73,8 @@ class Throughput(Section):
 
 def _row(member: MemberReport, counters: Counters) -> tuple[str, ...]:
     seconds = member.progress.seconds if member.chunks else None
+    if not member.chunks and member.computed_before:
+        seconds = member.computed_before[-1].seconds
     seconds = seconds or counters.predict_seconds or None
     busy = [one.forward_share for one in member.workers if one.forward_share is not None]
 

@@ -12,8 +12,10 @@ from ensemble.analysis.metrics import Interval
 from ensemble.analysis.report.base import ReportData, Section, html, table
 from ensemble.analysis.report.results import Results
 from ensemble.analysis.report.shown import (
+    MAX_MEMBERS,
     MAX_NAME,
     METRIC_NAMES,
+    NOTHING,
     differences_picture,
     metric_heading,
     metric_text,
@@ -22,6 +24,7 @@ from ensemble.analysis.report.shown import (
     with_interval,
 )
 from ensemble.common.text import plural
+from ensemble.config.values import weight_text
 
 # Numbers that merging again without each member in turn may take; of more rows as many are taken as that allows.
 _MAX_CELLS = 2_000_000_000
@@ -33,10 +36,15 @@ class Weights(Section):
     def html(self, data: ReportData) -> Markup:
         results = data.results
         shares = results.weights / results.weights.sum()
-        weights = table(
-            ["member", "weight"],
-            [[name, percent(float(share))] for name, share in zip(results.names, shares, strict=True)],
-        )
+        by_name = dict(zip(results.names, shares.tolist(), strict=True))
+        written = {
+            member.name: percent(by_name[member.name])
+            if isinstance(member.weight, int | float)
+            else html("<div class=words>{{ text }}</div>", text=weight_text(member.weight))
+            for member in data.report.members
+            if member.name in by_name
+        }
+        weights = table(["member", "weight"], [*written.items()])
         if missing := _missing(results):
             return html("<p>{{ missing }}</p>{{ weights }}", missing=missing, weights=weights)
         assert results.ensemble is not None
@@ -57,7 +65,6 @@ class Weights(Section):
                 alone.append(f"{name}: {found}")
         order = sorted(worth, key=lambda name: -worth[name].value)
         loss = METRIC_NAMES[results.loss.name]
-        by_name = dict(zip(results.names, shares.tolist(), strict=True))
         return html(
             """
 {% for line in lines %}<p class="{{ 'say' if loop.first }}">{{ line }}</p>
@@ -71,22 +78,24 @@ intervals are paired: the same rows count with and without the member, and rows 
             lines=[*_lines(order, worth, by_name, results.loss.name)],
             picture=differences_picture(
                 [(name, worth[name]) for name in order],
-                f"{loss} of the ensemble without each member, less that of the whole ensemble",
+                f"{loss} of the ensemble, without each member \N{MINUS SIGN} with it",
                 f"By how much the {loss} rises without the member, with 95 % intervals: to the right of 0 the "
                 "member helps, to the left the ensemble is better off without it. Grey: no more than noise.",
-                f"{metric_heading(results.loss.name)}, without less with",
+                f"{metric_heading(results.loss.name)}, without \N{MINUS SIGN} with the member",
             ),
             table=table(
-                ["member", "weight", f"{loss} without less with it", "", "rows"],
+                ["member", "weight", f"{loss}, without it \N{MINUS SIGN} with it", "", "rows"],
                 [
                     [
                         shortened(name, MAX_NAME),
-                        percent(by_name[name]),
-                        with_interval(results.loss.name, worth[name], is_difference=True),
-                        _word(worth[name]),
+                        written[name],
+                        with_interval(results.loss.name, worth[name], is_difference=True)
+                        if name in worth
+                        else NOTHING,
+                        _word(worth[name]) if name in worth else "",
                         f"{compared[name]:,}",
                     ]
-                    for name in order
+                    for name in [*order, *(name for name in results.names if name not in worth)]
                 ],
                 left=(0, 3),
             ),
@@ -103,6 +112,11 @@ def _missing(results: Results) -> str:
         return f"{results.names[0]} is the only member, so there is no ensemble without it."
     if not results.method.gives_probabilities:
         return f"What a member adds is not shown: {results.no_loss}."
+    if (count := len(results.names)) > MAX_MEMBERS:
+        return (
+            f"What a member adds is left out: {count:,} members are too many to merge without each in turn (at "
+            f"most {MAX_MEMBERS})."
+        )
     if problem := results.merge_problem:
         return f"What a member adds is not shown: {problem}."
     return ""
