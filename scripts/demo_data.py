@@ -213,6 +213,8 @@ learned from the words of the training synsets, as short texts of their own.
 | `pictures/` | `<id>.png`: the glosses of the first {pictures} rows of `test.csv`, drawn, 27 by 27 pixels |
 {members}
 | `heads/llama_mean.safetensors` | a linear head on the mean of llama's hidden states, trained on `train.csv` |
+| `pairs.csv` | `prompt` and two answers as JSON lists; `label`: which answer is about something alive |
+| `adapters/llama_pairs/` | a LoRA adapter and head for `pairs.csv`, trained over llama's weights in nf4 |
 | `LICENSE.WordNet` | the licence of WordNet: the tables, pictures, models and tokenizers are made from it |
 
 `gemma2` and `llama` list their labels in different orders. Their tokenizers put a bos and an eos

@@ -9,7 +9,8 @@ checkpoints, small enough for the repository: two classifiers, a Gemma-2 and a L
 is a causal language model, each with a byte-level BPE tokenizer of its own. They differ where members of
 an ensemble differ in practice (architecture, vocabulary, letter case, pad token, order of the labels),
 so that the demo meets those cases. A classifier of pictures and its pictures are in `demo_pictures.py`;
-the head under `demo/heads/` is `train_pooled_head.py`'s, and `make demo` makes it anew behind this.
+the head under `demo/heads/` is `train_pooled_head.py`'s and the adapter under `demo/adapters/`, with its table,
+`train_adapter.py`'s; `make demo` makes them anew behind this.
 
 They are trained two at a time, each in a process with one thread. Seeds are fixed; floating
 point makes the last digits vary between machines. Rows, scores and README are in `demo_data.py`;

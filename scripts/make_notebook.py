@@ -56,6 +56,30 @@ def ensemble(*arguments, good=(0,)):
     if process.returncode not in good:
         raise RuntimeError(f"ensemble {arguments[0]} ended with exit code {process.returncode}; see above")'''
 
+LORA = """\
+%%writefile lora.yaml
+# Over config.yaml: what differs from it, key by key. Leave out what you do not need.
+models:
+  - name: gemma2  # a LoRA adapter over its base, which is quantized as config.yaml says
+    model_name_or_path: {inputs}/gemma-2-9b-it
+    adapter_name_or_path: {inputs}/gemma-2-9b-lmsys-lora
+defaults:
+  # Of a row that is too long each column loses its share, and the words between the columns stay.
+  truncation:
+    fields:
+      prompt: {{share: 0.2, keep: head}}
+      response_a: {{share: 0.4, keep: head_tail}}
+      response_b: {{share: 0.4, keep: head_tail}}
+  # Each row twice, which takes twice the time: the mean of both orders of the answers.
+  views:
+    - {{name: as_is}}
+    - name: swapped
+      swap: {{columns: [response_a, response_b], labels: [winner_model_a, winner_model_b]}}"""
+
+REHEARSE = """\
+train = "{train}"
+ensemble("rehearse", *CONFIG, "--rows", "25000", "--lengths-from", train, good=(0, 1))"""
+
 LOOK = """\
 import pandas as pd
 
@@ -75,6 +99,7 @@ def cells() -> list[dict[str, Any]]:
     """The notebook's cells."""
     text = CONFIG.read_text(encoding="utf-8").partition("\n")[2]  # without the editor's path of the schema
     config = yaml.safe_load(text)
+    inputs = Path(config["data"]["path"]).parent
     paths = {"submission": config["submission"]["path"], "sample": config["submission"]["sample"]}
     look = LOOK.format(**paths, id=config["data"]["id_column"])
     return [
@@ -82,12 +107,24 @@ def cells() -> list[dict[str, Any]]:
         _code("attach", ATTACH),
         _markdown("settings", "The config. Put your own inputs' folders in place of the model paths."),
         _code("config", f"%%writefile config.yaml\n{text.strip()}"),
+        _markdown(
+            "options",
+            'An adapter, truncation by column and a swapped view. Without them: `CONFIG = ["config.yaml"]`.',
+        ),
+        _code("lora", LORA.format(inputs=inputs.parent)),
+        _code("chosen", 'CONFIG = ["config.yaml", "lora.yaml"]'),
         _markdown("checks", "Can it run here? Are config, data and models right? What fits where?"),
-        _code("doctor", 'ensemble("doctor", "config.yaml")'),
-        _code("validate", 'ensemble("validate", "config.yaml")'),
-        _code("plan", 'ensemble("plan", "config.yaml")'),
+        _code("doctor", 'ensemble("doctor", *CONFIG)'),
+        _code("validate", 'ensemble("validate", *CONFIG)'),
+        _code("plan", 'ensemble("plan", *CONFIG)'),
+        _markdown(
+            "rehearsal",
+            "How long do 25,000 rows take, which are as long as those of `train.csv`? By a run of a sample. Exit "
+            "code 1: they would not be done within `time_limit`, or not fit on the disk.",
+        ),
+        _code("rehearse", REHEARSE.format(train=inputs / "train.csv")),
         _markdown("computing", "Exit code 4: a `time_limit` ended it, with a complete submission."),
-        _code("run", 'ensemble("run", "config.yaml", good=(0, 4))'),
+        _code("run", 'ensemble("run", *CONFIG, good=(0, 4))'),
         _markdown("result", "A look at what will be submitted."),
         _code("look", look),
     ]

@@ -25,6 +25,7 @@ from ensemble.config.schema import (  # noqa: E402
     CalibrationConfig,
     DataConfig,
     EnsembleConfig,
+    FittingConfig,
     MemberConfig,
     RuleConfig,
     RunConfig,
@@ -82,6 +83,7 @@ def page() -> str:
         ("`ensemble`", EnsembleConfig),
         ("`rules`: each of them", RuleConfig),
         ("`submission`", SubmissionConfig),
+        ("`fitted_on`", FittingConfig),
         ("`tuned_on`", TuningConfig),
     ):
         parts += [section(title, model, model.model_fields)]

@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.checkpoints import make_checkpoint, make_texts
+from tests.checkpoints import make_adapter, make_base, make_checkpoint, make_texts
 from tests.project import ROOT
 from tests.waiting import PATIENCE_SECONDS
 
@@ -34,6 +34,8 @@ subprocess.run(["mount", "--bind", folder, folder], check=True)
 subprocess.run(["mount", "-o", "remount,bind,ro", folder], check=True)
 os.execv(command[0], command)
 """
+# Lines that depend on the machine and the moment; the last is said only where the report takes a while.
+_PASSING = re.compile(r"\d|─|[CG]PU|^(gemma2|llama3)\b|^the report is being written$")
 _INTRODUCTION = """\
 # The notebook, run
 
@@ -59,6 +61,23 @@ def lay_out(root: Path) -> None:
     _write_csv(data / "test.csv", ["id", "prompt", "response_a", "response_b"], rows)
     sample = [[row[0], "0.33", "0.33", "0.34"] for row in rows]
     _write_csv(data / "sample_submission.csv", ["id", *LABELS], sample)
+
+
+def lay_out_options(root: Path) -> None:
+    """What the notebook's lora.yaml and its rehearsal read beside that: a base, its adapter, and labelled rows."""
+    make_adapter(
+        root / "input" / "gemma-2-9b-lmsys-lora",
+        make_base(root / "input" / "gemma-2-9b-it", "gemma2", seed=3),
+        labels=len(LABELS),
+        modules_to_save=["score"],
+    )
+    texts = make_texts(180, seed=6)
+    rows = [
+        [str(index), *[json.dumps([turn]) for turn in texts[3 * index : 3 * index + 3]], "1", "0", "0"]
+        for index in range(60)
+    ]
+    header = ["id", "prompt", "response_a", "response_b", *LABELS]
+    _write_csv(root / "input" / COMPETITION / "train.csv", header, rows)
 
 
 def _write_csv(path: Path, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -164,15 +183,40 @@ def rendered(notebook: Mapping[str, Any], root: Path) -> str:
     return re.sub(r"\bLinux-\S+", "Linux", text) + "\n"
 
 
+def page(notebook: Mapping[str, Any], root: Path) -> str:
+    """docs/kaggle-output.md, of a notebook that was run in ``root``."""
+    return f"{_INTRODUCTION}\n{rendered(notebook, root)}"
+
+
+def lasting(page: str) -> list[str]:
+    """What a page says on every machine, at every run: its text, and lines of outputs without figures.
+
+    What doctor and plan say of the machine is left out, and so are its devices and the progress of members.
+    """
+    lines: list[str] = []
+    is_output = is_of_machine = False
+    for line in page.splitlines():
+        if line.startswith("```"):
+            is_output = line == "```text"
+        elif not is_output:
+            if line.startswith("ensemble("):
+                is_of_machine = line.startswith(('ensemble("doctor"', 'ensemble("plan"'))
+            lines.append(line)
+        elif not is_of_machine and not _PASSING.search(line) and line not in lines:
+            lines.append(" ".join(line.split()))
+    return [line for line in lines if line]
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "kaggle"
         lay_out(root)
+        lay_out_options(root)
         attach_checkout(root)
         done, executed = run_notebook(make_image(Path(folder)), root)
         if not executed:
             sys.exit(done.stdout)
-        OUTPUT.write_text(f"{_INTRODUCTION}\n{rendered(executed, root)}", encoding="utf-8")
+        OUTPUT.write_text(page(executed, root), encoding="utf-8")
 
 
 if __name__ == "__main__":

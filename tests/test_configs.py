@@ -19,10 +19,18 @@ import yaml
 from safetensors.torch import load_file
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.naive_bayes import MultinomialNB
+from transformers import AutoTokenizer, BitsAndBytesConfig
 
 from bench.shapes import GEMMA_2_9B, LLAMA_3_8B, make_full_size
 from ensemble.members.registry import KINDS
-from tests.checkpoints import image_reference, label_reference, make_language_model, reference
+from tests.checkpoints import (
+    adapter_reference,
+    four_bits_tolerance,
+    image_reference,
+    label_reference,
+    make_language_model,
+    reference,
+)
 from tests.kaggle import LABELS, lay_out
 from tests.nvml.sim import GIB, Gpu, Memory, NvmlSim, gpu_uuid
 from tests.project import ROOT, Project
@@ -35,7 +43,7 @@ def test_no_config_goes_untested() -> None:
     assert {path.name for path in (ROOT / "configs").glob("*.yaml")} == {
         *("demo.yaml", "kaggle.yaml"),
         *("csv.yaml", "python.yaml", "onnx.yaml", "mixed.yaml", "causal_lm.yaml"),
-        *("pooled.yaml", "views.yaml", "image.yaml"),
+        *("pooled.yaml", "views.yaml", "image.yaml", "lora.yaml"),
     }
 
 
@@ -95,6 +103,43 @@ def test_each_row_in_two_views(project: Project) -> None:
     names = json.loads((folder / "config.json").read_text(encoding="utf-8"))["id2label"]
     found = other[differ][:20][[names[str(number)] for number in range(len(names))]]
     np.testing.assert_allclose(found, reference(folder, texts, 128), atol=2e-5)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft on transformers 5
+def test_an_adapter_over_a_four_bit_base(project: Project) -> None:
+    """Each row as plain transformers and peft have it, alone, in both views."""
+    pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes")
+    done = project.ensemble("run", str(ROOT / "configs" / "lora.yaml"), "--set", "report=false")
+    assert done.returncode == 0, done.stderr
+    assert "160 of 600 rows were cut at max_length 96" in done.stdout
+    assert project.run_json("runs/lora")["scores"]["ensemble"]["log_loss"] < 0.3, "chance is 1.1"
+    table = pd.read_csv(ROOT / "demo" / "pairs.csv", index_col="id")
+    folder = project.folder / "runs/lora/predictions"
+    mean, as_is, swapped = (
+        pd.read_csv(folder / f"{name}.csv", index_col="id")[LABELS]
+        for name in ("llama_lora", "llama_lora@as_is", "llama_lora@swapped")
+    )
+    np.testing.assert_allclose(mean, (as_is + swapped) / 2, atol=1e-12)
+    prompts = table[["prompt", "response_a", "response_b"]].map(json.loads).map(" ".join)
+    plain = prompts["prompt"] + " <a>: " + prompts["response_a"] + " <b>: " + prompts["response_b"]
+    turned = prompts["prompt"] + " <a>: " + prompts["response_b"] + " <b>: " + prompts["response_a"]
+    base = ROOT / "demo/models/llama"
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    whole = [row for row, text in plain.items() if len(tokenizer(text)["input_ids"]) <= 96]
+    assert len(whole) == 300 - 160 / 2, "a row is as long in both views"
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    texts = [*plain[whole[:40]], *turned[whole[:40]]]
+    adapter = ROOT / "demo/adapters/llama_pairs"
+    expected = adapter_reference(base, adapter, texts, 3, quantization_config=settings)
+    tolerance = four_bits_tolerance()
+    np.testing.assert_allclose(as_is.loc[whole[:40]], expected[:40], atol=tolerance)
+    np.testing.assert_allclose(swapped.loc[whole[:40]], expected[40:][:, [1, 0, 2]], atol=tolerance)
 
 
 @pytest.mark.long

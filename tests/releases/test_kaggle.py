@@ -19,9 +19,12 @@ from tests.kaggle import (
     NOTEBOOK,
     OUTPUT,
     attach_checkout,
+    lasting,
     lay_out,
+    lay_out_options,
     make_image,
     offline,
+    page,
     run_notebook,
 )
 from tests.project import ROOT
@@ -39,18 +42,19 @@ pytestmark = pytest.mark.filterwarnings("default")
 @pytest.fixture
 def kaggle(tmp_path: Path) -> Path:
     """What stands for /kaggle."""
-    for module in ("bitsandbytes", "nbconvert", "ipykernel"):
+    for module in ("bitsandbytes", "nbconvert", "ipykernel", "peft"):
         pytest.importorskip(module)
     root = tmp_path / "it's kaggle"
     lay_out(root)
+    lay_out_options(root)
     return root
 
 
 def test_the_notebook_is_made_of_the_config() -> None:
     assert NOTEBOOK.read_text(encoding="utf-8") == make_notebook.notebook_text()
-    page = OUTPUT.read_text(encoding="utf-8")
+    stored = OUTPUT.read_text(encoding="utf-8")
     missing = [
-        cell["source"] for cell in make_notebook.cells() if "".join(cell["source"]).lstrip("# ") not in page
+        cell["source"] for cell in make_notebook.cells() if "".join(cell["source"]).lstrip("# ") not in stored
     ]
     assert not missing, "run python -m tests.kaggle"
 
@@ -69,9 +73,14 @@ def test_the_notebook_ends_with_a_submission(kaggle: Path, tmp_path: Path) -> No
     assert "A run can start." in said["doctor"]
     assert "All checks passed." in said["validate"]
     assert "nf4 weights" in said["plan"]
+    assert "the whole run would take" in said["rehearse"]
+    assert "LoRA adapter" in said["run"]
+    assert (kaggle / "working/run/predictions/gemma2@swapped.csv").is_file()
     assert "submission: submission.csv" in said["run"]
     assert "136060" in said["look"]
     assert _state(kaggle / "input") == inputs
+    stored = OUTPUT.read_text(encoding="utf-8")
+    assert lasting(page(notebook, kaggle)) == lasting(stored), "it is out of date: run python -m tests.kaggle"
 
 
 @pytest.mark.long
@@ -79,9 +88,7 @@ def test_a_bad_exit_code_stops_the_notebook(kaggle: Path, tmp_path: Path) -> Non
     attach_checkout(kaggle)
     table = kaggle / "input" / COMPETITION / "test.csv"
     table.write_text(table.read_text(encoding="utf-8").replace("[", "", 1), encoding="utf-8")
-    without_doctor = {
-        r"ensemble(\"doctor\", \"config.yaml\")": "pass"
-    }  # which would find it, too, but takes longer
+    without_doctor = {r"ensemble(\"doctor\", *CONFIG)": "pass"}  # which would find it, too, but takes longer
     done, _ = run_notebook(make_image(tmp_path), kaggle, without_doctor)
     assert done.returncode == 1
     assert "row 1 (id '136060')" in done.stdout
