@@ -10,7 +10,7 @@ CONFIG ?= configs/demo.yaml
 MINUTES ?= 10
 
 .PHONY: help run test test-all test-gpu test-releases overlays bench bench-quick bench-gpu soak lint types unit rest format \
-	demo clean
+	demo release clean
 .DEFAULT_GOAL := help
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo "make soak    kill runs at random moments for MINUTES=10, resume each until it is done, and compare the files"
 	@echo "make format  let ruff rewrite what it can"
 	@echo "make demo    train the demo models again (needs Debian's wordnet-base; about 25 minutes)"
+	@echo "make release TAG=v0.1.0  build a release of the last commit into dist/, if TAG is the version"
 	@echo "make clean   remove the environment and caches"
 
 run: $(VENV)/.runtime
@@ -85,6 +86,10 @@ format: $(VENV)/.dev
 demo: $(VENV)/.dev
 	$(BIN)/python scripts/make_demo.py
 	$(BIN)/python scripts/train_pooled_head.py demo/models/llama demo/train.csv demo/heads/llama_mean.safetensors
+	$(BIN)/python scripts/train_adapter.py
+
+release: $(VENV)/.dev
+	@$(BIN)/python scripts/release.py '$(TAG)'
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from tests.waiting import PATIENCE_SECONDS
 # Only for those who work on the project.
 _LEFT_OUT = (".ci/", ".gitignore")
 _BUILD = "import sys; from setuptools.build_meta import *; to = sys.argv[1]; build_sdist(to); build_wheel(to)"
+_TEXTS = (".ipynb", ".json", ".md", ".py", ".toml", ".txt", ".yaml")
 
 
 @pytest.fixture(scope="module")
@@ -90,3 +93,28 @@ def test_the_wheel_works_in_an_empty_folder(built: Path, project: Project, tmp_p
     assert Path(where.stdout.strip()).is_relative_to(site)
     assert ensemble(empty, "--version").startswith("ensemble ")
     assert "All checks passed" in ensemble(project.folder, "validate", "config.yaml")
+
+
+def test_no_text_installs_the_project_by_its_name() -> None:
+    """Nobody has published it, so it is installed from a checkout."""
+    by_name = re.compile(r"pip install [^\n]*ensemble[-_]runner(?!-\S*\.whl)")
+    texts = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "Makefile", ROOT / "pyproject.toml"]
+    for folder in ("bench", "configs", "demo", "docs", "ensemble", "scripts", "tests"):
+        texts += [path for path in (ROOT / folder).rglob("*") if path.suffix in _TEXTS]
+    lines = [
+        f"{path.relative_to(ROOT)}: {line}"
+        for path in texts
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines()
+        if by_name.search(line)
+    ]
+    assert not lines, "write pip install '.[EXTRA]', from a checkout"
+
+
+def test_the_docs_list_every_extra_with_what_it_installs() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        extras: dict[str, list[str]] = tomllib.load(file)["project"]["optional-dependencies"]
+    section = (ROOT / "docs/running.md").read_text(encoding="utf-8").partition("## Installing\n")[2]
+    table = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", section.partition("\n## ")[0], re.MULTILINE))
+    assert set(table) == set(extras)
+    for extra in set(extras) - {"bench", "dev"}:  # what developers need has no list in the docs
+        assert table[extra] == ", ".join(re.split(r"\W*[<>=]", package)[0] for package in extras[extra])
