@@ -54,7 +54,7 @@ from pathlib import Path
 from ensemble.analysis.tune.trials import MemberTrials
 from ensemble.analysis.tune.tuning import Trial
 from ensemble.pipeline.load import load
-from ensemble.pipeline.validate import prepare
+from ensemble.pipeline.prepare import prepare
 prepared = prepare(load([Path(sys.argv[1])], [f"output_dir={sys.argv[2]}"]))
 member = MemberTrials(prepared, 0, 2_000, Path(sys.argv[2]), 0.02, print, owns_process=True)
 trial = member._run(Trial("float32", {"dtype": "float32"}, workers=1), member._sample.table(), None)

@@ -16,10 +16,10 @@ from pathlib import Path
 def _ours(folder: Path) -> Callable[[], object]:
     """From complete predictions to files, as a run does it whose members are done."""
     from ensemble.pipeline.load import load as load_config
+    from ensemble.pipeline.prepare import prepare
     from ensemble.pipeline.results import Results, ResultWriter
     from ensemble.pipeline.resume import find_works
     from ensemble.pipeline.run_dir import RunDir
-    from ensemble.pipeline.validate import prepare
     from ensemble.scheduling.state import MemberState
 
     prepared = prepare(load_config(folder.with_suffix(".yaml")))

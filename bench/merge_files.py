@@ -18,9 +18,10 @@ from ensemble.common.shards import file_sha256
 from ensemble.data.csv_file import write_csv
 from ensemble.pipeline.fingerprint import member_fingerprint
 from ensemble.pipeline.load import load as load_config
+from ensemble.pipeline.prepare import prepare
+from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.resume import find_work, write_manifest
 from ensemble.pipeline.run_dir import RunDir, hold
-from ensemble.pipeline.validate import Prepared, prepare
 
 _FULL = ("ours_in_full", "ours_in_another_order")
 _SEED = 7

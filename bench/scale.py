@@ -37,8 +37,8 @@ ROOT = Path(__file__).resolve().parents[1]
 MIB = 1 << 20
 # What is watched of a run: a function, and what it does.
 _PHASES = {
-    "ensemble.pipeline.validate:read_table": "read and check the table",
-    "ensemble.pipeline.validate:_plan": "plan",
+    "ensemble.pipeline.prepare:read_table": "read and check the table",
+    "ensemble.pipeline.prepare:_plan": "plan",
     "ensemble.pipeline.run:find_works": "digests of rows",
     "ensemble.data.table:InputTable.publish": "publish the table",
     "ensemble.scheduling.scheduler:Scheduler.run": "scheduling",

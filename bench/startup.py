@@ -31,9 +31,10 @@ from bench.table import Spread
 from ensemble.common.protocol import Load, Ready, Start
 from ensemble.common.shards import order_path
 from ensemble.pipeline.load import load as load_config
+from ensemble.pipeline.prepare import prepare
+from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.run import worker_spec
 from ensemble.pipeline.run_dir import RunDir
-from ensemble.pipeline.validate import Prepared, prepare
 from ensemble.planning.plan import MemberPlan
 from ensemble.scheduling.launchers.local import LocalWorker
 

@@ -182,7 +182,7 @@ def test_only_one_module_uses_nvml() -> None:
 
 
 def test_the_parent_imports_nothing_heavy() -> None:
-    modules = "cli.app cli.api cli.doctor pipeline.run pipeline.validate".split()
+    modules = "cli.app cli.api cli.doctor pipeline.run pipeline.prepare".split()
     code = "import sys\n" + "".join(f"import ensemble.{name}\n" for name in modules)
     code += f"print([name for name in {(*HEAVY, 'ray')!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent)
@@ -199,10 +199,10 @@ def test_a_run_of_the_checks_imports_nothing_heavy_either(tmp_path: Path) -> Non
         "import sys, pathlib\nfrom ensemble.pipeline.load import load\n"
         "from ensemble.common.errors import EnsembleError\n"
         "from ensemble.common.python_process import keep_pandas_out\n"
-        "from ensemble.pipeline.validate import prepare\n"
+        "from ensemble.pipeline.prepare import prepare\n"
         "keep_pandas_out()\n"
         "try:\n    prepare(load(pathlib.Path('c.yaml')))\nexcept EnsembleError as error:\n    print(error)\n"
-        f"print([name for name in {(*HEAVY, 'jinja2', 'ray', 'rich')!r} if name in sys.modules])"
+        f"print([name for name in {(*HEAVY, 'ray', 'rich')!r} if name in sys.modules])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

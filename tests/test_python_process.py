@@ -12,7 +12,7 @@ import pytest
 from ensemble.analysis.tune.trials import MemberTrials
 from ensemble.analysis.tune.tuning import Trial
 from ensemble.pipeline.load import load
-from ensemble.pipeline.validate import prepare
+from ensemble.pipeline.prepare import prepare
 from ensemble.scheduling.launchers.cpu_scaling import _Process
 from ensemble.scheduling.launchers.early import begun_early, take
 from ensemble.scheduling.launchers.process import spawn

@@ -26,8 +26,8 @@ from ensemble.data.json_cells import TemplateProblem
 from ensemble.data.template import compile_template
 from ensemble.members.huggingface.checkpoint.adapter_files import inspect_adapter
 from ensemble.pipeline.load import load as load_config
+from ensemble.pipeline.prepare import prepare
 from ensemble.pipeline.run_dir import RunDir, hold, holder, logging_to
-from ensemble.pipeline.validate import prepare
 from tests.checkpoints import inspect_folder, make_adapter, make_base
 from tests.project import LABELS, ROOT, Project
 

@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from ensemble.analysis.compare import Comparison
     from ensemble.analysis.fit import FitReport
     from ensemble.analysis.tune.tuning import Tuning
+    from ensemble.pipeline.prepared import Prepared
     from ensemble.pipeline.rehearse import Rehearsal
-    from ensemble.pipeline.validate import Prepared
     from ensemble.planning.plan import Plan
 
 # The path of a YAML file, or a dict in its place.
@@ -577,7 +577,7 @@ class Preview(_Shown):
 def _preview(
     view: str, config: ConfigFiles, overrides: Overrides | None, predictions_in: Path | None = None
 ) -> Preview:
-    from ensemble.pipeline.validate import prepare
+    from ensemble.pipeline.prepare import prepare
 
     loaded = _load(config, overrides)
     with _told(loaded.redactor):

@@ -343,7 +343,7 @@ def validate(
     """Check CONFIG without loading a model. Checks keys, paths, columns, ids, labels, templates and devices."""
     with problems_as_json(as_json):
         loaded = _load(config, sets, limit)
-        from ensemble.pipeline.validate import prepare
+        from ensemble.pipeline.prepare import prepare
 
         prepared = prepare(loaded)
     if as_json:
@@ -363,7 +363,7 @@ def plan(
     """Show the memory, devices and time that CONFIG would take. Also shows which GPUs each model fits on."""
     with problems_as_json(as_json):
         loaded = _load(config, sets, limit)
-        from ensemble.pipeline.validate import prepare
+        from ensemble.pipeline.prepare import prepare
 
         prepared = prepare(loaded, must_fit=False, predictions_in=predictions_from)
     problems = [*prepared.plan.problems, *(text for node in prepared.nodes for text in node.problems)]

@@ -41,14 +41,8 @@ from ensemble.common.text import gib, plural
 from ensemble.config import RunConfig
 from ensemble.members.huggingface.checkpoint.hub import hub_can_be_reached
 from ensemble.pipeline.load import load
-from ensemble.pipeline.validate import (
-    Prepared,
-    hub_files,
-    may_use_gpus,
-    needed_packages,
-    node_sources,
-    prepare,
-)
+from ensemble.pipeline.prepare import hub_files, may_use_gpus, needed_packages, node_sources, prepare
+from ensemble.pipeline.prepared import Prepared
 from ensemble.planning.placement import chosen_devices
 from ensemble.scheduling.launchers.base import Launcher, Node, make_launcher
 

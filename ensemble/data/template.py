@@ -5,8 +5,7 @@ worker, which renders it row by row.  What a template may reach and how much it 
 ``template_sandbox`` to say; what can be refused before any row is rendered is refused here.
 
 A null cell reads as empty text (``x is none`` is still true for it), so that no prompt ever says "None".
-Nothing here reads tables, tokenizes or truncates.  Whoever needs no template does not import this: Jinja2 takes a
-tenth of the parent's start-up.
+Nothing here reads tables, tokenizes or truncates.
 """
 
 from __future__ import annotations

@@ -26,14 +26,15 @@ from ensemble.merging.blocks import weights_by_bin, weights_of_rows
 from ensemble.merging.calibration import calibrator
 from ensemble.merging.methods.weighted_mean import scaled, weighted_mean
 from ensemble.pipeline.fingerprint import changed_members, changed_sentence
+from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.resume import MemberWork, mean_of_views, values_of
 from ensemble.pipeline.reuse import read_predictions
 from ensemble.pipeline.run_dir import RunDir
-from ensemble.pipeline.validate import Prepared
 from ensemble.planning.cascade import (
     COMPUTE,
     SKIP,
     UNKNOWN,
+    ExpectedShare,
     Group,
     Grouping,
     closest_first,
@@ -305,14 +306,6 @@ class Cascades:
             idle_cost=float(one.costs[is_idle].sum()) if not is_idle.all() else 1.0,
             may_grow=not (self._ended | self._left_out).issuperset(one.before),
         )
-
-
-@dataclass(frozen=True)
-class ExpectedShare:
-    """What a plan takes as the share of the rows that a member with ``when`` computes; ``why`` in words."""
-
-    share: float
-    why: str
 
 
 def expected_shares(

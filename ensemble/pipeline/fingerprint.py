@@ -17,9 +17,9 @@ from ensemble.config import MemberConfig, RunConfig, ViewConfig
 from ensemble.data.row_files import FileCells
 from ensemble.members.base import OutputColumns
 from ensemble.members.registry import member_kind
+from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import RunReport
-from ensemble.pipeline.validate import Prepared
 from ensemble.planning.plan import MemberPlan
 
 # To be raised where the same digests come to mean something else; older work then counts as another's.

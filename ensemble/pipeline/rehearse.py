@@ -30,9 +30,10 @@ from ensemble.data.repeat import repeated
 from ensemble.data.table import InputTable, read_table
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.cascade import expected_shares
+from ensemble.pipeline.prepare import for_rows, prepare
+from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.run import Display, run_prepared
 from ensemble.pipeline.run_report import MemberReport, RunReport, measured_speeds
-from ensemble.pipeline.validate import Prepared, for_rows, prepare
 from ensemble.planning.chunks import Chunk
 from ensemble.planning.forecast import Speed
 from ensemble.planning.plan import WORKER_HOST_BYTES, MemberPlan, Plan, without_done

@@ -14,6 +14,7 @@ from ensemble import __version__
 from ensemble.common.gpus import Device
 from ensemble.common.host import cpu_name
 from ensemble.pipeline.cascade import Cascades
+from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.results import Results, predictions_title
 from ensemble.pipeline.resume import MemberWork
 from ensemble.pipeline.run_report import (
@@ -31,7 +32,6 @@ from ensemble.pipeline.run_report import (
     ViewReport,
     WorkerReport,
 )
-from ensemble.pipeline.validate import Prepared
 from ensemble.planning.forecast import calibrated
 from ensemble.scheduling.device_pool import DevicePool
 from ensemble.scheduling.state import Failure, Gap, MemberState, NodeChange

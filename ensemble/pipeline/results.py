@@ -37,6 +37,8 @@ from ensemble.merging.methods import METHODS, merge_method
 from ensemble.merging.methods.base import Members
 from ensemble.merging.metrics import Comparing, Comparison, Gain, PairedLosses, Score, Scoring
 from ensemble.merging.row_checks import RowCheck
+from ensemble.pipeline.prepare import given_predictions
+from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.resume import (
     MemberWork,
     demand_unchanged,
@@ -47,7 +49,6 @@ from ensemble.pipeline.resume import (
 from ensemble.pipeline.reuse import note_merged_rows, note_rule_rows
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import Computation, FittedOn, WorkerReport
-from ensemble.pipeline.validate import Prepared, given_predictions
 from ensemble.planning.plan import MemberPlan
 from ensemble.scheduling.state import MemberState
 

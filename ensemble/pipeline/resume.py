@@ -48,10 +48,10 @@ from ensemble.pipeline.fingerprint import (
     settings_digests,
     view_fingerprints,
 )
+from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.reuse import EarlierWork, read_predictions, write_row_file, write_shards
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import Computation, RunReport, WorkerReport, makers_from
-from ensemble.pipeline.validate import Prepared
 
 
 @dataclass

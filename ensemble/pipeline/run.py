@@ -31,6 +31,8 @@ from ensemble.common.text import duration, plural, shown_path
 from ensemble.config import LoadedConfig
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.cascade import Cascades
+from ensemble.pipeline.prepare import prepare
+from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.report_page import write_page
 from ensemble.pipeline.reporting import RunState, worker_reports
 from ensemble.pipeline.results import ResultWriter
@@ -39,7 +41,6 @@ from ensemble.pipeline.reuse import demand_reusable
 from ensemble.pipeline.run_dir import RunDir, cache_dir, hold, log, logging_to, remove_cache
 from ensemble.pipeline.run_report import MERGED, RunReport
 from ensemble.pipeline.signals import Signals, heed_signals
-from ensemble.pipeline.validate import Prepared, prepare
 from ensemble.pipeline.wait_for_gpus import held_texts, wait_for_room
 from ensemble.planning.plan import MemberPlan, without_done
 from ensemble.scheduling.deadline import Deadline, reserve_seconds, time_limit_text

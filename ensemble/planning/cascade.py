@@ -25,6 +25,14 @@ COMPUTE: Final = 1
 _ROUNDING = 1e-9
 
 
+@dataclass(frozen=True)
+class ExpectedShare:
+    """The share of the rows that a member with ``when`` is expected to compute, and why, in words."""
+
+    share: float
+    why: str
+
+
 def when_text(when: Mapping[str, float]) -> str:
     """The rule in words: only where the members before it have ..."""
     ((rule, number),) = when.items()

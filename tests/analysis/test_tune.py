@@ -29,7 +29,7 @@ from ensemble.config import TuningConfig
 from ensemble.data.table import InputTable
 from ensemble.members.huggingface import parent
 from ensemble.pipeline.load import load
-from ensemble.pipeline.validate import prepare
+from ensemble.pipeline.prepare import prepare
 from ensemble.planning import plan
 from tests.checkpoints import make_checkpoint
 from tests.faults.chunky import chunky_config, ids_of, write_chunky_table

@@ -152,7 +152,7 @@ def test_validate_finds_a_missing_vocabulary_and_missing_layers_without_torch(
     assert "no tokenizer files with the vocabulary" in text
     assert "num_hidden_layers is 1, and the file holds 2 layers" in text
     code = (
-        "import sys, ensemble.pipeline.validate\n"
+        "import sys, ensemble.pipeline.prepare\n"
         "print('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

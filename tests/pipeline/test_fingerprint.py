@@ -23,12 +23,13 @@ from ensemble.members.registry import member_kind
 from ensemble.members.seq_cls.settings import SequenceClassifierSettings
 from ensemble.pipeline.fingerprint import Fingerprint, member_fingerprint
 from ensemble.pipeline.load import load as load_config
+from ensemble.pipeline.prepare import prepare
+from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.results import Results, ResultWriter
 from ensemble.pipeline.resume import demand_unchanged, find_works
 from ensemble.pipeline.reuse import write_shards
 from ensemble.pipeline.run import worker_spec
 from ensemble.pipeline.run_dir import RunDir
-from ensemble.pipeline.validate import Prepared, prepare
 from ensemble.scheduling.state import MemberState
 from tests.checkpoints import make_adapter, make_checkpoint
 from tests.project import LABELS, Project

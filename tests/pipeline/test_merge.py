@@ -22,10 +22,10 @@ from ensemble.common.errors import MergeError
 from ensemble.common.shards import shard_name
 from ensemble.merging.metrics import Score
 from ensemble.pipeline.load import load as load_config
+from ensemble.pipeline.prepare import prepare
 from ensemble.pipeline.results import Results, ResultWriter
 from ensemble.pipeline.resume import find_works
 from ensemble.pipeline.run_dir import RunDir
-from ensemble.pipeline.validate import prepare
 from ensemble.scheduling.state import MemberState
 
 ROWS, MEMBERS = 33_000, 3  # two blocks

@@ -18,8 +18,8 @@ import pytest
 
 from ensemble.common import host
 from ensemble.pipeline.load import load
+from ensemble.pipeline.prepare import prepare
 from ensemble.pipeline.run_report import RunReport, ScalingReport
-from ensemble.pipeline.validate import prepare
 from ensemble.planning.forecast import ASSUMED, Scaling
 from ensemble.scheduling.launchers import cores, cpu_scaling
 from ensemble.scheduling.launchers.cpu_scaling import known_scaling, measured_scaling

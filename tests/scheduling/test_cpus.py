@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from ensemble.common.gpus import Device
-from ensemble.pipeline import validate
+from ensemble.pipeline import checks
 from ensemble.pipeline.load import load
-from ensemble.pipeline.validate import prepare
+from ensemble.pipeline.prepare import prepare
 from ensemble.planning import plan as planning
 from ensemble.planning.forecast import ASSUMED, Scaling, Speed
 from ensemble.planning.plan import Plan, make_plan, workers_beside
@@ -294,7 +294,7 @@ def test_more_workers_than_cores_or_memory_are_warned_of(
 
     def warnings(cores: int, free: int) -> str:
         for name, value in (("usable_cpus", cores), ("available_memory_bytes", free)):
-            for module in (planning, validate):
+            for module in (planning, checks):
                 monkeypatch.setattr(module, name, lambda value=value: value, raising=False)
         return " ".join(prepare(load([Path("config.yaml")]), must_fit=False).warnings)
 

@@ -27,10 +27,10 @@ from ensemble.common.text import duration, listed, plural
 from ensemble.config import LoadedConfig, TuningConfig
 from ensemble.config.overrides import path_of
 from ensemble.members.registry import member_kind
+from ensemble.pipeline.prepare import prepare
 from ensemble.pipeline.run import Display
 from ensemble.pipeline.run_dir import RunDir, hold
 from ensemble.pipeline.signals import heed_signals
-from ensemble.pipeline.validate import prepare
 
 # The mean over rows of the largest difference of a probability; docs/tuning.md says why.
 TOLERANCE = 0.02

@@ -30,12 +30,13 @@ from ensemble.data.table import InputTable, Truth
 from ensemble.members.base import Assigned, Candidate, MemberKind, OutputColumns, RanWith
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.load import load
+from ensemble.pipeline.prepare import for_rows
+from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.rehearse import sample_rows_of
 from ensemble.pipeline.reuse import read_as_written
 from ensemble.pipeline.run import run_prepared
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import MemberReport, RunReport
-from ensemble.pipeline.validate import Prepared, for_rows
 from ensemble.scheduling.launchers.base import make_launcher
 from ensemble.scheduling.state import MemberState
 

@@ -8,7 +8,7 @@ from ensemble.cli.layout import Table
 from ensemble.common.gpus import device_names
 from ensemble.common.host import threads_of
 from ensemble.common.text import duration, gib, plural, shown_path
-from ensemble.pipeline.validate import Prepared
+from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.wait_for_gpus import held_texts
 from ensemble.planning.cascade import when_text
 from ensemble.planning.placement import Fit

@@ -10,7 +10,7 @@ from ensemble.cli.views.plan import chunks_text, nodes_table
 from ensemble.cli.views.summary import rule_text
 from ensemble.common.text import gib, plural, shown_path
 from ensemble.config.values import weight_text
-from ensemble.pipeline.validate import Prepared
+from ensemble.pipeline.prepared import Prepared
 from ensemble.planning.cascade import when_text
 
 _SHOWN_CHARACTERS = 160

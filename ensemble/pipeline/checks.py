@@ -1,0 +1,259 @@
+"""What can be wrong with a config and what it names, as sentences; each check is a function of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from ensemble.common.errors import DataError
+from ensemble.common.files import unwritable_reason
+from ensemble.common.host import usable_cpus
+from ensemble.common.packages import installed_versions
+from ensemble.common.text import gib, plural, quoted, similar_file
+from ensemble.config import LoadedConfig, RunConfig, TuningConfig
+from ensemble.data.row_files import FileCells
+from ensemble.data.table import InputTable
+from ensemble.members.base import Inspection, MemberKind
+from ensemble.merging.blocks import block_spans
+from ensemble.merging.methods import merge_method
+from ensemble.merging.methods.base import Members
+from ensemble.merging.rules import RowRules
+from ensemble.pipeline.prepared import is_exclusive, merged_activation
+from ensemble.pipeline.run_dir import RunDir
+from ensemble.planning.plan import Plan
+
+# The most by which the probabilities of a rule may miss a sum of 1.
+_SUM_TOLERANCE = 1e-6
+# By member name, in the config's order.
+Kinds: TypeAlias = Mapping[str, MemberKind[Any, Any]]
+
+
+def rule_key(loaded: LoadedConfig, number: int) -> str:
+    """Return where a rule's condition stands in the config."""
+    return loaded.document.where(("rules", number, "when"))
+
+
+def demand_a_label(
+    loaded: LoadedConfig, rules: RowRules, table: InputTable, inspected: Mapping[str, Inspection]
+) -> None:
+    """Check that no row has all of its exclusive labels masked.
+
+    Raises:
+        DataError: one has.
+    """
+    if not is_exclusive(inspected):
+        return
+    spans = block_spans(table.rows, len(loaded.config.labels))
+    bare = np.concatenate([rules.without_labels(*span) for span in spans])
+    if len(bare):
+        row = int(bare[0])
+        place = f"row {row + 1:,} (id {quoted(table.ids[row].as_py())})"
+        raise DataError(
+            f"{loaded.document.where(('rules',))}: together they mask every label of "
+            f"{plural(len(bare), 'row')}, the first is {place}; leave one"
+        )
+
+
+def rule_problems(loaded: LoadedConfig, inspected: Mapping[str, Inspection]) -> Iterator[str]:
+    """Yield problems of rules' values and masks that depend on what members give."""
+    config = loaded.config
+    if len(inspected) < len(config.models):
+        return
+    activation, has_exclusive_labels = merged_activation(inspected), is_exclusive(inspected)
+    for number, rule in enumerate(config.rules or ()):
+        values = rule.set or {}
+        at_set = loaded.document.where(("rules", number, "set"))
+        at_mask = loaded.document.where(("rules", number, "mask"))
+        if activation == "none":
+            if rule.mask:
+                yield f"{at_mask}: is for probabilities, and the models give raw values (regression); use set"
+            continue
+        if any(not 0 <= value <= 1 for value in values.values()):
+            yield f"{at_set}: a probability is a number from 0 to 1"
+        elif has_exclusive_labels and values:
+            total = math.fsum(values.values())
+            has_all_labels = len(values) == len(config.labels)
+            if total > 1 + _SUM_TOLERANCE or (has_all_labels and total < 1 - _SUM_TOLERANCE):
+                yield f"{at_set}: the probabilities sum to {total:g}; those of exclusive labels sum to 1"
+        if has_exclusive_labels and rule.mask and set(rule.mask) == set(config.labels):
+            yield f"{at_mask}: masks every label; leave one"
+
+
+def member_problems(
+    config: RunConfig, kinds: Kinds, inspected: Mapping[str, Inspection], any_gpu: bool
+) -> Iterator[str]:
+    """Yield problems of members, alone and together, beside those that their inspection raised."""
+    raw = [name for name, inspection in inspected.items() if inspection.activation == "none"]
+    for index, (name, kind) in enumerate(kinds.items()):
+        yield from (f"models[{index}].{text}" for text in kind.problems(inspected.get(name), any_gpu))
+        if name in raw and config.models[index].calibration is not None:
+            yield f"models[{index}].calibration: is for probabilities, and {name} gives raw values (regression)"
+    if raw and len(raw) < len(inspected):
+        keys = {kind.activation_key for name, kind in kinds.items() if name in raw and kind.activation_key}
+        remedy = f", or set {' and '.join(sorted(keys))}" if keys else ""
+        yield (
+            f"models: {', '.join(raw)} gives raw values (regression), the others probabilities; their mean means "
+            f"nothing: run them separately{remedy}"
+        )
+    for index in range(len(config.models)):
+        yield from _when_problems(config, index, inspected, raw)
+    if raw and config.on_bad_row == "uniform":
+        yield "on_bad_row: uniform is for probabilities, and the models give raw values (regression)"
+    if raw and config.time_limit is not None and config.fill == "uniform":
+        yield (
+            "fill: uniform is for probabilities, and the models give raw values (regression); set prior (the mean "
+            "of the rows that were computed) or sample"
+        )
+    if len(inspected) == len(config.models):  # else a method could miss those that cannot be read
+        members = Members(
+            tuple(inspected),
+            tuple(inspection.activation for inspection in inspected.values()),
+            config.labels,
+            tuple(model.weight for model in config.models),
+        )
+        yield from merge_method(config.ensemble, members).problems()
+
+
+def _when_problems(
+    config: RunConfig, index: int, inspected: Mapping[str, Inspection], raw: Sequence[str]
+) -> Iterator[str]:
+    """Yield problems of a member's ``when`` with the values of the members before it."""
+    when = config.models[index].when
+    if when is None:
+        return
+    raw_before = [model.name for model in config.models[:index] if model.name in raw]
+    if raw_before:
+        yield (
+            f"models[{index}].when: {', '.join(raw_before)} gives raw values (regression), and a margin is one of "
+            "probabilities"
+        )
+        return
+    deciders = {inspected[name].activation for name in config.deciders(index) if name in inspected}
+    labels = len(config.labels)
+    highest = math.log(labels) if deciders == {"softmax"} else labels * math.log(2)
+    if deciders and when.get("entropy_above", -1.0) >= highest:
+        yield (
+            f"models[{index}].when.entropy_above: no row of {plural(labels, 'label')} has an entropy above "
+            f"{highest:.4g} nats; give a smaller number"
+        )
+
+
+def place_problems(loaded: LoadedConfig, kinds: Kinds) -> Iterator[str]:
+    """Yield places where the run cannot write, or would write over what it reads."""
+    config, submission = loaded.config, loaded.config.submission
+    rundir = RunDir(config.output_dir)
+    # A run of the config.yaml that an earlier one left here writes it again as it is.
+    is_kept = loaded.redactor(loaded.whole) == loaded.texts[0]
+    inputs = [path for path in loaded.paths if not (is_kept and path.resolve() == rundir.config.resolve())]
+    inputs.append(config.data.path)
+    inputs += [Path(name) for kind in kinds.values() for name in kind.sources()]
+    target = None
+    if submission is not None:
+        inputs.append(submission.sample)
+        target = submission.path
+    yield from rundir.endangered(inputs, target)
+    folders: dict[str, Path | None] = {"output_dir": config.output_dir}
+    if config.launcher == "local":  # else on the machines on which its workers run
+        for index, kind in enumerate(kinds.values()):
+            folders[f"models[{index}].offload_folder"] = kind.request().offload_folder
+    if target is not None and target.is_dir():
+        yield f"submission.path: {target} is a directory; name a file in it"
+    elif target is not None:
+        folders["submission.path"] = target.parent
+    for key, folder in folders.items():
+        reason = unwritable_reason(key, folder) if folder is not None else None
+        if reason:
+            yield reason
+    if target is not None and any(target.resolve().is_relative_to(path.resolve()) for path in inputs):
+        yield f"submission.path: {target} would replace what the run reads; choose another name"
+
+
+def missing_files(table: InputTable, cells: FileCells) -> tuple[str, bool]:
+    """Return a sentence about files that a member's rows name and that are missing, and whether all are.
+
+    The sentence is empty if none is, and goes behind the member's key.
+    """
+    looked = table.look_for_files(cells)
+    if not looked.missing:
+        return "", False
+    number, path = looked.missing[0]
+    place = f"row {number + 1:,} (id {quoted(table.ids[number].as_py())})"
+    what = f"its cell in {quoted(cells.column)} is empty" if path is None else f"no such file: {path}"
+    count = f"{cells.key}: {len(looked.missing):,} of {plural(looked.rows, 'file')} looked at are missing"
+    if len(looked.missing) < looked.rows:
+        return f"{count}, the first in {place}: {what}", False
+    what += similar_file(path) if path is not None else ""
+    return f"{count}; {place}: {what}; {cells.advice}", True
+
+
+def run_warnings(
+    loaded: LoadedConfig,
+    inspected: Mapping[str, Inspection],
+    table: InputTable,
+    rules: RowRules | None,
+    devices: Sequence[str],
+) -> Iterator[str]:
+    """Yield warnings about the run as a whole."""
+    config = loaded.config
+    if config.tuned_on is not None:
+        yield from _differences_from_tuned(config.tuned_on, devices, config.cpu_workers != "auto")
+    if rules is not None and config.limit is None:  # in a trial's rows a rule may well select none
+        for number, rows in enumerate(rules.rows):
+            if not rows.any():
+                yield f"{rule_key(loaded, number)}: is true for no row of the table"
+    if {inspection.activation for inspection in inspected.values()} >= {"softmax", "sigmoid"}:
+        yield (
+            "models: some give exclusive labels (softmax), some independent ones (sigmoid); their mean is neither"
+        )
+    if table.truth is not None and table.truth.ndim == 1 and not is_exclusive(inspected):
+        yield (
+            "data.label_column: one true label for each row is for members whose labels exclude each other "
+            "(softmax); no scores are shown; set data.label_columns"
+        )
+
+
+def worker_warnings(plan: Plan) -> Iterator[str]:
+    """Yield warnings about more workers on the CPU than this machine has cores or memory for."""
+    workers, host = plan.config.cpu_workers, plan.host
+    if workers == "auto":
+        return
+    if workers > usable_cpus() and plan.config.launcher == "local":
+        yield (
+            f"cpu_workers: {workers} workers share {plural(usable_cpus(), 'core')}, and take memory for a model "
+            "each; more than one for each core end no sooner"
+        )
+    free_bytes = host.total_bytes - host.used_bytes if host is not None else plan.host_bytes
+    if workers > 1 and plan.host_bytes > free_bytes:
+        yield (
+            f"cpu_workers: side by side they take about {gib(plan.host_bytes)} of memory, and {gib(free_bytes)} "
+            "are free: they may be killed; lower it"
+        )
+
+
+def _differences_from_tuned(tuned: TuningConfig, devices: Sequence[str], sets_workers: bool) -> Iterator[str]:
+    """Yield how this machine differs from the one on which ``tune`` measured.
+
+    Args:
+        sets_workers: whether the config sets the number of workers on a CPU.
+    """
+    advice = "its settings may be slower here, or not as near to float32: run tune again"
+    if set(devices) != set(tuned.devices):
+        measured, present = (", ".join(dict.fromkeys(names)) for names in (tuned.devices, devices))
+        yield f"tuned_on: tune has measured on {measured}, and this is {present}; {advice}"
+    if sets_workers and tuned.cores is not None and tuned.cores != usable_cpus():
+        yield (
+            f"tuned_on: tune has measured cpu_workers on {plural(tuned.cores, 'core')}, and here are "
+            f"{usable_cpus()}; leave cpu_workers out, or run tune again"
+        )
+    installed = installed_versions(tuned.versions)
+    different = [
+        f"{name} {version}, and this is {installed.get(name, 'not installed')}"
+        for name, version in tuned.versions.items()
+        if installed.get(name) != version
+    ]
+    if different:
+        yield f"tuned_on: tune has measured with {'; with '.join(different)}; {advice}"

@@ -1,0 +1,144 @@
+"""The views in which members read rows: their columns, templates, and the first row as each shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ensemble.common.errors import DataError
+from ensemble.data.json_cells import TemplateProblem
+from ensemble.data.table import InputTable
+from ensemble.data.template import PromptTemplate, compile_template
+from ensemble.members.base import MemberKind
+from ensemble.members.registry import member_kind
+from ensemble.pipeline.problems import Problems
+
+_RENDERED_ROWS = 5
+
+
+@dataclass(frozen=True)
+class MemberView:
+    """A view of a member's rows; a member without views has one, which shows rows as they are.
+
+    Attributes:
+        key: the view's place in the config.
+        title: its name in messages.
+        swap: by column, the column whose cells the view shows instead.
+        columns: the columns that the member reads.
+    """
+
+    member: str
+    key: str
+    title: str
+    template_key: str
+    swap: Mapping[str, str]
+    columns: tuple[str, ...]
+    any_type: bool
+    template: PromptTemplate | None
+
+    @property
+    def table_columns(self) -> tuple[str, ...]:
+        """The columns of the table that the view needs, in the order in which the member reads them."""
+        if not self.swap:
+            return self.columns
+        needed = [self.swap.get(name, name) for name in self.columns]
+        kept = [name for name in self.columns if name in needed]
+        return tuple(dict.fromkeys([*kept, *needed]))
+
+    @property
+    def text_columns(self) -> tuple[str, ...]:
+        """The columns of the table that are text without a template."""
+        return self.table_columns if self.template is None and not self.any_type else ()
+
+    @property
+    def json_columns(self) -> tuple[str, ...]:
+        """The columns of the table that the template parses."""
+        parsed = () if self.template is None else self.template.json_columns
+        return tuple(self.swap.get(name, name) for name in parsed)
+
+    def reader(self, column: str) -> str:
+        """Return the key that asks for one of ``table_columns``, or the member that does."""
+        if column not in self.columns:
+            return f"{self.key}.swap"
+        return f"{self.key} ({self.member})" if self.template is None else self.template_key
+
+    def shown(self, row: Mapping[str, object]) -> dict[str, object]:
+        """Return a row of the table as this view shows it."""
+        return {name: row[self.swap.get(name, name)] for name in self.columns}
+
+
+def member_views(kinds: Mapping[str, MemberKind[Any, Any]], problems: Problems) -> Iterator[MemberView]:
+    """Yield the views of all members; one with a problem is left out, and the problem is collected.
+
+    Args:
+        kinds: by member name, in the config's order.
+    """
+    for index, (name, kind) in enumerate(kinds.items()):
+        model, key = kind.settings, f"models[{index}]"
+        if not model.counted_views:
+            yield from _view(name, key, name, {}, kind, f"{key}.prompt_template", problems)
+        for view in model.counted_views:
+            place = f"{key}.views[{model.views.index(view)}]"
+            template_key = f"{place if view.changes else key}.prompt_template"
+            title, kind_of_view = f"{name} (view {view.name})", member_kind(model.as_view(view))
+            yield from _view(name, place, title, view.columns, kind_of_view, template_key, problems)
+
+
+def _view(
+    member: str,
+    key: str,
+    title: str,
+    swap: Mapping[str, str],
+    kind: MemberKind[Any, Any],
+    template_key: str,
+    problems: Problems,
+) -> Iterator[MemberView]:
+    """Yield the view, unless there is a problem with it."""
+    reads = kind.reads()
+    columns = reads.columns
+    template: PromptTemplate | None = None
+    if reads.template is not None:
+        with problems.at(template_key):
+            template = compile_template(reads.template)
+            columns = template.columns
+        if template is None:
+            return
+    if swap and not set(swap) & set(columns):
+        read = ", ".join(columns) or "no column"
+        problems.add([f"{key}.swap.columns: the member reads neither of them; it reads {read}"])
+        return
+    yield MemberView(
+        member=member,
+        key=key,
+        title=title,
+        template_key=template_key,
+        swap=swap,
+        columns=columns,
+        any_type=reads.any_type,
+        template=template,
+    )
+
+
+def first_texts(views: Iterable[MemberView], table: InputTable, problems: Problems) -> dict[str, str]:
+    """Return the first row as each template renders it, by the view's title.
+
+    A few rows are tried, and their problems collected.
+    """
+    texts: dict[str, str] = {}
+    for view in views:
+        types = table.types(view.swap) if view.swap else {}
+        if len(set(types.values())) > 1:
+            contents = " and ".join(f"{column!r} holds {kind}" for column, kind in types.items())
+            problems.add([f"{view.key}.swap.columns: {contents}; both must hold the same"], DataError)
+            continue
+        if view.template is None:
+            continue
+        for number, row in enumerate(table.head(_RENDERED_ROWS)):
+            try:
+                texts.setdefault(view.title, view.template.render(view.shown(row)))
+            except TemplateProblem as error:
+                place = f"row {number + 1} (id {table.ids[number].as_py()!r})"
+                problems.add([f"{view.template_key}: {place}: {error}"], DataError)
+                break
+    return texts

@@ -1,0 +1,602 @@
+"""Everything that can be known of a run without loading a model: what ``validate`` does.
+
+Gathers the problems of config, table, checkpoints, templates, devices and output into one error, so that one
+look shows all there is to fix.  Writes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ensemble.common.device_trials import run_trials
+from ensemble.common.errors import CheckpointError, DataError, DeviceError, MergeError
+from ensemble.common.files import FileState, HubFile, file_state, folder_states
+from ensemble.common.gpus import Device, Inventory, inventory
+from ensemble.common.host import cpu_products
+from ensemble.common.packages import unsupported
+from ensemble.common.text import plural, quoted
+from ensemble.config import LoadedConfig, RunConfig
+from ensemble.data.conditions import ConditionProblem, compile_condition, rows_that_meet
+from ensemble.data.row_files import FileCells
+from ensemble.data.submission import Sample, read_sample
+from ensemble.data.table import InputTable, TableNeeds, read_table
+from ensemble.data.template import PromptTemplate
+from ensemble.members.base import Given, Inspection, MemberKind, OutputColumns
+from ensemble.members.registry import member_kind
+from ensemble.merging.blocks import block_spans
+from ensemble.merging.row_checks import RowCheck
+from ensemble.merging.rules import RowRules
+from ensemble.pipeline.cascade import expected_shares
+from ensemble.pipeline.checks import (
+    Kinds,
+    demand_a_label,
+    member_problems,
+    missing_files,
+    place_problems,
+    rule_key,
+    rule_problems,
+    run_warnings,
+    worker_warnings,
+)
+from ensemble.pipeline.member_views import MemberView, first_texts, member_views
+from ensemble.pipeline.prepared import Prepared, merged_activation
+from ensemble.pipeline.problems import Problems
+from ensemble.pipeline.run_dir import RunDir
+from ensemble.pipeline.run_report import RunReport, ScalingReport, measured_speeds
+from ensemble.planning.cascade import ExpectedShare
+from ensemble.planning.forecast import ASSUMED, Scaling, Speed
+from ensemble.planning.placement import MemberFacts, chosen_devices
+from ensemble.planning.plan import Plan, plan_run
+from ensemble.scheduling.launchers.base import Launcher, Node, make_launcher
+from ensemble.scheduling.launchers.cpu_scaling import known_scaling
+
+_Values = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class _Members:
+    """The config's members as far as they could be looked at.
+
+    Attributes:
+        kinds: by member name, in the config's order, as all that follow.
+        columns: those of the table that each reads, in any of its views.
+        files: the column that names files, of those that read some.
+        file_states: of the files that they are made of, from before anything was read of them.
+    """
+
+    kinds: Kinds
+    views: tuple[MemberView, ...]
+    columns: dict[str, tuple[str, ...]]
+    files: dict[str, FileCells]
+    file_states: dict[str, FileState]
+    inspected: dict[str, Inspection]
+
+    @property
+    def need_workers(self) -> bool:
+        return any(kind.needs_worker for kind in self.kinds.values())
+
+    @property
+    def view_columns(self) -> dict[str, tuple[tuple[str, ...], ...]]:
+        """The columns of each view of each member."""
+        return {
+            name: tuple(view.table_columns for view in self.views if view.member == name)
+            for name in self.kinds
+        }
+
+
+@dataclass(frozen=True)
+class _Input:
+    """The table, as far as it could be read.
+
+    Attributes:
+        table: None: it could not.
+        rules: the config's, with the rows that they are for.
+        previews: the first row as each template renders it.
+    """
+
+    needs: TableNeeds
+    state: FileState | None
+    table: InputTable | None
+    rules: RowRules | None = None
+    sample: Sample | None = None
+    previews: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Devices:
+    """What the run may compute on.
+
+    Attributes:
+        gpus: those of the inventory that the config names.
+        are_known: False: asking for them failed, so that nothing can be planned.
+    """
+
+    inventory: Inventory
+    gpus: tuple[Device, ...]
+    are_known: bool
+
+
+def prepare(
+    loaded: LoadedConfig,
+    must_fit: bool = True,
+    predictions_in: Path | None = None,
+    is_for_run: bool = False,
+) -> Prepared:
+    """Check a run.
+
+    Args:
+        must_fit: a member that fits on no device is a problem like any other; else only the plan says so.
+        predictions_in: the directory of a run by whose predictions the share of rows of members with ``when`` is
+            expected; None: the config's own.
+        is_for_run: the launcher stays open, and is the caller's to close; else it is closed.
+
+    Raises:
+        EnsembleError: of exit code 2, with every problem found.
+    """
+    problems = Problems()
+    launcher: Launcher | None = None
+    with problems.at(loaded.document.where(("launcher",))):
+        launcher = make_launcher(loaded.config.launcher, loaded.config.hang_timeout)
+    try:
+        prepared = _prepare(loaded, must_fit, predictions_in, launcher, problems)
+    except BaseException:
+        is_for_run = False
+        raise
+    finally:
+        if launcher is not None and not is_for_run:
+            launcher.close()
+    return prepared
+
+
+def _prepare(
+    loaded: LoadedConfig,
+    must_fit: bool,
+    predictions_in: Path | None,
+    launcher: Launcher | None,
+    problems: Problems,
+) -> Prepared:
+    """Go through the stages, and raise the problems of all of them together."""
+    config = loaded.config
+    outputs = OutputColumns(config.data.id_column, config.labels, config.data.path.parent)
+    members = _inspect_members(config, outputs, problems)
+    problems.add(unsupported((), needed_packages(config, members.inspected)))
+    problems.add(place_problems(loaded, members.kinds))
+    source = _read_input(loaded, members, problems)
+    devices = _find_devices(config, members, launcher, problems)
+    values, warnings = _read_given(config, members, source.table, outputs, problems)
+    warnings += _look_for_files(members, source.table, problems)
+    problems.add(member_problems(config, members.kinds, members.inspected, bool(devices.gpus)))
+    problems.add(rule_problems(loaded, members.inspected))
+    shares: dict[str, ExpectedShare] = {}
+    with problems.at():
+        shares = _expected_shares(config, members, values, source.table, predictions_in)
+    plan: Plan | None = None
+    if devices.are_known:
+        with problems.at():
+            plan = _plan(
+                config,
+                members.kinds,
+                members.inspected,
+                members.columns,
+                source.table,
+                devices.gpus,
+                shares,
+                devices.inventory.hosts,
+                launcher,
+            )
+            if must_fit or source.table is None:
+                problems.add(plan.problems, DeviceError)
+    nodes: tuple[Node, ...] = ()
+    if launcher is not None and devices.inventory.hosts:
+        with problems.at():
+            nodes = launcher.nodes(node_sources(config), hub_files(config, members.inspected))
+            if must_fit:
+                problems.add((text for node in nodes for text in node.problems), CheckpointError)
+    problems.raise_any()
+    assert source.table is not None
+    assert plan is not None
+    assert launcher is not None
+    return Prepared(
+        loaded=loaded,
+        table=source.table,
+        inspected=members.inspected,
+        columns=members.columns,
+        plan=plan,
+        launcher=launcher,
+        inventory=devices.inventory,
+        sample=source.sample,
+        warnings=(
+            *devices.inventory.warnings,
+            *_member_warnings(members),
+            *warnings,
+            *worker_warnings(plan),
+            *run_warnings(loaded, members.inspected, source.table, source.rules, _device_names(devices)),
+        ),
+        previews=source.previews,
+        file_states=members.file_states,
+        table_state=source.state,
+        needs=source.needs,
+        shares=shares,
+        rules=source.rules,
+        view_columns=members.view_columns,
+        files=members.files,
+        nodes=nodes,
+    )
+
+
+def _inspect_members(config: RunConfig, outputs: OutputColumns, problems: Problems) -> _Members:
+    """Look at each member's views and files."""
+    kinds = {model.name: member_kind(model) for model in config.models}
+    views = tuple(member_views(kinds, problems))
+    columns: dict[str, tuple[str, ...]] = {}
+    files: dict[str, FileCells] = {}
+    for name, kind in kinds.items():
+        of_views = [view.table_columns for view in views if view.member == name]
+        columns[name] = tuple(dict.fromkeys(chain.from_iterable(of_views)))
+        cells = kind.reads().files
+        if cells is not None:
+            files[name] = replace(cells, folder=cells.folder or outputs.table_folder)
+    file_states = _file_states(kinds.values())  # before anything is read of the files
+    inspected: dict[str, Inspection] = {}
+    for index, (name, kind) in enumerate(kinds.items()):
+        with problems.at(f"models[{index}] ({name})"):
+            inspected[name] = kind.inspect(outputs)
+    return _Members(
+        kinds=kinds,
+        views=views,
+        columns=columns,
+        files=files,
+        file_states=file_states,
+        inspected=inspected,
+    )
+
+
+def _read_input(loaded: LoadedConfig, members: _Members, problems: Problems) -> _Input:
+    """Read the table and the submission's sample, find the rows of rules, and try templates on the first rows."""
+    config = loaded.config
+    conditions: dict[int, PromptTemplate] = {}
+    for number, rule in enumerate(config.rules or ()):
+        with problems.at(rule_key(loaded, number)):
+            conditions[number] = compile_condition(rule.when)
+    needs = _table_needs(config, members)
+    state = file_state(config.data.path)
+    table: InputTable | None = None
+    with problems.at():
+        parsed = (name for condition in conditions.values() for name in condition.json_columns)
+        read_by_rules = {
+            name: rule_key(loaded, number) for number, rule in conditions.items() for name in rule.columns
+        }
+        needs_with_rules = replace(
+            needs, also=read_by_rules, json_columns=tuple(dict.fromkeys((*needs.json_columns, *parsed)))
+        )
+        table = read_table(config.data.path, needs_with_rules)
+        if file_state(config.data.path) != state:  # it is read in several passes
+            raise DataError(f"{config.data.path}: changed while it was read; start again when it is complete")
+    sample = _read_sample(config, table, problems)
+    if table is None:
+        return _Input(needs, state, None, sample=sample)
+    previews = first_texts(members.views, table, problems)
+    rules: RowRules | None = None
+    if conditions and len(conditions) == len(config.rules or ()):
+        with problems.at():
+            rules = _find_rule_rows(loaded, table, conditions, members.inspected)
+    if conditions:
+        table = table.only(needs.columns)
+    return _Input(needs, state, table, rules, sample, previews)
+
+
+def _table_needs(config: RunConfig, members: _Members) -> TableNeeds:
+    """Return what members read of the table."""
+    views = members.views
+    return TableNeeds(
+        id_column=config.data.id_column,
+        label_column=config.data.label_column,
+        label_columns=config.data.truth_columns(config.labels),
+        labels=config.labels,
+        columns=tuple(dict.fromkeys(chain.from_iterable(members.columns.values()))),
+        json_columns=tuple(dict.fromkeys(name for view in views for name in view.json_columns)),
+        text_columns=tuple(dict.fromkeys(name for view in views for name in view.text_columns)),
+        limit=config.limit,
+        truth_as=merged_activation(members.inspected),
+        # The first view that asks for a column is named.
+        read_by={name: view.reader(name) for view in reversed(views) for name in view.table_columns},
+    )
+
+
+def _read_sample(config: RunConfig, table: InputTable | None, problems: Problems) -> Sample | None:
+    """Read the submission's sample, and compare it with the table's ids."""
+    submission = config.submission
+    if submission is None:
+        return None
+    with problems.at("submission"):
+        sample = read_sample(submission.sample, config.data.id_column, config.labels, submission.columns)
+        if table is None:
+            return sample
+        texts = sample.problems(table.ids, config.limit is not None)
+        if not texts and config.fill == "sample" and config.time_limit is not None:
+            texts = sample.value_problems()
+        if texts:
+            raise DataError(texts)
+        return sample
+    return None
+
+
+def _find_rule_rows(
+    loaded: LoadedConfig,
+    table: InputTable,
+    conditions: Mapping[int, PromptTemplate],
+    inspected: Mapping[str, Inspection],
+) -> RowRules:
+    """Return the rules with the rows that they are for.
+
+    Raises:
+        DataError: a condition fails for a row, or no label is left for one.
+    """
+    try:
+        rows = rows_that_meet(table, list(conditions.values()))
+    except ConditionProblem as problem:
+        raise DataError(f"{rule_key(loaded, problem.condition)}: {problem}") from None
+    rules = RowRules(loaded.config.rules or (), loaded.config.labels, rows)
+    demand_a_label(loaded, rules, table, inspected)
+    return rules
+
+
+def _find_devices(
+    config: RunConfig, members: _Members, launcher: Launcher | None, problems: Problems
+) -> _Devices:
+    """Ask for the devices; nobody asks for GPUs if there are no workers."""
+    may_use = may_use_gpus(config)
+    is_cluster = config.launcher != "local" and members.need_workers
+    if not may_use and not is_cluster:
+        return _Devices(Inventory((), "", None, ()), (), are_known=True)
+    with problems.at():
+        machine = inventory() if launcher is None else launcher.inventory()
+        if machine.mask_problem and any(may_use):
+            raise DeviceError(machine.mask_problem)
+        return _Devices(machine, chosen_devices(machine.gpus, config.devices), are_known=True)
+    # On one machine the CPU is left to plan for.
+    return _Devices(Inventory((), "", None, ()), (), are_known=not is_cluster)
+
+
+def _device_names(devices: _Devices) -> list[str]:
+    """Return the names of the GPUs, else of the hosts, else of this machine's CPU."""
+    return [device.name for device in devices.gpus or devices.inventory.hosts] or [cpu_products()]
+
+
+def _read_given(
+    config: RunConfig,
+    members: _Members,
+    table: InputTable | None,
+    outputs: OutputColumns,
+    problems: Problems,
+) -> tuple[dict[str, _Values], list[str]]:
+    """Read the predictions of members that need no worker.
+
+    Returns:
+        Their values, [rows, labels] by name, if a member's ``when`` goes by them; and warnings about rows that they
+        lack, or have and the table does not.
+    """
+    has_when = any(model.when is not None for model in config.models)
+    values: dict[str, _Values] = {}
+    warnings: list[str] = []
+    present: list[npt.NDArray[np.bool_]] = []
+    if table is None:
+        return values, warnings
+    for index, (name, kind) in enumerate(members.kinds.items()):
+        if kind.needs_worker or name not in members.inspected:
+            continue
+        with problems.at(f"models[{index}] ({name})"):
+            given = given_predictions(kind, members.inspected[name], table, outputs)
+            if has_when:
+                values[name] = given.values
+            is_present = ~np.isnan(given.values[:, 0])
+            if kind.settings.has_weight:
+                present.append(is_present)
+            if not is_present.all():
+                count = f"{int(is_present.sum()):,} of {plural(table.rows, 'row')}"
+                warnings.append(f"{name}: has {count}; the other members decide the rest")
+            if given.ignored_ids and config.limit is None:  # a trial leaves out most of them
+                rows = f"{plural(given.ignored_ids, 'row')} of {' and '.join(kind.sources())}"
+                warnings.append(f"{name}: {rows} left out, with ids that the table does not have")
+    # Of all members that count; where one has a worker, or its file cannot be read, there are more.
+    if len(present) == sum(model.has_weight for model in config.models) and config.time_limit is None:
+        missing = np.flatnonzero(~np.logical_or.reduce(present))
+        if len(missing):
+            first_id = quoted(table.ids[int(missing[0])].as_py())
+            rows = plural(len(missing), "row")
+            text = f"models: no member has {rows} of the table, the first is id {first_id}; add one that does"
+            problems.add([text], DataError)
+    return values, warnings
+
+
+def _look_for_files(members: _Members, table: InputTable | None, problems: Problems) -> list[str]:
+    """Return warnings about files that rows name and that are missing; that all are is a problem."""
+    warnings: list[str] = []
+    if table is None:
+        return warnings
+    for index, name in enumerate(members.kinds):
+        if name not in members.files:
+            continue
+        sentence, are_all = missing_files(table, members.files[name])
+        if sentence and are_all:
+            problems.add([f"models[{index}].{sentence}"], DataError)
+        elif sentence:
+            warnings.append(f"models[{index}].{sentence}")
+    return warnings
+
+
+def _member_warnings(members: _Members) -> list[str]:
+    """Return the warnings of members' inspections, then those of their kinds."""
+    warnings = [text for inspection in members.inspected.values() for text in inspection.warnings]
+    for index, (name, kind) in enumerate(members.kinds.items()):
+        warnings += [f"models[{index}].{text}" for text in kind.warnings(members.inspected[name])]
+    return warnings
+
+
+def _expected_shares(
+    config: RunConfig,
+    members: _Members,
+    values: Mapping[str, _Values],
+    table: InputTable | None,
+    predictions_in: Path | None,
+) -> dict[str, ExpectedShare]:
+    """Return what share of the rows members with ``when`` are expected to compute."""
+    if all(model.when is None for model in config.models):
+        return {}
+    return expected_shares(
+        config,
+        members.inspected,
+        values,
+        None if table is None else table.ids,
+        predictions_in or config.output_dir,
+        is_named=predictions_in is not None,
+    )
+
+
+def _file_states(kinds: Iterable[MemberKind[Any, Any]]) -> dict[str, FileState]:
+    """Of the files that members are made of, by path."""
+    states: dict[str, FileState] = {}
+    for source in dict.fromkeys(source for kind in kinds for source in kind.sources()):
+        states |= folder_states(source)
+        # Not Path.is_file, which raises an error where a folder above may not be entered.
+        if os.path.isfile(source) and (state := file_state(source)) is not None:  # noqa: PTH113
+            states[str(Path(source).absolute())] = state
+    return states
+
+
+def node_sources(config: RunConfig) -> dict[str, tuple[str, ...]]:
+    """What each member that needs a worker is made of, by its name: folders and files, or what a hub has."""
+    kinds = {model.name: member_kind(model) for model in config.models}
+    return {name: kind.sources() for name, kind in kinds.items() if kind.needs_worker}
+
+
+def hub_files(config: RunConfig, inspected: Mapping[str, Any]) -> dict[str, tuple[HubFile, ...]]:
+    """What those that were inspected have from the hub."""
+    kinds = {model.name: member_kind(model) for model in config.models}
+    return {
+        name: kind.hub_files(inspected[name])
+        for name, kind in kinds.items()
+        if kind.needs_worker and name in inspected
+    }
+
+
+def for_rows(prepared: Prepared, loaded: LoadedConfig, table: InputTable) -> Prepared:
+    """The same run with other rows, without a submission or rules; checkpoints and devices are not looked at again.
+
+    Args:
+        loaded: as ``prepared`` has it but for what changes neither members nor devices; it may lack members.
+        table: has the same columns.
+
+    Raises:
+        EnsembleError: a member fits on no device with these rows.
+    """
+    config = loaded.config
+    kinds = {model.name: member_kind(model) for model in config.models}
+    plan = _plan(
+        config,
+        kinds,
+        prepared.inspected,
+        prepared.columns,
+        table,
+        prepared.plan.gpus,
+        prepared.shares,
+        prepared.inventory.hosts,
+        prepared.launcher,
+    )
+    if plan.problems:
+        raise DeviceError(plan.problems)
+    return replace(prepared, loaded=loaded, table=table, plan=plan, sample=None, previews={}, rules=None)
+
+
+def given_predictions(
+    kind: MemberKind[Any, Any], inspected: Inspection, table: InputTable, columns: OutputColumns
+) -> Given:
+    """The predictions of a member that needs no worker, once they are what predictions should be.
+
+    Raises:
+        DataError: they cannot be had, or are no probabilities.
+    """
+    given = kind.predictions(table.ids, columns)
+    source, may_lack = " and ".join(kind.sources()), kind.may_lack_rows
+    check = RowCheck(source, inspected.activation, table.ids, may_lack, kind.rows_advice)
+    for start, stop in block_spans(*given.values.shape):
+        check.look(start, given.values[start:stop])
+    try:
+        check.refuse()
+    except MergeError as error:
+        raise DataError(error.problems) from None
+    return given
+
+
+def needed_packages(config: RunConfig, inspected: Mapping[str, Inspection]) -> dict[str, str]:
+    """Packages of extras that the config needs, and the first key that needs each.
+
+    Args:
+        inspected: by member name, as far as members could be inspected.
+    """
+    needed: dict[str, str] = {}
+    for index, model in enumerate(config.models):
+        for package, key in member_kind(model).packages(inspected.get(model.name)):
+            needed.setdefault(package, f"models[{index}]{key}")
+    return needed
+
+
+def may_use_gpus(config: RunConfig) -> list[bool]:
+    """For each member that needs a worker whether that may run on a GPU."""
+    kinds = map(member_kind, config.models)
+    return [kind.request().num_gpus != 0 for kind in kinds if kind.needs_worker]
+
+
+def _plan(
+    config: RunConfig,
+    kinds: Kinds,
+    inspected: Mapping[str, Inspection],
+    columns: Mapping[str, tuple[str, ...]],
+    table: InputTable | None,
+    gpus: tuple[Device, ...],
+    shares: Mapping[str, ExpectedShare],
+    hosts: tuple[Device, ...],
+    launcher: Launcher | None,
+) -> Plan:
+    """The plan; without the table, what can be said of devices.
+
+    Raises:
+        EnsembleError: a file of a member is broken.
+    """
+    lengths_of = cache((lambda _: np.zeros(1, dtype=np.int64)) if table is None else table.text_lengths)
+    facts = {}
+    for name, kind in kinds.items():
+        lengths, memory = lengths_of(columns[name]), None
+        if (row_bytes := kind.reads().row_bytes) is not None:
+            lengths = np.full(len(lengths), row_bytes, dtype=np.int64)
+        if table is not None and name in inspected:
+            memory = kind.memory(inspected[name], lengths, len(config.labels))
+        share = shares[name].share if name in shares and kind.settings.when is not None else 1.0
+        facts[name] = MemberFacts(name, kind.request(), lengths, memory, kind.needs_worker, share)
+    speeds: dict[str, Speed] = {}
+    seen: ScalingReport | None = None
+    with contextlib.suppress(DataError):  # there was no run here, or one of another version
+        report = RunReport.read(RunDir(config.output_dir).run_json)
+        # A run that goes on shares the CPU as it did, whatever has been measured since.
+        seen = None if report.status == "complete" and not report.left_out else report.cpu_scaling
+        computed_as = {model.name: model.computed_as for model in config.models}
+        speeds = measured_speeds(report, [gpu.name for gpu in gpus], computed_as)
+
+    def scaling() -> Scaling:
+        known = known_scaling() if config.launcher == "local" else ASSUMED
+        if seen is not None and seen.machine == known.machine:
+            return replace(known, slowdowns=seen.slowdowns)
+        return known
+
+    trials = run_trials if launcher is None else launcher.trials
+    return plan_run(config, facts, gpus, speeds, hosts, trials, scaling)

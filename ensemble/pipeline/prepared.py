@@ -1,0 +1,99 @@
+"""A run that has passed every check: what all later stages of the road work with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ensemble.common.files import FileState
+from ensemble.common.gpus import Inventory
+from ensemble.common.protocol import Activation
+from ensemble.config import LoadedConfig, RunConfig
+from ensemble.data.submission import Sample
+from ensemble.data.table import InputTable, TableNeeds, Truth
+from ensemble.members.base import Inspection
+from ensemble.merging.rules import RowRules
+from ensemble.planning.cascade import ExpectedShare
+from ensemble.planning.plan import Plan
+from ensemble.scheduling.launchers.base import Launcher, Node
+
+if TYPE_CHECKING:
+    from ensemble.data.row_files import FileCells
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that has passed every check.
+
+    Attributes:
+        inspected: by member name.
+        columns: those of the table that a member reads, as text or in its template, by member name.
+        view_columns: the same for each of its views, in their order; a member without views has one entry.
+        previews: the first row's text of each member with a template, by member name; of each view by
+            "member (view name)".
+        file_states: of the files that members are made of, from before anything was read of them, by absolute path.
+        table_state: the same of the table's file.
+        needs: what is read of the table.
+        shares: the share of the rows that each member with ``when`` is expected to compute, by name.
+        rules: of the config, with the rows that they are for; None if there are none.
+        files: the column that names files, by name of the members that read some.
+        nodes: of the cluster; none on one machine.
+        reuse: the directory of another run, from which rows are taken over; None: only from its own.
+    """
+
+    loaded: LoadedConfig
+    table: InputTable
+    inspected: dict[str, Inspection]
+    columns: dict[str, tuple[str, ...]]
+    plan: Plan
+    launcher: Launcher
+    inventory: Inventory
+    sample: Sample | None
+    warnings: tuple[str, ...]
+    previews: dict[str, str]
+    file_states: Mapping[str, FileState]
+    table_state: FileState | None
+    needs: TableNeeds
+    shares: Mapping[str, ExpectedShare] = field(default_factory=dict)
+    rules: RowRules | None = None
+    view_columns: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
+    files: Mapping[str, FileCells] = field(default_factory=dict)
+    nodes: tuple[Node, ...] = ()
+    reuse: Path | None = None
+
+    @property
+    def config(self) -> RunConfig:
+        return self.loaded.config
+
+    @property
+    def truth(self) -> Truth | None:
+        """The true labels, if members can be scored by them."""
+        truth = self.table.truth
+        if truth is not None and truth.ndim == 1 and not is_exclusive(self.inspected):
+            return None
+        return truth
+
+    @property
+    def activation(self) -> Activation:
+        """The activation of the merged values."""
+        return merged_activation(self.inspected)
+
+    def even_value(self, member: str) -> float:
+        """Return the value of every column in a row of which nothing is known."""
+        return 0.5 if self.inspected[member].activation == "sigmoid" else 1 / len(self.config.labels)
+
+
+def merged_activation(inspected: Mapping[str, Inspection]) -> Activation:
+    """Return the activation of the merged values: exclusive probabilities only if each member gives these."""
+    activations = {inspection.activation for inspection in inspected.values()}
+    for activation in ("none", "sigmoid"):
+        if activation in activations:
+            return activation
+    return "softmax"
+
+
+def is_exclusive(inspected: Mapping[str, Inspection]) -> bool:
+    """Return whether every member gives probabilities of exclusive labels, as log loss and accuracy need."""
+    return all(inspection.activation == "softmax" for inspection in inspected.values())
