@@ -45,7 +45,9 @@ def status_json(status: RunStatus) -> dict[str, Any]:
     facts |= {"problems": [], "output_dir": status.folder.absolute(), "state": "starting"}
     if report is not None:
         is_killed = report.status == "running" and status.holder is None
-        facts |= {name: getattr(report, name) for name in ("rows", "scores", "failures", "files")}
+        facts |= {
+            name: getattr(report, name) for name in ("rows", "scores", "fitted_on", "failures", "files")
+        }
         facts["state"] = "killed" if is_killed else report.status
     return facts
 

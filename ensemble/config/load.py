@@ -26,7 +26,7 @@ from ensemble.common.redact import Redactor
 from ensemble.common.text import nearest_or_all
 from ensemble.config.document import Document, Loc, Problem, one_line
 from ensemble.config.mapping import MappingConfig
-from ensemble.config.overlays import merge_documents, take_away
+from ensemble.config.overlays import drop_stale_fit, merge_documents, take_away
 from ensemble.config.overrides import apply_overrides, expand, variables_of, with_folders
 from ensemble.config.schema import (
     MERGE_KEYS,
@@ -139,6 +139,7 @@ def checked(
     document = merge_documents(documents, variables)
     apply_overrides(document, overrides)
     new = take_away(document)
+    drop_stale_fit(document)
     config = _checked(document, expand(document, *variables), merge_methods, member_kinds, new)
     if config is None or document.problems:
         raise ConfigError(document.problems)

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ensemble.common.errors import ConfigError
 from ensemble.config.document import MAPPING, NOT_TEXT, Loc, place, shown
 from ensemble.config.yamlfile import MAX_DEPTH, dump
@@ -36,8 +38,10 @@ def mapping_config(mapping: Mapping[Any, Any]) -> MappingConfig:
 def _plain(value: object, loc: Loc) -> Any:
     if len(loc) > MAX_DEPTH:  # a list may hold itself
         raise ConfigError(f"{place(loc[:3])}: nested more than {MAX_DEPTH} levels deep")
-    if value is None or isinstance(value, bool):
-        return value
+    if value is None:
+        return None
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
     if isinstance(value, numbers.Real):  # also numpy's
         return int(value) if isinstance(value, numbers.Integral) else float(value)
     if isinstance(value, list | tuple):

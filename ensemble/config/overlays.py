@@ -54,6 +54,17 @@ def take_away(document: Document) -> list[Loc]:
     return new
 
 
+def drop_stale_fit(document: Document) -> None:
+    """Drop ``fitted_on`` if a later file, or an override, changes the weights or the merge that it speaks of."""
+    file = document.origin(("fitted_on",))
+    places: list[Loc] = [("ensemble",)]
+    places += [("ensemble", key) for key in document.data.get("ensemble") or ()]
+    for index in range(len(document.data.get("models") or ())):
+        places += [("models", index, "weight"), ("models", index, "calibration")]
+    if any(document.origin(place) > file for place in places):
+        document.data.pop("fitted_on", None)
+
+
 class _Overlays:
     """Puts documents of later files over the first one's."""
 

@@ -139,7 +139,12 @@ def test_a_run_that_scores_the_rows_it_was_fitted_on_says_so(files: Project) -> 
     again = yaml.safe_load((files.folder / "again.yaml").read_text())
     assert [again["fitted_on"][key] for key in ("rows", "sha256")] == [ROWS, fitted_on["sha256"]]
 
-    for override in ("limit=300", "data.label_column=null", "fitted_on=null"):
+    changed_merges = (
+        "models.one.weight=0.9",
+        "models.two.calibration={temperature: 2}",
+        "ensemble.method=median",
+    )
+    for override in ("limit=300", "data.label_column=null", "fitted_on=null", *changed_merges):
         done = files.ensemble(
             "run", "config.yaml", "weights.yaml", "--set", override, "--set", "output_dir=other"
         )
