@@ -22,6 +22,7 @@ from ensemble.config import ConfigSource, LoadedConfig, MappingConfig
 from ensemble.pipeline.fingerprint import changed_members, changed_sentence
 from ensemble.pipeline.prediction_files import path_of
 from ensemble.pipeline.run_dir import RunDir
+from ensemble.pipeline.run_report import RunReport
 
 # The methods of a config for which weights can be fitted.  The mean of logits is the geometric mean of sigmoid
 # members, and for others it is not.
@@ -152,7 +153,8 @@ def fit_run(loaded: LoadedConfig, truth: TruthFile, options: Options) -> tuple[F
     """Fit what a config's run has left in its ``output_dir``, for the config's merge method.
 
     Raises:
-        EnsembleError: the run is not complete, or its method has no weights to fit; see ``read_run``, ``fit``.
+        EnsembleError: the run is not complete or of another table, or its method has no weights to fit; see
+            ``read_run``, ``fit``.
     """
     config = loaded.config
     method, again = config.ensemble.method, "the weighted mean is fitted by --set ensemble.method=mean"
@@ -176,6 +178,12 @@ def fit_run(loaded: LoadedConfig, truth: TruthFile, options: Options) -> tuple[F
     if changed := changed_members(config, names, config.output_dir):
         raise DataError(
             f"{config.output_dir}: {changed_sentence(changed)}; run the config with these settings first, then fit"
+        )
+    table = RunReport.read(rundir.run_json).table
+    if table != str(config.data.path.absolute()):
+        raise DataError(
+            f"{config.output_dir}: its predictions are of the rows of {table}, and data.path is "
+            f"{config.data.path}; run the config first, then fit"
         )
     members = {name: found.members[name] for name in names}
     run_rules = () if found.rules is None else found.rules.rules

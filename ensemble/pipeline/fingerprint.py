@@ -144,12 +144,14 @@ def changed_members(config: RunConfig, names: Collection[str], run_dir: Path) ->
     columns = OutputColumns(config.data.id_column, config.labels, config.data.path.parent)
     changed = dict[str, list[str]]()
     for model in (one for one in config.models if one.name in names):
-        kind, digests = member_kind(model), before.get(model.name, {})
+        kind, manifest = member_kind(model), read_json(rundir.manifest(model.name))
+        # A run that was interrupted has its own settings in run.json, beside an earlier run's predictions.
+        digests = manifest.get("settings") or before.get(model.name, {})
         now = settings_digests(config, model)
         keys = [key for key in now if digests and now[key] != digests.get(key)]
         sources = kind.sources()
         if all(Path(source).exists() for source in sources):
-            made_of = Fingerprint.from_dict(read_json(rundir.manifest(model.name)).get("fingerprint"))
+            made_of = Fingerprint.from_dict(manifest.get("fingerprint"))
             content = kind.content(kind.inspect(columns), files)
             values = kind.predicted_by()
             # Another path of files that hold the same changes nothing.

@@ -217,9 +217,9 @@ def speed_report(state: MemberState) -> SpeedReport:
 
 
 def _members_first(files: dict[str, Path], names: Sequence[str]) -> dict[str, str]:
-    """The paths of results, the members' first, in the order of ``names``."""
+    """Return the absolute paths of results, the members' first, in the order of ``names``."""
     predictions = [title for title in map(predictions_title, names) if title in files]
-    return {title: str(files[title]) for title in dict.fromkeys([*predictions, *files])}
+    return {title: str(files[title].absolute()) for title in dict.fromkeys([*predictions, *files])}
 
 
 def _member(state: MemberState, work: MemberWork | None) -> MemberReport:

@@ -236,9 +236,6 @@ def find_works(prepared: Prepared, rundir: RunDir, say: Callable[[str], None]) -
             for place, count in work.taken.items():
                 shown = shown_path(Path(place)) if place.startswith("/") else place
                 say(f"{name}: {count:,} of {plural(rows, 'row')} taken over from {shown}")
-            if prepared.reuse is not None and work.row_digests is not None and done < rows:
-                at_most = "" if member.model.when is None else "at most "
-                say(f"{name}: {at_most}{plural(rows - done, 'row')} left to compute")
     if prepared.reuse is not None:
         computed = [works[member.name] for member in prepared.plan.members if member.needs_worker]
         if computed and not any(work.has_rows.any() for work in computed):
@@ -246,6 +243,12 @@ def find_works(prepared: Prepared, rundir: RunDir, say: Callable[[str], None]) -
                 f"--reuse: {shown_path(prepared.reuse)} has no row of this table by members with these settings; "
                 "name another run, or leave the option out to compute all rows"
             )
+        for member in prepared.plan.members:
+            work = works[member.name]
+            left = int((~work.is_done).sum())
+            if work.row_digests is not None and left:
+                at_most = "" if member.model.when is None else "at most "
+                say(f"{member.name}: {at_most}{plural(left, 'row')} left to compute")
     _add_from_report(rundir, works.values())
     return works
 
@@ -505,6 +508,7 @@ def write_manifest(
     bad_places = {row: int(places[row]) for row in sorted(work.bad_rows) if is_there[row]}
     document: dict[str, object] = {
         "fingerprint": work.fingerprint.to_dict(),
+        "settings": dict(work.settings),
         "sha256": sha256,
         "rows": len(work.is_done),
         "bad_rows": {place: work.bad_rows[row] for row, place in bad_places.items()},
