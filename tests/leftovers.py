@@ -126,14 +126,16 @@ def _children() -> dict[_Process, str]:
         return {}
     found = {}
     parent = str(os.getpid())
-    for file in Path("/proc").glob("[1-9]*/stat"):
+    for folder in Path("/proc").iterdir():  # a glob of stat would fail where a process ends meanwhile
+        if not folder.name.isdigit():
+            continue
         try:
-            stat = file.read_text(encoding="utf-8", errors="replace")
+            stat = (folder / "stat").read_text(encoding="utf-8", errors="replace")
         except OSError:  # it has gone meanwhile
             continue
         fields = stat.rpartition(")")[2].split()
         if fields[1] == parent:
-            found[_Process(int(file.parent.name), fields[19])] = fields[0]
+            found[_Process(int(folder.name), fields[19])] = fields[0]
     return found
 
 

@@ -98,7 +98,8 @@ def test_the_wheel_works_in_an_empty_folder(built: Path, project: Project, tmp_p
 def test_no_text_installs_the_project_by_its_name() -> None:
     """Nobody has published it, so it is installed from a checkout."""
     by_name = re.compile(r"pip install [^\n]*ensemble[-_]runner(?!-\S*\.whl)")
-    texts = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "Makefile", ROOT / "pyproject.toml"]
+    names = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "pyproject.toml")
+    texts = [ROOT / name for name in names]
     for folder in ("bench", "configs", "demo", "docs", "ensemble", "scripts", "tests"):
         texts += [path for path in (ROOT / folder).rglob("*") if path.suffix in _TEXTS]
     lines = [

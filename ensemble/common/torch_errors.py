@@ -20,7 +20,7 @@ _STICKY = (
 )
 _SUSPECT_TYPES = ("AcceleratorError", "OutOfMemoryError")
 # There is no kernel for this GPU, or for this type of numbers on this device; that is so for all rows and in every
-# process.  The last two come of a layer that is given another type than its weights have.
+# process.  The last three come from a layer that is given another type than its weights have.
 _HOPELESS = (
     "no kernel image is available",
     "unsupported toolchain",
@@ -30,6 +30,7 @@ _HOPELESS = (
     "flashattention only support",
     "expected scalar type",
     "have the same dtype",
+    "and weight type (",
 )
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 # Allocations past torch's own allocator: cuBLAS' and cuDNN's workspaces, CUDA's modules, memory of the host.

@@ -43,9 +43,8 @@ def test_json_of_validate_and_plan(project: Project) -> None:
     assert all(one["peak_bytes"] > one["weight_bytes"] > 0 for one in planned["members"])
     assert planned["seconds"] is None, "not known before a run"
     assert not (project.folder / "runs").exists()
-    command = (
-        f"{shlex.quote(sys.executable)} -m ensemble plan config.yaml --json | {sys.executable} -m json.tool"
-    )
+    python = shlex.quote(sys.executable)
+    command = f"{python} -m ensemble plan config.yaml --json | {python} -m json.tool"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=project.folder, capture_output=True)
     assert done.returncode == 0, done.stderr
 

@@ -24,6 +24,10 @@ def kill_before_predictions(step: Step) -> Verdict:
     return Verdict.KILL if "predictions/" in step.paths[0] else Verdict.GO
 
 
+def full_before_predictions(step: Step) -> Verdict:
+    return Verdict.NO_SPACE if step.takes_space and "predictions/" in step.paths[0] else Verdict.GO
+
+
 def edit(path: Path) -> None:
     """Another digit, and the same size."""
     content = bytearray(path.read_bytes())
@@ -133,7 +137,7 @@ def test_a_run_that_only_merges_again_keeps_what_its_predictions_were_made_with(
 def test_a_run_that_goes_on_says_what_the_earlier_one_computed_with(
     chunky: Project, forked: ForkedRuns
 ) -> None:
-    assert forked.run(chunky.folder, judge=kill_before_predictions) == -9
+    assert forked.run(chunky.folder, judge=full_before_predictions) == 1, forked.printed
     for shard in sorted(chunky.folder.glob("runs/first/work/llama.*/*.csv"))[:2]:
         shard.unlink()
     assert forked.run(chunky.folder) == 0, forked.printed
