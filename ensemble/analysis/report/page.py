@@ -13,6 +13,7 @@ from pathlib import Path
 from markupsafe import Markup
 
 from ensemble.analysis.report.base import ReportData, html
+from ensemble.analysis.report.pictures import PICTURE_STYLE
 from ensemble.analysis.report.sections import SECTIONS
 from ensemble.common.errors import DataError
 from ensemble.common.files import unreadable, write_text
@@ -63,7 +64,7 @@ def write_report(run_dir: Path, output: Path) -> list[str]:
         digest_name=DIGEST,
         # A section that failed may work the next time: without a digest the next run makes the page again.
         digest="" if problems else page_digest(report),
-        style=Markup(_STYLE),
+        style=Markup(_STYLE + PICTURE_STYLE),
         sections=sections,
     )
     write_text(output, _UNSEEN.sub(lambda character: f"\\u{ord(character[0]):04x}", page) + "\n")
@@ -103,7 +104,6 @@ _STYLE = """
 @media (prefers-color-scheme: dark) {
   :root { --paper: #0d1117; --ink: #e6edf3; --muted: #9198a1; --line: #3d444d; --link: #79a9f7; --good: #3fb950;
     --bad: #f85149; }
-  svg { filter: invert(1) hue-rotate(180deg); }
 }
 body { margin: 0; background: var(--paper); color: var(--ink);
   font: 16px/1.5 var(--font); overflow-wrap: anywhere; }
@@ -132,9 +132,6 @@ dl { display: grid; grid-template-columns: fit-content(40%) minmax(0, 1fr); gap:
 dt { color: var(--muted); } dd { margin: 0; }
 figure { margin: 1rem 0; }
 figcaption, .note { font-size: 0.875rem; color: var(--muted); }
-svg { display: block; width: 100%; height: auto; }
-svg * { stroke-linejoin: round; stroke-linecap: butt; }
-svg text { font-family: var(--font) !important; }
 pre { font-size: 0.8125rem; padding: 0.75rem; border: 1px solid var(--line);
   border-radius: 6px; white-space: pre-wrap; }
 code { font-size: 0.875em; }

@@ -28,6 +28,12 @@ WIDTH: Final = 420
 # A wide window shows a picture so many times as large.
 _MAX_SCALE = 1.4
 _POINTS_PER_PIXEL = 0.75
+PICTURE_STYLE: Final = """
+svg { display: block; width: 100%; height: auto; }
+svg * { stroke-linejoin: round; stroke-linecap: butt; }
+svg text { font-family: var(--font) !important; }
+@media (prefers-color-scheme: dark) { svg { filter: invert(1) hue-rotate(180deg); } }
+"""
 _STYLE = {
     "svg.fonttype": "none",  # text stays text: it can be searched and read out, and takes a fifth of the bytes
     "text.parse_math": False,  # a $ in the name of a member is a $
