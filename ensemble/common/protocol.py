@@ -118,26 +118,6 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Expect:
-    """Comes first, to a worker whose member is not known yet: import what this kind's child side takes."""
-
-    kind: str
-
-
-@dataclass(frozen=True)
-class Become:
-    """What a worker that was told to expect a member would have been started with; ``Start`` is next.
-
-    ``environment`` is added to its own; ``cpus`` are those that it is to run on, any if there are none; ``log`` is
-    the file that takes all that it prints, and has printed.
-    """
-
-    environment: dict[str, str]
-    cpus: tuple[int, ...]
-    log: str
-
-
-@dataclass(frozen=True)
 class Load:
     """The devices are yours: put the model on them."""
 
@@ -261,7 +241,7 @@ class Closed:
     peak_gpu_memory_bytes: int | None = None  # of the GPU that held most; None on a CPU
 
 
-Command: TypeAlias = Expect | Become | Start | Load | Prepare | Predict | Stop
+Command: TypeAlias = Start | Load | Prepare | Predict | Stop
 Event: TypeAlias = (
     Started | Ready | Heartbeat | Progress | Computed | ChunkDone | ChunkFailed | Failed | Closed
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ensemble.common.protocol import CommonSpec, Counters, Ready
 
@@ -34,14 +34,6 @@ class Child(Protocol):
         self, common: CommonSpec, settings: Mapping[str, Any], table: PublishedTable
     ) -> Predictor:
         """Everything that needs no device; ``settings`` are the kind's own, as JSON gives them."""
-
-
-@runtime_checkable
-class EarlyChild(Child, Protocol):
-    """The same of a kind whose workers may begin before it is known how they are to run (``can_begin_early``)."""
-
-    def set_threads(self, count: int) -> None:
-        """Compute with so many threads; libraries are imported."""
 
 
 class Report(Protocol):

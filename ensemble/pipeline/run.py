@@ -46,7 +46,6 @@ from ensemble.planning.plan import MemberPlan, without_done
 from ensemble.scheduling.deadline import Deadline, reserve_seconds, time_limit_text
 from ensemble.scheduling.device_pool import DevicePool
 from ensemble.scheduling.launchers.base import MemberFiles, WorkerStart
-from ensemble.scheduling.launchers.cpu_scaling import measured_scaling
 from ensemble.scheduling.retry import Rules
 from ensemble.scheduling.scheduler import MAX_TURN_SECONDS, Scheduler
 from ensemble.scheduling.state import Failure, MemberState, Phase
@@ -55,8 +54,6 @@ from ensemble.scheduling.state import Failure, MemberState, Phase
 # hundreds of workers a report takes a good part of a second: no more than this share of the time, or ten times as
 # much where a member has got to another phase.
 _REPORT_SECONDS, _REPORT_SHARE, _REPORT_MAX_SECONDS = 5.0, 0.005, 60.0
-# What is forecast to take less is not worth the seconds that measuring the CPU takes.
-_WORTH_MEASURING_SECONDS = 120.0
 
 
 @driver_session()
@@ -201,7 +198,6 @@ class _Run(RunState):
             write_text(rundir.config, loaded.redactor(loaded.whole))
             reserve = self._first_submission() if is_work_left else 0.0
             if is_work_left:
-                self._measure_scaling()
                 self._wait_for_room(reserve)
                 wants_ids = any(member_kind(one).reads().ids for one in self.prepared.config.models)
                 with atomic_path(rundir.table) as temporary:
@@ -312,25 +308,6 @@ class _Run(RunState):
             f"in (fill: {self._config.fill})"
         )
         return reserve_seconds(self.clock() - began, len(self._config.models), limit)
-
-    def _measure_scaling(self) -> None:
-        """Measure workers side by side on this CPU, where that can decide something and the run takes long."""
-        plan, limit = self.prepared.plan, self._config.time_limit
-        left = math.inf if limit is None else self.began + limit - self.clock()
-        missing = [count for count in plan.cpu_choice if count not in plan.scaling.slowdowns]
-        if not missing or self._config.launcher != "local":
-            return
-        if min(plan.seconds_of(plan.jobs), left / 5) < _WORTH_MEASURING_SECONDS:
-            return
-        # What is done of this work was done by so many workers; see validate.
-        if any(self.works[one.name].has_rows.any() for one in plan.members if one.needs_worker):
-            return
-        counts = ", ".join(map(str, missing))
-        self.say(f"measuring 1, {counts} workers side by side on this CPU (some seconds, once on a machine)")
-        with self._signals.postponed():
-            scaling = measured_scaling(plan.cpu_choice, self._signals.check)
-        self.prepared = replace(self.prepared, plan=plan.again(plan.gpus, scaling))
-        self._plan_what_is_left()
 
     def _wait_for_room(self, reserve: float) -> None:
         limit = self._config.time_limit

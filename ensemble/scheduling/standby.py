@@ -143,11 +143,17 @@ class Standbys:
         handle = self._launcher.start(start)
         cpu = f"cpu on {handle.on_node}" if handle.on_node else "cpu"
         uuids = tuple(device.uuid for device in devices) or (cpu,)
-        leased = round(self._elapsed(), 3)
-        # Below 0: before workers could begin.
-        began = round(leased - handle.began_before_seconds, 3)
-        who = (state.plan.name, replica, uuids, handle.process, shown_path(start.log))
-        record = WorkerRecord(*who, began, leased, node=handle.on_node)
+        now = round(self._elapsed(), 3)
+        record = WorkerRecord(
+            member=state.plan.name,
+            replica=replica,
+            devices=uuids,
+            process=handle.process,
+            log_path=shown_path(start.log),
+            started_after_seconds=now,
+            leased_after_seconds=now,
+            node=handle.on_node,
+        )
         log.info("%s-%d started as process %s", state.plan.name, replica, handle.process)
         return RunningWorker(state, handle, record, devices)
 

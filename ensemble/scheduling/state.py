@@ -85,10 +85,9 @@ class FaultRecord:
 class WorkerRecord:
     """What one worker did, for run.json; times in seconds, memory in bytes.
 
-    ``devices`` are UUIDs, or "cpu" with its node. ``started_after_seconds`` is when its process began, below 0
-    where that was before workers could; ``leased_after_seconds`` when it got its devices: later where it stood
-    by before. ``life_seconds`` count from the lease. ``process`` is the launcher's name for it, ``node`` the
-    one that it runs on, if any.
+    ``devices`` are UUIDs, or "cpu" with its node. ``started_after_seconds`` is when its process began,
+    ``leased_after_seconds`` when it got its devices: later where it stood by before. ``life_seconds`` count from
+    the lease. ``process`` is the launcher's name for it, ``node`` the one that it runs on, if any.
     """
 
     member: str

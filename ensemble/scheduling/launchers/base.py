@@ -129,13 +129,11 @@ class Handle(ABC):
     Attributes:
         process: what it is known by, behind "process": a number, with the machine's name if that is another one.
         on_node: the name of the machine that it runs on, if that is another one.
-        began_before_seconds: how long before it was started its process had begun.
         is_open: whether it may still say something.
     """
 
     process: str
     on_node: str = ""
-    began_before_seconds: float = 0.0
     is_open: bool = True
 
     @abstractmethod
