@@ -31,6 +31,7 @@ from ensemble.common.text import duration, plural, shown_path
 from ensemble.config import LoadedConfig
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.cascade import Cascades
+from ensemble.pipeline.cpu_choices import changed_cpu_choices, keep_cpu_choice, kept_cpu_choices
 from ensemble.pipeline.prepare import prepare
 from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.report_page import write_page
@@ -187,6 +188,7 @@ class _Run(RunState):
                 writer.merge([])  # to read all weights can take minutes
             self.works.update(find_works(self.prepared, rundir, self.say))
             self._take_given()
+            self._take_over_cpu_choices()
             self._plan_what_is_left()
             rundir.remove_caches([one.shards_dir for one in self.works.values() if not one.has_rows.all()])
             self.report("running").write(rundir.run_json)
@@ -211,6 +213,8 @@ class _Run(RunState):
                             temporary.open("wb") as file,
                         ):
                             np.save(file, member.order)
+                        if not member.gpus and config.launcher == "local":
+                            keep_cpu_choice(work.shards_dir, member)
                 sync_directory(rundir.work_dir)  # so that the new folders are there after a power cut
             self._run_members(reserve)
             self._merge()
@@ -258,6 +262,15 @@ class _Run(RunState):
             except (DataError, MergeError) as error:
                 log.error("%s failed: %s", member.name, error)
                 self._not_given[member.name] = Failure(member.name, "; ".join(error.problems))
+
+    def _take_over_cpu_choices(self) -> None:
+        """Plan members on the CPU as the run began with them; nodes of a cluster have cores of their own."""
+        kept = kept_cpu_choices(self.works) if self._config.launcher == "local" else {}
+        if kept:
+            plan = self.prepared.plan
+            self.prepared = replace(self.prepared, plan=plan.again(plan.gpus, kept))
+            for text in changed_cpu_choices(self.prepared.plan, kept):
+                self.say(text)
 
     def _plan_what_is_left(self) -> None:
         plan = self.prepared.plan
@@ -383,6 +396,7 @@ class _Run(RunState):
             environment=member_kind(member.model).environment() if devices else {},
             log=self._rundir.log(member.name, replica),
             cpu_share=member.cpu_share,
+            cpu_threads=member.cpu_threads,
             scratch=folder,
         )
 

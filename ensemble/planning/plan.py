@@ -55,6 +55,14 @@ _NO_TIME = Speed(0.0, 0.0, is_measured=True, is_startup_measured=True)
 
 
 @dataclass(frozen=True)
+class CpuChoice:
+    """What a run chose for a member on the CPU: the threads of each worker, and workers at a time."""
+
+    threads: int
+    workers: int
+
+
+@dataclass(frozen=True)
 class LoadCache:
     """Whether what a load makes of a member's weights is kept in the run directory for later loads.
 
@@ -76,7 +84,8 @@ class MemberPlan:
     (``chunks.in_views``); the table has ``table_rows``.  ``work`` is the text of all of these rows in bytes, as far
     as max_length lets it through, with what each row costs beyond it.
     ``first_replicas`` start before any later member; the others join where a GPU or a part of the CPU is left over.
-    On a CPU each has ``cpu_share`` of the cores, which makes it slower.  A member that needs
+    On a CPU each has ``cpu_share`` of the cores, which makes it slower, and ``cpu_threads``; None: as many as its
+    share.  A member that needs
     no worker has neither replicas nor chunks.  One with ``when`` ``waits_for`` the members with a weight
     before it: then ``chunks`` are those of the whole table, and which of their rows it computes comes out in the
     run; the forecast takes ``expected_share`` of them.  ``advice`` is what else could be set, and what it would
@@ -99,6 +108,7 @@ class MemberPlan:
     waits_for: tuple[str, ...] = ()
     expected_share: float = 1.0
     advice: str = ""
+    cpu_threads: int | None = None
 
     @property
     def name(self) -> str:
@@ -182,6 +192,7 @@ class Plan:
     problems: tuple[str, ...] = ()
     why: str = ""
     seconds: float | None = None
+    cpu_choices: Mapping[str, CpuChoice] = field(default_factory=dict)
 
     def seconds_of(self, jobs: Sequence[Job]) -> float:
         """From now until the last of ``jobs`` ends on its devices."""
@@ -206,8 +217,8 @@ class Plan:
             size, free = size + count * each, free - count * one.cpu_share
         return size
 
-    def again(self, gpus: Sequence[Device]) -> Plan:
-        """Return the plan of the same run on devices that have changed."""
+    def again(self, gpus: Sequence[Device], cpu_choices: Mapping[str, CpuChoice] | None = None) -> Plan:
+        """Return the plan of the same run on devices that have changed, or with other ``cpu_choices``."""
         return make_plan(
             self.config,
             self.facts,
@@ -217,6 +228,7 @@ class Plan:
             disk_free_bytes=self.disk_free_bytes,
             hosts=self.hosts,
             cpus=self.cpus,
+            cpu_choices=self.cpu_choices if cpu_choices is None else cpu_choices,
         )
 
 
@@ -229,6 +241,7 @@ def make_plan(
     disk_free_bytes: int | None = None,
     hosts: int = 1,
     cpus: int = 1,
+    cpu_choices: Mapping[str, CpuChoice] | None = None,
 ) -> Plan:
     """Decide devices, replicas and chunks for every member.
 
@@ -241,6 +254,7 @@ def make_plan(
         disk_free_bytes: where the run directory is; None: not known.
         hosts: machines whose CPUs take workers.
         cpus: threads of computing that one of these runs at a time.
+        cpu_choices: per member name, what the run that goes on chose when it began.
     """
     speeds = speeds or {}
     sharing = config.max_workers_per_gpu
@@ -322,6 +336,7 @@ def make_plan(
         members=tuple(members),
         warnings=tuple(warnings),
         problems=tuple(problems),
+        cpu_choices=cpu_choices or {},
     )
     if problems:
         return plan
@@ -437,23 +452,21 @@ def _beside(plan: Plan) -> Plan:
     """Return the plan with workers side by side on a CPU, each with its share of the cores as threads.
 
     ``cpu_workers: auto`` takes as many as ``auto_workers`` says, as far as chunks and memory go.  A member of which
-    nobody knows what memory it takes then has the CPU to itself.
+    nobody knows what memory it takes then has the CPU to itself.  A member for which the run chose before has the
+    same threads again, unless a key says otherwise or there are too few cores.
     """
     asked = plan.config.cpu_workers
     on_cpu = [member for member in plan.members if member.needs_worker and not member.gpus]
     can_share = [member for member in on_cpu if member.placement.footprint is not None or asked != "auto"]
-    if not can_share:
+    if not on_cpu:
         return plan
     chunks = sum(
         len(member.chunks) if member.request.replicas == "auto" else member.replicas for member in can_share
     )
-    if asked == "auto":
-        free = 0 if plan.host is None else plan.host.total_bytes - plan.host.used_bytes
-        room = free // max(_cpu_bytes(member) for member in can_share)
-        workers = min(auto_workers(plan.cpus), chunks, room)
-    else:
-        workers = min(asked, chunks)
-    workers = max(1, workers)
+    free = 0 if plan.host is None else plan.host.total_bytes - plan.host.used_bytes
+    room = free // max(_cpu_bytes(member) for member in on_cpu)
+    most = min(auto_workers(plan.cpus), room) if asked == "auto" else asked
+    workers = max(1, min(most, chunks))
     members = list(plan.members)
     for member in can_share:
         replicas, first_replicas = member.replicas, member.first_replicas
@@ -466,12 +479,38 @@ def _beside(plan: Plan) -> Plan:
             first_replicas=first_replicas,
             cpu_share=min(member.cpu_share, 1 / workers),
         )
+    if asked == "auto":
+        for member in on_cpu:
+            members[member.index] = _as_chosen(plan, members[member.index], len(on_cpu), max(1, room))
     made = replace(plan, members=tuple(members))
-    if workers > 1:
-        each = plural(threads_of(plan.cpus, 1 / workers), "core")
-        takes = f"{workers} workers at a time on the CPU, {each} each, take about {gib(made.host_bytes)} of memory"
+    smallest = min((members[member.index] for member in on_cpu), key=lambda member: member.cpu_share)
+    if (at_a_time := round(1 / smallest.cpu_share)) > 1:
+        each = plural(smallest.cpu_threads or threads_of(plan.cpus, smallest.cpu_share), "core")
+        takes = f"{at_a_time} workers at a time on the CPU, {each} each"
+        takes += f", take about {gib(made.host_bytes)} of memory"
         made = replace(made, why="; ".join(filter(None, (plan.why, takes))))
     return replace(made, seconds=made.seconds_of(made.jobs) if plan.seconds else None)
+
+
+def _as_chosen(plan: Plan, member: MemberPlan, members: int, room: int) -> MemberPlan:
+    """Return the member with the threads and workers that the run chose for it when it began, if there are any.
+
+    Args:
+        members: how many of them share the CPU.
+        room: how many workers memory holds.
+    """
+    choice = plan.cpu_choices.get(member.name)
+    if choice is None or member.request.replicas != "auto" or choice.threads > plan.cpus:
+        return member
+    at_a_time = min(choice.workers, plan.cpus // choice.threads, room)
+    replicas = min(at_a_time, len(member.chunks))
+    return replace(
+        member,
+        replicas=replicas,
+        first_replicas=math.ceil(replicas / members),
+        cpu_share=1 / at_a_time,
+        cpu_threads=choice.threads,
+    )
 
 
 def _cpu_bytes(member: MemberPlan) -> int:

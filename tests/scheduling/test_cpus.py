@@ -18,7 +18,7 @@ from ensemble.pipeline.load import load
 from ensemble.pipeline.prepare import prepare
 from ensemble.planning import plan as planning
 from ensemble.planning.forecast import Speed
-from ensemble.planning.plan import Plan, make_plan
+from ensemble.planning.plan import CpuChoice, Plan, make_plan
 from ensemble.scheduling.launchers import threads
 from ensemble.scheduling.launchers.threads import thread_variables
 from tests.faults.chunky import chunky_config, ids_of, results
@@ -171,6 +171,25 @@ def test_more_workers_than_cores_or_memory_are_warned_of(
     assert "cpu_workers" not in warnings(4, 64 * GIB)
     assert "cpu_workers: 4 workers share 2 cores, and take memory for a model each" in warnings(2, 64 * GIB)
     assert "GiB of memory, and 1.0 GiB are free: they may be killed; lower it" in warnings(4, GIB)
+
+
+def test_a_run_that_goes_on_has_the_threads_that_it_began_with(models: Path) -> None:
+    began = {"m0": CpuChoice(threads=3, workers=2)}
+
+    def found(*members: dict[str, Any], **keys: Any) -> list[tuple[int, float, int | None]]:
+        made = plan(models, *members, **keys).again([], began)
+        assert made.again([]) == made
+        return [(one.replicas, one.cpu_share, one.cpu_threads) for one in made.members]
+
+    assert found({}) == [(2, 1 / 2, 3)]
+    assert found({}, {}) == [(2, 1 / 2, 3), (4, 1 / 4, None)], "the other member is new"
+    assert found({}, cpus=64) == [(2, 1 / 2, 3)]
+    assert found({}, cpus=4) == [(1, 1.0, 3)]
+    assert found({}, cpus=2) == [(2, 1 / 2, None)], "too few cores for its threads"
+    one = plan(models, {}, cpu_workers=1).host_bytes
+    assert found({}, host=Device("cpu", "CPU", None, one + GIB, 0)) == [(1, 1.0, 3)]
+    assert found({}, cpu_workers=4) == [(4, 1 / 4, None)], "what the user sets wins"
+    assert found({"replicas": 3}) == [(3, 1 / 3, None)]
 
 
 @pytest.mark.long

@@ -33,6 +33,7 @@ class WorkerStart:
         environment: variables that it needs besides.
         log: the file on this machine that takes all that it prints.
         cpu_share: of a host's cores, for one that runs on the CPU; 0 for one that does not.
+        cpu_threads: that it computes with there; None: as many as its share of the cores.
         scratch: a folder that is to be there where it runs, for it alone and as long as it runs; None: none is.
     """
 
@@ -41,6 +42,7 @@ class WorkerStart:
     environment: Mapping[str, str]
     log: Path
     cpu_share: float = 0.0
+    cpu_threads: int | None = None
     scratch: Path | None = None
 
 

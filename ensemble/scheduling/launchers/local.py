@@ -30,7 +30,7 @@ class LocalLauncher(Launcher):
         if start.scratch is not None:
             start.scratch.mkdir(parents=True)
         environment = {
-            **thread_variables(start.cpu_share),
+            **thread_variables(start.cpu_share, start.cpu_threads),
             **worker_environment(start.devices),
             **start.environment,
         }
