@@ -74,12 +74,6 @@ class Predictor(ABC):
     checks them afterwards, and again before it keeps any prediction.
     """
 
-    def preload(self, limit_bytes: int) -> None:
-        """A hint: read up to so many bytes of weights into the page cache until they are loaded, and meanwhile."""
-
-    def prepare(self, rows: npt.NDArray[np.int64]) -> None:
-        """A hint: these rows will probably come next.  Returns at once; called from any thread."""
-
     @abstractmethod
     def load(self) -> Ready:
         """The devices are there: load onto them; ``load_seconds`` is filled in by the worker.

@@ -375,9 +375,7 @@ class _Run(RunState):
         folder = str((cells.folder or Path()).absolute())
         return MemberFiles(spec, sources, folder, partial(self.prepared.table.row_files, cells))
 
-    def worker_start(
-        self, member: MemberPlan, replica: int, devices: Sequence[Device], preload_bytes: int
-    ) -> WorkerStart:
+    def worker_start(self, member: MemberPlan, replica: int, devices: Sequence[Device]) -> WorkerStart:
         work, folder = self.works[member.name], None
         if member.request.offload_folder is not None:
             # transformers names its files there after parameters, which are alike in every model.
@@ -391,7 +389,7 @@ class _Run(RunState):
             )
             spec = replace(spec, common=replace(spec.common, views=views))
         return WorkerStart(
-            command=Start(spec, preload_bytes),
+            command=Start(spec),
             devices=tuple(devices),
             environment=member_kind(member.model).environment() if devices else {},
             log=self._rundir.log(member.name, replica),

@@ -29,7 +29,6 @@ from ensemble.common.protocol import (
     Failed,
     Load,
     Predict,
-    Prepare,
     Progress,
     Start,
     Started,
@@ -78,13 +77,10 @@ def serve(
         redact = Redactor(os.environ, start.spec.settings)
         guard_output(redact)
         session = Session(start, send_redacted, heartbeat, began, commands.stop)
-        commands.on_prepare = session.prepare
         for command in arriving:
             if isinstance(command, Stop):
                 break
-            if isinstance(command, Prepare):
-                session.prepare(command)
-            elif isinstance(command, Load):
+            if isinstance(command, Load):
                 session.load()
             elif isinstance(command, Predict):
                 chunk = command.chunk
@@ -166,13 +162,7 @@ class Session:
             table = PublishedTable(Path(self._common.table_path), views)
             self._table_rows = table.rows
             self.predictor = child.make_predictor(self._common, start.spec.settings, table)
-        if start.preload_bytes:
-            self.predictor.preload(start.preload_bytes)
         self._making_seconds = time.monotonic() - making_since
-
-    def prepare(self, hint: Prepare) -> None:
-        """Pass a hint on; from any thread."""
-        self.predictor.prepare(self._rows(hint))
 
     def load(self) -> None:
         """Put the member on its devices; raises what making a session does."""
@@ -221,7 +211,7 @@ class Session:
         self._send(Computed(command.chunk))
         self._writing = self._writer.submit(write)
 
-    def _rows(self, command: Prepare | Predict) -> npt.NDArray[np.int64]:
+    def _rows(self, command: Predict) -> npt.NDArray[np.int64]:
         if command.rows is None:
             return self._order[command.start : command.stop]
         import numpy as np
