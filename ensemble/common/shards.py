@@ -126,6 +126,11 @@ def token_budgets(shards_dir: Path) -> dict[str, int]:
     return {key: tokens for key, tokens in found.items() if isinstance(tokens, int) and tokens > 0}
 
 
+def cpu_choice_path(shards_dir: Path) -> Path:
+    """Where it stands with how many threads a member's rows are computed on a CPU, and by how many workers."""
+    return shards_dir / "cpu.json"
+
+
 def rows_path(shards_dir: Path) -> Path:
     """Where it stands which rows a member's shards are of."""
     return shards_dir / "rows.bin"

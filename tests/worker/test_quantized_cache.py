@@ -208,15 +208,6 @@ def test_a_checkpoint_that_changes_meanwhile_is_not_kept(folder: Path, tmp_path:
     assert not (tmp_path / "cache/quantized").exists()
 
 
-def test_kept_weights_are_read_ahead(folder: Path, tmp_path: Path) -> None:
-    from ensemble.members.huggingface.loading.preload import weight_files
-
-    spec = asked(folder, tmp_path / "cache")
-    assert weight_files(spec) == [folder / "model.safetensors"]
-    load(spec)
-    assert weight_files(spec) == [tmp_path / "cache/quantized/model.safetensors"]
-
-
 STORED = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "bfloat16"}
 
 

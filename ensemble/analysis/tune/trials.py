@@ -276,14 +276,16 @@ class MemberTrials:
             self.workers_found = 1  # for a table of any size
 
     def _beside(self, keys: Mapping[str, Any]) -> Sequence[int]:
-        """How many workers side by side are tried: those that a run would weigh, with two chunks for each."""
+        """Return the numbers of workers that are tried: 2, 4, ... up to what ``cpu_workers: auto`` takes."""
         if self._on_gpu or self._config.cpu_workers != "auto" or self._kind.request().replicas != "auto":
             return ()
         try:
             plan = self._made(keys, self._sample.table(), self._folder, "auto").plan
         except EnsembleError:  # it fits nowhere as it is
             return ()
-        return [count for count in plan.cpu_choice if 2 * count <= len(plan.members[0].chunks)]
+        (member,) = plan.members
+        most = min(round(1 / member.cpu_share), len(member.chunks) // 2)
+        return [2**step for step in range(1, most.bit_length())]
 
     def _try(self, name: str, keys: dict[str, Any], workers: int | None = None) -> None:
         """Try settings, on a few rows first where that is worth a start of its own.

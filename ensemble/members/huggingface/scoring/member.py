@@ -27,12 +27,7 @@ from ensemble.members.huggingface.loading.float32_retry import (
     why_not_float32,
 )
 from ensemble.members.huggingface.loading.load import Loaded, LoadedModel, load, max_length
-from ensemble.members.huggingface.loading.preload import (
-    ReadAhead,
-    checkpoint_folder,
-    import_model_class,
-    weight_files,
-)
+from ensemble.members.huggingface.loading.preload import checkpoint_folder, import_model_class
 from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
 from ensemble.members.huggingface.scoring.classifier import Classifier, Shortcut, probabilities
 from ensemble.members.huggingface.scoring.compiled import (
@@ -43,7 +38,6 @@ from ensemble.members.huggingface.scoring.compiled import (
 )
 from ensemble.members.huggingface.scoring.encode import Encoded, Prompt, Text
 from ensemble.members.huggingface.scoring.forward import BatchSizes, Encoding, Mode, Scorer, compute
-from ensemble.members.huggingface.scoring.prefetch import Prefetch, Step
 from ensemble.members.huggingface.scoring.token_budget import StageBudget, TimedBudget, TokenBudget
 from ensemble.members.huggingface.scoring.unsupported import told_in_a_sentence
 from ensemble.members.huggingface.scoring.warmup import MAX_CHARACTERS, TEXTS, WarmUp, logits_tolerance
@@ -58,19 +52,17 @@ S = TypeVar("S", bound=ModelSpec)
 class CheckpointMember(Predictor, Generic[_X, _E]):
     """What kinds share that run a checkpoint of transformers, whatever it reads.
 
-    A kind says what its numbers stand for (``_values``) and loads between ``_begin_load`` and ``_set_modes``,
-    which leaves ``_sizes`` to it; then ``_score`` runs the model over encoded rows.
+    A kind says what its numbers stand for (``_values``) and loads, then calls ``_set_modes``, which leaves
+    ``_sizes`` to it; then ``_score`` runs the model over encoded rows.
 
     Args:
         spec: what to load.
         encode: what the model gets of rows of the table, with a callback after each block of them.
     """
 
-    def __init__(self, spec: _X, encode: Callable[[npt.NDArray[np.int64], Step], _E]) -> None:
+    def __init__(self, spec: _X, encode: Callable[[npt.NDArray[np.int64], Callable[[], None]], _E]) -> None:
         self._spec = spec
-        # On a CPU both would want the same cores.
-        self._prefetch: Prefetch[_E] = Prefetch(encode, in_background=spec.gpus > 0)
-        self._reading: ReadAhead | None = None
+        self._encode_rows = encode
         self._starts_in_float32 = False
         self._sizes: BatchSizes
         self._budget: TokenBudget | None = None
@@ -93,13 +85,6 @@ class CheckpointMember(Predictor, Generic[_X, _E]):
         Args:
             in_what: the type that it has to be computed in, where that is another one, with a space before it.
         """
-
-    def preload(self, limit_bytes: int) -> None:
-        self._reading = ReadAhead(weight_files(self._spec), limit_bytes)
-
-    def _begin_load(self) -> None:
-        if self._reading is not None:
-            self._reading.begin_load()
 
     def _set_modes(self, loaded: LoadedModel) -> None:
         """Note how the model runs: once it is loaded, before the first pass."""
@@ -232,19 +217,13 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
         """What else the user should know, a sentence each."""
         return []
 
-    def prepare(self, rows: npt.NDArray[np.int64]) -> None:
-        self._prefetch.prepare(rows)
-
     def load(self) -> Ready:
-        self._begin_load()
         spec = self._spec
         loaded = load(spec, self._tokenizer)
         if loaded.max_length != self._max_length:
             self._max_length = loaded.max_length
             self._prompts = self._make_prompts()
-            self._warmup = self._prefetch.start_over(
-                lambda: self._prompts[0].encode_texts(self._warmup_texts)
-            )
+            self._warmup = self._prompts[0].encode_texts(self._warmup_texts)
         self._classifier = self._make_classifier(loaded)
         notes = [*loaded.notes, *self._tokenizer_notes, *self._notes()]
         self._set_modes(loaded)
@@ -306,7 +285,7 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
         return TimedBudget(folder, loaded.token_budget, loaded.memory, hardware, found, expected)
 
     def predict(self, rows: npt.NDArray[np.int64], report: Report) -> Prediction:
-        encoded = self._prefetch.take(rows, lambda: report(0))
+        encoded = self._encode_rows(rows, lambda: report(0))
         prediction = self._score(self._classifier, encoded, report)
         counters = replace(
             prediction.counters, truncated_rows=encoded.truncated_rows, cut_tokens=encoded.cut_tokens
