@@ -441,8 +441,9 @@ class RunConfig(StrictConfig):
     @classmethod
     def _labels_differ(cls, labels: tuple[str, ...]) -> tuple[str, ...]:
         problems: list[Problem] = []
+        first_index: dict[str, int] = {}
         for index, label in enumerate(labels):
-            first = labels.index(label)
+            first = first_index.setdefault(label, index)
             if first != index:
                 problems.append(((index,), f"the same as labels[{first}]; name each label once"))
         if problems:
@@ -519,9 +520,9 @@ class RunConfig(StrictConfig):
 
 def same_name_problems(key: str, names: Sequence[str]) -> Iterator[Problem]:
     """Find names in the list at ``key`` that differ in no more than their case."""
-    folded = [name.lower() for name in names]
-    for index, name in enumerate(folded):
-        first = folded.index(name)
+    first_index: dict[str, int] = {}
+    for index, name in enumerate(names):
+        first = first_index.setdefault(name.lower(), index)
         if first != index:
             sentence = f"the same as {place((key, first, 'name'))}; names must differ in more than their case"
             yield (key, index, "name"), sentence
