@@ -12,7 +12,6 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ensemble.analysis.metrics import (
-    LEVEL,
     USUAL,
     Bootstrap,
     Interval,
@@ -38,6 +37,7 @@ from ensemble.common.protocol import Activation
 from ensemble.common.text import listed, plural, shown_path
 from ensemble.config.document import SHOWN_CHARACTERS, place, shown
 from ensemble.data.table import Truth
+from ensemble.merging.scoring import LEVEL
 from ensemble.pipeline.results import ENSEMBLE_ROW
 from ensemble.pipeline.run_report import MemberReport, RunReport
 
