@@ -390,11 +390,12 @@ class _Fitter:
         self.calibrations: tuple[Calibration, ...] = tuple(
             self._calibration(values, kind) for values, kind in zip(members, sample.kinds, strict=True)
         )
-        self._members = self.calibrated(members)
         self._whole: _Blend | None = None  # of all members
         if options.method == "simplex":
             make_loss = mean_loss if options.pool == "mean" else geometric_loss
-            self._loss = make_loss(self._members, self._truth, sample.kind)
+            self._loss = make_loss(self.calibrated(members), self._truth, sample.kind)
+        else:
+            self._members = self.calibrated(members)
 
     def calibrated(self, members: Sequence[Values]) -> list[Values]:
         """Return members' values with the fitted calibrations."""
@@ -403,7 +404,7 @@ class _Fitter:
 
     def fit(self, left_out: int | None = None) -> _Blend:
         """Fit the ensemble of all members first, then any without one."""
-        options, kind, count = self._options, self._sample.kind, len(self._members)
+        options, kind, count = self._options, self._sample.kind, len(self.calibrations)
         used = [number for number in range(count) if number != left_out]
         weights = np.zeros(count)
         stacking = None
