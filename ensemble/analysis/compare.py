@@ -223,31 +223,31 @@ def compare(
             problems += error.problems
     if problems:
         raise DataError(problems)
-    one, two = sources[first], sources[second]
-    remarks = [f"{source.name}: {text}" for source in (one, two) for text in source.predictions.remarks]
+    ours, theirs = sources[first], sources[second]
+    remarks = [f"{source.name}: {text}" for source in (ours, theirs) for text in source.predictions.remarks]
     settings = None
-    if one.report is not None and two.report is not None:
-        settings = tuple(changed_settings(run_settings(one.report), run_settings(two.report)))
+    if ours.report is not None and theirs.report is not None:
+        settings = tuple(changed_settings(run_settings(ours.report), run_settings(theirs.report)))
     result = Comparison(
-        first=_side(one), second=_side(two), rows=0, settings=settings, changes=(), metrics=(), remarks=()
+        first=_side(ours), second=_side(theirs), rows=0, settings=settings, changes=(), metrics=(), remarks=()
     )
     try:
-        left, right = _common(one, two, remarks)
+        left, right = _common(ours, theirs, remarks)
     except DataError as error:
         if settings is None or metrics:
             raise
         return replace(result, remarks=(*remarks, *error.problems))
     predictions, kind = left.predictions, left.predictions.activation
     is_same_kind = kind == right.predictions.activation
-    theirs = right.by_name(left)
-    pairs = {name: (ours, theirs[name]) for name, ours in left.by_name(right).items() if name in theirs}
+    others = right.by_name(left)
+    pairs = {name: (values, others[name]) for name, values in left.by_name(right).items() if name in others}
     truth: Truth | None = None
     if not is_same_kind:
         remarks.append("one side has exclusive labels and the other not, so that no metric is of both")
     elif labels is not None:
         ids, names = predictions.ids, predictions.labels
-        truth, left_out = read_truth(labels, ids, names, kind, label_column or LABEL_COLUMN, id_column)
-        remarks += left_out
+        truth, more_remarks = read_truth(labels, ids, names, kind, label_column or LABEL_COLUMN, id_column)
+        remarks += more_remarks
     else:
         truth = _agreed_truth(left, right, remarks)
     changed: tuple[MetricChange, ...] = ()
@@ -340,29 +340,32 @@ def _read(
 ) -> _Source:
     if path.is_dir():
         report = RunReport.read(path / "run.json")
-        found = read_run(path, "if there" if wants_truth else "no", label_column)
-        return _Source(path, replace(found, members=as_merged(found, calibrations_of(report))), report)
+        predictions = read_run(path, "if there" if wants_truth else "no", label_column)
+        merged = as_merged(predictions, calibrations_of(report))
+        return _Source(path, replace(predictions, members=merged), report)
     return _Source(path, read_files({"predictions": path}, id_column, activation=activation), None)
 
 
-def _common(one: _Source, two: _Source, remarks: list[str]) -> tuple[_Source, _Source]:
-    """Both sides with the rows that they have in common, in the first one's order of rows and labels.
+def _common(first: _Source, second: _Source, remarks: list[str]) -> tuple[_Source, _Source]:
+    """Return both sides with the rows that they have in common, in the first one's order of rows and labels.
 
     Raises:
         DataError: there is none, or the labels differ.
     """
-    left, right = one.predictions, two.predictions
+    left, right = first.predictions, second.predictions
     if {*left.labels} != {*right.labels}:
         raise DataError(
-            f"{one.name} and {two.name} have other labels, so their rows are not compared: {listed(left.labels)}, "
-            f"and {listed(right.labels)}"
+            f"{first.name} and {second.name} have other labels, so their rows are not compared: "
+            f"{listed(left.labels)}, and {listed(right.labels)}"
         )
     places = places_of(left.ids, right.ids)
     is_common = places >= 0
     if not is_common.any():
-        raise DataError(f"{one.name} and {two.name} have no id in common, so their rows are not compared")
+        raise DataError(
+            f"{first.name} and {second.name} have no id in common, so their rows are not compared"
+        )
     common = int(is_common.sum())
-    for source, rows in ((one, left.rows), (two, right.rows)):
+    for source, rows in ((first, left.rows), (second, right.rows)):
         if rows > common:
             remarks.append(
                 f"{source.name}: {plural(rows - common, 'row')} left out, which the other side does not have"
@@ -370,8 +373,8 @@ def _common(one: _Source, two: _Source, remarks: list[str]) -> tuple[_Source, _S
     numbers = np.flatnonzero(is_common)
     order = [right.labels.index(label) for label in left.labels]
     return (
-        replace(one, predictions=_taken(left, numbers, [*range(len(order))])),
-        replace(two, predictions=_taken(right, places[numbers], order)),
+        replace(first, predictions=_taken(left, numbers, [*range(len(order))])),
+        replace(second, predictions=_taken(right, places[numbers], order)),
     )
 
 
@@ -486,7 +489,7 @@ def _side(source: _Source) -> Side:
     report = source.report
     if report is None:
         return Side(source.name)
-    costs = tuple(_cost(one) for one in report.members)
+    costs = tuple(_cost(member) for member in report.members)
     return Side(source.name, report.status, report.timing.get("total_seconds"), costs)
 
 
@@ -496,12 +499,14 @@ def _cost(member: MemberReport) -> Cost:
 
     # Not the workers of an earlier run, whose time is no part of this one's.
     workers, seconds = member.workers_now, member.progress.seconds
-    host = largest(one.peak_memory_bytes for one in workers)
-    gpu = largest(one.peak_gpu_memory_bytes for one in workers)
+    host = largest(worker.peak_memory_bytes for worker in workers)
+    gpu = largest(worker.peak_gpu_memory_bytes for worker in workers)
     return Cost(
         name=member.name,
         seconds=seconds,
-        startup_seconds=largest((one.start_seconds or 0.0) + (one.load_seconds or 0.0) for one in workers),
+        startup_seconds=largest(
+            (worker.start_seconds or 0.0) + (worker.load_seconds or 0.0) for worker in workers
+        ),
         rows_per_second=member.counters.rows / seconds if seconds else None,
         host_bytes=None if host is None else int(host),
         gpu_bytes=None if gpu is None else int(gpu),

@@ -59,32 +59,29 @@ def diversity(members: Sequence[Values], activation: Activation, truth: Truth | 
             values that are no probabilities.
         truth: label numbers, int64 [rows], or values, float64 [rows, labels].
     """
-    known = None if truth is None else one_hot(truth, members[0].shape[1])
-    rows = [~np.isnan(values[:, 0]) for values in members]
-    decisions = None if activation == "none" else _compare_decisions(members, activation, known)
-    nothing = np.zeros((len(members), len(members)))
+    pairs = (len(members), len(members))
+    true_values = None if truth is None else one_hot(truth, members[0].shape[1])
+    is_present = [~np.isnan(values[:, 0]) for values in members]
+    decisions, same, only_right = (np.zeros(pairs) for _ in range(3))
+    kappa = np.full(pairs, np.nan)
+    if activation != "none":
+        decisions, same, kappa, only_right = _compare_decisions(members, activation, true_values)
+    has_right = truth is not None and activation != "none"
     return Diversity(
-        rows=np.array([[(one & other).sum() for other in rows] for one in rows]),
-        decisions=(nothing if decisions is None else decisions.counts).astype(np.int64),
-        same=(nothing if decisions is None else decisions.same).astype(np.int64),
-        kappa=np.full(nothing.shape, np.nan) if decisions is None else decisions.kappa,
+        rows=np.array([[(ours & theirs).sum() for theirs in is_present] for ours in is_present]),
+        decisions=decisions.astype(np.int64),
+        same=same.astype(np.int64),
+        kappa=kappa,
         correlation=_correlation(members, None),
-        error_correlation=None if known is None else _correlation(members, known),
-        only_right=None if decisions is None or known is None else decisions.only_right.astype(np.int64),
+        error_correlation=None if true_values is None else _correlation(members, true_values),
+        only_right=only_right.astype(np.int64) if has_right else None,
     )
 
 
-@dataclass(frozen=True)
-class _Decisions:
-    """See ``Diversity``, whose ``decisions`` are ``counts`` here."""
-
-    counts: Values
-    same: Values
-    kappa: Values
-    only_right: Values
-
-
-def _compare_decisions(members: Sequence[Values], activation: Activation, known: Values | None) -> _Decisions:
+def _compare_decisions(
+    members: Sequence[Values], activation: Activation, true_values: Values | None
+) -> tuple[Values, Values, Values, Values]:
+    """Return ``decisions``, ``same``, ``kappa`` and ``only_right`` of ``Diversity``."""
     shape = (len(members), len(members))
     classes = members[0].shape[1] if activation == "softmax" else 2
     counts, same, right, both_right = (np.zeros(shape) for _ in range(4))
@@ -100,15 +97,15 @@ def _compare_decisions(members: Sequence[Values], activation: Activation, known:
             is_chosen = (decided == number) * present
             same += is_chosen @ is_chosen.T
             chosen[number] += is_chosen @ present.T
-        if known is not None:
-            is_right = (decided == _decided(known[part], activation).ravel()) * present
+        if true_values is not None:
+            is_right = (decided == _decided(true_values[part], activation).ravel()) * present
             right += is_right @ present.T
             both_right += is_right @ is_right.T
     with np.errstate(divide="ignore", invalid="ignore"):
         shares = chosen / counts
         chance = (shares * shares.transpose(0, 2, 1)).sum(axis=0)
         kappa = (same / counts - chance) / (1 - chance)
-    return _Decisions(counts, same, np.where(np.isfinite(kappa), kappa, np.nan), right - both_right)
+    return counts, same, np.where(np.isfinite(kappa), kappa, np.nan), right - both_right
 
 
 def _decided(values: Values, activation: Activation) -> Counts:
@@ -118,15 +115,18 @@ def _decided(values: Values, activation: Activation) -> Counts:
     return np.asarray(values >= 0.5, np.int64)
 
 
-def _correlation(members: Sequence[Values], known: Values | None) -> Values:
+def _correlation(members: Sequence[Values], true_values: Values | None) -> Values:
     """Return Pearson's correlations of values, or of errors, [members, members]; NaN if one of two is constant."""
     shape = (len(members), len(members))
     cells, sums, squares, products = (np.zeros(shape) for _ in range(4))
     # Numbers far from 0 keep their digits if they are counted from some number near them.
     shifts = np.array([values[~np.isnan(values[:, 0])][:1].sum() / values.shape[1] for values in members])
+    if true_values is not None:
+        shifts = shifts - true_values[:1].mean()
     for part in blocks(*members[0].shape):
-        block = np.stack([values[part] for values in members]) - (0.0 if known is None else known[part])
-        block -= (shifts if known is None else shifts - known[:1].mean())[:, None, None]
+        block = np.stack([values[part] for values in members]) - shifts[:, None, None]
+        if true_values is not None:
+            block -= true_values[part]
         present = ~np.isnan(block)
         block[~present] = 0.0
         flat, is_there = block.reshape(len(members), -1), present.reshape(len(members), -1).astype(np.float64)

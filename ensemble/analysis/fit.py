@@ -86,14 +86,14 @@ class Options:
         if self.method is None:
             object.__setattr__(self, "method", "simplex" if self.metric == LOG_LOSS else "greedy")
         problems = []
-        for key, given, known in (
+        for key, word, words in (
             ("method", self.method, get_args(Method)),
             ("calibration", self.calibration, get_args(CalibrationMethod)),
             ("merge_method", self.pool, get_args(Pool)),
         ):
-            if given not in known:
-                hint = nearest_or_all(str(given), known, key.replace("_", " "))
-                problems.append(f"{key}: {quoted(str(given))} is unknown; {hint}")
+            if word not in words:
+                hint = nearest_or_all(str(word), words, key.replace("_", " "))
+                problems.append(f"{key}: {quoted(str(word))} is unknown; {hint}")
         for key, number, smallest in (("folds", self.folds, 2), ("seed", self.seed, 0)):
             is_whole = hasattr(number, "__index__") and not isinstance(number, bool)
             if not is_whole or number < smallest:
@@ -178,15 +178,14 @@ def fit(predictions: Predictions, options: Options) -> FitReport:
     _check(sample, options, metric)
     fold_of = folds(sample.truth, options.folds, options.seed)
     scorer = _Scorer(sample, metric, fold_of)
-    fitter = _Fitter(sample, np.arange(sample.rows), options, metric)
-    blend = fitter.fit()
+    blend, calibrations = _fitted_to_all(sample, options, metric)
     held_out = _cross_validated(sample, options, metric, fold_of)
     merged, equal, best = (scorer.score(each) for each in (held_out.merged, held_out.equal, held_out.best))
     gains = [scorer.gain(merged, scorer.score(values)) for values in held_out.without]
     members = tuple(
         FittedMember(
             name=name,
-            calibration=fitter.calibrations[number],
+            calibration=calibrations[number],
             weight=None if blend.stacking is not None else float(blend.weights[number]),
             alone=sample.value(metric, sample.members[number]),
             gain=gains[number] if gains else None,
@@ -302,8 +301,8 @@ def _check(sample: _Sample, options: Options, metric: Metric) -> None:
     ]
     truth = sample.truth
     if (truth == truth[0]).all():
-        known = f"{sample.labels[int(truth[0])]!r}" if truth.ndim == 1 else "the same"
-        problems.append(f"the truth is {known} in every row; weights need rows of two labels or more")
+        label = f"{sample.labels[int(truth[0])]!r}" if truth.ndim == 1 else "the same"
+        problems.append(f"the truth is {label} in every row; weights need rows of two labels or more")
     if options.method == "stacking":
         problems += _unseen_labels(sample)
     if metric.needs_every_label and sample.activation in metric.takes and not problems:
@@ -400,7 +399,10 @@ class _Fitter:
     def calibrated(self, members: Sequence[Values]) -> list[Values]:
         """Return members' values with the fitted calibrations."""
         each = zip(members, self.calibrations, self._sample.kinds, strict=True)
-        return [values if kind == "none" else calibrated(values, found, kind) for values, found, kind in each]
+        return [
+            values if kind == "none" else calibrated(values, calibration, kind)
+            for values, calibration, kind in each
+        ]
 
     def fit(self, left_out: int | None = None) -> _Blend:
         """Fit the ensemble of all members first, then any without one."""
@@ -449,6 +451,13 @@ class _Fitter:
         return fit_one(values, truth, kind)
 
 
+def _fitted_to_all(
+    sample: _Sample, options: Options, metric: Metric
+) -> tuple[_Blend, tuple[Calibration, ...]]:
+    fitter = _Fitter(sample, np.arange(sample.rows), options, metric)
+    return fitter.fit(), fitter.calibrations
+
+
 @dataclass(frozen=True)
 class _HeldOut:
     """The values of all rows, each from what was fitted to the other folds; float64 [rows, labels] each.
@@ -469,18 +478,18 @@ def _cross_validated(sample: _Sample, options: Options, metric: Metric, fold_of:
     without = tuple(np.empty(shape, order="F") for _ in range(count if count > 1 else 0))
     best_members = []
     for fold in range(options.folds):
-        held, others = np.flatnonzero(fold_of == fold), np.flatnonzero(fold_of != fold)
+        scored, others = np.flatnonzero(fold_of == fold), np.flatnonzero(fold_of != fold)
         scores = [sample.value(metric, values, others) for values in sample.members]
         best_members.append(int(np.argmax(scores) if metric.greater_is_better else np.argmin(scores)))
         fitter = _Fitter(sample, others, options, metric)
         blend = fitter.fit()
-        raw = [_taken(values, held) for values in sample.members]
+        raw = [_taken(values, scored) for values in sample.members]
         ready = fitter.calibrated(raw)
-        best[held] = raw[best_members[-1]]
-        equal[held] = pooled(raw, np.ones(count), options.pool, sample.kind)
-        merged[held] = blend.merge(ready)
+        best[scored] = raw[best_members[-1]]
+        equal[scored] = pooled(raw, np.ones(count), options.pool, sample.kind)
+        merged[scored] = blend.merge(ready)
         for number, values in enumerate(without):
-            values[held] = fitter.fit(number).merge(ready) if blend.weights[number] else merged[held]
+            values[scored] = fitter.fit(number).merge(ready) if blend.weights[number] else merged[scored]
     return _HeldOut(merged, equal, best, without, tuple(best_members))
 
 

@@ -68,11 +68,11 @@ def _best_penalty(logs: Sequence[Values], targets: Values, kind: Kind) -> float:
     fold_of = np.arange(min(len(targets), _MAX_CHOOSING_ROWS)) % _INNER_FOLDS
     losses = np.zeros(len(PENALTIES))
     for fold in range(_INNER_FOLDS):
-        others, held = np.flatnonzero(fold_of != fold), np.flatnonzero(fold_of == fold)
+        others, scored = np.flatnonzero(fold_of != fold), np.flatnonzero(fold_of == fold)
         for number, penalty in enumerate(PENALTIES):
             stacking = _fitted([values[others] for values in logs], targets[others], kind, penalty)
-            merged = stacking.of_logs([values[held] for values in logs])
-            losses[number] += row_losses(targets[held], merged, kind).sum()
+            merged = stacking.of_logs([values[scored] for values in logs])
+            losses[number] += row_losses(targets[scored], merged, kind).sum()
     return PENALTIES[int(losses.argmin())]
 
 

@@ -81,7 +81,7 @@ def fit_sources(
             raise ConfigError("--set: changes a config, and these are CSVs of predictions; leave it out")
         options = options if merge_method is None else replace(options, pool=merge_method)
         return fit_files(
-            [one for one in sources if isinstance(one, Path)], truth, options, activation, partial
+            [source for source in sources if isinstance(source, Path)], truth, options, activation, partial
         )
     if len(configs) < len(sources):
         other = next(path for path in sources if path not in configs)
@@ -161,8 +161,8 @@ def fit_run(loaded: LoadedConfig, truth: TruthFile, options: Options) -> tuple[F
     config = loaded.config
     method, again = config.ensemble.method, "the weighted mean is fitted by --set ensemble.method=mean"
     if options.method != "stacking" and method not in POOLS:
-        own = ", this method's coefficients by --method stacking" if method == "stacking" else ""
-        raise ConfigError(f"ensemble.method: weights cannot be fitted for {method}; {again}{own}")
+        coefficients = ", this method's coefficients by --method stacking" if method == "stacking" else ""
+        raise ConfigError(f"ensemble.method: weights cannot be fitted for {method}; {again}{coefficients}")
     rundir = RunDir(config.output_dir)
     if not rundir.run_json.exists():
         raise DataError(f"{config.output_dir}: there is no run.json; run the config first, then fit")
@@ -170,9 +170,9 @@ def fit_run(loaded: LoadedConfig, truth: TruthFile, options: Options) -> tuple[F
     if truth.path is None and truth.label_column is not None:
         data = data.model_copy(update={"label_column": truth.label_column, "label_columns": None})
     has_truth = truth.path is not None or data.label_column is not None or data.label_columns is not None
-    found = read_run(config.output_dir, "no" if has_truth else "needed")
+    predictions = read_run(config.output_dir, "no" if has_truth else "needed")
     names = [model.name for model in config.models]
-    if missing := [name for name in names if name not in found.members]:
+    if missing := [name for name in names if name not in predictions.members]:
         raise DataError(
             f"{config.output_dir}: no complete predictions of {', '.join(missing)}; run the config to the end "
             "first, then fit"
@@ -187,25 +187,27 @@ def fit_run(loaded: LoadedConfig, truth: TruthFile, options: Options) -> tuple[F
             f"{config.output_dir}: its predictions are of the rows of {table}, and data.path is "
             f"{config.data.path}; run the config first, then fit"
         )
-    members = {name: found.members[name] for name in names}
-    run_rules = () if found.rules is None else found.rules.rules
+    members = {name: predictions.members[name] for name in names}
+    run_rules = () if predictions.rules is None else predictions.rules.rules
     if run_rules != (config.rules or ()):
         raise DataError(
             f"{config.output_dir}: its run has other rules than the config; run the config again, which merges "
             "only, then fit"
         )
-    found = replace(found, members=members, activations={name: found.activations[name] for name in names})
+    predictions = replace(
+        predictions, members=members, activations={name: predictions.activations[name] for name in names}
+    )
     if has_truth:
-        rows = found.ids, found.labels, found.activation
+        rows = predictions.ids, predictions.labels, predictions.activation
         if truth.path is not None:
             ids = truth.id_column or data.id_column
-            known, remarks = read_truth(truth.path, *rows, truth.label_column or LABEL_COLUMN, ids)
+            true, remarks = read_truth(truth.path, *rows, truth.label_column or LABEL_COLUMN, ids)
         else:
-            known, remarks = read_truth_of(data, *rows)
-        found = replace(found, truth=known, remarks=(*found.remarks, *remarks))
-    if method == "logit_mean" and found.activation == "softmax":
+            true, remarks = read_truth_of(data, *rows)
+        predictions = replace(predictions, truth=true, remarks=(*predictions.remarks, *remarks))
+    if method == "logit_mean" and predictions.activation == "softmax":
         raise ConfigError(f"ensemble.method: logit_mean is not for labels that exclude each other; {again}")
-    report = fit(found, replace(options, pool=POOLS.get(method, "mean")))
+    report = fit(predictions, replace(options, pool=POOLS.get(method, "mean")))
     text = overlay(report, method, f"the predictions in {config.output_dir.name}")
     return report, loaded.redactor(text)
 
