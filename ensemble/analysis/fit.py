@@ -385,24 +385,23 @@ class _Fitter:
     def __init__(self, sample: _Sample, rows: Rows, options: Options, metric: Metric) -> None:
         self._sample, self._options, self._metric = sample, options, metric
         self._truth = sample.truth[rows]
-        members = [_taken(values, rows) for values in sample.members]
-        self.calibrations: tuple[Calibration, ...] = tuple(
-            self._calibration(values, kind) for values, kind in zip(members, sample.kinds, strict=True)
-        )
+        calibrations, ready = list[Calibration](), list[Values]()
+        for values, kind in zip(sample.members, sample.kinds, strict=True):
+            chosen = _taken(values, rows)
+            calibrations.append(self._calibration(chosen, kind))
+            ready.append(_calibrated(chosen, calibrations[-1], kind))
+        self.calibrations = tuple(calibrations)
         self._whole: _Blend | None = None  # of all members
         if options.method == "simplex":
             make_loss = mean_loss if options.pool == "mean" else geometric_loss
-            self._loss = make_loss(self.calibrated(members), self._truth, sample.kind)
+            self._loss = make_loss(ready, self._truth, sample.kind)
         else:
-            self._members = self.calibrated(members)
+            self._members = ready
 
     def calibrated(self, members: Sequence[Values]) -> list[Values]:
         """Return members' values with the fitted calibrations."""
         each = zip(members, self.calibrations, self._sample.kinds, strict=True)
-        return [
-            values if kind == "none" else calibrated(values, calibration, kind)
-            for values, calibration, kind in each
-        ]
+        return [_calibrated(*of_member) for of_member in each]
 
     def fit(self, left_out: int | None = None) -> _Blend:
         """Fit the ensemble of all members first, then any without one."""
@@ -537,6 +536,10 @@ class _Scorer:
     def gain(self, score: Scored, other: Scored) -> Interval:
         """Return by how much a score is better than another (below 0: worse)."""
         return score.minus(other) if self._metric.greater_is_better else other.minus(score)
+
+
+def _calibrated(values: Values, calibration: Calibration, kind: Activation) -> Values:
+    return values if kind == "none" else calibrated(values, calibration, kind)
 
 
 def _is_defined(sample: _Sample, metric: Metric, rows: Rows) -> bool:

@@ -59,7 +59,8 @@ class Resamples:
     def __init__(self, rows: int, seed: int = 0) -> None:
         self._generator = np.random.default_rng(seed)
         self._groups = max(1, min(rows, MAX_GROUPS))
-        self.group_of = (self._generator.permutation(rows) % self._groups).astype(np.uint16)
+        self.group_of = np.resize(np.arange(self._groups, dtype=np.uint16), rows)
+        self._generator.shuffle(self.group_of)
         self.sizes: Values = np.bincount(self.group_of, minlength=self._groups).astype(np.float64)
 
     @cached_property
