@@ -153,7 +153,7 @@ class Metric:
     def _of_all(self, rows: Rows, sums: Values) -> float:
         count = len(rows.values)
         with np.errstate(invalid="ignore", divide="ignore"):
-            value = float(self.of_sums(sums, np.float64(count), rows.is_exclusive))  # type: ignore[arg-type]
+            value = float(self.of_sums(sums, np.array(float(count)), rows.is_exclusive))
         if not np.isfinite(value):
             why = self.why_undefined(rows)
             raise UndefinedMetric(f"{self.name}: not defined for these {plural(count, 'row')}: {why}")

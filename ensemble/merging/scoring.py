@@ -79,7 +79,7 @@ class Resamples:
         return np.stack([np.bincount(groups, column, self._groups) for column in columns.T], axis=1)
 
     def sums(self, by_group: Values) -> Values:
-        """Sum the groups of each resample: float64 [resamples, columns]."""
+        """Sum the groups, [groups] or [groups, columns], of each resample: float64 [resamples, ...]."""
         parts = np.array_split(self._counts, 16)
         with np.errstate(invalid="ignore"):  # of infinite errors
             return np.concatenate([part.astype(np.float64) @ by_group for part in parts])
@@ -92,11 +92,16 @@ class Resamples:
         low, high = np.quantile(defined, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
         return Interval(value, float(low), float(high))
 
-    def mean(self, sums: Values, counts: Values) -> Interval:
-        """Return the mean of numbers by their sums and counts in each group, [groups] each."""
-        resampled = self.sums(np.column_stack([sums, counts]))
+    @cached_property
+    def _resampled_sizes(self) -> Values:
+        return self.sums(self.sizes)
+
+    def mean(self, sums: Values, counts: Values | None = None) -> Interval:
+        """Return the mean of numbers by their sums and counts in each group, [groups] each; None: of all rows."""
+        resampled_counts = self._resampled_sizes if counts is None else self.sums(counts)
+        whole = (self.sizes if counts is None else counts).sum()
         with np.errstate(invalid="ignore", divide="ignore"):
-            return self.interval(float(sums.sum() / counts.sum()), resampled[:, 0] / resampled[:, 1])
+            return self.interval(float(sums.sum() / whole), self.sums(sums) / resampled_counts)
 
 
 @dataclass(frozen=True)
@@ -210,15 +215,14 @@ class Scoring:
         prior_losses = self._prior_losses()
         prior = float(prior_losses.mean())
         by_group = self._resamples.by_group(slice(None), prior_losses[:, None])
-        above_prior = self._resamples.mean((self._losses - by_group)[:, 0], self._resamples.sizes)
+        above_prior = self._resamples.mean((self._losses - by_group)[:, 0])
         possible_gain = prior - self._least_loss()
         is_no_better = possible_gain > _ROUNDING and above_prior.low > -possible_gain * _NO_GAIN
         return Score(self.loss / rows, accuracy, rows, prior, is_no_better, above_prior=above_prior)
 
     def gain_over(self, member: Scoring, name: str) -> Gain:
         """Return how much less the loss is than a member's on the same rows."""
-        resamples = self._resamples
-        gain = resamples.mean((member._losses - self._losses)[:, 0], resamples.sizes)
+        gain = self._resamples.mean((member._losses - self._losses)[:, 0])
         has_interval = not np.isnan(gain.low)
         return Gain(
             best_member=name,
@@ -281,7 +285,7 @@ class CascadeScoring:
             accuracy=right / rows if is_exclusive else None,
             accuracy_without=right_without / rows if is_exclusive else None,
             difference=self._resamples.mean(differences, self._sums[:, 0]),
-            difference_over_all=self._resamples.mean(differences, self._resamples.sizes),
+            difference_over_all=self._resamples.mean(differences),
         )
 
 
