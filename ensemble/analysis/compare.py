@@ -27,7 +27,6 @@ from ensemble.analysis.predictions import (
     Values,
     as_merged,
     calibrations_of,
-    places_of,
     read_files,
     read_run,
     read_truth,
@@ -37,6 +36,7 @@ from ensemble.common.errors import ConfigError, DataError
 from ensemble.common.protocol import Activation
 from ensemble.common.text import listed, plural, shown_path
 from ensemble.config.document import SHOWN_CHARACTERS, place, shown
+from ensemble.data.ids import places_among
 from ensemble.data.table import Truth
 from ensemble.pipeline.results import ENSEMBLE_ROW
 from ensemble.pipeline.run_report import MemberReport, RunReport
@@ -350,7 +350,7 @@ def _common(one: _Source, two: _Source, remarks: list[str]) -> tuple[_Source, _S
             f"{one.name} and {two.name} have other labels, so their rows are not compared: {listed(left.labels)}, "
             f"and {listed(right.labels)}"
         )
-    places = places_of(left.ids, right.ids)
+    places = places_among(left.ids, right.ids)
     is_common = places >= 0
     if not is_common.any():
         raise DataError(f"{one.name} and {two.name} have no id in common, so their rows are not compared")
