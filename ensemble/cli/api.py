@@ -687,7 +687,7 @@ class _Redacted:
 def _frame(path: Path) -> pd.DataFrame:
     import pandas as pd
 
-    from ensemble.data.predictions_csv import read_as_written
+    from ensemble.pipeline.prediction_files import read_as_written
 
     file = read_as_written(path)
     index = pd.Index(file.ids.to_pandas(), name=file.id_column)

@@ -7,8 +7,10 @@ Writing: a cell is quoted only where it must be.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import io
+import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -33,7 +35,7 @@ from ensemble.data.input_file import (
 )
 
 # A row must fit into a block: where one does not, the file is read again in larger blocks.
-_BLOCK_BYTES = (1 << 19, 1 << 24, 1 << 30)
+_BLOCK_BYTES = (1 << 19, 1 << 24, 1 << 29)
 # What pyarrow says then, of a row and of the header.
 _ROW_TOO_LONG = ("straddles two block boundaries", "cannot infer number of columns")
 _WRITE_ROWS = 65_536
@@ -48,6 +50,8 @@ _NUMBER = r"(?i)^[+-]?((\d+\.?\d*|\.\d+)(e[+-]?\d+)?|nan|inf|infinity)$"
 # A cell that stands in no file: U+10FFFF is no character and never will be.  Put behind the last row, it comes out
 # as a row only if no quote is open there.
 _END = "\U0010ffffend of file\U0010ffff"
+# Stands for a byte that is not UTF-8, which pyarrow could not show in a broken row; no character either.
+_NOT_UTF8 = "\ufffe"
 
 
 def read_header(path: Path) -> tuple[str, ...]:
@@ -69,12 +73,12 @@ def read_header(path: Path) -> tuple[str, ...]:
                     ),
                 ) as reader:
                     names = tuple(reader.schema.names)
-            except UnicodeDecodeError as error:
-                raise DataError(f"{path}: the header is not UTF-8; {_UTF8_ADVICE}") from error
             except pa.ArrowInvalid:  # the header does not end in this block
                 continue
         if names == (_END,):
             raise DataError(f"{path}: the file holds only blank lines")
+        if any(_NOT_UTF8 in name for name in names):
+            raise DataError(f"{path}: the header is not UTF-8; {_UTF8_ADVICE}")
         check_names(path, names)
         return names
     raise _open_quote(path, 0)
@@ -146,7 +150,7 @@ def _read_columns(
         batches: list[pa.RecordBatch] = []
         broken: list[pa_csv.InvalidRow] = []
         try:
-            schema = _read_batches(path, header, names, limit, numbers, block_bytes, batches, broken)
+            schema, is_utf8 = _read_batches(path, header, names, limit, numbers, block_bytes, batches, broken)
         except pa.ArrowInvalid as error:
             if any(words in str(error) for words in _ROW_TOO_LONG):
                 continue
@@ -163,7 +167,8 @@ def _read_columns(
             table = table.slice(0, table.num_rows - 1)
         else:
             raise _open_quote(path, table.num_rows)
-        _refuse_other_encodings(path, table)
+        if not is_utf8:
+            _refuse_other_encodings(path, table)
         pa.default_memory_pool().release_unused()
         return table
     raise _open_quote(path, sum(map(len, batches)) + len(broken) + 1)
@@ -178,11 +183,11 @@ def _read_batches(
     block_bytes: int,
     batches: list[pa.RecordBatch],
     broken: list[pa_csv.InvalidRow],
-) -> pa.Schema:
+) -> tuple[pa.Schema, bool]:
     """Add all rows, or more than ``limit``, to ``batches``, and those with too few or too many cells to ``broken``.
 
     Returns:
-        the schema of the batches.
+        the schema of the batches, and whether all that was read is UTF-8.
     """
     delimiter = _delimiter(path)
     ending = "\n" + delimiter.join(_END if name == names[0] else "" for name in header)
@@ -193,10 +198,10 @@ def _read_batches(
         return "skip"
 
     rows = 0
-    with (
-        open_input(path) as stream,
-        pa_csv.open_csv(
-            _WithEnd(stream, ending.encode()),
+    with open_input(path) as file:
+        stream = _WithEnd(file, ending.encode())
+        with pa_csv.open_csv(
+            stream,
             # With threads no broken row has a number.
             pa_csv.ReadOptions(block_size=block_bytes, use_threads=bool(numbers)),
             pa_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True, invalid_row_handler=skip),
@@ -205,16 +210,15 @@ def _read_batches(
                 column_types=types,
                 null_values=[""],
                 strings_can_be_null=False,
-                check_utf8=False,
+                check_utf8=False,  # the stream has looked
             ),
-        ) as reader,
-    ):
-        for batch in reader:
-            batches.append(batch)
-            rows += len(batch)
-            if limit is not None and rows > limit:
-                break
-        return reader.schema
+        ) as reader:
+            for batch in reader:
+                batches.append(batch)
+                rows += len(batch)
+                if limit is not None and rows > limit:
+                    break
+            return reader.schema, stream.is_utf8
 
 
 def _open_quote(path: Path, row: int) -> DataError:
@@ -246,26 +250,13 @@ def _refuse_other_encodings(path: Path, table: pa.Table) -> None:
     """Raise DataError for columns with cells that are not UTF-8."""
     problems = []
     for name, column in zip(table.column_names, table.columns, strict=True):
-        try:
-            column.validate(full=True)
-        except pa.ArrowInvalid:
-            row, byte = _first_not_utf8(column)
-            problems.append(
-                f"{path}: column {quoted(name)}: the cell in row {row:,} is not in UTF-8, from its byte {byte:,} "
-                f"on; {_UTF8_ADVICE}"
-            )
+        row = pc.index(pc.match_substring(column, _NOT_UTF8), True).as_py()
+        if row >= 0:
+            byte = len(column[row].as_py().partition(_NOT_UTF8)[0].encode()) + 1
+            where = f"the cell in row {row + 1:,} is not in UTF-8, from its byte {byte:,} on"
+            problems.append(f"{path}: column {quoted(name)}: {where}; {_UTF8_ADVICE}")
     if problems:
         raise DataError(problems)
-
-
-def _first_not_utf8(column: pa.ChunkedArray) -> tuple[int, int]:
-    """Return the row, and the byte of its cell, that is not UTF-8, both from 1."""
-    for row, cell in enumerate(column.cast(pa.binary()).to_pylist(), 1):
-        try:
-            cell.decode()
-        except UnicodeDecodeError as error:
-            return row, error.start + 1
-    raise AssertionError("all cells are UTF-8")
 
 
 def is_comma_separated(path: Path) -> bool:
@@ -278,13 +269,17 @@ def _delimiter(path: Path) -> str:
 
 
 class _WithEnd(io.RawIOBase):
-    """A stream for pyarrow's reader of CSV, with an ending put behind it.
+    """A stream of UTF-8 for pyarrow's reader of CSV, with an ending put behind it.
 
     pyarrow takes whatever one call gives for a block.  Where a block ends with ``\\r`` it drops a ``\\n`` at the
     start of the next, within quotes too; so no block ends with one here.
+
+    Attributes:
+        is_utf8: whether it was so far; each byte that was not has become ``_NOT_UTF8``.
     """
 
     def __init__(self, stream: BinaryIO, ending: bytes) -> None:
+        self.is_utf8 = True
         self._stream = stream
         self._ending = ending
         self._kept = b""
@@ -294,10 +289,20 @@ class _WithEnd(io.RawIOBase):
 
     def read(self, size: int = _BLOCK_BYTES[0]) -> bytes:
         data = self._kept + self._stream.read(size - len(self._kept))
-        if room := size - len(data):
-            data, self._ending = data + self._ending[:room], self._ending[room:]
-        self._kept = b"\r" if data.endswith(b"\r") else b""
-        return data.removesuffix(b"\r")
+        is_last = len(data) < size
+        if is_last:
+            data, self._ending = data + self._ending, b""
+        try:
+            _, used = codecs.utf_8_decode(data, "strict", is_last)
+            block = data[:used]
+        except UnicodeDecodeError:
+            self.is_utf8 = False
+            text, used = codecs.utf_8_decode(data, "surrogateescape", is_last)
+            block = re.sub("[\udc80-\udcff]", _NOT_UTF8, text).encode()
+        self._kept = data[used:]
+        if block.endswith(b"\r"):
+            self._kept = b"\r" + self._kept
+        return block.removesuffix(b"\r")
 
 
 def text_as_numbers(

@@ -167,12 +167,6 @@ def read_predictions(
     return PredictionFile(path, id_column, tuple(labels), ids, values)
 
 
-def read_as_written(path: Path) -> PredictionFile:
-    """Read predictions that a run wrote; see ``read_predictions`` and ``demand_as_written``."""
-    demand_as_written(path)
-    return read_predictions(path)
-
-
 def _empty_rows(columns: Sequence[pa.ChunkedArray], rows: int) -> npt.NDArray[np.bool_]:
     """Return which rows are empty in all columns, [rows]."""
     empty = np.ones(rows, np.bool_)

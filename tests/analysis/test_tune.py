@@ -26,9 +26,9 @@ from ensemble.cli.layout import Page
 from ensemble.common.compiler import why_no_compiler
 from ensemble.common.gpus import Device
 from ensemble.config import TuningConfig
-from ensemble.data import predictions_csv
 from ensemble.data.table import InputTable
 from ensemble.members.huggingface import parent
+from ensemble.pipeline import prediction_files
 from ensemble.pipeline.load import load
 from ensemble.pipeline.prepare import prepare
 from ensemble.planning import plan
@@ -182,7 +182,7 @@ def test_settings_that_change_probabilities_or_labels_are_refused_however_fast(
     (without,) = ensemble.tune("huge.yaml", rows=6, quiet=True).members
     assert without.best.startswith("float32")
     assert "6 of 6 rows of the sample could not be computed" in without.trials[1].failure
-    read = predictions_csv.read_as_written
+    read = prediction_files.read_as_written
 
     def without_one(path: Path) -> Any:
         file = read(path)
