@@ -244,13 +244,6 @@ class InputTable:
             for one in fields
         }
 
-    def plain_text(self, name: str) -> pa.ChunkedArray | None:
-        """A column of text as templates see it, nulls as empty large strings; None where it holds anything else."""
-        field = self._columns.schema.field(name)
-        if not is_text(field.type) or is_json_field(field):
-            return None
-        return pc.fill_null(pc.cast(self._columns.column(name), pa.large_string()), "")
-
     def only(self, columns: Sequence[str]) -> InputTable:
         """The same rows with these of its columns."""
         nulls = {name: count for name, count in self.null_texts.items() if name in columns}

@@ -30,9 +30,9 @@ from ensemble.data.table import InputTable, Truth
 from ensemble.members.base import Assigned, Candidate, MemberKind, OutputColumns, RanWith
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.load import load
+from ensemble.pipeline.prediction_files import read_as_written
 from ensemble.pipeline.prepare import for_rows
 from ensemble.pipeline.prepared import Prepared
-from ensemble.pipeline.prediction_files import read_as_written
 from ensemble.pipeline.rehearse import sample_rows_of
 from ensemble.pipeline.run import run_prepared
 from ensemble.pipeline.run_dir import RunDir
