@@ -79,7 +79,9 @@ def _measure(name: str, folder: Path) -> _Sample:
         earlier.unlink()
     command = [sys.executable, "-m", "bench.merge_contestants", name, str(folder)]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+    # As of ``python -m ensemble``.
+    variables = {**os.environ, "PYTHONPATH": path, "ARROW_DEFAULT_MEMORY_POOL": "system"}
+    done = subprocess.run(command, capture_output=True, text=True, env=variables)
     if done.returncode:
         raise Failed(f"{name} ended with exit code {done.returncode}:\n{done.stderr[-2000:]}")
     return _Sample(**json.loads(done.stdout))

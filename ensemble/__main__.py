@@ -36,6 +36,8 @@ def main() -> None:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [*_MUST_WORK, *_HEEDED])
     gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
+    # Arrow's own allocators keep half as much again as a table takes.
+    os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
     # pydantic would search every installed distribution for plugins.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     try:

@@ -116,7 +116,7 @@ def test_every_row_must_be_there_once(path: Path) -> None:
             "id,a,b\n2,0,1\n1,0,high\n",
             "row 2: 'high' in column 'b' is no number; write a number in every row",
         ),
-        ("id,a,b\n1,0,\n", "row 1: '' in column 'b' is no number"),
+        ("id,a,b\n1,0,\n", "row 1: nothing in column 'b' is no number"),
         ("id,a,b\n", "1 id of the table missing ('1')"),
     ],
 )

@@ -26,7 +26,6 @@ from ensemble.analysis.predictions import (
     Values,
     as_merged,
     calibrations_of,
-    places_of,
     read_files,
     read_run,
     read_truth,
@@ -36,6 +35,7 @@ from ensemble.common.errors import ConfigError, DataError
 from ensemble.common.protocol import Activation
 from ensemble.common.text import listed, plural, shown_path
 from ensemble.config.document import SHOWN_CHARACTERS, place, shown
+from ensemble.data.ids import places_among
 from ensemble.data.table import Truth
 from ensemble.merging.scoring import LEVEL
 from ensemble.pipeline.results import ENSEMBLE_ROW
@@ -358,7 +358,7 @@ def _common(first: _Source, second: _Source, remarks: list[str]) -> tuple[_Sourc
             f"{first.name} and {second.name} have other labels, so their rows are not compared: "
             f"{listed(left.labels)}, and {listed(right.labels)}"
         )
-    places = places_of(left.ids, right.ids)
+    places = places_among(left.ids, right.ids)
     is_common = places >= 0
     if not is_common.any():
         raise DataError(

@@ -14,7 +14,6 @@ from typing import Final, Literal, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 from pydantic import ValidationError
 
 from ensemble.common.errors import ConfigError, DataError, EnsembleError, MergeError
@@ -27,14 +26,13 @@ from ensemble.config.schema import CalibrationConfig, DataConfig
 from ensemble.config.yamlfile import parse
 from ensemble.data.csv_file import read_header
 from ensemble.data.formats import read_contents
-from ensemble.data.input_file import Wanted, first_ids, malloc_for_arrow, missing_column
+from ensemble.data.ids import ID_COLUMN, all_ids, match_ids, refuse_repeated_ids
+from ensemble.data.input_file import Wanted, missing_column
 from ensemble.data.predictions_csv import (
-    ID_COLUMN,
+    PredictionFile,
     demand_as_written,
     guessed_id_column,
-    read_numbers,
-    repeated_ids,
-    repeated_text,
+    read_predictions,
 )
 from ensemble.data.table import TableNeeds, Truth, read_table
 from ensemble.merging.blocks import block_spans
@@ -122,32 +120,29 @@ def read_files(
     names = paths if isinstance(paths, Mapping) else named_files(paths)
     first_name = next(iter(names))
     id_columns, label_names = file_columns(names, id_column, columns or (), label_column)
-    found: dict[str, tuple[pa.ChunkedArray, Values]] = {}
+    files: dict[str, PredictionFile] = {}
+    members: dict[str, Values] = {}
     problems: list[str] = []
-    with malloc_for_arrow():
-        for name, path in names.items():
-            try:
-                ids, values = read_numbers(path, id_columns[name], label_names, may_lack_rows)
-                if not len(ids):
-                    raise DataError(
-                        f"{path}: has no rows below its header; give the predictions of some rows"
-                    )
-                if len(repeated := repeated_ids(ids)):
-                    raise DataError(repeated_text(path, repeated, id_column or id_columns[name]))
-                found[name] = ids, np.asfortranarray(values)
-                if not may_lack_rows:
-                    first, _ = found[next(iter(found))]
-                    _refuse_other_rows(names[first_name], first, path, ids, advice)
-            except EnsembleError as error:
-                problems += error.problems
-        if problems:
-            raise DataError(problems)
-        ids = _all_ids([own for own, _ in found.values()])
-        members = {
-            name: np.asfortranarray(_joined(names[name], own, values, ids, "", may_lack_rows=True))
-            for name, (own, values) in found.items()
-        }
-        found.clear()
+    for name, path in names.items():
+        try:
+            file = read_predictions(path, id_columns[name], label_names, may_lack_rows)
+            if not len(file.ids):
+                raise DataError(f"{path}: has no rows below its header; give the predictions of some rows")
+            refuse_repeated_ids(path, file.ids, id_column or id_columns[name])
+            files[name] = file
+        except EnsembleError as error:
+            problems += error.problems
+    if problems:
+        raise DataError(problems)
+    first = files[first_name]
+    ids = all_ids([file.ids for file in files.values()]) if may_lack_rows else first.ids
+    for name, file in files.items():
+        try:
+            members[name], _ = file.join(ids, may_lack=may_lack_rows, table=str(first.path), advice=advice)
+        except DataError as error:
+            problems += error.problems
+    if problems:
+        raise DataError(problems)
     if activation is None:
         is_single = len(label_names) == 1
         activation = _told_by([*members.values()]) if is_single else "softmax"
@@ -266,28 +261,29 @@ def read_run(
         raise DataError(f"{run_dir}: no member's predictions are complete; run its config to the end first")
     header = read_header(next(iter(paths.values())))
     id_column, labels = header[0], header[1:]
-    found: dict[Path, tuple[pa.ChunkedArray, Values]] = {}
-    with malloc_for_arrow():
-        for path in [*([rundir.ensemble] if rundir.ensemble.exists() else []), *paths.values()]:
-            try:
-                if path != rundir.ensemble:
-                    demand_as_written(path)
-                found[path] = read_numbers(path, id_column, labels)
-            except EnsembleError as error:
-                problems += error.problems
-        if problems:
-            raise DataError(problems)
-        _refuse_fewer_rows(report, {name: (path, len(found[path][0])) for name, path in paths.items()})
-        # Members may have only some rows, in the table's order; what was merged has all of them.
-        merged_rows = {path: rundir.merged_rows(name) for name, path in paths.items()}
-        longest = max(found, key=lambda path: len(found[path][0]))
-        ids = found[rundir.ensemble if rundir.ensemble in found else longest][0]
-        for path, (own, values) in found.items():
-            if path in merged_rows:
-                values[~rows_merged(merged_rows[path], len(values))] = np.nan
-            whole = _joined(path, own, values, ids, "", path != rundir.ensemble)
-            found[path] = own, np.asfortranarray(whole)
-    members = {name: found[path][1] for name, path in paths.items()}
+    files: dict[str, PredictionFile] = {}
+    for name, path in paths.items():
+        try:
+            demand_as_written(path)
+            files[name] = read_predictions(path, id_column, labels)
+        except EnsembleError as error:
+            problems += error.problems
+    merged_file: PredictionFile | None = None
+    if rundir.ensemble.exists():
+        try:
+            merged_file = read_predictions(rundir.ensemble, id_column, labels)
+        except EnsembleError as error:
+            problems += error.problems
+    if problems:
+        raise DataError(problems)
+    _refuse_fewer_rows(report, {name: (path, len(files[name].ids)) for name, path in paths.items()})
+    # Members may have only some rows; what was merged has all of them.
+    whole = merged_file or max(files.values(), key=lambda file: len(file.ids))
+    refuse_repeated_ids(whole.path, whole.ids)
+    ids, members = whole.ids, dict[str, Values]()
+    for name, file in files.items():
+        file.values[~rows_merged(rundir.merged_rows(name), len(file.ids))] = np.nan
+        members[name], _ = file.join(ids, may_lack=True, table=str(whole.path), advice=_ADVICE)
     told = {one.name: one.activation for one in report.members}
     guessed = _activations(members)
     activations = {name: told[name] or guessed[name] for name in members}
@@ -295,7 +291,7 @@ def read_run(
         problems += _row_problems(RowCheck(str(paths[name]), activations[name], ids, True, _ADVICE), values)
     if problems:
         raise DataError(problems)
-    merged = found[rundir.ensemble][1] if rundir.ensemble in found else None
+    merged = None if merged_file is None else merged_file.values
     rules: RowRules | None = None
     if report.rules and merged is not None:
         places = rule_rows(rundir.rule_rows, [one.rows for one in report.rules], len(ids))
@@ -422,15 +418,14 @@ def _truth(
         TableNeeds(source.id_column, column, labels, (), (), (), source.limit, columns, activation),
     )
     assert table.truth is not None
-    places = places_of(ids, table.ids)
-    if lacking := ids.filter(pa.array(places < 0)):
-        raise DataError(
-            f"{source.path}: {plural(len(lacking), 'id')} of the predictions missing ({first_ids(lacking)}); the "
-            "truth of each row is needed"
-        )
+    needed = "the truth of each row is needed"
+    places = match_ids(
+        source.path, table.ids, ids, may_have_others=True, table="the predictions", advice=needed
+    )
     if others := table.rows - len(ids):
         remarks.append(f"{plural(others, 'row')} of {source.path} left out, of ids without predictions")
-    truth: Truth = table.truth[places]
+    rows = np.flatnonzero(places >= 0)
+    truth: Truth = table.truth[rows[np.argsort(places[rows])]]
     if truth.ndim == 2 and activation == "softmax" and bool(np.isin(truth, (0.0, 1.0)).all()):
         numbers: npt.NDArray[np.int64] = truth.argmax(axis=1)
         return numbers
@@ -440,76 +435,6 @@ def _truth(
 def _header(path: Path) -> tuple[str, ...]:
     """The columns of a table in any format."""
     return read_contents(path, Wanted("", None, (), 1)).names
-
-
-def places_of(wanted: pa.ChunkedArray, ids: pa.ChunkedArray) -> npt.NDArray[np.int64]:
-    """Where each wanted id stands among ``ids``, -1 where it does not; [rows wanted]."""
-    if wanted.type != ids.type:
-        wanted, ids = pc.cast(wanted, pa.large_string()), pc.cast(ids, pa.large_string())
-    if wanted.equals(ids):
-        return np.arange(len(ids))
-    found = pc.fill_null(pc.index_in(wanted, value_set=ids), -1)
-    return np.asarray(found.to_numpy(), dtype=np.int64)
-
-
-def _all_ids(given: Sequence[pa.ChunkedArray]) -> pa.ChunkedArray:
-    """Each id once, in the order in which they come."""
-    ids = given[0]
-    for own in given[1:]:
-        if not own.equals(ids) and (new := own.filter(pa.array(places_of(own, ids) < 0))):
-            ids = pa.chunked_array([*ids.chunks, *pc.cast(new, ids.type).chunks], ids.type)
-    return ids
-
-
-def _refuse_other_rows(
-    first: Path, first_own: pa.ChunkedArray, path: Path, own: pa.ChunkedArray, advice: str
-) -> None:
-    """Raises DataError where one of two files has ids that the other lacks, whichever it is."""
-    if own.equals(first_own):
-        return
-    said = []
-    for lacking, known, other, ids in ((path, own, first, first_own), (first, first_own, path, own)):
-        missing = ids.filter(pa.array(places_of(ids, known) < 0))
-        if len(missing) == len(ids):
-            raise DataError(
-                f"{path}: has no id of {first} at all; is it of another table, or another column the id?"
-            )
-        if len(missing):
-            said.append(f"{lacking}: {plural(len(missing), 'id')} of {other} missing ({first_ids(missing)})")
-    if said:
-        raise DataError(f"{', and '.join(said)}; {advice}")
-
-
-def _joined(
-    path: Path,
-    own: pa.ChunkedArray,
-    values: Values,
-    ids: pa.ChunkedArray,
-    whose: str,
-    may_lack_rows: bool,
-) -> Values:
-    """A file's rows in the order of ``ids``, rows of NaN for those that it lacks, [rows, labels]."""
-    if own.equals(ids):
-        return values
-    if len(repeated := repeated_ids(own)):
-        raise DataError(repeated_text(path, repeated))
-    places, problems = places_of(ids, own), list[str]()
-    is_there = places >= 0
-    if len(own) and not is_there.any():
-        raise DataError(f"{path}: has no id {whose}at all; is it of another table, or another column the id?")
-    if not may_lack_rows and not is_there.all():
-        lacking = ids.filter(pa.array(~is_there))
-        problems.append(f"{path}: {plural(len(lacking), 'id')} {whose}missing ({first_ids(lacking)})")
-    if int(is_there.sum()) < len(own):
-        others = own.filter(pa.array(places_of(own, ids) < 0))
-        problems.append(
-            f"{path}: {plural(len(others), 'id')} that the others do not have ({first_ids(others)})"
-        )
-    if problems:
-        raise DataError([f"{problem}; give the same rows in each file" for problem in problems])
-    joined = np.full((len(ids), values.shape[1]), np.nan, order="F")
-    joined[is_there] = values[places[is_there]]
-    return joined
 
 
 def _told_by(values: Sequence[Values]) -> Activation:

@@ -1,7 +1,4 @@
-"""The texts of some rows of a run's table, once it is sure that they are those that the members have read.
-
-A CSV file is streamed, and no further than the last row that is wanted.
-"""
+"""The texts of some rows of a run's table, once it is sure that they are those that the members have read."""
 
 from __future__ import annotations
 
@@ -17,10 +14,10 @@ import pyarrow.compute as pc
 
 from ensemble.common.errors import ConfigError, DataError, EnsembleError
 from ensemble.common.files import unreadable
-from ensemble.data.csv_file import read_header, text_batches
+from ensemble.data.csv_file import read_header
 from ensemble.data.digests import DIGEST_BYTES, row_digests
 from ensemble.data.formats import read_contents
-from ensemble.data.input_file import Wanted, cell_texts, malloc_for_arrow
+from ensemble.data.input_file import Wanted, cell_texts
 from ensemble.data.json_cells import TemplateProblem
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.load import load
@@ -50,12 +47,10 @@ def row_texts(
     path = report.table_path()
     wanted = np.unique(np.asarray(rows, dtype=np.int64))
     changed = f"{path} has changed since the run"
-    with malloc_for_arrow():
-        try:
-            header = _id_column(run_dir)
-            found = _taken(path, (header, *columns), wanted, report.rows)
-        except OSError as error:
-            raise DataError(unreadable(path, error)) from error
+    try:
+        found = _taken(path, (_id_column(run_dir), *columns), wanted, report.rows)
+    except OSError as error:
+        raise DataError(unreadable(path, error)) from error
     if found.num_rows < len(wanted):
         raise DataError(f"{changed}: it has fewer rows")
     there, expected = pc.cast(found.column(0), pa.large_string()), ids.take(pa.array(wanted))
@@ -88,17 +83,6 @@ def _id_column(run_dir: Path) -> str:
 def _taken(path: Path, names: tuple[str, ...], wanted: npt.NDArray[np.int64], limit: int) -> pa.Table:
     """Columns of some rows, the ids first."""
     names = tuple(dict.fromkeys(names))
-    if {".csv", ".tsv"} & {suffix.lower() for suffix in path.suffixes[-2:]}:
-        kept, start = list[pa.RecordBatch](), 0
-        batches = text_batches(path, names, min(limit, int(wanted[-1]) + 1))
-        with contextlib.closing(batches):  # type: ignore[type-var]
-            for batch in batches:
-                inside = wanted[(wanted >= start) & (wanted < start + len(batch))] - start
-                if len(inside):
-                    kept.append(batch.take(pa.array(inside)))
-                start += len(batch)
-        return pa.Table.from_batches(kept, schema=pa.schema([(name, pa.string()) for name in names]))
-    # Whether a column of JSON lines is text depends on all of its rows.
     contents = read_contents(path, Wanted(names[0], None, names[1:], limit))
     if contents.ids is None:
         raise DataError(f"{path} has changed since the run: it has no column {names[0]!r} of ids")

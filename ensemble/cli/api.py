@@ -685,12 +685,10 @@ class _Redacted:
 
 
 def _frame(path: Path) -> pd.DataFrame:
-    import pyarrow as pa
+    import pandas as pd
 
-    from ensemble.pipeline.reuse import read_as_written
+    from ensemble.pipeline.prediction_files import read_as_written
 
-    try:
-        frame: pd.DataFrame = read_as_written(path, with_ids=True).to_pandas()
-    except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"{path}: cannot be read ({error}); run the config again") from error
-    return frame.set_index(frame.columns[0])
+    file = read_as_written(path)
+    index = pd.Index(file.ids.to_pandas(), name=file.id_column)
+    return pd.DataFrame(file.values, columns=list(file.labels), index=index)

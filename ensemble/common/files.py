@@ -11,7 +11,6 @@ import secrets
 import shutil
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
@@ -25,8 +24,6 @@ TEMPORARY = ".tmp-"
 FileState: TypeAlias = tuple[int, int, int]
 # Of a disk, left to the run's own files by what is kept there only to save time.
 _OWN_FILES_BYTES = 1 << 30
-# Written to large files between two flushes to the disk.
-_FLUSHED_BYTES = 8 << 20
 
 
 class HubFile(NamedTuple):
@@ -180,50 +177,6 @@ def atomic_path(path: Path) -> Iterator[Path]:
             OSError
         ):  # such as of a name that is too long; the first error is what is said
             temporary.unlink()
-
-
-class EarlyFlush:
-    """Has the content of large files go to the disk while more of it is made, so that little is left for their end.
-
-    Leave it, as the ``with`` block that it is, before the files are closed.
-
-    Args:
-        streams: open for writing.
-    """
-
-    def __init__(self, streams: Sequence[BinaryIO]) -> None:
-        self._streams = streams
-        self._pool = ThreadPoolExecutor(1, "flush")
-        self._flushing: Future[None] | None = None
-        self._bytes = 0
-
-    def __enter__(self) -> EarlyFlush:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._pool.shutdown()
-        if self._flushing is not None and error[0] is None:
-            self._flushing.result()
-
-    def wrote(self, size: int) -> None:
-        """Note bytes that were written.
-
-        Raises:
-            OSError: some before did not get to the disk.  The kernel says so once: no flush later on would.
-        """
-        self._bytes += size
-        if self._bytes < _FLUSHED_BYTES or not (self._flushing is None or self._flushing.done()):
-            return
-        if self._flushing is not None:
-            self._flushing.result()
-        for stream in self._streams:
-            stream.flush()
-        self._flushing = self._pool.submit(self._flush)
-        self._bytes = 0
-
-    def _flush(self) -> None:
-        for stream in self._streams:
-            os.fdatasync(stream.fileno())
 
 
 def open_log(path: Path) -> BinaryIO:

@@ -16,7 +16,6 @@ import pyarrow.csv as pa_csv
 
 from ensemble.common.errors import WriteError
 from ensemble.common.files import atomic_path, read_json
-from ensemble.common.large_arrays import large_array
 
 # That are made safe at a time: each waits for the disk twice, and filesystems write what several wait for together.
 _SEALED_AT_A_TIME = 8
@@ -81,8 +80,7 @@ def gather_shards(shards: Iterable[pa.Table], rows: int, labels: int) -> npt.NDA
         float64 [rows, labels], in the table's order; NaN where no shard has the row.
     """
     # Columns are written, not rows.
-    values: npt.NDArray[np.float64] = large_array((rows, labels), np.float64, "F")
-    values.fill(np.nan)
+    values = np.full((rows, labels), np.nan, order="F")
     for shard in shards:
         numbers = shard.column("row").to_numpy()
         for label in range(labels):

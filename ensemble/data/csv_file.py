@@ -1,18 +1,17 @@
 """CSV files in and out, with every cell kept as the text it is.
 
 Reading: no type is guessed and no text means null, so ids such as ``001``, ``1e5``, ``nan`` or `` x`` stay
-byte for byte.  pyarrow reads; where it gives up, Python's csv module goes on, which takes cells of any length and
-can say what is wrong with a file.  Row 1 is the first below the header; blank lines are no rows.
+byte for byte.  Row 1 is the first below the header; blank lines are no rows.
 Writing: a cell is quoted only where it must be.
 """
 
 from __future__ import annotations
 
+import codecs
 import contextlib
-import csv
 import io
-from collections.abc import Generator, Iterator, Sequence
-from itertools import chain, islice, pairwise
+import re
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -20,14 +19,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.csv as pa_csv
 
 from ensemble.common.errors import DataError
-from ensemble.common.text import plural, quoted
+from ensemble.common.text import error_text, plural, quoted
 from ensemble.data.input_file import (
     Contents,
     Wanted,
     check_names,
-    held_table,
     is_text,
     joined_text,
     missing_column,
@@ -35,11 +34,10 @@ from ensemble.data.input_file import (
     text_bytes,
 )
 
-# pyarrow reads up to 32 blocks ahead.
-_BLOCK_BYTES = 1 << 19
-# Of a cell, whose UTF-8 is then less than the 2 GB that a column of strings holds.
-_MAX_CHARACTERS = (1 << 29) - 1
-_PYTHON_CELLS = 10_000
+# A row must fit into a block: where one does not, the file is read again in larger blocks.
+_BLOCK_BYTES = (1 << 19, 1 << 24, 1 << 29)
+# What pyarrow says then, of a row and of the header.
+_ROW_TOO_LONG = ("straddles two block boundaries", "cannot infer number of columns")
 _WRITE_ROWS = 65_536
 _SHOWN = 3
 _UTF8_ADVICE = "convert the file to UTF-8 first, for example with: iconv -f WINDOWS-1252 -t UTF-8"
@@ -52,34 +50,56 @@ _NUMBER = r"(?i)^[+-]?((\d+\.?\d*|\.\d+)(e[+-]?\d+)?|nan|inf|infinity)$"
 # A cell that stands in no file: U+10FFFF is no character and never will be.  Put behind the last row, it comes out
 # as a row only if no quote is open there.
 _END = "\U0010ffffend of file\U0010ffff"
+# Stands for a byte that is not UTF-8, which pyarrow could not show in a broken row; no character either.
+_NOT_UTF8 = "\ufffe"
 
 
 def read_header(path: Path) -> tuple[str, ...]:
-    """The column names in the first record of a CSV (or, by its name, tab-separated) file.
+    """Return the column names in the first row of a CSV (or, by its name, tab-separated) file.
 
     Raises:
         DataError: see :func:`open_input`; also a header that is not UTF-8, or that names a column twice.
     """
-    with contextlib.closing(_records(path)) as records:
-        header = next(records, None)
-    if header is None:
-        raise DataError(f"{path}: the file holds only blank lines")
-    if any(map(_utf8_error, header)):
-        raise DataError(f"{path}: the header is not UTF-8; {_UTF8_ADVICE}")
-    check_names(path, header)
-    return tuple(header)
+    for block_bytes in _BLOCK_BYTES:
+        with open_input(path) as stream:
+            try:
+                with pa_csv.open_csv(
+                    _WithEnd(stream, f"\n{_END}\n".encode()),
+                    pa_csv.ReadOptions(block_size=block_bytes, use_threads=False),
+                    pa_csv.ParseOptions(
+                        delimiter=_delimiter(path),
+                        newlines_in_values=True,
+                        invalid_row_handler=lambda row: "skip",
+                    ),
+                ) as reader:
+                    names = tuple(reader.schema.names)
+            except pa.ArrowInvalid:  # the header does not end in this block
+                continue
+        if names == (_END,):
+            raise DataError(f"{path}: the file holds only blank lines")
+        if any(_NOT_UTF8 in name for name in names):
+            raise DataError(f"{path}: the header is not UTF-8; {_UTF8_ADVICE}")
+        check_names(path, names)
+        return names
+    raise _open_quote(path, 0)
 
 
 def read_csv(path: Path, wanted: Wanted) -> Contents:
-    """Reads the input table from a CSV file; its cells are text, and none of them is null.
+    """Read the input table from a CSV file; its cells are text, and none of them is null.
+
+    The columns ``wanted.numbers`` are float64 if each of their cells is a number or empty, which is a null.
 
     Raises:
-        DataError: see :func:`text_batches`.
+        DataError: see :func:`read_text_csv`.
     """
     names = read_header(path)
     present = [name for name in wanted.names() if name in names]
-    # With none of the columns there, one is still read, for the number of rows.
-    table = read_text_csv(path, present or names[:1], wanted.limit)
+    read = present or names[:1]  # for the number of rows
+    numbers = {*wanted.numbers} - {wanted.id_column}
+    try:
+        table = _read_columns(path, names, read, wanted.limit, numbers)
+    except pa.ArrowInvalid:  # the same as text, for what is wrong to be named
+        table = _read_columns(path, names, read, wanted.limit)
 
     def column(name: str | None) -> pa.ChunkedArray | None:
         return joined_text(table.column(name)) if name in present else None
@@ -95,14 +115,7 @@ def read_csv(path: Path, wanted: Wanted) -> Contents:
 
 
 def read_text_csv(path: Path, columns: Sequence[str] | None = None, limit: int | None = None) -> pa.Table:
-    """All that :func:`text_batches` yields, for the same arguments."""
-    return held_table(text_batches(path, columns, limit))
-
-
-def text_batches(
-    path: Path, columns: Sequence[str] | None = None, limit: int | None = None
-) -> Iterator[pa.RecordBatch]:
-    """Reads a CSV file block by block: one batch or more of ``pa.string()`` columns, without nulls.
+    """Read a CSV file as columns of text without nulls.
 
     Args:
         path: ``.csv`` or ``.tsv``, each with an optional ``.gz``.
@@ -113,116 +126,141 @@ def text_batches(
         DataError: see :func:`open_input` and :func:`read_header`; also a column that the file does not have, rows
             with too few or too many cells, cells that are not UTF-8, a quote that never closes.
     """
-    from pyarrow import csv as arrow_csv
-
-    header, delimiter = read_header(path), _delimiter(path)
+    header = read_header(path)
     names = list(header if columns is None else columns)
     if missing := [name for name in names if name not in header]:
         raise DataError([missing_column(path, "column", name, header) for name in missing])
-    ending = "\n" + delimiter.join(_END if name == names[0] else "" for name in header)
-    text = dict.fromkeys(names, pa.string())
-    found, rows = 0, 0
-    with contextlib.suppress(pa.ArrowInvalid), open_input(path) as stream:
-        reader = arrow_csv.open_csv(
-            _WholeLineEnds(stream, ending.encode()),
-            arrow_csv.ReadOptions(block_size=_BLOCK_BYTES, use_threads=False),
-            arrow_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
-            arrow_csv.ConvertOptions(include_columns=names, column_types=text, strings_can_be_null=False),
-        )
-        with reader:
-            for batch, following in pairwise(chain(reader, [None])):
-                is_last = bool(len(batch)) and batch.column(0)[-1].as_py() == _END
-                if following is None and not is_last:
-                    break
-                found += len(batch) - is_last
-                kept = batch.slice(0, (found if limit is None else min(found, limit)) - rows)
-                rows += len(kept)
-                yield kept
-                if is_last or rows < found:  # no quote is open where another row follows
-                    return
-    yield from _python_batches(path, header, names, rows, limit)
+    return _read_columns(path, header, names, limit)
 
 
-def _python_batches(
-    path: Path, header: Sequence[str], names: Sequence[str], start: int, limit: int | None
-) -> Iterator[pa.RecordBatch]:
-    """The rows behind the first ``start``; a DataError tells all that is wrong with them."""
-    ragged: list[str] = []
-    invalid: dict[str, list[str]] = {}
-    advice = "rows must be complete"
-    with contextlib.closing(_records(path)) as records:
-        # The header is number 0.
-        rows = islice(enumerate(records), start + 1, None if limit is None else limit + 1)
-        while part := list(islice(rows, 1 + _PYTHON_CELLS // len(header))):
-            for row, record in part:
-                if len(record) != len(header):
-                    text = quoted(_delimiter(path).join(record))
-                    ragged.append(
-                        f"row {row:,} has {plural(len(record), 'cell')} instead of {len(header)}: {text}"
-                    )
-                    if len(record) > len(header) and len(ragged) <= _SHOWN:
-                        between = "tabs" if _delimiter(path) == "\t" else "commas"
-                        advice = f"put quotes around cells that hold {between}"
-            if ragged:
-                continue
-            cells = [[record[place] for _, record in part] for place in map(header.index, names)]
-            for name, column in zip(names, cells, strict=True):
-                for (row, _), cell in zip(part, column, strict=True):
-                    if error := _utf8_error(cell):
-                        where = f"the first in row {row:,}, byte {error.start + 1:,} of the cell"
-                        invalid.setdefault(name, []).append(where)
-            if not invalid:
-                yield from pa.table([pa.array(column, pa.string()) for column in cells], names).to_batches()
-    if ragged:
-        shown = "; ".join(ragged[:_SHOWN])
-        raise DataError(f"{path}: {plural(len(ragged), 'broken row')}; {shown}; {advice}")
-    if invalid:
-        problems = []
-        for name, found in invalid.items():
-            count = plural(len(found), "cell")
-            problems.append(
-                f"{path}: column {quoted(name)}: {count} not in UTF-8, {found[0]}; {_UTF8_ADVICE}"
-            )
-        raise DataError(problems)
-    yield pa.record_batch([pa.array([], pa.string()) for _ in names], names)
-
-
-def _records(path: Path) -> Generator[list[str], None, None]:
-    """The csv module's records without the blank ones, the header first; bytes that are not UTF-8 are surrogates.
+def _read_columns(
+    path: Path,
+    header: Sequence[str],
+    names: Sequence[str],
+    limit: int | None,
+    numbers: Collection[str] = (),
+) -> pa.Table:
+    """Read columns as text, or as float64 if they are among ``numbers``.
 
     Raises:
-        DataError: see :func:`open_input`; also a quote that never closes and has swallowed all rows behind it.
+        DataError: see :func:`read_text_csv`.
+        pa.ArrowInvalid: a cell of ``numbers`` is no number, or a row has too few or too many cells.
     """
-    number, advice = 0, f"check the quotes in {path.name}, or whether the file was cut short"
-    before = csv.field_size_limit(_MAX_CHARACTERS)
-    try:
-        with open_input(path) as stream:
-            text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
-            for record in filter(None, csv.reader(chain(text, ["\n", _END]), delimiter=_delimiter(path))):
-                if record == [_END]:
-                    return
-                if record[-1].endswith(_END):
-                    where = f"row {number:,}" if number else "the header"
-                    raise DataError(f"{path}: a quote opens in {where} and never closes; {advice}")
-                yield record
-                number += 1
-    except csv.Error as error:  # a cell that is too long
-        raise DataError(f"{path}: row {number:,} cannot be read as CSV ({error}); {advice}") from error
-    finally:
-        csv.field_size_limit(before)
-
-
-def _utf8_error(cell: str) -> UnicodeDecodeError | None:
-    if not cell.isascii():
+    for block_bytes in _BLOCK_BYTES:
+        batches: list[pa.RecordBatch] = []
+        broken: list[pa_csv.InvalidRow] = []
         try:
-            cell.encode("utf-8", "surrogateescape").decode()
-        except UnicodeDecodeError as error:
-            return error
-    return None
+            schema, is_utf8 = _read_batches(path, header, names, limit, numbers, block_bytes, batches, broken)
+        except pa.ArrowInvalid as error:
+            if any(words in str(error) for words in _ROW_TOO_LONG):
+                continue
+            if numbers:
+                raise
+            raise DataError(f"{path}: cannot be read as CSV ({error_text(error)})") from error
+        if numbers and broken:
+            raise pa.ArrowInvalid("rows with too few or too many cells")
+        table = pa.Table.from_batches(batches, schema)
+        _refuse_broken_rows(path, [row for row in broken if limit is None or row.number <= limit + 1])
+        if limit is not None and table.num_rows + len(broken) > limit:
+            table = table.slice(0, limit)
+        elif table.column(0)[-1].as_py() == _END:
+            table = table.slice(0, table.num_rows - 1)
+        else:
+            raise _open_quote(path, table.num_rows)
+        if not is_utf8:
+            _refuse_other_encodings(path, table)
+        pa.default_memory_pool().release_unused()
+        return table
+    raise _open_quote(path, sum(map(len, batches)) + len(broken) + 1)
+
+
+def _read_batches(
+    path: Path,
+    header: Sequence[str],
+    names: Sequence[str],
+    limit: int | None,
+    numbers: Collection[str],
+    block_bytes: int,
+    batches: list[pa.RecordBatch],
+    broken: list[pa_csv.InvalidRow],
+) -> tuple[pa.Schema, bool]:
+    """Add all rows, or more than ``limit``, to ``batches``, and those with too few or too many cells to ``broken``.
+
+    Returns:
+        the schema of the batches, and whether all that was read is UTF-8.
+    """
+    delimiter = _delimiter(path)
+    ending = "\n" + delimiter.join(_END if name == names[0] else "" for name in header)
+    types = {name: pa.float64() if name in numbers else pa.string() for name in names}
+
+    def skip(row: pa_csv.InvalidRow) -> str:
+        broken.append(row)
+        return "skip"
+
+    rows = 0
+    with open_input(path) as file:
+        stream = _WithEnd(file, ending.encode())
+        with pa_csv.open_csv(
+            stream,
+            # With threads no broken row has a number.
+            pa_csv.ReadOptions(block_size=block_bytes, use_threads=bool(numbers)),
+            pa_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True, invalid_row_handler=skip),
+            pa_csv.ConvertOptions(
+                include_columns=names,
+                column_types=types,
+                null_values=[""],
+                strings_can_be_null=False,
+                check_utf8=False,  # the stream has looked
+            ),
+        ) as reader:
+            for batch in reader:
+                batches.append(batch)
+                rows += len(batch)
+                if limit is not None and rows > limit:
+                    break
+            return reader.schema, stream.is_utf8
+
+
+def _open_quote(path: Path, row: int) -> DataError:
+    where = f"row {row:,}" if row else "the header"
+    advice = f"check the quotes in {path.name}, or whether the file was cut short"
+    return DataError(f"{path}: a quote opens in {where} and never closes; {advice}")
+
+
+def _refuse_broken_rows(path: Path, broken: Sequence[pa_csv.InvalidRow]) -> None:
+    """Raise DataError if there are rows with too few or too many cells."""
+    if not broken:
+        return
+    shown, advice = [], "rows must be complete"
+    for row in broken:
+        if _END in row.text:
+            raise _open_quote(path, row.number - 1)
+    for row in broken[:_SHOWN]:
+        cells = plural(row.actual_columns, "cell")
+        shown.append(
+            f"row {row.number - 1:,} has {cells} instead of {row.expected_columns}: {quoted(row.text)}"
+        )
+        if row.actual_columns > row.expected_columns:
+            between = "tabs" if _delimiter(path) == "\t" else "commas"
+            advice = f"put quotes around cells that hold {between}"
+    raise DataError(f"{path}: {plural(len(broken), 'broken row')}; {'; '.join(shown)}; {advice}")
+
+
+def _refuse_other_encodings(path: Path, table: pa.Table) -> None:
+    """Raise DataError for columns with cells that are not UTF-8."""
+    problems = []
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        row = pc.index(pc.match_substring(column, _NOT_UTF8), True).as_py()
+        if row >= 0:
+            byte = len(column[row].as_py().partition(_NOT_UTF8)[0].encode()) + 1
+            where = f"the cell in row {row + 1:,} is not in UTF-8, from its byte {byte:,} on"
+            problems.append(f"{path}: column {quoted(name)}: {where}; {_UTF8_ADVICE}")
+    if problems:
+        raise DataError(problems)
 
 
 def is_comma_separated(path: Path) -> bool:
-    """By its name; else there are tabs between its cells."""
+    """Return whether there are commas between its cells, by its name; else there are tabs."""
     return _delimiter(path) == ","
 
 
@@ -230,14 +268,18 @@ def _delimiter(path: Path) -> str:
     return "\t" if ".tsv" in [suffix.lower() for suffix in path.suffixes[-2:]] else ","
 
 
-class _WholeLineEnds(io.RawIOBase):
-    """A stream for pyarrow's reader of CSV, with something put behind it.
+class _WithEnd(io.RawIOBase):
+    """A stream of UTF-8 for pyarrow's reader of CSV, with an ending put behind it.
 
     pyarrow takes whatever one call gives for a block.  Where a block ends with ``\\r`` it drops a ``\\n`` at the
     start of the next, within quotes too; so no block ends with one here.
+
+    Attributes:
+        is_utf8: whether it was so far; each byte that was not has become ``_NOT_UTF8``.
     """
 
     def __init__(self, stream: BinaryIO, ending: bytes) -> None:
+        self.is_utf8 = True
         self._stream = stream
         self._ending = ending
         self._kept = b""
@@ -245,12 +287,22 @@ class _WholeLineEnds(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def read(self, size: int = _BLOCK_BYTES) -> bytes:
+    def read(self, size: int = _BLOCK_BYTES[0]) -> bytes:
         data = self._kept + self._stream.read(size - len(self._kept))
-        if room := size - len(data):
-            data, self._ending = data + self._ending[:room], self._ending[room:]
-        self._kept = b"\r" if data.endswith(b"\r") else b""
-        return data.removesuffix(b"\r")
+        is_last = len(data) < size
+        if is_last:
+            data, self._ending = data + self._ending, b""
+        try:
+            _, used = codecs.utf_8_decode(data, "strict", is_last)
+            block = data[:used]
+        except UnicodeDecodeError:
+            self.is_utf8 = False
+            text, used = codecs.utf_8_decode(data, "surrogateescape", is_last)
+            block = re.sub("[\udc80-\udcff]", _NOT_UTF8, text).encode()
+        self._kept = data[used:]
+        if block.endswith(b"\r"):
+            self._kept = b"\r" + self._kept
+        return block.removesuffix(b"\r")
 
 
 def text_as_numbers(
@@ -335,11 +387,9 @@ def csv_lines(cells: Sequence[pa.Array]) -> pa.Buffer:
 
 def _plain_lines(cells: Sequence[pa.Array]) -> pa.Buffer:
     """As :func:`csv_lines`, by Arrow's writer, which is quicker; raises ArrowInvalid where a cell is quoted."""
-    from pyarrow import csv as arrow_csv
-
     batch, sink = pa.record_batch(cells, [str(place) for place in range(len(cells))]), pa.BufferOutputStream()
-    options = arrow_csv.WriteOptions(include_header=False, batch_size=len(batch), quoting_style="none")
-    arrow_csv.write_csv(batch, sink, options)
+    options = pa_csv.WriteOptions(include_header=False, batch_size=len(batch), quoting_style="none")
+    pa_csv.write_csv(batch, sink, options)
     return sink.getvalue()
 
 

@@ -18,7 +18,6 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ensemble.common.large_arrays import large_array
 from ensemble.data.input_file import cell_texts, is_json_field, is_text, text_bytes, text_ends
 
 DIGEST_BYTES = 16
@@ -146,7 +145,7 @@ def row_digests(columns: pa.Table, names: Sequence[str]) -> RowDigests:
     kinds = json.dumps([(field.name, _kind(field)) for field in table.schema])
     # Sets apart rows of other columns.
     mark = blake2b(kinds.encode(), digest_size=DIGEST_BYTES).digest()
-    found: RowDigests = large_array((columns.num_rows, 2), "<u8")
+    found: RowDigests = np.empty((columns.num_rows, 2), "<u8")
     start = 0
     for batch in table.to_batches(max_chunksize=_ROWS):
         pieces: list[pa.Array] = []

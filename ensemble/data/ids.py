@@ -1,71 +1,111 @@
-"""Whether ids are there more than once, of any number of rows in little memory."""
+"""Ids of rows: which come more than once, and where they stand among the ids of a table."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ensemble.data.input_file import text_bytes, text_ends
+from ensemble.common.errors import DataError
+from ensemble.common.text import plural, quoted
+from ensemble.data.input_file import first_ids
 
-# Arrow's own way keeps each id, and a table of them of several times their size.
-_ARROW_ROWS = 1 << 22
-# Hashed at a time, which takes some 40 bytes for each byte of text.
-_ROWS, _BYTES = 65_536, 4 << 20
-_FACTOR = np.uint64(0x9E3779B97F4A7C15)
-_MIX = np.uint64(0xBF58476D1CE4E5B9)
+ID_COLUMN: Final = "id"
 
 
-def repeated_ids(ids: pa.ChunkedArray) -> pa.ChunkedArray:
-    """The ids that are there more than once, as often as they are there; perhaps others among them, or null.
+def repeated_ids(ids: pa.ChunkedArray) -> pa.Array:
+    """Return the ids, or null, that come more than once, each once."""
+    if pc.count_distinct(ids, mode="all").as_py() == len(ids):
+        return pa.array([], ids.type)
+    counted = pc.value_counts(ids)
+    return counted.field("values").filter(pc.greater(counted.field("counts"), 1))
+
+
+def refuse_repeated_ids(path: Path, ids: pa.ChunkedArray, id_column: str = ID_COLUMN) -> None:
+    """Raise DataError if ids of a file come more than once."""
+    if len(repeated := repeated_ids(ids)):
+        raise DataError(_repeated_text(path, repeated, id_column))
+
+
+def places_among(ids: pa.ChunkedArray, table_ids: pa.ChunkedArray) -> npt.NDArray[np.int64]:
+    """Return where each id stands among those of a table, -1 where it does not; [ids].
 
     Args:
-        ids: text, [rows]; at least one.
+        table_ids: text, [rows], unique.
     """
-    if len(ids) < _ARROW_ROWS:
-        is_unique = pc.count_distinct(ids, mode="all").as_py() == len(ids)
-        return ids.slice(0, 0) if is_unique else ids
-    # Equal ids have equal hashes, whatever else has: only those with another one's hash are compared.
-    hashes = np.concatenate([*_hashes(ids)])
-    hashes.sort()
-    twice = np.unique(hashes[1:][hashes[1:] == hashes[:-1]])
-    del hashes
-    if not len(twice):
-        return ids.slice(0, 0)
-    found = []
-    for chunk, own in zip(_pieces(ids), _hashes(ids), strict=True):
-        places = np.minimum(np.searchsorted(twice, own), len(twice) - 1)
-        found.append(chunk.filter(pa.array(twice[places] == own)))
-    return pa.chunked_array(found, ids.type)
+    if ids.type != table_ids.type:
+        ids, table_ids = pc.cast(ids, pa.large_string()), pc.cast(table_ids, pa.large_string())
+    if ids.equals(table_ids):
+        return np.arange(len(ids))
+    places = pc.fill_null(pc.index_in(ids, value_set=table_ids), -1)
+    return np.asarray(places.to_numpy(), dtype=np.int64)
 
 
-def _pieces(ids: pa.ChunkedArray) -> Iterator[pa.Array]:
-    for chunk in ids.chunks:
-        rows = min(_ROWS, 1 + _BYTES * len(chunk) // max(1, chunk.nbytes))
-        for start in range(0, len(chunk), rows):
-            yield chunk.slice(start, rows)
+def match_ids(
+    path: Path,
+    ids: pa.ChunkedArray,
+    table_ids: pa.ChunkedArray,
+    *,
+    may_lack: bool = False,
+    may_have_others: bool = False,
+    id_column: str = ID_COLUMN,
+    table: str = "the table",
+    advice: str = "",
+) -> npt.NDArray[np.int64]:
+    """Return where each row of a file stands in a table, -1 where it does not; [rows of the file].
+
+    Args:
+        ids: of the file, [rows of the file].
+        table_ids: text, [rows], unique.
+        may_lack: the file may lack rows of the table.
+        may_have_others: the file may have rows that the table lacks.
+        id_column: of the file.
+        table: what ``table_ids`` belong to, for a message.
+        advice: what to do about ids that only one of them has.
+
+    Raises:
+        DataError: ids that are repeated, missing, or not in the table.
+    """
+    places = places_among(ids, table_ids)
+    counts = np.bincount(places[places >= 0], minlength=len(table_ids))
+    missing = table_ids.filter(pa.array(counts == 0))
+    others = ids.filter(pa.array(places < 0))
+    remedy = f"; {advice}" if advice else ""
+    problems = []
+    if (counts > 1).any():
+        problems.append(_repeated_text(path, table_ids.filter(pa.array(counts > 1)), id_column))
+    if len(missing) and not may_lack:
+        has_no_match = len(missing) == len(table_ids) and len(others) > 0
+        what = f"{path}: {plural(len(missing), 'id')} of {table} missing ({first_ids(missing)})"
+        if has_no_match:  # 1.0 for 1, say
+            what += f", as its ids are others ({first_ids(others)})"
+            remedy = "; write them in the same way, or name the column of the ids"
+        problems.append(what + remedy)
+        if has_no_match:
+            raise DataError(problems)
+    if len(others) and not may_have_others:
+        problems.append(f"{path}: {plural(len(others), 'id')} not in {table} ({first_ids(others)}){remedy}")
+    if problems:
+        raise DataError(problems)
+    return places
 
 
-def _hashes(ids: pa.ChunkedArray) -> Iterator[npt.NDArray[np.uint64]]:
-    """A polynomial of each id's bytes, modulo 2^64, mixed with its length; piece by piece."""
-    powers = np.full(1, _FACTOR)
-    for piece in _pieces(ids):
-        texts = pc.fill_null(piece, "") if piece.null_count else piece
-        ends = text_ends(texts).astype(np.int64)
-        ends -= ends[0]
-        lengths = np.diff(ends)
-        content = np.frombuffer(text_bytes(texts), np.uint8)
-        if (longest := int(lengths.max(initial=0))) > len(powers):
-            with np.errstate(over="ignore"):
-                powers = np.cumprod(np.full(longest, _FACTOR, np.uint64), dtype=np.uint64)
-        places = np.arange(len(content)) - np.repeat(ends[:-1], lengths)
-        with np.errstate(over="ignore"):
-            terms = (content.astype(np.uint64) + np.uint64(1)) * powers[places]
-            # Sums between two ends of a running one, since some ids may be empty.
-            sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(terms, dtype=np.uint64)])
-            own = sums[ends[1:]] - sums[ends[:-1]] + lengths.astype(np.uint64) * _MIX
-            own ^= own >> np.uint64(31)
-        yield own * _MIX
+def all_ids(files: list[pa.ChunkedArray]) -> pa.ChunkedArray:
+    """Return each id of some files once, in the order in which they come."""
+    ids = files[0]
+    for other in files[1:]:
+        new = other.filter(pa.array(places_among(other, ids) < 0))
+        if len(new):
+            ids = pa.chunked_array([*ids.chunks, *pc.cast(new, ids.type).chunks], ids.type)
+    return ids
+
+
+def _repeated_text(path: Path, repeated: pa.Array | pa.ChunkedArray, id_column: str) -> str:
+    """Return the sentence about ids that come more than once, in a column that may have been guessed."""
+    another = "" if id_column == ID_COLUMN else f" (in column {quoted(id_column)}; --id-column names another)"
+    count = plural(len(repeated), "id")
+    return f"{path}: {count} more than once ({first_ids(repeated)}); keep one row for each id{another}"

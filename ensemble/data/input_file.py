@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import gzip
 import json
-import mmap
 import re
 import stat
-import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -25,7 +22,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ensemble.common.errors import DataError, WriteError
+from ensemble.common.errors import DataError
 from ensemble.common.files import dangling_link, unreadable
 from ensemble.common.text import did_you_mean, error_text, listed, quoted, similar_file
 
@@ -36,23 +33,23 @@ _OTHER_FORMATS = {
     b"PK\x03\x04": "is a zip archive, as Excel's files are, not text; save what is in it as CSV",
     b"PAR1\x15": "is a Parquet file; give it a name that ends in .parquet",
 }
-# Of a table's columns, in memory; and of a batch that is mapped: a column of strings holds less than 2 GB.
-HELD_BYTES = 256 << 20
-_MAPPED_ROWS, _MAPPED_BYTES = 65_536, 32 << 20
-# Between the columns' many small buffers the allocator keeps what a parser has freed, at worst as much again as the
-# table; giving it back every so many blocks costs next to nothing.
-_SWEPT_BATCHES = 16
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to read: a column may be the id, the label and a text all at once."""
+    """What to read: a column may be the id, the label and a text all at once.
+
+    Attributes:
+        limit: read only the first so many rows.
+        numbers: those of ``columns`` that a format without types reads as numbers, if they hold nothing else.
+    """
 
     id_column: str
     label_column: str | None
     columns: tuple[str, ...]
     limit: int | None
+    numbers: tuple[str, ...] = ()
 
     def names(self) -> list[str]:
         """All of them, each once."""
@@ -173,86 +170,10 @@ def is_json_field(column: pa.Field) -> bool:
 
 
 def joined_text(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """A column as strings that stay usable as a whole: large strings once its text passes 2 GB."""
-    is_long = column.nbytes >= 1 << 31 and pa.types.is_string(column.type)
-    kind = pa.large_string() if is_long else column.type if is_text(column.type) else pa.string()
-    if column.type == kind:
-        return column
-    schema = pa.schema([pa.field("", kind)])
-    parts = (pa.record_batch([pc.cast(chunk, kind)], schema=schema) for chunk in column.chunks)
-    return joined_text(held_table(parts, schema).column(0))
-
-
-def held_table(batches: Iterable[pa.RecordBatch], schema: pa.Schema | None = None) -> pa.Table:
-    """Batches as a table; what is more than ``HELD_BYTES`` stands in files without a name, which are mapped.
-
-    The kernel may then take its pages back where memory is short.  A column has a file of its own, so that none of
-    it stays once nobody holds the column any more.
-
-    Args:
-        schema: of all batches; None: there is at least one.
-
-    Raises:
-        WriteError: there is no room for the files.
-    """
-    held: list[pa.RecordBatch] = []
-    size = 0
-    following = iter(batches)
-    for batch in following:
-        held.append(batch)
-        size += batch.nbytes
-        if len(held) % _SWEPT_BATCHES == 0:
-            pa.default_memory_pool().release_unused()
-        if size >= HELD_BYTES:
-            return _mapped_table(chain(held, following), schema or batch.schema)
-    return pa.Table.from_batches(held, schema)
-
-
-def _mapped_table(batches: Iterable[pa.RecordBatch], schema: pa.Schema) -> pa.Table:
-    schemas = [pa.schema([field]) for field in schema]
-    with ExitStack() as opened:
-        try:
-            files = [opened.enter_context(tempfile.TemporaryFile()) for _ in schema]
-        except OSError as error:
-            raise _not_kept(error) from error
-        writers = [
-            pa.ipc.new_file(pa.PythonFile(file, "w"), one) for file, one in zip(files, schemas, strict=True)
-        ]
-        gathered, rows, size = list[pa.RecordBatch](), 0, 0
-        for batch in chain(batches, [None]):
-            if batch is not None:
-                gathered.append(batch)
-                rows += len(batch)
-                size += batch.nbytes
-                if rows < _MAPPED_ROWS and size < _MAPPED_BYTES:
-                    continue
-            whole = pa.Table.from_batches(gathered, schema)
-            gathered, rows, size = [], 0, 0
-            try:
-                for column, writer, one in zip(whole.columns, writers, schemas, strict=True):
-                    writer.write_table(pa.table([column.combine_chunks()], schema=one))
-                    if batch is None:
-                        writer.close()
-                for file in files:
-                    file.flush()
-            except OSError as error:
-                for file in files:
-                    with suppress(OSError):  # what is in its buffer does not fit either
-                        file.close()
-                raise _not_kept(error) from error
-        columns = []
-        for file in files:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            columns.append(pa.ipc.open_file(pa.BufferReader(pa.py_buffer(mapped))).read_all().column(0))
-        return pa.table(columns, schema=schema)
-
-
-def _not_kept(error: OSError) -> WriteError:
-    where = tempfile.tempdir or "any folder for temporary files"
-    return WriteError(
-        f"cannot write to {where} ({error.strerror or error}), where a large table is kept while it is read; make "
-        "room there, or set TMPDIR to another folder"
-    )
+    """Return a column as strings that stay usable as a whole: large strings once its text passes 2 GB."""
+    if not is_text(column.type):
+        column = column.cast(pa.string())
+    return column.cast(pa.large_string()) if column.nbytes >= 1 << 31 else column
 
 
 def is_text(kind: pa.DataType) -> bool:
@@ -293,14 +214,3 @@ def text_bytes(cells: pa.Array) -> pa.Buffer:
     """The bytes of all cells in one piece, without a copy; none of them is null."""
     data, ends = cells.buffers()[2], text_ends(cells)
     return pa.py_buffer(b"") if data is None else data.slice(int(ends[0]), int(ends[-1] - ends[0]))
-
-
-@contextmanager
-def malloc_for_arrow() -> Iterator[None]:
-    """Let pyarrow take memory from malloc: while files are read its own allocator holds on to 60 to 100 MB more."""
-    before = pa.default_memory_pool()
-    pa.set_memory_pool(pa.system_memory_pool())
-    try:
-        yield
-    finally:
-        pa.set_memory_pool(before)

@@ -14,7 +14,6 @@ from ensemble.data.input_file import (
     Contents,
     Wanted,
     check_names,
-    held_table,
     is_binary,
     is_text,
     joined_text,
@@ -81,7 +80,7 @@ def arrow_contents(
             if rows == wanted.limit:
                 break
 
-    table = held_table(checked(), plain)
+    table = pa.Table.from_batches(checked(), plain)
     rows = table.num_rows if present else min(num_rows, wanted.limit or num_rows)
     ids = labels = None
     problems: list[str] = []

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from ensemble.common.errors import DataError
 from ensemble.common.text import did_you_mean, listed, plural, quoted
@@ -24,13 +23,11 @@ from ensemble.data.csv_file import (
     read_text_csv,
     text_as_numbers,
 )
+from ensemble.data.ids import places_among
 from ensemble.data.input_file import first_ids, missing_column
 
 _SHOWN = 20
 _WRITE_ROWS = 65_536
-# Ids in one hash table; the number of tables is limited, because each is asked for all ids.
-_LOOKED_UP_ROWS = 1 << 18
-_MAX_LOOK_UPS = 8
 _OTHER_TABLE = (
     "for a table that is not to be submitted, such as train.csv, write no submission: --set submission=null, or "
     "remove the key"
@@ -106,24 +103,17 @@ class Sample:
             for label in dict.fromkeys(given)
             if label in self.labels and given.count(label) > 1
         ]
-        theirs, ours = _alike(self.ids, ids)
-        if not theirs.equals(ours):
-            places = _places(theirs, ours)
-            counts = np.bincount(places[places >= 0], minlength=len(ours))
-
-            def where(column: pa.ChunkedArray, mask: npt.NDArray[np.bool_]) -> pa.ChunkedArray:
-                # pyarrow looks at an array of numpy with numpy.ma, whose import is to be had only by who needs it.
-                return column.filter(pa.array(mask)) if mask.any() else column.slice(0, 0)
-
-            repeated, missing = where(ours, counts > 1), where(ours, counts == 0)
-            unknown = where(theirs, places < 0)
-            if len(repeated):
-                problems.append(f"{plural(len(repeated), 'id')} more than once: {first_ids(repeated)}")
-            if len(unknown) and not limited:
-                problems.append(f"{plural(len(unknown), 'id')} not in the input table: {first_ids(unknown)}")
-            if len(missing):
-                is_other = 2 * len(missing) > len(ours)
-                problems.append(_lacks(missing) + (f"; {_OTHER_TABLE}" if is_other else ""))
+        places = places_among(self.ids, ids)
+        counts = np.bincount(places[places >= 0], minlength=len(ids))
+        repeated, missing = ids.filter(pa.array(counts > 1)), ids.filter(pa.array(counts == 0))
+        unknown = self.ids.filter(pa.array(places < 0))
+        if len(repeated):
+            problems.append(f"{plural(len(repeated), 'id')} more than once: {first_ids(repeated)}")
+        if len(unknown) and not limited:
+            problems.append(f"{plural(len(unknown), 'id')} not in the input table: {first_ids(unknown)}")
+        if len(missing):
+            is_other = 2 * len(missing) > len(ids)
+            problems.append(_lacks(missing) + (f"; {_OTHER_TABLE}" if is_other else ""))
         return tuple(f"{self.path}: {problem}" for problem in problems)
 
     def value_problems(self) -> tuple[str, ...]:
@@ -153,11 +143,9 @@ class Sample:
         found_ids, by_label, problems = self._read_values()
         if problems:
             raise DataError(problems)
-        theirs, ours = _alike(found_ids, ids)
-        places = pc.index_in(ours, value_set=theirs)
-        if places.null_count:
-            raise DataError(f"{self.path}: {_lacks(ours.filter(pc.is_null(places)))}")
-        rows = places.to_numpy()
+        rows = places_among(ids, found_ids)
+        if len(lacking := ids.filter(pa.array(rows < 0))):
+            raise DataError(f"{self.path}: {_lacks(lacking)}")
         values = np.zeros((len(rows), len(self.labels)), order="F")
         for index, label in enumerate(self.labels):
             if label in by_label:
@@ -169,8 +157,7 @@ class Sample:
 
     def is_in_order(self, ids: pa.ChunkedArray) -> bool:
         """Whether it has the rows of ``ids``, shape (rows,), in the same order."""
-        theirs, ours = _alike(self.ids, ids)
-        return bool(theirs.equals(ours))
+        return bool(self.ids.cast(ids.type).equals(ids))
 
     @property
     def label_numbers(self) -> tuple[int | None, ...]:
@@ -190,10 +177,9 @@ class Sample:
         Raises:
             OSError: the file cannot be written.
         """
-        theirs, ours = _alike(self.ids, ids)
-        places = _places(theirs, ours)
+        places = places_among(self.ids, ids)
         has_place = places >= 0
-        submitted, rows = theirs.filter(pa.array(has_place)), places[has_place]
+        submitted, rows = self.ids.filter(pa.array(has_place)), places[has_place]
         with path.open("wb") as stream:
             stream.write(header_line(self.columns))
             for start in range(0, len(rows), _WRITE_ROWS):  # so that no other copy of the table is made
@@ -224,27 +210,6 @@ class Sample:
                     f"first in row {bad[0] + 1:,}: {quoted(cell)}; fix the file, or choose fill: uniform or prior"
                 )
         return table.column(0), by_label, tuple(problems)
-
-
-def _alike(left: pa.ChunkedArray, right: pa.ChunkedArray) -> tuple[pa.ChunkedArray, pa.ChunkedArray]:
-    """Both columns as large strings, unless both are plain ones already."""
-    if left.type == right.type == pa.string():
-        return left, right
-    return pc.cast(left, pa.large_string()), pc.cast(right, pa.large_string())
-
-
-def _places(theirs: pa.ChunkedArray, ours: pa.ChunkedArray) -> npt.NDArray[np.int64]:
-    """Where each of their ids stands among ours, -1 where it does not; shape (rows of theirs,).
-
-    Looked up in parts of ours, because the hash table of two million ids alone takes 130 MB.
-    """
-    places = np.full(len(theirs), -1, dtype=np.int64)
-    step = max(_LOOKED_UP_ROWS, -(-len(ours) // _MAX_LOOK_UPS))
-    for start in range(0, len(ours), step):
-        found = pc.fill_null(pc.index_in(theirs, value_set=ours.slice(start, step)), -1).to_numpy()
-        is_there = found >= 0
-        places[is_there] = found[is_there] + start
-    return places
 
 
 def _lacks(ids: pa.ChunkedArray) -> str:

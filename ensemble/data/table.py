@@ -21,7 +21,6 @@ import pyarrow.compute as pc
 
 from ensemble.common.digests import digest_of
 from ensemble.common.errors import DataError
-from ensemble.common.large_arrays import large_array
 from ensemble.common.protocol import Activation
 from ensemble.common.text import did_you_mean, listed, plural, quoted
 from ensemble.data.csv_file import text_as_numbers
@@ -35,7 +34,6 @@ from ensemble.data.input_file import (
     is_binary,
     is_json_field,
     is_text,
-    malloc_for_arrow,
     missing_column,
     shown_type,
 )
@@ -141,7 +139,7 @@ class InputTable:
         """
         for name in columns:
             if name not in self._text_lengths:
-                found, start = large_array((self.rows,), np.int64), 0
+                found, start = np.empty(self.rows, np.int64), 0
                 for text in map(cell_texts, self._columns.column(name).chunks):
                     found[start : start + len(text)] = pc.fill_null(pc.binary_length(text), 0).to_numpy()
                     start += len(text)
@@ -246,13 +244,6 @@ class InputTable:
             for one in fields
         }
 
-    def plain_text(self, name: str) -> pa.ChunkedArray | None:
-        """A column of text as templates see it, nulls as empty large strings; None where it holds anything else."""
-        field = self._columns.schema.field(name)
-        if not is_text(field.type) or is_json_field(field):
-            return None
-        return pc.fill_null(pc.cast(self._columns.column(name), pa.large_string()), "")
-
     def only(self, columns: Sequence[str]) -> InputTable:
         """The same rows with these of its columns."""
         nulls = {name: count for name, count in self.null_texts.items() if name in columns}
@@ -299,18 +290,12 @@ def read_table(path: Path, needs: TableNeeds) -> InputTable:
     """Reads and checks the table.
 
     Raises:
-        DataError: with every problem found.  A broken structure (see ``readers.read_contents``) is reported
+        DataError: with every problem found.  A broken structure (see ``formats.read_contents``) is reported
             alone, because nothing after it can be counted on.
     """
-    with malloc_for_arrow():
-        return _read_checked(path, needs)
-
-
-def _read_checked(path: Path, needs: TableNeeds) -> InputTable:
     columns = tuple(dict.fromkeys([*needs.columns, *needs.also]))
     wanted = tuple(dict.fromkeys([*columns, *needs.label_columns]))
     contents = read_contents(path, Wanted(needs.id_column, needs.label_column, wanted, needs.limit))
-    pa.default_memory_pool().release_unused()
     if contents.rows == 0:
         raise DataError(f"{path}: empty table: there is a header or a schema, but no row")
     roles = {name: f"column for {use}:" for name, use in needs.also.items()}
@@ -359,13 +344,9 @@ def _id_problems(path: Path, column: str, ids: pa.ChunkedArray) -> Iterator[str]
     if blank:
         shown_rows = ", ".join(f"{row + 1:,}" for row in rows)
         yield f"{where}: {plural(blank, 'row')} without an id, first: row {shown_rows}; give every row an id"
-    if not len(twice := repeated_ids(ids)):
-        return
-    counted = pc.value_counts(twice)
-    values, counts = counted.field("values"), counted.field("counts")
-    repeated = pc.and_(pc.greater(counts, 1), pc.fill_null(pc.not_equal(values, ""), False))
-    names = values.filter(repeated)
-    if not len(names):  # only missing ids were repeated, and those have been reported
+    names = repeated_ids(ids)
+    names = names.filter(pc.fill_null(pc.not_equal(names, ""), False))
+    if not len(names):
         return
     shown = []
     for name in names[:_SHOWN].to_pylist():

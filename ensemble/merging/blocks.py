@@ -1,15 +1,10 @@
-"""Members' rows -> blocks -> merged values, block by block: what is in memory does not grow with the table.
-
-Reading is done by the threads of a pool, one block ahead of the merge; pyarrow and NumPy let go of the interpreter
-for all that takes time.
-"""
+"""Members' values -> blocks -> merged values, block by block: so that a method's arrays stay in a core's cache."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -37,29 +32,18 @@ class Without:
     scoring: CascadeScoring
 
 
-class RowSource(Protocol):
-    """Gives a member's rows in the table's order."""
-
-    def read(self, values: npt.NDArray[np.float64]) -> None:
-        """Read the next rows into float64 [rows, labels], each column in one piece."""
-
-    def rewind(self) -> None:
-        """Begin again with the first row."""
-
-    def close(self) -> None: ...
-
-
 @dataclass
 class MergedMember:
     """A member on its way into the merge.
 
+    ``values`` are float64 [rows, labels], in the table's order, each column in one piece.
     ``scoring`` where the truth is known, for members that have all rows: it sees what is merged, after calibration.
     ``ruled``, where there are ``rules``, sees what the member alone would give with them; see ``RowRules.apply``.
     """
 
     name: str
     weight: AnyWeight
-    source: RowSource
+    values: npt.NDArray[np.float64]
     check: RowCheck
     scoring: Scoring | None
     calibrate: Calibrator | None = None
@@ -67,7 +51,8 @@ class MergedMember:
     ruled: Scoring | None = None
 
     def read(self, start: int, values: npt.NDArray[np.float64], is_present: npt.NDArray[np.bool_]) -> None:
-        self.source.read(values)
+        """Fill a block's ``values`` and ``is_present`` with the rows from ``start`` on."""
+        values[:] = self.values[start : start + len(values)]
         is_present[:] = self.check.look(start, values)
         if self.calibrate is not None and not self.check.has_found_any:
             self.calibrate(values)
@@ -91,17 +76,15 @@ def merge_blocks(
     open_members: Callable[[], Sequence[MergedMember]],
     ids: pa.ChunkedArray,
     text_bytes: npt.NDArray[np.int64],
-    pool: ThreadPoolExecutor,
     comparing: Mapping[int, Without] | None = None,
     rules: Rules | None = None,
 ) -> Iterator[tuple[int, npt.NDArray[np.float64]]]:
     """The merged values from the first row to the last; a row of NaN is one that no member with a weight reached.
 
     Args:
-        open_members: gives the members at their first rows, some with a weight, whatever the row and the label;
+        open_members: gives the members, some with a weight, whatever the row and the label;
             called once for each pass.
         ids: of the table's rows, [rows]; and ``text_bytes``, [rows].
-        pool: its threads read.
         comparing: takes what each row that a member has would be without it, by the member's number.
         rules: change what was merged, with all members and without one.
 
@@ -113,14 +96,14 @@ def merge_blocks(
     """
     labels = len(method.members.labels)
     if method.needs_first_pass:
-        for block in _read_blocks(open_members(), ids, text_bytes, labels, pool):
+        for block in _read_blocks(open_members(), ids, text_bytes, labels):
             method.look(block)
             for number, one in (comparing or {}).items():
                 one.method.look(_without(block, number))
     members = open_members()
     edges = method.settings.length_bins or ()
     weights = weights_by_bin([member.weight for member in members], method.members.labels, len(edges) + 1)
-    for block in _read_blocks(members, ids, text_bytes, labels, pool):
+    for block in _read_blocks(members, ids, text_bytes, labels):
         own = weights_of_rows(weights, edges, block.text_bytes)
         merged = method.merge(block, own)
         if rules is not None:
@@ -185,34 +168,20 @@ def _read_blocks(
     ids: pa.ChunkedArray,
     text_bytes: npt.NDArray[np.int64],
     labels: int,
-    pool: ThreadPoolExecutor,
 ) -> Iterator[Block]:
-    """Once something is wrong with a member's rows there are no more blocks, but all rows are still looked at, so
-    that the error can say how many."""
+    """Yield the blocks.
 
-    def empty(start: int, stop: int) -> Block:
+    Once something is wrong with a member's rows there are no more blocks, but all rows are still looked at, so that
+    the error can say how many.
+    """
+    for start, stop in block_spans(len(ids), labels):
         # Each member's columns in one piece.
         probabilities = np.empty((len(members), labels, stop - start)).swapaxes(1, 2)
         is_present = np.empty((len(members), stop - start), dtype=np.bool_)
-        rows = ids.slice(start, stop - start)
-        return Block(start, rows, probabilities, is_present, text_bytes[start:stop])
-
-    def read(number: int, block: Block) -> Future[None]:
-        member = members[number]
-        return pool.submit(member.read, block.start, block.probabilities[number], block.is_present[number])
-
-    spans = block_spans(len(ids), labels)
-    block = empty(*spans[0])
-    pending = [read(number, block) for number in range(len(members))]
-    for span in [*spans[1:], None]:
-        following = None if span is None else empty(*span)
-        for number, reading in enumerate(pending):
-            reading.result()
-            if following is not None:
-                pending[number] = read(number, following)
+        for number, member in enumerate(members):
+            member.read(start, probabilities[number], is_present[number])
         if not any(member.check.has_found_any for member in members):
-            yield block
-        if following is not None:
-            block = following
+            rows = ids.slice(start, stop - start)
+            yield Block(start, rows, probabilities, is_present, text_bytes[start:stop])
     for member in members:
         member.check.refuse()

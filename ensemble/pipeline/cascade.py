@@ -13,14 +13,19 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from ensemble.common.errors import DataError, EnsembleError
 from ensemble.common.protocol import Activation, ChunkDone
 from ensemble.common.shards import read_shard, shard_table
 from ensemble.common.text import plural, shown_path
 from ensemble.config import MemberConfig, RunConfig
-from ensemble.data.predictions_csv import demand_as_written, is_as_written
+from ensemble.data.ids import ID_COLUMN
+from ensemble.data.predictions_csv import (
+    PredictionFile,
+    demand_as_written,
+    is_as_written,
+    read_predictions,
+)
 from ensemble.members.base import Inspection
 from ensemble.merging.blocks import weights_by_bin, weights_of_rows
 from ensemble.merging.calibration import calibrator
@@ -28,7 +33,6 @@ from ensemble.merging.methods.weighted_mean import scaled, weighted_mean
 from ensemble.pipeline.fingerprint import changed_members, changed_sentence
 from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.resume import MemberWork, mean_of_views, values_of
-from ensemble.pipeline.reuse import read_predictions
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.planning.cascade import (
     COMPUTE,
@@ -331,18 +335,18 @@ def expected_shares(
     """
     place = place or f"in {shown_path(folder)}"
     rundir, found = RunDir(folder), dict[str, ExpectedShare]()
-    tables: dict[str, tuple[pa.ChunkedArray, _Values]] = {}
+    files: dict[str, PredictionFile] = {}
     stale = _stale(config, folder, is_named)
     for model in config.models:
         if model.name not in stale:
-            with contextlib.suppress(OSError, pa.ArrowException, ValueError, IndexError):
-                table = read_predictions(rundir.predictions(model.name), with_ids=True)
-                if tuple(table.column_names[1:]) == config.labels and table.num_rows:
-                    values = np.stack([column.to_numpy() for column in table.columns[1:]], axis=1)
-                    tables[model.name] = table.column(0), values
+            with contextlib.suppress(DataError):
+                file = read_predictions(rundir.predictions(model.name))
+                if file.labels == config.labels and len(file.ids):
+                    files[model.name] = file
                     continue
         if model.name in given and ids is not None:
-            tables[model.name] = pc.cast(ids, pa.string()), given[model.name]
+            path = rundir.predictions(model.name)
+            files[model.name] = PredictionFile(path, ID_COLUMN, config.labels, ids, given[model.name])
     for number, model in enumerate(config.models):
         if model.when is None:
             continue
@@ -352,17 +356,17 @@ def expected_shares(
             found[model.name] = ExpectedShare(limit, "as when says")
         elif any(isinstance(one.weight, tuple) for one in before):
             found[model.name] = ExpectedShare(1.0, "all are assumed: weights by length bin are not looked up")
-        elif missing := [one.name for one in before if one.name not in tables or one.name not in inspected]:
+        elif missing := [one.name for one in before if one.name not in files or one.name not in inspected]:
             names = " and ".join(missing)
             why = f"all are assumed, as there are no predictions of {names} {place}"
             found[model.name] = ExpectedShare(1.0, why)
         else:
-            rows, _ = max((tables[one.name] for one in before), key=lambda table: len(table[0]))
-            of_members, activations = list[_Values](), [inspected[one.name].activation for one in before]
-            for one in before:
-                own_ids, own = tables[one.name]
-                places = pc.index_in(rows, value_set=own_ids).fill_null(-1).to_numpy()
-                of_members.append(np.where(places[:, None] >= 0, own[places], np.nan))
+            rows = max((files[one.name].ids for one in before), key=len)
+            activations = [inspected[one.name].activation for one in before]
+            of_members = [
+                files[one.name].join(rows, may_lack=True, may_have_others=True)[0].copy(order="F")
+                for one in before
+            ]
             is_present = np.array([~np.isnan(one).any(axis=1) for one in of_members])
             mean = _mean(
                 config, before, activations, of_members, is_present, np.zeros(len(rows), dtype=np.int64)

@@ -10,7 +10,6 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,19 +18,12 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from ensemble.common.errors import ConfigError, DataError, MergeError, OutputError
 from ensemble.common.extensions import SettingsByName
-from ensemble.common.files import (
-    EarlyFlush,
-    atomic_path,
-    output_file,
-    remove_temporary_files,
-    unwritable_reason,
-)
+from ensemble.common.files import atomic_path, output_file, remove_temporary_files, unwritable_reason
 from ensemble.common.protocol import Activation
-from ensemble.common.text import did_you_mean, listed, plural, quoted
+from ensemble.common.text import did_you_mean, listed, quoted
 from ensemble.config import CalibrationConfig
 from ensemble.config.check import check_documents
 from ensemble.config.document import Document, Loc, one_line, place
@@ -40,18 +32,12 @@ from ensemble.config.schema import RunConfig
 from ensemble.config.values import AnyWeight
 from ensemble.config.yamlfile import parse, read_text
 from ensemble.data.csv_file import csv_cells, csv_lines, header_line
-from ensemble.data.formats import is_plain_csv, prediction_batches
-from ensemble.data.input_file import malloc_for_arrow
-from ensemble.data.predictions_csv import (
-    PredictionsReader,
-    SpilledRows,
-    read_by_id,
-    repeated_ids,
-    repeated_text,
-)
+from ensemble.data.formats import is_plain_csv
+from ensemble.data.ids import all_ids, refuse_repeated_ids
+from ensemble.data.predictions_csv import read_predictions
 from ensemble.members.base import Given, OutputColumns
 from ensemble.members.registry import KINDS, member_kind
-from ensemble.merging.blocks import MergedMember, RowSource, merge_blocks
+from ensemble.merging.blocks import MergedMember, merge_blocks
 from ensemble.merging.calibration import calibrator
 from ensemble.merging.methods import METHODS, merge_method
 from ensemble.merging.methods.base import Members, MergeMethod, Values
@@ -132,13 +118,12 @@ def merge_files(
     if problems := [*_problems(given_files, method)]:
         raise ConfigError(problems)
     remove_temporary_files(target)
-    with malloc_for_arrow(), ExitStack() as opened:
-        try:
-            ids, sources = _sources(given_files, config.labels, _folder(target), opened)
-            merged = _merge(given_files, method, ids, sources, config.data.id_column, target)
-            return replace(merged, path=output)
-        except MergeError as error:
-            raise DataError(error.problems) from error
+    ids, values = _read(given_files, config.labels)
+    try:
+        merged = _merge(given_files, method, ids, values, config.data.id_column, target)
+    except MergeError as error:
+        raise DataError(error.problems) from error
+    return replace(merged, path=output)
 
 
 def _target(output: Path, inputs: Sequence[Path]) -> Path:
@@ -267,14 +252,6 @@ def _weight_overrides(weight: Mapping[str, str], names: Sequence[str]) -> list[s
     return [f"models.{name}.weight={text}" for name, text in weight.items()]
 
 
-def _folder(output: Path) -> Path:
-    """The folder in which the output will be, or the one above that there is."""
-    folder = output.absolute().parent
-    while not folder.is_dir():
-        folder = folder.parent
-    return folder
-
-
 @contextlib.contextmanager
 def _folder_for(output: Path) -> Iterator[None]:
     """Make the folder of the output, and take it away where nothing comes of it."""
@@ -308,59 +285,33 @@ def _problems(files: Sequence[_File], method: MergeMethod) -> Iterator[str]:
     yield from method.problems()
 
 
-def _sources(
-    files: Sequence[_File], labels: Sequence[str], folder: Path, opened: ExitStack
-) -> tuple[pa.ChunkedArray, list[RowSource]]:
-    """The ids of the rows, and where each member's rows come from."""
-    whole = next((one for one in files if not one.partial), None)
-    first = whole or files[0]
-    ids = _ids(first)
-    table = str(first.path) if whole else "the files"
-    own: dict[str, pa.ChunkedArray] = {}
-    if whole is None:
-        for one in files[1:]:
-            own[one.name] = _ids(one)
-            new = own[one.name].filter(pc.invert(pc.is_in(own[one.name], value_set=ids)))
-            ids = pa.chunked_array([*ids.chunks, *new.chunks], ids.type)
+def _read(files: Sequence[_File], labels: Sequence[str]) -> tuple[pa.ChunkedArray, list[Values]]:
+    """Return the ids of the rows and each file's values, [rows, labels]; NaN in rows that the file lacks."""
+    whole = next((file for file in files if not file.partial), None)
+    table = "the files" if whole is None else str(whole.path)
+    ids = all_ids([_ids(file) for file in files]) if whole is None else _ids(whole)
     if not len(ids):
         raise DataError(f"{table}: there are no rows; nothing to merge")
-    sources: list[RowSource] = []
-    for one in files:
-        source: RowSource | None = None
-        advice = _ALLOW if whole is not None and not one.partial else None
-        if one.predictions is not None:
-            given = one.predictions(ids)
-            if given.ignored_ids:
-                raise DataError(f"{one.path}: {plural(given.ignored_ids, 'id')} not in {table}")
-            source = SpilledRows(given.values, folder)
-        elif one.partial and (one is not first or not is_plain_csv(one.path)):
-            here = own.pop(one.name) if one.name in own else _ids(one)
-            places = pc.index_in(here, value_set=ids)
-            in_order = not places.null_count and bool((np.diff(places.to_numpy()) > 0).all())
-            if not in_order or not is_plain_csv(one.path):
-                values, _ = read_by_id(one.path, one.id_column, labels, ids, False, True, table, advice)
-                source = SpilledRows(values, folder)
-        source = source or PredictionsReader(
-            one.path, one.id_column, labels, ids, folder, len(files), one.partial, table, advice
-        )
-        opened.callback(source.close)
-        sources.append(source)
-    return ids, sources
+    return ids, [_values(file, labels, ids, table) for file in files]
 
 
-def _ids(one: _File) -> pa.ChunkedArray:
-    chunks = [batch.column(0).cast(pa.string()) for batch in prediction_batches(one.path, one.id_column)]
-    ids = pa.chunked_array(chunks, pa.string())
-    if len(repeated := repeated_ids(ids)):
-        raise DataError(repeated_text(one.path, repeated, one.id_column))
+def _ids(file: _File) -> pa.ChunkedArray:
+    ids = read_predictions(file.path, file.id_column, ()).ids
+    refuse_repeated_ids(file.path, ids, file.id_column)
     return ids
+
+
+def _values(file: _File, labels: Sequence[str], ids: pa.ChunkedArray, table: str) -> Values:
+    read = read_predictions(file.path, file.id_column, labels, file.partial)
+    values, _ = read.join(ids, may_lack=file.partial, table=table, advice="" if file.partial else _ALLOW)
+    return values if file.predictions is None else file.predictions(ids).values
 
 
 def _merge(
     files: Sequence[_File],
     method: MergeMethod,
     ids: pa.ChunkedArray,
-    sources: Sequence[RowSource],
+    values_of_files: Sequence[Values],
     id_column: str,
     output: Path,
 ) -> Merged:
@@ -368,11 +319,10 @@ def _merge(
 
     def open_members() -> list[MergedMember]:
         merged.clear()
-        for one, source in zip(files, sources, strict=True):
-            source.rewind()
-            check = RowCheck(str(one.path), one.activation, ids, one.partial, ROWS_ADVICE)
-            calibrate = calibrator(one.calibration, one.activation, labels)
-            merged.append(MergedMember(one.name, one.weight, source, check, None, calibrate))
+        for file, values in zip(files, values_of_files, strict=True):
+            check = RowCheck(str(file.path), file.activation, ids, file.partial, ROWS_ADVICE)
+            calibrate = calibrator(file.calibration, file.activation, labels)
+            merged.append(MergedMember(file.name, file.weight, values, check, None, calibrate))
         return merged
 
     def lines(start: int, values: Values) -> pa.Buffer:
@@ -386,11 +336,10 @@ def _merge(
         ThreadPoolExecutor(threads, "merge") as pool,
         atomic_path(output) as temporary,
         temporary.open("wb") as stream,
-        EarlyFlush([stream]) as flush,
     ):
         stream.write(header_line([id_column, *labels]))
         before: Future[pa.Buffer] | None = None
-        for start, values in merge_blocks(method, open_members, ids, text_bytes, pool):
+        for start, values in merge_blocks(method, open_members, ids, text_bytes):
             if (empty := np.flatnonzero(np.isnan(values).any(axis=1))).size:
                 first = ids[start + int(empty[0])].as_py()
                 raise MergeError(
@@ -398,7 +347,7 @@ def _merge(
                 )
             text = pool.submit(lines, start, values)
             if before is not None:
-                flush.wrote(stream.write(before.result()))
+                stream.write(before.result())
             before = text
         if before is not None:
             stream.write(before.result())

@@ -15,7 +15,13 @@ from ensemble.common.text import listed, quoted
 from ensemble.config.values import MAX_NAME_CHARACTERS, is_member_name
 from ensemble.data.formats import column_names
 from ensemble.data.input_file import missing_column, without_pandas_index
-from ensemble.data.predictions_csv import demand_as_written, file_stem, guessed_id_column
+from ensemble.data.predictions_csv import (
+    PredictionFile,
+    demand_as_written,
+    file_stem,
+    guessed_id_column,
+    read_predictions,
+)
 
 # Of any problem with rows that are no probabilities.
 ROWS_ADVICE: Final = "correct the file, or say what its values are with --activation"
@@ -118,3 +124,9 @@ def file_columns(
     if problems:
         raise DataError(problems)
     return ids, tuple(labels)
+
+
+def read_as_written(path: Path) -> PredictionFile:
+    """Read predictions that a run wrote; see ``read_predictions`` and ``demand_as_written``."""
+    demand_as_written(path)
+    return read_predictions(path)

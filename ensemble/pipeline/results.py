@@ -21,17 +21,16 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ensemble.common.errors import MergeError
-from ensemble.common.files import EarlyFlush, atomic_path
+from ensemble.common.errors import DataError, MergeError
+from ensemble.common.files import atomic_path
 from ensemble.common.shards import file_sha256
 from ensemble.common.text import plural
 from ensemble.data.csv_file import csv_cells, csv_lines, header_line, write_csv
 from ensemble.data.digests import truth_sha256
-from ensemble.data.input_file import malloc_for_arrow
-from ensemble.data.predictions_csv import PredictionsReader, SpilledRows
+from ensemble.data.predictions_csv import read_predictions
 from ensemble.members.base import OutputColumns
 from ensemble.members.registry import member_kind
-from ensemble.merging.blocks import MergedMember, RowSource, Without, block_spans, merge_blocks
+from ensemble.merging.blocks import MergedMember, Without, block_spans, merge_blocks
 from ensemble.merging.calibration import calibrator
 from ensemble.merging.methods import METHODS, merge_method
 from ensemble.merging.methods.base import Members
@@ -205,12 +204,8 @@ class ResultWriter:
         is_scored = METHODS.load(self._config.ensemble.method).gives_probabilities
         scoring = self._scoring(is_scored) if members else None
         threads = min(len(os.sched_getaffinity(0)), _MAX_THREADS)
-        with (
-            malloc_for_arrow(),
-            ExitStack() as opened,  # closed when the pool's threads are done with them
-            ThreadPoolExecutor(threads, "merge") as pool,
-        ):
-            blocks = self._merged_blocks(members, merged, opened, pool)
+        with ThreadPoolExecutor(threads, "merge") as pool:
+            blocks = self._merged_blocks(members, merged)
             if self._config.time_limit is not None:
                 blocks = self._filled(blocks)
             if scoring is not None:
@@ -271,11 +266,9 @@ class ResultWriter:
         self,
         members: Sequence[MemberState],
         merged: list[MergedMember],
-        opened: ExitStack,
-        pool: ThreadPoolExecutor,
     ) -> _Blocks:
-        """The blocks; ``merged`` takes the members as they are read, ``opened`` what is to be closed."""
-        table, folder, config = self._prepared.table, self._rundir.work_dir, self._config
+        """Yield the blocks; ``merged`` takes the members as they are read."""
+        table, config = self._prepared.table, self._config
         if not members:
             for start, stop in block_spans(table.rows, len(self._labels)):
                 empty = np.full((stop - start, len(self._labels)), np.nan, order="F")
@@ -283,31 +276,14 @@ class ResultWriter:
                 yield start, empty
             return
         names = tuple(state.plan.name for state in members)
-        complete = [name for name in names if self._works[name].is_complete]
-        sources: list[RowSource] = []
-        for state, name in zip(members, names, strict=True):
-            wanted = self.wanted(name)
-            if name in complete:
-                path, id_column = self._rundir.predictions(name), config.data.id_column
-                is_of_some = not self._works[name].is_done.all()
-                there = self._works[name].is_done
-                is_merged = np.ones(int(there.sum()), dtype=np.bool_) if wanted is None else wanted[there]
-                note_merged_rows(self._rundir.merged_rows(name), is_merged)
-                source: RowSource = PredictionsReader(
-                    path, id_column, self._labels, table.ids, folder, len(complete), is_of_some
-                )
-            else:
-                source = SpilledRows(self._unfinished(state), folder)
-            sources.append(source if wanted is None else _OnlyRows(source, wanted))
-            opened.callback(sources[-1].close)
+        values_of_members = [self._values_to_merge(state) for state in members]
         activations = tuple(self._prepared.inspected[name].activation for name in names)
         rules = None if self._prepared.rules is None else self._apply_rules
 
         def open_members() -> list[MergedMember]:
             merged.clear()
-            for state, source, activation in zip(members, sources, activations, strict=True):
-                source.rewind()
-                name, is_complete = state.plan.name, state.plan.name in complete
+            for state, values, activation in zip(members, values_of_members, activations, strict=True):
+                name, is_complete = state.plan.name, self._works[state.plan.name].is_complete
                 place = self._rundir.predictions(name) if is_complete else self._works[name].shards_dir
                 is_of_all = is_complete and self._works[name].is_done.all() and self.wanted(name) is None
                 check = RowCheck(str(place), activation, table.ids, may_lack_rows=not is_of_all)
@@ -315,7 +291,7 @@ class ResultWriter:
                 calibrate = calibrator(model.calibration, activation, self._labels)
                 scoring, ruled = self._scoring(), None if rules is None else self._scoring()
                 merged.append(
-                    MergedMember(name, model.weight, source, check, scoring, calibrate, rules, ruled)
+                    MergedMember(name, model.weight, values, check, scoring, calibrate, rules, ruled)
                 )
             return merged
 
@@ -332,10 +308,35 @@ class ResultWriter:
                 )
                 for number in limited
             }
-        yield from merge_blocks(method, open_members, table.ids, table.text_bytes, pool, comparing, rules)
+        yield from merge_blocks(method, open_members, table.ids, table.text_bytes, comparing, rules)
         for number, one in comparing.items():
             if (found := one.scoring.result()) is not None:
                 self.results.comparisons[names[number]] = found
+
+    def _values_to_merge(self, state: MemberState) -> _Values:
+        """Return the values of the rows that a member is to have, float64 [rows, labels]; NaN in the others.
+
+        Raises:
+            MergeError: its predictions do not fit the table.
+        """
+        name, work, table = state.plan.name, self._works[state.plan.name], self._prepared.table
+        wanted = self.wanted(name)
+        if work.is_complete:
+            is_merged = np.ones(int(work.is_done.sum()), np.bool_) if wanted is None else wanted[work.is_done]
+            note_merged_rows(self._rundir.merged_rows(name), is_merged)
+            may_lack = not work.is_done.all()
+            try:
+                file = read_predictions(
+                    self._rundir.predictions(name), self._config.data.id_column, self._labels, may_lack
+                )
+                values, _ = file.join(table.ids, may_lack=may_lack)
+            except DataError as error:
+                raise MergeError(error.problems) from error
+        else:
+            values = self._unfinished(state)
+        if wanted is not None:
+            values[~wanted] = np.nan
+        return values
 
     def _unfinished(self, state: MemberState) -> _Values:
         name, work = state.plan.name, self._works[state.plan.name]
@@ -404,12 +405,10 @@ class ResultWriter:
                 temporary = files.enter_context(atomic_path(path))
                 streams.insert(0, files.enter_context(temporary.open("wb")))
                 streams[0].write(header_line(header))
-            flush = files.enter_context(EarlyFlush(streams))
 
             def write_text(text: Future[list[pa.Buffer]]) -> None:
                 for stream, lines in zip(streams, text.result(), strict=True):
                     stream.write(lines)
-                    flush.wrote(lines.size)
 
             def text_of(start: int, values: _Values) -> list[pa.Buffer]:
                 """The lines of a block for each target; numbers become text once for all."""
@@ -438,31 +437,6 @@ class ResultWriter:
                 )
         self.results.files["ensemble"] = rundir.ensemble
         return whole
-
-
-class _OnlyRows:
-    """The rows of a source that a member is to have; the others are NaN.
-
-    Args:
-        wanted: bool [rows].
-    """
-
-    def __init__(self, source: RowSource, wanted: npt.NDArray[np.bool_]) -> None:
-        self._source = source
-        self._wanted = wanted
-        self._start = 0
-
-    def read(self, values: _Values) -> None:
-        self._source.read(values)
-        values[~self._wanted[self._start : self._start + len(values)]] = np.nan
-        self._start += len(values)
-
-    def rewind(self) -> None:
-        self._source.rewind()
-        self._start = 0
-
-    def close(self) -> None:
-        self._source.close()
 
 
 def _scored(blocks: _Blocks, scoring: Scoring) -> _Blocks:

@@ -19,7 +19,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from ensemble.common.digests import FileDigest, FileDigests
 from ensemble.common.errors import CheckpointError, ConfigError, DataError, MergeError
@@ -37,7 +36,8 @@ from ensemble.common.shards import (
 from ensemble.common.text import plural, shown_path
 from ensemble.config import MemberConfig
 from ensemble.data.digests import RowDigests
-from ensemble.data.predictions_csv import is_as_written
+from ensemble.data.ids import match_ids
+from ensemble.data.predictions_csv import is_as_written, read_predictions
 from ensemble.data.row_files import FileCells
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.fingerprint import (
@@ -49,7 +49,7 @@ from ensemble.pipeline.fingerprint import (
     view_fingerprints,
 )
 from ensemble.pipeline.prepared import Prepared
-from ensemble.pipeline.reuse import EarlierWork, read_predictions, write_row_file, write_shards
+from ensemble.pipeline.reuse import EarlierWork, write_row_file, write_shards
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import Computation, RunReport, WorkerReport, makers_from
 
@@ -328,10 +328,11 @@ def find_work(
         bad_rows = rows_with_reasons(manifest.get("bad_rows"), rows)
         is_whole, is_of_all = is_as_written(predictions), manifest.get("present") is None
         if is_whole and (keeps_bad_rows or not bad_rows) and (is_of_all or ids is not None):
-            if is_of_all:
+            if is_of_all or ids is None:
                 work.is_done[:] = True
             else:
-                numbers = _rows_in(predictions, ids)
+                file = read_predictions(predictions)
+                numbers = match_ids(predictions, file.ids, ids, may_lack=True)
                 work.is_done[numbers] = True
                 bad_rows = {int(numbers[place]): reason for place, reason in bad_rows.items()}
             work.is_complete, work.bad_rows = True, bad_rows
@@ -359,7 +360,7 @@ def values_of(rundir: RunDir, work: MemberWork, labels: int) -> npt.NDArray[np.f
     if not work.is_complete:
         return work.values(labels)
     values = np.full((len(work.is_done), labels), np.nan, order="F")
-    values[work.is_done] = predicted_values(rundir, work.member)
+    values[work.is_done] = read_predictions(rundir.predictions(work.member)).values
     return values
 
 
@@ -383,20 +384,8 @@ def mean_of_views(
         return np.asarray(sums / shares[:, None])
 
 
-def predicted_values(rundir: RunDir, member: str) -> npt.NDArray[np.float64]:
-    """What a member's complete predictions hold, in their order: [rows there, labels]."""
-    table = read_predictions(rundir.predictions(member))
-    return np.stack([column.to_numpy() for column in table.columns], axis=1)
-
-
 def _row_digests(prepared: Prepared, work: MemberWork) -> RowDigests:
     return prepared.table.row_digests(work.columns, work.files_in)
-
-
-def _rows_in(predictions: Path, ids: pa.ChunkedArray | None) -> npt.NDArray[np.int64]:
-    """The numbers of the rows that predictions of some rows hold."""
-    there = read_predictions(predictions, with_ids=True).column(0)
-    return np.asarray(pc.index_in(there.cast(pa.string()), value_set=pc.cast(ids, pa.string())).to_numpy())
 
 
 def reopen(prepared: Prepared, rundir: RunDir, work: MemberWork) -> None:
@@ -412,7 +401,7 @@ def reopen(prepared: Prepared, rundir: RunDir, work: MemberWork) -> None:
         return
     work.row_digests = _row_digests(prepared, work)
     rows = np.flatnonzero(work.is_done)
-    values = predicted_values(rundir, work.member)
+    values = read_predictions(rundir.predictions(work.member)).values
     is_good = ~np.isin(rows, list(work.bad_rows))
     work.is_complete = False
     work.make_shards_dir()

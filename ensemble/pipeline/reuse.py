@@ -28,13 +28,12 @@ from ensemble.common.shards import (
     shards_in,
 )
 from ensemble.data.digests import DIGEST_BYTES, RowDigests, find_rows
-from ensemble.data.predictions_csv import demand_as_written, is_as_written
+from ensemble.data.predictions_csv import demand_as_written, is_as_written, read_predictions
 from ensemble.pipeline.fingerprint import Fingerprint
 from ensemble.pipeline.run_dir import RunDir, holder
 
 # A shard is text in memory while it is written and read.
 _ROWS_PER_SHARD = 1 << 17
-_ANY_TEXT = pa_csv.ParseOptions(newlines_in_values=True)
 _MAX_LINE_BYTES = 4_096
 
 
@@ -98,10 +97,9 @@ class EarlierWork:
         manifest = read_json(self.path.with_suffix(".json"))
         if Fingerprint.from_dict(manifest.get("fingerprint")) != self.fingerprint or not is_as_written(path):
             return None
-        table = read_predictions(path)
-        if table.num_rows != self.rows or table.num_columns != labels:
+        values = read_predictions(path).values
+        if values.shape != (self.rows, labels):
             return None
-        values = np.stack([column.to_numpy() for column in table.columns], axis=1)
         bad_rows = rows_with_reasons(manifest.get("bad_rows"), self.rows)
         values[list(bad_rows)] = np.nan
         return values, bad_rows
@@ -215,24 +213,3 @@ def rule_rows(path: Path, counts: Sequence[int], rows: int) -> npt.NDArray[np.bo
         return None
     found = np.unpackbits(bits.reshape(len(counts), -1), axis=1, count=rows).astype(np.bool_)
     return found if found.sum(axis=1).tolist() == [*counts] else None
-
-
-def read_as_written(path: Path, with_ids: bool = False) -> pa.Table:
-    """See ``read_predictions`` and ``demand_as_written``."""
-    demand_as_written(path)
-    return read_predictions(path, with_ids)
-
-
-def read_predictions(path: Path, with_ids: bool = False) -> pa.Table:
-    """A CSV of predictions as this program writes it: a column of numbers per label, before them the ids as text.
-
-    Raises:
-        OSError: it cannot be read.
-        pa.ArrowInvalid: it is something else.
-    """
-    with path.open("rb") as file:
-        names = pa_csv.open_csv(file, parse_options=_ANY_TEXT).schema.names
-    types = {name: pa.float64() if number else pa.string() for number, name in enumerate(names)}
-    wanted = names if with_ids else names[1:]
-    options = pa_csv.ConvertOptions(column_types=types, include_columns=wanted)
-    return pa_csv.read_csv(path, parse_options=_ANY_TEXT, convert_options=options)

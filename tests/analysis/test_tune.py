@@ -28,6 +28,7 @@ from ensemble.common.gpus import Device
 from ensemble.config import TuningConfig
 from ensemble.data.table import InputTable
 from ensemble.members.huggingface import parent
+from ensemble.pipeline import prediction_files
 from ensemble.pipeline.load import load
 from ensemble.pipeline.prepare import prepare
 from ensemble.planning import plan
@@ -181,15 +182,16 @@ def test_settings_that_change_probabilities_or_labels_are_refused_however_fast(
     (without,) = ensemble.tune("huge.yaml", rows=6, quiet=True).members
     assert without.best.startswith("float32")
     assert "6 of 6 rows of the sample could not be computed" in without.trials[1].failure
-    values = trials._values
+    read = prediction_files.read_as_written
 
     def without_one(path: Path) -> Any:
-        found = values(path)
-        found[:1] = np.nan if "float16" in str(path) else found[:1]
-        return found
+        file = read(path)
+        if "float16" in str(path):
+            file.values[:1] = np.nan
+        return file
 
     with monkeypatch.context() as patched:
-        patched.setattr(trials, "_values", without_one)
+        patched.setattr(trials, "read_as_written", without_one)
         (lacking,) = ensemble.tune("crash.yaml", rows=6, quiet=True).members
     assert lacking.best.startswith("float32")
     assert [one.failure for one in lacking.trials[1:3]] == ["rows have values that are no numbers"] * 2

@@ -217,8 +217,8 @@ def test_cells_that_are_not_utf8_are_named(tmp_path: Path) -> None:
     rows = b"".join(b"%d,fine,ok\n" % row for row in range(50_000))
     path = written(tmp_path / "x.csv", b"id,t,u\n" + rows + b"x,abc\xe9,\xff\ny,\xe9,ok\n")
     first, second = problem(path).splitlines()
-    assert "column 't': 2 cells not in UTF-8, the first in row 50,001, byte 4 of the cell; convert" in first
-    assert "column 'u': 1 cell not in UTF-8" in second
+    assert "column 't': the cell in row 50,001 is not in UTF-8, from its byte 4 on; convert the file" in first
+    assert "column 'u': the cell in row 50,001 is not in UTF-8, from its byte 1 on" in second
     # A column that nobody reads may hold what it likes.
     assert read_text_csv(path, ["id"]).num_rows == 50_002
 

@@ -1,4 +1,4 @@
-"""A predictions file as the merge reads it: a few rows at a time, and looked at."""
+"""A predictions file as the merge reads it, and its rows checked a few at a time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ensemble.data.predictions_csv import PredictionsReader
+from ensemble.data.predictions_csv import read_predictions
 from ensemble.merging.row_checks import RowCheck
 
 
@@ -18,14 +18,9 @@ def read_checked(
 ) -> npt.NDArray[np.float64]:
     """All rows, in the order of ``ids``: float64 [rows, labels]."""
     table_ids = pa.chunked_array([pa.array(ids[:2], pa.string()), pa.array(ids[2:], pa.string())])
-    reader = PredictionsReader(path, id_column, labels, table_ids, path.parent)
+    values, _ = read_predictions(path, id_column, labels).join(table_ids)
     check = RowCheck(str(path), "none", table_ids, may_lack_rows=False)
-    values = np.empty((len(ids), len(labels)), order="F")
-    try:
-        for start in range(0, len(ids), rows_at_once):
-            reader.read(values[start : start + rows_at_once])
-            check.look(start, values[start : start + rows_at_once])
-    finally:
-        reader.close()
+    for start in range(0, len(ids), rows_at_once):
+        check.look(start, values[start : start + rows_at_once])
     check.refuse()
     return values

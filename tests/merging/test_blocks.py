@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +11,12 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from ensemble.common.errors import MergeError
+from ensemble.common.errors import DataError, MergeError
 from ensemble.common.protocol import Activation
 from ensemble.config import EnsembleConfig
 from ensemble.data.csv_file import write_csv
-from ensemble.data.predictions_csv import PredictionsReader, SpilledRows
-from ensemble.merging.blocks import MergedMember, RowSource, block_spans, merge_blocks
+from ensemble.data.predictions_csv import read_predictions
+from ensemble.merging.blocks import MergedMember, block_spans, merge_blocks
 from ensemble.merging.methods import merge_method
 from ensemble.merging.methods.base import Block, Members, MergeMethod
 from ensemble.merging.row_checks import RowCheck
@@ -55,32 +53,28 @@ def members_of(count: int) -> Members:
 
 
 def merge(
-    sources: Sequence[RowSource | Path], ids: Sequence[str], folder: Path, method: MergeMethod | None = None
+    sources: Sequence[Values | Path], ids: Sequence[str], method: MergeMethod | None = None
 ) -> tuple[Values, list[int]]:
     """The merged rows, and how many rows each member gave."""
     table_ids = pa.chunked_array([pa.array(ids[:50_000]), pa.array(ids[50_000:])])
     members: list[MergedMember] = []
-    with ThreadPoolExecutor(2) as pool, ExitStack() as opened:
-        readers = [
-            PredictionsReader(source, "id", LABELS, table_ids, folder) if isinstance(source, Path) else source
-            for source in sources
-        ]
-        for reader in readers:
-            opened.callback(reader.close)
+    arrays = [
+        read_predictions(source, "id", LABELS).join(table_ids)[0] if isinstance(source, Path) else source
+        for source in sources
+    ]
 
-        def open_members() -> list[MergedMember]:
-            members.clear()
-            for number, reader in enumerate(readers):
-                reader.rewind()
-                is_file = isinstance(sources[number], Path)
-                check = RowCheck(f"member {number}", "softmax", table_ids, may_lack_rows=not is_file)
-                members.append(MergedMember(f"m{number}", WEIGHTS[number], reader, check, None))
-            return members
+    def open_members() -> list[MergedMember]:
+        members.clear()
+        for number, values in enumerate(arrays):
+            is_file = isinstance(sources[number], Path)
+            check = RowCheck(f"member {number}", "softmax", table_ids, may_lack_rows=not is_file)
+            members.append(MergedMember(f"m{number}", WEIGHTS[number], values, check, None))
+        return members
 
-        method = method or merge_method(EnsembleConfig(), members_of(len(sources)))
-        whole = np.full((ROWS, len(LABELS)), NAN)
-        for start, values in merge_blocks(method, open_members, table_ids, TEXT_BYTES, pool):
-            whole[start : start + len(values)] = values
+    method = method or merge_method(EnsembleConfig(), members_of(len(sources)))
+    whole = np.full((ROWS, len(LABELS)), NAN)
+    for start, values in merge_blocks(method, open_members, table_ids, TEXT_BYTES):
+        whole[start : start + len(values)] = values
     return whole, [member.check.reached for member in members]
 
 
@@ -91,7 +85,7 @@ def test_files_are_merged_as_pandas_does_it(ids: list[str], tmp_path: Path) -> N
         write(tmp_path / f"{number}.csv", ids, values_of(number), order)
         for number, order in enumerate([None, shuffled, late])
     ]
-    merged, reached = merge(paths, ids, tmp_path)
+    merged, reached = merge(paths, ids)
     total = pd.DataFrame({"id": ids})
     for number, path in enumerate(paths):
         frame = pd.read_csv(path, dtype={"id": str}, keep_default_na=False)
@@ -111,15 +105,14 @@ def test_rows_that_members_did_not_reach(ids: list[str], tmp_path: Path) -> None
     partial = [values_of(1), values_of(2)]
     partial[0][10_000:50_000] = NAN
     partial[1][:] = NAN
-    sources: list[RowSource | Path] = [write(tmp_path / "0.csv", ids, values_of(0))]
-    sources += [SpilledRows(values, tmp_path) for values in partial]
-    merged, reached = merge(sources, ids, tmp_path)
+    sources: list[Values | Path] = [write(tmp_path / "0.csv", ids, values_of(0))]
+    sources += partial
+    merged, reached = merge(sources, ids)
     expected = np.ma.average(
         np.ma.masked_invalid(np.stack([values_of(0), *partial])), axis=0, weights=WEIGHTS
     )
     np.testing.assert_allclose(merged, np.asarray(expected), rtol=1e-12)
     assert reached == [ROWS, ROWS - 40_000, 0]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.csv"], "what was spilled has no name"
 
 
 class RankMean(MergeMethod):
@@ -151,13 +144,13 @@ class RankMean(MergeMethod):
 
 def test_a_method_that_needs_the_whole_table_reads_it_twice(ids: list[str], tmp_path: Path) -> None:
     shuffled = np.random.default_rng(9).permutation(ROWS)
-    sources: list[RowSource | Path] = [
+    sources: list[Values | Path] = [
         write(tmp_path / "in order.csv", ids, values_of(0)),
         write(tmp_path / "in another.csv", ids, values_of(1), shuffled.tolist()),
-        SpilledRows(values_of(2), tmp_path),
+        values_of(2),
     ]
     method = RankMean(EnsembleConfig(), members_of(3))
-    merged, reached = merge(sources, ids, tmp_path, method)
+    merged, reached = merge(sources, ids, method)
     ranks = [pd.DataFrame(values_of(number)).rank().to_numpy() - 1 for number in range(3)]
     np.testing.assert_allclose(merged, np.average(ranks, axis=0, weights=WEIGHTS), rtol=1e-12)
     assert method.ids == ids
@@ -167,9 +160,9 @@ def test_a_method_that_needs_the_whole_table_reads_it_twice(ids: list[str], tmp_
 def test_what_does_not_fit_is_found_in_the_first_pass(ids: list[str], tmp_path: Path) -> None:
     outside = values_of(1)
     outside[[5, 69_999], 0] += 2
-    sources: list[RowSource | Path] = [write(tmp_path / "1.csv", ids, outside)]
+    sources: list[Values | Path] = [write(tmp_path / "1.csv", ids, outside)]
     with pytest.raises(MergeError, match="member 0: 2 rows with values below 0 or above 1"):
-        merge(sources, ids, tmp_path, RankMean(EnsembleConfig(), members_of(1)))
+        merge(sources, ids, RankMean(EnsembleConfig(), members_of(1)))
 
 
 def broken_files(ids: list[str], folder: Path) -> Iterator[tuple[Path, str]]:
@@ -185,7 +178,7 @@ def broken_files(ids: list[str], folder: Path) -> Iterator[tuple[Path, str]]:
     yield text, "text.csv: row 70,000: 'x' in column 'c' is no number"
     gap = write(folder / "gap.csv", ids, values)
     gap.write_text(gap.read_text().rpartition(",")[0] + ",\n")
-    yield gap, "gap.csv: row 70,000: '' in column 'c' is no number"
+    yield gap, "gap.csv: row 70,000: nothing in column 'c' is no number"
     outside = values.copy()
     outside[[5, 40_000, 69_999], 0] += 2
     path = write(folder / "outside.csv", ids, outside)
@@ -196,34 +189,29 @@ def broken_files(ids: list[str], folder: Path) -> Iterator[tuple[Path, str]]:
 def test_what_does_not_fit_is_found_wherever_it_stands(ids: list[str], tmp_path: Path) -> None:
     good = write(tmp_path / "good.csv", ids, values_of(0))
     for path, message in broken_files(ids, tmp_path):
-        with pytest.raises(MergeError, match=message):
-            merge([good, path], ids, tmp_path)
+        with pytest.raises((DataError, MergeError), match=message):
+            merge([good, path], ids)
 
 
-def test_files_that_lack_rows_are_read_in_order(ids: list[str], tmp_path: Path) -> None:
+def test_files_that_lack_rows(ids: list[str], tmp_path: Path) -> None:
     table_ids = pa.chunked_array([pa.array(ids[:50_000]), pa.array(ids[50_000:])])
     chosen = {
         "most": np.flatnonzero(np.random.default_rng(3).random(ROWS) < 0.9),
-        "few": np.array([40_000, 69_999]),
+        "few": np.array([69_999, 40_000]),
         "block": np.arange(32_768, 65_536),
         "none": np.array([], dtype=np.int64),
         "all": np.arange(ROWS),
     }
+    values = values_of(5)
     for name, rows in chosen.items():
-        values = values_of(5)
         path = tmp_path / f"{name}.csv"
         columns = [pa.array(column[rows]) for column in values.T]
         write_csv(path, ["id", *LABELS], [pa.array(ids).take(pa.array(rows)), *columns])
-        reader = PredictionsReader(path, "id", LABELS, table_ids, tmp_path, may_lack=True)
         expected = np.full_like(values, NAN)
         expected[rows] = values[rows]
-        for _ in range(2):
-            found = np.empty_like(values)
-            for start, stop in block_spans(*values.shape):
-                reader.read(found[start:stop])
-            np.testing.assert_array_equal(found, expected, err_msg=name)
-            reader.rewind()
-        reader.close()
+        joined, left_out = read_predictions(path, "id", LABELS).join(table_ids, may_lack=True)
+        np.testing.assert_array_equal(joined, expected, err_msg=name)
+        assert left_out == 0
 
 
 def test_what_a_file_that_may_lack_rows_must_not_hold(ids: list[str], tmp_path: Path) -> None:
@@ -231,21 +219,10 @@ def test_what_a_file_that_may_lack_rows_must_not_hold(ids: list[str], tmp_path: 
     table_ids = pa.chunked_array([pa.array(ids)])
 
     def refused(path: Path) -> str:
-        reader = PredictionsReader(path, "id", LABELS, table_ids, tmp_path, may_lack=True)
-
-        def read_all() -> None:
-            for start, stop in block_spans(*values.shape):
-                reader.read(np.empty((stop - start, 3), order="F"))
-
-        with pytest.raises(MergeError) as caught:
-            read_all()
-        reader.close()
+        with pytest.raises(DataError) as caught:
+            read_predictions(path, "id", LABELS, may_lack=True).join(table_ids, may_lack=True)
         return str(caught.value)
 
-    late = write(tmp_path / "late.csv", ids, values, [*range(9, 60_000), 5])
-    assert "its rows do not stand in the table's order" in refused(late)
-    near = write(tmp_path / "near.csv", ids, values, [9, 5])
-    assert "its rows do not stand in the table's order" in refused(near)
     twice = write(tmp_path / "twice.csv", ids, values, [1, 2, 2, 3])
     assert "1 id more than once ('nan')" in refused(twice)
     other = write(tmp_path / "other.csv", [*ids, "other"], np.vstack([values, values[:1]]), [3, ROWS])
@@ -260,16 +237,14 @@ def test_blocks_follow_each_other() -> None:
         assert all(0 < stop - start <= 32_768 for start, stop in spans)
 
 
-def test_scores_of_members_that_have_every_row(tmp_path: Path) -> None:
+def test_scores_of_members_that_have_every_row() -> None:
     values, truth = values_of(0), np.random.default_rng(1).integers(0, 3, ROWS)
     ids = pa.chunked_array([pa.array([str(row) for row in range(ROWS)])])
-    source, scoring = SpilledRows(values, tmp_path), Scoring(truth)
-    member = MergedMember("m", 1.0, source, RowCheck("m", "softmax", ids, True), scoring)
+    scoring = Scoring(truth)
+    member = MergedMember("m", 1.0, values, RowCheck("m", "softmax", ids, True), scoring)
     method = merge_method(EnsembleConfig(), members_of(1))
-    with ThreadPoolExecutor(2) as pool:
-        for _ in merge_blocks(method, lambda: [member], ids, TEXT_BYTES, pool):
-            pass
-    source.close()
+    for _ in merge_blocks(method, lambda: [member], ids, TEXT_BYTES):
+        pass
     score = scoring.score()
     assert score is not None
     assert score.log_loss == pytest.approx(-np.log(values[np.arange(ROWS), truth]).mean(), rel=1e-9)

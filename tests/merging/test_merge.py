@@ -9,7 +9,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from ensemble.common.errors import MergeError
+from ensemble.common.errors import DataError, MergeError
 from ensemble.common.shards import gather_shards
 from ensemble.merging.scoring import Scoring
 from tests.merging.reading import read_checked
@@ -59,20 +59,20 @@ def test_rows_are_joined_by_id_and_columns_by_name(tmp_path: Path) -> None:
 @pytest.mark.fault(11)
 def test_ids_that_do_not_fit(ids: list[str], message: str, tmp_path: Path) -> None:
     path = write(tmp_path / "m.csv", ids, probabilities(len(ids), 0))
-    with pytest.raises(MergeError, match=message):
+    with pytest.raises(DataError, match=message):
         read(path, ["1", "2", "3"])
 
 
 @pytest.mark.fault(10, 11)
 def test_columns_and_values_that_do_not_fit(tmp_path: Path) -> None:
     path = write(tmp_path / "m.csv", ["1"], probabilities(1, 0), ["a", "b", "d"])
-    with pytest.raises(MergeError, match="no column 'c'; the columns are 'id', 'a', 'b', 'd'"):
+    with pytest.raises(DataError, match="no column of the label 'c'; the columns are 'id', 'a', 'b', 'd'"):
         read(path, ["1"])
     path.write_text("id,a,b,c\n1,0.5,nan,0.5\n")
     with pytest.raises(MergeError, match="no finite number, the first is id 1"):
         read(path, ["1"])
     path.write_text("id,a,b,c\n1,0.5,x,0.5\n")
-    with pytest.raises(MergeError, match="row 1: 'x' in column 'b' is no number"):
+    with pytest.raises(DataError, match="row 1: 'x' in column 'b' is no number"):
         read(path, ["1"])
 
 

@@ -163,7 +163,7 @@ def test_a_row_of_empty_cells_is_merged_from_the_others(
     lines[place] += "1"
     (folder / "hollow.csv").write_text("\n".join(lines))
     (problem,) = refused(files, out, overrides={"models.b.partial": True}, weights={"a": 1, "b": 1})
-    assert f"hollow.csv: row {place}: '' in column" in problem
+    assert f"hollow.csv: row {place}: nothing in column" in problem
 
 
 def test_other_values_columns_and_a_single_label(folder: Path) -> None:

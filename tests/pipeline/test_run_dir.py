@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from ensemble.common.errors import DataError, OutputError, OutputInUse, WriteError
-from ensemble.common.files import EarlyFlush, atomic_path, unwritable_reason, write_text
+from ensemble.common.errors import DataError, OutputError, OutputInUse
+from ensemble.common.files import atomic_path, unwritable_reason, write_text
 from ensemble.pipeline.run_dir import RunDir, hold
 from ensemble.pipeline.run_report import RunReport
 
@@ -32,25 +31,6 @@ def test_a_file_appears_only_when_complete(tmp_path: Path) -> None:
     write_text(target, "new")
     assert target.read_text() == "new"
     assert list(tmp_path.iterdir()) == [target]
-
-
-@pytest.mark.parametrize("times", [1, 3])
-def test_a_file_that_did_not_reach_the_disk_early_gets_no_name(tmp_path: Path, times: int) -> None:
-    target, (reads, writes) = tmp_path / "out.csv", os.pipe()  # no pipe can be flushed to a disk
-
-    def write() -> None:
-        with (
-            atomic_path(target) as temporary,
-            os.fdopen(writes, "wb") as stream,
-            EarlyFlush([stream]) as flush,
-        ):
-            temporary.write_text("whole")
-            for _ in range(times):
-                flush.wrote(1 << 30)
-
-    with os.fdopen(reads), pytest.raises(WriteError, match=r"out\.csv"):
-        write()
-    assert not [*tmp_path.iterdir()]
 
 
 def test_clear_removes_what_an_earlier_run_left_and_nothing_else(tmp_path: Path) -> None:

@@ -30,10 +30,10 @@ from ensemble.data.table import InputTable, Truth
 from ensemble.members.base import Assigned, Candidate, MemberKind, OutputColumns, RanWith
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.load import load
+from ensemble.pipeline.prediction_files import read_as_written
 from ensemble.pipeline.prepare import for_rows
 from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.rehearse import sample_rows_of
-from ensemble.pipeline.reuse import read_as_written
 from ensemble.pipeline.run import run_prepared
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import MemberReport, RunReport
@@ -437,7 +437,7 @@ class MemberTrials:
         return self._measured(trial, prepared, report, member)
 
     def _measured(self, trial: Trial, prepared: Prepared, report: RunReport, member: MemberReport) -> Trial:
-        values = _values(RunDir(prepared.config.output_dir).predictions(member.name))
+        values = read_as_written(RunDir(prepared.config.output_dir).predictions(member.name)).values
         # Rows that nobody can compute, such as of images that are not there, speak against no candidate.
         values[[int(row) for row in member.bad_rows]] = (
             np.nan
@@ -516,19 +516,6 @@ def _bad_rows(member: MemberReport, table: InputTable) -> str:
 
 def _cost(trial: Trial) -> float:
     return trial.whole_seconds if trial.whole_seconds is not None else float("inf")
-
-
-def _values(path: Path) -> npt.NDArray[np.float64]:
-    """A member's predictions, float64 [rows, labels].
-
-    Raises:
-        DataError: they cannot be read.
-    """
-    try:
-        table = read_as_written(path)
-    except (OSError, pa.ArrowInvalid) as error:
-        raise DataError(f"{path}: cannot be read ({error}); run tune again") from error
-    return np.column_stack([column.to_numpy() for column in table.columns])
 
 
 def distances(

@@ -24,7 +24,7 @@ from ensemble.common.text import quoted, shown_path
 from ensemble.config import MemberConfig
 from ensemble.data.formats import column_names, known_format
 from ensemble.data.input_file import missing_column, open_input, without_pandas_index
-from ensemble.data.predictions_csv import demand_as_written, guessed_id_column, read_by_id
+from ensemble.data.predictions_csv import demand_as_written, guessed_id_column, read_predictions
 from ensemble.members.base import Assigned, Draft, Given, Inspection, MemberKind, OutputColumns
 from ensemble.members.csv.settings import CsvSettings
 
@@ -117,7 +117,8 @@ class CsvPredictions(MemberKind[CsvSettings, CsvInspection]):
     def predictions(self, ids: pa.ChunkedArray, columns: OutputColumns) -> Given:
         path, id_column = self.settings.path, self.settings.id_column or columns.id_column
         names, may_lack = [*self._columns_of(columns.labels).values()], self.settings.partial
-        values, ignored = read_by_id(path, id_column, names, ids, True, may_lack, advice=_NEEDED)
+        file = read_predictions(path, id_column, names, may_lack)
+        values, ignored = file.join(ids, may_lack=may_lack, may_have_others=True, advice=_NEEDED)
         if self._are_logits:
             for start in range(0, len(values), _ROWS):
                 _make_probabilities(values[start : start + _ROWS], self.settings.activation)
