@@ -26,7 +26,7 @@ from ensemble.common.files import (
 )
 from ensemble.common.gpus import Device, driver_session
 from ensemble.common.protocol import ChunkDone, CommonSpec, Start, ViewSpec, WorkerSpec
-from ensemble.common.shards import order_path, token_budgets
+from ensemble.common.shards import order_path
 from ensemble.common.text import duration, plural, shown_path
 from ensemble.config import LoadedConfig
 from ensemble.members.registry import member_kind
@@ -500,7 +500,6 @@ def worker_spec(
             memory_limit -= needed.context_bytes
     # What an earlier run has kept is of use, too, where this one would not keep anything.
     cache, keeps, may_keep = cache_dir(shards_dir), member.load_cache.is_kept, member.request.load_cache
-    shares_folder = prepared.config.launcher == "local"  # others' workers have folders of their own
     common = CommonSpec(
         labels=prepared.config.labels,
         activation=inspected.activation,
@@ -510,8 +509,6 @@ def worker_spec(
         table_path=rundir.resolved(rundir.table),
         order_path=rundir.resolved(order_path(shards_dir)),
         shards_dir=rundir.resolved(shards_dir),
-        expected_tokens=member.replica_tokens if shares_folder else 0,
-        token_budgets=token_budgets(shards_dir),
         cache_dir=rundir.resolved(cache) if keeps or (may_keep and cache.is_dir()) else None,
         files=dict(files),
     )

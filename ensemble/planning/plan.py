@@ -138,11 +138,6 @@ class MemberPlan:
         """Of computing all rows of the table, in all views, on one replica."""
         return self.speed.seconds_per_work * self.work * self.slowdown
 
-    @property
-    def replica_tokens(self) -> int:
-        """Of all rows that are expected, what each replica computes, about."""
-        return int(self.work * self.expected_share / BYTES_PER_TOKEN / max(1, self.replicas))
-
     def rows_at_a_time(self) -> Iterator[int]:
         """Yield how many rows each of its next chunks may have under a time limit.
 

@@ -28,7 +28,6 @@ from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.results import Results, ResultWriter
 from ensemble.pipeline.resume import demand_unchanged, find_works
 from ensemble.pipeline.reuse import write_shards
-from ensemble.pipeline.run import worker_spec
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.scheduling.state import MemberState
 from tests.checkpoints import make_adapter, make_checkpoint
@@ -585,20 +584,3 @@ def test_what_cannot_be_read_is_no_fingerprint(make: Make) -> None:
         {key: value for key, value in good.items() if key != name} for name in ("scheme", "settings", "rows")
     ]
     assert [Fingerprint.from_dict(document) for document in broken] == [None] * len(broken)
-
-
-def test_workers_are_told_how_much_they_compute_and_what_was_found(make: Make, tmp_path: Path) -> None:
-    """Where they share a folder: whether sizes of batches are worth timing; and the sizes on record, everywhere."""
-    (tmp_path / "token_budget.0123456789abcdef.json").write_text('{"token_budget": 32768}', encoding="utf-8")
-    (tmp_path / "token_budget.broken.json").write_text("{", encoding="utf-8")
-    prepared = make()
-    (member, *_) = prepared.plan.members
-    rundir = RunDir(prepared.config.output_dir)
-    for launcher, expected in (("local", member.replica_tokens), ("ray", 0)):
-        config = prepared.config.model_copy(update={"launcher": launcher})
-        loaded = dataclasses.replace(prepared.loaded, config=config)
-        there = dataclasses.replace(prepared, loaded=loaded)
-        told = worker_spec(there, rundir, member, tmp_path, None, {}).common
-        assert told.expected_tokens == expected
-        assert told.token_budgets == {"0123456789abcdef": 32_768}
-    assert member.replica_tokens > 0

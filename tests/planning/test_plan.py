@@ -242,12 +242,3 @@ def test_rows_that_max_length_cuts_cost_what_it_lets_through() -> None:
     assert sum(chunk.cost for chunk in member.chunks) == pytest.approx(1)
     (whole,) = make_plan(config({}), {"m0": replace(known, lengths=lengths[3:])}, []).members
     assert whole.chunks == cut_chunks(lengths[3:])[1], "where no row is cut nothing changes"
-
-
-def test_the_tokens_that_a_replica_computes() -> None:
-    """Four bytes are a token; a row has 32 beside its text."""
-    lengths = np.full(5000, 368, dtype=np.int64)
-    for devices, share, tokens in ((1, 1.0, 500_000), (2, 1.0, 250_000), (2, 0.5, 125_000)):
-        known = replace(facts(lengths), expected_share=share)
-        (member,) = make_plan(config({}), {"m0": known}, gpus(devices)).members
-        assert member.replica_tokens == tokens

@@ -7,8 +7,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
-from pathlib import Path
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -34,6 +32,7 @@ from ensemble.members.huggingface.loading.preload import (
     weight_files,
 )
 from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
+from ensemble.members.huggingface.scoring.batching import tokens_for_stages
 from ensemble.members.huggingface.scoring.classifier import Classifier, Shortcut, probabilities
 from ensemble.members.huggingface.scoring.compiled import (
     Passes,
@@ -44,7 +43,6 @@ from ensemble.members.huggingface.scoring.compiled import (
 from ensemble.members.huggingface.scoring.encode import Encoded, Prompt, Text
 from ensemble.members.huggingface.scoring.forward import BatchSizes, Encoding, Mode, Scorer, compute
 from ensemble.members.huggingface.scoring.prefetch import Prefetch, Step
-from ensemble.members.huggingface.scoring.token_budget import StageBudget, TimedBudget, TokenBudget
 from ensemble.members.huggingface.scoring.unsupported import told_in_a_sentence
 from ensemble.members.huggingface.scoring.warmup import MAX_CHARACTERS, TEXTS, WarmUp, logits_tolerance
 from ensemble.members.huggingface.spec import CheckpointSpec, ModelSpec
@@ -73,7 +71,6 @@ class CheckpointMember(Predictor, Generic[_X, _E]):
         self._reading: ReadAhead | None = None
         self._starts_in_float32 = False
         self._sizes: BatchSizes
-        self._budget: TokenBudget | None = None
         if spec.torch_compile:
             compile_in_this_process()
         import_model_class(spec)
@@ -123,9 +120,6 @@ class CheckpointMember(Predictor, Generic[_X, _E]):
     def _score(self, scorer: Scorer[_E], encoded: _E, report: Report) -> Prediction:
         """Probabilities of encoded rows, in batches by ``_sizes``."""
         with self._passes():
-            budget = self._budget
-            if budget is not None and not self._starts_in_float32:
-                self._sizes.set_budget(budget.for_chunk(scorer, encoded, lambda: report(0)))
             computed = compute(
                 scorer, encoded, self._sizes, report, self._in_float32, self._starts_in_float32
             )
@@ -153,8 +147,7 @@ class CheckpointMember(Predictor, Generic[_X, _E]):
             )
             advice = f"{tried}, so the checkpoint's weights are damaged, or it cannot compute this row"
         counters = computed.counters + self._more_counters(computed.logits)
-        news = () if budget is None else budget.news()
-        return Prediction(values, bad_rows, counters, advice, *news)
+        return Prediction(values, bad_rows, counters, advice)
 
     def check_device(self) -> None:
         # Kernels run later than they are called, so that an error can show far from its cause.
@@ -274,7 +267,8 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
                 "its numbers change with padding, so only rows of equal length share a batch: slower"
             )
         self._sizes = BatchSizes(loaded.token_budget, spec.batch_size, not bears_padding, loaded.memory)
-        self._budget = self._token_budget(loaded) if bears_padding else None
+        has_own_size = spec.token_budget is not None or spec.batch_size is not None
+        self._fills_stages = bears_padding and not has_own_size and self._classifier.stages > 1
         return Ready(
             device=loaded.device_name,
             dtype=loaded.dtype,
@@ -286,27 +280,11 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
             notes=tuple(notes),
         )
 
-    def _token_budget(self, loaded: Loaded) -> TokenBudget | None:
-        """What finds the budget of tokens; None where the user has set it, and on a CPU.
-
-        There 2,048 tokens are what is best (docs/log.md).  Over several GPUs the passes of a chunk overlap, so that
-        the time of one by itself tells nothing of them.
-        """
-        spec, classifier = self._spec, self._classifier
-        if spec.token_budget is not None or spec.batch_size is not None:
-            return None
-        if classifier.stages > 1:
-            return StageBudget(loaded.token_budget, classifier.stages)
-        if classifier.last_device.type != "cuda":
-            return None
-        libraries = {name: version(name) for name in ("torch", "transformers")}
-        hardware = {"device": loaded.device_name, **libraries, "memory_limit": spec.memory_limit_bytes}
-        folder = Path(spec.shards_dir)
-        found, expected = spec.token_budgets, spec.expected_tokens
-        return TimedBudget(folder, loaded.token_budget, loaded.memory, hardware, found, expected)
-
     def predict(self, rows: npt.NDArray[np.int64], report: Report) -> Prediction:
         encoded = self._prefetch.take(rows, lambda: report(0))
+        if self._fills_stages and not self._starts_in_float32:
+            chunk_tokens, stages = int(encoded.lengths.sum()), self._classifier.stages
+            self._sizes.set_budget(tokens_for_stages(self._loaded.token_budget, stages, chunk_tokens))
         prediction = self._score(self._classifier, encoded, report)
         counters = replace(
             prediction.counters, truncated_rows=encoded.truncated_rows, cut_tokens=encoded.cut_tokens
