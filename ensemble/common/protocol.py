@@ -90,8 +90,6 @@ class CommonSpec:
     # Of a member that gets each row in several views: row r of n is numbered r + v * n in view v.  Empty: it gets
     # rows as they are.
     views: tuple[ViewSpec, ...] = ()
-    # Where a load may keep what later loads of the same work can use, made by whoever does; None: nowhere.
-    cache_dir: str | None = None
     # The states (see ``common.files``) in which the member's own files must stay, by absolute path.
     files: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -186,7 +184,6 @@ class Ready:
     max_length: int | None = None  # tokens of a row
     token_budget: int | None = None  # tokens of a batch
     notes: tuple[str, ...] = ()  # sentences for the user
-    compiled: bool = False  # its layers, by torch.compile
 
 
 @dataclass(frozen=True)

@@ -364,5 +364,7 @@ def _unknown_key(key: str, models: Sequence[type[BaseModel]]) -> str:
         for today, old in getattr(model, "older_keys", {}).items():
             if key in old.split():
                 return f"unknown key; use {today}"
+        if (advice := getattr(model, "gone_keys", {}).get(key)) is not None:
+            return f"no key any more; {advice}"
         known += [*model.model_fields, *(["defaults"] if model is RunConfig else [])]
     return f"unknown key; {nearest_or_all(key, [*dict.fromkeys(known)], 'key')}"

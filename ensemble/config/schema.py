@@ -76,6 +76,7 @@ class StrictConfig(BaseModel):
     # Today's key -> what people type for it from habit, separated by spaces: what is not near today's key, or takes
     # another value as well.
     older_keys: ClassVar[Mapping[str, str]] = {}
+    gone_keys: ClassVar[Mapping[str, str]] = {}  # earlier releases had them; what to do instead
 
 
 class DataConfig(StrictConfig):

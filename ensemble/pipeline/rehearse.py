@@ -342,12 +342,9 @@ def _sample(
     rows = table.derived(chosen, ids, lambda field, column: column)
     changed = replace(loaded, config=config.model_copy(update=keys))
     made = for_rows(prepared, changed, rows)
-    # What a load of the whole run would keep the sample's keeps, too: it takes time.
-    caches = {one.name: one.load_cache for one in prepared.plan.members}
-    members = tuple(replace(one, load_cache=caches[one.name]) for one in made.plan.members)
     # Launchers end with their run.
     launcher = make_launcher(config.launcher, config.hang_timeout)
-    return replace(made, plan=replace(made.plan, members=members), launcher=launcher)
+    return replace(made, launcher=launcher)
 
 
 def _result(
@@ -425,9 +422,6 @@ def _result(
             ),
             "ensemble": csv_bytes,
             "submission": csv_bytes * (1 + is_copied) if config.submission is not None else 0,
-            "quantized weights": sum(
-                one.load_cache.bytes or 0 for one in plan.members if one.load_cache.is_kept
-            ),
         },
         disk_free_bytes=shutil.disk_usage(place).free,
         output_dir=output_dir,

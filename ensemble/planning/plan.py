@@ -6,7 +6,6 @@ may run is in ``placement``, how long it takes in ``forecast``, its chunks in ``
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ensemble.common.device_trials import Trial
-from ensemble.common.files import free_bytes, may_keep
 from ensemble.common.gpus import Device
 from ensemble.common.host import available_memory_bytes, threads_of, total_memory_bytes, usable_cpus
 from ensemble.common.text import duration, gib, plural
@@ -65,19 +63,6 @@ _NO_TIME = Speed(0.0, 0.0, is_measured=True, is_startup_measured=True)
 
 
 @dataclass(frozen=True)
-class LoadCache:
-    """Whether what a load makes of a member's weights is kept in the run directory for later loads.
-
-    ``bytes`` is what it takes of the disk; None: not known.  ``reason`` says why it is not kept although it could
-    be of use.
-    """
-
-    is_kept: bool
-    bytes: int | None = None
-    reason: str = ""
-
-
-@dataclass(frozen=True)
 class MemberPlan:
     """How one member runs: on ``gpus`` devices per replica (0: the CPU), ``replicas`` at most at a time.
 
@@ -105,7 +90,6 @@ class MemberPlan:
     chunks: tuple[Chunk, ...]
     order: npt.NDArray[np.int64] = field(compare=False, repr=False)
     table_rows: int = 0
-    load_cache: LoadCache = LoadCache(is_kept=False)
     waits_for: tuple[str, ...] = ()
     expected_share: float = 1.0
     advice: str = ""
@@ -181,7 +165,6 @@ class Plan:
     gpus: tuple[Device, ...]
     host: Device | None
     speeds: Mapping[str, Speed]
-    disk_free_bytes: int | None
     hosts: int
     cpus: int
     scaling: Scaling
@@ -223,7 +206,7 @@ class Plan:
     def again(self, gpus: Sequence[Device], scaling: Scaling | None = None) -> Plan:
         """The plan of the same run on devices that have changed, or by another scaling."""
         return make_plan(
-            *(self.config, self.facts, gpus, self.host, self.speeds, self.disk_free_bytes),
+            *(self.config, self.facts, gpus, self.host, self.speeds),
             *(self.hosts, self.cpus, scaling or self.scaling),
         )
 
@@ -234,7 +217,6 @@ def make_plan(
     gpus: Sequence[Device],
     host: Device | None = None,
     speeds: Mapping[str, Speed] | None = None,
-    disk_free_bytes: int | None = None,
     hosts: int = 1,
     cpus: int = 1,
     scaling: Scaling = ASSUMED,
@@ -247,7 +229,6 @@ def make_plan(
         gpus: those that this run may use, with what others hold of them.
         host: the CPU with its memory, of several the one with the least free; None: not known.
         speeds: per member name, as far as an earlier run has measured them.
-        disk_free_bytes: where the run directory is; None: not known.
         hosts: machines whose CPUs take workers.
         cpus: threads of computing that one of these runs at a time.
         scaling: of the CPUs.
@@ -321,12 +302,11 @@ def make_plan(
                 scaling=scaling,
             )
         )
-    made_from = (config, facts, tuple(gpus), host, speeds, disk_free_bytes, hosts, cpus, scaling)
+    made_from = (config, facts, tuple(gpus), host, speeds, hosts, cpus, scaling)
     plan = Plan(*made_from, tuple(members), tuple(warnings), tuple(problems))
     if problems:
         return plan
     plan = _beside(_shared(plan))
-    plan = replace(plan, members=_with_caches(plan))
     return replace(plan, members=tuple(replace(one, advice=_advice(plan, one)) for one in plan.members))
 
 
@@ -367,12 +347,8 @@ def plan_run(
         report = trials(gpus[:1], flash_attention=True)[0].report if would_take_it else None
         if report is not None and report.has_flash_attention:
             facts = {**facts, **able}
-    free = free_bytes(config.output_dir)
-    if free is not None:  # what an earlier run keeps needs no more room
-        with contextlib.suppress(OSError):
-            free += sum(one.stat().st_size for one in config.output_dir.glob("work/*/cache/*/*"))
     size = (len(hosts), 1) if hosts else (1, usable_cpus())
-    plan = make_plan(config, facts, gpus, host, speeds, free, *size)
+    plan = make_plan(config, facts, gpus, host, speeds, *size)
     return plan.again(plan.gpus, scaling()) if plan.depends_on_scaling and not hosts else plan
 
 
@@ -552,30 +528,3 @@ def _advice(plan: Plan, member: MemberPlan) -> str:
         own_keys = keys if request.num_gpus is None else f"{keys} and num_gpus: 1"
         return f"{what}, and give other numbers; {own_keys} for that"
     return ""
-
-
-def _with_caches(plan: Plan) -> tuple[MemberPlan, ...]:
-    """The members, each with whether its loads keep what they make of the weights.
-
-    It is expected to be loaded again where members take turns under a time limit, which also leaves work to resume,
-    and where replicas join later.  Replicas that start together quantize side by side: one that waited for the
-    other's files would be later.
-    """
-    members, left = [], plan.disk_free_bytes
-    for member in plan.members:
-        asked, needed = member.request.load_cache, member.placement.footprint
-        memory = plan.facts[member.name].memory
-        if memory is not None and memory.is_kept_as_stored():
-            asked = False
-        is_expected = plan.config.time_limit is not None or member.first_replicas < member.replicas
-        if member.needs_worker and (asked is True or (asked == "auto" and is_expected)):
-            size = needed.weights.bytes if needed is not None else None
-            if left is not None and not may_keep(size, left):
-                takes = "" if size is None else f", and its quantized weights would take {gib(size)} of it"
-                cache = LoadCache(False, size, f"the disk of output_dir has {gib(left)} free{takes}")
-            else:
-                cache = LoadCache(True, size)
-                left = None if left is None else left - (size or 0)
-            member = replace(member, load_cache=cache)
-        members.append(member)
-    return tuple(members)

@@ -94,7 +94,6 @@ _MEMBER: Final = {
     "batch_size": "auto",
     "max_num_batched_tokens": 4096,
     "dtype": "float16",
-    "quantized_cache": "auto",
     "quantization_config": {"load_in_8bit": True, "llm_int8_enable_fp32_cpu_offload": True},
     "attn_implementation": "sdpa",
     "torch_compile": False,

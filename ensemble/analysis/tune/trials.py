@@ -158,7 +158,7 @@ class MemberTrials:
         if not any(groups):
             return 0
         precisions, *others = groups
-        further = sum(not one.impossible for group in others for one in group)
+        further = sum(map(len, others))
         return len([*self._with_own(precisions)]) + further + len(self._beside({})) + 2
 
     @property
@@ -194,9 +194,6 @@ class MemberTrials:
                         f"{name}: {candidate.name}: not tried, as all rows are computed in "
                         f"{duration(computing)}, and it can pay from {duration(candidate.pays_from_seconds)} on"
                     )
-                    continue
-                if candidate.impossible:
-                    self._say(f"{name}: {candidate.name}: not tried: {candidate.impossible}")
                     continue
                 self._try(
                     f"{before.name}, {candidate.name}", {**before.keys, **candidate.keys}, before.workers
@@ -446,11 +443,6 @@ class MemberTrials:
         if lacking > allowed:
             return replace(trial, failure=why)
         first = member.workers[0]
-        if getattr(prepared.config.models[0], "torch_compile", False) and not first.compiled:
-            why = next(
-                (note for note in first.notes if note.startswith("torch_compile")), "it was not compiled"
-            )
-            return replace(trial, failure=why)
         busy = max((one.predict_seconds for one in member.workers), default=0.0)
         rows, tokens = (sum(getattr(one, name) for one in member.workers) for name in ("rows", "tokens"))
         if not rows or not busy:
@@ -469,9 +461,7 @@ class MemberTrials:
             tokens_per_second=tokens / busy if tokens else None,
             rows_per_second=rows / busy,
             peak_bytes=max(on_gpu or on_cpu, default=None),
-            ran_with=RanWith(
-                first.dtype, first.attn_implementation, first.token_budget, first.compiled or False, tokens
-            ),
+            ran_with=RanWith(first.dtype, first.attn_implementation, first.token_budget, tokens),
             values=values,
             lacking=lacking,
             why_lacking=why,

@@ -17,7 +17,6 @@ from transformers import AutoConfig
 from ensemble.common.errors import CheckpointError
 from ensemble.members.huggingface.checkpoint.adapter_files import WEIGHTS
 from ensemble.members.huggingface.checkpoint.weight_files import shards_of
-from ensemble.members.huggingface.loading.quantized_cache import cached_weight_files
 from ensemble.members.huggingface.spec import CheckpointSpec
 
 _PIECE_BYTES = 8 << 20
@@ -47,7 +46,7 @@ def weight_files(spec: CheckpointSpec) -> list[Path]:
                 names = names or (
                     [single] if (folder / single).is_file() else shards_of(folder / f"{single}.index.json")
                 )
-        found += cached_weight_files(spec) or [folder / name for name in names]
+        found += [folder / name for name in names]
     if adapter := spec.adapter_name_or_path and checkpoint_folder(spec.adapter_name_or_path, None):
         found.append(adapter / WEIGHTS)
     return [path for path in found if path.is_file()]

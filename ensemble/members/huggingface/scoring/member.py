@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Generic, TypeVar
@@ -12,7 +12,6 @@ from typing import Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
 from transformers import masking_utils
 
 from ensemble.common.protocol import Counters, Ready
@@ -34,17 +33,12 @@ from ensemble.members.huggingface.loading.preload import (
 from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
 from ensemble.members.huggingface.scoring.batching import tokens_for_stages
 from ensemble.members.huggingface.scoring.classifier import Classifier, Shortcut, probabilities
-from ensemble.members.huggingface.scoring.compiled import (
-    Passes,
-    compile_in_this_process,
-    compile_layers,
-    float32_without_compiled_layers,
-)
+from ensemble.members.huggingface.scoring.compiled import compile_model, in_float32_uncompiled
 from ensemble.members.huggingface.scoring.encode import Encoded, Prompt, Text
 from ensemble.members.huggingface.scoring.forward import BatchSizes, Encoding, Mode, Scorer, compute
 from ensemble.members.huggingface.scoring.prefetch import Prefetch, Step
 from ensemble.members.huggingface.scoring.unsupported import told_in_a_sentence
-from ensemble.members.huggingface.scoring.warmup import MAX_CHARACTERS, TEXTS, WarmUp, logits_tolerance
+from ensemble.members.huggingface.scoring.warmup import MAX_CHARACTERS, TEXTS, WarmUp
 from ensemble.members.huggingface.spec import CheckpointSpec, ModelSpec
 from ensemble.members.predictor import Prediction, Predictor, Report
 
@@ -71,8 +65,6 @@ class CheckpointMember(Predictor, Generic[_X, _E]):
         self._reading: ReadAhead | None = None
         self._starts_in_float32 = False
         self._sizes: BatchSizes
-        if spec.torch_compile:
-            compile_in_this_process()
         import_model_class(spec)
 
     def _values(self, logits: torch.Tensor) -> npt.NDArray[np.float64]:
@@ -105,17 +97,10 @@ class CheckpointMember(Predictor, Generic[_X, _E]):
         # Why its overflows cannot be run again in float32; empty where they can, or where there are none.
         self._why_not_float32 = why_not_float32(loaded.model) if uses_half else ""
         can_retry = uses_half and not self._why_not_float32
-        mode = float32_without_compiled_layers if self._spec.torch_compile else in_float32
+        mode = in_float32_uncompiled if self._spec.torch_compile else in_float32
         self._in_float32: Mode | None = partial(mode, loaded.model) if can_retry else None
         self._is_exact = loaded.dtype == "float32" and self._spec.quantization_config is None
         self._passes = partial(told_in_a_sentence, self._spec, loaded.model, loaded.device_name)
-
-    def _compile(self, layers: list[nn.Module], passes: Passes, batches: Sequence[Sequence[int]]) -> str:
-        """Compile layers, where the config says so; see ``compile_layers``."""
-        if not self._spec.torch_compile:
-            return ""
-        tolerance = logits_tolerance(self._loaded.dtype, self._is_exact)
-        return compile_layers(layers, passes, batches, tolerance, self._loaded.device_name)
 
     def _score(self, scorer: Scorer[_E], encoded: _E, report: Report) -> Prediction:
         """Probabilities of encoded rows, in batches by ``_sizes``."""
@@ -239,6 +224,9 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
                 lambda: self._prompts[0].encode_texts(self._warmup_texts)
             )
         self._classifier = self._make_classifier(loaded)
+        if spec.torch_compile:
+            # Its hooks are new in each pass, and compiled code would keep the first pass's positions.
+            self._classifier.possible -= {Shortcut.LAST_TOKEN_LAYER}
         notes = [*loaded.notes, *self._tokenizer_notes, *self._notes()]
         self._set_modes(loaded)
         warm_up = WarmUp(
@@ -252,16 +240,13 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
             if skipped := warm_up.check_attention(loaded.model, loaded.dtype):
                 notes.append(skipped)
             bears_padding = warm_up.bears_padding()
-            if bears_padding:
+            if bears_padding and not spec.torch_compile:
                 self._take_shortcuts(1e-4 if warm_up.is_exact else 5e-2)
         if Shortcut.NO_MASK in self._classifier.taken:
             # Without a mask transformers asks the device at each pass whether rows are packed into one; none are.
             masking_utils.find_packed_sequence_indices = lambda position_ids: None
-        layers = self._classifier.layers_of_all_tokens()
-        if why := self._compile(layers, warm_up.logits, warm_up.batches):
-            notes.append(why)
-        elif spec.torch_compile and Shortcut.SHARED_PREFIX in self._classifier.taken:
-            notes.append("torch_compile: tokens behind those that all rows begin with are computed without")
+        if spec.torch_compile:
+            compile_model(loaded.model, warm_up.run)
         if not bears_padding:
             notes.append(
                 "its numbers change with padding, so only rows of equal length share a batch: slower"
@@ -273,7 +258,6 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
             device=loaded.device_name,
             dtype=loaded.dtype,
             attn_implementation=loaded.attn_implementation,
-            compiled=spec.torch_compile and not why,
             parameters=loaded.parameters,
             max_length=self._max_length,
             token_budget=self._sizes.tokens_at(min(self._max_length, spec.width or self._max_length)),
