@@ -323,7 +323,10 @@ class TuningConfig(StrictConfig):
     rows: Count = Field(examples=[256])  # of the sample
     tolerance: Number = Field(examples=[0.02])  # how far from the reference probabilities might be
     date: Text = Field(examples=["'2026-01-31'"])  # when
-    cores: Count | None = None  # of the CPU, where cpu_workers was measured
+
+    gone_keys: ClassVar[Mapping[str, str]] = {
+        "cores": "tune measures no cpu_workers; remove the line, or run tune again",
+    }
 
 
 class FittingConfig(StrictConfig):

@@ -114,7 +114,6 @@ HARMLESS_OF_RUN: dict[str, dict[str, Any]] = {
             "rows": 1,
             "tolerance": 0.1,
             "date": "today",
-            "cores": 2,
         }
     },
     "rules": {"rules": [{"when": "{{ id == 'a' }}", "mask": [LABELS[0]]}]},

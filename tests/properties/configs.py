@@ -217,7 +217,6 @@ GOOD: Final[dict[str, Any]] = {
         "rows": 256,
         "tolerance": 0.02,
         "date": "2026-01-31",
-        "cores": 16,
     },
     "release_timeout": 2.5,
     "launcher": "local",

@@ -53,7 +53,7 @@ def tune(
     """Try settings of every member that has any to choose.
 
     Args:
-        rows: of the sample; None: 256, and more where those are done within a moment.
+        rows: of the sample; None: 256.
         tolerance: how far a candidate's probabilities may be from the reference's, in the mean over rows of a
             row's largest difference; and the share of rows whose first label may be another; None: ``TOLERANCE``.
         target: where to write the overlay, as :func:`check_output` gives it; None: nowhere.
@@ -134,13 +134,9 @@ def tune(
             f"{plural(prepared.table.rows, 'row')}{about}; what is done is kept in {folder.root}"
         )
         found = [one.tune() for one in tunable]
-        # Also of those that have nothing to try, of which nobody knows.
-        counts = {one.workers_found for one in members}
-        cpu_workers = next(iter(counts)) if len(counts) == 1 else None
         tuning = Tuning(
             members=tuple(found),
             skipped=skipped,
-            cpu_workers=cpu_workers,
             busy=busy,
             rows=min(one.rows for one in tunable),
             tolerance=tolerance,
@@ -151,7 +147,6 @@ def tune(
                     "rows": min(one.rows for one in tunable),
                     "devices": [*dict.fromkeys(devices)],
                     "tolerance": tolerance,
-                    "cores": None if cpu_workers is None else made_on["cores"],
                     "date": datetime.now(UTC).date().isoformat(),
                 }
             ),
@@ -187,7 +182,7 @@ def check_output(output: Path, may_replace: bool, sources: Sequence[Path]) -> Pa
 def overrides_beside(loaded: LoadedConfig, tuning: Tuning) -> list[str]:
     """The config's overrides that go with the overlay: none of a key that it sets, as overrides come last."""
     keys_of = {one.name: one.keys for one in tuning.members}
-    taken = ["cpu_workers"] if tuning.cpu_workers is not None else []
+    taken: list[str] = []
     for index, model in enumerate(loaded.config.models):
         for key in keys_of.get(model.name, ()):
             taken += [f"models.{index}.{key}", f"models.{model.name}.{key}"]

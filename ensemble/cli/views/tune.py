@@ -20,6 +20,7 @@ _HEADERS = [
     "changed",
 ]
 _FASTEST = "<- fastest"
+_REMEDY = "run it again once the machine is quiet, with more --rows if the sample takes less than a second"
 
 
 def view(tuning: Tuning) -> Iterator[str | Table]:
@@ -31,8 +32,6 @@ def view(tuning: Tuning) -> Iterator[str | Table]:
         yield from _member(member, tuning.tolerance)
     for name in tuning.skipped:
         yield f"{name}: has no settings to choose"
-    if tuning.cpu_workers is not None:
-        yield f"cpu_workers: {tuning.cpu_workers}: {tuning.workers_found}"
 
 
 def _member(member: MemberTuning, tolerance: float) -> Iterator[str | Table]:
@@ -61,18 +60,13 @@ def _member(member: MemberTuning, tolerance: float) -> Iterator[str | Table]:
     if member.has_moved:
         yield (
             f"! {name}: nothing is chosen: at the end the reference, {member.reference}, took {member.again:.2g} "
-            f"times as long as at the start, so the speeds above say nothing; {_remedy(member)}"
+            f"times as long as at the start, so the speeds above say nothing; {_REMEDY}"
         )
         return
     if member.is_noisy:
         yield (
             f"! {name}: {member.reference} took {member.again:.2g} times as long when it was measured again at "
-            f"the end, so the speeds above say little; {_remedy(member)}"
-        )
-    if member.overtaken:
-        yield (
-            f"! {name}: {member.overtaken} was the fastest until then, but saves nothing of what "
-            f"{member.reference} took at the end, which is kept"
+            f"the end, so the speeds above say little; {_REMEDY}"
         )
     others = [one for one in done if one.is_precision and one.name != member.reference]
     if others and not any(one.is_within for one in others):
@@ -85,13 +79,6 @@ def _member(member: MemberTuning, tolerance: float) -> Iterator[str | Table]:
         yield f"{name}: {member.best} is the fastest: {keys}"
     else:
         yield f"{name}: {member.best} is the fastest, and what the config says"
-
-
-def _remedy(member: MemberTuning) -> str:
-    """Say what makes speeds of this member say more."""
-    if member.is_short:
-        return "the sample takes less than a second: give more --rows, where the table has them"
-    return "something else computes here: run it again once the machine is quiet"
 
 
 def _cells(trial: Trial, member: MemberTuning) -> list[str]:
