@@ -208,6 +208,7 @@ def test_mistakes_are_named_before_a_model_loads(project: Project) -> None:
 
 
 def test_init_guesses_the_column_that_names_the_images(project: Project) -> None:
+    (project.folder / "data").mkdir()
     make_project(project, [f"leaf {seed}" for seed in range(3)])
     (project.folder / "config.yaml").unlink()
     done = project.ensemble("init", "data/test.csv", "models/eyes")

@@ -145,7 +145,7 @@ def test_a_limit_that_is_too_short_is_exit_code_1_and_nothing_of_a_run_is_touche
 
 def test_too_few_different_rows_are_an_error_that_says_where_to_take_others(project: Project) -> None:
     rows = [["a", "same text", "tie"], ["b", "same text", "tie"], ["c", "another", "tie"]]
-    project.write_csv("few.csv", ["id", "text", "winner"], rows)
+    project.write_csv("few.csv", ["id", "text", "label"], rows)
     config = project.config()
     project.write_config({**config, "data": {**config["data"], "path": "few.csv"}})
     done = project.ensemble("rehearse", "config.yaml", "--rows", "50", "--sample-rows", "3")
