@@ -76,12 +76,12 @@ class Redactor:
         if not isinstance(value, list | tuple | Mapping):
             return value
         items = value.values() if isinstance(value, Mapping) else value
-        found = [one if type(one) in _HARMLESS else self.document(one) for one in items]
-        if isinstance(value, list | tuple | dict) and all(map(is_, found, items)):
+        shown = [item if type(item) in _HARMLESS else self.document(item) for item in items]
+        if isinstance(value, list | tuple | dict) and all(map(is_, shown, items)):
             return value
         if isinstance(value, Mapping):
-            return dict(zip(value, found, strict=True))
-        return found if isinstance(value, list) else tuple(found)
+            return dict(zip(value, shown, strict=True))
+        return shown if isinstance(value, list) else tuple(shown)
 
 
 class RedactingFormatter(logging.Formatter):

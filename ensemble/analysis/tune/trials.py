@@ -127,9 +127,11 @@ class MemberTrials:
 
     def expected_seconds(self) -> float:
         """Of all of them, by the speed of an earlier run or by a guess; 0 where nobody knows."""
-        planned = [one for one in self._prepared.plan.members if one.name == self.model.name]
+        planned = [member for member in self._prepared.plan.members if member.name == self.model.name]
         share = self.rows / max(1, self._prepared.table.rows)
-        return sum(self.count * (one.speed.startup_seconds + one.whole_seconds * share) for one in planned)
+        return sum(
+            self.count * (member.speed.startup_seconds + member.whole_seconds * share) for member in planned
+        )
 
     def tune(self) -> MemberTuning:
         """Try each group of candidates with the best of the groups before it, and then the reference again."""
@@ -155,16 +157,18 @@ class MemberTrials:
             best, group = self._best or best, group + 1
         last = self._run(Trial(f"{reference.name}, again", reference.keys), None)
         again = None if last.seconds is None else last.seconds / reference.seconds
-        found = MemberTuning(name, tuple(self._trials), reference.name, again=again)
-        if found.has_moved:
-            return found
-        return replace(found, best=best.name, keys=self._changes(best.keys))
+        tuning = MemberTuning(name, tuple(self._trials), reference.name, again=again)
+        if tuning.has_moved:
+            return tuning
+        return replace(tuning, best=best.name, keys=self._changes(best.keys))
 
     def _with_own(self, precisions: Sequence[Candidate]) -> Iterator[Candidate]:
         """The precisions, and behind them the config's own where that is none of them."""
         yield from precisions
-        own = self._identity({})
-        if own is not None and all(self._identity(one.keys) != own for one in precisions):
+        configured = self._identity({})
+        if configured is not None and all(
+            self._identity(candidate.keys) != configured for candidate in precisions
+        ):
             yield Candidate("as configured", {})
 
     def _identity(self, keys: Mapping[str, Any]) -> str | None:
@@ -182,13 +186,17 @@ class MemberTrials:
         changed = {}
         for key, value in keys.items():
             field_info = type(self.model).model_fields[key]
-            wanted = field_info.get_default(call_default_factory=True) if value is None else value
-            if wanted != getattr(self.model, key):
+            new_value = field_info.get_default(call_default_factory=True) if value is None else value
+            if new_value != getattr(self.model, key):
                 changed[key] = value
-        own = self._identity({})
+        configured = self._identity({})
         for key in list(changed):
             rest = {name: value for name, value in changed.items() if name != key}
-            is_idle = own is not None and key in ("dtype", "quantization_config", "attn_implementation")
+            is_idle = configured is not None and key in (
+                "dtype",
+                "quantization_config",
+                "attn_implementation",
+            )
             if is_idle and self._identity(rest) == self._identity(changed):
                 del changed[key]
         return changed
@@ -304,10 +312,10 @@ class MemberTrials:
                 prepared, watching, not is_done, boot_seconds(), owns_process=self._owns_process
             )
         except _TooSlow:
-            found = watching.rows_per_second
-            said = f"stopped at {found:.3g} rows/s" if found else "stopped"
+            speed = watching.rows_per_second
+            said = f"stopped at {speed:.3g} rows/s" if speed else "stopped"
             said += ", as it takes more than twice as long as the best so far"
-            return replace(trial, failure=said, rows_per_second=found)
+            return replace(trial, failure=said, rows_per_second=speed)
         except WriteError:
             raise
         except EnsembleError as error:
@@ -332,14 +340,20 @@ class MemberTrials:
         if lacking > allowed:
             return replace(trial, failure=why)
         first = member.workers[0]
-        busy = max((one.predict_seconds for one in member.workers), default=0.0)
-        rows, tokens = (sum(getattr(one, name) for one in member.workers) for name in ("rows", "tokens"))
+        busy = max((worker.predict_seconds for worker in member.workers), default=0.0)
+        rows, tokens = (
+            sum(getattr(worker, name) for worker in member.workers) for name in ("rows", "tokens")
+        )
         if not rows or not busy:
             return replace(trial, failure="nothing was measured: its run says of no worker how long it took")
         on_gpu = [
-            one.peak_gpu_memory_bytes for one in member.workers if one.peak_gpu_memory_bytes is not None
+            worker.peak_gpu_memory_bytes
+            for worker in member.workers
+            if worker.peak_gpu_memory_bytes is not None
         ]
-        on_cpu = [one.peak_memory_bytes for one in member.workers if one.peak_memory_bytes is not None]
+        on_cpu = [
+            worker.peak_memory_bytes for worker in member.workers if worker.peak_memory_bytes is not None
+        ]
         seconds, load_seconds = busy * prepared.table.rows / rows, first.load_seconds or 0.0
         work, (whole_work, replicas) = prepared.plan.members[0].work, self._whole(trial, prepared)
         return replace(
@@ -361,7 +375,7 @@ class MemberTrials:
 
         Of the sample's rows where the whole table does not fit.
         """
-        planned = tuple(one for one in self._prepared.plan.members if one.name == self.model.name)
+        planned = tuple(member for member in self._prepared.plan.members if member.name == self.model.name)
         if self._on_gpu or not planned:  # other settings may have room for other replicas
             folder = prepared.config.output_dir
             try:
@@ -441,7 +455,7 @@ def _metric_differences(
     for name in USUAL[activation]:
         metric = METRICS[name]
         try:
-            first, second = (sample.score(metric, one) for one in (expected, values))
+            first, second = sample.score(metric, expected), sample.score(metric, values)
         except DataError:  # such as an AUC of rows that all have one label
             continue
         yield MetricDifference(name, metric.greater_is_better, second.minus(first))

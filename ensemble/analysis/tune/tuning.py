@@ -96,7 +96,7 @@ class MemberTuning:
     @property
     def lost_references(self) -> tuple[str, ...]:
         """What would have been the reference, wider first, if it had given a result."""
-        names = (one.name for one in self.trials)
+        names = (trial.name for trial in self.trials)
         return tuple(takewhile(lambda name: name != self.reference, names)) if self.reference else ()
 
     @property
@@ -135,11 +135,11 @@ class Tuning:
     @property
     def has_result(self) -> bool:
         """Say whether settings were chosen for any member."""
-        return any(one.best for one in self.members)
+        return any(member.best for member in self.members)
 
     def overlay(self) -> str:
         """The YAML that says it, to be given behind the config's own files."""
-        models = [{"name": one.name, **one.keys} for one in self.members if one.keys]
+        models = [{"name": member.name, **member.keys} for member in self.members if member.keys]
         document: dict[str, Any] = {"models": models} if models else {}
         document["tuned_on"] = self.tuned_on.model_dump(mode="json", exclude_none=True)
         lines = [
@@ -147,15 +147,17 @@ class Tuning:
             f"# probabilities by {self.tolerance:g} or less, in the mean over {plural(self.rows, 'row')}.",
             "# It takes effect as the last of the files in `ensemble run CONFIG THIS_FILE`.",
         ]
-        for one in self.members:
-            how = "nothing tried gave a result" if not one.best else one.best
-            if one.best:
+        for member in self.members:
+            how = "nothing tried gave a result" if not member.best else member.best
+            if member.best:
                 how += (
-                    ", the reference itself" if one.is_reference_best else f", held against {one.reference}"
+                    ", the reference itself"
+                    if member.is_reference_best
+                    else f", held against {member.reference}"
                 )
-            if one.has_moved:
-                how = f"nothing chosen, as the reference took {one.again:.2g} times as long at the end"
-            if one.is_noisy:
+            if member.has_moved:
+                how = f"nothing chosen, as the reference took {member.again:.2g} times as long at the end"
+            if member.is_noisy:
                 how += "; while speeds changed, so measure again"
-            lines.append(f"# {one.name}: {how}")
+            lines.append(f"# {member.name}: {how}")
         return "\n".join([*lines, yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=100)])

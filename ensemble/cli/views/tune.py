@@ -39,7 +39,9 @@ def _member(member: MemberTuning, tolerance: float) -> Iterator[str | Table]:
     if member.trials:
         yield Table([name, *_HEADERS[1:], ""], [_cells(trial, member) for trial in member.trials], texts=[""])
     if metrics := [*dict.fromkeys(metric.metric for trial in done for metric in trial.metrics)]:
-        compared = [[one.name, *_differences(one, metrics)] for one in done if one.name != member.reference]
+        compared = [
+            [trial.name, *_differences(trial, metrics)] for trial in done if trial.name != member.reference
+        ]
         yield Table([f"minus {member.reference}", *metrics], compared)
     reasons: dict[str, list[str]] = {}
     for trial in member.trials:
@@ -53,9 +55,9 @@ def _member(member: MemberTuning, tolerance: float) -> Iterator[str | Table]:
         which = " and ".join(lost)
         yield f"! {name}: {which} gave no result, so all is held against {member.reference}"
     yield from (
-        f"! {name}: {one.why_lacking}; nothing above counts them"
-        for one in done
-        if one.name == member.reference and one.why_lacking
+        f"! {name}: {trial.why_lacking}; nothing above counts them"
+        for trial in done
+        if trial.name == member.reference and trial.why_lacking
     )
     if member.has_moved:
         yield (
@@ -68,8 +70,8 @@ def _member(member: MemberTuning, tolerance: float) -> Iterator[str | Table]:
             f"! {name}: {member.reference} took {member.again:.2g} times as long when it was measured again at "
             f"the end, so the speeds above say little; {_REMEDY}"
         )
-    others = [one for one in done if one.is_precision and one.name != member.reference]
-    if others and not any(one.is_within for one in others):
+    others = [trial for trial in done if trial.is_precision and trial.name != member.reference]
+    if others and not any(trial.is_within for trial in others):
         yield (
             f"! {name}: no other precision comes within {tolerance:g} of {member.reference}; it is kept, and a "
             "larger --tolerance is yours to choose"
@@ -107,16 +109,20 @@ def _cells(trial: Trial, member: MemberTuning) -> list[str]:
 
 
 def _differences(trial: Trial, metrics: list[str]) -> Iterator[str]:
-    by_name = {one.metric: one.difference for one in trial.metrics}
+    by_name = {metric.metric: metric.difference for metric in trial.metrics}
     for name in metrics:
-        found = by_name.get(name)
-        yield "" if found is None else f"{found.value:+.4f} [{found.low:+.4f}, {found.high:+.4f}]"
+        difference = by_name.get(name)
+        yield (
+            ""
+            if difference is None
+            else f"{difference.value:+.4f} [{difference.low:+.4f}, {difference.high:+.4f}]"
+        )
 
 
 def _yaml(value: object) -> str:
     """A value as people write it in one line."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_yaml(one)}" for key, one in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {_yaml(part)}" for key, part in value.items()) + "}"
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

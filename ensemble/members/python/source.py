@@ -58,8 +58,8 @@ class Source:
                 finder.run_script(str(self.file))
             else:
                 finder.import_hook(self.name)
-        found = [getattr(module, "__file__", None) for module in finder.modules.values()]
-        code = {Path(file) for file in found if file is not None and file.endswith(".py")}
+        names = [getattr(module, "__file__", None) for module in finder.modules.values()]
+        code = {Path(file) for file in names if file is not None and file.endswith(".py")}
         return (self.file, *sorted(code - {self.file}))
 
     @cached_property
@@ -89,7 +89,7 @@ class Source:
         bound = dict(_bound(tree.body))
         if function not in bound:
             if "*" not in bound and "__getattr__" not in bound:
-                guess = did_you_mean(function, [name for name, one in bound.items() if one is not None])
+                guess = did_you_mean(function, [name for name, node in bound.items() if node is not None])
                 yield f"{role}: {self.file} defines no {function}{guess}"
             return
         node = bound[function]
@@ -99,11 +99,15 @@ class Source:
             yield f"{role}: {function} is a class; give a function, and make instances in setup"
         elif isinstance(node, ast.FunctionDef) and not node.decorator_list:
             words, count = _ARGUMENTS[role]
-            given = node.args
-            most = len(given.posonlyargs) + len(given.args)
-            least = most - len(given.defaults)
-            named = [one for one, value in zip(given.kwonlyargs, given.kw_defaults, strict=True) if not value]
-            if named or least > count or (most < count and given.vararg is None):
+            arguments = node.args
+            most = len(arguments.posonlyargs) + len(arguments.args)
+            least = most - len(arguments.defaults)
+            named = [
+                argument
+                for argument, value in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+                if not value
+            ]
+            if named or least > count or (most < count and arguments.vararg is None):
                 yield f"{role}: {function} is called with {words}; let it take {count} arguments, in this order"
 
 
@@ -119,7 +123,7 @@ class _Finder(ModuleFinder):
     ) -> tuple[IO[Any] | None, str | None, tuple[str, str, int]]:
         if path is None and self._package and name != self._package:
             raise ImportError(name)
-        folder = next((Path(one, name) for one in path or self.path if Path(one, name).is_dir()), None)
+        folder = next((Path(place, name) for place in path or self.path if Path(place, name).is_dir()), None)
         spec = PathFinder.find_spec(name, path or self.path)
         if folder is not None and (spec is None or spec.origin is None):  # a package without __init__.py
             return None, str(folder), ("", "", _PACKAGE)
@@ -166,9 +170,9 @@ def find_source(module: str, is_file: bool) -> Source:
 def _find_spec(module: str) -> ModuleSpec | None:
     """What a worker would import; ``importlib.util.find_spec`` would import the packages around it."""
     # A worker has no folder of the user's on its path that PYTHONPATH does not name.
-    own = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    added = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     here = os.getcwd()  # noqa: PTH109
-    path: list[str] = [one for one in sys.path if one in own or one not in ("", here)]
+    path: list[str] = [place for place in sys.path if place in added or place not in ("", here)]
     spec, name = None, ""
     for part in module.split("."):
         name = f"{name}.{part}" if name else part
@@ -179,7 +183,7 @@ def _find_spec(module: str) -> ModuleSpec | None:
             spec = next(filter(None, (finder.find_spec(name, path) for finder in sys.meta_path)), None)
         if spec is not None and spec.origin is not None:
             path = list(spec.submodule_search_locations or ())
-        elif not (path := [str(Path(one, part)) for one in path if Path(one, part).is_dir()]):
+        elif not (path := [str(Path(place, part)) for place in path if Path(place, part).is_dir()]):
             return None
     return spec
 
