@@ -147,7 +147,8 @@ def test_too_few_different_rows_are_an_error_that_says_where_to_take_others(proj
     rows = [["a", "same text", "tie"], ["b", "same text", "tie"], ["c", "another", "tie"]]
     project.write_csv("few.csv", ["id", "text", "label"], rows)
     config = project.config()
-    project.write_config({**config, "data": {**config["data"], "path": "few.csv"}})
+    data = {**config["data"], "path": "few.csv"}
+    project.write_config({**config, "data": data, "submission": None})
     done = project.ensemble("rehearse", "config.yaml", "--rows", "50", "--sample-rows", "3")
     assert done.returncode == 2, done.stdout + done.stderr
     said = " ".join(done.stderr.split())
