@@ -58,13 +58,6 @@ def show(compare: Callable[[], Sequence[Mapping[str, object]]]) -> int:
 SECTIONS: Sequence[Section] = (
     Section("startup", "Start-up", "bench.startup", {}, {"warm": False}),
     Section(
-        "cpu_workers",
-        "Workers side by side on a CPU: what auto takes",
-        "bench.cpu_workers",
-        {},
-        {"works": {"gemma2, llama": 400}, "is_measured": False},
-    ),
-    Section(
         "busy",
         "Beside other programs: how threads wait",
         "bench.busy",

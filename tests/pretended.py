@@ -152,11 +152,10 @@ class PretendedWorker(Handle):
 
 @dataclass(frozen=True)
 class Launched:
-    """A worker that the scheduler asked for: its member, the UUIDs it was to see, bytes to preload."""
+    """A worker that the scheduler asked for: its member, the UUIDs it was to see."""
 
     member: str
     devices: tuple[str, ...]
-    preload: int
     worker: PretendedWorker
 
 
@@ -181,7 +180,7 @@ class PretendedLauncher(Launcher):
         uuids = tuple(device.uuid for device in start.devices)
         self._count += 1
         worker = PretendedWorker(str(self._count), self._answer, not set(uuids) & set(self._broken))
-        self._on_launch(Launched(start.log.name, uuids, start.command.preload_bytes, worker))
+        self._on_launch(Launched(start.log.name, uuids, worker))
         return worker
 
     def wait(self, handles: Sequence[Handle], timeout_seconds: float) -> Collection[Handle]:
@@ -199,10 +198,8 @@ class PretendedRun:
     def __init__(self, on_finished: Callable[[MemberState], None] = lambda state: None) -> None:
         self._on_finished = on_finished
 
-    def worker_start(
-        self, member: MemberPlan, replica: int, devices: Sequence[Device], preload_bytes: int
-    ) -> WorkerStart:
-        return WorkerStart(Start(SPEC, preload_bytes), tuple(devices), {}, Path(member.name))
+    def worker_start(self, member: MemberPlan, replica: int, devices: Sequence[Device]) -> WorkerStart:
+        return WorkerStart(Start(SPEC), tuple(devices), {}, Path(member.name))
 
     def say(self, text: str) -> None: ...
 

@@ -119,10 +119,10 @@ def test_the_worker_names_no_kind() -> None:
 
 
 def test_only_the_child_side_of_members_imports_torch_or_transformers() -> None:
-    # Programs of their own: whether torch works on a device, and how fast it is on some cores.
-    programs = [PACKAGE / "worker" / name for name in ("probe.py", "cpu_speed.py")]
+    # A program of its own: whether torch works on a device.
+    program = PACKAGE / "worker" / "probe.py"
     for path, room in modules():
-        if room != "child" and path not in programs:
+        if room != "child" and path != program:
             # The Python API gives frames, when it is asked for one.
             heavy = {*HEAVY} - ({"pandas"} if path == PACKAGE / "cli/api.py" else set())
             heavy -= OF_ANALYSIS if room == "analysis" else set()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -13,9 +11,7 @@ from ensemble.analysis.tune.trials import MemberTrials
 from ensemble.analysis.tune.tuning import Trial
 from ensemble.pipeline.load import load
 from ensemble.pipeline.prepare import prepare
-from ensemble.scheduling.launchers.cpu_scaling import _Process
-from ensemble.scheduling.launchers.early import begun_early, take
-from ensemble.scheduling.launchers.process import spawn
+from ensemble.scheduling.launchers.local import LocalWorker
 from tests.project import ROOT, Project, python_path
 from tests.waiting import wait_until
 
@@ -66,13 +62,12 @@ def waiting_of(pid: int) -> dict[str, str]:
     return {name: pairs[name] for name in WAITING if name in pairs}
 
 
-def waiting_of_a_worker() -> dict[str, str]:
-    with tempfile.TemporaryFile() as output:
-        worker = spawn({}, output)
-        try:
-            return waiting_of(worker.process.pid)
-        finally:
-            worker.kill()
+def waiting_of_a_worker(folder: Path) -> dict[str, str]:
+    worker = LocalWorker({}, folder / "log")
+    try:
+        return waiting_of(worker.pid)
+    finally:
+        worker.close()
 
 
 def test_workers_and_the_report_wait_shortly(project: Project, recorder: dict[str, str]) -> None:
@@ -100,26 +95,13 @@ def test_trials_of_tune_wait_shortly(
     assert recorded(recorder) == {code_of("ensemble.worker.__main__"): SHORT}
 
 
-def test_what_begins_early_and_what_measures_the_cpu_wait_shortly() -> None:
-    with begun_early("ensemble.members.python.child"):
-        worker = take()
-    assert worker is not None
-    try:
-        assert waiting_of(worker.process.pid) == SHORT
-    finally:
-        worker.kill()
-    probe = _Process({}, time.monotonic() + 60)
-    try:
-        assert waiting_of(probe._process.pid) == SHORT
-    finally:
-        probe.kill()
-
-
 @pytest.mark.parametrize(
     "own", [{"GOMP_SPINCOUNT": "77"}, {"KMP_BLOCKTIME": "infinite"}, {"OMP_WAIT_POLICY": "active"}]
 )
-def test_what_the_user_has_set_stays_alone(own: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_user_has_set_stays_alone(
+    own: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Either library lets its own variable decide before OMP_WAIT_POLICY."""
     for name, value in own.items():
         monkeypatch.setenv(name, value)
-    assert waiting_of_a_worker() == own
+    assert waiting_of_a_worker(tmp_path) == own

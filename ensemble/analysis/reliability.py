@@ -28,7 +28,7 @@ class Reliability:
     Attributes:
         counts: predictions in the bin: rows by the probability of their first label, or with "sigmoid" all cells.
         confidence: their mean probability; NaN where the bin is empty.
-        accuracy: the share of them that came true; NaN where the bin is empty or without a truth.
+        accuracy: the share of them that came true; NaN where the bin is empty.
         low, high: Wilson's interval (1927) of ``accuracy`` at 95 %.
     """
 
@@ -39,9 +39,7 @@ class Reliability:
     high: Values
 
 
-def reliability(
-    values: Values, activation: Activation, truth: Truth | None = None, bins: int = BINS
-) -> Reliability:
+def reliability(values: Values, activation: Activation, truth: Truth, bins: int = BINS) -> Reliability:
     """Sort predictions into bins by their probability.
 
     Args:
@@ -56,15 +54,14 @@ def reliability(
     for start, stop in block_spans(rows, labels):
         block = values[start:stop]
         there = ~np.isnan(block).any(axis=1)
-        block = block[there]
-        actual = None if truth is None else truth[start:stop][there]
-        confidence, came_true = (one.ravel() for one in _cells(block, actual, activation))
+        cells = _cells(block[there], truth[start:stop][there], activation)
+        confidence, came_true = (part.ravel() for part in cells)
         homes = np.searchsorted(edges, confidence)
         counts += np.bincount(homes, minlength=bins)
         sums += np.bincount(homes, confidence, bins)
         hits += np.bincount(homes, came_true, bins)
     with np.errstate(invalid="ignore"):
-        accuracy = hits / counts if truth is not None else np.full(bins, np.nan)
+        accuracy = hits / counts
         low, high = wilson(accuracy, counts)
         return Reliability(counts, sums / counts, accuracy, low, high)
 
@@ -96,15 +93,10 @@ def overconfidence(values: Values, activation: Activation, truth: Truth) -> Inte
     return Interval(mean, mean - half, mean + half)
 
 
-def _cells(block: Values, actual: Truth | None, activation: Activation) -> tuple[Values, Values]:
-    """What is looked at of each row, [rows, 1] or with "sigmoid" [rows, labels]: its probability, and the truth.
-
-    Without a truth that is 0.
-    """
+def _cells(block: Values, actual: Truth, activation: Activation) -> tuple[Values, Values]:
+    """Return the probabilities that count and the truth of each, [rows, 1] or with "sigmoid" [rows, labels]."""
     labels = block.shape[1]
-    if actual is None:
-        came_true = np.zeros(block.shape)
-    elif actual.ndim == 2:
+    if actual.ndim == 2:
         came_true = actual.astype(np.float64)
     else:
         came_true = (actual[:, None] == np.arange(labels)).astype(np.float64)
@@ -121,72 +113,3 @@ def wilson(shares: Values, counts: Counts | Values) -> tuple[Values, Values]:
         middle = (shares + squared / 2) / (1 + squared)
         half = _Z / (1 + squared) * np.sqrt(shares * (1 - shares) / counts + squared / (4 * counts))
         return np.clip(middle - half, 0.0, 1.0), np.clip(middle + half, 0.0, 1.0)
-
-
-@dataclass(frozen=True)
-class Coverage:
-    """How right the most certain rows are: the accuracy of those above a confidence, down to all rows.
-
-    Attributes:
-        shares: of all rows, [points], the last is 1.
-        accuracy: of the most certain rows of that share, [points].
-        thresholds: the least confidence among these, [points].
-    """
-
-    shares: Values
-    accuracy: Values
-    thresholds: Values
-
-
-def coverage(confidence: Values, came_true: Values, points: int = 20) -> Coverage:
-    """Accuracy against the share of rows that are kept, the most certain first.
-
-    Rows of the same confidence count with their mean, so their order makes no difference.
-
-    Args:
-        confidence: float64 [rows], no NaN, at least one row.
-        came_true: float64 [rows], 1 where the first label was right.
-    """
-    order = np.argsort(-confidence, kind="stable")
-    ordered = confidence[order]
-    begins = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
-    means = np.add.reduceat(came_true[order], begins) / np.diff(np.r_[begins, len(order)])
-    hits = np.cumsum(np.repeat(means, np.diff(np.r_[begins, len(order)])))
-    kept = np.unique(np.maximum(1, np.rint(len(order) * np.arange(1, points + 1) / points).astype(np.int64)))
-    return Coverage(kept / len(order), hits[kept - 1] / kept, ordered[kept - 1])
-
-
-@dataclass(frozen=True)
-class Confusion:
-    """Rows of the label ``true`` whose first label was ``first``, and what share of ``true``'s rows they are."""
-
-    true: int
-    first: int
-    rows: int
-    share: float
-
-
-def confusions(values: Values, truth: Truth, most: int = 10) -> tuple[list[Confusion], Counts]:
-    """The most frequent mistakes, and all counts [true label, first label].
-
-    Args:
-        values: float64 [rows, labels]; rows of NaN are passed over.
-        truth: as for ``reliability``; of probabilities the likeliest label counts.
-    """
-    rows, labels = values.shape
-    counts = np.zeros((labels, labels), np.int64)
-    for start, stop in block_spans(rows, labels):
-        block, actual = values[start:stop], truth[start:stop]
-        there = ~np.isnan(block).any(axis=1)
-        true = (actual.argmax(axis=1) if actual.ndim == 2 else actual)[there]
-        cells = true * labels + block[there].argmax(axis=1)
-        counts += np.bincount(cells, minlength=labels * labels).reshape(labels, labels)
-    wrong = counts.copy()
-    np.fill_diagonal(wrong, 0)
-    order = np.argsort(-wrong, axis=None, kind="stable")[:most]
-    places = [divmod(int(cell), labels) for cell in order]
-    return [
-        Confusion(true, first, int(wrong[true, first]), float(wrong[true, first] / counts[true].sum()))
-        for true, first in places
-        if wrong[true, first]
-    ], counts

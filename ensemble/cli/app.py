@@ -288,17 +288,14 @@ def run(
     Work that an earlier run in the same output_dir has done is kept: the same command resumes where it stopped.
     """
     loaded = _load(config, sets, limit)
-    from ensemble.pipeline.early_worker import early_worker
+    from ensemble.cli.progress import choose_display, log_shown
+    from ensemble.cli.views.summary import raise_unless_complete
+    from ensemble.common.host import process_age_seconds
+    from ensemble.pipeline.run import run as run_config
 
-    with contextlib.nullcontext() if reuse is not None else early_worker(loaded, fresh):
-        from ensemble.cli.progress import choose_display, log_shown
-        from ensemble.cli.views.summary import raise_unless_complete
-        from ensemble.common.host import process_age_seconds
-        from ensemble.pipeline.run import run as run_config
-
-        display = choose_display(sys.stdout, quiet)
-        with log_shown(display) if verbose else contextlib.nullcontext():
-            report = run_config(loaded, display, fresh, process_age_seconds(), reuse=reuse)
+    display = choose_display(sys.stdout, quiet)
+    with log_shown(display) if verbose else contextlib.nullcontext():
+        report = run_config(loaded, display, fresh, process_age_seconds(), reuse=reuse)
     if not quiet:
         show("summary", report, sys.stdout)
     raise_unless_complete(report)

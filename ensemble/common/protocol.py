@@ -108,41 +108,11 @@ class Start:
     """The first command: get ready to load the member described here, with everything that needs no device."""
 
     spec: WorkerSpec
-    preload_bytes: int = 0  # of its weights, which are read ahead from the disk, into the page cache
-
-
-@dataclass(frozen=True)
-class Expect:
-    """Comes first, to a worker whose member is not known yet: import what this kind's child side takes."""
-
-    kind: str
-
-
-@dataclass(frozen=True)
-class Become:
-    """What a worker that was told to expect a member would have been started with; ``Start`` is next.
-
-    ``environment`` is added to its own; ``cpus`` are those that it is to run on, any if there are none; ``log`` is
-    the file that takes all that it prints, and has printed.
-    """
-
-    environment: dict[str, str]
-    cpus: tuple[int, ...]
-    log: str
 
 
 @dataclass(frozen=True)
 class Load:
     """The devices are yours: put the model on them."""
-
-
-@dataclass(frozen=True)
-class Prepare:
-    """A hint: these rows will probably come next, so their token ids may be made meanwhile; see ``Predict``."""
-
-    start: int
-    stop: int
-    rows: str | None = None
 
 
 @dataclass(frozen=True)
@@ -252,7 +222,7 @@ class Closed:
     peak_gpu_memory_bytes: int | None = None  # of the GPU that held most; None on a CPU
 
 
-Command: TypeAlias = Expect | Become | Start | Load | Prepare | Predict | Stop
+Command: TypeAlias = Start | Load | Predict | Stop
 Event: TypeAlias = (
     Started | Ready | Heartbeat | Progress | Computed | ChunkDone | ChunkFailed | Failed | Closed
 )

@@ -114,6 +114,11 @@ def order_path(shards_dir: Path) -> Path:
     return shards_dir / "order.npy"
 
 
+def cpu_choice_path(shards_dir: Path) -> Path:
+    """Where it stands with how many threads a member's rows are computed on a CPU, and by how many workers."""
+    return shards_dir / "cpu.json"
+
+
 def rows_path(shards_dir: Path) -> Path:
     """Where it stands which rows a member's shards are of."""
     return shards_dir / "rows.bin"

@@ -366,7 +366,7 @@ class RunConfig(StrictConfig):
     # Where workers run: local, ray (docs/cluster.md), or {name: {settings}}.
     launcher: Launcher | LauncherSettings = "local"
     max_workers_per_gpu: Count = 1  # workers that share a GPU
-    cpu_workers: Count | Literal["auto"] = "auto"  # side by side on a CPU, with cores of their own
+    cpu_workers: Count | Literal["auto"] = "auto"  # side by side on a CPU, each with a share of its cores
     wait_for_gpu: Duration = 0.0  # seconds to wait for memory that other programs hold
     retries: Retries = 2  # of a chunk whose worker died, each in a fresh one
     on_bad_row: Literal["fail", "uniform", "drop_member"] = "fail"  # a row that its member cannot compute

@@ -196,17 +196,16 @@ class MemberKind(ABC, Generic[S, I]):
     """A member of a run; each subclass is a kind of member, and its instances hold nothing but their settings.
 
     ``settings`` is one of ``Settings``, whose ``task_type`` names the kind. Either it needs workers, and
-    ``child`` is the module that they run (see ``predictor.Child``), or it has its predictions already. A worker
-    ``can_begin_early`` where that module is an ``EarlyChild``. ``activation_key`` is the key that says what its
-    values are, for advice; empty where there is none. ``rows_advice`` is what to do where predictions that it
-    has already are not what they should be. Problems are sentences that begin with the key that they are about,
-    such as "num_gpus: ..."; errors are ``EnsembleError`` of exit code 2 with every problem found.
+    ``child`` is the module that they run (see ``predictor.Child``), or it has its predictions already.
+    ``activation_key`` is the key that says what its values are, for advice; empty where there is none.
+    ``rows_advice`` is what to do where predictions that it has already are not what they should be. Problems are
+    sentences that begin with the key that they are about, such as "num_gpus: ..."; errors are ``EnsembleError``
+    of exit code 2 with every problem found.
     """
 
     Settings: ClassVar[type[MemberConfig]]
     needs_worker: ClassVar[bool] = True
     child: ClassVar[str] = ""
-    can_begin_early: ClassVar[bool] = False
     activation_key: ClassVar[str] = ""
     rows_advice: ClassVar[str] = "correct the file"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ensemble.common.protocol import CommonSpec, Counters, Ready
 
@@ -34,14 +34,6 @@ class Child(Protocol):
         self, common: CommonSpec, settings: Mapping[str, Any], table: PublishedTable
     ) -> Predictor:
         """Everything that needs no device; ``settings`` are the kind's own, as JSON gives them."""
-
-
-@runtime_checkable
-class EarlyChild(Child, Protocol):
-    """The same of a kind whose workers may begin before it is known how they are to run (``can_begin_early``)."""
-
-    def set_threads(self, count: int) -> None:
-        """Compute with so many threads; libraries are imported."""
 
 
 class Report(Protocol):
@@ -75,12 +67,6 @@ class Predictor(ABC):
     What ``make_predictor`` and ``load`` read of ``CommonSpec.files`` is of the states named there: the worker
     checks them afterwards, and again before it keeps any prediction.
     """
-
-    def preload(self, limit_bytes: int) -> None:
-        """A hint: read up to so many bytes of weights into the page cache until they are loaded, and meanwhile."""
-
-    def prepare(self, rows: npt.NDArray[np.int64]) -> None:
-        """A hint: these rows will probably come next.  Returns at once; called from any thread."""
 
     @abstractmethod
     def load(self) -> Ready:

@@ -52,13 +52,12 @@ from ensemble.pipeline.member_views import MemberView, first_texts, member_views
 from ensemble.pipeline.prepared import Prepared, merged_activation
 from ensemble.pipeline.problems import Problems
 from ensemble.pipeline.run_dir import RunDir
-from ensemble.pipeline.run_report import RunReport, ScalingReport, measured_speeds
+from ensemble.pipeline.run_report import RunReport, measured_speeds
 from ensemble.planning.cascade import ExpectedShare
-from ensemble.planning.forecast import ASSUMED, Scaling, Speed
+from ensemble.planning.forecast import Speed
 from ensemble.planning.placement import MemberFacts, chosen_devices
 from ensemble.planning.plan import Plan, plan_run
 from ensemble.scheduling.launchers.base import Launcher, Node, make_launcher
-from ensemble.scheduling.launchers.cpu_scaling import known_scaling
 
 _Values = npt.NDArray[np.float64]
 
@@ -584,19 +583,10 @@ def _plan(
         share = shares[name].share if name in shares and kind.settings.when is not None else 1.0
         facts[name] = MemberFacts(name, kind.request(), lengths, memory, kind.needs_worker, share)
     speeds: dict[str, Speed] = {}
-    seen: ScalingReport | None = None
     with contextlib.suppress(DataError):  # there was no run here, or one of another version
         report = RunReport.read(RunDir(config.output_dir).run_json)
-        # A run that goes on shares the CPU as it did, whatever has been measured since.
-        seen = None if report.status == "complete" and not report.left_out else report.cpu_scaling
         computed_as = {model.name: model.computed_as for model in config.models}
         speeds = measured_speeds(report, [gpu.name for gpu in gpus], computed_as)
 
-    def scaling() -> Scaling:
-        known = known_scaling() if config.launcher == "local" else ASSUMED
-        if seen is not None and seen.machine == known.machine:
-            return replace(known, slowdowns=seen.slowdowns)
-        return known
-
     trials = run_trials if launcher is None else launcher.trials
-    return plan_run(config, facts, gpus, speeds, hosts, trials, scaling)
+    return plan_run(config, facts, gpus, speeds, hosts, trials)

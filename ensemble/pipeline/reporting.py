@@ -26,7 +26,6 @@ from ensemble.pipeline.run_report import (
     ProgressReport,
     RuleReport,
     RunReport,
-    ScalingReport,
     SpeedReport,
     Status,
     ViewReport,
@@ -67,7 +66,6 @@ class RunState:
         """Its report; no text in it is a secret."""
         prepared, results = self.prepared, self.results
         loaded, libc = prepared.loaded, "".join(platform.libc_ver())
-        scaling = prepared.plan.scaling
         names = [model.name for model in prepared.config.models]
         gpus = self.pool.seen if self.pool else prepared.plan.gpus
         report = RunReport(
@@ -115,7 +113,6 @@ class RunState:
             config_files=tuple(map(str, loaded.paths)),
             overrides=tuple(loaded.overrides),
             table=str(prepared.config.data.path.absolute()),
-            cpu_scaling=ScalingReport(scaling.machine, dict(scaling.slowdowns)) if scaling.machine else None,
             fitted_on=results.fitted_on,
             tuned_on=None if (tuned := prepared.config.tuned_on) is None else tuned.model_dump(mode="json"),
         )

@@ -31,6 +31,7 @@ from ensemble.common.text import duration, plural, shown_path
 from ensemble.config import LoadedConfig
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.cascade import Cascades
+from ensemble.pipeline.cpu_choices import changed_cpu_choices, keep_cpu_choice, kept_cpu_choices
 from ensemble.pipeline.prepare import prepare
 from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.report_page import write_page
@@ -46,7 +47,6 @@ from ensemble.planning.plan import MemberPlan, without_done
 from ensemble.scheduling.deadline import Deadline, reserve_seconds, time_limit_text
 from ensemble.scheduling.device_pool import DevicePool
 from ensemble.scheduling.launchers.base import MemberFiles, WorkerStart
-from ensemble.scheduling.launchers.cpu_scaling import measured_scaling
 from ensemble.scheduling.retry import Rules
 from ensemble.scheduling.scheduler import MAX_TURN_SECONDS, Scheduler
 from ensemble.scheduling.state import Failure, MemberState, Phase
@@ -55,8 +55,6 @@ from ensemble.scheduling.state import Failure, MemberState, Phase
 # hundreds of workers a report takes a good part of a second: no more than this share of the time, or ten times as
 # much where a member has got to another phase.
 _REPORT_SECONDS, _REPORT_SHARE, _REPORT_MAX_SECONDS = 5.0, 0.005, 60.0
-# What is forecast to take less is not worth the seconds that measuring the CPU takes.
-_WORTH_MEASURING_SECONDS = 120.0
 
 
 @driver_session()
@@ -190,6 +188,7 @@ class _Run(RunState):
                 writer.merge([])  # to read all weights can take minutes
             self.works.update(find_works(self.prepared, rundir, self.say))
             self._take_given()
+            self._take_over_cpu_choices()
             self._plan_what_is_left()
             rundir.remove_caches([one.shards_dir for one in self.works.values() if not one.has_rows.all()])
             self.report("running").write(rundir.run_json)
@@ -201,7 +200,6 @@ class _Run(RunState):
             write_text(rundir.config, loaded.redactor(loaded.whole))
             reserve = self._first_submission() if is_work_left else 0.0
             if is_work_left:
-                self._measure_scaling()
                 self._wait_for_room(reserve)
                 wants_ids = any(member_kind(one).reads().ids for one in self.prepared.config.models)
                 with atomic_path(rundir.table) as temporary:
@@ -215,6 +213,8 @@ class _Run(RunState):
                             temporary.open("wb") as file,
                         ):
                             np.save(file, member.order)
+                        if not member.gpus and config.launcher == "local":
+                            keep_cpu_choice(work.shards_dir, member)
                 sync_directory(rundir.work_dir)  # so that the new folders are there after a power cut
             self._run_members(reserve)
             self._merge()
@@ -262,6 +262,15 @@ class _Run(RunState):
             except (DataError, MergeError) as error:
                 log.error("%s failed: %s", member.name, error)
                 self._not_given[member.name] = Failure(member.name, "; ".join(error.problems))
+
+    def _take_over_cpu_choices(self) -> None:
+        """Plan members on the CPU as the run began with them; nodes of a cluster have cores of their own."""
+        kept = kept_cpu_choices(self.works) if self._config.launcher == "local" else {}
+        if kept:
+            plan = self.prepared.plan
+            self.prepared = replace(self.prepared, plan=plan.again(plan.gpus, kept))
+            for text in changed_cpu_choices(self.prepared.plan, kept):
+                self.say(text)
 
     def _plan_what_is_left(self) -> None:
         plan = self.prepared.plan
@@ -312,25 +321,6 @@ class _Run(RunState):
             f"in (fill: {self._config.fill})"
         )
         return reserve_seconds(self.clock() - began, len(self._config.models), limit)
-
-    def _measure_scaling(self) -> None:
-        """Measure workers side by side on this CPU, where that can decide something and the run takes long."""
-        plan, limit = self.prepared.plan, self._config.time_limit
-        left = math.inf if limit is None else self.began + limit - self.clock()
-        missing = [count for count in plan.cpu_choice if count not in plan.scaling.slowdowns]
-        if not missing or self._config.launcher != "local":
-            return
-        if min(plan.seconds_of(plan.jobs), left / 5) < _WORTH_MEASURING_SECONDS:
-            return
-        # What is done of this work was done by so many workers; see validate.
-        if any(self.works[one.name].has_rows.any() for one in plan.members if one.needs_worker):
-            return
-        counts = ", ".join(map(str, missing))
-        self.say(f"measuring 1, {counts} workers side by side on this CPU (some seconds, once on a machine)")
-        with self._signals.postponed():
-            scaling = measured_scaling(plan.cpu_choice, self._signals.check)
-        self.prepared = replace(self.prepared, plan=plan.again(plan.gpus, scaling))
-        self._plan_what_is_left()
 
     def _wait_for_room(self, reserve: float) -> None:
         limit = self._config.time_limit
@@ -385,9 +375,7 @@ class _Run(RunState):
         folder = str((cells.folder or Path()).absolute())
         return MemberFiles(spec, sources, folder, partial(self.prepared.table.row_files, cells))
 
-    def worker_start(
-        self, member: MemberPlan, replica: int, devices: Sequence[Device], preload_bytes: int
-    ) -> WorkerStart:
+    def worker_start(self, member: MemberPlan, replica: int, devices: Sequence[Device]) -> WorkerStart:
         work, folder = self.works[member.name], None
         if member.request.offload_folder is not None:
             # transformers names its files there after parameters, which are alike in every model.
@@ -401,11 +389,12 @@ class _Run(RunState):
             )
             spec = replace(spec, common=replace(spec.common, views=views))
         return WorkerStart(
-            command=Start(spec, preload_bytes),
+            command=Start(spec),
             devices=tuple(devices),
             environment=member_kind(member.model).environment() if devices else {},
             log=self._rundir.log(member.name, replica),
             cpu_share=member.cpu_share,
+            cpu_threads=member.cpu_threads,
             scratch=folder,
         )
 

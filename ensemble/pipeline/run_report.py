@@ -80,14 +80,6 @@ class SpeedReport:
 
 
 @dataclass(frozen=True)
-class ScalingReport:
-    """By what workers shared a CPU: ``forecast.Scaling``; no ``slowdowns``: as it is assumed."""
-
-    machine: str
-    slowdowns: dict[int, float]
-
-
-@dataclass(frozen=True)
 class MemoryForecast:
     """What the plan said of a replica's memory, per device, at the token budget that the workers then took."""
 
@@ -285,7 +277,6 @@ class RunReport:
         table: the absolute path of the input table.
         fitted_on: the config's key of that name, where the run has scored the same rows; else None.
         tuned_on: the config's key of that name; None where no file that ``tune`` wrote is among its files.
-        cpu_scaling: by what workers side by side were planned; None where the plan did not depend on it.
     """
 
     status: Status
@@ -322,7 +313,6 @@ class RunReport:
     table: str = ""
     fitted_on: FittedOn | None = None
     tuned_on: dict[str, Any] | None = None
-    cpu_scaling: ScalingReport | None = None
 
     def table_path(self) -> Path:
         """Where the run's table is.

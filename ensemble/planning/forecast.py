@@ -12,8 +12,6 @@ from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from statistics import geometric_mean
 
-import numpy as np
-
 from ensemble.members.footprint import BATCHES_PER_STAGE, Capability, Footprint
 from ensemble.planning.chunks import BYTES_PER_TOKEN
 
@@ -23,8 +21,8 @@ _IMPORT_SECONDS = 10.0
 _LOAD_BYTES_PER_SECOND = 150e6
 # On a CPU there is less to import, and no context.
 _CPU_IMPORT_SECONDS = 4.0
-# Where it is not measured, one of n workers side by side takes n ** _THREAD_SCALING times as long as one with all
-# cores: threads wait for each other, workers do not.
+# One of n workers side by side takes about n ** _THREAD_SCALING times as long as one with all cores: threads wait
+# for each other, workers do not.
 _THREAD_SCALING = 0.75
 # Useful operations a second, a third of what the data sheets promise for half precision: T4, A100, H100.
 _FLOPS = {7: 20e12, 8: 100e12, 9: 300e12}
@@ -57,48 +55,12 @@ class Speed:
         )
 
 
-@dataclass(frozen=True)
-class Scaling:
-    """What a part of a CPU's cores is worth to a worker, when other workers have the rest.
+def slower_by(cpu_share: float) -> float:
+    """Return how many times as long a worker computes with this share of the cores as with all.
 
-    Attributes:
-        slowdowns: how many times as long each of so many workers side by side takes as one with all cores, such as
-            ``{2: 1.7}``; empty where it was not measured.  At 2 the cores do as much either way.
-        problem: why it could not be measured, in a sentence; empty where nobody tried.
-        machine: a name of the machine and versions that it holds for; empty: of any.
+    It is 1 on a GPU, where the share is 0.
     """
-
-    slowdowns: Mapping[int, float] = field(default_factory=dict, hash=False)
-    problem: str = ""
-    machine: str = ""
-
-    @property
-    def is_measured(self) -> bool:
-        return bool(self.slowdowns)
-
-    def slower_by(self, cpu_share: float) -> float:
-        """How many times as long a worker computes with this share of the cores as with all; 1 on a GPU, where it
-        is 0.
-
-        It is a power of the number of workers, whose exponent between two that were measured goes from one's to the
-        other's.
-        """
-        if not 0 < cpu_share < 1:
-            return 1.0
-        workers, known = 1 / cpu_share, sorted(self.slowdowns.items())
-        exponents = [math.log(slowdown) / math.log(count) for count, slowdown in known]
-        counts = [count for count, _ in known]
-        exponent = np.interp(workers, counts, exponents) if known else _THREAD_SCALING
-        return float(workers**exponent)
-
-    def __str__(self) -> str:
-        """What it is based on."""
-        if self.is_measured:
-            return "measured on this machine" + (f"; {self.problem}" if self.problem else "")
-        return f"assumed: {self.problem}" if self.problem else "assumed"
-
-
-ASSUMED = Scaling()
+    return cpu_share**-_THREAD_SCALING if 0 < cpu_share < 1 else 1.0
 
 
 @dataclass(frozen=True)

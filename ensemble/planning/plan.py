@@ -34,32 +34,30 @@ from ensemble.planning.chunks import (
     what_is_left,
 )
 from ensemble.planning.forecast import (
-    ASSUMED,
     Job,
-    Scaling,
     Speed,
     guessed_speed,
     pipelined,
+    slower_by,
     total_seconds,
-    worth_joining,
 )
 from ensemble.planning.placement import MemberFacts, Placement, asked_tokens, fitting, place, rooms
 
 # Side by side is chosen where it promises to be this much faster: a replica on each GPU stays balanced where the
 # promise was wrong.
 _WORTH_CHANGING = 0.98
-# Several workers on a CPU are chosen over one up to this, where memory is plentiful: the layers by which they are
-# measured vary by so much, and one worker leaves cores idle for what it does beside them.  Whole runs of models of
-# 128 to 768 wide took 0.85 to 1.01 of the time where layers promised 0.99.
-_A_TIE = 1.03
-# And where each has so many chunks that the last ones end at about the same time.
-_CHUNKS_EACH = 8
-# How many workers side by side on a CPU are tried, as far as it has the cores.  More are for the user to ask for.
-_BESIDE = (2, 4, 8, 16, 32)
 # What a worker on a GPU takes of its host: torch and transformers imported, and a chunk's token ids; about.
 WORKER_HOST_BYTES = 1 << 30
 _UNMEASURED = Speed(0.0, 0.0, is_measured=False)
 _NO_TIME = Speed(0.0, 0.0, is_measured=True, is_startup_measured=True)
+
+
+@dataclass(frozen=True)
+class CpuChoice:
+    """What a run chose for a member on the CPU: the threads of each worker, and workers at a time."""
+
+    threads: int
+    workers: int
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,8 @@ class MemberPlan:
     (``chunks.in_views``); the table has ``table_rows``.  ``work`` is the text of all of these rows in bytes, as far
     as max_length lets it through, with what each row costs beyond it.
     ``first_replicas`` start before any later member; the others join where a GPU or a part of the CPU is left over.
-    On a CPU each has ``cpu_share`` of the cores, which by ``scaling`` makes it slower.  A member that needs
+    On a CPU each has ``cpu_share`` of the cores, which makes it slower, and ``cpu_threads``; None: as many as its
+    share.  A member that needs
     no worker has neither replicas nor chunks.  One with ``when`` ``waits_for`` the members with a weight
     before it: then ``chunks`` are those of the whole table, and which of their rows it computes comes out in the
     run; the forecast takes ``expected_share`` of them.  ``advice`` is what else could be set, and what it would
@@ -93,7 +92,7 @@ class MemberPlan:
     waits_for: tuple[str, ...] = ()
     expected_share: float = 1.0
     advice: str = ""
-    scaling: Scaling = ASSUMED
+    cpu_threads: int | None = None
 
     @property
     def name(self) -> str:
@@ -115,7 +114,7 @@ class MemberPlan:
     @property
     def slowdown(self) -> float:
         """How many times as long one of its replicas computes as ``speed`` says, which may be of another share."""
-        return self.scaling.slower_by(self.cpu_share) / self.scaling.slower_by(self.speed.cpu_share)
+        return slower_by(self.cpu_share) / slower_by(self.speed.cpu_share)
 
     @property
     def whole_seconds(self) -> float:
@@ -155,9 +154,8 @@ class Plan:
 
     ``hosts`` is how many machines there are whose CPUs take workers, ``cpus`` what :func:`usable_cpus` says of one.
     ``why`` says how members share the devices, where there was a choice.  ``seconds`` is the forecast of the whole
-    run, None where no earlier run has measured every member.  ``cpu_choice`` are the numbers of workers side by
-    side on a CPU between which, and one, ``scaling`` decides; none where there is nothing to decide.  The others
-    are what the plan was made from, as :func:`make_plan` takes it.
+    run, None where no earlier run has measured every member.  The others are what the plan was made from, as
+    :func:`make_plan` takes it.
     """
 
     config: RunConfig = field(repr=False)
@@ -167,23 +165,17 @@ class Plan:
     speeds: Mapping[str, Speed]
     hosts: int
     cpus: int
-    scaling: Scaling
     members: tuple[MemberPlan, ...]
     warnings: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
     why: str = ""
     seconds: float | None = None
-    cpu_choice: tuple[int, ...] = ()
+    cpu_choices: Mapping[str, CpuChoice] = field(default_factory=dict)
 
     def seconds_of(self, jobs: Sequence[Job]) -> float:
         """From now until the last of ``jobs`` ends on its devices."""
         places = dict.fromkeys((gpu.uuid for gpu in self.gpus), self.config.max_workers_per_gpu)
         return total_seconds(jobs, places, self.hosts)
-
-    @property
-    def depends_on_scaling(self) -> bool:
-        """Whether another ``scaling`` could make it another plan, or another forecast."""
-        return bool(self.cpu_choice) or any(one.slowdown != 1.0 for one in self.members if one.needs_worker)
 
     @property
     def jobs(self) -> list[Job]:
@@ -203,11 +195,17 @@ class Plan:
             size, free = size + count * each, free - count * one.cpu_share
         return size
 
-    def again(self, gpus: Sequence[Device], scaling: Scaling | None = None) -> Plan:
-        """The plan of the same run on devices that have changed, or by another scaling."""
+    def again(self, gpus: Sequence[Device], cpu_choices: Mapping[str, CpuChoice] | None = None) -> Plan:
+        """Return the plan of the same run on devices that have changed, or with other ``cpu_choices``."""
         return make_plan(
-            *(self.config, self.facts, gpus, self.host, self.speeds),
-            *(self.hosts, self.cpus, scaling or self.scaling),
+            self.config,
+            self.facts,
+            gpus,
+            host=self.host,
+            speeds=self.speeds,
+            hosts=self.hosts,
+            cpus=self.cpus,
+            cpu_choices=self.cpu_choices if cpu_choices is None else cpu_choices,
         )
 
 
@@ -219,7 +217,7 @@ def make_plan(
     speeds: Mapping[str, Speed] | None = None,
     hosts: int = 1,
     cpus: int = 1,
-    scaling: Scaling = ASSUMED,
+    cpu_choices: Mapping[str, CpuChoice] | None = None,
 ) -> Plan:
     """Decide devices, replicas and chunks for every member.
 
@@ -231,7 +229,7 @@ def make_plan(
         speeds: per member name, as far as an earlier run has measured them.
         hosts: machines whose CPUs take workers.
         cpus: threads of computing that one of these runs at a time.
-        scaling: of the CPUs.
+        cpu_choices: per member name, what the run that goes on chose when it began.
     """
     speeds = speeds or {}
     sharing = config.max_workers_per_gpu
@@ -299,11 +297,21 @@ def make_plan(
                 table_rows=len(known.lengths),
                 waits_for=() if model.when is None else config.deciders(index),
                 expected_share=known.expected_share,
-                scaling=scaling,
             )
         )
-    made_from = (config, facts, tuple(gpus), host, speeds, hosts, cpus, scaling)
-    plan = Plan(*made_from, tuple(members), tuple(warnings), tuple(problems))
+    plan = Plan(
+        config=config,
+        facts=facts,
+        gpus=tuple(gpus),
+        host=host,
+        speeds=speeds,
+        hosts=hosts,
+        cpus=cpus,
+        members=tuple(members),
+        warnings=tuple(warnings),
+        problems=tuple(problems),
+        cpu_choices=cpu_choices or {},
+    )
     if problems:
         return plan
     plan = _beside(_shared(plan))
@@ -317,12 +325,8 @@ def plan_run(
     speeds: Mapping[str, Speed],
     hosts: Sequence[Device],
     trials: Callable[..., Sequence[Trial]],
-    scaling: Callable[[], Scaling],
 ) -> Plan:
     """Plan a run; the arguments are those of ``make_plan``, ``hosts`` the CPUs of nodes, none: this machine's.
-
-    ``scaling`` tells this machine's, which takes milliseconds and is asked where the plan depends on it; what nodes
-    of a cluster have is assumed.
 
     ``trials`` tries devices where they are, as :func:`ensemble.common.device_trials.run_trials` does.
     """
@@ -347,9 +351,15 @@ def plan_run(
         report = trials(gpus[:1], flash_attention=True)[0].report if would_take_it else None
         if report is not None and report.has_flash_attention:
             facts = {**facts, **able}
-    size = (len(hosts), 1) if hosts else (1, usable_cpus())
-    plan = make_plan(config, facts, gpus, host, speeds, *size)
-    return plan.again(plan.gpus, scaling()) if plan.depends_on_scaling and not hosts else plan
+    return make_plan(
+        config,
+        facts,
+        gpus,
+        host=host,
+        speeds=speeds,
+        hosts=len(hosts) or 1,
+        cpus=1 if hosts else usable_cpus(),
+    )
 
 
 def without_done(member: MemberPlan, is_done: npt.NDArray[np.bool_], is_timed: bool) -> MemberPlan:
@@ -401,79 +411,74 @@ def _shared(plan: Plan) -> Plan:
     return replace(plan, why=why, seconds=seconds if working and is_measured else None)
 
 
-def workers_beside(cpus: int) -> tuple[int, ...]:
-    """How many workers side by side on so many cores a plan weighs, ``tune`` tries and a run measures.
-
-    Each has two cores at least, as far as there are more than four: what counts as two is often one with two
-    threads, and a worker each would take as many copies of a model.
-    """
-    most = cpus if cpus <= 4 else cpus // 2
-    return tuple(count for count in _BESIDE if count <= most)
+def auto_workers(cpus: int) -> int:
+    """Return how many workers share so many cores: two cores for each, and two workers on two or three cores."""
+    return max(cpus // 2, min(cpus, 2))
 
 
 def _beside(plan: Plan) -> Plan:
-    """The plan with as many workers side by side on a CPU as end first, each with cores of its own.
+    """Return the plan with workers side by side on a CPU, each with its share of the cores as threads.
 
-    Several with a part of the cores each compute more than one with all of them, but hold more memory; and a member
-    that has little to do is done sooner by all cores.  Between one and several a tie goes to several.  One of which
-    nobody knows what it takes has a CPU to itself.
+    ``cpu_workers: auto`` takes as many as ``auto_workers`` says, as far as chunks and memory go.  A member of which
+    nobody knows what memory it takes then has the CPU to itself.  A member for which the run chose before has the
+    same threads again, unless a key says otherwise or there are too few cores.
     """
-    on_cpu = [one for one in plan.members if one.needs_worker and not one.gpus]
     asked = plan.config.cpu_workers
-    can_share = [one for one in on_cpu if one.placement.footprint is not None or asked != "auto"]
-
-    def with_workers(count: int) -> tuple[Plan, float]:
-        members = list(plan.members)
-        for one in can_share:
-            replicas, first, share = one.replicas, one.first_replicas, min(one.cpu_share, 1 / count)
-            if one.request.replicas == "auto":
-                replicas = min(count * plan.hosts, len(one.chunks))
-                first = math.ceil(replicas / len(on_cpu))
-            members[members.index(one)] = replace(
-                one, replicas=replicas, first_replicas=first, cpu_share=share
-            )
-        made = replace(plan, members=tuple(members))
-        seconds = made.seconds_of(made.jobs)
-        return replace(made, seconds=seconds if plan.seconds else None), seconds
-
-    chunks = sum(len(one.chunks) if one.request.replicas == "auto" else one.replicas for one in can_share)
-    if asked != "auto":
-        # What there is nothing to do for keeps no cores from the others.
-        return with_workers(min(asked, chunks))[0] if min(asked, chunks) > 1 else plan
-    free = 0 if plan.host is None else plan.host.total_bytes - plan.host.used_bytes
-    largest = max(map(_cpu_bytes, can_share), default=free)
-    best, alone = with_workers(1)
-    # As many as there are chunks, and room in memory, and what is not the same plan as one worker.
-    able = (one for one in workers_beside(plan.cpus) if one <= chunks and one * largest <= free)
-    choice = {
-        workers: found for workers in able if (found := with_workers(workers))[0].members != best.members
-    }
-    if not choice:
-        return best if can_share else plan
-    # Where all of the run is shared, and takes long: else the time of something else makes anything a tie.
-    may_tie = sum(one.request.replicas == "auto" for one in can_share) == len(plan.jobs) and any(
-        worth_joining(one.job.compute_seconds, one.job.startup_seconds) for one in can_share
+    on_cpu = [member for member in plan.members if member.needs_worker and not member.gpus]
+    can_share = [member for member in on_cpu if member.placement.footprint is not None or asked != "auto"]
+    if not on_cpu:
+        return plan
+    chunks = sum(
+        len(member.chunks) if member.request.replicas == "auto" else member.replicas for member in can_share
     )
-    best_seconds, why = alone, _in_words(plan.cpus, max(one.cpu_share for one in can_share))
-    for workers, (made, seconds) in choice.items():
-        is_tie = may_tie and 2 * workers * largest <= free and chunks >= _CHUNKS_EACH * workers
-        if seconds > (_A_TIE * alone if is_tie else _WORTH_CHANGING * min(alone, best_seconds)):
-            continue
-        best, best_seconds, may_tie = made, seconds, False
-        other = "one after the other" if len(on_cpu) > 1 else "one on all of them"
-        gain = f"{1 - seconds / alone:.0%} sooner than {other}"
-        if seconds > _WORTH_CHANGING * alone:
-            gain = f"layers take as long as by {other}, and the rest is done side by side"
-        why = f"{_in_words(plan.cpus, 1 / workers)}: {gain}"
-    why += f" (what more workers with fewer cores each are worth is {plan.scaling})"
-    return replace(best, why="; ".join(filter(None, (plan.why, why))), cpu_choice=tuple(choice))
+    free = 0 if plan.host is None else plan.host.total_bytes - plan.host.used_bytes
+    room = free // max(_cpu_bytes(member) for member in on_cpu)
+    most = min(auto_workers(plan.cpus), room) if asked == "auto" else asked
+    workers = max(1, min(most, chunks))
+    members = list(plan.members)
+    for member in can_share:
+        replicas, first_replicas = member.replicas, member.first_replicas
+        if member.request.replicas == "auto":
+            replicas = min(workers * plan.hosts, len(member.chunks))
+            first_replicas = math.ceil(replicas / len(on_cpu))
+        members[member.index] = replace(
+            member,
+            replicas=replicas,
+            first_replicas=first_replicas,
+            cpu_share=min(member.cpu_share, 1 / workers),
+        )
+    if asked == "auto":
+        for member in on_cpu:
+            members[member.index] = _as_chosen(plan, members[member.index], len(on_cpu), max(1, room))
+    made = replace(plan, members=tuple(members))
+    smallest = min((members[member.index] for member in on_cpu), key=lambda member: member.cpu_share)
+    if (at_a_time := round(1 / smallest.cpu_share)) > 1:
+        each = plural(smallest.cpu_threads or threads_of(plan.cpus, smallest.cpu_share), "core")
+        takes = f"{at_a_time} workers at a time on the CPU, {each} each"
+        takes += f", take about {gib(made.host_bytes)} of memory"
+        made = replace(made, why="; ".join(filter(None, (plan.why, takes))))
+    return replace(made, seconds=made.seconds_of(made.jobs) if plan.seconds else None)
 
 
-def _in_words(cpus: int, share: float) -> str:
-    """How many workers have such a share of a CPU's cores each."""
-    if (workers := round(1 / share)) == 1:
-        return f"one worker at a time on the CPU, with all of its {cpus} cores"
-    return f"{workers} workers at a time on the CPU, {plural(threads_of(cpus, share), 'core')} each"
+def _as_chosen(plan: Plan, member: MemberPlan, members: int, room: int) -> MemberPlan:
+    """Return the member with the threads and workers that the run chose for it when it began, if there are any.
+
+    Args:
+        members: how many of them share the CPU.
+        room: how many workers memory holds.
+    """
+    choice = plan.cpu_choices.get(member.name)
+    if choice is None or member.request.replicas != "auto" or choice.threads > plan.cpus:
+        return member
+    at_a_time = min(choice.workers, plan.cpus // choice.threads, room)
+    replicas = min(at_a_time, len(member.chunks))
+    return replace(
+        member,
+        replicas=replicas,
+        first_replicas=math.ceil(replicas / members),
+        cpu_share=1 / at_a_time,
+        cpu_threads=choice.threads,
+    )
 
 
 def _cpu_bytes(member: MemberPlan) -> int:

@@ -125,7 +125,6 @@ class Dispatcher:
         state = worker.state
         if not state.pending or state.failure is not None or worker.fault is not None:
             return None
-        worker.told(None)
         if self.deadline is None:
             return state.take(state.pending.first())
         for rank in RANKS:
@@ -154,12 +153,3 @@ class Dispatcher:
         )
         awaited = (one for one in self.members if one.plan.name in state.plan.waits_for)
         return not is_wanted and any(one.running for one in awaited)
-
-    def send_hint(self, worker: RunningWorker) -> None:
-        """Let it make the token ids of its next rows while it computes or loads."""
-        state = worker.state
-        worker.told(None)
-        if state.pending:
-            chunk = state.pending.first()
-            worker.told(chunk)
-            worker.handle.send(state.hint_of(chunk))

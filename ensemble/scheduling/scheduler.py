@@ -204,13 +204,10 @@ class Scheduler:
         return self._clock() - self._began
 
     def _start_workers(self) -> None:
-        loading: set[str] | None = None
         while (found := self._dispatcher.next_lease()) is not None:
             state, devices = found
-            if loading is None:
-                loading = {one.state.plan.name for one in self._workers if not one.is_ready}
             try:
-                worker = self._standbys.worker_for(state, devices, len(loading - {state.plan.name}))
+                worker = self._standbys.worker_for(state, devices)
             except OSError as error:
                 self._pool.release(devices, state.plan.placement.places)
                 self._retry.fail(state, f"could not start a worker: {error}")
@@ -221,9 +218,7 @@ class Scheduler:
             state.worker_began(worker.record)
             self._workers.append(worker)
             self._by_handle[worker.handle] = worker
-            loading.add(state.plan.name)
             log.info("%s has %s as process %s", worker.name, worker.record.devices, worker.record.process)
-            self._dispatcher.send_hint(worker)
             worker.handle.send(Load())
 
     def _receive(self, worker: RunningWorker, now: float) -> None:
@@ -295,7 +290,6 @@ class Scheduler:
         worker.chunk, worker.stepped_at = chunk, now
         worker.seconds_left = self._deadline.seconds_left if self._deadline is not None else 0.0
         worker.handle.send(worker.state.command_of(chunk))
-        self._dispatcher.send_hint(worker)
         self.gaps.begin(worker.name, worker.state.plan.name, worker.record.devices, now)
 
     def _check(self, worker: RunningWorker, now: float) -> None:
@@ -317,7 +311,6 @@ class Scheduler:
         self._workers.remove(worker)
         del self._by_handle[worker.handle]
         ended, record, state = worker.handle.close(), worker.record, worker.state
-        worker.told(None)
         state.worker_ended(record, ended.code, round(self._elapsed() - record.leased_after_seconds, 3))
         self.gaps.end(worker.name, self._clock())
         is_suspect = not worker.is_ready and state.failure is None

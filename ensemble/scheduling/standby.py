@@ -1,7 +1,7 @@
 """Workers that stand by: processes of the next members, begun while others still compute.
 
-One that stands by has its libraries, its tokenizer and the token ids of its first rows, but no model, no lease and
-no CUDA context: it takes memory of the host alone.  It is pinned to the devices that will probably come free.
+One that stands by has its libraries and its tokenizer, but no model, no lease and no CUDA context: it takes memory
+of the host alone.  It is pinned to the devices that will probably come free.
 Nothing depends on it: where it fails, or where other devices come free, a fresh worker does the same.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 
 from ensemble.common.gpus import Device
 from ensemble.common.protocol import ProtocolError
@@ -19,8 +18,6 @@ from ensemble.planning.plan import WORKER_HOST_BYTES
 from ensemble.scheduling.launchers.base import Launcher
 from ensemble.scheduling.state import MemberState, RunHooks, RunningWorker, WorkerRecord
 
-# Of the memory that is available, what weight files may fill of the page cache.
-_PRELOAD_SHARE = 0.75
 log = logging.getLogger(__name__)
 
 
@@ -49,16 +46,12 @@ class Standbys:
             available = self._launcher.available_memory(devices)
             if available is not None and available < (2 + growing) * WORKER_HOST_BYTES:
                 return
-            preload_bytes = _preload_bytes((available or 0) - growing * WORKER_HOST_BYTES)
             try:
-                worker = self._start(state, devices, preload_bytes)
+                worker = self._start(state, devices)
             except OSError as error:
                 self._failed.add(state.plan.name)
                 log.info("no worker of %s can stand by: %s", state.plan.name, error)
                 continue
-            following = islice(state.pending, self._standing[state.plan.name], None)
-            if (chunk := next(following, None)) is not None:
-                worker.handle.send(state.hint_of(chunk))
             self._workers.append(worker)
             self._standing[state.plan.name] += 1
             log.info("%s stands by for %s", worker.name, [device.uuid for device in devices])
@@ -67,11 +60,8 @@ class Standbys:
         """What those of a member wait for, the earliest first."""
         return (worker.devices for worker in self._workers if worker.state is state)
 
-    def worker_for(self, state: MemberState, devices: tuple[Device, ...], loading: int = 0) -> RunningWorker:
+    def worker_for(self, state: MemberState, devices: tuple[Device, ...]) -> RunningWorker:
         """A worker of this member that sees just these devices: one that stands by, or else a fresh one.
-
-        Args:
-            loading: other members that load now, and want the page cache, too.
 
         Raises:
             OSError: none could be started.
@@ -81,9 +71,7 @@ class Standbys:
                 self._workers.remove(worker)
                 self._standing[state.plan.name] -= 1
                 return worker
-        # Loading onto a GPU waits for the disk; on a CPU both would want the same cores.
-        available = self._launcher.available_memory(devices) if devices else None
-        return self._start(state, devices, _preload_bytes((available or 0) // (1 + loading)))
+        return self._start(state, devices)
 
     def end_all(self) -> None:
         """None of them outlives this call."""
@@ -137,17 +125,23 @@ class Standbys:
         first = min(state.plan.first_replicas, state.max_replicas)
         return first - state.running - self._standing[state.plan.name]
 
-    def _start(self, state: MemberState, devices: tuple[Device, ...], preload_bytes: int) -> RunningWorker:
+    def _start(self, state: MemberState, devices: tuple[Device, ...]) -> RunningWorker:
         replica = next(state.replica_numbers)
-        start = self._run.worker_start(state.plan, replica, devices, preload_bytes)
+        start = self._run.worker_start(state.plan, replica, devices)
         handle = self._launcher.start(start)
         cpu = f"cpu on {handle.on_node}" if handle.on_node else "cpu"
         uuids = tuple(device.uuid for device in devices) or (cpu,)
-        leased = round(self._elapsed(), 3)
-        # Below 0: before workers could begin.
-        began = round(leased - handle.began_before_seconds, 3)
-        who = (state.plan.name, replica, uuids, handle.process, shown_path(start.log))
-        record = WorkerRecord(*who, began, leased, node=handle.on_node)
+        now = round(self._elapsed(), 3)
+        record = WorkerRecord(
+            member=state.plan.name,
+            replica=replica,
+            devices=uuids,
+            process=handle.process,
+            log_path=shown_path(start.log),
+            started_after_seconds=now,
+            leased_after_seconds=now,
+            node=handle.on_node,
+        )
         log.info("%s-%d started as process %s", state.plan.name, replica, handle.process)
         return RunningWorker(state, handle, record, devices)
 
@@ -166,8 +160,3 @@ class Standbys:
         worker.handle.terminate()
         ended = worker.handle.close()
         log.info("%s no longer stands by: %s (exit code %d)", worker.name, why, ended.code)
-
-
-def _preload_bytes(available_bytes: int) -> int:
-    """What a worker that is to start now may read ahead of its weights."""
-    return max(0, int((available_bytes - WORKER_HOST_BYTES) * _PRELOAD_SHARE))

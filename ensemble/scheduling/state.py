@@ -22,7 +22,6 @@ from ensemble.common.protocol import (
     Failed,
     Heartbeat,
     Predict,
-    Prepare,
     Progress,
     Ready,
     Started,
@@ -85,10 +84,9 @@ class FaultRecord:
 class WorkerRecord:
     """What one worker did, for run.json; times in seconds, memory in bytes.
 
-    ``devices`` are UUIDs, or "cpu" with its node. ``started_after_seconds`` is when its process began, below 0
-    where that was before workers could; ``leased_after_seconds`` when it got its devices: later where it stood
-    by before. ``life_seconds`` count from the lease. ``process`` is the launcher's name for it, ``node`` the
-    one that it runs on, if any.
+    ``devices`` are UUIDs, or "cpu" with its node. ``started_after_seconds`` is when its process began,
+    ``leased_after_seconds`` when it got its devices: later where it stood by before. ``life_seconds`` count from
+    the lease. ``process`` is the launcher's name for it, ``node`` the one that it runs on, if any.
     """
 
     member: str
@@ -366,10 +364,6 @@ class MemberState:
         """What tells a worker to compute it."""
         return Predict(chunk.index, chunk.start, chunk.stop, self._travelling(chunk))
 
-    def hint_of(self, chunk: Chunk) -> Prepare:
-        """What tells a worker that it will probably come next."""
-        return Prepare(chunk.start, chunk.stop, self._travelling(chunk))
-
     def row_text(self, row: int) -> str:
         """What messages call a row that it computes: its place in the table, and in which view."""
         if not (views := self.plan.model.counted_views):
@@ -477,7 +471,6 @@ class RunningWorker:
     devices: tuple[Device, ...]  # that it sees; its own once it has been told to load
     chunk: Chunk | None = None  # what it computes
     writing: dict[int, Chunk] = field(default_factory=dict)  # what it has computed and writes, by number
-    hint: Chunk | None = None  # what it was told would probably come next
     is_waiting: bool = False  # it has nothing to do until more rows of its member are known
     is_stopping: bool = False  # it was told to stop
     failed: Failed | None = None  # why it said it cannot go on
@@ -507,11 +500,6 @@ class RunningWorker:
         """It is to end by then, if it was told to stop; what it still writes has as long as any step."""
         if self.is_stopping and not self.writing:
             self.exit_by = self.exit_by or by
-
-    def told(self, chunk: Chunk | None) -> None:
-        """It knows that this chunk will probably be its next one; None: it knows of none."""
-        self.state.pending.tell(self.hint, chunk)
-        self.hint = chunk
 
     def drop(self, chunk: Chunk) -> None:
         """It has this chunk no longer."""
@@ -578,9 +566,7 @@ class RunningWorker:
 class RunHooks(Protocol):
     """What the scheduler wants of the run that it works for."""
 
-    def worker_start(
-        self, member: MemberPlan, replica: int, devices: Sequence[Device], preload_bytes: int
-    ) -> WorkerStart:
+    def worker_start(self, member: MemberPlan, replica: int, devices: Sequence[Device]) -> WorkerStart:
         """What a worker is started with; raises OSError where its files cannot be made."""
 
     def say(self, text: str) -> None: ...

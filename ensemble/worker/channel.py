@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from ensemble.common.clock import Watch
-from ensemble.common.protocol import Command, Event, Heartbeat, Prepare, Stop, decode, encode
+from ensemble.common.protocol import Command, Event, Heartbeat, Stop, decode, encode
 
 INTERVAL_SECONDS = 2.0
 
@@ -82,15 +82,11 @@ class CommandReader:
     """Commands as they arrive on standard input, which itself becomes empty, so that no library can wait on it.
 
     The heartbeat is told when the main thread waits, and when it has got a command.
-
-    Attributes:
-        on_prepare: once set, hints go straight there, in the reading thread: the main one computes meanwhile.
     """
 
     def __init__(self, heartbeat: HeartbeatThread) -> None:
         self._heartbeat = heartbeat
         self._arrived: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self.on_prepare: Callable[[Prepare], None] | None = None
 
     def start(self) -> None:
         """Begin to read."""
@@ -115,10 +111,6 @@ class CommandReader:
         try:
             with os.fdopen(commands_fd, encoding="utf-8") as lines:
                 for line in lines:
-                    command = decode(line)
-                    if isinstance(command, Prepare) and self.on_prepare is not None:
-                        self.on_prepare(command)
-                    else:
-                        self._arrived.put(command)
+                    self._arrived.put(decode(line))
         finally:
             os._exit(1)  # the parent has gone or talks nonsense: there is nobody to compute for

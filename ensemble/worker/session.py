@@ -20,20 +20,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from ensemble.common.files import check_unchanged, open_log
-from ensemble.common.host import asked_threads
+from ensemble.common.files import check_unchanged
 from ensemble.common.protocol import (
-    Become,
     ChunkFailed,
     Closed,
-    Command,
     Computed,
     Event,
-    Expect,
     Failed,
     Load,
     Predict,
-    Prepare,
     Progress,
     Start,
     Started,
@@ -42,7 +37,7 @@ from ensemble.common.protocol import (
 from ensemble.common.python_process import keep_pandas_out
 from ensemble.common.redact import Redactor, guard_output
 from ensemble.common.torch_errors import Verdict, classify, one_line
-from ensemble.members.predictor import Child, EarlyChild
+from ensemble.members.predictor import Child
 from ensemble.worker.channel import CommandReader, HeartbeatThread
 
 if TYPE_CHECKING:
@@ -78,21 +73,14 @@ def serve(
     try:
         arriving = iter(commands)
         start = next(arriving)
-        if isinstance(start, Expect):
-            guard_output(redact)
-            start, waited_seconds = _expect(start, arriving)
-            began += waited_seconds
         assert isinstance(start, Start), start
         redact = Redactor(os.environ, start.spec.settings)
         guard_output(redact)
         session = Session(start, send_redacted, heartbeat, began, commands.stop)
-        commands.on_prepare = session.prepare
         for command in arriving:
             if isinstance(command, Stop):
                 break
-            if isinstance(command, Prepare):
-                session.prepare(command)
-            elif isinstance(command, Load):
+            if isinstance(command, Load):
                 session.load()
             elif isinstance(command, Predict):
                 chunk = command.chunk
@@ -121,39 +109,6 @@ def serve(
         send_redacted(Failed(type(error).__name__, one_line(error, redact), trace, chunk, can_retry))
         return 1
     return 0
-
-
-def _expect(expected: Expect, arriving: Iterator[Command]) -> tuple[Command, float]:
-    """Import what a member that is not known yet will take, then become its worker.
-
-    Returns:
-        the next command, and how many seconds there was nothing to do.
-
-    Raises:
-        Exception: whatever an import raises, once the member is known.
-    """
-    failed: Exception | None = None
-    try:
-        cast(Child, importlib.import_module(expected.kind)).import_libraries()
-    except Exception as error:
-        failed = error
-    waits_since = time.monotonic()
-    become = next(arriving)
-    assert isinstance(become, Become), become
-    waited_seconds = time.monotonic() - waits_since
-    os.environ.update(become.environment)
-    for task in Path("/proc/self/task").iterdir() if become.cpus else ():
-        with contextlib.suppress(OSError):  # the thread has ended, or a core has gone
-            os.sched_setaffinity(int(task.name), become.cpus)
-    with open_log(Path(become.log)) as log:
-        with contextlib.suppress(OSError):  # as what it prints later is dropped where the disk is full
-            os.write(log.fileno(), os.pread(1, os.fstat(1).st_size, 0))
-        for number in (1, 2):
-            os.dup2(log.fileno(), number)
-    start = next(arriving)
-    if failed is not None:
-        raise failed
-    return start, waited_seconds
 
 
 class Session:
@@ -190,9 +145,6 @@ class Session:
         self._writing: Future[None] | None = None
         child = cast(Child, importlib.import_module(start.spec.kind))
         versions = {"python": platform.python_version(), **child.import_libraries()}
-        if isinstance(child, EarlyChild) and (threads := asked_threads()):
-            # Also of one that knew them before: in the same way for all, whose numbers are the same then.
-            child.set_threads(threads)
         # Not before: some libraries must be the first to import numpy or pyarrow.
         keep_pandas_out()
         import numpy as np
@@ -210,13 +162,7 @@ class Session:
             table = PublishedTable(Path(self._common.table_path), views)
             self._table_rows = table.rows
             self.predictor = child.make_predictor(self._common, start.spec.settings, table)
-        if start.preload_bytes:
-            self.predictor.preload(start.preload_bytes)
         self._making_seconds = time.monotonic() - making_since
-
-    def prepare(self, hint: Prepare) -> None:
-        """Pass a hint on; from any thread."""
-        self.predictor.prepare(self._rows(hint))
 
     def load(self) -> None:
         """Put the member on its devices; raises what making a session does."""
@@ -265,7 +211,7 @@ class Session:
         self._send(Computed(command.chunk))
         self._writing = self._writer.submit(write)
 
-    def _rows(self, command: Prepare | Predict) -> npt.NDArray[np.int64]:
+    def _rows(self, command: Predict) -> npt.NDArray[np.int64]:
         if command.rows is None:
             return self._order[command.start : command.stop]
         import numpy as np

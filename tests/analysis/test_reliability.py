@@ -1,4 +1,4 @@
-"""Reliability, coverage and confusions, held against scikit-learn and SciPy."""
+"""Reliability diagrams and overconfidence, compared with scikit-learn and SciPy."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest, norm, sem
 from sklearn.calibration import calibration_curve
-from sklearn.metrics import confusion_matrix
 
-from ensemble.analysis.reliability import confusions, coverage, overconfidence, reliability
+from ensemble.analysis.reliability import overconfidence, reliability
 
 ROWS = 70_000
 
@@ -67,37 +66,9 @@ def test_the_interval_of_a_calibrated_member_holds_0_as_often_as_it_says() -> No
     assert binomtest(held, tries, 0.95).pvalue > 1e-4
 
 
-def test_probabilities_as_truth_count_as_they_are_and_none_leaves_counts() -> None:
+def test_probabilities_as_truth_count_as_they_are() -> None:
     values, truth = probabilities(3), probabilities(3, seed=9)
     found = reliability(values, "softmax", truth)
     expected = truth[np.arange(ROWS), values.argmax(axis=1)].mean()
     assert np.nansum(found.accuracy * found.counts) / ROWS == pytest.approx(expected)
-    without = reliability(values, "softmax")
-    assert (without.counts == found.counts).all()
-    assert np.isnan(without.accuracy).all()
-    assert np.isnan(without.low).all()
     assert np.isnan(found.accuracy[found.counts == 0]).all()
-
-
-def test_the_most_certain_rows_come_first_and_equal_ones_count_with_their_mean() -> None:
-    confidence = np.array([0.9, 0.5, 0.5, 0.5, 0.5, 0.2])
-    right = np.array([1.0, 1.0, 0.0, 1.0, 0.0, 0.0])
-    found = coverage(confidence, right, points=6)
-    assert found.shares == pytest.approx(np.arange(1, 7) / 6)
-    assert found.accuracy == pytest.approx([1, 1.5 / 2, 2 / 3, 2.5 / 4, 3 / 5, 3 / 6])
-    assert found.thresholds.tolist() == [0.9, 0.5, 0.5, 0.5, 0.5, 0.2]
-    assert coverage(confidence[:1], right[:1]).shares.tolist() == [1.0]
-
-
-def test_confusions_are_those_of_scikit_learn_the_most_frequent_first() -> None:
-    values = probabilities(5)
-    truth = np.random.default_rng(1).integers(0, 5, ROWS)
-    worst, counts = confusions(values, truth, most=4)
-    expected = confusion_matrix(truth, values.argmax(axis=1))
-    assert (counts == expected).all()
-    np.fill_diagonal(expected, 0)
-    assert [one.rows for one in worst] == sorted(expected.ravel().tolist(), reverse=True)[:4]
-    assert worst[0].share == pytest.approx(
-        expected[worst[0].true, worst[0].first] / (truth == worst[0].true).sum()
-    )
-    assert confusions(np.eye(3), np.arange(3))[0] == []

@@ -90,7 +90,6 @@ def calls_of_dispatch(rows: int, workers: int, views: int, is_timed: bool) -> in
             for worker in running:
                 if (chunk := dispatcher.next_chunk(worker)) is None:
                     break
-                dispatcher.send_hint(worker)
                 state.advance(Progress(chunk.index, 1, 1, 1))
                 worker.drop(chunk)
                 state.complete(chunk, computed(state.command_of(chunk)))

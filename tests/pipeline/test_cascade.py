@@ -171,9 +171,6 @@ def test_what_a_member_gained_of_labels_that_do_not_exclude_each_other(project: 
     assert found["difference_over_all"] == pytest.approx((whole - alone).sum() / 80, abs=1e-12)
     assert f"log loss is {whole.mean():.4f} with it and {alone.mean():.4f} without it" in printed
     assert "accuracy" not in printed
-    page = " ".join((project.folder / "out/report.html").read_text().split())
-    assert f"{alone.mean():.4f}" in page
-    assert "accuracy with it" not in page
 
 
 @pytest.mark.long

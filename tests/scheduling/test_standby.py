@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ensemble.common.protocol import Predict, Prepare
+from ensemble.common.protocol import Predict
 from ensemble.planning.plan import WORKER_HOST_BYTES, make_plan
 from ensemble.scheduling.deadline import Deadline
 from ensemble.scheduling.scheduler import Scheduler
@@ -45,7 +45,6 @@ def test_the_next_member_stands_by_and_loads_only_when_the_device_is_free() -> N
     assert [launched.member for launched in watch.launched] == ["m0", "m1", "m2"]
     assert watch.still_running == [[], ["m0"], ["m1"]], "each began while the one before it computed"
     assert [used(state) for state in states] == [[("GPU-0",)]] * 3
-    assert all(launched.preload > 0 for launched in watch.launched)
     for before, after in pairwise(states):
         (first,), (second,) = before.workers, after.workers
         assert first.life_seconds is not None
@@ -53,10 +52,7 @@ def test_the_next_member_stands_by_and_loads_only_when_the_device_is_free() -> N
         assert second.leased_after_seconds >= first.leased_after_seconds + first.life_seconds - 0.01
         assert second.start_seconds == 0.02, "what it said while it stood by is not lost"
     (second_worker,) = watch.of("m1")
-    assert kinds(second_worker)[:4] == ["Prepare", "Prepare", "Load", "Predict"]
-    hint, chunk = second_worker.got[0], next(one for one in second_worker.got if isinstance(one, Predict))
-    assert isinstance(hint, Prepare)
-    assert (hint.start, hint.stop) == (chunk.start, chunk.stop)
+    assert kinds(second_worker)[:2] == ["Load", "Predict"]
 
 
 def test_nobody_stands_by_on_the_cpu_or_where_the_config_says_no() -> None:
@@ -67,8 +63,6 @@ def test_nobody_stands_by_on_the_cpu_or_where_the_config_says_no() -> None:
         )
         assert all(state.finished for state in states)
         assert watch.still_running == [[], []]
-        # Loading waits for the disk there, and computes here.
-        assert [launched.preload > 0 for launched in watch.launched] == [bool(devices)] * 2
 
 
 def test_nobody_stands_by_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +71,6 @@ def test_nobody_stands_by_where_memory_is_short(monkeypatch: pytest.MonkeyPatch)
     states = schedule(plan_of([4, 4], [1, 1], one), one, on_launch=watch)
     assert all(state.finished for state in states)
     assert watch.still_running == [[], []]
-    assert [launched.preload for launched in watch.launched] == [0, 0]
 
 
 def test_each_replica_of_the_next_member_stands_by_for_a_device_of_its_own() -> None:
@@ -88,8 +81,6 @@ def test_each_replica_of_the_next_member_stands_by_for_a_device_of_its_own() -> 
     assert [one.member for one in standing_by] == ["m1", "m1"]
     assert {one.devices for one in standing_by} == {("GPU-0",), ("GPU-1",)}
     assert {one.process for one in second.workers} == {one.worker.process for one in standing_by}
-    hints = [one.worker.got[0] for one in standing_by]
-    assert hints[0] != hints[1], "not the same rows for both"
     assert len({record.replica for record in second.workers}) == 2
 
 
@@ -194,22 +185,6 @@ def test_a_member_that_another_run_has_done_or_that_failed_has_nobody_standing_b
     done = replace(plan.members[1], chunks=())
     schedule(replace(plan, members=(plan.members[0], done, plan.members[2])), one, on_launch=watch)
     assert [one.member for one in watch.launched] == ["m0", "m2"]
-
-
-def test_each_worker_is_told_of_rows_that_no_other_is_told_of() -> None:
-    two, watch = gpus(2), Watch()
-    (state,) = schedule(plan_of([30], [2], two), two, on_launch=watch)
-    assert state.finished
-    assert sum(record.counters.rows for record in state.workers) == 30
-    for launched in watch.launched:
-        commands = launched.worker.got
-        predicted = [one for one in commands if isinstance(one, Predict)]
-        told = [one for one in commands if isinstance(one, Prepare)]
-        right = sum(
-            (hint.start, hint.stop) == (chunk.start, chunk.stop)
-            for hint, chunk in zip(told, predicted, strict=False)
-        )
-        assert right == len(predicted), "what it was told came"
 
 
 def test_a_chunk_is_handed_out_while_the_one_before_it_is_written() -> None:

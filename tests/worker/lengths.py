@@ -28,10 +28,6 @@ def make_predictor(common: CommonSpec, settings: Mapping[str, Any], table: Publi
 class Lengths(Predictor):
     def __init__(self, column: str, scale_path: Path, labels: tuple[str, ...], table: PublishedTable) -> None:
         self._column, self._scale_path, self._labels, self._table = column, scale_path, labels, table
-        self._hints: list[list[int]] = []
-
-    def prepare(self, rows: npt.NDArray[np.int64]) -> None:
-        self._hints.append(rows.tolist())
 
     def load(self) -> Ready:
         self._scale = float(self._scale_path.read_text())
@@ -49,4 +45,4 @@ class Lengths(Predictor):
         return Prediction(values, bad, Counters(batches=1), advice="raise the scale")
 
     def close(self) -> None:
-        print(f"hints: {self._hints}; imported: {[name for name in HEAVY if name in sys.modules]}")  # noqa: T201
+        print(f"closed; imported: {[name for name in HEAVY if name in sys.modules]}")  # noqa: T201

@@ -64,9 +64,7 @@ def test_blocks_are_read_in_the_background(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(module, "_MAX_BLOCK_ROWS", 3)
     member = make_member(folder, paths, gpus=1)  # torch has none: only the reading goes by it
-    member.prepare(np.arange(10))
-    for rows, hinted in ((range(10), range(10, 17)), (range(10, 17), range(2)), (range(5, 7), range(2))):
-        member.prepare(np.array(hinted))
+    for rows in (range(10), range(10, 17), range(5, 7)):
         values, bad_rows, counters = predict(member, rows)
         np.testing.assert_allclose(values, expected[rows.start : rows.stop], atol=2e-6)
         assert not bad_rows

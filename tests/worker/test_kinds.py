@@ -23,7 +23,6 @@ from ensemble.common.protocol import (
     Heartbeat,
     Load,
     Predict,
-    Prepare,
     Ready,
     Start,
     Started,
@@ -52,7 +51,7 @@ def start(folder: Path, files: Sequence[Path] = ()) -> Start:
     )
     (folder / "scale").write_text("4")
     settings = {"column": "text", "scale_path": str(folder / "scale")}
-    return Start(WorkerSpec(common, "tests.worker.lengths", settings), preload_bytes=1000)
+    return Start(WorkerSpec(common, "tests.worker.lengths", settings))
 
 
 def answers(folder: Path, commands: Sequence[Command]) -> tuple[int, list[Event]]:
@@ -75,7 +74,7 @@ def answers(folder: Path, commands: Sequence[Command]) -> tuple[int, list[Event]
 
 
 def test_a_kind_of_another_package_predicts_without_torch(tmp_path: Path) -> None:
-    commands = (Prepare(0, 3), Load(), Predict(0, 0, 4), Predict(1, 4, 5), Predict(2, 2, 3), Stop())
+    commands = (Load(), Predict(0, 0, 4), Predict(1, 4, 5), Predict(2, 2, 3), Stop())
     code, events = answers(tmp_path, [start(tmp_path), *commands])
     log = (tmp_path / "log").read_text()
     assert code == 0, log
@@ -100,7 +99,7 @@ def test_a_kind_of_another_package_predicts_without_torch(tmp_path: Path) -> Non
     closed = events[-1]
     assert isinstance(closed, Closed)
     assert closed.peak_gpu_memory_bytes is None
-    assert "hints: [[2, 1, 0]]; imported: []" in log
+    assert "closed; imported: []" in log
 
 
 def test_its_files_are_those_that_the_run_has_begun_with(tmp_path: Path) -> None:

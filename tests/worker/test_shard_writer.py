@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ensemble.common.errors import WriteError
-from ensemble.common.protocol import ChunkDone, Computed, Counters, Event, Predict, Prepare, Ready
+from ensemble.common.protocol import ChunkDone, Computed, Counters, Event, Predict, Ready
 from ensemble.members.predictor import Prediction
 from ensemble.worker.session import Session
 from ensemble.worker.shard_writer import write_shard
@@ -135,13 +135,12 @@ def test_a_prediction_of_another_shape_is_refused(tmp_path: Path) -> None:
     assert list((tmp_path / "shards").iterdir()) == []
 
 
-def test_ids_made_for_another_length_are_thrown_away(tmp_path: Path, told: Told) -> None:
+def test_ids_are_made_for_the_length_of_the_loaded_model(tmp_path: Path, told: Told) -> None:
     """The positions of a model are known only once it is loaded."""
     folder = make_checkpoint(tmp_path / "m", "gpt2", LABELS)
     texts = ["a person who works " * 60, "any of various plants"]
     spec = worker_spec(folder, gpus=1, max_length=300, **publish(tmp_path, {"text": texts}))
     session = make_session(spec, told)
-    session.prepare(Prepare(0, 2))
     session.load()
     assert told.ready().max_length == 128
     session.predict(Predict(0, 0, 2))
@@ -150,15 +149,3 @@ def test_ids_made_for_another_length_are_thrown_away(tmp_path: Path, told: Told)
     assert (done.counters.truncated_rows, done.bad_rows) == (1, ())
     second = predictor(spec)._prompts[0].encode([{"text": texts[1]}])
     assert done.counters.tokens == 128 + len(second.inputs["input_ids"][0])
-
-
-def test_a_hint_before_loading_is_used(tmp_path: Path, told: Told) -> None:
-    folder = make_checkpoint(tmp_path / "m", "llama", LABELS)
-    session = make_session(worker_spec(folder, gpus=1, **publish(tmp_path, {"text": TEXTS})), told)
-    session.prepare(Prepare(0, 40))
-    session.load()
-    # These rows have their token ids by now.
-    session.predictor._prompts = None  # type: ignore[attr-defined]
-    session.predict(Predict(0, 0, 40))
-    session.wait()
-    assert told.done()[0][1].counters.batches > 0

@@ -44,7 +44,6 @@ class CausalLanguageModel(TextCheckpoint[CausalSettings]):
 
     Settings: ClassVar[type[MemberConfig]] = CausalSettings
     child: ClassVar[str] = "ensemble.members.causal_lm.child"
-    can_begin_early: ClassVar[bool] = True
     auto_class: ClassVar[str] = LANGUAGE_MODEL
 
     @classmethod

@@ -7,18 +7,16 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from ensemble.common.protocol import CommonSpec
-from ensemble.members.huggingface.loading import lazy_imports
+from ensemble.members.huggingface.loading import libraries
 from ensemble.members.image_cls.spec import ImageSpec
 
 if TYPE_CHECKING:
     from ensemble.data.published_table import PublishedTable
     from ensemble.members.predictor import Predictor
 
-set_threads = lazy_imports.set_threads
-
 
 def import_libraries() -> Mapping[str, str]:
-    versions = lazy_imports.import_libraries("ensemble.members.image_cls.predictor")
+    versions = libraries.import_libraries("ensemble.members.image_cls.predictor")
     return {**versions, "pillow": version("pillow")}
 
 

@@ -46,7 +46,6 @@ class ImageClassification(HuggingFaceMember[ImageClassifierSettings, ImageCheckp
 
     Settings: ClassVar[type[MemberConfig]] = ImageClassifierSettings
     child: ClassVar[str] = "ensemble.members.image_cls.child"
-    can_begin_early: ClassVar[bool] = True
     activation_key: ClassVar[str] = "problem_type"
     auto_class: ClassVar[str] = IMAGE_CLASSIFIER
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -102,10 +102,6 @@ class ImageClassifierMember(CheckpointMember[ImageSpec, EncodedImages]):
         self._warmup = self._first_images(table)
         size = max(sum(array.nbytes for array in one.values()) for one in self._warmup.inputs)
         self._block_rows = min(_MAX_BLOCK_ROWS, max(1, _BLOCK_BYTES // size))
-        self._change = threading.Lock()
-        # While blocks of a chunk are still to be read, what comes behind them.
-        self._reads_chunk = False
-        self._behind: npt.NDArray[np.int64] | None = None
 
     def _first_images(self, table: PublishedTable) -> EncodedImages:
         """The first of the table's images that can be read; where none can, one of noise."""
@@ -116,15 +112,7 @@ class ImageClassifierMember(CheckpointMember[ImageSpec, EncodedImages]):
         noise = np.random.default_rng(0).integers(0, 256, (224, 224, 3), dtype=np.uint8)
         return self._reader.encode_images([Image.fromarray(noise)])
 
-    def prepare(self, rows: npt.NDArray[np.int64]) -> None:
-        with self._change:
-            if self._reads_chunk:
-                self._behind = rows
-            else:
-                self._prefetch.prepare(rows[: self._block_rows])
-
     def load(self) -> Ready:
-        self._begin_load()
         spec = self._spec
         loaded = load_on_devices(spec)
         self._set_modes(loaded)
@@ -160,10 +148,9 @@ class ImageClassifierMember(CheckpointMember[ImageSpec, EncodedImages]):
         def report_more(rows: int, tokens: int = 0, padded_tokens: int = 0) -> None:
             report(done + rows)
 
-        for block in self._blocks(rows):
-            encoded = self._prefetch.take(block, lambda: report_more(0))
+        for encoded in self._blocks(rows, lambda: report_more(0)):
             parts.append(self._score(self._classifier, encoded, report_more))
-            done += len(block)
+            done += len(encoded.lengths)
         counters = sum((part.counters for part in parts), Counters())
         starts = np.cumsum([0, *(len(part.values) for part in parts)]).tolist()
         return Prediction(
@@ -177,22 +164,31 @@ class ImageClassifierMember(CheckpointMember[ImageSpec, EncodedImages]):
             next((part.advice for part in parts if np.isnan(part.values).any()), parts[-1].advice),
         )
 
-    def _blocks(self, rows: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
-        """The rows in blocks; while one is computed the next is read, and behind the last what comes next."""
+    def _blocks(self, rows: npt.NDArray[np.int64], step: Callable[[], None]) -> Iterator[EncodedImages]:
+        """Yield the images of the rows in blocks; on a GPU the next block is read while one is computed.
+
+        Args:
+            step: called after each image that the computing thread waits for.
+        """
         blocks = [rows[start : start + self._block_rows] for start in range(0, len(rows), self._block_rows)]
-        with self._change:
-            self._reads_chunk = len(blocks) > 1
-        for number, block in enumerate(blocks):
-            self._prefetch.prepare(block)
-            if number + 1 < len(blocks):
-                self._prefetch.prepare(blocks[number + 1])
-            with self._change:
-                self._reads_chunk = number + 2 < len(blocks)
-                behind = None if self._reads_chunk else self._behind
-                if behind is not None:
-                    self._behind = None
-                    self._prefetch.prepare(behind[: self._block_rows])
-            yield block
+        if not self._spec.gpus:  # on a CPU both would want the same cores
+            yield from (self._encode_rows(block, step) for block in blocks)
+            return
+        is_waiting = False
+
+        def report_step() -> None:
+            if is_waiting:
+                step()
+
+        with ThreadPoolExecutor(1, "reading") as reading:
+            reads = [reading.submit(self._encode_rows, blocks[0], report_step)]
+            for following in (*blocks[1:], None):
+                is_waiting = True
+                encoded = reads.pop().result()
+                is_waiting = False
+                if following is not None:
+                    reads.append(reading.submit(self._encode_rows, following, report_step))
+                yield encoded
 
     def _too_large(self, encoded: EncodedImages, place: int, in_what: str) -> str:
         return (

@@ -30,7 +30,6 @@ class PooledClassification(TextCheckpoint[PooledSettings]):
 
     Settings: ClassVar[type[MemberConfig]] = PooledSettings
     child: ClassVar[str] = "ensemble.members.pooled_cls.child"
-    can_begin_early: ClassVar[bool] = True
     activation_key: ClassVar[str] = "problem_type"
     auto_class: ClassVar[str] = BACKBONE
 

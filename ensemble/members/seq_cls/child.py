@@ -6,18 +6,16 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ensemble.common.protocol import CommonSpec
-from ensemble.members.huggingface.loading import lazy_imports
+from ensemble.members.huggingface.loading import libraries
 from ensemble.members.huggingface.spec import ModelSpec
 
 if TYPE_CHECKING:
     from ensemble.data.published_table import PublishedTable
     from ensemble.members.predictor import Predictor
 
-set_threads = lazy_imports.set_threads
-
 
 def import_libraries() -> Mapping[str, str]:
-    return lazy_imports.import_libraries("ensemble.members.seq_cls.predictor")
+    return libraries.import_libraries("ensemble.members.seq_cls.predictor")
 
 
 def make_predictor(common: CommonSpec, settings: Mapping[str, Any], table: PublishedTable) -> Predictor:

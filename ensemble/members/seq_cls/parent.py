@@ -30,7 +30,6 @@ class SequenceClassification(TextCheckpoint[SequenceClassifierSettings]):
 
     Settings: ClassVar[type[MemberConfig]] = SequenceClassifierSettings
     child: ClassVar[str] = "ensemble.members.seq_cls.child"
-    can_begin_early: ClassVar[bool] = True
     activation_key: ClassVar[str] = "problem_type"
     auto_class: ClassVar[str] = CLASSIFIER
 

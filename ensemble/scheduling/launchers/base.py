@@ -33,6 +33,7 @@ class WorkerStart:
         environment: variables that it needs besides.
         log: the file on this machine that takes all that it prints.
         cpu_share: of a host's cores, for one that runs on the CPU; 0 for one that does not.
+        cpu_threads: that it computes with there; None: as many as its share of the cores.
         scratch: a folder that is to be there where it runs, for it alone and as long as it runs; None: none is.
     """
 
@@ -41,6 +42,7 @@ class WorkerStart:
     environment: Mapping[str, str]
     log: Path
     cpu_share: float = 0.0
+    cpu_threads: int | None = None
     scratch: Path | None = None
 
 
@@ -129,13 +131,11 @@ class Handle(ABC):
     Attributes:
         process: what it is known by, behind "process": a number, with the machine's name if that is another one.
         on_node: the name of the machine that it runs on, if that is another one.
-        began_before_seconds: how long before it was started its process had begun.
         is_open: whether it may still say something.
     """
 
     process: str
     on_node: str = ""
-    began_before_seconds: float = 0.0
     is_open: bool = True
 
     @abstractmethod

@@ -8,20 +8,19 @@ import selectors
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from ensemble.common.files import open_log
 from ensemble.common.gpus import worker_environment
 from ensemble.common.host import oom_kills
-from ensemble.common.protocol import Become, Command, Event, decode
-from ensemble.scheduling.launchers import early
+from ensemble.common.protocol import Command, Event, decode
 from ensemble.scheduling.launchers.base import Exit, Handle, Launcher, WorkerStart
-from ensemble.scheduling.launchers.cores import Cores
-from ensemble.scheduling.launchers.process import REAP_SECONDS, WorkerProcess, spawn
+from ensemble.scheduling.launchers.process import spawn
+from ensemble.scheduling.launchers.threads import thread_variables
 
 _READ_BYTES = 1 << 16
+_REAP_SECONDS = 10.0
 
 
 class LocalLauncher(Launcher):
@@ -30,18 +29,12 @@ class LocalLauncher(Launcher):
     def start(self, start: WorkerStart) -> LocalWorker:
         if start.scratch is not None:
             start.scratch.mkdir(parents=True)
-        cores = Cores(start.cpu_share)
-        environment = {**cores.environment, **worker_environment(start.devices), **start.environment}
-        # What GPUs need in the environment is read when libraries are imported.
-        begun = None if start.devices else early.take(start.command.spec.kind)
-        try:
-            with cores.inherited():
-                worker = LocalWorker(environment, start.log, start.scratch, cores, begun)
-        except BaseException:
-            cores.close()
-            if begun is not None:
-                begun.kill()
-            raise
+        environment = {
+            **thread_variables(start.cpu_share, start.cpu_threads),
+            **worker_environment(start.devices),
+            **start.environment,
+        }
+        worker = LocalWorker(environment, start.log, start.scratch)
         worker.send(start.command)
         return worker
 
@@ -61,8 +54,6 @@ class LocalWorker(Handle):
         environment: added to this process's environment, such as CUDA_VISIBLE_DEVICES.
         log: file that takes everything the process prints.
         scratch: the folder that goes with it.
-        cores: given back when it is closed.
-        begun: the process that becomes this worker; None: a fresh one does.
     """
 
     def __init__(
@@ -70,21 +61,14 @@ class LocalWorker(Handle):
         environment: Mapping[str, str],
         log: Path,
         scratch: Path | None = None,
-        cores: Cores | None = None,
-        begun: WorkerProcess | None = None,
     ) -> None:
         self.log = log
         self._scratch = scratch
-        self._cores = cores
         self._buffer = b""
         # A count that goes up until the process is killed tells why, probably.
         self._oom_kills = oom_kills()
         with open_log(log) as output:
-            self._spawned = begun or spawn(environment, output)
-        if begun is not None:
-            self.began_before_seconds = time.monotonic() - begun.since
-            numbers = () if cores is None else cores.numbers
-            self.send(Become(dict(environment), numbers, str(log.absolute())))
+            self._spawned = spawn(environment, output)
         self._process, self.events_fd = self._spawned.process, self._spawned.events_fd
         self.process = str(self._process.pid)
 
@@ -121,7 +105,7 @@ class LocalWorker(Handle):
         # Before the reaping, while the group's number cannot belong to anybody else.
         self._signal_group(signal.SIGKILL)
         try:
-            code = self._process.wait(REAP_SECONDS)
+            code = self._process.wait(_REAP_SECONDS)
         except subprocess.TimeoutExpired:
             # Stuck in the kernel, as with a broken driver or file server: nobody can end it, and nobody waits.
             code = -signal.SIGKILL
@@ -132,17 +116,8 @@ class LocalWorker(Handle):
         if self.events_fd >= 0:
             os.close(self.events_fd)
             self.events_fd, self.is_open = -1, False
-        if (printed := self._spawned.printed) is not None:
-            with contextlib.suppress(OSError):
-                if not self.log.stat().st_size:  # it ended before it had its log
-                    printed.seek(0)
-                    with open_log(self.log) as log:
-                        shutil.copyfileobj(printed, log)
-            printed.close()
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
-        if self._cores is not None:
-            self._cores.close()
         if code == -signal.SIGKILL and oom_kills() > self._oom_kills:
             text = (
                 "was killed, probably by the kernel because the host ran out of memory (RAM, not the GPU's)"

@@ -15,7 +15,6 @@ from typing import IO
 from ensemble.common.protocol import Command, encode
 from ensemble.common.python_process import python_command, python_environment
 
-REAP_SECONDS = 10.0
 # The variable that tells of which worker a process is, however far it has moved from it.
 _MARK = "ENSEMBLE_WORKER"
 # Looks for processes of a worker, each of which may find what started others after the one before.
@@ -30,17 +29,11 @@ class WorkerProcess:
         process: leads a session of its own.
         mark: stands in the environment of all that it starts.
         events_fd: this process's end of the pipe that its events come by.
-        kind: what it was begun for, before its member was known; empty: it was known.
-        since: when it was started, on the monotonic clock, in seconds.
-        printed: what it prints until it has a log.
     """
 
     process: subprocess.Popen[bytes]
     events_fd: int
     mark: str
-    kind: str = ""
-    since: float = 0.0
-    printed: IO[bytes] | None = None
 
     def send(self, command: Command) -> None:
         """Send a command; one that has ended, or is about to, does not get it."""
@@ -64,18 +57,6 @@ class WorkerProcess:
                     os.kill(pid, signal.SIGKILL)
             if not marked:
                 return
-
-    def kill(self) -> None:
-        """End it and what it has started; the end of one that nobody takes."""
-        if self.process.returncode is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.kill_detached()
-        # One that is stuck in the kernel, as with a broken file server, is not waited for.
-        with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
-            self.process.communicate(timeout=REAP_SECONDS)
-        os.close(self.events_fd)
-        if self.printed is not None:
-            self.printed.close()
 
 
 def spawn(environment: Mapping[str, str], output: IO[bytes]) -> WorkerProcess:

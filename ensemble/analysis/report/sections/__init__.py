@@ -12,21 +12,14 @@ SECTIONS: Registry[Section] = Registry(
     package=__name__,
     built_in={
         "header": ".header:Header",
-        # What came of it.
+        # The results.
         "scores": ".scores:Scores",
         "agreement": ".agreement:Agreement",
         "calibration": ".calibration:Calibration",
-        "confidence": ".confidence:Confidence",
-        "weights": ".weights:Weights",
-        "cascade": ".cascade:Cascade",
-        "views": ".views:Views",
-        "rules": ".rules:Rules",
         "rows": ".rows:RowsToRead",
         # How it ran.
         "timeline": ".timeline:Timeline",
-        "memory": ".memory:Memory",
         "throughput": ".throughput:Throughput",
-        "lengths": ".lengths:Lengths",
         "faults": ".faults:Faults",
         "settings": ".settings:Settings",
     },

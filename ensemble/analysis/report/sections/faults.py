@@ -1,7 +1,8 @@
-"""What went wrong and was survived, and rows that nobody could compute."""
+"""What went wrong and was survived, and rows that could not be computed."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar
 
 from markupsafe import Markup
@@ -9,6 +10,7 @@ from markupsafe import Markup
 from ensemble.analysis.report.base import ReportData, Section, html, table
 from ensemble.common.protocol import Counters
 from ensemble.common.text import duration, plural
+from ensemble.pipeline.run_report import MemberReport
 
 _MAX_FAULTS = 50
 _MAX_ROWS = 20
@@ -25,56 +27,57 @@ class Faults(Section):
     title: ClassVar[str] = "Faults survived"
 
     def html(self, data: ReportData) -> Markup:
-        report, parts = data.report, []
-        faults = sorted(
-            (fault for member in report.members for fault in member.faults), key=lambda one: one.after_seconds
-        )
-        if faults:
-            rows = [
-                (
-                    duration(fault.after_seconds),
-                    f"{fault.member}-{fault.replica}",
-                    _KINDS.get(fault.kind, fault.kind),
-                    html('<div class="words">{{ text }}</div>', text=fault.message),
-                    "" if fault.rows is None else f"{fault.rows[1] - fault.rows[0]:,}",
-                    fault.remedy,
-                )
-                for fault in faults[:_MAX_FAULTS]
-            ]
-            headers = ("after", "worker", "what", "it said", "rows", "what was done")
-            parts.append(table(headers, rows, left=(1, 2, 3, 5)))
-            if (more := len(faults) - _MAX_FAULTS) > 0:
-                parts.append(
-                    html('<p class="note">{{ text }} in run.json.</p>', text=plural(more, "more fault"))
-                )
-        notes = []
-        for member in report.members:
-            counters = sum(member.workers, Counters())
-            if count := counters.oom_events:
-                notes.append(
-                    f"{member.name}: {plural(count, 'batch')} ran out of memory and ran again smaller"
-                )
-            if count := counters.recomputed_rows:
-                notes.append(f"{member.name}: {plural(count, 'row')} came out non-finite, again in float32")
-            if count := counters.float32_rows:
-                notes.append(f"{member.name}: {plural(count, 'row')} in float32 at once, as most before them")
-        bad = [
-            (member.name, f"{int(row) + 1:,}", html('<div class="words">{{ text }}</div>', text=reason))
-            for member in report.members
-            for row, reason in [*member.bad_rows.items()][:_MAX_ROWS]
+        members = data.report.members
+        faults = [fault for member in members for fault in member.faults]
+        fault_rows = [
+            (
+                duration(fault.after_seconds),
+                f"{fault.member}-{fault.replica}",
+                _KINDS.get(fault.kind, fault.kind),
+                fault.message,
+                "" if fault.rows is None else f"{fault.rows[1] - fault.rows[0]:,}",
+                fault.remedy,
+            )
+            for fault in sorted(faults, key=lambda fault: fault.after_seconds)[:_MAX_FAULTS]
         ]
-        if notes:
-            parts.append(html("<ul>{% for text in notes %}<li>{{ text }}</li>{% endfor %}</ul>", notes=notes))
-        if bad:
-            counts = ", ".join(
-                f"{plural(len(one.bad_rows), 'row')} of {one.name}" for one in report.members if one.bad_rows
-            )
-            parts.append(
-                html(
-                    "<h3>Rows that could not be computed</h3><p>{{ counts }} (on_bad_row: {{ policy }}).</p>",
-                    counts=counts,
-                    policy=report.on_bad_row,
-                )
-            )
-            parts.append(table(("member", "row", "why"), bad, left=(0, 2)))
-        return Markup().join(parts) or html('<p class="muted">None.</p>')
+        bad_rows = [
+            (member.name, f"{int(row) + 1:,}", reason)
+            for member in members
+            for row, reason in list(member.bad_rows.items())[:_MAX_ROWS]
+        ]
+        counts = [
+            f"{plural(len(member.bad_rows), 'row')} of {member.name}" for member in members if member.bad_rows
+        ]
+        content = html(
+            _CONTENT,
+            faults=table(
+                ("after", "worker", "fault", "message", "rows", "remedy"), fault_rows, left=(1, 2, 3, 5)
+            ),
+            more=plural(len(faults) - _MAX_FAULTS, "more fault") if len(faults) > _MAX_FAULTS else "",
+            remarks=[remark for member in members for remark in _remarks(member)],
+            counts=", ".join(counts),
+            policy=data.report.on_bad_row,
+            bad_rows=table(("member", "row", "reason"), bad_rows, left=(0, 2)),
+        )
+        return content if content.strip() else html('<p class="muted">None.</p>')
+
+
+_CONTENT = """
+{{ faults }}{% if more %}<p class="note">{{ more }} in run.json.</p>{% endif %}
+{% if remarks %}<ul>{% for text in remarks %}<li>{{ text }}</li>{% endfor %}</ul>{% endif %}
+{% if counts %}<h3>Rows that could not be computed</h3><p>{{ counts }} (on_bad_row: {{ policy }}).</p>{% endif %}
+{{ bad_rows }}
+"""
+
+
+def _remarks(member: MemberReport) -> Iterator[str]:
+    counters = sum(member.workers, Counters())
+    if counters.oom_events:
+        batches = plural(counters.oom_events, "batch")
+        yield f"{member.name}: {batches} ran out of memory and ran again smaller"
+    if counters.recomputed_rows:
+        rows = plural(counters.recomputed_rows, "row")
+        yield f"{member.name}: {rows} came out non-finite and ran again in float32"
+    if counters.float32_rows:
+        rows = plural(counters.float32_rows, "row")
+        yield f"{member.name}: {rows} ran in float32 at once, as most rows before them had to"

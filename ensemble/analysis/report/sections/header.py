@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import ClassVar
 
 from markupsafe import Markup
 
-from ensemble.analysis.report.base import ReportData, Section, html
+from ensemble.analysis.report.base import ReportData, Section, html, notes
 from ensemble.common.text import duration, gib, listed, plural, shown_path
 from ensemble.pipeline.run_report import RunReport
 
@@ -18,7 +18,7 @@ _ENDINGS = {
     "time_limit": ("Stopped at its time limit, with a complete submission", ""),
     "failed": ("Failed", "bad"),
     "interrupted": ("Interrupted", "bad"),
-    "running": ("Not ended when this was written", ""),
+    "running": ("Still running when this page was written", ""),
 }
 
 
@@ -28,34 +28,20 @@ class Header(Section):
     def html(self, data: ReportData) -> Markup:
         report = data.report
         ending, kind = _ENDINGS[report.status]
-        told = [failure.message for failure in report.failures]
+        problems = [failure.message for failure in report.failures]
         if report.left_out:
-            told.append(f"merged without {', '.join(report.left_out)}")
+            problems.append(f"merged without {', '.join(report.left_out)}")
         if report.filled_rows:
-            told.append(f"{plural(report.filled_rows, 'row')} that no member reached filled in")
-        devices = [
-            f"{one.title}, {gib(one.total_bytes)}" if one.is_gpu else one.title for one in report.devices
-        ]
-        driver = f"; driver {report.driver_version}" if report.driver_version else ""
-        facts = {
-            "members": ", ".join(member.name for member in report.members),
-            "merge": str(report.ensemble.get("method", "")),
-            "devices": "; ".join(devices) + driver,
-            "versions": _versions(report.versions),
-            "tuned": ""
-            if (tuned := report.tuned_on) is None
-            else f"on {tuned['date']}, {', '.join(tuned['devices'])}, by {plural(tuned['rows'], 'row')}, "
-            f"tolerance {tuned['tolerance']:g}, " + _versions(tuned["versions"]),
-            "table": shown_path(Path(report.table)) if report.table else "",
-        }
+            problems.append(f"{plural(report.filled_rows, 'row')} that no member reached filled in")
+        if report.explanation:
+            problems.append(report.explanation)
         return html(
             """
 <h1>{{ title }}</h1>
 <p><strong class="{{ kind }}">{{ ending }}</strong> in {{ seconds }}, {{ when }} UTC.</p>
-{% for text in told %}<p class="problem">{{ text }}</p>
+{% for text in problems %}<p class="problem">{{ text }}</p>
 {% endfor %}
-{% for text in notes %}<p class="note">{{ text }}</p>
-{% endfor %}
+{{ notes }}
 <dl>{% for name, text in facts.items() if text %}<dt>{{ name }}</dt><dd>{{ text }}</dd>
 {% endfor %}</dl>
 """,
@@ -64,27 +50,42 @@ class Header(Section):
             ending=ending,
             seconds=duration(report.timing.get("total_seconds", 0.0)),
             when=datetime.fromisoformat(report.written_at).strftime("%d %B %Y, %H:%M"),
-            told=filter(None, [*told, report.explanation]),
-            notes=[*_computed_before(report), *report.warnings],
-            facts=facts,
+            problems=problems,
+            notes=notes([*_computed_before(report), *report.warnings]),
+            facts=_facts(report),
         )
+
+
+def _facts(report: RunReport) -> dict[str, str]:
+    devices = [
+        f"{device.title}, {gib(device.total_bytes)}" if device.is_gpu else device.title
+        for device in report.devices
+    ]
+    driver = [] if report.driver_version is None else [f"driver {report.driver_version}"]
+    rules = [f"{rule.config.action} in {plural(rule.rows, 'row')}" for rule in report.rules]
+    tuned = report.tuned_on or {}
+    return {
+        "members": ", ".join(member.name for member in report.members),
+        "merge": "; ".join([str(report.ensemble.get("method", "")), *rules]),
+        "devices": "; ".join([*devices, *driver]),
+        "versions": _versions(report.versions),
+        "tuned": f"on {tuned['date']}, {', '.join(tuned['devices'])}" if tuned else "",
+        "table": shown_path(Path(report.table)) if report.table else "",
+    }
 
 
 def _versions(versions: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
-def _computed_before(report: RunReport) -> Iterator[str]:
-    """What earlier runs computed, when and with what: a sentence for all members of which it is the same."""
+def _computed_before(report: RunReport) -> list[str]:
+    """Return what earlier runs computed, when and with what; members with the same answer share a sentence."""
     members: dict[str, list[str]] = {}
     for member in report.members:
-        name = member.name
-        if member.chunks:
-            name = f"{plural(member.reused_rows, 'row')} of {name}"
+        rows = f"{plural(member.reused_rows, 'row')} of {member.name}" if member.chunks else member.name
         for run in member.computed_before:
             day = datetime.fromisoformat(run.at).strftime("%d %B %Y")
             devices = ", ".join(dict.fromkeys(run.devices.values()))
             how = f"on {day}: {_versions(run.versions)}, on {devices}"
-            members.setdefault(how, []).append(f"{name} ({duration(run.seconds)})")
-    for how, names in members.items():
-        yield f"{listed(names, show=str)}: computed by an earlier run {how}"
+            members.setdefault(how, []).append(f"{rows} ({duration(run.seconds)})")
+    return [f"{listed(names, show=str)}: computed by an earlier run {how}" for how, names in members.items()]

@@ -1,4 +1,4 @@
-"""Rows to read: the least certain, the most disputed and, with true labels, the costliest, with their texts."""
+"""Rows to read: the costliest, the most disputed and the least certain, with their texts."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from markupsafe import Markup
 
 from ensemble.analysis.report.base import ReportData, Section, html
 from ensemble.analysis.report.results import Results
-from ensemble.analysis.report.shown import number, percent, shortened
+from ensemble.analysis.report.wording import number, percent, shortened
 from ensemble.analysis.rows import TopRows, costliest, least_certain, most_disputed
 from ensemble.common.errors import EnsembleError
+from ensemble.common.text import listed
 from ensemble.merging.methods.base import Values
 
 _ROWS = 20
-# Of each list at first sight; the others are a click away.
+# Rows of each list that are shown at once; the others are a click away.
 _OPEN = 3
 _MAX_CHARACTERS = 400
-# Of members that give one label, in words.
+# Members that are named for each answer.
 _MAX_NAMED = 6
 _MAX_LABELS = 3
 
@@ -30,19 +31,29 @@ class RowsToRead(Section):
 
     def html(self, data: ReportData) -> Markup:
         results = data.results
-        lists = [*_lists(results)]
-        wanted = sorted({row for _, _, _, top in lists for row in top.rows.tolist()})
+        lists = [item for item in _lists(results) if len(item[-1].rows)]
         texts: Mapping[int, Mapping[str, str]] = {}
         problem = ""
         try:
-            texts = data.texts(wanted)
+            texts = data.texts(sorted({row for *_, top in lists for row in top.rows.tolist()}))
         except EnsembleError as error:
             problem = f"No texts are shown: {error}."
+        shown = [
+            (
+                title,
+                note,
+                [
+                    _card(results, row, f"{score_name} {score:.3g}", texts.get(row, {}))
+                    for row, score in zip(top.rows.tolist(), top.scores.tolist(), strict=True)
+                ],
+            )
+            for title, note, score_name, top in lists
+        ]
         return html(
             """
 {% if problem %}<p class="note">{{ problem }}</p>{% endif %}
-{% if lists and has_legend %}
-<p class="note"><span class="tag">label</span> answer of the members beside it{% if has_truth %},
+{% if lists and has_answers %}
+<p class="note"><span class="tag">label</span> the answer of the members beside it{% if has_truth %},
 <span class="tag right">label \N{CHECK MARK}</span> the right answer{% endif %}.</p>
 {% endif %}
 {% for title, note, cards in lists %}
@@ -55,91 +66,73 @@ class RowsToRead(Section):
 {% if not lists %}<p>There are no rows to show: nothing was merged.</p>{% endif %}
 """,
             problem=problem,
-            has_legend=results.activation != "none",
+            has_answers=results.activation != "none",
             has_truth=results.truth is not None,
-            lists=[
-                (
-                    title,
-                    note,
-                    [
-                        _card(results, row, f"{score_name} {score:.3g}", texts.get(row, {}))
-                        for row, score in zip(top.rows.tolist(), top.scores.tolist(), strict=True)
-                    ],
-                )
-                for title, note, score_name, top in lists
-            ],
+            lists=shown,
             open=_OPEN,
         )
 
 
 def _lists(results: Results) -> Iterator[tuple[str, str, str, TopRows]]:
-    """Title, what it means, what the score is called, and the rows."""
-    activation, ensemble = results.activation, results.ensemble
+    """Yield the lists of rows: title, note, what the score is called, and the rows."""
+    activation, ensemble, is_raw = results.activation, results.ensemble, results.activation == "none"
     if ensemble is not None and results.truth is not None:
-        top = costliest(ensemble, results.truth, activation, _ROWS)
-        name = "squared error" if activation == "none" else "log loss"
+        score_name = "squared error" if is_raw else "log loss"
         note = (
-            f"The highest {name} of the ensemble. Some of these are the members' mistakes, some are wrong labels "
-            "in the table: read them before anything is fitted to them."
+            f"The highest {score_name} of the ensemble. Some of these are mistakes of the members, some are wrong "
+            "labels in the table: read them before anything is fitted to them."
         )
-        yield "Costliest", note, name, top
-    counting = np.flatnonzero(results.weights > 0)
+        yield "Costliest", note, score_name, costliest(ensemble, results.truth, activation, _ROWS)
+    counting = np.flatnonzero(results.mean_weights > 0)
     if len(counting) > 1:
-        members = [results.as_merged[place] for place in counting]
-        top = most_disputed(members, results.weights[counting], activation, _ROWS)
+        members = [results.values[place] for place in counting]
+        top = most_disputed(members, results.mean_weights[counting], activation, _ROWS)
         top = TopRows(top.rows[top.scores > 0], top.scores[top.scores > 0])
-        name = "standard deviation" if activation == "none" else "divergence in bits"
-        note = (
-            "Where the members' values are furthest apart (standard deviation by their weights)."
-            if activation == "none"
-            else "Where the members' probabilities are furthest apart: the Jensen-Shannon divergence by their "
-            "weights, 0 where all say the same."
-        )
-        if len(top.rows):
-            yield "Most disputed", note, name, top
-    if ensemble is not None and activation != "none":
+        score_name = "standard deviation" if is_raw else "Jensen-Shannon divergence in bits"
+        yield "Most disputed", f"Where the members are furthest apart, by the {score_name}.", score_name, top
+    if ensemble is not None and activation == "softmax":
         top = least_certain(ensemble, activation, _ROWS)
-        note = (
-            "Where the ensemble's first two labels are closest."
-            if activation == "softmax"
-            else "Where the ensemble's answers are closest to 50 % (mean entropy of the labels)."
-        )
-        if len(top.rows):
-            if activation == "softmax":  # what is small says more than 1 less that
-                yield "Least certain", note, "margin", TopRows(top.rows, 1 - top.scores)
-            else:
-                yield "Least certain", note, "entropy in bits", top
+        top = TopRows(top.rows, 1 - top.scores)
+        yield "Least certain", "Where the ensemble's first two labels are closest.", "margin", top
+    if ensemble is not None and activation == "sigmoid":
+        note = "Where the ensemble's answers are closest to 50 % (mean entropy of the labels)."
+        yield "Least certain", note, "entropy in bits", least_certain(ensemble, activation, _ROWS)
 
 
 def _card(results: Results, row: int, score: str, texts: Mapping[str, str]) -> Markup:
-    labels = results.labels
     right = _true_labels(results, row)
-    says = [*_sayings(results, row)]
-    own = results.ensemble[row] if results.ensemble is not None else None
+    facts = list[tuple[str, str]]()
+    if results.truth is not None and (results.truth.ndim == 1 or results.activation == "sigmoid"):
+        facts.append(("truth", ", ".join(sorted(right)) or "none of the labels"))
+    elif results.truth is not None:
+        facts.append(("truth", _first_labels(results, results.truth[row])))
+    if results.ensemble is not None:
+        facts.append(("ensemble", _first_labels(results, results.ensemble[row])))
     return html(
         """
 <article>
 <div class="top"><span><strong>{{ id }}</strong> <span class="muted">row {{ row }}</span></span>
 <span class="muted">{{ score }}</span></div>
-{% for name, text in texts %}<p>{% if named %}<span class="muted">{{ name }}:</span> {% endif %}{{ text }}</p>
+{% for name, text in texts %}
+<p>{% if texts|length > 1 %}<span class="muted">{{ name }}:</span> {% endif %}{{ text }}</p>
 {% endfor %}
-<div class="says">
-{% if told %}<div class="muted">truth</div><div>{{ told }}</div>{% endif %}
-{% if own %}<div class="muted">ensemble</div><div>{{ own }}</div>{% endif %}
-{% for label, is_right, who in says %}
-<div><span class="tag{{ ' right' if is_right }}">{{ label }}{% if is_right %} \N{CHECK MARK}{% endif %}</span></div>
-<div>{{ who }}</div>
+<dl>{% for name, text in facts %}<dt>{{ name }}</dt><dd>{{ text }}</dd>
 {% endfor %}
-</div></article>
+{% for answer, is_right, members in answers %}
+<dt><span class="tag{{ ' right' if is_right }}">{{ answer }}{% if is_right %} \N{CHECK MARK}{% endif %}</span></dt>
+<dd>{{ members }}</dd>
+{% endfor %}
+</dl></article>
 """,
         id=results.predictions.ids[row].as_py(),
         row=f"{row + 1:,}",
         score=score,
         texts=[(name, _cut(text)) for name, text in texts.items()],
-        named=len(texts) > 1,
-        told=_truth_text(results, row),
-        own=_first_labels(own, labels, results.activation == "none") if own is not None else "",
-        says=[(label, label in right, who) for label, who in says],
+        facts=facts,
+        answers=[
+            (shortened(answer, 60), answer in right, listed(members, _MAX_NAMED, show=str))
+            for answer, members in _answers(results, row)
+        ],
     )
 
 
@@ -150,11 +143,11 @@ def _cut(text: str) -> str:
     return f"{text[:_MAX_CHARACTERS].rstrip()} \N{HORIZONTAL ELLIPSIS} ({len(text):,} characters)"
 
 
-def _first_labels(values: Values, labels: tuple[str, ...], is_raw: bool) -> str:
+def _first_labels(results: Results, values: Values) -> str:
+    write = number if results.activation == "none" else percent
     order = np.argsort(-values, kind="stable")[:_MAX_LABELS]
     return ", ".join(
-        f"{shortened(labels[place], 40)} {(number if is_raw else percent)(float(values[place]))}"
-        for place in order
+        f"{shortened(results.labels[place], 40)} {write(float(values[place]))}" for place in order
     )
 
 
@@ -162,43 +155,24 @@ def _true_labels(results: Results, row: int) -> set[str]:
     if results.truth is None or results.activation == "none":
         return set()
     truth = results.truth[row]
-    if results.truth.ndim == 1:
-        return {results.labels[int(truth)]}
     if results.activation == "softmax":
-        return {results.labels[int(np.argmax(truth))]}
+        return {results.labels[int(truth if results.truth.ndim == 1 else truth.argmax())]}
     return {label for label, value in zip(results.labels, truth.tolist(), strict=True) if value >= 0.5}
 
 
-def _truth_text(results: Results, row: int) -> str:
-    if results.truth is None:
-        return ""
-    if results.truth.ndim == 2 and (results.activation != "sigmoid"):
-        return _first_labels(results.truth[row], results.labels, results.activation == "none")
-    return ", ".join(sorted(_true_labels(results, row))) or "none of the labels"
-
-
-def _sayings(results: Results, row: int) -> Iterator[tuple[str, str]]:
-    """What members say, and who says it: those together that say the same, the most first."""
-    said: defaultdict[str, list[tuple[str, float]]] = defaultdict(list)
-    for name, values in zip(results.names, results.as_merged, strict=True):
-        own = values[row]
-        if np.isnan(own).any():
-            said["(no such row)"].append((name, np.nan))
+def _answers(results: Results, row: int) -> list[tuple[str, list[str]]]:
+    """Return each answer with the members that give it, the most frequent answer first."""
+    members: defaultdict[str, list[str]] = defaultdict(list)
+    for name, of_member in zip(results.names, results.values, strict=True):
+        values, name = of_member[row], shortened(name, 30)
+        if np.isnan(values).any():
+            members["(no such row)"].append(name)
         elif results.activation == "softmax":
-            said[results.labels[int(own.argmax())]].append((name, float(own.max())))
+            members[results.labels[int(values.argmax())]].append(f"{name} {percent(float(values.max()), 0)}")
         elif results.activation == "sigmoid":
-            yes = [label for label, value in zip(results.labels, own, strict=True) if value >= 0.5]
-            sure = float(np.where(own >= 0.5, own, 1 - own).min())
-            said[", ".join(yes[:_MAX_LABELS]) + (", ..." if len(yes) > _MAX_LABELS else "") or "none"].append(
-                (name, sure)
-            )
+            positive = [label for label, value in zip(results.labels, values, strict=True) if value >= 0.5]
+            answer = listed(positive, _MAX_LABELS, show=str) or "none"
+            members[answer].append(f"{name} {percent(float(np.maximum(values, 1 - values).min()), 0)}")
         else:
-            shown = ", ".join(number(float(value)) for value in own[:_MAX_LABELS])
-            said[shown].append((name, np.nan))
-    for label, who in sorted(said.items(), key=lambda item: -len(item[1])):
-        names = [
-            f"{shortened(name, 30)} {percent(value, 0)}" if np.isfinite(value) else shortened(name, 30)
-            for name, value in who[:_MAX_NAMED]
-        ]
-        more = [f"and {len(who) - _MAX_NAMED} more"] if len(who) > _MAX_NAMED else []
-        yield shortened(label, 60), ", ".join([*names, *more])
+            members[", ".join(number(float(value)) for value in values[:_MAX_LABELS])].append(name)
+    return sorted(members.items(), key=lambda item: -len(item[1]))

@@ -1,96 +1,116 @@
-"""How fast each member was, and how much of what was computed was padding."""
+"""How fast each member was, how much of it was padding, how long the rows are and how many were cut."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
+import numpy as np
 from markupsafe import Markup
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from ensemble.analysis.report.base import ReportData, Section, html, table
-from ensemble.analysis.report.pictures import MUTED, SERIES, picture, shown_name
+from ensemble.analysis.report.base import ReportData, Section, html, notes, table
+from ensemble.analysis.report.pictures import SERIES, picture
+from ensemble.common.errors import DataError
 from ensemble.common.protocol import Counters
-from ensemble.common.text import duration, rate
+from ensemble.common.text import duration, plural, rate
 from ensemble.pipeline.run_report import MemberReport
 
-_HEADERS = (
+_BINS = 40
+_SPEEDS = (
     *("member", "replicas", "rows", "computing", "rows/s", "tokens/s", "real tokens", "rows a batch"),
     *("busy", "type", "attention"),
 )
+_CUTS = ("member", "max_length", "rows cut", "tokens lost in each", "mean tokens", "repeated rows")
 
 
 class Throughput(Section):
-    title: ClassVar[str] = "Throughput and padding"
+    title: ClassVar[str] = "Throughput and lengths"
 
     def html(self, data: ReportData) -> Markup | None:
         members = [member for member in data.report.members if member.workers]
-        if not members:
-            return None
-        counted = {one.name: sum(one.workers, Counters()) for one in members}
-        drawn = [one for one in members if counted[one.name].padded_tokens]
-
-        def draw(figure: Figure) -> None:
-            axes = figure.add_subplot()
-            for place, member in enumerate(drawn):
-                counters = counted[member.name]
-                colour = SERIES[data.report.members.index(member) % len(SERIES)]
-                real, padding = counters.tokens, counters.padded_tokens - counters.tokens
-                axes.barh(place, real, color=colour, height=0.6)
-                axes.barh(place, padding, left=real, color=colour, alpha=0.3, height=0.6)
-                share = counters.tokens / counters.padded_tokens
-                axes.annotate(
-                    f" {share:.1%} real",
-                    (real + padding, place),
-                    va="center",
-                    color=MUTED,
-                )
-            axes.set_yticks(range(len(drawn)), [shown_name(one.name, 16) for one in drawn])
-            axes.set_ylim(len(drawn) - 0.4, -0.6)
-            axes.margins(x=0.2)
-            axes.grid(axis="y", visible=False)
-            axes.xaxis.set_major_locator(MaxNLocator(5))
-            axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
-            axes.set_xlabel("tokens computed")
-
-        rows = [_row(member, counted[member.name]) for member in members]
-        # Such as tokens, where no member reads any.
-        shown = [place for place, cells in enumerate(zip(*rows, strict=True)) if any(cells)]
-        headers = [_HEADERS[place] for place in shown]
-        left = [place for place, header in enumerate(headers) if header in ("member", "type", "attention")]
-        parts = [table(headers, [[row[place] for place in shown] for row in rows], left=left)]
-        if drawn:
-            text = "Tokens that were computed: solid those of texts, pale the padding of shorter rows in a batch."
-            parts.insert(0, picture(draw, "Tokens and padding by member", text, 60 + 28 * len(drawn)))
-        parts.append(
-            html(
-                '<p class="note">Busy: the share of a worker\'s life in forward passes. Computing: from the first '
-                "chunk to the last; of a member that an earlier run computed, in that run.</p>"
-            )
+        counters = {member.name: sum(member.workers, Counters()) for member in members}
+        remark = (
+            "Computing: from the first chunk to the last, in the run that computed the member. Busy: the share of "
+            "a worker's life in forward passes."
         )
-        return Markup().join(parts)
+        speeds = table(
+            _SPEEDS, [_speed(member, counters[member.name]) for member in members], left=(0, 9, 10)
+        )
+        cuts = [_cut(member, counters[member.name]) for member in members]
+        nulls = [
+            f"{plural(count, 'row')} in {name}" for name, count in data.report.null_texts.items() if count
+        ]
+        return (
+            speeds
+            + notes([remark] if members else [])
+            + _lengths(data)
+            + table(_CUTS, [row for row in cuts if row])
+            + notes([f"Empty, or with a null turn: {', '.join(nulls)}."] if nulls else [])
+        ) or None
 
 
-def _row(member: MemberReport, counters: Counters) -> tuple[str, ...]:
+def _speed(member: MemberReport, counters: Counters) -> list[str]:
     seconds = member.progress.seconds if member.chunks else None
     if not member.chunks and member.computed_before:
         seconds = member.computed_before[-1].seconds
-    seconds = seconds or counters.predict_seconds or None
-    busy = [one.forward_share for one in member.workers if one.forward_share is not None]
-
-    def several(name: str) -> str:
-        return ", ".join(dict.fromkeys(str(value) for one in member.workers if (value := getattr(one, name))))
-
-    return (
+    seconds = seconds or counters.predict_seconds
+    busy = [worker.forward_share for worker in member.workers if worker.forward_share is not None]
+    types = {worker.dtype: None for worker in member.workers if worker.dtype}
+    attentions = {worker.attn_implementation: None for worker in member.workers if worker.attn_implementation}
+    return [
         member.name,
         str(member.replicas),
         f"{counters.rows:,}",
-        "" if seconds is None else duration(seconds),
-        "" if seconds is None else rate(counters.rows / seconds),
-        "" if seconds is None or not counters.tokens else f"{counters.tokens / seconds:,.0f}",
+        duration(seconds) if seconds else "",
+        rate(counters.rows / seconds) if seconds else "",
+        f"{counters.tokens / seconds:,.0f}" if seconds and counters.tokens else "",
         f"{counters.tokens / counters.padded_tokens:.1%}" if counters.padded_tokens else "",
         f"{counters.rows / counters.batches:.1f}" if counters.batches else "",
         f"{sum(busy) / len(busy):.0%}" if busy else "",
-        several("dtype"),
-        several("attn_implementation"),
+        ", ".join(types),
+        ", ".join(attentions),
+    ]
+
+
+def _lengths(data: ReportData) -> Markup:
+    try:
+        lengths = data.text_bytes
+    except DataError as error:
+        return notes([f"No lengths of the texts: {error}"])
+    if not len(lengths) or not lengths.max():
+        return Markup()
+    top = float(np.quantile(lengths, 0.995)) or float(lengths.max())
+    width = max(1.0, np.ceil(top / _BINS))  # whole bytes, or some bars would have more lengths than others
+    edges = np.arange(0.0, top + width, width)
+    counts, _ = np.histogram(np.minimum(lengths, top), bins=edges)
+
+    def draw(figure: Figure) -> None:
+        axes = figure.add_subplot()
+        axes.bar(edges[:-1], counts, width=width, align="edge", color=SERIES[0])
+        axes.set(xlabel="bytes of text that members read of a row", ylabel="rows", xlim=(0, edges[-1]))
+        axes.grid(axis="x", visible=False)
+
+    half, most, nearly_all, longest = np.quantile(lengths, (0.5, 0.9, 0.99, 1.0))
+    text = (
+        f"Bytes of text in a row: 50 % of the rows have up to {half:,.0f}, 90 % up to {most:,.0f}, 99 % up to "
+        f"{nearly_all:,.0f}, the longest {longest:,.0f}. The last bar has all that are longer."
     )
+    return picture(draw, "How long the rows are", text, 170)
+
+
+def _cut(member: MemberReport, counters: Counters) -> list[object]:
+    """Return the row of a member in the table of cut texts; empty if it cuts none."""
+    limits = [worker.max_length for worker in member.workers if worker.max_length is not None]
+    if not counters.rows or not limits:
+        return []
+    cut, computed = counters.truncated_rows, counters.rows - counters.repeated_rows
+    of_rows = f" of {counters.rows:,} computed last" if member.reused_rows else ""
+    share = f"{cut:,}{of_rows} ({cut / counters.rows:.1%})"
+    return [
+        member.name,
+        f"{max(limits):,}",
+        html('<span class="bad">{{ share }}</span>', share=share) if cut else share,
+        f"{counters.cut_tokens / cut:,.0f}" if cut and counters.cut_tokens else "",
+        f"{counters.tokens / computed:,.0f}" if computed else "",
+        f"{counters.repeated_rows:,}",
+    ]

@@ -24,19 +24,13 @@ from ensemble.members.huggingface.loading.float32_retry import (
     why_not_float32,
 )
 from ensemble.members.huggingface.loading.load import Loaded, LoadedModel, load, max_length
-from ensemble.members.huggingface.loading.preload import (
-    ReadAhead,
-    checkpoint_folder,
-    import_model_class,
-    weight_files,
-)
+from ensemble.members.huggingface.loading.preload import checkpoint_folder, import_model_class
 from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
 from ensemble.members.huggingface.scoring.batching import tokens_for_stages
 from ensemble.members.huggingface.scoring.classifier import Classifier, Shortcut, probabilities
 from ensemble.members.huggingface.scoring.compiled import compile_model, in_float32_uncompiled
 from ensemble.members.huggingface.scoring.encode import Encoded, Prompt, Text
 from ensemble.members.huggingface.scoring.forward import BatchSizes, Encoding, Mode, Scorer, compute
-from ensemble.members.huggingface.scoring.prefetch import Prefetch, Step
 from ensemble.members.huggingface.scoring.unsupported import told_in_a_sentence
 from ensemble.members.huggingface.scoring.warmup import MAX_CHARACTERS, TEXTS, WarmUp
 from ensemble.members.huggingface.spec import CheckpointSpec, ModelSpec
@@ -50,19 +44,17 @@ S = TypeVar("S", bound=ModelSpec)
 class CheckpointMember(Predictor, Generic[_X, _E]):
     """What kinds share that run a checkpoint of transformers, whatever it reads.
 
-    A kind says what its numbers stand for (``_values``) and loads between ``_begin_load`` and ``_set_modes``,
-    which leaves ``_sizes`` to it; then ``_score`` runs the model over encoded rows.
+    A kind says what its numbers stand for (``_values``) and loads, then calls ``_set_modes``, which leaves
+    ``_sizes`` to it; then ``_score`` runs the model over encoded rows.
 
     Args:
         spec: what to load.
         encode: what the model gets of rows of the table, with a callback after each block of them.
     """
 
-    def __init__(self, spec: _X, encode: Callable[[npt.NDArray[np.int64], Step], _E]) -> None:
+    def __init__(self, spec: _X, encode: Callable[[npt.NDArray[np.int64], Callable[[], None]], _E]) -> None:
         self._spec = spec
-        # On a CPU both would want the same cores.
-        self._prefetch: Prefetch[_E] = Prefetch(encode, in_background=spec.gpus > 0)
-        self._reading: ReadAhead | None = None
+        self._encode_rows = encode
         self._starts_in_float32 = False
         self._sizes: BatchSizes
         import_model_class(spec)
@@ -82,13 +74,6 @@ class CheckpointMember(Predictor, Generic[_X, _E]):
         Args:
             in_what: the type that it has to be computed in, where that is another one, with a space before it.
         """
-
-    def preload(self, limit_bytes: int) -> None:
-        self._reading = ReadAhead(weight_files(self._spec), limit_bytes)
-
-    def _begin_load(self) -> None:
-        if self._reading is not None:
-            self._reading.begin_load()
 
     def _set_modes(self, loaded: LoadedModel) -> None:
         """Note how the model runs: once it is loaded, before the first pass."""
@@ -210,19 +195,13 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
         """What else the user should know, a sentence each."""
         return []
 
-    def prepare(self, rows: npt.NDArray[np.int64]) -> None:
-        self._prefetch.prepare(rows)
-
     def load(self) -> Ready:
-        self._begin_load()
         spec = self._spec
         loaded = load(spec, self._tokenizer)
         if loaded.max_length != self._max_length:
             self._max_length = loaded.max_length
             self._prompts = self._make_prompts()
-            self._warmup = self._prefetch.start_over(
-                lambda: self._prompts[0].encode_texts(self._warmup_texts)
-            )
+            self._warmup = self._prompts[0].encode_texts(self._warmup_texts)
         self._classifier = self._make_classifier(loaded)
         if spec.torch_compile:
             # Its hooks are new in each pass, and compiled code would keep the first pass's positions.
@@ -265,7 +244,7 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
         )
 
     def predict(self, rows: npt.NDArray[np.int64], report: Report) -> Prediction:
-        encoded = self._prefetch.take(rows, lambda: report(0))
+        encoded = self._encode_rows(rows, lambda: report(0))
         if self._fills_stages and not self._starts_in_float32:
             chunk_tokens, stages = int(encoded.lengths.sum()), self._classifier.stages
             self._sizes.set_budget(tokens_for_stages(self._loaded.token_budget, stages, chunk_tokens))
