@@ -590,18 +590,27 @@ def test_a_sha256_that_is_demanded(path: Path) -> None:
 
 def test_keys_that_do_not_go_together_and_partial_digests_are_named(project: Project) -> None:
     write_mate(project)
-    keys = {"activation": "none", "values": "logits", "sha256": "abc123", "columns": {"x": "tie", "y": "tie"}}
-    project.write_config(with_mate(project, {**with_mate(project, **keys)["models"][1], "name": "other"}))
-    done = project.ensemble("validate", "config.yaml")
-    said = " ".join(done.stderr.split())
-    assert done.returncode == 2
-    for words in (
-        ".sha256 (line ",
-        "must be all 64 hexadecimal digits of a SHA-256, as sha256sum prints them",
-        "logits become probabilities by activation: softmax or sigmoid, not none",
-        "the same label as columns.x has",
+    keys = {"activation": "none", "values": "logits", "columns": {"x": "tie", "y": "tie"}}
+    for digest, expected in (
+        (
+            "abc123",
+            (".sha256 (line ", "must be all 64 hexadecimal digits of a SHA-256, as sha256sum prints them"),
+        ),
+        (
+            "0" * 64,
+            (
+                "logits become probabilities by activation: softmax or sigmoid, not none",
+                "the same label as columns.x has",
+            ),
+        ),
     ):
-        assert words in said, said
+        mate = {**with_mate(project, **keys, sha256=digest)["models"][1], "name": "other"}
+        project.write_config(with_mate(project, mate))
+        done = project.ensemble("validate", "config.yaml")
+        said = " ".join(done.stderr.split())
+        assert done.returncode == 2
+        for words in expected:
+            assert words in said, said
 
 
 def test_a_run_of_logits_in_parquet_by_map_and_what_changes_with_the_keys(project: Project) -> None:

@@ -191,7 +191,7 @@ def test_mistakes_are_named_before_a_model_loads(project: Project) -> None:
     right = {"image_folder": "pictures", "image_suffix": ".png"}
     assert problems(**right) == "0", "one of them is there"
     assert "column 'picture'" in problems(**right, image_column="picture")
-    assert "must be the name of a column, not empty" in problems(**right, image_column=None)
+    assert "required, for example image_column: image" in problems(**right, image_column=None)
     assert "unknown key; use image_folder" in problems(image_dir="pictures")
     assert "image classifiers load no adapters; merge it" in problems(**right, adapter_name_or_path="lora")
     assert "image_cls; seq_cls, pooled_cls, causal_lm have it (docs/config.md)" in problems(

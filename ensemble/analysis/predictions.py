@@ -20,10 +20,10 @@ from pydantic import ValidationError
 from ensemble.common.errors import ConfigError, DataError, EnsembleError, MergeError
 from ensemble.common.protocol import SUM_TOLERANCE, Activation
 from ensemble.common.text import listed, nearest_or_all, plural, quoted
+from ensemble.config.check import data_config
 from ensemble.config.document import Document
 from ensemble.config.overrides import apply_overrides, expand
 from ensemble.config.schema import CalibrationConfig, DataConfig
-from ensemble.config.values import as_label
 from ensemble.config.yamlfile import parse
 from ensemble.data.csv_file import read_header
 from ensemble.data.formats import read_contents
@@ -367,17 +367,11 @@ def _truth_of_run(
     """None where the config names none; ``label_column`` takes the place of what it names."""
     document = _document(report)
     variables = {**os.environ, "CONFIG_DIR": str(run_dir.absolute())}
-    settings = expand(document, variables).get("data")
-    given: Mapping[str, object] = settings if isinstance(settings, dict) else {}
+    data = data_config(document, expand(document, variables))
     if label_column is not None:
-        given = {**given, "label_column": label_column, "label_columns": None}
-    column = given.get("label_column")
-    listed_columns = given.get("label_columns")
-    if column is None and listed_columns is None:
+        data = data.model_copy(update={"label_column": label_column, "label_columns": None})
+    if data.label_column is None and data.label_columns is None:
         return None
-    if isinstance(listed_columns, list):
-        listed_columns = [as_label(one) for one in listed_columns]
-    data = DataConfig.model_validate({**given, "label_columns": listed_columns})
     path = report.table_path()
     limit = document.data.get("limit")
     columns = data.truth_columns(labels)

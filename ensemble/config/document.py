@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -11,6 +12,16 @@ from typing import Any, Final
 Loc = tuple[str | int, ...]
 # What is wrong, and where.
 Problem = tuple[Loc, str]
+
+
+class KeyProblems(ValueError):
+    """What a validator of a model raises about keys below that model: each with its place and a sentence."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        super().__init__("; ".join(f"{place(loc)}: {sentence}" for loc, sentence in problems))
+        self.problems = tuple(problems)
+
+
 # The number of a file, from 0, and of a line in it, from 1.
 Line = tuple[int, int]
 
@@ -32,7 +43,6 @@ class Document:
     ``files`` are the names of the files that it is made of.  ``overrides`` maps a place that an override made to
     that override and to the place that it names.  ``invalid`` are places whose problem is known, and the places
     around them.  ``new_models`` are places of models that no earlier file has, with a sentence that says so.
-    ``nulls`` are places where a later file, or an override, says null, and whether something stood there before.
     """
 
     data: dict[str, Any]
@@ -41,44 +51,48 @@ class Document:
     overrides: dict[Loc, tuple[str, Loc]] = field(default_factory=dict)
     invalid: set[Loc] = field(default_factory=set)
     new_models: dict[Loc, str] = field(default_factory=dict)
-    nulls: dict[Loc, bool] = field(default_factory=dict)
-    found: list[tuple[Line, str]] = field(default_factory=list)
+    noted: list[tuple[Line, str]] = field(default_factory=list)
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What is wrong, each once, from the top of the first file to the end of the last, then the rest."""
-        return tuple(dict.fromkeys(text for _, text in sorted(self.found, key=lambda item: item[0])))
+        """Return what is wrong, each once, from the top of the first file to the end of the last, then the rest."""
+        return tuple(dict.fromkeys(text for _, text in sorted(self.noted, key=lambda item: item[0])))
 
     def report(self, loc: Loc, sentence: str) -> None:
         """Note a problem; after "must be ..." comes the value as it was written, never what ``${}`` gave."""
-        around = (loc[:size] for size in range(len(loc), 0, -1))
-        line = next((self.lines[outer] for outer in around if outer in self.lines), AFTER_ALL_LINES)
+        places_around = (loc[:size] for size in range(len(loc), 0, -1))
+        line = next((self.lines[outer] for outer in places_around if outer in self.lines), AFTER_ALL_LINES)
         if sentence.startswith("must be "):
             if loc in self.invalid:
                 return
             value = self.value(loc)
-            if not sentence.endswith(found := f"not {shown(value)}"):
-                sentence += f", {found}"
+            if not sentence.endswith(f"not {shown(value)}"):
+                sentence += f", not {shown(value)}"
             if isinstance(value, str) and "${" in value:
                 sentence += " (a variable always gives text)"
         elif sentence.startswith("required"):
-            sentence += "".join(f"; {why}" for at, why in self.new_models.items() if loc[: len(at)] == at)
+            reason = self.new_models.get(loc[:2])
+            sentence += f"; {reason}" if reason else ""
         elif " required" in sentence:  # one of several keys
             # A model has those of the defaults, too.
-            holders = (loc, ("defaults",)) if loc[0] == "models" else (loc,)
-            words = ("defaults", *sentence.split())
-            taken = [at for at in self.nulls if at[:-1] in (*holders, ()) and at[-1] in words]
-            sentence += "".join(f"; {self.where(at)} is null" for at in taken)
-        self.found.append((line, f"{self.where(loc)}: {sentence}"))
+            for holder in ((), loc, ("defaults",)) if loc[0] == "models" else ((), loc):
+                mapping: Any = self.value(holder)
+                for key in mapping if isinstance(mapping, dict) else ():
+                    if mapping[key] is None and key in ("defaults", *sentence.split()):
+                        sentence += f"; {self.where((*holder, key))} is null"
+        self.noted.append((line, f"{self.where(loc)}: {sentence}"))
 
     def refuse(self, loc: Loc, sentence: str) -> None:
         """Note a problem with the value at ``loc`` that makes any other problem with it pointless."""
         self.report(loc, sentence)
         self.invalid.update(loc[:size] for size in range(len(loc) + 1))
 
-    def note_null(self, loc: Loc, before: object) -> None:
-        """Note that a later file, or an override, says null where ``before`` stood."""
-        self.nulls[loc] = before is not None or self.nulls.get(loc, False)
+    def forget(self, loc: Loc) -> None:
+        """Drop what is known of the value at ``loc`` and of those inside it: another one takes its place."""
+        for inner in places(self.value(loc), loc):
+            self.lines.pop(inner, None)
+            self.overrides.pop(inner, None)
+            self.invalid.discard(inner)
 
     def value(self, loc: Loc) -> object:
         """The value at ``loc`` as it was written, with ``${NAME}`` unexpanded; None where there is none."""
@@ -117,8 +131,19 @@ class Document:
         return 0
 
 
+def places(value: object, loc: Loc) -> Iterator[Loc]:
+    """Yield a value's place, and those of all values in it."""
+    yield loc
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from places(item, (*loc, key))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from places(item, (*loc, index))
+
+
 def place(loc: Loc) -> str:
-    """``("models", 1, "weight")`` as people write it: ``models[1].weight``."""
+    """Return ``("models", 1, "weight")`` as people write it: ``models[1].weight``."""
     text = ""
     for step in loc:
         plain = isinstance(step, str) and re.fullmatch(r"[\w-]{1,60}", step)

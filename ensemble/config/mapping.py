@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from ensemble.common.errors import ConfigError
 from ensemble.config.document import MAPPING, NOT_TEXT, Loc, place, shown
 from ensemble.config.yamlfile import MAX_DEPTH, dump
@@ -40,7 +38,7 @@ def _plain(value: object, loc: Loc) -> Any:
         raise ConfigError(f"{place(loc[:3])}: nested more than {MAX_DEPTH} levels deep")
     if value is None:
         return None
-    if isinstance(value, bool | np.bool_):
+    if type(value).__name__ in ("bool", "bool_"):  # also numpy's, without importing it
         return bool(value)
     if isinstance(value, numbers.Real):  # also numpy's
         return int(value) if isinstance(value, numbers.Integral) else float(value)

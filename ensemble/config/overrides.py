@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,34 +22,28 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
     """
     for text in overrides:
         name = f"--set {one_line(text if len(text) <= 100 else text[:97] + '...')}"
-        path, equals, value_text = text.partition("=")
+        path, equals, value = text.partition("=")
         parts = path_of(text).split(".")
         try:
             if not equals:
                 raise Unreadable("needs the form key=value, for example --set limit=100")
             if not all(parts) or len(parts) > MAX_DEPTH or re.search(NOT_TEXT, path):
                 raise Unreadable(f"{shown(path)} is not a path; write it like models.0.weight")
-            holder, steps, made = _find(document.data, parts)
-            for known in (document.lines, document.overrides):
-                for loc in [loc for loc in known if loc[: len(steps)] == steps]:
-                    del known[loc]
-            document.invalid = {loc for loc in document.invalid if loc[: len(steps)] != steps}
-            document.overrides |= dict.fromkeys([*made, steps], (name, steps))
-            before = document.value(steps)
-            holder[steps[-1]] = value = build_data(value_text, document, steps, {})
-            if value is None:
-                document.note_null(steps, before)
+            holder, loc, made = _find(document.data, parts)
+            document.forget(loc)
+            document.overrides |= dict.fromkeys([*made, loc], (name, loc))
+            holder[loc[-1]] = build_data(value, document, loc, {})
         except Unreadable as error:
-            document.found.append((AFTER_ALL_LINES, f"{name}: {error}"))
+            document.noted.append((AFTER_ALL_LINES, f"{name}: {error}"))
 
 
 def path_of(override: str) -> str:
-    """The path that an override names, with positions as keys: ``models.0.weight``."""
+    """Return the path that an override names, with positions as keys: ``models.0.weight``."""
     return re.sub(r"\[(\d+)\]", r".\1", override.partition("=")[0].strip(), flags=re.ASCII)
 
 
 def _find(data: dict[str, Any], parts: list[str]) -> tuple[Any, Loc, list[Loc]]:
-    """What holds the value that the parts of a path name, its place, and the places of mappings that were made."""
+    """Return what holds the value that a path names, its place, and the places of mappings that were made."""
     here: Any = data
     loc: Loc = ()
     made: list[Loc] = []
@@ -59,16 +53,7 @@ def _find(data: dict[str, Any], parts: list[str]) -> tuple[Any, Loc, list[Loc]]:
             step, parts = _longest(parts, here)
             inner = here.get(step)
         elif isinstance(here, list):
-            dicts = [(index, item) for index, item in enumerate(here) if isinstance(item, dict)]
-            names = {item["name"]: index for index, item in dicts if isinstance(item.get("name"), str)}
-            key, parts = _longest(parts, names)
-            if key not in names and not re.fullmatch(r"[0-9]{1,6}", key):
-                near = nearest(key, names)
-                advice = f"; did you mean {shown(near)}?" if near is not None else ""
-                raise Unreadable(f"{place(loc)} has nothing named {shown(key)}{advice}")
-            step = names[key] if key in names else int(key)
-            if step >= len(here):
-                raise Unreadable(f"{place(loc)} has no position {step}; it holds {len(here)}, counted from 0")
+            step, parts = _position(here, loc, parts)
             inner = here[step]
         else:
             raise Unreadable(f"{place(loc)} is {shown(here)} and has no keys inside")
@@ -81,24 +66,45 @@ def _find(data: dict[str, Any], parts: list[str]) -> tuple[Any, Loc, list[Loc]]:
         here = inner
 
 
-def _longest(parts: list[str], known: Iterable[str]) -> tuple[str, list[str]]:
-    """The most parts that make a known key together (a key may hold dots itself), else the first; and the rest."""
-    joined = {".".join(parts[:size]): parts[size:] for size in range(len(parts), 0, -1)}
-    key = next((key for key in joined if key in known), parts[0])
-    return key, joined[key]
+def _position(items: list[Any], loc: Loc, parts: list[str]) -> tuple[int, list[str]]:
+    """Return the position in a list that the first parts of a path name, and the rest of the path."""
+    index_by_name = {
+        item["name"]: index
+        for index, item in enumerate(items)
+        if isinstance(item, dict) and isinstance(item.get("name"), str)
+    }
+    key, rest = _longest(parts, index_by_name)
+    if key in index_by_name:
+        return index_by_name[key], rest
+    if not re.fullmatch(r"[0-9]{1,6}", key):
+        near = nearest(key, index_by_name)
+        advice = f"; did you mean {shown(near)}?" if near is not None else ""
+        raise Unreadable(f"{place(loc)} has nothing named {shown(key)}{advice}")
+    if int(key) >= len(items):
+        raise Unreadable(f"{place(loc)} has no position {int(key)}; it holds {len(items)}, counted from 0")
+    return int(key), rest
+
+
+def _longest(parts: list[str], keys: Container[str]) -> tuple[str, list[str]]:
+    """Return the most parts that make a key together (a key may hold dots itself), else the first; and the rest."""
+    for size in range(len(parts), 1, -1):
+        key = ".".join(parts[:size])
+        if key in keys:
+            return key, parts[size:]
+    return parts[0], parts[1:]
 
 
 def variables_of(sources: Sequence[object], environ: Mapping[str, str]) -> list[dict[str, str]]:
-    """What ``${NAME}`` stands for in each source: the environment, and as ``CONFIG_DIR`` the folder of a file.
+    """Return what ``${NAME}`` stands for in each source: the environment, and as ``CONFIG_DIR`` a file's folder.
 
     For what is no file ``CONFIG_DIR`` is the working directory.
     """
-    folders = (one.absolute().parent if isinstance(one, Path) else Path.cwd() for one in sources)
+    folders = (source.absolute().parent if isinstance(source, Path) else Path.cwd() for source in sources)
     return [{**environ, "CONFIG_DIR": str(folder)} for folder in folders]
 
 
 def expanded_text(text: str, variables: Mapping[str, str]) -> str:
-    """The text with ``${NAME}`` replaced; ``$${`` stands for ``${``.
+    """Return the text with ``${NAME}`` replaced; ``$${`` stands for ``${``.
 
     Raises:
         LookupError: no such variable is known, or its value is no text; it says so in a sentence without the value.
@@ -122,7 +128,7 @@ def expanded_text(text: str, variables: Mapping[str, str]) -> str:
 
 
 def expand(document: Document, *variables: Mapping[str, str]) -> dict[str, Any]:
-    """The data with ``${NAME}`` replaced in every text value, by what it stands for in the value's file.
+    """Return the data with ``${NAME}`` replaced in every text value, by what it stands for in the value's file.
 
     What a variable gives is text and stays text.  Keys are left as they are.  An unknown variable is noted as
     a problem and leaves ``INVALID``.  No variable's value gets into a message: it may be a token.
@@ -131,37 +137,37 @@ def expand(document: Document, *variables: Mapping[str, str]) -> dict[str, Any]:
         variables: of each file; those of the first count for overrides as well.
     """
 
-    def expanded(value: object, loc: Loc) -> Any:
-        if isinstance(value, dict):
-            return {key: expanded(item, (*loc, key)) for key, item in value.items()}
-        if isinstance(value, list):
-            return [expanded(item, (*loc, index)) for index, item in enumerate(value)]
-        if not isinstance(value, str):
-            return value
+    def expanded(text: str, loc: Loc) -> object:
         try:
-            file = document.origin(loc)
-            return expanded_text(value, variables[file if file < len(variables) else 0])
+            return expanded_text(text, _variables_at(document, loc, variables))
         except LookupError as error:
             document.refuse(loc, str(error.args[0]))
             return INVALID
 
-    data: dict[str, Any] = expanded(document.data, ())
+    data: dict[str, Any] = _with_texts(document.data, (), expanded)
     return data
 
 
 def with_folders(document: Document, variables: Sequence[Mapping[str, str]]) -> dict[str, Any]:
-    """The data with ``${CONFIG_DIR}`` alone replaced: what means the same in a file in any folder."""
+    """Return the data with ``${CONFIG_DIR}`` alone replaced: what means the same in a file in any folder."""
 
-    def moved(value: object, loc: Loc) -> Any:
-        if isinstance(value, dict):
-            return {key: moved(item, (*loc, key)) for key, item in value.items()}
-        if isinstance(value, list):
-            return [moved(item, (*loc, index)) for index, item in enumerate(value)]
-        if not isinstance(value, str):
-            return value
-        file = document.origin(loc)
-        folder = variables[file if file < len(variables) else 0]["CONFIG_DIR"].replace("${", "$${")
-        return re.sub(_VARIABLE, lambda found: folder if found["name"] == "CONFIG_DIR" else found[0], value)
+    def moved(text: str, loc: Loc) -> str:
+        folder = _variables_at(document, loc, variables)["CONFIG_DIR"].replace("${", "$${")
+        return re.sub(_VARIABLE, lambda match: folder if match["name"] == "CONFIG_DIR" else match[0], text)
 
-    data: dict[str, Any] = moved(document.data, ())
+    data: dict[str, Any] = _with_texts(document.data, (), moved)
     return data
+
+
+def _variables_at(document: Document, loc: Loc, variables: Sequence[Mapping[str, str]]) -> Mapping[str, str]:
+    file = document.origin(loc)
+    return variables[file if file < len(variables) else 0]
+
+
+def _with_texts(value: object, loc: Loc, replaced: Callable[[str, Loc], object]) -> Any:
+    """Return plain data with every text in it replaced, by the text and its place."""
+    if isinstance(value, dict):
+        return {key: _with_texts(item, (*loc, key), replaced) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_texts(item, (*loc, index), replaced) for index, item in enumerate(value)]
+    return replaced(value, loc) if isinstance(value, str) else value

@@ -2,24 +2,31 @@
 
 Kinds of members and merge methods bring more keys.  ``defaults:`` is not here: ``load`` merges it under the models
 before they are checked.
-
-The rules that tie keys together, ``broken_rules``, are asked of values as they stand in the YAML, so that broken
-rules are shown beside wrong types: they pass over values of the wrong type.  No sentence holds a value.
 """
 
 # No "from __future__ import annotations": pydantic would evaluate every annotation from its text again.
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializeAsAny,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from ensemble.common.text import listed
-from ensemble.config.document import Problem, place
+from ensemble.config.document import KeyProblems, Problem, place
 from ensemble.config.values import (
+    AnyWeight,
     Column,
     Columns,
     Count,
@@ -53,10 +60,9 @@ from ensemble.config.values import (
     Versions,
     Weight,
     When,
-    as_label,
     as_tuple,
     foreign_label,
-    label_items,
+    same_label_problems,
     weight_numbers,
 )
 
@@ -78,6 +84,25 @@ class StrictConfig(BaseModel):
     older_keys: ClassVar[Mapping[str, str]] = {}
     gone_keys: ClassVar[Mapping[str, str]] = {}  # earlier releases had them; what to do instead
 
+    def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
+        """Find the constraints between keys that these values break.
+
+        Args:
+            labels: the config's; empty where they are not known.
+
+        Yields:
+            The place below this mapping, such as ``("label_map", "x")``, and a sentence without any value.
+        """
+        return iter(())
+
+    @model_validator(mode="after")
+    def _check_rules(self, info: ValidationInfo) -> Self:
+        # All of them at once: of several validators only the first that fails would be heard.
+        problems = [*self.broken_rules(info.context or ())]
+        if problems:
+            raise KeyProblems(problems)
+        return self
+
 
 class DataConfig(StrictConfig):
     """The table to predict.  A relative path starts at the working directory."""
@@ -98,10 +123,35 @@ class DataConfig(StrictConfig):
     alternatives: ClassVar[tuple[tuple[str, str], ...]] = (("label_column", "label_columns"),)
 
     def truth_columns(self, labels: Sequence[str]) -> tuple[str, ...]:
-        """The column of ``label_columns`` for each of the config's labels; empty where there are none."""
-        given = self.label_columns or ()
-        by_label = {label: column for column, label in given.items()} if isinstance(given, dict) else {}
-        return tuple(by_label.get(label, label) for label in labels) if given else ()
+        """Return the column of ``label_columns`` for each of the config's labels; empty where there are none."""
+        if not self.label_columns:
+            return ()
+        if not isinstance(self.label_columns, dict):
+            return tuple(labels)
+        column_by_label = {label: column for column, label in self.label_columns.items()}
+        return tuple(column_by_label.get(label, label) for label in labels)
+
+    def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
+        if self.label_column is not None and len(labels) == 1:
+            yield (
+                ("label_column",),
+                "names a row's one label among several; there is a single one here, so name the column of its "
+                "numbers with label_columns: {column: label}",
+            )
+        if self.label_columns is None:
+            return
+        if self.label_column is not None:
+            yield ("label_columns",), "data.label_column is given as well; keep one of the two"
+        if isinstance(self.label_columns, dict):
+            columns: dict[Any, str] = self.label_columns
+            advice = ""
+        else:
+            columns = dict(enumerate(self.label_columns))
+            advice = " (of a column with another name: {column: label})"
+        problems = [*same_label_problems("label_columns", columns, labels, advice)]
+        yield from problems
+        if not problems and len(columns) < len(labels):
+            yield ("label_columns",), "has no column for some of the labels; name one for each"
 
 
 # Keys of a member that count at the merge alone: whatever they are, its predictions stay.
@@ -116,6 +166,12 @@ class CalibrationConfig(StrictConfig):
     bias: Factors = {}  # by label: what is added to that; 0 where a label is left out
 
     older_keys: ClassVar[Mapping[str, str]] = {"temperature": "t temp", "scale": "w", "bias": "b"}
+
+    def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
+        for key, factors in (("scale", self.scale), ("bias", self.bias)):
+            for label in factors:
+                if labels and label not in labels:
+                    yield (key, label), foreign_label(labels)
 
 
 class MemberConfig(StrictConfig):
@@ -153,18 +209,6 @@ class MemberConfig(StrictConfig):
         values = [value for key, value in self if key not in ("name", "views", *MERGE_KEYS)]
         return sha256(repr(values).encode()).hexdigest()[:16]
 
-    @classmethod
-    def broken_rules(cls, values: Mapping[str, Any], labels: Collection[str]) -> Iterator[Problem]:
-        """The rules that tie a kind's keys together and that these values break.
-
-        Args:
-            labels: the config's; empty where they are not known.
-
-        Yields:
-            the place below the member, such as ``("label_map", "x")``, and a sentence without any value.
-        """
-        return iter(())
-
 
 class SwapConfig(StrictConfig):
     """Two columns that change places in a view of a row, and the labels that change places with them."""
@@ -174,6 +218,14 @@ class SwapConfig(StrictConfig):
     labels: LabelPair | None = None
 
     older_keys: ClassVar[Mapping[str, str]] = {"columns": "column fields", "labels": "label"}
+
+    def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
+        for key, pair in (("columns", self.columns), ("labels", self.labels)):
+            if pair is not None and pair[0] == pair[1]:
+                yield (key,), "the same twice; name two that change places"
+        for number, label in enumerate(self.labels or ()):
+            if labels and label not in labels:
+                yield ("labels", number), "must be one of the labels"
 
 
 class ViewConfig(StrictConfig):
@@ -223,43 +275,19 @@ class ReaderConfig(MemberConfig):
     def counted_views(self) -> tuple[ViewConfig, ...]:
         return tuple(view for view in self.views or () if view.weight > 0)
 
-    @classmethod
-    def broken_rules(cls, values: Mapping[str, Any], labels: Collection[str]) -> Iterator[Problem]:
-        listed = values.get("views")
-        views = [*enumerate(listed)] if isinstance(listed, list | tuple) else []
-        names: dict[str, int] = {}
-        known: dict[str, int] = {}
-        for index, view in views:
-            if not isinstance(view, dict):
-                continue
-            name = view.get("name")
-            if isinstance(name, str) and names.setdefault(name.lower(), index) != index:
-                other = place(("views", names[name.lower()], "name"))
-                yield (
-                    ("views", index, "name"),
-                    f"the same as {other}; names must differ in more than their case",
-                )
-            swap = view.get("swap")
-            swap = swap if isinstance(swap, dict) else {}
-            pairs = {}
-            for key in ("columns", "labels"):
-                given = swap.get(key)
-                if not isinstance(given, list | tuple) or len(given) != 2:
-                    continue
-                pairs[key] = pair = [as_label(one) for one in given]
-                if pair[0] == pair[1]:
-                    yield ("views", index, "swap", key), "the same twice; name two that change places"
-                if key == "labels" and labels:
-                    for number, label in enumerate(pair):
-                        if isinstance(label, str) and label not in labels:
-                            yield ("views", index, "swap", key, number), "must be one of the labels"
-            rest = {key: one for key, one in view.items() if key not in ("name", "weight", "swap")}
-            template = {"prompt_template": values.get("prompt_template")}
-            what = repr([{**template, **rest}, {key: sorted(map(str, pair)) for key, pair in pairs.items()}])
-            if known.setdefault(what, index) != index:
-                yield ("views", index), f"shows the same as {place(('views', known[what]))}; leave one out"
-        weights = [view.get("weight", 1.0) for _, view in views if isinstance(view, dict)]
-        if weights and all(_is_zero(weight) for weight in weights):
+    def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
+        yield from super().broken_rules(labels)
+        yield from same_name_problems("views", [view.name for view in self.views or ()])
+        first_index: dict[str, int] = {}
+        for index, view in enumerate(self.views or ()):
+            swapped = (
+                [sorted(pair) for pair in (view.swap.columns, view.swap.labels or ())] if view.swap else []
+            )
+            content = repr((self.as_view(view), swapped))
+            first = first_index.setdefault(content, index)
+            if first != index:
+                yield ("views", index), f"shows the same as {place(('views', first))}; leave one out"
+        if self.views and not self.counted_views:
             yield ("views",), "all weights are 0; one view must have a weight above 0"
 
 
@@ -301,6 +329,18 @@ class RuleConfig(StrictConfig):
             return f"mask {', '.join(self.mask)}"
         return f"set {', '.join(f'{label} {value:g}' for label, value in (self.set or {}).items())}"
 
+    def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
+        if self.set is None and self.mask is None:
+            yield (), "neither set nor mask is given; give one"
+        if self.set is not None and self.mask is not None:
+            yield (), "set and mask; make two rules"
+        for label in self.set or ():
+            if labels and label not in labels:
+                yield ("set", label), foreign_label(labels)
+        for number, label in enumerate(self.mask or ()):
+            if labels and label not in labels:
+                yield ("mask", number), "must be one of the labels"
+
 
 class SubmissionConfig(StrictConfig):
     """The file to hand in, made in the image of a sample."""
@@ -313,6 +353,11 @@ class SubmissionConfig(StrictConfig):
         "sample": "sample_path template",
         "path": "file output output_path",
     }
+
+    def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
+        for column, label in self.columns.items():
+            if labels and label not in labels:
+                yield ("columns", column), "must be one of the labels"
 
 
 class TuningConfig(StrictConfig):
@@ -393,169 +438,103 @@ class RunConfig(StrictConfig):
     }
 
     def deciders(self, index: int) -> tuple[str, ...]:
-        """The members whose mean decides on the rows of the member ``index``, which has ``when``."""
-        return tuple(one.name for one in self.models[:index] if one.has_weight)
+        """Return the members whose mean decides on the rows of the member ``index``, which has ``when``."""
+        return tuple(member.name for member in self.models[:index] if member.has_weight)
 
+    @field_validator("labels")
     @classmethod
-    def broken_rules(
-        cls, values: Mapping[str, Any], kinds: Sequence[type[MemberConfig] | None]
-    ) -> Iterator[Problem]:
-        """The rules that a whole config breaks; ``kinds`` are the keys of each model's, None where not known."""
-        listed = values.get("labels")
-        labels = [as_label(label) for label in listed] if isinstance(listed, list) else []
-        first: dict[str, int] = {}
+    def _labels_differ(cls, labels: tuple[str, ...]) -> tuple[str, ...]:
+        problems: list[Problem] = []
+        first_index: dict[str, int] = {}
         for index, label in enumerate(labels):
-            if isinstance(label, str) and first.setdefault(label, index) != index:
-                yield ("labels", index), f"the same as labels[{first[label]}]; name each label once"
-        data = values.get("data")
-        id_column = data.get("id_column", "id") if isinstance(data, dict) else None
-        if isinstance(id_column, str) and id_column in first:
-            yield ("labels", first[id_column]), "the same as data.id_column; predictions hold both columns"
-        # With a label that cannot be read, what is not among the others may still be right.
-        known = [*first] if all(isinstance(label, str) for label in labels) else []
-        for loc, sentence in _broken_truth(data if isinstance(data, dict) else {}, known):
-            yield ("data", *loc), sentence
-        models = enumerate(values["models"] if kinds else ())
-        members = [(index, member) for index, member in models if isinstance(member, dict)]
-        names: dict[str, int] = {}
-        for index, member in members:
-            kind, name = kinds[index], member.get("name")
-            for loc, sentence in kind.broken_rules(member, known) if kind is not None else ():
-                yield ("models", index, *loc), sentence
-            if isinstance(name, str) and names.setdefault(name.lower(), index) != index:
-                other = f"models[{names[name.lower()]}].name"
-                yield (
-                    ("models", index, "name"),
-                    f"the same as {other}; names must differ in more than their case",
-                )
-        for number, (index, member) in enumerate(members):
-            if not member.get("when"):
-                continue
-            before = [one.get("weight", 1.0) for _, one in members[:number]]
-            if not before:
-                yield (
-                    ("models", index, "when"),
-                    "nobody is listed before it; list the members first whose mean decides",
-                )
-            elif all(_is_zero(weight) for weight in before):
-                yield (
-                    ("models", index, "when"),
-                    "the members before it have no weight above 0, so there is no mean to go by",
-                )
-        ensemble = values.get("ensemble")
-        edges = ensemble.length_bins or () if isinstance(ensemble, EnsembleConfig) else ()
-        for index, member in members:
-            calibration = member.get("calibration")
-            for key, given in calibration.items() if isinstance(calibration, dict) and known else ():
-                for label in (one for one in given if one not in known) if isinstance(given, dict) else ():
-                    yield ("models", index, "calibration", key, label), foreign_label(known)
-        yield from broken_weights(members, labels if known else [], edges)
-        yield from _broken_rows(values.get("rules"), known)
-        submission = values.get("submission")
-        columns = submission.get("columns") if isinstance(submission, dict) else None
-        for column, label in label_items(columns):
-            if known and label not in known:
-                yield ("submission", "columns", column), "must be one of the labels"
-        if values.get("fill") == "sample" and submission is None:
-            yield ("fill",), "sample needs submission.sample, the file whose values it takes"
+            first = first_index.setdefault(label, index)
+            if first != index:
+                problems.append(((index,), f"the same as labels[{first}]; name each label once"))
+        if problems:
+            raise KeyProblems(problems)
+        return labels
+
+    @field_validator("models")
+    @classmethod
+    def _models_go_together(cls, models: tuple[MemberConfig, ...]) -> tuple[MemberConfig, ...]:
+        problems = [
+            (loc[1:], sentence)
+            for loc, sentence in same_name_problems("models", [member.name for member in models])
+        ]
+        for index, member in enumerate(models):
+            if member.when and not index:
+                sentence = "nobody is listed before it; list the members first whose mean decides"
+                problems.append(((index, "when"), sentence))
+            elif member.when and not any(earlier.has_weight for earlier in models[:index]):
+                sentence = "the members before it have no weight above 0, so there is no mean to go by"
+                problems.append(((index, "when"), sentence))
+        if problems:
+            raise KeyProblems(problems)
+        return models
+
+    @field_validator("fill")
+    @classmethod
+    def _fill_has_its_source(cls, fill: str, info: ValidationInfo) -> str:
+        if fill == "sample" and info.data.get("submission", fill) is None:
+            raise ValueError("sample needs submission.sample, the file whose values it takes")
+        return fill
+
+    def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
+        if self.data.id_column in self.labels:
+            index = self.labels.index(self.data.id_column)
+            yield ("labels", index), "the same as data.id_column; predictions hold both columns"
+        problems = [*self._broken_weights()]
+        yield from problems or self._broken_sums()
+
+    def _broken_weights(self) -> Iterator[Problem]:
+        """Find weights that do not have a number for each label or length bin."""
+        edges = self.ensemble.length_bins or ()
+        for index, member in enumerate(self.models):
+            loc = ("models", index, "weight")
+            if isinstance(member.weight, dict):
+                for label in member.weight:
+                    if label not in self.labels:
+                        yield (*loc, label), foreign_label(self.labels)
+                missing = [label for label in self.labels if label not in member.weight]
+                if missing:
+                    yield loc, f"has no number for {listed(missing)}; give one for each label"
+            elif isinstance(member.weight, tuple) and len(member.weight) != len(edges) + 1:
+                bins = f"{len(edges)} of ensemble.length_bins make {len(edges) + 1} bins"
+                reason = bins if edges else "a list of weights needs ensemble.length_bins"
+                yield loc, f"{reason}; give one number for each bin"
+
+    def _broken_sums(self) -> Iterator[Problem]:
+        """Find the first label and length bin for which no member counts, or all together too much."""
+        weights = [member.weight for member in self.models]
+        bins = len(self.ensemble.length_bins or ()) + 1
+        for number, label in itertools.product(range(bins), self.labels):
+            where = ""
+            if any(isinstance(weight, dict) for weight in weights):
+                where += f" for {label}"
+            if any(isinstance(weight, tuple) for weight in weights):
+                where += f" in length bin {number + 1} of {bins}"
+            numbers = [_number_of(weight, number, label) for weight in weights]
+            if not any(numbers):
+                yield ("models",), f"the weights{where} are all 0; at least one must be more"
+                return
+            if math.isinf(sum(numbers)):
+                yield ("models",), f"the weights{where} add up to more than a number can hold"
+                return
 
 
-def _broken_rows(rules: object, labels: Collection[str]) -> Iterator[Problem]:
-    """What is wrong with ``rules`` beside their types; ``labels`` are the config's, empty where not known."""
-    for index, rule in enumerate(rules if isinstance(rules, list) else ()):
-        if not isinstance(rule, dict):
-            continue
-        loc, given = ("rules", index), [key for key in ("set", "mask") if rule.get(key) is not None]
-        if len(given) != 1:
-            yield loc, "set and mask; make two rules" if given else "neither set nor mask is given; give one"
-        named = rule.get("set")
-        for label in named if isinstance(named, dict) else ():
-            if labels and label not in labels:
-                yield (*loc, "set", label), foreign_label(labels)
-        masked = rule.get("mask")
-        for number, label in enumerate(map(as_label, masked) if isinstance(masked, list) else ()):
-            if labels and isinstance(label, str) and label not in labels:
-                yield (*loc, "mask", number), "must be one of the labels"
+def same_name_problems(key: str, names: Sequence[str]) -> Iterator[Problem]:
+    """Find names in the list at ``key`` that differ in no more than their case."""
+    first_index: dict[str, int] = {}
+    for index, name in enumerate(names):
+        first = first_index.setdefault(name.lower(), index)
+        if first != index:
+            sentence = f"the same as {place((key, first, 'name'))}; names must differ in more than their case"
+            yield (key, index, "name"), sentence
 
 
-def broken_weights(
-    members: Sequence[tuple[int, Mapping[str, Any]]], labels: Sequence[object], edges: Sequence[int]
-) -> Iterator[Problem]:
-    """What is wrong with the members' weights beside their types.
-
-    Args:
-        members: as they stand in the YAML, with their places in the list.
-        labels: the config's; empty where they are not known.
-        edges: ``ensemble.length_bins``.
-    """
-    is_sound = True
-    for index, member in members:
-        weight, loc = member.get("weight", 1.0), ("models", index, "weight")
-        if isinstance(weight, dict):
-            for label in (one for one in weight if labels and one not in labels):
-                yield (*loc, label), foreign_label(labels)
-            if missing := [label for label in labels if label not in weight]:
-                yield loc, f"has no number for {listed([*map(str, missing)])}; give one for each label"
-            is_sound = is_sound and weight.keys() == set(labels)
-        elif isinstance(weight, list) and len(weight) != len(edges) + 1:
-            bins = f"{len(edges)} of ensemble.length_bins make {len(edges) + 1} bins"
-            needed = bins if edges else "a list of weights needs ensemble.length_bins"
-            yield loc, f"{needed}; give one number for each bin"
-            is_sound = False
-        are_numbers = all(
-            isinstance(one, int | float) and 0 <= one < math.inf for one in weight_numbers(weight)
-        )
-        is_sound = is_sound and are_numbers
-    if not members or not is_sound:
-        return
-    # Whatever a row's bin and label, some member must count.
-    for number, label in itertools.product(range(len(edges) + 1), labels or [""]):
-        cells = [float(_of(member.get("weight", 1.0), number, label)) for _, member in members]
-        where = [f" for {label}"] * any(isinstance(member.get("weight"), dict) for _, member in members)
-        if any(isinstance(member.get("weight"), list) for _, member in members):
-            where.append(f" in length bin {number + 1} of {len(edges) + 1}")
-        if not any(cells):
-            yield ("models",), f"the weights{''.join(where)} are all 0; at least one must be more"
-            return
-        if math.isinf(sum(cells)):
-            yield ("models",), f"the weights{''.join(where)} add up to more than a number can hold"
-            return
-
-
-def _is_zero(weight: object) -> bool:
-    return all(one in (0, 0.0) for one in weight_numbers(weight))
-
-
-def _of(weight: Any, number: int, label: object) -> Any:
-    """A weight's number for a length bin and a label."""
+def _number_of(weight: AnyWeight, length_bin: int, label: str) -> float:
     if isinstance(weight, dict):
-        return weight.get(label, 0.0)
-    return weight[number] if isinstance(weight, list | tuple) else weight
-
-
-def _broken_truth(data: Mapping[str, Any], labels: Collection[str]) -> Iterator[Problem]:
-    """What is wrong with the true labels' columns, as far as ``labels``, the config's, are known."""
-    given, columns = data.get("label_columns"), dict[str, str | int]()
-    if isinstance(data.get("label_column"), str) and len(labels) == 1:
-        yield (
-            ("label_column",),
-            "names a row's one label among several; there is a single one here, so name the column of its numbers "
-            "with label_columns: {column: label}",
-        )
-    if not isinstance(given, list | dict):
-        return
-    if data.get("label_column") is not None:
-        yield ("label_columns",), "data.label_column is given as well; keep one of the two"
-    places: Iterator[tuple[str | int, object]] | None = None
-    if isinstance(given, list):
-        places = ((index, as_label(label)) for index, label in enumerate(given))
-    for key, label in label_items(given) if places is None else places:
-        if isinstance(label, str) and label in columns:
-            yield ("label_columns", key), f"the same label as {place(('label_columns', columns[label]))} has"
-        elif isinstance(label, str) and labels and label not in labels:
-            advice = "" if places is None else " (of a column with another name: {column: label})"
-            yield ("label_columns", key), f"must be one of the labels{advice}"
-        elif isinstance(label, str):
-            columns[label] = key
-    if len(given) == len(columns) < len(labels):
-        yield ("label_columns",), "has no column for some of the labels; name one for each"
+        return weight[label]
+    if isinstance(weight, tuple):
+        return weight[length_bin]
+    return weight

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -22,15 +22,10 @@ from pydantic import (
     TypeAdapter,
     WithJsonSchema,
 )
-from pydantic_core import (
-    CoreSchema,
-    InitErrorDetails,
-    PydanticCustomError,
-    ValidationError,
-    core_schema,
-)
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from ensemble.common.text import listed, nearest_or_all
+from ensemble.config.document import KeyProblems, Problem, place
 
 MAX_NAME_CHARACTERS: Final = 100
 MAX_COUNT: Final = 2**31 - 1
@@ -89,12 +84,22 @@ def as_label(value: object) -> object:
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-def label_items(mapping: object) -> Iterator[tuple[str, str]]:
-    """Each key of a mapping whose value can be a label, and that label; nothing of what is no mapping."""
-    for key, value in mapping.items() if isinstance(mapping, dict) else ():
-        label = as_label(value)
-        if isinstance(label, str):
-            yield key, label
+def same_label_problems(
+    key: str, label_by_place: Mapping[Any, str], labels: Collection[str], advice: str = ""
+) -> Iterator[Problem]:
+    """Find places in the mapping or list at ``key`` that hold a foreign label, or one that is taken.
+
+    Args:
+        labels: the config's; empty where they are not known.
+        advice: what follows the sentence about a foreign label.
+    """
+    first_place: dict[str, Any] = {}
+    for where, label in label_by_place.items():
+        first = first_place.setdefault(label, where)
+        if labels and label not in labels:
+            yield (key, where), f"must be one of the labels{advice}"
+        elif first != where:
+            yield (key, where), f"the same label as {place((key, first))} has"
 
 
 def foreign_label(labels: Collection[object]) -> str:
@@ -127,10 +132,10 @@ def _seconds(value: object) -> float:
         seconds = float(value)
     else:
         units = r"(?:(\d{1,9})h\s*)?(?:(\d{1,9})m\s*)?(?:(\d{1,9})s)?"
-        found = re.fullmatch(units, str(value).strip().lower())
-        if found is None or not any(found.groups()):
+        match = re.fullmatch(units, str(value).strip().lower())
+        if match is None or not any(match.groups()):
             raise ValueError
-        hours, minutes, rest = (int(part or 0) for part in found.groups())
+        hours, minutes, rest = (int(part or 0) for part in match.groups())
         seconds = 3600.0 * hours + 60.0 * minutes + rest
     if not 0 <= seconds < inf:
         raise ValueError
@@ -141,10 +146,11 @@ def _bytes(value: object) -> int:
     """14GiB, 500MB or a plain number of bytes; units as accelerate reads them (GB is 10**9, GiB 2**30)."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT])(i?)B", str(value).strip(), re.ASCII)
-    if found is None:
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT])(i?)B", str(value).strip(), re.ASCII)
+    if match is None:
         raise ValueError
-    return int(float(found[1]) * (1024 if found[3] else 1000) ** ("KMGT".index(found[2]) + 1))
+    base = 1024 if match[3] else 1000
+    return int(float(match[1]) * base ** ("KMGT".index(match[2]) + 1))
 
 
 def _when(value: object) -> dict[str, float]:
@@ -152,12 +158,12 @@ def _when(value: object) -> dict[str, float]:
     if not isinstance(value, dict) or not value:
         raise PydanticCustomError("must_be", f"must be {_ONE_RULE}")
     types = _when_types()
-    if unknown := [rule for rule in value if rule not in types]:
-        message = f"unknown rule; {nearest_or_all(str(unknown[0]), [*types], 'rule')}"
-        error = InitErrorDetails(type=PydanticCustomError("rule", message), loc=(unknown[0],), input=None)
-        raise ValidationError.from_exception_data("when", [error])
+    for rule in value:
+        if rule not in types:
+            sentence = f"unknown rule; {nearest_or_all(str(rule), [*types], 'rule')}"
+            raise KeyProblems([((rule,), sentence)])
     if len(value) > 1:
-        raise PydanticCustomError("rules", f"has {' and '.join(value)}; give one of them")
+        raise ValueError(f"has {' and '.join(value)}; give one of them")
     return types[next(iter(value))].validate_python(value, strict=True)
 
 
@@ -344,16 +350,16 @@ ProblemType = Literal["single_label_classification", "multi_label_classification
 
 
 def weight_text(weight: AnyWeight, digits: int = 6) -> str:
-    """A weight, or those by label or length bin."""
+    """Return a weight as text, or those by label or length bin."""
     if isinstance(weight, dict):
-        return ", ".join(f"{label} {one:.{digits}g}" for label, one in weight.items())
+        return ", ".join(f"{label} {number:.{digits}g}" for label, number in weight.items())
     if isinstance(weight, tuple):
-        return f"[{', '.join(f'{one:.{digits}g}' for one in weight)}]"
+        return f"[{', '.join(f'{number:.{digits}g}' for number in weight)}]"
     return f"{weight:.{digits}g}"
 
 
 def weight_numbers(weight: object) -> list[Any]:
-    """All numbers of a weight in any of its forms."""
+    """Return all numbers of a weight in any of its forms; read from JSON, it may be a list."""
     if isinstance(weight, dict):
         return [*weight.values()]
     return [*weight] if isinstance(weight, list | tuple) else [weight]

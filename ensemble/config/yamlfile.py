@@ -34,7 +34,7 @@ _HINTS = (
 
 
 def read_text(path: Path) -> str:
-    """The file's text, exactly as it stands.
+    """Return the file's text, exactly as it stands.
 
     Raises:
         ConfigError: there is no such file, or it cannot be read, is too large, or is not UTF-8.
@@ -59,14 +59,14 @@ def read_text(path: Path) -> str:
 
 
 def _similar_yaml(path: Path) -> str:
-    """What to add of a file that is not there: one beside it of a like name, whichever ending of YAML it has."""
+    """Return what to add of a file that is not there: one beside it of a like name, with any ending of YAML."""
     names = {file.stem: file.name for file in sorted(path.parent.glob("*.y*ml"))}
     near = nearest(path.stem, names)
     return "" if near is None else f" (did you mean {names[near]!r}?)"
 
 
 def parse(text: str, source: object, files: Sequence[str] = (), number: int = 0) -> Document:
-    """YAML text as a ``Document``; repeated and non-text keys are problems noted in it.
+    """Return YAML text as a ``Document``; repeated and non-text keys are problems noted in it.
 
     Args:
         source: the path of the file; printed, its name.
@@ -100,30 +100,31 @@ class Unreadable(Exception):
 
 
 def build_data(text: str, document: Document, loc: Loc, lines: dict[Loc, Line], file: int = 0) -> object:
-    """YAML text as plain data, which will stand at ``loc``; ``lines`` takes the line of each value in ``file``.
+    """Return YAML text as plain data, which will stand at ``loc``; ``lines`` takes each value's line in ``file``.
 
     Raises:
         Unreadable: it is no YAML, or too large or too deep.
     """
     try:
-        loader = _Loader(text)
-        try:
-            node = loader.get_single_node()
-        finally:
-            loader.dispose()
+        node = yaml.compose(text, Loader=_Loader)
+        return None if node is None else _Builder(document, lines, file).build(node, loc)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         column = error.position - text.rfind("\n", 0, error.position)
         raise Unreadable(f"a character that YAML forbids, number {error.character}", (line, column)) from None
     except yaml.MarkedYAMLError as error:
         sentence = "not valid YAML: " + ", ".join(part for part in (error.context, error.problem) if part)
-        sentence += next((hint for words, hint in _HINTS if words in sentence), "")
+        for words, hint in _HINTS:
+            if words in sentence:
+                sentence += hint
+                break
         mark = error.problem_mark or error.context_mark
         raise Unreadable(sentence, (mark.line + 1, mark.column + 1) if mark else None) from None
+    except RecursionError:
+        raise Unreadable(f"nested more than {MAX_DEPTH} levels deep") from None
     # ValueError: "\UFFFFFFFF", a character that there is not
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise Unreadable(f"not valid YAML: {error}") from None
-    return None if node is None else _Builder(document, lines, file).build(node, loc)
 
 
 def _mark(node: yaml.Node) -> tuple[int, int]:
@@ -136,75 +137,49 @@ def _integer(text: str) -> int:
     return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
 
 
+def _float(text: str) -> float:
+    return float(re.sub(r"\.(?=inf|nan)", "", text.lower()))
+
+
 _TAG = "tag:yaml.org,2002:"
-# The words of each type, what one of them is called, and how it is read.
-_SCALARS: dict[str, tuple[str, str, Callable[[str], object]]] = {
-    "null": (r"~|null|Null|NULL|", "", lambda text: None),
-    "bool": (
-        r"true|True|TRUE|false|False|FALSE",
-        "true or false",
-        lambda text: {"true": True, "false": False}[text.lower()],
-    ),
-    "int": (r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "a whole number", _integer),
-    "float": (
-        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-        "a number",
-        lambda text: float(re.sub(r"\.(?=inf|nan)", "", text.lower())),
-    ),
-    "merge": (r"<<", "", str),
-    "str": (r"(?s:.*)", "", str),
+# The words of each type.
+_WORDS = {
+    "null": r"~|null|Null|NULL|",
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+",
+    "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+    "merge": r"<<",
+    "str": r"(?s:.*)",
+}
+# How a word of each type is read, and what such a value is called.
+_READERS: dict[str, tuple[Callable[[str], object], str]] = {
+    "null": (lambda text: None, "null"),
+    "bool": (lambda text: {"true": True, "false": False}[text.lower()], "true or false"),
+    "int": (_integer, "a whole number"),
+    "float": (_float, "a number"),
+    "merge": (str, "text"),
+    "str": (str, "text"),
 }
 
 
-def _tag_of(kind: type[yaml.Node], value: str, implicit: tuple[bool, bool]) -> str:
-    """The tag of a node that names none; ``implicit`` begins with whether it is a word without quotes."""
-    if kind is not yaml.ScalarNode:
-        return _TAG + ("seq" if kind is yaml.SequenceNode else "map")
-    is_quoted = not implicit[0]
-    return _TAG + (
-        "str" if is_quoted else next(tag for tag in _SCALARS if re.fullmatch(_SCALARS[tag][0], value))
-    )
-
-
-class _Loader(yaml.SafeLoader):
-    """PyYAML's composer with the words of YAML 1.2, and with an end: it is slow, and recursive."""
-
-    depth = 0
-    nodes = 0
+class _Words:
+    """Tells the type of a word without quotes as YAML 1.2 has it; for PyYAML's reader and its writer."""
 
     def resolve(self, kind: type[yaml.Node], value: str, implicit: tuple[bool, bool]) -> str:
-        return _tag_of(kind, value, implicit)
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if parent is not None and self.depth > MAX_DEPTH:
-            raise Unreadable(f"nested more than {MAX_DEPTH} levels deep", _mark(parent))
-        self.nodes += 1
-        if parent is not None and self.nodes > MAX_VALUES:
-            raise Unreadable(f"holds more than {MAX_VALUES} values; is this the config?", _mark(parent))
-        self.depth += 1
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
-
-    def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
-        node = super().compose_scalar_node(anchor)
-        # JSON is YAML too, and writes a character above U+FFFF as a pair of surrogates.
-        node.value = re.sub(
-            "[\ud800-\udbff][\udc00-\udfff]",
-            lambda pair: pair[0].encode("utf-16-le", "surrogatepass").decode("utf-16-le"),
-            node.value,
-        )
-        if found := re.search(NOT_TEXT, node.value):
-            what = "a NUL character" if found[0] == "\0" else f"half of a character ({found[0]!a})"
-            raise Unreadable(f"text cannot hold {what}", _mark(node))
-        return node
+        if kind is not yaml.ScalarNode:
+            return _TAG + ("seq" if kind is yaml.SequenceNode else "map")
+        is_quoted = not implicit[0]
+        if is_quoted:
+            return f"{_TAG}str"
+        return _TAG + next(tag for tag, words in _WORDS.items() if re.fullmatch(words, value))
 
 
-class _Dumper(yaml.SafeDumper):
+class _Loader(_Words, yaml.SafeLoader):
+    pass
+
+
+class _Dumper(_Words, yaml.SafeDumper):
     """PyYAML's writer, which quotes what ``_Loader`` would not read as text."""
-
-    def resolve(self, kind: type[yaml.Node], value: str, implicit: tuple[bool, bool]) -> str:
-        return _tag_of(kind, value, implicit)
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -212,8 +187,9 @@ class _Dumper(yaml.SafeDumper):
 
 def _text_node(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     lines = text.split("\n")
-    # What PyYAML would otherwise leave to line breaks that are none in the text.
-    style = '"' if not all(line.isprintable() for line in lines) else "|" if len(lines) > 1 else None
+    style = "|" if len(lines) > 1 else None
+    if not all(line.isprintable() for line in lines):
+        style = '"'  # what PyYAML would otherwise leave to line breaks that are none in the text
     return dumper.represent_scalar(f"{_TAG}str", text, style=style)
 
 
@@ -221,7 +197,7 @@ _Dumper.add_representer(str, _text_node)
 
 
 def dump(data: dict[str, Any]) -> str:
-    """Plain data as YAML text, of which ``parse`` makes the same data."""
+    """Return plain data as YAML text, of which ``parse`` makes the same data."""
     # No line is folded, so that an editor's search finds what stands in it.
     return yaml.dump(
         data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=None, width=MAX_BYTES
@@ -238,7 +214,7 @@ class _Builder:
         self.values_left = MAX_VALUES
 
     def build(self, node: yaml.Node, loc: Loc) -> object:
-        self._spend(node, len(loc))
+        self._count(node, len(loc))
         if loc:
             self.lines.setdefault(loc, (self.file, _mark(node)[0]))
         kind = node.tag.removeprefix(_TAG)
@@ -246,12 +222,13 @@ class _Builder:
             return self._mapping(node, loc)
         if isinstance(node, yaml.SequenceNode) and kind == "seq":
             return [self.build(item, (*loc, index)) for index, item in enumerate(node.value)]
-        if isinstance(node, yaml.ScalarNode) and kind in _SCALARS:
-            _, name, read = _SCALARS[kind]
+        if isinstance(node, yaml.ScalarNode) and kind in _READERS:
+            read, name = _READERS[kind]
+            text = _text(node)
             try:
-                return read(node.value)
+                return read(text)
             except (ValueError, KeyError):
-                sentence = f"{shown(node.value)} cannot be read as {name}"
+                sentence = f"{shown(text)} cannot be read as {name}"
         else:
             sentence = f"the tag {shown(node.tag.replace(_TAG, '!!'))} is not allowed here; leave it out"
         if not loc:
@@ -259,48 +236,68 @@ class _Builder:
         self.document.refuse(loc, sentence)
         return INVALID
 
-    def _spend(self, node: yaml.Node, depth: int) -> None:
+    def _count(self, node: yaml.Node, depth: int) -> None:
         self.values_left -= 1
         if self.values_left < 0:
-            raise Unreadable(
-                f"holds more than {MAX_VALUES} values, counting what *aliases repeat", _mark(node)
+            sentence = (
+                f"holds more than {MAX_VALUES} values, counting what *aliases repeat; is this the config?"
             )
-        if depth > MAX_DEPTH * 2:
-            raise Unreadable("nested too deep; does an *alias stand inside what it names?", _mark(node))
+            raise Unreadable(sentence, _mark(node))
+        if depth > MAX_DEPTH:
+            sentence = f"nested more than {MAX_DEPTH} levels deep; does an *alias stand inside what it names?"
+            raise Unreadable(sentence, _mark(node))
 
     def _mapping(self, node: yaml.MappingNode, loc: Loc) -> dict[str, Any]:
         values: dict[str, Any] = {}
-        for key_node, value_node, merged in self._pairs(node, loc, len(loc)):
-            key, line = key_node.value, _mark(key_node)[0]
-            # Text, or a number as one counts GPUs and labels with, which is kept as it is written.
-            is_count = key_node.tag == _TAG + "int" and re.fullmatch("0|[1-9][0-9]{0,8}", key) is not None
+        for key_node, value_node, is_merged in self._pairs(node, loc, len(loc)):
+            line = _mark(key_node)[0]
             if not isinstance(key_node, yaml.ScalarNode):
                 sentence = f"a key (line {line}) must be text; a value that starts with {{ needs quotes"
                 self.document.refuse(loc, sentence)
-            elif key_node.tag != _TAG + "str" and not is_count:
+                continue
+            key = _text(key_node)
+            # Text, or a number as one counts GPUs and labels with, which is kept as it is written.
+            is_count = key_node.tag == f"{_TAG}int" and re.fullmatch("0|[1-9][0-9]{0,8}", key) is not None
+            if key_node.tag != f"{_TAG}str" and not is_count:
                 sentence = f"the key {shown(key)} (line {line}) must be text; put it in quotes"
                 self.document.refuse(loc, sentence)
             elif key not in values:
                 self.lines[*loc, key] = self.file, line
                 values[key] = self.build(value_node, (*loc, key))
-            elif not merged:
+            elif not is_merged:
                 self.document.report((*loc, key), f"given twice; again on line {line}")
         return values
 
     def _pairs(
-        self, node: yaml.MappingNode, loc: Loc, depth: int, merged: bool = False
+        self, node: yaml.MappingNode, loc: Loc, depth: int, is_merged: bool = False
     ) -> Iterator[tuple[yaml.Node, yaml.Node, bool]]:
-        """The mapping's own keys, then those that ``<<`` brings in: who comes first wins."""
-        self._spend(node, depth)
+        """Yield the mapping's own keys, then those that ``<<`` brings in: who comes first wins."""
+        self._count(node, depth)
         bases: list[yaml.Node] = []
         for key, value in node.value:
-            self._spend(key, depth)
-            if key.tag != _TAG + "merge":
-                yield key, value, merged
+            self._count(key, depth)
+            if key.tag != f"{_TAG}merge":
+                yield key, value, is_merged
+            elif isinstance(value, yaml.SequenceNode):
+                bases += value.value
             else:
-                bases += value.value if isinstance(value, yaml.SequenceNode) else [value]
+                bases.append(value)
         for base in bases:
             if isinstance(base, yaml.MappingNode):
-                yield from self._pairs(base, loc, depth + 1, True)
+                yield from self._pairs(base, loc, depth + 1, is_merged=True)
             else:
                 self.document.report(loc, f"<< on line {_mark(base)[0]} needs a mapping, such as <<: *name")
+
+
+def _text(node: yaml.ScalarNode) -> str:
+    """Return what a node says; JSON is YAML too, and writes a character above U+FFFF as a pair of surrogates."""
+    text: str = re.sub(
+        "[\ud800-\udbff][\udc00-\udfff]",
+        lambda pair: pair[0].encode("utf-16-le", "surrogatepass").decode("utf-16-le"),
+        node.value,
+    )
+    refused = re.search(NOT_TEXT, text)
+    if refused is not None:
+        what = "a NUL character" if refused[0] == "\0" else f"half of a character ({refused[0]!a})"
+        raise Unreadable(f"text cannot hold {what}", _mark(node))
+    return text

@@ -33,8 +33,8 @@ from ensemble.common.files import (
 from ensemble.common.protocol import Activation
 from ensemble.common.text import did_you_mean, listed, plural, quoted
 from ensemble.config import CalibrationConfig
+from ensemble.config.check import check_documents
 from ensemble.config.document import Document, Loc, one_line, place
-from ensemble.config.load import checked
 from ensemble.config.overrides import apply_overrides, variables_of
 from ensemble.config.schema import RunConfig
 from ensemble.config.values import AnyWeight
@@ -185,7 +185,7 @@ def _config(
         problems += [f"{weights}: {place(loc)}: {_NO_SUCH_KEY}" for loc in _keys(given) if not _applies(loc)]
     if problems:
         raise ConfigError([*dict.fromkeys(problems)])
-    return checked(documents, variables, overrides, SettingsByName(lambda: METHODS), kinds)[1]
+    return check_documents(documents, variables, overrides, SettingsByName(lambda: METHODS), kinds)[1]
 
 
 def _keys(given: Document) -> Iterator[Loc]:

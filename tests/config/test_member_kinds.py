@@ -79,7 +79,7 @@ def test_a_default_that_only_a_kind_without_members_knows_is_no_error(load: Load
 def test_a_model_has_the_keys_of_its_kind_and_no_others(problems: Problems) -> None:
     found = problems(both({}, max_length=3, file="x", path=None))
     assert found == (
-        "models[1].path (line 12): must be the path of a file, not empty",
+        "models[1].path (line 12): required, for example path: mate.csv",
         "models[1].max_length (line 13): no key of task_type csv; seq_cls, pooled_cls, causal_lm have it "
         "(docs/config.md)",
         "models[1].file (line 14): unknown key; use path",

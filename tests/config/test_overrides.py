@@ -58,7 +58,7 @@ def test_an_override_of_one_alias_leaves_the_others() -> None:
         ("a..b=1", "is not a path"),
         (".".join("a" * 500) + "=1", "is not a path"),
         ("limit=[1", "not valid YAML"),
-        ("limit=" + "[" * 300, "nested"),
+        ("limit=" + "[" * 300 + "]" * 300, "nested"),
         ("limit=*x", "undefined alias"),
         ("limit={a: 1, a: 2}", "limit.a: given twice"),
         ("limit=!x 1", "the tag"),

@@ -71,14 +71,15 @@ def test_weights_by_label_and_by_length_bin(load: Load, problems: Problems) -> N
         return [re.sub(r" .line \d+.", "", text) for text in problems(content | {"ensemble": ensemble})]
 
     assert said({"neg": -1, "poz": "x"}, 1) == [
-        "models[0].weight: has no number for 'pos'; give one for each label",
         "models[0].weight.neg: must be a number of at least 0, not -1",
         "models[0].weight.poz: must be a number of at least 0, not 'x'",
+    ]
+    assert said({"neg": 1, "poz": 1}, 1) == [
+        "models[0].weight: has no number for 'pos'; give one for each label",
         "models[0].weight.poz: is none of the labels, which are 'neg', 'pos'",
     ]
     assert said([0.5, 1], [0.5, None], length_bins=[9, 10]) == [
         "models[0].weight: 2 of ensemble.length_bins make 3 bins; give one number for each bin",
-        "models[1].weight: 2 of ensemble.length_bins make 3 bins; give one number for each bin",
         "models[1].weight[1]: must be a number of at least 0, not empty",
     ]
     assert said([0.5, 1], 1) == [
@@ -144,9 +145,11 @@ def test_calibration_and_the_keys_of_methods(load: Load, problems: Problems) -> 
         assert said(small(calibration={"temperature": wrong})) == [f"{temperature}, not {shown}"]
     assert said(small(calibration={"scale": {"neg": "x", "nag": 1}, "bias": [1], "temp": 2})) == [
         "models[0].calibration.scale.neg: must be a number from -1000000 to 1000000, not 'x'",
-        "models[0].calibration.scale.nag: is none of the labels, which are 'neg', 'pos'",
         "models[0].calibration.bias: must be a mapping of labels to numbers, not [1]",
         "models[0].calibration.temp: unknown key; use temperature",
+    ]
+    assert said(small(calibration={"scale": {"neg": 1, "nag": 1}})) == [
+        "models[0].calibration.scale.nag: is none of the labels, which are 'neg', 'pos'"
     ]
     assert said(small(calibration=1.5)) == [
         "models[0].calibration: must be a mapping of keys to values, not 1.5"

@@ -129,7 +129,7 @@ def test_wrong_values(problems: Problems, key: str, value: object, words: str) -
     ("content", "start", "words"),
     [
         ({"data": []}, "data (", "must be a mapping of keys to values, not []"),
-        ({"data": None}, "data (", "must be a mapping of keys to values, not empty"),
+        ({"data": None}, "data (", "required, for example data: {path: test.csv}"),
         ({"data": {"path": ""}}, "data.path (", "must be the path of a file, not ''"),
         ({"data": {"path": 1}}, "data.path (", "must be the path of a file, not 1"),
         ({"data": {"path": "a\n"}}, "data.path (", r"must be the path of a file, not 'a\n'"),
@@ -177,7 +177,7 @@ def test_wrong_values(problems: Problems, key: str, value: object, words: str) -
         ),
         ({"submission": {}}, "submission.sample (", "required, for example sample: sample_submission.csv"),
         ({"submission": "s.csv"}, "submission (", "must be a mapping of keys to values, not 's.csv'"),
-        ({"output_dir": None}, "output_dir (", "must be the path of a folder, not empty"),
+        ({"output_dir": None}, "output_dir (", "required, for example output_dir: runs/first"),
         ({"limit": 0}, "limit (", "must be a whole number of at least 1, not 0"),
         ({"seed": -1}, "seed (", "must be a whole number from 0 to 4294967295, not -1"),
     ],

@@ -2,14 +2,14 @@
 
 # No "from __future__ import annotations": pydantic would evaluate every annotation from its text again.
 
-from collections.abc import Collection, Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, StringConstraints
 
 from ensemble.common.text import listed
 from ensemble.config.document import Problem, place
-from ensemble.config.values import MustBe, Text, as_label, foreign_label, label_items
+from ensemble.config.values import MustBe, Text, as_label, foreign_label
 from ensemble.members.huggingface.settings import TextSettings
 
 Verbalizer = Annotated[
@@ -46,14 +46,13 @@ class CausalSettings(TextSettings):
         "system_instruction": "system system_prompt system_message",
     }
 
-    @classmethod
-    def broken_rules(cls, values: Mapping[str, Any], labels: Collection[str]) -> Iterator[Problem]:
-        yield from super().broken_rules(values, labels)
-        if isinstance(values.get("text_column"), list | tuple):
+    def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
+        yield from super().broken_rules(labels)
+        if isinstance(self.text_column, tuple):
             yield ("text_column",), "must be one column here; put both into a prompt_template"
-        if values.get("system_instruction") is not None and not values.get("apply_chat_template"):
+        if self.system_instruction is not None and not self.apply_chat_template:
             yield ("system_instruction",), "needs apply_chat_template: true"
-        if values.get("truncation_side") == "right" and values.get("prompt_template") is not None:
+        if self.truncation_side == "right" and self.prompt_template is not None:
             yield (
                 ("truncation_side",),
                 "would cut the end of the prompt, which asks for the label; leave it out, or say with truncation "
@@ -61,14 +60,13 @@ class CausalSettings(TextSettings):
             )
         if len(labels) == 1:
             yield ("label_tokens",), "there must be two labels or more to choose from"
-        texts = values.get("label_tokens")
-        if not isinstance(texts, dict):
-            return
-        given: dict[str, str] = {}
-        for key, text in label_items(texts):
-            if labels and key not in labels:
-                yield ("label_tokens", key), foreign_label(labels)
-            elif given.setdefault(text, key) != key:
-                yield ("label_tokens", key), f"the same text as {place(('label_tokens', given[text]))} has"
-        if missing := [label for label in labels if label not in texts]:
+        first_label: dict[str, str] = {}
+        for label, text in self.label_tokens.items():
+            first = first_label.setdefault(text, label)
+            if labels and label not in labels:
+                yield ("label_tokens", label), foreign_label(labels)
+            elif first != label:
+                yield ("label_tokens", label), f"the same text as {place(('label_tokens', first))} has"
+        missing = [label for label in labels if label not in self.label_tokens]
+        if missing:
             yield ("label_tokens",), f"has no text for {listed(missing)}; each label needs one"

@@ -2,14 +2,14 @@
 
 # No "from __future__ import annotations": pydantic would evaluate every annotation from its text again.
 
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any, ClassVar, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from ensemble.config import MemberConfig
 from ensemble.config.document import Problem
-from ensemble.config.values import Column, File, LabelMap, Sha256, label_items
+from ensemble.config.values import Column, File, LabelMap, Sha256, same_label_problems
 
 
 class CsvSettings(MemberConfig):
@@ -39,13 +39,7 @@ class CsvSettings(MemberConfig):
         "sha256": "checksum digest hash",
     }
 
-    @classmethod
-    def broken_rules(cls, values: Mapping[str, Any], labels: Collection[str]) -> Iterator[Problem]:
-        first: dict[str, str] = {}
-        for column, label in label_items(values.get("columns")):
-            if labels and label not in labels:
-                yield ("columns", column), "must be one of the labels"
-            elif first.setdefault(label, column) != column:
-                yield ("columns", column), f"the same label as columns.{first[label]} has"
-        if values.get("values") == "logits" and values.get("activation") == "none":
+    def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
+        yield from same_label_problems("columns", self.columns, labels)
+        if self.values == "logits" and self.activation == "none":
             yield ("values",), "logits become probabilities by activation: softmax or sigmoid, not none"

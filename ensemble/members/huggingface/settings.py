@@ -4,16 +4,15 @@
 
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BeforeValidator, Field
 
 from ensemble.config import MemberConfig, ReaderConfig, StrictConfig, ViewConfig
-from ensemble.config.document import Problem, place
+from ensemble.config.document import Problem
 from ensemble.config.values import (
-    GPU_NUMBER,
     Column,
     Columns,
     Count,
@@ -28,8 +27,6 @@ from ensemble.config.values import (
     SplitSize,
     Text,
     as_tuple,
-    label_items,
-    with_home,
 )
 
 COMMIT: Final = r"[0-9a-fA-F]{40}"
@@ -101,12 +98,114 @@ class HuggingFaceSettings(MemberConfig):
         ]
         return sha256(repr([getattr(self, key, None) for key in keys]).encode()).hexdigest()[:16]
 
-    @classmethod
-    def broken_rules(cls, values: Mapping[str, Any], labels: Collection[str]) -> Iterator[Problem]:
-        yield from super().broken_rules(values, labels)
-        yield from _broken_trust(values)
-        yield from _broken_placement(values)
-        yield from _broken_weights(values)
+    def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
+        yield from super().broken_rules(labels)
+        yield from self._broken_trust()
+        yield from self._broken_placement()
+        yield from self._broken_weights()
+
+    def _broken_trust(self) -> Iterator[Problem]:
+        """Find keys that let files of the checkpoint run code, also past the keys that are there for it."""
+        commit = (
+            "a commit's whole hash (40 hexadecimal digits), since a branch or tag can be moved to other code"
+        )
+        # Not Path.is_dir, which raises an error for a name that no folder can have.
+        if self.trust_remote_code and not os.path.isdir(self.model_name_or_path):  # noqa: PTH112
+            if self.revision is None:
+                yield ("revision",), f"required with trust_remote_code: true; name {commit}"
+            elif not re.fullmatch(COMMIT, self.revision):
+                yield ("revision",), f"with trust_remote_code: true this is {commit}"
+        for key, advice_by_name in _UNTRUSTED_KWARGS.items():
+            for name in getattr(self, key, ()):
+                advice = advice_by_name.get(name)
+                if advice is not None and not (self.trust_remote_code and advice is _KERNELS):
+                    yield (key, name), advice
+
+    def _broken_placement(self) -> Iterator[Problem]:
+        """Find parts of the model that are to lie nowhere, or on a GPU that the lease does not have."""
+        if self.device_map == {}:
+            example = "{model: 0, score: 0}"
+            yield ("device_map",), f"must not be empty; name the place of each part, such as {example}"
+        if self.num_gpus is None:
+            return
+        lease = f"a lease of {self.num_gpus} has GPUs 0 to {self.num_gpus - 1}"
+        if self.num_gpus == 0:
+            lease = "num_gpus: 0 leaves only cpu"
+        sentence = f"there is no such GPU: {lease}; GPUs count from 0 within it"
+        for device in self.max_memory or {}:
+            if isinstance(device, int) and device >= self.num_gpus:
+                yield ("max_memory", str(device)), sentence
+        for layer, device in self._device_by_layer.items():
+            if isinstance(device, int) and device >= self.num_gpus:
+                yield ("device_map", layer), sentence
+
+    def _broken_weights(self) -> Iterator[Problem]:
+        """Find keys that say which weights are loaded and where they lie, and that shut each other out."""
+        is_quantized = self.quantization_config is not None
+        quantization = self.quantization_config or {}
+        bits = next((key for key in ("load_in_8bit", "load_in_4bit") if quantization.get(key)), None)
+        if bits and self._offloads and not quantization.get("llm_int8_enable_fp32_cpu_offload"):
+            yield (
+                ("quantization_config",),
+                f"{bits} and offload go together only with llm_int8_enable_fp32_cpu_offload: true, which keeps the "
+                "offloaded layers in float32",
+            )
+        if self.merge_adapter and self.adapter_name_or_path is None:
+            yield ("merge_adapter",), "there is no adapter to merge; add adapter_name_or_path"
+        elif self.merge_adapter and is_quantized:
+            yield (
+                ("merge_adapter",),
+                "quantized weights cannot take an adapter in without rounding it away; leave it unmerged, or drop "
+                "quantization_config",
+            )
+        if self.adapter_name_or_path is not None and self._offloads:
+            yield (
+                ("adapter_name_or_path",),
+                "an adapter needs its base on the devices themselves, not offloaded; quantize it, give it more "
+                "GPUs, or merge the adapter into a checkpoint first",
+            )
+        if self.torch_compile:
+            yield from self._broken_compile()
+        if self.gguf_file is not None and is_quantized:
+            yield (
+                ("gguf_file",),
+                "its weights are quantized already and are read as they were; drop quantization_config",
+            )
+        if self.gguf_file is not None and self.offload_folder is not None:
+            yield ("gguf_file",), "transformers cannot offload a GGUF file to disk; drop offload_folder"
+
+    def _broken_compile(self) -> Iterator[Problem]:
+        """Find keys with which ``torch_compile`` does not go together."""
+        if self.quantization_config is not None:
+            yield ("torch_compile",), "quantized layers are not compiled; drop quantization_config, or this"
+        placements = (self.max_memory, self.device_map, self.offload_folder)
+        if any(placement is not None for placement in placements) or (self.num_gpus or 0) > 1:
+            yield (
+                ("torch_compile",),
+                "layers that accelerate places, or over several GPUs, are not compiled; drop num_gpus, device_map, "
+                "max_memory and offload_folder, or this",
+            )
+        if self.attn_implementation == "flex_attention":
+            yield (
+                ("torch_compile",),
+                "flex_attention compiles itself, for each size anew; drop attn_implementation, or this",
+            )
+
+    @property
+    def _device_by_layer(self) -> dict[str, Any]:
+        return self.device_map if isinstance(self.device_map, dict) else {}
+
+    @property
+    def _offloads(self) -> bool:
+        """Whether some of the weights lie on no device that computes."""
+        places = {str(device) for device in self._device_by_layer.values()}
+        leaves_gpus = "cpu" in (self.max_memory or {}) and self.num_gpus != 0
+        return (
+            leaves_gpus
+            or "disk" in places
+            or ("cpu" in places and len(places) > 1)
+            or self.offload_folder is not None
+        )
 
 
 class FieldTruncation(StrictConfig):
@@ -126,6 +225,16 @@ class TruncationConfig(StrictConfig):
         dict[Column, FieldTruncation], MustBe("a mapping of columns to {share: ..., keep: ...}", dict)
     ] = Field(examples=[{"prompt": {"share": 1, "keep": "head"}}])
     marker: Marker = " [...] "  # stands where text was cut; may be empty
+
+    def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
+        if not self.fields:
+            yield ("fields",), "name at least one column, such as {prompt: {keep: head}}"
+        of_rounds = [column for column, field in self.fields.items() if field.keep == "newest_rounds"]
+        if len(of_rounds) == 1:
+            yield (
+                ("fields", of_rounds[0], "keep"),
+                "a round is a turn of several columns; give newest_rounds to each of them, or take newest_turns",
+            )
 
 
 class TextView(ViewConfig):
@@ -193,124 +302,21 @@ class TextSettings(HuggingFaceSettings, ReaderConfig):
                     f"{', '.join(columns) or 'none'}"
                 )
 
-    @classmethod
-    def broken_rules(cls, values: Mapping[str, Any], labels: Collection[str]) -> Iterator[Problem]:
-        inputs = [key for key in ("prompt_template", "text_column") if values.get(key) is not None]
-        if not inputs:
+    def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
+        if self.prompt_template is None and self.text_column is None:
             yield (), "prompt_template or text_column is required, for example text_column: text"
-        elif len(inputs) == 2:
+        elif self.prompt_template is not None and self.text_column is not None:
             yield ("prompt_template",), "give either prompt_template or text_column, not both"
-        if values.get("truncation") is not None:
-            if inputs == ["text_column"]:
+        if self.truncation is not None:
+            if self.text_column is not None and self.prompt_template is None:
                 yield (
                     ("truncation",),
                     'cuts the columns of a prompt_template; write one, such as "{{ text }}", instead of '
                     "text_column",
                 )
-            truncation = values["truncation"]
-            fields = truncation.get("fields") if isinstance(truncation, dict) else None
-            if fields == {}:
-                yield ("truncation", "fields"), "name at least one column, such as {prompt: {keep: head}}"
-            found = fields.items() if isinstance(fields, dict) else ()
-            of_rounds = [
-                column
-                for column, one in found
-                if isinstance(one, dict) and one.get("keep") == "newest_rounds"
-            ]
-            if len(of_rounds) == 1:
-                yield (
-                    ("truncation", "fields", of_rounds[0], "keep"),
-                    "a round is a turn of several columns; give newest_rounds to each of them, or take "
-                    "newest_turns",
-                )
-            if values.get("truncation_side") is not None:
+            if "truncation_side" in self.model_fields_set and self.truncation_side is not None:
                 yield (
                     ("truncation_side",),
                     "with truncation each field says what is kept of it; leave this out",
                 )
-        yield from super().broken_rules(values, labels)
-
-
-def label_map_problems(values: Mapping[str, Any], labels: Collection[str]) -> Iterator[Problem]:
-    """What is wrong with the ``label_map`` of a kind that has one."""
-    given: dict[str, str] = {}
-    for key, label in label_items(values.get("label_map")):
-        if labels and label not in labels:
-            yield ("label_map", key), "must be one of the labels"
-        elif given.setdefault(label, key) != key:
-            yield ("label_map", key), f"the same label as {place(('label_map', given[label]))} has"
-
-
-def _broken_trust(member: Mapping[str, Any]) -> Iterator[Problem]:
-    """Keys that let files of the checkpoint run code, or would do so past the keys that are there for it."""
-    source, revision = member.get("model_name_or_path"), member.get("revision")
-    is_trusted = member.get("trust_remote_code") is True
-    commit = "a commit's whole hash (40 hexadecimal digits), since a branch or tag can be moved to other code"
-    # Not Path.is_dir, which raises an error for a name that no folder can have.
-    if is_trusted and isinstance(source, str) and not os.path.isdir(with_home(source)):  # noqa: PTH112
-        if revision is None:
-            yield ("revision",), f"required with trust_remote_code: true; name {commit}"
-        elif isinstance(revision, str) and not re.fullmatch(COMMIT, revision):
-            yield ("revision",), f"with trust_remote_code: true this is {commit}"
-    for key, instead in _UNTRUSTED_KWARGS.items():
-        given = member.get(key)
-        for name in given if isinstance(given, dict) else ():
-            if name in instead and not (is_trusted and instead[name] is _KERNELS):
-                yield (key, name), instead[name]
-
-
-def _broken_placement(member: Mapping[str, Any]) -> Iterator[Problem]:
-    gpus, sizes, layers = (member.get(key) for key in ("num_gpus", "max_memory", "device_map"))
-    if layers == {}:
-        yield ("device_map",), "must not be empty; name the place of each part, such as {model: 0, score: 0}"
-    if not isinstance(gpus, int):
-        return
-    there = f"a lease of {gpus} has GPUs 0 to {gpus - 1}" if gpus else "num_gpus: 0 leaves only cpu"
-    sentence = f"there is no such GPU: {there}; GPUs count from 0 within it"
-    for key in sizes if isinstance(sizes, dict) else ():
-        if re.fullmatch(GPU_NUMBER, str(key)) and int(key) >= gpus:
-            yield ("max_memory", str(key)), sentence
-    for key, device in layers.items() if isinstance(layers, dict) else ():
-        if isinstance(device, int) and device >= gpus:
-            yield ("device_map", str(key)), sentence
-
-
-def _broken_weights(member: Mapping[str, Any]) -> Iterator[Problem]:
-    """Keys that say which weights are loaded and where they lie, and that shut each other out."""
-    adapter, gguf_file, settings = map(
-        member.get, ("adapter_name_or_path", "gguf_file", "quantization_config")
-    )
-    sizes, layers, folder = map(member.get, ("max_memory", "device_map", "offload_folder"))
-    merges = member.get("merge_adapter") is True
-    places = {str(device) for device in layers.values()} if isinstance(layers, dict) else set()
-    to_cpu = isinstance(sizes, dict) and "cpu" in sizes and member.get("num_gpus") != 0
-    offloads = to_cpu or "disk" in places or ("cpu" in places and len(places) > 1) or folder is not None
-    bits = settings if isinstance(settings, dict) else {}
-    in_bits = next((key for key in ("load_in_8bit", "load_in_4bit") if bits.get(key)), "")
-    keeps_float32 = bits.get("llm_int8_enable_fp32_cpu_offload")
-    compiles, gpus = member.get("torch_compile") is True, member.get("num_gpus")
-    is_placed = any(one is not None for one in (sizes, layers, folder)) or (
-        isinstance(gpus, int) and gpus > 1
-    )
-    rules = {
-        f"quantization_config: {in_bits} and offload go together only with llm_int8_enable_fp32_cpu_offload: true, "
-        "which keeps the offloaded layers in float32": in_bits and offloads and not keeps_float32,
-        "merge_adapter: there is no adapter to merge; add adapter_name_or_path": merges and adapter is None,
-        "merge_adapter: quantized weights cannot take an adapter in without rounding it away; leave it unmerged, "
-        "or drop quantization_config": merges and adapter is not None and settings is not None,
-        "adapter_name_or_path: an adapter needs its base on the devices themselves, not offloaded; quantize it, "
-        "give it more GPUs, or merge the adapter into a checkpoint first": adapter is not None and offloads,
-        "torch_compile: quantized layers are not compiled; drop quantization_config, or this": compiles
-        and settings is not None,
-        "torch_compile: layers that accelerate places, or over several GPUs, are not compiled; drop num_gpus, "
-        "device_map, max_memory and offload_folder, or this": compiles and is_placed,
-        "torch_compile: flex_attention compiles itself, for each size anew; drop attn_implementation, or "
-        "this": compiles and member.get("attn_implementation") == "flex_attention",
-        "gguf_file: its weights are quantized already and are read as they were; drop "
-        "quantization_config": gguf_file is not None and settings is not None,
-        "gguf_file: transformers cannot offload a GGUF file to disk; drop offload_folder": gguf_file
-        is not None
-        and folder is not None,
-    }
-    for key, _, sentence in (text.partition(": ") for text, is_broken in rules.items() if is_broken):
-        yield (key,), sentence
+        yield from super().broken_rules(labels)

@@ -2,14 +2,23 @@
 
 # No "from __future__ import annotations": pydantic would evaluate every annotation from its text again.
 
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any, ClassVar, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from ensemble.config.document import Problem
-from ensemble.config.values import Column, Folder, LabelMap, ProblemType, Settings, Source, Text
-from ensemble.members.huggingface.settings import HuggingFaceSettings, label_map_problems
+from ensemble.config.values import (
+    Column,
+    Folder,
+    LabelMap,
+    ProblemType,
+    Settings,
+    Source,
+    Text,
+    same_label_problems,
+)
+from ensemble.members.huggingface.settings import HuggingFaceSettings
 
 
 class ImageClassifierSettings(HuggingFaceSettings):
@@ -38,14 +47,13 @@ class ImageClassifierSettings(HuggingFaceSettings):
         "label_map": "label_mapping id2label label2id",
     }
 
-    @classmethod
-    def broken_rules(cls, values: Mapping[str, Any], labels: Collection[str]) -> Iterator[Problem]:
-        yield from super().broken_rules(values, labels)
-        yield from label_map_problems(values, labels)
-        if values.get("adapter_name_or_path") is not None:
+    def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
+        yield from super().broken_rules(labels)
+        yield from same_label_problems("label_map", self.label_map, labels)
+        if self.adapter_name_or_path is not None:
             yield (
                 ("adapter_name_or_path",),
                 "image classifiers load no adapters; merge it into its base (peft: merge_and_unload), name that",
             )
-        if values.get("gguf_file") is not None:
+        if self.gguf_file is not None:
             yield ("gguf_file",), "a GGUF file holds no image classifier; name a checkpoint with safetensors"

@@ -2,8 +2,8 @@
 
 # No "from __future__ import annotations": pydantic would evaluate every annotation from its text again.
 
-from collections.abc import Collection, Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Gt, Le, Len
 from pydantic import AllowInfNan, BeforeValidator, Field
@@ -50,10 +50,7 @@ class PooledSettings(TextSettings):
         "head_labels": "label_map label_mapping id2label label2id",
     }
 
-    @classmethod
-    def broken_rules(cls, values: Mapping[str, Any], labels: Collection[str]) -> Iterator[Problem]:
-        yield from super().broken_rules(values, labels)
-        given = values.get("head_labels")
-        names = [as_label(label) for label in given] if isinstance(given, list | tuple) else []
-        if names and labels and sorted(map(str, names)) != sorted(labels):
+    def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
+        yield from super().broken_rules(labels)
+        if self.head_labels and labels and sorted(self.head_labels) != sorted(labels):
             yield ("head_labels",), f"must name each of the {len(labels)} labels once"

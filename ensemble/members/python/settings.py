@@ -2,8 +2,8 @@
 
 # No "from __future__ import annotations": pydantic would evaluate every annotation from its text again.
 
-from collections.abc import Collection, Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Len
 from pydantic import BeforeValidator, Field
@@ -73,19 +73,15 @@ class PythonSettings(ReaderConfig):
         """Whether ``predict`` names a file."""
         return names_file(self.named[0])
 
-    @classmethod
-    def broken_rules(cls, values: Mapping[str, Any], labels: Collection[str]) -> Iterator[Problem]:
-        yield from super().broken_rules(values, labels)
-        named = values.get("predict")
-        if isinstance(named, str):
-            module, _, function = named.rpartition(":")
-            parts = [] if names_file(module) else module.split(".")
-            if not (module and function.isidentifier() and all(part.isidentifier() for part in parts)):
-                yield ("predict",), f"must be {_NAMED}"
-        setup = values.get("setup")
-        if isinstance(setup, str) and not setup.isidentifier():
+    def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
+        yield from super().broken_rules(labels)
+        module, _, function = self.predict.rpartition(":")
+        parts = [] if names_file(module) else module.split(".")
+        if not (module and function.isidentifier() and all(part.isidentifier() for part in parts)):
+            yield ("predict",), f"must be {_NAMED}"
+        if self.setup is not None and not self.setup.isidentifier():
             yield ("setup",), "must be the name of a function in the module of predict"
-        if values.get("gpu_memory") is not None and values.get("num_gpus", 0) == 0:
+        if self.gpu_memory is not None and self.num_gpus == 0:
             yield ("gpu_memory",), "without num_gpus it runs on the CPU; set num_gpus: 1, or leave this out"
 
 

@@ -2,14 +2,14 @@
 
 # No "from __future__ import annotations": pydantic would evaluate every annotation from its text again.
 
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any, ClassVar, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from ensemble.config.document import Problem
-from ensemble.config.values import LabelMap, ProblemType
-from ensemble.members.huggingface.settings import TextSettings, label_map_problems
+from ensemble.config.values import LabelMap, ProblemType, same_label_problems
+from ensemble.members.huggingface.settings import TextSettings
 
 
 class SequenceClassifierSettings(TextSettings):
@@ -28,7 +28,6 @@ class SequenceClassifierSettings(TextSettings):
         "label_map": "label_mapping id2label label2id",
     }
 
-    @classmethod
-    def broken_rules(cls, values: Mapping[str, Any], labels: Collection[str]) -> Iterator[Problem]:
-        yield from super().broken_rules(values, labels)
-        yield from label_map_problems(values, labels)
+    def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
+        yield from super().broken_rules(labels)
+        yield from same_label_problems("label_map", self.label_map, labels)
