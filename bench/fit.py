@@ -25,9 +25,9 @@ _LABELS = ("a", "b", "c")
 # The weights alone: no cross-validation, no table of what each member is worth.
 _READ = "from pathlib import Path; from ensemble.analysis.predictions import read_files; import glob, time; " \
     "p = read_files(sorted(map(Path, glob.glob('m*.csv'))), None, Path('truth.csv'))"  # fmt: skip
-_WEIGHTS = "; from ensemble.analysis.weights import MeanLoss, minimize_on_simplex; t = time.process_time(); " \
-    "f = minimize_on_simplex(MeanLoss.of([*p.members.values()], p.truth, 'softmax')); " \
-    "print(f'{time.process_time() - t:.1f} s of CPU; at most {f.gap:.0e} nats off', f.weights)"  # fmt: skip
+_WEIGHTS = "; from ensemble.analysis.weights import mean_loss, minimize_on_simplex; t = time.process_time(); " \
+    "w = minimize_on_simplex(mean_loss([*p.members.values()], p.truth, 'softmax'), len(p.members)); " \
+    "print(f'{time.process_time() - t:.1f} s of CPU', w)"  # fmt: skip
 
 
 def make_files(folder: Path, rows: int, members: int) -> None:

@@ -280,7 +280,7 @@ def test_what_is_held_against_the_ensemble_is_so_with_the_same_rules(project: Pr
     found = project.run_json()["members"][1]["cascade"]
     assert (found["rows"], found["comparison"]["rows"]) == (asked.sum(), asked.sum())
     alone, both = losses(ruled(project, first))[asked], losses(merged)[asked]
-    assert found["comparison"]["difference"] == pytest.approx((both - alone).mean(), rel=1e-9)
+    assert found["comparison"]["difference"]["value"] == pytest.approx((both - alone).mean(), rel=1e-9)
 
 
 def test_rows_that_are_filled_keep_to_the_rules(project: Project) -> None:

@@ -12,7 +12,6 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ensemble.analysis.metrics import (
-    LEVEL,
     USUAL,
     Bootstrap,
     Interval,
@@ -38,6 +37,7 @@ from ensemble.common.protocol import Activation
 from ensemble.common.text import listed, plural, shown_path
 from ensemble.config.document import SHOWN_CHARACTERS, place, shown
 from ensemble.data.table import Truth
+from ensemble.merging.scoring import LEVEL
 from ensemble.pipeline.results import ENSEMBLE_ROW
 from ensemble.pipeline.run_report import MemberReport, RunReport
 
@@ -167,14 +167,14 @@ class Comparison:
 class _Source:
     path: Path
     predictions: Predictions
-    report: RunReport | None
+    report: RunReport | None  # of a run; None of a file
 
     @property
     def name(self) -> str:
         return shown_path(self.path)
 
     def by_name(self, other: _Source) -> dict[str, Values]:
-        """The ensemble, where there is one, and members; a file is held against the ensemble of a run."""
+        """Return the ensemble, if there is one, and members; a file is compared with the ensemble of a run."""
         if self.report is None:
             name = "predictions" if other.report is None else ENSEMBLE_ROW
             return {name: next(iter(self.predictions.members.values()))}
@@ -207,64 +207,70 @@ def compare(
         DataError: one of them cannot be read, two files have no row in common, or metrics are asked for that are
             not known, or have no truth.
     """
-    asked = [find_metric(name) for name in metrics]
+    requested = [find_metric(name) for name in metrics]
     if label_column is not None and labels is None and not any(path.is_dir() for path in (first, second)):
         raise ConfigError(
             "--label-column: is one of --labels or of a run's table, and these are CSVs; give --labels"
         )
-    sources, problems = list[_Source](), list[str]()
-    # A file of unknown values is of what the run is that it is held against, which is therefore read first.
+    sources, problems = dict[Path, _Source](), list[str]()
+    # A file of unknown values takes those of the run on the other side, which is therefore read first.
     for path in sorted((first, second), key=lambda path: not path.is_dir()):
         try:
-            sources.append(_read(path, id_column, activation, labels is None, label_column))
-            activation = activation or (sources[-1].predictions.activation if path.is_dir() else None)
+            sources[path] = _read(path, id_column, activation, labels is None, label_column)
+            if path.is_dir():
+                activation = activation or sources[path].predictions.activation
         except DataError as error:
             problems += error.problems
     if problems:
         raise DataError(problems)
-    one, two = sources if sources[0].path == first else reversed(sources)
-    remarks = [f"{source.name}: {text}" for source in sources for text in source.predictions.remarks]
+    ours, theirs = sources[first], sources[second]
+    remarks = [f"{source.name}: {text}" for source in (ours, theirs) for text in source.predictions.remarks]
     settings = None
-    if one.report is not None and two.report is not None:
-        settings = tuple(changed_settings(run_settings(one.report), run_settings(two.report)))
-    sides = _side(one), _side(two)
+    if ours.report is not None and theirs.report is not None:
+        settings = tuple(changed_settings(run_settings(ours.report), run_settings(theirs.report)))
+    result = Comparison(
+        first=_side(ours), second=_side(theirs), rows=0, settings=settings, changes=(), metrics=(), remarks=()
+    )
     try:
-        left, right = _common(one, two, remarks)
+        left, right = _common(ours, theirs, remarks)
     except DataError as error:
         if settings is None or metrics:
             raise
-        return Comparison(*sides, 0, settings, (), (), (*remarks, *error.problems))
-    ours, theirs = left.by_name(right), right.by_name(left)
-    pairs = {name: (values, theirs[name]) for name, values in ours.items() if name in theirs}
-    kinds = {source.predictions.activation for source in (left, right)}
-    kind = kinds.pop() if len(kinds) == 1 else None
-    predictions = left.predictions
-    changes = tuple(_change(name, *pair, predictions, kind or "none") for name, pair in pairs.items())
+        return replace(result, remarks=(*remarks, *error.problems))
+    predictions, kind = left.predictions, left.predictions.activation
+    is_same_kind = kind == right.predictions.activation
+    others = right.by_name(left)
+    pairs = {name: (values, others[name]) for name, values in left.by_name(right).items() if name in others}
     truth: Truth | None = None
-    if kind is None:
+    if not is_same_kind:
         remarks.append("one side has exclusive labels and the other not, so that no metric is of both")
     elif labels is not None:
         ids, names = predictions.ids, predictions.labels
-        truth, left_out = read_truth(labels, ids, names, kind, label_column or LABEL_COLUMN, id_column)
-        remarks += left_out
+        truth, more_remarks = read_truth(labels, ids, names, kind, label_column or LABEL_COLUMN, id_column)
+        remarks += more_remarks
     else:
         truth = _agreed_truth(left, right, remarks)
-    scores: tuple[MetricChange, ...] = ()
-    if truth is not None and kind is not None:
-        chosen = asked or [find_metric(name) for name in USUAL[kind]]
-        scores = tuple(_metric_changes(pairs, chosen, truth, kind, remarks))
-    if asked and not scores:
-        what = (
-            "no metric could be computed"
-            if truth is not None
-            else "metrics need the truth; name its table (--labels)"
-        )
+    changed: tuple[MetricChange, ...] = ()
+    if truth is not None:
+        chosen = requested or [find_metric(name) for name in USUAL[kind]]
+        changed = tuple(_metric_changes(pairs, chosen, truth, kind, remarks))
+    if requested and not changed:
+        what = "metrics need the truth; name its table (--labels)"
+        if truth is not None:
+            what = "no metric could be computed"
         raise DataError([what, *dict.fromkeys(remarks)])
-    return Comparison(*sides, predictions.rows, settings, changes, scores, tuple(dict.fromkeys(remarks)))
+    change_kind = kind if is_same_kind else "none"
+    return replace(
+        result,
+        rows=predictions.rows,
+        changes=tuple(_change(name, *pair, predictions, change_kind) for name, pair in pairs.items()),
+        metrics=changed,
+        remarks=tuple(dict.fromkeys(remarks)),
+    )
 
 
 def changed_settings(first: object, second: object, loc: tuple[str | int, ...] = ()) -> Iterator[Setting]:
-    """The keys whose values differ, models by their names.
+    """Yield the keys whose values differ, models by their names.
 
     Args:
         first, second: configs as plain data.
@@ -272,27 +278,24 @@ def changed_settings(first: object, second: object, loc: tuple[str | int, ...] =
     """
     if loc == (_OWN_KEY,) or first == second:
         return
-    both = (first, second)
     if loc == ("models",):
-        named = [_by_name(one) for one in both]
-        if all(named):
-            if [name for name in named[0] if name in named[1]] != [
-                name for name in named[1] if name in named[0]
-            ]:
-                yield Setting("models (order)", *(", ".join(one) for one in named))
-            both = (named[0], named[1])
-    if loc == ("rules",):
-        given = [dict(enumerate(one)) if isinstance(one, list) else {} for one in both]
-        both = (given[0], given[1])
+        ours, theirs = _by_name(first), _by_name(second)
+        if ours and theirs:
+            order = [[name for name in names if name in ours and name in theirs] for names in (ours, theirs)]
+            if order[0] != order[1]:
+                yield Setting("models (order)", ", ".join(ours), ", ".join(theirs))
+            first, second = ours, theirs
+    elif loc == ("rules",):
+        first, second = _by_number(first), _by_number(second)
     # A model or a rule that only one side has is one value.
-    is_one = len(loc) == 2 and loc[0] in ("models", "rules")
-    mappings = [{} if one is _MISSING and not is_one else one for one in both]
-    if all(isinstance(one, dict) for one in mappings) and any(mappings):
-        for key in dict.fromkeys(key for one in mappings if isinstance(one, dict) for key in one):
-            ours, theirs = (one.get(key, _MISSING) for one in mappings if isinstance(one, dict))
-            yield from changed_settings(ours, theirs, (*loc, key))
+    if not (len(loc) == 2 and loc[0] in ("models", "rules")):
+        first = {} if first is _MISSING and isinstance(second, dict) else first
+        second = {} if second is _MISSING and isinstance(first, dict) else second
+    if isinstance(first, dict) and isinstance(second, dict):
+        for key in [*first, *(key for key in second if key not in first)]:
+            yield from changed_settings(first.get(key, _MISSING), second.get(key, _MISSING), (*loc, key))
         return
-    texts = [NOT_SET if one is _MISSING else _value(one) for one in both]
+    texts = [NOT_SET if value is _MISSING else _value(value) for value in (first, second)]
     if texts[0] == texts[1]:  # they differ behind what a message shows of a value
         texts = _around_difference(str(first), str(second))
     yield Setting(place(loc), *texts)
@@ -302,11 +305,15 @@ _MISSING: Final = object()
 
 
 def _by_name(models: object) -> dict[str, object]:
-    """Models by their names, without these; none where one has no name."""
-    listed_models = models if isinstance(models, list) else []
-    if not all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in listed_models):
+    """Return models by their names, without these; none if one has no name."""
+    models = models if isinstance(models, list) else []
+    if not all(isinstance(model, dict) and isinstance(model.get("name"), str) for model in models):
         return {}
-    return {one["name"]: {key: value for key, value in one.items() if key != "name"} for one in listed_models}
+    return {model["name"]: {key: model[key] for key in model if key != "name"} for model in models}
+
+
+def _by_number(rules: object) -> dict[int, object]:
+    return dict(enumerate(rules)) if isinstance(rules, list) else {}
 
 
 def _value(value: object) -> str:
@@ -333,29 +340,32 @@ def _read(
 ) -> _Source:
     if path.is_dir():
         report = RunReport.read(path / "run.json")
-        found = read_run(path, "if there" if wants_truth else "no", label_column)
-        return _Source(path, replace(found, members=as_merged(found, calibrations_of(report))), report)
+        predictions = read_run(path, "if there" if wants_truth else "no", label_column)
+        merged = as_merged(predictions, calibrations_of(report))
+        return _Source(path, replace(predictions, members=merged), report)
     return _Source(path, read_files({"predictions": path}, id_column, activation=activation), None)
 
 
-def _common(one: _Source, two: _Source, remarks: list[str]) -> tuple[_Source, _Source]:
-    """Both sides with the rows that they have in common, in the first one's order of rows and labels.
+def _common(first: _Source, second: _Source, remarks: list[str]) -> tuple[_Source, _Source]:
+    """Return both sides with the rows that they have in common, in the first one's order of rows and labels.
 
     Raises:
         DataError: there is none, or the labels differ.
     """
-    left, right = one.predictions, two.predictions
+    left, right = first.predictions, second.predictions
     if {*left.labels} != {*right.labels}:
         raise DataError(
-            f"{one.name} and {two.name} have other labels, so their rows are not compared: {listed(left.labels)}, "
-            f"and {listed(right.labels)}"
+            f"{first.name} and {second.name} have other labels, so their rows are not compared: "
+            f"{listed(left.labels)}, and {listed(right.labels)}"
         )
     places = places_of(left.ids, right.ids)
     is_common = places >= 0
     if not is_common.any():
-        raise DataError(f"{one.name} and {two.name} have no id in common, so their rows are not compared")
+        raise DataError(
+            f"{first.name} and {second.name} have no id in common, so their rows are not compared"
+        )
     common = int(is_common.sum())
-    for source, rows in ((one, left.rows), (two, right.rows)):
+    for source, rows in ((first, left.rows), (second, right.rows)):
         if rows > common:
             remarks.append(
                 f"{source.name}: {plural(rows - common, 'row')} left out, which the other side does not have"
@@ -363,8 +373,8 @@ def _common(one: _Source, two: _Source, remarks: list[str]) -> tuple[_Source, _S
     numbers = np.flatnonzero(is_common)
     order = [right.labels.index(label) for label in left.labels]
     return (
-        replace(one, predictions=_taken(left, numbers, [*range(len(order))])),
-        replace(two, predictions=_taken(right, places[numbers], order)),
+        replace(first, predictions=_taken(left, numbers, [*range(len(order))])),
+        replace(second, predictions=_taken(right, places[numbers], order)),
     )
 
 
@@ -404,10 +414,8 @@ def _agreed_truth(left: _Source, right: _Source, remarks: list[str]) -> Truth | 
 
 
 def _change(name: str, first: Values, second: Values, predictions: Predictions, kind: Activation) -> Change:
-    is_there = ~(np.isnan(first) | np.isnan(second)).any(axis=1)
-    numbers = np.flatnonzero(is_there)
-    if len(numbers) < len(first):
-        first, second = first[numbers], second[numbers]
+    numbers = np.flatnonzero(~(np.isnan(first) | np.isnan(second)).any(axis=1))
+    first, second = first[numbers], second[numbers]
     differences = np.abs(second - first)
     if kind == "softmax":
         has_changed = first.argmax(axis=1) != second.argmax(axis=1)
@@ -417,15 +425,21 @@ def _change(name: str, first: Values, second: Values, predictions: Predictions, 
         has_changed = (differences > _SAME * np.maximum(1.0, np.abs(first))).any(axis=1)
     rows = np.flatnonzero(has_changed)
     most = rows[np.argsort(-differences[rows].max(axis=1), kind="stable")[:_EXAMPLES]]
-    examples = tuple(
-        Example(
-            str(predictions.ids[int(numbers[row])].as_py()),
-            *(_shown(one[row], first[row], second[row], predictions.labels, kind) for one in (first, second)),
-        )
-        for row in most
+    return Change(
+        name=name,
+        rows=len(numbers),
+        changed=len(rows),
+        mean=float(differences.mean()) if len(numbers) else 0.0,
+        largest=float(differences.max(initial=0.0)),
+        examples=tuple(
+            Example(
+                str(predictions.ids[int(numbers[row])].as_py()),
+                _shown(first[row], first[row], second[row], predictions.labels, kind),
+                _shown(second[row], first[row], second[row], predictions.labels, kind),
+            )
+            for row in most
+        ),
     )
-    mean, largest = (float(differences.mean()), float(differences.max())) if len(numbers) else (0.0, 0.0)
-    return Change(name, len(numbers), len(rows), mean, largest, examples)
 
 
 def _shown(row: Values, first: Values, second: Values, labels: Sequence[str], kind: Activation) -> str:
@@ -444,33 +458,30 @@ def _shown(row: Values, first: Values, second: Values, labels: Sequence[str], ki
 
 def _metric_changes(
     pairs: Mapping[str, tuple[Values, Values]],
-    chosen: Sequence[Metric],
+    metrics: Sequence[Metric],
     truth: Truth,
     kind: Activation,
     remarks: list[str],
 ) -> Iterator[MetricChange]:
-    samples: dict[bytes, Bootstrap] = {}  # by the rows that both have, most often all
-    for name, pair in pairs.items():
-        is_there = ~(np.isnan(pair[0]) | np.isnan(pair[1])).any(axis=1)
-        key = np.packbits(is_there).tobytes()
-        if key not in samples:
-            samples[key] = Bootstrap(truth[is_there], kind)
-        own = pair if is_there.all() else tuple(values[is_there] for values in pair)
-        for metric in chosen:
+    for name, (first, second) in pairs.items():
+        is_present = ~(np.isnan(first) | np.isnan(second)).any(axis=1)
+        bootstrap = Bootstrap(truth[is_present], kind)
+        first, second = first[is_present], second[is_present]
+        for metric in metrics:
             try:
-                first, second = (samples[key].score(metric, values) for values in own)
+                ours, theirs = bootstrap.score(metric, first), bootstrap.score(metric, second)
             except UndefinedMetric as error:
                 remarks += [f"{name}: {problem}" for problem in error.problems]
                 continue
             yield MetricChange(
-                name,
-                metric.name,
-                metric.kind,
-                metric.greater_is_better,
-                int(is_there.sum()),
-                first.interval,
-                second.interval,
-                second.minus(first),
+                name=name,
+                metric=metric.name,
+                kind=metric.kind,
+                greater_is_better=metric.greater_is_better,
+                rows=int(is_present.sum()),
+                first=ours.interval,
+                second=theirs.interval,
+                difference=theirs.minus(ours),
             )
 
 
@@ -478,7 +489,7 @@ def _side(source: _Source) -> Side:
     report = source.report
     if report is None:
         return Side(source.name)
-    costs = tuple(_cost(one) for one in report.members)
+    costs = tuple(_cost(member) for member in report.members)
     return Side(source.name, report.status, report.timing.get("total_seconds"), costs)
 
 
@@ -488,12 +499,14 @@ def _cost(member: MemberReport) -> Cost:
 
     # Not the workers of an earlier run, whose time is no part of this one's.
     workers, seconds = member.workers_now, member.progress.seconds
-    host = largest(one.peak_memory_bytes for one in workers)
-    gpu = largest(one.peak_gpu_memory_bytes for one in workers)
+    host = largest(worker.peak_memory_bytes for worker in workers)
+    gpu = largest(worker.peak_gpu_memory_bytes for worker in workers)
     return Cost(
         name=member.name,
         seconds=seconds,
-        startup_seconds=largest((one.start_seconds or 0.0) + (one.load_seconds or 0.0) for one in workers),
+        startup_seconds=largest(
+            (worker.start_seconds or 0.0) + (worker.load_seconds or 0.0) for worker in workers
+        ),
         rows_per_second=member.counters.rows / seconds if seconds else None,
         host_bytes=None if host is None else int(host),
         gpu_bytes=None if gpu is None else int(gpu),

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ensemble.analysis.calibration import blocks, one_hot
 from ensemble.common.protocol import Activation
 from ensemble.data.table import Truth
-from ensemble.merging.blocks import block_spans
 from ensemble.merging.methods.base import Values
 
 Counts = npt.NDArray[np.int64]
@@ -59,117 +59,83 @@ def diversity(members: Sequence[Values], activation: Activation, truth: Truth | 
             values that are no probabilities.
         truth: label numbers, int64 [rows], or values, float64 [rows, labels].
     """
-    count = len(members)
-    rows, labels = members[0].shape
-    products = _Products(count)
-    errors = _Products(count)
-    decided = np.zeros((count, count))
-    same = np.zeros((count, count))
-    chosen = np.zeros((count, labels, count))  # decisions of a member for a label in rows of another
-    right_there = np.zeros((count, count))
-    both_right = np.zeros((count, count))
-    for start, stop in block_spans(rows, labels):
-        block = np.stack([values[start:stop] for values in members])
-        there = np.asarray(~np.isnan(block).any(axis=2))
-        block[~there] = 0.0
-        products.add(block, there)
-        actual = None if truth is None else _as_values(truth[start:stop], labels)
-        if actual is not None:
-            errors.add(np.where(there[:, :, None], block - actual, 0.0), there)
-        if activation == "none":
-            continue
-        # float32 counts whole numbers up to 2^24 exactly, more than a block has.
-        present: npt.NDArray[np.float32] = there.astype(np.float32)
-        if activation == "softmax":
-            decisions = np.zeros(block.shape, np.float32)
-            np.put_along_axis(decisions, block.argmax(axis=2)[:, :, None], 1.0, axis=2)
-            decisions *= present[:, :, None]
-            decided += present @ present.T
-            same += (flat := decisions.reshape(count, -1)) @ flat.T
-            chosen += np.tensordot(decisions, present, axes=(1, 1))
-        else:
-            decisions = (block >= 0.5) * present[:, :, None]
-            rejected = present[:, :, None] - decisions
-            yes, no = decisions.reshape(count, -1), rejected.reshape(count, -1)
-            decided += labels * (present @ present.T)
-            same += yes @ yes.T + no @ no.T
-            chosen += np.tensordot(decisions, present, axes=(1, 1))
-        if actual is not None:
-            if activation == "softmax":
-                true = actual.argmax(axis=1)
-                right = (block.argmax(axis=2) == true) * present
-                right_there += right @ present.T
-            else:
-                right = (((block >= 0.5) == (actual >= 0.5)) * present[:, :, None]).reshape(count, -1)
-                right_there += right @ np.repeat(present, labels, axis=1).T
-            both_right += right @ right.T
-    whole = np.rint
-    has_decisions = truth is not None and activation != "none"
+    pairs = (len(members), len(members))
+    true_values = None if truth is None else one_hot(truth, members[0].shape[1])
+    is_present = [~np.isnan(values[:, 0]) for values in members]
+    decisions, same, only_right = (np.zeros(pairs) for _ in range(3))
+    kappa = np.full(pairs, np.nan)
+    if activation != "none":
+        decisions, same, kappa, only_right = _compare_decisions(members, activation, true_values)
+    has_right = truth is not None and activation != "none"
     return Diversity(
-        rows=whole(products.rows).astype(np.int64),
-        decisions=whole(decided).astype(np.int64),
-        same=whole(same).astype(np.int64),
-        kappa=_kappa(decided, same, chosen, activation),
-        correlation=products.correlation(labels),
-        error_correlation=None if truth is None else errors.correlation(labels),
-        only_right=whole(right_there - both_right).astype(np.int64) if has_decisions else None,
+        rows=np.array([[(ours & theirs).sum() for theirs in is_present] for ours in is_present]),
+        decisions=decisions.astype(np.int64),
+        same=same.astype(np.int64),
+        kappa=kappa,
+        correlation=_correlation(members, None),
+        error_correlation=None if true_values is None else _correlation(members, true_values),
+        only_right=only_right.astype(np.int64) if has_right else None,
     )
 
 
-class _Products:
-    """Sums of which Pearson's correlation is made, of the rows that both of a pair have.
-
-    Values are counted from each member's mean in the first block that has any, so that numbers far from 0 keep
-    their digits.
-    """
-
-    def __init__(self, count: int) -> None:
-        self.rows = np.zeros((count, count))
-        self._sums = np.zeros((count, count))  # of the row's member in rows that the column's has as well
-        self._squares = np.zeros((count, count))
-        self._products = np.zeros((count, count))
-        self._shift = np.full(count, np.nan)
-
-    def add(self, block: Values, there: npt.NDArray[np.bool_]) -> None:
-        """A block, float64 [members, rows, labels], 0 in rows that are not ``there``."""
-        labels = block.shape[2]
-        present = there.astype(np.float64)
-        counts = present.sum(axis=1)
-        is_new = np.isnan(self._shift) & (counts > 0)
-        self._shift[is_new] = block[is_new].sum(axis=(1, 2)) / (counts[is_new] * labels)
-        moved = (block - np.nan_to_num(self._shift)[:, None, None]) * present[:, :, None]
-        flat = moved.reshape(len(block), -1)
-        self.rows += present @ present.T
-        self._sums += moved.sum(axis=2) @ present.T
-        self._squares += np.square(moved).sum(axis=2) @ present.T
-        self._products += flat @ flat.T
-
-    def correlation(self, labels: int) -> Values:
-        """[members, members]; NaN where one of a pair is constant, or a pair has no rows."""
-        with np.errstate(divide="ignore", invalid="ignore"):
-            cells = self.rows * labels
-            spread = self._squares - np.square(self._sums) / cells
-            together = self._products - self._sums * self._sums.T / cells
-            spread[spread <= 1e-13 * self._squares] = np.nan  # a constant, but for rounding
-            return np.asarray(np.clip(together / np.sqrt(spread * spread.T), -1.0, 1.0))
-
-
-def _as_values(truth: Truth, labels: int) -> Values:
-    """The truth as float64 [rows, labels]."""
-    if truth.ndim == 2:
-        return np.asarray(truth, dtype=np.float64)
-    return np.asarray(truth[:, None] == np.arange(labels), dtype=np.float64)
-
-
-def _kappa(decided: Values, same: Values, chosen: Values, activation: Activation) -> Values:
-    """Cohen's kappa; decisions of a label by itself are yes and no."""
+def _compare_decisions(
+    members: Sequence[Values], activation: Activation, true_values: Values | None
+) -> tuple[Values, Values, Values, Values]:
+    """Return ``decisions``, ``same``, ``kappa`` and ``only_right`` of ``Diversity``."""
+    shape = (len(members), len(members))
+    classes = members[0].shape[1] if activation == "softmax" else 2
+    counts, same, right, both_right = (np.zeros(shape) for _ in range(4))
+    chosen = np.zeros((classes, *shape))  # decisions of a member for a class in rows of another
+    for part in blocks(*members[0].shape):
+        block = np.stack([values[part] for values in members])
+        decided = _decided(block, activation)
+        # float32 counts whole numbers up to 2^24 exactly, more than a block has.
+        present = np.repeat(~np.isnan(block[:, :, 0]), decided.shape[2], axis=1).astype(np.float32)
+        decided = decided.reshape(len(members), -1)
+        counts += present @ present.T
+        for number in range(classes):
+            is_chosen = (decided == number) * present
+            same += is_chosen @ is_chosen.T
+            chosen[number] += is_chosen @ present.T
+        if true_values is not None:
+            is_right = (decided == _decided(true_values[part], activation).ravel()) * present
+            right += is_right @ present.T
+            both_right += is_right @ is_right.T
     with np.errstate(divide="ignore", invalid="ignore"):
-        if activation == "sigmoid":
-            yes = chosen.sum(axis=1) / decided
-            chance = yes * yes.T + (1 - yes) * (1 - yes.T)
-        else:
-            shares = chosen / decided[:, None, :]
-            chance = np.einsum("ikj,jki->ij", shares, shares)
-        kappa = (same / decided - chance) / (1 - chance)
-    kappa[~np.isfinite(kappa)] = np.nan
-    return np.asarray(kappa)
+        shares = chosen / counts
+        chance = (shares * shares.transpose(0, 2, 1)).sum(axis=0)
+        kappa = (same / counts - chance) / (1 - chance)
+    return counts, same, np.where(np.isfinite(kappa), kappa, np.nan), right - both_right
+
+
+def _decided(values: Values, activation: Activation) -> Counts:
+    """Return the first label, [..., rows, 1], or with "sigmoid" which labels are likely, [..., rows, labels]."""
+    if activation == "softmax":
+        return np.asarray(values.argmax(axis=-1)[..., None])
+    return np.asarray(values >= 0.5, np.int64)
+
+
+def _correlation(members: Sequence[Values], true_values: Values | None) -> Values:
+    """Return Pearson's correlations of values, or of errors, [members, members]; NaN if one of two is constant."""
+    shape = (len(members), len(members))
+    cells, sums, squares, products = (np.zeros(shape) for _ in range(4))
+    # Numbers far from 0 keep their digits if they are counted from some number near them.
+    shifts = np.array([values[~np.isnan(values[:, 0])][:1].sum() / values.shape[1] for values in members])
+    if true_values is not None:
+        shifts = shifts - true_values[:1].mean()
+    for part in blocks(*members[0].shape):
+        block = np.stack([values[part] for values in members]) - shifts[:, None, None]
+        if true_values is not None:
+            block -= true_values[part]
+        present = ~np.isnan(block)
+        block[~present] = 0.0
+        flat, is_there = block.reshape(len(members), -1), present.reshape(len(members), -1).astype(np.float64)
+        cells += is_there @ is_there.T
+        sums += flat @ is_there.T
+        squares += np.square(flat) @ is_there.T
+        products += flat @ flat.T
+    with np.errstate(divide="ignore", invalid="ignore"):
+        spread = squares - np.square(sums) / cells
+        spread[spread <= 1e-13 * squares] = np.nan  # a constant, but for rounding
+        together = products - sums * sums.T / cells
+        return np.asarray(np.clip(together / np.sqrt(spread * spread.T), -1.0, 1.0))

@@ -1,11 +1,10 @@
 """Calibrations and weights that are fitted to a truth, and what they are worth on rows that were held out.
 
-What is written is fitted to all rows.  What is reported is from cross-validation: each row is scored by
-calibrations, weights and whatever else there was to choose (the best member, the penalty of stacking) that come
-from the other folds alone.  A metric that compares rows with each other is taken of each fold by itself, as each
-fold has a model of its own, and averaged over folds.  A difference has the standard error of the rows' paired
-differences; what is within 1.96 of them is called noise.  That error knows nothing of what other rows to fit to
-would have given.
+What is written is fitted to all rows. What is reported comes from cross-validation: each row is scored by
+calibrations, weights and choices (the best member, the penalty of stacking) that come from the other folds alone.
+Differences are paired and have a 95 % bootstrap interval over rows, which does not know what other rows to fit to
+would have given. A metric that compares rows with each other is taken of each fold by itself and averaged, as each
+fold has a model of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol, TypeAlias, get_args
+from typing import Final, Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -27,16 +26,17 @@ from ensemble.analysis.calibration import (
     fit_temperature,
     fit_vector_scaling,
     one_hot,
+    sampled_rows,
 )
-from ensemble.analysis.metrics import Metric, UndefinedMetric, find_metric
+from ensemble.analysis.metrics import Bootstrap, Metric, Scored, UndefinedMetric, find_metric
 from ensemble.analysis.metrics import Rows as ScoredRows
 from ensemble.analysis.predictions import Predictions
 from ensemble.analysis.stacking import Stacking, fit_stacking
 from ensemble.analysis.weights import (
-    GeometricLoss,
-    MeanLoss,
     Pool,
+    geometric_loss,
     greedy_selection,
+    mean_loss,
     minimize_on_simplex,
     pooled,
 )
@@ -46,7 +46,7 @@ from ensemble.common.text import listed, nearest_or_all, plural, quoted
 from ensemble.config import FittingConfig
 from ensemble.data.digests import truth_sha256
 from ensemble.merging.calibration import features, probabilities_of
-from ensemble.merging.metrics import row_losses
+from ensemble.merging.scoring import Interval
 
 Method: TypeAlias = Literal["simplex", "greedy", "stacking"]
 CalibrationMethod: TypeAlias = Literal["none", "temperature", "vector"]
@@ -57,12 +57,10 @@ LOG_LOSS: Final = "log_loss"
 # Rows for each fitted number.  A fitted number costs log loss on new rows, on average 1 / (2 rows) nats (Akaike):
 # with fewer rows all numbers together cost 0.05 or more, and weights hardly ever gain as much.
 MIN_ROWS_PER_NUMBER: Final = 10
-ERRORS: Final = 1.96  # standard errors up to which a difference is noise: those of a 95 % interval
 # Of more rows a greedy selection looks at so many, drawn at random: it tries hundreds of means.
 MAX_GREEDY_ROWS: Final = 20_000
 # Of each label, and without it, for metrics that need both.
 MIN_ROWS_OF_LABEL: Final = 5
-_GROUPS = 20  # of rows, left out one by one for the standard error of a metric that is no mean over rows
 
 
 @dataclass(frozen=True)
@@ -88,14 +86,14 @@ class Options:
         if self.method is None:
             object.__setattr__(self, "method", "simplex" if self.metric == LOG_LOSS else "greedy")
         problems = []
-        for key, given, known in (
+        for key, word, words in (
             ("method", self.method, get_args(Method)),
             ("calibration", self.calibration, get_args(CalibrationMethod)),
             ("merge_method", self.pool, get_args(Pool)),
         ):
-            if given not in known:
-                hint = nearest_or_all(str(given), known, key.replace("_", " "))
-                problems.append(f"{key}: {quoted(str(given))} is unknown; {hint}")
+            if word not in words:
+                hint = nearest_or_all(str(word), words, key.replace("_", " "))
+                problems.append(f"{key}: {quoted(str(word))} is unknown; {hint}")
         for key, number, smallest in (("folds", self.folds, 2), ("seed", self.seed, 0)):
             is_whole = hasattr(number, "__index__") and not isinstance(number, bool)
             if not is_whole or number < smallest:
@@ -111,35 +109,23 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Gain:
-    """By how much the metric of held-out rows is better (below 0: worse), and its standard error."""
-
-    value: float
-    error: float
-
-    @property
-    def is_noise(self) -> bool:
-        return abs(self.value) <= ERRORS * self.error
-
-
-@dataclass(frozen=True)
 class FittedMember:
     """A member and what was fitted of it.
 
     Attributes:
-        weight: None where the ensemble is stacked.
+        weight: None if the ensemble is stacked.
         alone: the metric of its own predictions, as they are.
-        gain: what the ensemble gains by it, against one that is fitted without it; None of a single member.
+        gain: how much better the ensemble is than one that is fitted without the member; None of a single member.
     """
 
     name: str
     calibration: Calibration
     weight: float | None
     alone: float
-    gain: Gain | None
+    gain: Interval | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FitReport:
     """What was fitted to all rows, and what that is worth on rows that were held out.
 
@@ -150,29 +136,30 @@ class FitReport:
             mean of the folds' values, like every other held-out figure here.
         equal: the same of equal weights, and ``best`` of the best member of the other folds; ``best_member`` is the
             one that it was most often.
-        stacking: None where the ensemble has weights.
+        over_equal: how much better the score is than that of equal weights (below 0: worse); so is ``over_best``.
+        stacking: None if the ensemble has weights.
         fitted_on: the labelled rows, and the score with its 95 % interval, as ``weights.yaml`` has them.
         folds_scored: how many folds the figures are the mean of, without those in which the metric is not defined;
-            None where it is taken of all rows at once.
+            None if it is taken of all rows at once.
     """
 
     options: Options
     labels: tuple[str, ...]
     rows: int
     rows_left_out: int
+    rows_decided: int
     greater_is_better: bool
     members: tuple[FittedMember, ...]
     score: float
     equal: float
-    over_equal: Gain
+    over_equal: Interval
     best: float
     best_member: str
-    over_best: Gain
+    over_best: Interval
     stacking: Stacking | None
     remarks: tuple[str, ...]
     fitted_on: FittingConfig
-    rows_decided: int = 0
-    folds_scored: int | None = None
+    folds_scored: int | None
 
 
 def fit(predictions: Predictions, options: Options) -> FitReport:
@@ -186,47 +173,50 @@ def fit(predictions: Predictions, options: Options) -> FitReport:
         raise DataError(
             "no true labels: --labels names the file that has them, or data.label_column the column"
         )
-    sample, decided = _Sample.of(predictions, predictions.truth, is_stacked=options.method == "stacking")
-    aim = _checked(sample, options)
+    metric = find_metric(options.metric)
+    sample, rows_decided = _Sample.of(predictions, predictions.truth, is_stacked=options.method == "stacking")
+    _check(sample, options, metric)
     fold_of = folds(sample.truth, options.folds, options.seed)
-    judge = _Judge(sample, aim, options, fold_of)
-    names, everything = sample.names, np.arange(sample.rows)
-    blend, calibrations = _fitted(sample, everything, options, aim)[:2]
-    found = _cross_validated(sample, options, aim, fold_of)
-    merged, equal, best = map(judge.score, (found.merged, found.equal, found.best))
-    gains: list[Gain | None] = [None] * len(names)
-    if len(names) > 1:
-        gains = [judge.gain(merged, judge.score(one)) for one in found.without]
+    scorer = _Scorer(sample, metric, fold_of)
+    blend, calibrations = _fitted_to_all(sample, options, metric)
+    held_out = _cross_validated(sample, options, metric, fold_of)
+    merged, equal, best = (scorer.score(each) for each in (held_out.merged, held_out.equal, held_out.best))
+    gains = [scorer.gain(merged, scorer.score(values)) for values in held_out.without]
     members = tuple(
-        FittedMember(name, calibration, blend.weight(number), aim.value(sample.truth, values), gain)
-        for number, (name, calibration, values, gain) in enumerate(
-            zip(names, calibrations, sample.members, gains, strict=True)
+        FittedMember(
+            name=name,
+            calibration=calibrations[number],
+            weight=None if blend.stacking is not None else float(blend.weights[number]),
+            alone=sample.value(metric, sample.members[number]),
+            gain=gains[number] if gains else None,
         )
+        for number, name in enumerate(sample.names)
     )
+    interval = merged.interval
     return FitReport(
-        options,
-        sample.labels,
-        sample.rows,
-        predictions.rows - sample.rows - decided,
-        aim.metric.greater_is_better,
-        members,
-        merged.value,
-        equal.value,
-        judge.gain(merged, equal),
-        best.value,
-        names[Counter(found.best_members).most_common(1)[0][0]],
-        judge.gain(merged, best),
-        blend.stacking,
-        predictions.remarks,
-        FittingConfig(
+        options=options,
+        labels=sample.labels,
+        rows=sample.rows,
+        rows_left_out=predictions.rows - sample.rows - rows_decided,
+        rows_decided=rows_decided,
+        greater_is_better=metric.greater_is_better,
+        members=members,
+        score=merged.value,
+        equal=equal.value,
+        over_equal=scorer.gain(merged, equal),
+        best=best.value,
+        best_member=sample.names[Counter(held_out.best_members).most_common(1)[0][0]],
+        over_best=scorer.gain(merged, best),
+        stacking=blend.stacking,
+        remarks=predictions.remarks,
+        fitted_on=FittingConfig(
             rows=predictions.rows,
             sha256=truth_sha256(predictions.ids, predictions.labels, predictions.truth),
             metric=options.metric,
             value=merged.value,
-            interval=judge.interval(merged),
+            interval=None if np.isnan(interval.low) else (interval.low, interval.high),
         ),
-        decided,
-        merged.folds,
+        folds_scored=scorer.folds_scored,
     )
 
 
@@ -243,29 +233,34 @@ class _Sample:
 
     @classmethod
     def of(cls, predictions: Predictions, truth: Truth, is_stacked: bool) -> tuple[_Sample, int]:
-        """The sample, and how many rows more all members have that rules decide.
+        """Return the sample, and the number of further rows that all members have and rules decide.
 
-        These are the rows that a rule with ``set`` is for.  Masks are put on each member: for the geometric mean
-        and for calibrations that is what they make of the merge, for the mean it is near to it.  Stacking goes by
-        the logarithms of what would be 0 then, so it does without these rows.
+        A rule with ``set`` decides its rows. Masks are put on each member: for the geometric mean and for
+        calibrations that is what they make of the merge, for the mean it is near to it. Stacking goes by the
+        logarithms of what would be 0 then, so it does without these rows.
         """
         names, rules = tuple(predictions.members), predictions.rules
-        values = [*predictions.members.values()]
-        is_left = ~np.logical_or.reduce([np.isnan(one[:, 0]) for one in values])
-        decided = 0
+        members = [*predictions.members.values()]
+        is_complete = ~np.logical_or.reduce([np.isnan(values[:, 0]) for values in members])
+        is_decided = np.zeros(predictions.rows, np.bool_)
         if rules is not None:
-            is_decided = is_left & (rules.rows.any(axis=0) if is_stacked else rules.has_set)
-            decided, is_left = int(is_decided.sum()), is_left & ~is_decided
-        if not is_left.all():
-            taken = np.flatnonzero(is_left)
-            values, truth = [_taken(one, taken) for one in values], truth[taken]
-            rules = None if rules is None else rules.taken(taken)
-        kinds = tuple(predictions.activations[name] for name in names)
-        if rules is not None and rules.rows.any():
-            values = [one.copy(order="F") for one in values]
-            for one in values:
-                rules.apply(0, one, predictions.activation == "softmax")
-        return cls(names, predictions.labels, tuple(values), kinds, predictions.activation, truth), decided
+            is_decided = is_complete & (rules.rows.any(axis=0) if is_stacked else rules.has_set)
+        rows = np.flatnonzero(is_complete & ~is_decided)
+        if len(rows) < predictions.rows:
+            members, truth = [_taken(values, rows) for values in members], truth[rows]
+        if rules is not None and rules.rows[:, rows].any():
+            members = [values.copy(order="F") for values in members]
+            for values in members:
+                rules.taken(rows).apply(0, values, predictions.activation == "softmax")
+        sample = cls(
+            names=names,
+            labels=predictions.labels,
+            members=tuple(members),
+            kinds=tuple(predictions.activations[name] for name in names),
+            activation=predictions.activation,
+            truth=truth,
+        )
+        return sample, int(is_decided.sum())
 
     @property
     def rows(self) -> int:
@@ -275,40 +270,29 @@ class _Sample:
     def kind(self) -> Kind:
         return "softmax" if self.activation == "softmax" else "sigmoid"
 
-
-@dataclass(frozen=True)
-class _Aim:
-    """A metric of the ensemble's values; ``sign`` is 1 where more is better, else -1."""
-
-    metric: Metric
-    activation: Activation
-
-    @property
-    def sign(self) -> int:
-        return 1 if self.metric.greater_is_better else -1
-
-    def value(self, truth: Truth, values: Values) -> float:
-        return float(self.metric.value(truth, values, activation=self.activation))
+    def value(self, metric: Metric, values: Values, rows: Rows | None = None) -> float:
+        """Return the metric of values of all rows, or of these."""
+        if rows is None:
+            return metric.value(self.truth, values, self.activation)
+        return metric.value(self.truth[rows], _taken(values, rows), self.activation)
 
 
-def _checked(sample: _Sample, options: Options) -> _Aim:
-    """What is to be good, where all goes together."""
-    metric = find_metric(options.metric)
+def _check(sample: _Sample, options: Options, metric: Metric) -> None:
+    """Raise what is wrong with the options or the rows."""
     if options.method != "greedy" and options.metric != LOG_LOSS:
         raise ConfigError(
             f"--method {options.method} is for log_loss; for {options.metric} use --method greedy"
         )
     if sample.activation == "none" and (options.calibration != "none" or options.method != "greedy"):
         raise ConfigError(
-            "the members give raw values (regression), of which no log loss can be told: use --method greedy "
-            "--calibration none, and a metric such as rmse"
+            "the members give raw values (regression), which have no log loss: use --method greedy --calibration "
+            "none, and a metric such as rmse"
         )
-    members, labels = len(sample.names), len(sample.labels)
-    if members == 1 and options.calibration == "none" and options.method != "stacking":
+    if len(sample.names) == 1 and options.calibration == "none" and options.method != "stacking":
         raise ConfigError(f"{sample.names[0]} is the only member, and --calibration is none: nothing to fit")
     if not sample.rows:
         raise DataError(
-            "no row has a truth and all members, and is not decided by rules; fit needs rows that every member has"
+            "no usable row: fit needs labelled rows that every member has and that no rule decides"
         )
     problems = [
         f"{name} gives every row the same values: it cannot help; leave it out"
@@ -316,35 +300,38 @@ def _checked(sample: _Sample, options: Options) -> _Aim:
         if sample.rows > 1 and (values == values[0]).all()
     ]
     truth = sample.truth
-    alike = truth if truth.ndim == 2 else truth[:, None]
-    if (alike == alike[0]).all():
-        known = f"{sample.labels[int(truth[0])]!r}" if truth.ndim == 1 else "the same"
-        problems.append(f"the truth is {known} in every row; weights need rows of two labels or more")
+    if (truth == truth[0]).all():
+        label = f"{sample.labels[int(truth[0])]!r}" if truth.ndim == 1 else "the same"
+        problems.append(f"the truth is {label} in every row; weights need rows of two labels or more")
     if options.method == "stacking":
-        seen = one_hot(truth, labels).sum(axis=0) > 0
-        if sample.kind == "sigmoid":
-            seen &= (1 - one_hot(truth, labels)).sum(axis=0) > 0
-        if not seen.all():
-            missing = [label for label, is_seen in zip(sample.labels, seen, strict=True) if not is_seen]
-            problems.append(
-                f"no row tells {listed(missing)} from the others; stacking needs rows of each label"
-            )
+        problems += _unseen_labels(sample)
     if metric.needs_every_label and sample.activation in metric.takes and not problems:
         problems += _rare_labels(sample, options)
-    numbers = _numbers(sample, options)
+    numbers = _fitted_numbers(sample, options)
     if sample.rows < MIN_ROWS_PER_NUMBER * numbers:
+        without_calibration = ", --calibration none" if options.calibration != "none" else ""
         problems.append(
             f"{plural(sample.rows, 'labelled row')} for {plural(numbers, 'number')} to fit: too few, at least "
             f"{MIN_ROWS_PER_NUMBER} for each ({MIN_ROWS_PER_NUMBER * numbers:,}) are needed; fewer members"
-            f"{', --calibration none or' if options.calibration != 'none' else ' or'} more rows would do"
+            f"{without_calibration} or more rows would do"
         )
     elif sample.rows < 2 * options.folds:
         problems.append(f"{plural(sample.rows, 'labelled row')} in {options.folds} folds: use fewer --folds")
     if problems:
         raise DataError(problems)
-    aim = _Aim(metric, sample.activation)
-    aim.value(truth, sample.members[0])  # where it is not defined for these, it says so
-    return aim
+    sample.value(metric, sample.members[0])  # raises if it is not defined for these rows
+
+
+def _unseen_labels(sample: _Sample) -> list[str]:
+    """Name the labels that stacking has no row of."""
+    targets = one_hot(sample.truth, len(sample.labels))
+    is_unseen = ~targets.any(axis=0)
+    if sample.kind == "sigmoid":
+        is_unseen |= (targets == 1).all(axis=0)
+    missing = [sample.labels[number] for number in np.flatnonzero(is_unseen)]
+    if not missing:
+        return []
+    return [f"no row tells {listed(missing)} from the others; stacking needs rows of each label"]
 
 
 def _rare_labels(sample: _Sample, options: Options) -> list[str]:
@@ -357,143 +344,117 @@ def _rare_labels(sample: _Sample, options: Options) -> list[str]:
         counts = {"has": count}
         if sample.activation != "softmax":
             counts["lacks"] = sample.rows - count
-        for what, many in counts.items():
-            if many < needed:
-                problems.append(
-                    f"the truth {what} {label!r} in {many:,} of {plural(sample.rows, 'row')}: --metric "
-                    f"{options.metric} needs {needed:,} at least; give more rows, or use --metric log_loss"
-                )
+        problems += [
+            f"the truth {what} {label!r} in {rows:,} of {plural(sample.rows, 'row')}: --metric {options.metric} "
+            f"needs {needed:,} at least; give more rows, or use --metric log_loss"
+            for what, rows in counts.items()
+            if rows < needed
+        ]
     return problems
 
 
-def _numbers(sample: _Sample, options: Options) -> int:
-    """How many numbers are fitted to the rows."""
+def _fitted_numbers(sample: _Sample, options: Options) -> int:
+    """Return how many numbers are fitted to the rows."""
     members, labels = len(sample.names), len(sample.labels)
-    each = {"none": 0, "temperature": 1, "vector": 2 * labels}[options.calibration]
+    calibrations = members * {"none": 0, "temperature": 1, "vector": 2 * labels}[options.calibration]
     if options.method != "stacking":
-        return members - 1 + members * each
-    of_label = members * labels + 1 if sample.kind == "softmax" else members + 1
-    return members * each + of_label * (labels - 1 if sample.kind == "softmax" else labels)
-
-
-class _Blend(Protocol):
-    """How calibrated members become one."""
-
-    @property
-    def stacking(self) -> Stacking | None: ...
-
-    def merge(self, members: Sequence[Values]) -> Values: ...
-
-    def weight(self, member: int) -> float | None: ...
-
-    def uses(self, member: int) -> bool: ...
+        return calibrations + members - 1
+    if sample.kind == "softmax":
+        return calibrations + (members * labels + 1) * (labels - 1)
+    return calibrations + (members + 1) * labels
 
 
 @dataclass(frozen=True)
-class _Weighted:
+class _Blend:
+    """How calibrated members become one; of stacking ``weights`` are 1 for the members that it uses."""
+
     weights: Values
     pool: Pool
     kind: Kind
-    stacking: None = None
+    stacking: Stacking | None = None
 
     def merge(self, members: Sequence[Values]) -> Values:
-        return pooled(members, self.weights, self.pool, self.kind)
-
-    def weight(self, member: int) -> float:
-        return float(self.weights[member])
-
-    def uses(self, member: int) -> bool:
-        return bool(self.weights[member])
+        if self.stacking is None:
+            return pooled(members, self.weights, self.pool, self.kind)
+        return self.stacking.merge([members[number] for number in np.flatnonzero(self.weights).tolist()])
 
 
-@dataclass(frozen=True)
-class _Stacked:
-    stacking: Stacking
-    kept: Rows  # the members that it stacks
+class _Fitter:
+    """Fits calibrations to some rows, then how the members become one, with all of them or without one."""
 
-    def merge(self, members: Sequence[Values]) -> Values:
-        return self.stacking.merge([members[number] for number in self.kept])
-
-    def weight(self, member: int) -> None:
-        return None
-
-    def uses(self, member: int) -> bool:
-        return member in self.kept
-
-
-class _Solver:
-    """Fits how calibrated members become one, with all of them or without one.
-
-    Args:
-        members: of the rows to fit to, calibrated, float64 [rows, labels] each.
-    """
-
-    def __init__(
-        self, members: Sequence[Values], truth: Truth, kind: Kind, options: Options, aim: _Aim
-    ) -> None:
-        self._options, self._aim, self._kind = options, aim, kind
-        self._count = len(members)
-        # What was found with all members, for the ensembles without one.
-        self._whole: Values | None = None
-        self._penalty: float | None = None
+    def __init__(self, sample: _Sample, rows: Rows, options: Options, metric: Metric) -> None:
+        self._sample, self._options, self._metric = sample, options, metric
+        self._truth = sample.truth[rows]
+        calibrations, ready = list[Calibration](), list[Values]()
+        for values, kind in zip(sample.members, sample.kinds, strict=True):
+            chosen = _taken(values, rows)
+            calibrations.append(self._calibration(chosen, kind))
+            ready.append(_calibrated(chosen, calibrations[-1], kind))
+        self.calibrations = tuple(calibrations)
+        self._whole: _Blend | None = None  # of all members
         if options.method == "simplex":
-            loss = MeanLoss if options.pool == "mean" else GeometricLoss
-            self._loss = loss.of(members, truth, kind)
-            return
-        if options.method == "greedy" and len(truth) > MAX_GREEDY_ROWS:
-            drawn = np.random.default_rng(options.seed).permutation(len(truth))[:MAX_GREEDY_ROWS]
-            members, truth = [_taken(one, drawn) for one in members], truth[drawn]
-        is_geometric = options.method == "greedy" and options.pool == "geometric_mean"
-        self._members = [features(one, kind) for one in members] if is_geometric else [*members]
-        self._truth = truth
+            make_loss = mean_loss if options.pool == "mean" else geometric_loss
+            self._loss = make_loss(ready, self._truth, sample.kind)
+        else:
+            self._members = ready
+
+    def calibrated(self, members: Sequence[Values]) -> list[Values]:
+        """Return members' values with the fitted calibrations."""
+        each = zip(members, self.calibrations, self._sample.kinds, strict=True)
+        return [_calibrated(*of_member) for of_member in each]
 
     def fit(self, left_out: int | None = None) -> _Blend:
-        kept = np.array([number for number in range(self._count) if number != left_out])
-        options = self._options
+        """Fit the ensemble of all members first, then any without one."""
+        options, kind, count = self._options, self._sample.kind, len(self.calibrations)
+        used = [number for number in range(count) if number != left_out]
+        weights = np.zeros(count)
+        stacking = None
         if options.method == "stacking":
-            chosen = [self._members[number] for number in kept]
-            stacking = fit_stacking(chosen, self._truth, self._kind, options.seed, self._penalty)
-            if left_out is None:
-                self._penalty = stacking.penalty
-            return _Stacked(stacking, kept)
-        weights = np.zeros(self._count)
-        if options.method == "greedy":
-            sign = self._aim.sign
-            finish = (
-                (lambda v: probabilities_of(v, [self._kind])) if options.pool != "mean" else (lambda v: v)
+            penalty = (
+                None if self._whole is None or self._whole.stacking is None else self._whole.stacking.penalty
             )
-            weights[kept], _ = greedy_selection(
-                [self._members[number] for number in kept],
-                lambda values: sign * self._aim.value(self._truth, values),
-                finish,
-            )
-        elif left_out is None:
-            weights = self._whole = minimize_on_simplex(self._loss).weights
+            members = [self._members[number] for number in used]
+            stacking = fit_stacking(members, self._truth, kind, options.seed, penalty)
+            weights[used] = 1.0
+        elif options.method == "greedy":
+            weights[used] = self._greedy_weights([self._members[number] for number in used])
         else:
-            # From near where the others were; on the edge of the simplex Newton's first step would be blind.
-            start = None if self._whole is None else self._whole[kept] + 1 / self._count
-            weights[kept] = minimize_on_simplex(self._loss.without(left_out), start).weights
-        return _Weighted(weights, options.pool, self._kind)
+            start = None if self._whole is None else self._whole.weights
+            weights = minimize_on_simplex(self._loss, count, left_out, start)
+        blend = _Blend(weights, options.pool, kind, stacking)
+        if left_out is None:
+            self._whole = blend
+        return blend
+
+    def _greedy_weights(self, members: Sequence[Values]) -> Values:
+        sample, rows = self._sample, sampled_rows(len(self._truth), MAX_GREEDY_ROWS, self._options.seed)
+        members, truth = [_taken(values, rows) for values in members], self._truth[rows]
+        is_geometric = self._options.pool == "geometric_mean"
+        if is_geometric:
+            members = [features(values, sample.kind) for values in members]
+
+        def score(mean: Values) -> float:
+            value = self._metric.value(truth, mean, sample.activation)
+            return value if self._metric.greater_is_better else -value
+
+        def finish(mean: Values) -> Values:
+            return probabilities_of(mean, [sample.kind]) if is_geometric else mean
+
+        return greedy_selection(members, score, finish)
+
+    def _calibration(self, values: Values, kind: Activation) -> Calibration:
+        if self._options.calibration == "none" or kind == "none":
+            return None
+        truth = self._truth if kind == self._sample.kind else one_hot(self._truth, values.shape[1])
+        fit_one = fit_temperature if self._options.calibration == "temperature" else fit_vector_scaling
+        return fit_one(values, truth, kind)
 
 
-def _fitted(
-    sample: _Sample, rows: Rows, options: Options, aim: _Aim
-) -> tuple[_Blend, tuple[Calibration, ...], _Solver]:
-    """Calibrations, then how the members become one, fitted to these rows."""
-    truth = sample.truth[rows]
-    calibrations = list[Calibration]()
-    ready = list[Values]()
-    for values, activation in zip(sample.members, sample.kinds, strict=True):
-        own = values if len(rows) == sample.rows else _taken(values, rows)
-        calibration: Calibration = None
-        if options.calibration != "none" and activation != "none":
-            known = truth if activation == sample.kind else one_hot(truth, len(sample.labels))
-            fit_one = fit_temperature if options.calibration == "temperature" else fit_vector_scaling
-            calibration = fit_one(own, known, activation)
-        calibrations.append(calibration)
-        ready.append(_calibrated(own, calibration, activation))
-    solver = _Solver(ready, truth, sample.kind, options, aim)
-    return solver.fit(), tuple(calibrations), solver
+def _fitted_to_all(
+    sample: _Sample, options: Options, metric: Metric
+) -> tuple[_Blend, tuple[Calibration, ...]]:
+    fitter = _Fitter(sample, np.arange(sample.rows), options, metric)
+    return fitter.fit(), fitter.calibrations
 
 
 @dataclass(frozen=True)
@@ -506,34 +467,33 @@ class _HeldOut:
     merged: Values
     equal: Values
     best: Values
-    best_members: tuple[int, ...]
     without: tuple[Values, ...]
+    best_members: tuple[int, ...]
 
 
-def _cross_validated(sample: _Sample, options: Options, aim: _Aim, fold_of: Rows) -> _HeldOut:
+def _cross_validated(sample: _Sample, options: Options, metric: Metric, fold_of: Rows) -> _HeldOut:
     count, shape = len(sample.names), (sample.rows, len(sample.labels))
     merged, equal, best = (np.empty(shape, order="F") for _ in range(3))
     without = tuple(np.empty(shape, order="F") for _ in range(count if count > 1 else 0))
-    sign = aim.sign
-    best_members = list[int]()
+    best_members = []
     for fold in range(options.folds):
-        held, others = np.flatnonzero(fold_of == fold), np.flatnonzero(fold_of != fold)
-        truth = sample.truth[others]
-        scores = [sign * aim.value(truth, _taken(values, others)) for values in sample.members]
-        best_members.append(int(np.argmax(scores)))
-        blend, calibrations, solver = _fitted(sample, others, options, aim)
-        raw = [_taken(values, held) for values in sample.members]
-        best[held] = raw[best_members[-1]]
-        equal[held] = pooled(raw, np.ones(count), options.pool, sample.kind)
-        ready = [_calibrated(*one) for one in zip(raw, calibrations, sample.kinds, strict=True)]
-        merged[held] = blend.merge(ready)
-        for number, one in enumerate(without):
-            one[held] = solver.fit(number).merge(ready) if blend.uses(number) else merged[held]
-    return _HeldOut(merged, equal, best, tuple(best_members), without)
+        scored, others = np.flatnonzero(fold_of == fold), np.flatnonzero(fold_of != fold)
+        scores = [sample.value(metric, values, others) for values in sample.members]
+        best_members.append(int(np.argmax(scores) if metric.greater_is_better else np.argmin(scores)))
+        fitter = _Fitter(sample, others, options, metric)
+        blend = fitter.fit()
+        raw = [_taken(values, scored) for values in sample.members]
+        ready = fitter.calibrated(raw)
+        best[scored] = raw[best_members[-1]]
+        equal[scored] = pooled(raw, np.ones(count), options.pool, sample.kind)
+        merged[scored] = blend.merge(ready)
+        for number, values in enumerate(without):
+            values[scored] = fitter.fit(number).merge(ready) if blend.weights[number] else merged[scored]
+    return _HeldOut(merged, equal, best, without, tuple(best_members))
 
 
 def folds(truth: Truth, count: int, seed: int) -> Rows:
-    """The fold of each row: rows drawn at random, each label dealt out evenly."""
+    """Return the fold of each row: rows drawn at random, each label dealt out evenly."""
     order = np.random.default_rng(seed).permutation(len(truth))
     if truth.ndim == 1 or truth.shape[1] > 1:
         likeliest = truth if truth.ndim == 1 else truth.argmax(axis=1)
@@ -543,82 +503,53 @@ def folds(truth: Truth, count: int, seed: int) -> Rows:
     return fold_of
 
 
-@dataclass(frozen=True)
-class _Score:
-    """The metric of values, and what its differences' standard errors are told by.
+class _Scorer:
+    """Scores held-out values of all rows, on the same resamples; a metric that ranks rows by the mean of the folds.
 
-    Log loss is a mean over rows: ``parts`` are the rows' losses.  Of other metrics they are those of all rows but a
-    group, 20 groups drawn at random, for the jackknife.  ``folds`` is how many folds ``value`` is the mean of; None
-    where it is of all rows at once.
+    Attributes:
+        folds_scored: see ``FitReport``.
     """
 
-    value: float
-    parts: Values
-    folds: int | None = None
+    def __init__(self, sample: _Sample, metric: Metric, fold_of: Rows) -> None:
+        self._metric = metric
+        parts = [np.arange(sample.rows)]
+        if metric.kind == "ranks":
+            parts = [np.flatnonzero(fold_of == fold) for fold in range(int(fold_of.max()) + 1)]
+            parts = [rows for rows in parts if _is_defined(sample, metric, rows)]
+            if not parts:
+                raise DataError(
+                    f"--metric {metric.name}: no fold has rows with and without each label; use fewer --folds, or "
+                    "--metric log_loss"
+                )
+        self.folds_scored = len(parts) if metric.kind == "ranks" else None
+        self._parts = [
+            (rows, Bootstrap(sample.truth[rows], sample.activation, seed)) for seed, rows in enumerate(parts)
+        ]
+
+    def score(self, values: Values) -> Scored:
+        scores = [bootstrap.score(self._metric, _taken(values, rows)) for rows, bootstrap in self._parts]
+        if len(scores) == 1:
+            return scores[0]
+        value = float(np.mean([score.value for score in scores]))
+        return Scored(value, np.mean([score.replicates for score in scores], axis=0), scores[0].resamples)
+
+    def gain(self, score: Scored, other: Scored) -> Interval:
+        """Return by how much a score is better than another (below 0: worse)."""
+        return score.minus(other) if self._metric.greater_is_better else other.minus(score)
 
 
-class _Judge:
-    """Scores values of all rows, and compares the scores."""
-
-    def __init__(self, sample: _Sample, aim: _Aim, options: Options, fold_of: Rows) -> None:
-        self._truth, self._kind, self._aim, self._fold_of = sample.truth, sample.kind, aim, fold_of
-        self._is_log_loss = options.metric == LOG_LOSS
-        self._group_of = np.random.default_rng(options.seed).permutation(sample.rows) % _GROUPS
-
-    def score(self, values: Values) -> _Score:
-        if self._is_log_loss:
-            losses = row_losses(self._truth, values, self._kind)
-            return _Score(float(losses.mean()), losses)
-        parts = []
-        for group in range(min(_GROUPS, len(self._truth))):
-            kept, _ = self._value(values, self._group_of != group)
-            parts.append(kept)
-        value, scored = self._value(values, np.ones(len(self._truth), np.bool_))
-        return _Score(value, np.array(parts), scored)
-
-    def _value(self, values: Values, is_kept: npt.NDArray[np.bool_]) -> tuple[float, int | None]:
-        """The metric of these rows, and how many folds it is the mean of."""
-        if self._aim.metric.kind != "ranks":
-            kept = np.flatnonzero(is_kept)
-            return self._aim.value(self._truth[kept], _taken(values, kept)), None
-        by_fold = list[float]()
-        for fold in range(int(self._fold_of.max()) + 1):
-            kept = np.flatnonzero(is_kept & (self._fold_of == fold))
-            try:
-                by_fold.append(self._aim.value(self._truth[kept], _taken(values, kept)))
-            except UndefinedMetric:
-                continue  # the truth does not tell the labels apart in this fold
-        if not by_fold:
-            raise DataError(
-                f"--metric {self._aim.metric.name}: no fold has rows with and without each label; use fewer "
-                "--folds, or --metric log_loss"
-            )
-        return float(np.mean(by_fold)), len(by_fold)
-
-    def gain(self, score: _Score, other: _Score) -> Gain:
-        """What a score is better than another."""
-        sign = self._aim.sign
-        return Gain(sign * (score.value - other.value), self._error(score.parts - other.parts))
-
-    def interval(self, score: _Score) -> tuple[float, float] | None:
-        """The 95 % interval of a score; None where parts of the rows tend to have more of it than all."""
-        if self._aim.metric.kind == "bins":
-            return None
-        margin = ERRORS * self._error(score.parts)
-        return score.value - margin, score.value + margin
-
-    def _error(self, parts: Values) -> float:
-        """The standard error of a score, or of a difference of two, by its parts."""
-        count = len(parts)
-        if self._is_log_loss:
-            return float(parts.std(ddof=1) / count**0.5)
-        return float(((count - 1) / count * np.square(parts - parts.mean()).sum()) ** 0.5)
+def _calibrated(values: Values, calibration: Calibration, kind: Activation) -> Values:
+    return values if kind == "none" else calibrated(values, calibration, kind)
 
 
-def _calibrated(values: Values, calibration: Calibration, activation: Activation) -> Values:
-    return values if activation == "none" else calibrated(values, calibration, activation)
+def _is_defined(sample: _Sample, metric: Metric, rows: Rows) -> bool:
+    try:
+        sample.value(metric, sample.members[0], rows)
+    except UndefinedMetric:
+        return False
+    return True
 
 
 def _taken(values: Values, rows: Rows) -> Values:
-    """These rows, each column in one piece."""
-    return np.take(values.T, rows, axis=1).T
+    """Return these rows, each column in one piece."""
+    return values if len(rows) == len(values) else np.take(values.T, rows, axis=1).T

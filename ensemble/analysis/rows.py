@@ -12,7 +12,7 @@ from ensemble.common.protocol import Activation
 from ensemble.data.table import Truth
 from ensemble.merging.blocks import block_spans
 from ensemble.merging.methods.base import Values
-from ensemble.merging.metrics import row_losses
+from ensemble.merging.scoring import row_losses
 from ensemble.planning.cascade import entropy_terms, margins
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from typing import Any, Final
 import yaml
 
 from ensemble.analysis.calibration import Values, VectorScaling
-from ensemble.analysis.fit import FitReport, Gain, Options, fit
+from ensemble.analysis.fit import FitReport, Options, fit
 from ensemble.analysis.predictions import LABEL_COLUMN, read_files, read_run, read_truth, read_truth_of
 from ensemble.analysis.weights import Pool
 from ensemble.common.errors import ConfigError, DataError, WriteError
@@ -19,6 +20,7 @@ from ensemble.common.files import cannot_write, output_file, write_text
 from ensemble.common.protocol import Activation
 from ensemble.common.text import plural
 from ensemble.config import ConfigSource, LoadedConfig, MappingConfig
+from ensemble.merging.scoring import Interval
 from ensemble.pipeline.fingerprint import changed_members, changed_sentence
 from ensemble.pipeline.prediction_files import path_of
 from ensemble.pipeline.run_dir import RunDir
@@ -79,7 +81,7 @@ def fit_sources(
             raise ConfigError("--set: changes a config, and these are CSVs of predictions; leave it out")
         options = options if merge_method is None else replace(options, pool=merge_method)
         return fit_files(
-            [one for one in sources if isinstance(one, Path)], truth, options, activation, partial
+            [source for source in sources if isinstance(source, Path)], truth, options, activation, partial
         )
     if len(configs) < len(sources):
         other = next(path for path in sources if path not in configs)
@@ -159,8 +161,8 @@ def fit_run(loaded: LoadedConfig, truth: TruthFile, options: Options) -> tuple[F
     config = loaded.config
     method, again = config.ensemble.method, "the weighted mean is fitted by --set ensemble.method=mean"
     if options.method != "stacking" and method not in POOLS:
-        own = ", this method's coefficients by --method stacking" if method == "stacking" else ""
-        raise ConfigError(f"ensemble.method: weights cannot be fitted for {method}; {again}{own}")
+        coefficients = ", this method's coefficients by --method stacking" if method == "stacking" else ""
+        raise ConfigError(f"ensemble.method: weights cannot be fitted for {method}; {again}{coefficients}")
     rundir = RunDir(config.output_dir)
     if not rundir.run_json.exists():
         raise DataError(f"{config.output_dir}: there is no run.json; run the config first, then fit")
@@ -168,9 +170,9 @@ def fit_run(loaded: LoadedConfig, truth: TruthFile, options: Options) -> tuple[F
     if truth.path is None and truth.label_column is not None:
         data = data.model_copy(update={"label_column": truth.label_column, "label_columns": None})
     has_truth = truth.path is not None or data.label_column is not None or data.label_columns is not None
-    found = read_run(config.output_dir, "no" if has_truth else "needed")
+    predictions = read_run(config.output_dir, "no" if has_truth else "needed")
     names = [model.name for model in config.models]
-    if missing := [name for name in names if name not in found.members]:
+    if missing := [name for name in names if name not in predictions.members]:
         raise DataError(
             f"{config.output_dir}: no complete predictions of {', '.join(missing)}; run the config to the end "
             "first, then fit"
@@ -185,25 +187,27 @@ def fit_run(loaded: LoadedConfig, truth: TruthFile, options: Options) -> tuple[F
             f"{config.output_dir}: its predictions are of the rows of {table}, and data.path is "
             f"{config.data.path}; run the config first, then fit"
         )
-    members = {name: found.members[name] for name in names}
-    run_rules = () if found.rules is None else found.rules.rules
+    members = {name: predictions.members[name] for name in names}
+    run_rules = () if predictions.rules is None else predictions.rules.rules
     if run_rules != (config.rules or ()):
         raise DataError(
             f"{config.output_dir}: its run has other rules than the config; run the config again, which merges "
             "only, then fit"
         )
-    found = replace(found, members=members, activations={name: found.activations[name] for name in names})
+    predictions = replace(
+        predictions, members=members, activations={name: predictions.activations[name] for name in names}
+    )
     if has_truth:
-        rows = found.ids, found.labels, found.activation
+        rows = predictions.ids, predictions.labels, predictions.activation
         if truth.path is not None:
             ids = truth.id_column or data.id_column
-            known, remarks = read_truth(truth.path, *rows, truth.label_column or LABEL_COLUMN, ids)
+            true, remarks = read_truth(truth.path, *rows, truth.label_column or LABEL_COLUMN, ids)
         else:
-            known, remarks = read_truth_of(data, *rows)
-        found = replace(found, truth=known, remarks=(*found.remarks, *remarks))
-    if method == "logit_mean" and found.activation == "softmax":
+            true, remarks = read_truth_of(data, *rows)
+        predictions = replace(predictions, truth=true, remarks=(*predictions.remarks, *remarks))
+    if method == "logit_mean" and predictions.activation == "softmax":
         raise ConfigError(f"ensemble.method: logit_mean is not for labels that exclude each other; {again}")
-    report = fit(found, replace(options, pool=POOLS.get(method, "mean")))
+    report = fit(predictions, replace(options, pool=POOLS.get(method, "mean")))
     text = overlay(report, method, f"the predictions in {config.output_dir.name}")
     return report, loaded.redactor(text)
 
@@ -230,7 +234,8 @@ def overlay(report: FitReport, method: str, sources: str) -> str:
     for member in report.members:
         keys: dict[str, Any] = {"name": member.name, "weight": 1}
         if member.weight is not None:
-            keys["weight"] = _number(round(member.weight, _WEIGHT_DECIMALS))
+            weight = round(member.weight, _WEIGHT_DECIMALS)
+            keys["weight"] = int(weight) if weight in (0, 1) else weight
         if isinstance(member.calibration, VectorScaling):
             keys["calibration"] = {
                 "scale": _by_label(report.labels, member.calibration.scale),
@@ -297,29 +302,29 @@ def write_weights(output: Path, text: str) -> None:
 
 
 def verdicts(report: FitReport) -> Iterator[str]:
-    """What the fit is worth, a sentence each: against equal weights, the best member, without each member."""
-    metric = report.options.metric.replace("_", " ")
+    """Say what the fit is worth, a sentence each: against equal weights, the best member, without each member."""
+    metric, equal = report.options.metric.replace("_", " "), report.over_equal
     yield (
-        f"Held-out {metric} {_value(report.score, report.over_equal)}: {plural(report.rows, 'row')}, each "
-        f"predicted by what was fitted to the others ({report.options.folds} folds; +- is one standard error)."
-        f"{_by_fold(report)}"
+        f"Held-out {metric} {_number(report.score, equal)}: {plural(report.rows, 'row')}, each predicted by what "
+        f"was fitted to the others ({report.options.folds} folds; in brackets 95 % intervals).{_by_fold(report)}"
     )
-    as_well = " Equal weights do as well." if report.over_equal.is_noise else ""
-    yield f"{_against('equal weights', report.equal, report.over_equal)}{as_well}"
-    if report.over_equal.value < 0 and not report.over_equal.is_noise:
-        yield "Keep equal weights: what is fitted here does worse than they do."
+    as_well = "" if equal.excludes_zero else " Equal weights do as well."
+    yield f"{_against('equal weights', report.equal, equal)}{as_well}"
+    if equal.high < 0:
+        yield "Keep equal weights: the fitted ones do worse."
     if len(report.members) > 1:
         yield _against(f"the best member, {report.best_member}", report.best, report.over_best)
     for member in report.members:
-        if (gain := member.gain) is None or (gain.value > 0 and not gain.is_noise):
+        gain = member.gain
+        if gain is None or gain.low > 0:
             continue
-        if not gain.value and not gain.error:
+        without = f"without it {difference(gain, 'worse', 'better')}"
+        if gain == Interval(0.0, 0.0, 0.0):
             yield f"{member.name} does not help: its weight is 0, whichever rows are held out."
-        elif gain.value <= 0:
-            what = "does not help" if gain.is_noise else "does harm"
-            yield f"{member.name} {what}: without it {difference(gain, -1)}."
+        elif gain.value > 0:
+            yield f"{member.name} is not shown to help: {without}, which may be noise."
         else:
-            yield f"{member.name} is not shown to help: without it {difference(gain, -1)}, which may be noise."
+            yield f"{member.name} {'does harm' if gain.excludes_zero else 'does not help'}: {without}."
     if report.rows_left_out:
         whole = report.rows + report.rows_left_out + report.rows_decided
         yield (
@@ -331,7 +336,7 @@ def verdicts(report: FitReport) -> Iterator[str]:
 
 
 def _by_fold(report: FitReport) -> str:
-    """How many folds the figures are the mean of; empty where they are of all rows at once."""
+    """Say how many folds the figures are the mean of; empty if they are of all rows at once."""
     scored, folds = report.folds_scored, report.options.folds
     if scored is None:
         return ""
@@ -341,36 +346,28 @@ def _by_fold(report: FitReport) -> str:
     return f"{text}."
 
 
-def difference(gain: Gain, sign: int = 1) -> str:
-    """``0.0012 better +- 0.0004``; with -1 for ``sign`` of what the gain was over."""
-    if not _is_any(gain):
+def difference(gain: Interval, above: str = "better", below: str = "worse") -> str:
+    """Return ``0.0012 better (0.0004 to 0.0020)``; ``above`` is the word for a gain, ``below`` for a loss."""
+    size = gain.size
+    value, low, high = (_number(end, gain) for end in (size.value, size.low, size.high))
+    if not any(float(end) for end in (value, low, high)):
         return "no difference"
-    digits = _decimals(gain)
-    word = "better" if sign * gain.value >= 0 else "worse"
-    return f"{abs(gain.value):.{digits}f} {word} +- {gain.error:.{digits}f}"
+    interval = "" if math.isnan(gain.low) else f" ({low} to {high})"
+    return f"{value} {above if gain.value >= 0 else below}{interval}"
 
 
-def _against(what: str, value: float, gain: Gain) -> str:
-    said = f"Against {what} ({_value(value, gain)}): {difference(gain)}"
-    if not _is_any(gain):
-        return f"{said}."
-    if not gain.is_noise:
-        return f"{said}, more than noise."
-    return f"{said}, which is no more than noise."
+def _against(what: str, value: float, gain: Interval) -> str:
+    text = f"Against {what} ({_number(value, gain)}): {difference(gain)}"
+    if text.endswith("no difference"):
+        return f"{text}."
+    return f"{text}, more than noise." if gain.excludes_zero else f"{text}, which is no more than noise."
 
 
-def _is_any(gain: Gain) -> bool:
-    """Whether some digit of it is shown that is not 0."""
-    return any(round(number, _decimals(gain)) for number in (gain.value, gain.error))
-
-
-def _value(value: float, gain: Gain) -> str:
-    return f"{value:.{_decimals(gain)}f}"
-
-
-def _decimals(gain: Gain) -> int:
-    """Four, and more where the standard error has no two digits then."""
-    return next((digits for digits in range(4, 8) if gain.error * 10**digits >= 9.5), 7) if gain.error else 4
+def _number(number: float, gain: Interval) -> str:
+    """Show a number with four digits, and more if the interval has no two digits then."""
+    width = gain.high - gain.low
+    digits = next((digits for digits in range(4, 7) if width * 10**digits >= 40), 7) if width > 0 else 4
+    return f"{number:.{digits}f}"
 
 
 def _flow(value: object) -> str:
@@ -385,7 +382,3 @@ def _by_label(labels: Sequence[str], numbers: Values) -> dict[str, float]:
 
 def _short(number: float) -> float:
     return float(f"{number:.{_DIGITS}g}")
-
-
-def _number(number: float) -> float | int:
-    return int(number) if number in (0, 1) else number

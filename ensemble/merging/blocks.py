@@ -18,8 +18,8 @@ import pyarrow as pa
 from ensemble.config.values import AnyWeight
 from ensemble.merging.calibration import Calibrator
 from ensemble.merging.methods.base import Block, MergeMethod
-from ensemble.merging.metrics import Comparing, Scoring
 from ensemble.merging.row_checks import RowCheck
+from ensemble.merging.scoring import CascadeScoring, Scoring
 
 # Changes a block of the table's rows in place: its first row, and float64 [rows, labels].
 Rules: TypeAlias = Callable[[int, npt.NDArray[np.float64]], None]
@@ -31,10 +31,10 @@ _CELLS = 131_072
 
 @dataclass(frozen=True)
 class Without:
-    """What becomes of the merge without a member: ``method`` is one of its own, ``metrics`` takes what it gives."""
+    """The merge without a member: ``method`` is one of its own, ``scoring`` compares it with the whole merge."""
 
     method: MergeMethod
-    metrics: Comparing
+    scoring: CascadeScoring
 
 
 class RowSource(Protocol):
@@ -78,11 +78,6 @@ class MergedMember:
                 values = values.copy(order="K")
                 self.rules(start, values)
                 self.ruled.add(start, values)
-
-    def losses(self, start: int) -> npt.NDArray[np.float64] | None:
-        """Of a block that it was the last but one to read, with the rules, [rows]; None: it lacks rows."""
-        scoring = self.ruled or self.scoring
-        return None if scoring is None else scoring.losses(start)
 
 
 def block_spans(rows: int, labels: int) -> list[tuple[int, int]]:
@@ -135,7 +130,7 @@ def merge_blocks(
             if rules is not None:
                 rules(block.start, without)
             rows = np.flatnonzero(block.is_present[number] & ~np.isnan(without).any(axis=1))
-            one.metrics.add(block.start + rows, merged[rows], without[rows])
+            one.scoring.add(block.start + rows, merged[rows], without[rows])
         yield block.start, merged
 
 

@@ -35,8 +35,8 @@ from ensemble.merging.blocks import MergedMember, RowSource, Without, block_span
 from ensemble.merging.calibration import calibrator
 from ensemble.merging.methods import METHODS, merge_method
 from ensemble.merging.methods.base import Members
-from ensemble.merging.metrics import Comparing, Comparison, Gain, PairedLosses, Score, Scoring
 from ensemble.merging.row_checks import RowCheck
+from ensemble.merging.scoring import CascadeComparison, CascadeScoring, Gain, Resamples, Score, Scoring
 from ensemble.pipeline.prepare import given_predictions
 from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.resume import (
@@ -81,7 +81,7 @@ class Results:
     files: dict[str, Path] = field(default_factory=dict)
     merged_rows: dict[str, int] = field(default_factory=dict)
     filled_rows: int = 0
-    comparisons: dict[str, Comparison] = field(default_factory=dict)
+    comparisons: dict[str, CascadeComparison] = field(default_factory=dict)
     view_rows: dict[str, tuple[int, ...]] = field(default_factory=dict)
     partial_rows: dict[str, int] = field(default_factory=dict)
     fitted_on: FittedOn | None = None
@@ -204,7 +204,6 @@ class ResultWriter:
         table, merged = self._prepared.table, list[MergedMember]()
         is_scored = METHODS.load(self._config.ensemble.method).gives_probabilities
         scoring = self._scoring(is_scored) if members else None
-        unscored, paired = set[int](), PairedLosses(len(members))
         threads = min(len(os.sched_getaffinity(0)), _MAX_THREADS)
         with (
             malloc_for_arrow(),
@@ -212,12 +211,10 @@ class ResultWriter:
             ThreadPoolExecutor(threads, "merge") as pool,
         ):
             blocks = self._merged_blocks(members, merged, opened, pool)
-            if scoring is not None:
-                blocks = _scored(blocks, scoring, merged, paired, unscored)
             if self._config.time_limit is not None:
                 blocks = self._filled(blocks)
             if scoring is not None:
-                blocks = _score_filled(blocks, scoring, unscored)
+                blocks = _scored(blocks, scoring)
             whole = self._write_blocks(blocks, pool, threads)
         for member in merged:
             results.merged_rows[member.name] = member.check.reached
@@ -226,12 +223,12 @@ class ResultWriter:
                 results.scores[member.name] = score
         if scoring is not None and (score := scoring.score()) is not None:
             # What fills rows that no member reached says nothing of the members.
-            changes = {"no_better_than_prior": False} if results.filled_rows else {}
-            results.scores[ENSEMBLE_ROW] = replace(score, **changes)
-            whole_members = [number for number, member in enumerate(merged) if member.name in results.scores]
-            if is_scored and whole_members and len(merged) > 1 and paired.rows == table.rows:
-                best = paired.best(whole_members)
-                results.gain = paired.gain(best, merged[best].name, self._prepared.activation)
+            if results.filled_rows:
+                score = replace(score, no_better_than_prior=False)
+            elif is_scored and len(merged) > 1:
+                with_all_rows = [member for member in merged if member.name in results.scores]
+                results.gain = _gain_over_best(scoring, with_all_rows)
+            results.scores[ENSEMBLE_ROW] = score
         # Without some member the weights are not those that were fitted.
         are_all = len(members) == len(self._config.models)
         results.fitted_on = self._fitted_on if are_all and ENSEMBLE_ROW in results.scores else None
@@ -262,7 +259,13 @@ class ResultWriter:
 
     def _scoring(self, has_loss: bool = True) -> Scoring | None:
         truth = self._prepared.truth
-        return None if truth is None else Scoring(truth, self._prepared.activation, has_loss)
+        if truth is None:
+            return None
+        return Scoring(truth, self._prepared.activation, self._resamples, has_loss)
+
+    @cached_property
+    def _resamples(self) -> Resamples:
+        return Resamples(self._prepared.table.rows)
 
     def _merged_blocks(
         self,
@@ -324,13 +327,14 @@ class ResultWriter:
             limited = [number for number, name in enumerate(names) if self.wanted(name) is not None]
             comparing = {
                 number: Without(
-                    merge_method(config.ensemble, merged_by), Comparing(truth, self._prepared.activation)
+                    merge_method(config.ensemble, merged_by),
+                    CascadeScoring(truth, self._prepared.activation, self._resamples),
                 )
                 for number in limited
             }
         yield from merge_blocks(method, open_members, table.ids, table.text_bytes, pool, comparing, rules)
         for number, one in comparing.items():
-            if (found := one.metrics.result()) is not None:
+            if (found := one.scoring.result()) is not None:
                 self.results.comparisons[names[number]] = found
 
     def _unfinished(self, state: MemberState) -> _Values:
@@ -461,30 +465,20 @@ class _OnlyRows:
         self._source.close()
 
 
-def _scored(
-    blocks: _Blocks,
-    scoring: Scoring,
-    merged: Sequence[MergedMember],
-    paired: PairedLosses,
-    unscored: set[int],
-) -> _Blocks:
-    """The blocks, scored and held against the members' as long as theirs are known: not once rows are filled in.
-
-    ``unscored`` takes where the blocks begin in which rows are missing.
-    """
+def _scored(blocks: _Blocks, scoring: Scoring) -> _Blocks:
     for start, values in blocks:
-        if np.isnan(values[:, 0]).any():
-            unscored.add(start)
-        else:
-            paired.add(scoring.add(start, values), [member.losses(start) for member in merged])
+        scoring.add(start, values)
         yield start, values
 
 
-def _score_filled(blocks: _Blocks, scoring: Scoring, unscored: set[int]) -> _Blocks:
-    for start, values in blocks:
-        if start in unscored:
-            scoring.add(start, values)
-        yield start, values
+def _gain_over_best(scoring: Scoring, members: Sequence[MergedMember]) -> Gain | None:
+    """Return the gain over the member with the least loss; None if there are no members."""
+    by_name = {member.name: member.ruled or member.scoring for member in members}
+    alone = {name: single for name, single in by_name.items() if single is not None}
+    if not alone:
+        return None
+    best = min(alone, key=lambda name: alone[name].loss)
+    return scoring.gain_over(alone[best], best)
 
 
 def fill_rows(

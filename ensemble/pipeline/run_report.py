@@ -21,7 +21,7 @@ from ensemble.common.redact import MASK
 from ensemble.common.text import duration, plural
 from ensemble.config.schema import RuleConfig
 from ensemble.config.values import AnyWeight, weight_numbers
-from ensemble.merging.metrics import Comparison, Gain, Score
+from ensemble.merging.scoring import CascadeComparison, Gain, Score
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.planning.forecast import Speed
 from ensemble.scheduling.device_pool import MemoryCurve, Release, TelemetryCurve
@@ -113,7 +113,7 @@ class CascadeReport:
     when: dict[str, float]
     rows: int
     unknown_rows: int
-    comparison: Comparison | None
+    comparison: CascadeComparison | None
 
 
 @dataclass(frozen=True)

@@ -56,8 +56,8 @@ def test_the_temperature_is_the_one_of_least_log_loss(kind: Any, is_soft: bool) 
         lambda x: log_loss(values, truth, kind, np.exp(x[0]), 0), [0.0], method="Nelder-Mead",
         options={"xatol": 1e-10, "fatol": 1e-14},
     )  # fmt: skip
-    assert log_loss(values, truth, kind, 1 / found, 0) <= best.fun + 1e-12
-    assert found == pytest.approx(np.exp(-best.x[0]), rel=1e-5)
+    assert log_loss(values, truth, kind, 1 / found, 0) <= best.fun + 1e-9
+    assert found == pytest.approx(np.exp(-best.x[0]), rel=1e-4)
     assert found > 1.4
     scored = calibrated(values, found, kind)
     assert log_loss(scored, truth, kind, 1, 0) == pytest.approx(best.fun, abs=1e-9)
@@ -76,7 +76,7 @@ def test_scale_and_bias_are_those_of_least_log_loss(kind: Any, is_soft: bool) ->
     found = fit_vector_scaling(values, truth, kind)
     best = minimize(loss, start, method="BFGS", options={"gtol": 1e-9})
     together = np.concatenate([found.scale, found.bias])
-    assert loss(together) <= best.fun + 1e-12
+    assert loss(together) <= best.fun + 1e-9
     np.testing.assert_allclose(together, best.x, atol=1e-4)
     scored = calibrated(values, found, kind)
     assert log_loss(scored, truth, kind, 1, 0) < log_loss(values, truth, kind, 1, 0) - 0.02

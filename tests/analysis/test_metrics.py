@@ -12,10 +12,10 @@ import pytest
 import scipy.stats
 from sklearn import metrics as sk
 
-from ensemble.analysis import metrics
 from ensemble.analysis.metrics import METRICS, Bootstrap, UndefinedMetric, find_metric
 from ensemble.common.errors import DataError
 from ensemble.common.protocol import Activation
+from ensemble.merging import scoring
 
 _Array = npt.NDArray[Any]
 
@@ -50,43 +50,42 @@ def average_precision(truth: set[int], values: Sequence[float], k: int) -> float
     return score / min(len(truth), k) if truth else 0.0
 
 
-def calibration_error(is_right: _Array, chances: _Array, weights: _Array) -> float:
+def calibration_error(is_right: _Array, chances: _Array) -> float:
     """Guo et al. 2017, equations 2 to 5 of the paper, by loops."""
     error = 0.0
     for place in range(15):
         within = [i for i, chance in enumerate(chances) if place / 15 < chance <= (place + 1) / 15]
-        if weight := sum(weights[i] for i in within):
-            accuracy = sum(weights[i] * is_right[i] for i in within) / weight
-            confidence = sum(weights[i] * chances[i] for i in within) / weight
-            error += weight / sum(weights) * abs(accuracy - confidence)
+        if within:
+            accuracy, confidence = np.mean(is_right[within]), np.mean(chances[within])
+            error += len(within) / len(chances) * float(abs(accuracy - confidence))
     return error
 
 
-def of_exclusive(name: str, truth: _Array, values: _Array, weights: _Array) -> float:
+def of_exclusive(name: str, truth: _Array, values: _Array) -> float:
     """What others say of exclusive labels."""
     labels, predicted = range(values.shape[1]), values.argmax(axis=1)
     one_hot = np.eye(len(labels))[truth]
     if name == "auc":
         if len(labels) == 2:
-            return float(sk.roc_auc_score(truth, values[:, 1], sample_weight=weights))
-        each = [sk.roc_auc_score(truth == label, values[:, label], sample_weight=weights) for label in labels]
+            return float(sk.roc_auc_score(truth, values[:, 1]))
+        each = [sk.roc_auc_score(truth == label, values[:, label]) for label in labels]
         return float(np.mean(each))
     if name == "brier" and len(labels) == 2:
-        return float(sk.brier_score_loss(truth, values[:, 1], sample_weight=weights, pos_label=1))
+        return float(sk.brier_score_loss(truth, values[:, 1], pos_label=1))
     if name == "brier":
-        return float(np.average(((values - one_hot) ** 2).sum(axis=1), weights=weights))
+        return float(np.mean(((values - one_hot) ** 2).sum(axis=1)))
     if name == "ece":
-        return calibration_error(predicted == truth, values.max(axis=1), weights)
+        return calibration_error(predicted == truth, values.max(axis=1))
     if name.startswith("map@"):
         k = int(name[4:])
         each = [average_precision({label}, list(row), k) for label, row in zip(truth, values, strict=True)]
-        return float(np.average(each, weights=weights))
+        return float(np.mean(each))
     references: dict[str, Callable[[], Any]] = {
-        "log_loss": lambda: sk.log_loss(truth, values, labels=list(labels), sample_weight=weights),
-        "accuracy": lambda: sk.accuracy_score(truth, predicted, sample_weight=weights),
-        "macro_f1": lambda: sk.f1_score(truth, predicted, average="macro", sample_weight=weights),
+        "log_loss": lambda: sk.log_loss(truth, values, labels=list(labels)),
+        "accuracy": lambda: sk.accuracy_score(truth, predicted),
+        "macro_f1": lambda: sk.f1_score(truth, predicted, average="macro"),
         "quadratic_kappa": lambda: sk.cohen_kappa_score(
-            truth, predicted, weights="quadratic", sample_weight=weights, labels=list(labels)
+            truth, predicted, weights="quadratic", labels=list(labels)
         ),
     }
     return float(references[name]())
@@ -100,38 +99,30 @@ EXCLUSIVE = ["log_loss", "accuracy", "macro_f1", "auc", "brier", "ece", "quadrat
 def test_exclusive_labels(name: str, labels: int) -> None:
     for tenths in (False, True):
         truth, values = softmax_rows(400, labels, tenths)
-        weights = np.random.default_rng(1).random(400)
-        weights[:9] = 0
-        for own in (weights, np.ones(400)):
-            expected = of_exclusive(name, truth, values, own)
-            assert find_metric(name).value(truth, values, own) == pytest.approx(expected, rel=1e-9)
-        assert find_metric(name).value(truth, values) == pytest.approx(expected, rel=1e-9)
+        expected = of_exclusive(name, truth, values)
+        assert find_metric(name).value(truth, values, "softmax") == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("name", ["log_loss", "accuracy", "macro_f1", "auc", "brier", "ece", "map@2", "rmse"])
 def test_labels_that_are_not_exclusive(name: str) -> None:
     truth, values = sigmoid_rows(300, 4)
-    weights = np.random.default_rng(2).random(300)
     columns = list(zip(truth.T, values.T, strict=True))
     references: dict[str, Callable[[], Any]] = {
-        "log_loss": lambda: np.mean([sk.log_loss(t, v, sample_weight=weights) for t, v in columns]),
-        "accuracy": lambda: sk.accuracy_score(truth, values > 0.5, sample_weight=weights),
-        "macro_f1": lambda: sk.f1_score(truth, values > 0.5, average="macro", sample_weight=weights),
-        "auc": lambda: sk.roc_auc_score(truth, values, average="macro", sample_weight=weights),
-        "brier": lambda: np.mean([sk.brier_score_loss(t, v, sample_weight=weights) for t, v in columns]),
-        "ece": lambda: np.mean([calibration_error(t, v, weights) for t, v in columns]),
-        "map@2": lambda: np.average(
+        "log_loss": lambda: np.mean([sk.log_loss(t, v) for t, v in columns]),
+        "accuracy": lambda: sk.accuracy_score(truth, values > 0.5),
+        "macro_f1": lambda: sk.f1_score(truth, values > 0.5, average="macro"),
+        "auc": lambda: sk.roc_auc_score(truth, values, average="macro"),
+        "brier": lambda: np.mean([sk.brier_score_loss(t, v) for t, v in columns]),
+        "ece": lambda: np.mean([calibration_error(t, v) for t, v in columns]),
+        "map@2": lambda: np.mean(
             [
                 average_precision({*np.flatnonzero(row)}, list(own), 2)
                 for row, own in zip(truth, values, strict=True)
-            ],
-            weights=weights,
+            ]
         ),
-        "rmse": lambda: np.mean(
-            [math.sqrt(sk.mean_squared_error(t, v, sample_weight=weights)) for t, v in columns]
-        ),
+        "rmse": lambda: np.mean([math.sqrt(sk.mean_squared_error(t, v)) for t, v in columns]),
     }
-    found = find_metric(name).value(truth, values, weights)
+    found = find_metric(name).value(truth, values, "sigmoid")
     assert found == pytest.approx(float(references[name]()), rel=1e-9)
 
 
@@ -139,11 +130,15 @@ def test_a_truth_that_is_not_sure() -> None:
     truth, values = softmax_rows(200, 3)
     soft = 0.7 * np.eye(3)[truth] + 0.1
     cross_entropy = -(soft * np.log(values)).sum(axis=1).mean()
-    assert METRICS["log_loss"].value(soft, values) == pytest.approx(cross_entropy, rel=1e-12)
-    assert METRICS["brier"].value(soft, values) == pytest.approx(((values - soft) ** 2).sum(axis=1).mean())
+    assert METRICS["log_loss"].value(soft, values, "softmax") == pytest.approx(cross_entropy, rel=1e-12)
+    assert METRICS["brier"].value(soft, values, "softmax") == pytest.approx(
+        ((values - soft) ** 2).sum(axis=1).mean()
+    )
     for name in EXCLUSIVE:
         if name not in ("log_loss", "brier"):
-            assert find_metric(name).value(soft, values) == find_metric(name).value(truth, values)
+            assert find_metric(name).value(soft, values, "softmax") == find_metric(name).value(
+                truth, values, "softmax"
+            )
 
 
 def test_regression() -> None:
@@ -151,17 +146,19 @@ def test_regression() -> None:
     truth = generator.normal(size=(500, 1))
     values = truth + generator.normal(size=(500, 1))
     expected = math.sqrt(sk.mean_squared_error(truth, values))
-    assert METRICS["rmse"].value(truth, values) == pytest.approx(expected)
+    assert METRICS["rmse"].value(truth, values, "none") == pytest.approx(expected)
     with pytest.raises(
         DataError, match="log_loss: is for exclusive labels and labels that are not exclusive, and"
     ):
-        METRICS["log_loss"].value(truth, values)
+        METRICS["log_loss"].value(truth, values, "none")
 
 
 def test_rows_that_do_not_quite_sum_to_one_and_certainty_that_is_wrong() -> None:
     values = np.array([[0.5004, 0.4999], [0.0, 1.0]])
     expected = (-math.log(0.5004 / 1.0003) - math.log(np.finfo(float).eps)) / 2
-    assert METRICS["log_loss"].value(np.array([0, 0]), values) == pytest.approx(expected, rel=1e-12)
+    assert METRICS["log_loss"].value(np.array([0, 0]), values, "softmax") == pytest.approx(
+        expected, rel=1e-12
+    )
 
 
 @pytest.mark.parametrize(
@@ -181,20 +178,20 @@ def test_metrics_that_are_not_defined(name: str, truth: list[int], said: str) ->
     values = np.tile([0.2, 0.5, 0.3], (len(truth), 1))
     own = np.array(truth, dtype=np.int64)
     with pytest.raises(UndefinedMetric) as caught:
-        METRICS[name].value(own, values)
+        METRICS[name].value(own, values, "softmax")
     assert said in str(caught.value)
     with pytest.raises(UndefinedMetric):
-        Bootstrap(own, replicates=10).score(METRICS[name], values)
+        Bootstrap(own, "softmax").score(METRICS[name], values)
 
 
 def test_constant_predictions_are_no_better_than_chance() -> None:
     truth, _ = softmax_rows(60, 3)
     values = np.tile([0.2, 0.5, 0.3], (60, 1))
-    assert METRICS["auc"].value(truth, values) == 0.5
-    assert METRICS["quadratic_kappa"].value(truth, values) == pytest.approx(0.0, abs=1e-12)
+    assert METRICS["auc"].value(truth, values, "softmax") == 0.5
+    assert METRICS["quadratic_kappa"].value(truth, values, "softmax") == pytest.approx(0.0, abs=1e-12)
     values[3:5] = np.nan
     with pytest.raises(DataError, match="auc: 2 rows without predictions; leave them out"):
-        METRICS["auc"].value(truth, values)
+        METRICS["auc"].value(truth, values, "softmax")
 
 
 def test_names() -> None:
@@ -213,21 +210,21 @@ def test_names() -> None:
 @pytest.mark.parametrize("name", ["log_loss", "accuracy", "macro_f1", "auc", "quadratic_kappa", "brier"])
 def test_intervals_are_those_of_scipy(name: str) -> None:
     truth, values = softmax_rows(150, 3)
-    own, replicates = METRICS[name], 4_000
-    found = Bootstrap(truth, replicates=replicates, level=0.9).score(own, values)
+    own = METRICS[name]
+    found = Bootstrap(truth, "softmax").score(own, values)
 
     def statistic(places: _Array) -> float:
-        return own.value(truth[places], values[places])
+        return own.value(truth[places], values[places], "softmax")
 
     expected = scipy.stats.bootstrap(
-        (np.arange(150),), statistic, n_resamples=replicates // 4, vectorized=False, confidence_level=0.9,
+        (np.arange(150),), statistic, n_resamples=1_000, vectorized=False, confidence_level=0.95,
         method="percentile", random_state=np.random.default_rng(11),
     )  # fmt: skip
     width = expected.confidence_interval.high - expected.confidence_interval.low
     low, high = found.interval.low, found.interval.high
-    assert found.interval.value == own.value(truth, values)
-    assert low == pytest.approx(expected.confidence_interval.low, abs=0.08 * width)
-    assert high == pytest.approx(expected.confidence_interval.high, abs=0.08 * width)
+    assert found.interval.value == pytest.approx(own.value(truth, values, "softmax"), rel=1e-12)
+    assert low == pytest.approx(expected.confidence_interval.low, abs=0.1 * width)
+    assert high == pytest.approx(expected.confidence_interval.high, abs=0.1 * width)
     assert np.std(found.replicates) == pytest.approx(expected.standard_error, rel=0.1)
 
 
@@ -237,10 +234,10 @@ def test_a_calibration_error_has_no_interval_and_its_difference_has_one() -> Non
     chances = generator.uniform(0.5, 1, 300)
     truth = (generator.random(300) < chances).astype(np.int64)
     values = np.column_stack([1 - chances, chances])
-    sample = Bootstrap(truth)
+    sample = Bootstrap(truth, "softmax")
     first = sample.score(METRICS["ece"], values)
     second = sample.score(METRICS["ece"], np.clip(values + np.array([-0.2, 0.2]), 0, 1))
-    assert first.interval.value == pytest.approx(calibration_error(truth == 1, chances, np.ones(300)))
+    assert first.interval.value == pytest.approx(calibration_error(truth == 1, chances))
     assert np.mean(first.replicates) > 1.1 * first.value
     assert np.isnan([first.interval.low, first.interval.high]).all()
     found = second.minus(first)
@@ -250,7 +247,7 @@ def test_a_calibration_error_has_no_interval_and_its_difference_has_one() -> Non
 def test_the_difference_of_two_is_paired() -> None:
     truth, values = softmax_rows(500, 3)
     better = values**1.2 / (values**1.2).sum(axis=1, keepdims=True)
-    sample = Bootstrap(truth)
+    sample = Bootstrap(truth, "softmax")
     first, second = (sample.score(METRICS["log_loss"], one) for one in (better, values))
     found = first.minus(second)
     losses = [-np.log(one[np.arange(500), truth]) for one in (better, values)]
@@ -264,7 +261,7 @@ def test_the_difference_of_two_is_paired() -> None:
 
 def test_the_same_seed_gives_the_same_interval() -> None:
     truth, values = softmax_rows(80, 2)
-    scores = [Bootstrap(truth, seed=seed).score(METRICS["auc"], values).interval for seed in (1, 1, 2)]
+    scores = [Bootstrap(truth, "softmax", seed).score(METRICS["auc"], values).interval for seed in (1, 1, 2)]
     assert scores[0] == scores[1] != scores[2]
 
 
@@ -275,32 +272,20 @@ def test_groups_of_rows_stand_for_rows(name: str, monkeypatch: pytest.MonkeyPatc
     truth, values = sigmoid_rows(3_000, 3) if name == "rmse" else softmax_rows(3_000, 3)
     order = np.argsort(values[:, 0])
     truth, values = truth[order], values[order]
-    weights = np.random.default_rng(1).random(3_000)
-    by_row = Bootstrap(truth, activation, weights).score(METRICS[name], values)
-    monkeypatch.setattr(metrics, "MAX_GROUPS", 1_000)
-    by_group = Bootstrap(truth, activation, weights).score(METRICS[name], values)
-    assert by_group.value == by_row.value
+    by_row = Bootstrap(truth, activation).score(METRICS[name], values)
+    monkeypatch.setattr(scoring, "MAX_GROUPS", 1_000)
+    by_group = Bootstrap(truth, activation).score(METRICS[name], values)
+    assert by_group.value == pytest.approx(by_row.value, rel=1e-12)
     spread = float(np.std(by_row.replicates))
     assert np.std(by_group.replicates) == pytest.approx(spread, rel=0.15)
     assert np.mean(by_group.replicates) == pytest.approx(np.mean(by_row.replicates), abs=0.2 * spread)
-
-
-def test_rows_without_a_weight_do_not_count() -> None:
-    truth, values = softmax_rows(30, 3)
-    weights = np.zeros(30)
-    with pytest.raises(UndefinedMetric, match="brier: the weights of all rows are 0"):
-        METRICS["brier"].value(truth, values, weights)
-    weights[:2] = 1  # in one resample of seven are neither of them
-    scored = Bootstrap(truth, weights=weights).score(METRICS["brier"], values)
-    assert scored.value == pytest.approx(METRICS["brier"].value(truth[:2], values[:2]))
-    assert np.isnan(scored.replicates).mean() == pytest.approx((28 / 30) ** 30, abs=0.05)
 
 
 def test_what_is_not_defined_in_a_resample_is_left_out() -> None:
     truth, values = softmax_rows(40, 3)
     truth[truth == 2] = 0
     truth[0] = 2
-    scored = Bootstrap(truth).score(METRICS["auc"], values)
+    scored = Bootstrap(truth, "softmax").score(METRICS["auc"], values)
     undefined = np.isnan(scored.replicates).mean()
     assert undefined == pytest.approx((39 / 40) ** 40, abs=0.06)
     assert scored.interval.low < scored.value < scored.interval.high

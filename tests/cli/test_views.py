@@ -14,7 +14,7 @@ import pytest
 from ensemble.cli import views
 from ensemble.cli.views.summary import raise_unless_complete
 from ensemble.common.errors import TimeLimitReached
-from ensemble.merging.metrics import Gain, Score
+from ensemble.merging.scoring import Gain, Score
 from ensemble.pipeline.run_report import RunReport, ViewReport
 from ensemble.pipeline.status import RunStatus
 from ensemble.scheduling.state import Failure
@@ -94,7 +94,7 @@ def test_whether_the_ensemble_is_better_than_its_best_member(
     made = report(
         *(member(name, weight=weight) for name, weight in zip("ab", weights, strict=True)),
         merged_rows={"a": 1000, "b": 1000},
-        scores={"ensemble": Score(0.481, 0.9, 1000, 1.0, 0.02, False)},
+        scores={"ensemble": Score(0.481, 0.9, 1000, 1.0, False)},
         gain=Gain("b", *gain, 1000),
     )
     said = f"ensemble: log loss 0.4810, {sentence}"
@@ -123,7 +123,7 @@ def test_what_is_said_of_a_loss_is_what_the_merge_method_bears(method: str, advi
     made = report(
         *(member(name) for name in "ab"),
         merged_rows={"a": 1000, "b": 1000},
-        scores={"ensemble": Score(0.481, 0.9, 1000, 1.0, 0.02, False)},
+        scores={"ensemble": Score(0.481, 0.9, 1000, 1.0, False)},
         gain=Gain("b", -0.1, -0.2, -0.05, 1000),
         ensemble={"method": method},
     )
@@ -132,7 +132,7 @@ def test_what_is_said_of_a_loss_is_what_the_merge_method_bears(method: str, advi
     # Of labels that do not exclude each other there is no accuracy, of regression neither that nor a log loss.
     raw = replace(
         made,
-        scores={"ensemble": Score(None, None, 1000, None, None, False, 12.25)},
+        scores={"ensemble": Score(None, None, 1000, None, False, 12.25)},
         gain=Gain("b", -150.0, -200.0, -100.0, 1000, "squared error"),
     )
     if method == "geometric_mean":

@@ -21,8 +21,8 @@ from ensemble.data.predictions_csv import PredictionsReader, SpilledRows
 from ensemble.merging.blocks import MergedMember, RowSource, block_spans, merge_blocks
 from ensemble.merging.methods import merge_method
 from ensemble.merging.methods.base import Block, Members, MergeMethod
-from ensemble.merging.metrics import Scoring
 from ensemble.merging.row_checks import RowCheck
+from ensemble.merging.scoring import Scoring
 
 LABELS = ["a", "b", "c"]
 ROWS = 70_000  # three blocks, the last of which is short

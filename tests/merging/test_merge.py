@@ -11,7 +11,7 @@ import pytest
 
 from ensemble.common.errors import MergeError
 from ensemble.common.shards import gather_shards
-from ensemble.merging.metrics import Scoring
+from ensemble.merging.scoring import Scoring
 from tests.merging.reading import read_checked
 
 LABELS = ["a", "b", "c"]

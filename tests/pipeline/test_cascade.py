@@ -46,6 +46,14 @@ def in_order(project: Project, found: dict[str, list[float]]) -> _Values:
     return np.array([found.get(row_id, [np.nan] * 3) for row_id in project.ids])
 
 
+def demand_interval(found: dict[str, float], differences: _Values) -> None:
+    """A mean of rows with a bootstrap interval, about as wide as the normal one."""
+    assert found["value"] == pytest.approx(differences.mean(), abs=1e-5)
+    width = 3.92 * differences.std(ddof=1) / len(differences) ** 0.5
+    assert found["low"] <= found["value"] <= found["high"]
+    assert found["high"] - found["low"] == pytest.approx(width, rel=0.25)
+
+
 def margins(values: _Values) -> _Values:
     ordered = np.sort(values, axis=1)
     return np.asarray(ordered[:, -1] - ordered[:, -2])
@@ -119,11 +127,9 @@ def test_the_least_certain_share_and_what_it_gained(project: Project, plain: tup
     found = member["cascade"]["comparison"]
     assert found["rows"] == 21
     assert found["log_loss_without"] == pytest.approx(losses(gemma).mean(), abs=1e-5)
-    assert found["difference"] == pytest.approx(difference.mean(), abs=1e-5)
-    assert found["error"] == pytest.approx(difference.std(ddof=1) / 21**0.5, abs=1e-5)
+    demand_interval(found["difference"], difference)
     over_all = np.concatenate([difference, np.zeros(279)])
-    assert found["difference_over_all"] == pytest.approx(over_all.mean(), abs=1e-6)
-    assert found["error_over_all"] == pytest.approx(over_all.std(ddof=1) / 300**0.5, abs=1e-6)
+    demand_interval(found["difference_over_all"], over_all)
     assert "llama: `when` selected 21 of 300 rows (7.0 %); on 21 rows" in printed
     # A method that takes two passes, without another look at any model.
     run(project, config | {"ensemble": {"method": "rank_mean"}})
@@ -167,8 +173,8 @@ def test_what_a_member_gained_of_labels_that_do_not_exclude_each_other(project: 
     assert (found["rows"], found["accuracy"], found["accuracy_without"]) == (20, None, None)
     assert found["log_loss"] == pytest.approx(whole.mean(), abs=1e-12)
     assert found["log_loss_without"] == pytest.approx(alone.mean(), abs=1e-12)
-    assert found["error"] == pytest.approx((whole - alone).std(ddof=1) / 20**0.5, abs=1e-9)
-    assert found["difference_over_all"] == pytest.approx((whole - alone).sum() / 80, abs=1e-12)
+    demand_interval(found["difference"], whole - alone)
+    demand_interval(found["difference_over_all"], np.concatenate([whole - alone, np.zeros(60)]))
     assert f"log loss is {whole.mean():.4f} with it and {alone.mean():.4f} without it" in printed
     assert "accuracy" not in printed
 

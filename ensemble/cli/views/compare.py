@@ -21,8 +21,8 @@ def view(comparison: Comparison) -> Iterator[str | Table]:
     for letter, side in sides.items():
         ended = "" if side.status in (None, "complete") else f", {side.status}"
         yield f"{letter}: {side.name}{ended}"
-    for one in comparison.settings or ():
-        yield f"{one.key}: {one.first} -> {one.second}"
+    for setting in comparison.settings or ():
+        yield f"{setting.key}: {setting.first} -> {setting.second}"
     if comparison.settings == ():
         yield "The settings are the same."
     if comparison.changes:
@@ -30,14 +30,14 @@ def view(comparison: Comparison) -> Iterator[str | Table]:
             _ROWS,
             [
                 (
-                    one.name,
-                    f"{one.rows:,}",
-                    f"{one.changed:,}",
-                    f"{one.changed / one.rows:.1%}" if one.rows else "",
-                    _small(one.mean),
-                    _small(one.largest),
+                    change.name,
+                    f"{change.rows:,}",
+                    f"{change.changed:,}",
+                    f"{change.changed / change.rows:.1%}" if change.rows else "",
+                    _small(change.mean),
+                    _small(change.largest),
                 )
-                for one in comparison.changes
+                for change in comparison.changes
             ],
         )
     for change in comparison.changes[:1]:  # of the ensemble, as a rule
@@ -45,17 +45,17 @@ def view(comparison: Comparison) -> Iterator[str | Table]:
             yield f"{change.name}: id {example.id!r}: {example.first} -> {example.second}"
     if comparison.metrics:
         yield Table(
-            _METRICS, [_metric_row(one) for one in comparison.metrics], texts=["kind", "of", "better"]
+            _METRICS, [_metric_row(metric) for metric in comparison.metrics], texts=["kind", "of", "better"]
         )
         yield (
             f"In brackets: {comparison.level:.0%} bootstrap intervals, those of B - A of the same rows for both; "
             "neither is better where that one holds 0"
         )
-        for name in dict.fromkeys(one.metric for one in comparison.metrics if one.kind == "bins"):
+        for name in dict.fromkeys(metric.metric for metric in comparison.metrics if metric.kind == "bins"):
             yield f"{name}: no interval of A or B, as every resample tends to have more of it; that of B - A holds"
-        kinds = dict.fromkeys(one.kind for one in comparison.metrics)
+        kinds = dict.fromkeys(metric.kind for metric in comparison.metrics)
         yield f"Kind: {'; '.join(f'{kind}: {METRIC_KINDS[kind]}' for kind in kinds)}"
-    costs = [(one.name, letter, *_cost_cells(one)) for one, letter in _by_member(comparison)]
+    costs = [(cost.name, letter, *_cost_cells(cost)) for cost, letter in _by_member(comparison)]
     totals = [
         ("whole run", letter, duration(side.seconds))
         for letter, side in sides.items()
@@ -81,11 +81,11 @@ def _cost_cells(cost: Cost) -> tuple[str, ...]:
     )
 
 
-def _metric_row(one: MetricChange) -> tuple[str, ...]:
-    better = {"first": "A", "second": "B", "": "neither"}[one.better]
-    difference = f"{one.difference.value:+.4f} {_interval(one.difference, '+')}"
-    values = (f"{side.value:.4f} {_interval(side)}".rstrip() for side in (one.first, one.second))
-    return one.metric, one.kind, one.name, f"{one.rows:,}", *values, difference, better
+def _metric_row(change: MetricChange) -> tuple[str, ...]:
+    better = {"first": "A", "second": "B", "": "neither"}[change.better]
+    difference = f"{change.difference.value:+.4f} {_interval(change.difference, '+')}"
+    values = (f"{side.value:.4f} {_interval(side)}".rstrip() for side in (change.first, change.second))
+    return change.metric, change.kind, change.name, f"{change.rows:,}", *values, difference, better
 
 
 def _interval(interval: Interval, sign: str = "") -> str:

@@ -17,7 +17,7 @@ def view(report: FitReport) -> Iterator[str | Table]:
             _calibration(member.calibration),
             "" if member.weight is None else f"{member.weight:.4f}",
             f"{member.alone:.4f}",
-            "" if member.gain is None else difference(member.gain, -1),
+            "" if member.gain is None else difference(member.gain, "worse", "better"),
         ]
         for member in report.members
     ]

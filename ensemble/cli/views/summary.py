@@ -13,6 +13,7 @@ from ensemble.config.schema import RuleConfig
 from ensemble.config.values import weight_text
 from ensemble.merging.methods import METHODS
 from ensemble.merging.methods.base import MergeMethod
+from ensemble.merging.scoring import Interval, Score
 from ensemble.pipeline.results import ENSEMBLE_ROW
 from ensemble.pipeline.run_report import MemberReport, NodeReport, RunReport
 from ensemble.scheduling.device_pool import TelemetryCurve
@@ -37,12 +38,12 @@ def view(report: RunReport) -> Iterator[str | Table]:
         yield f"merge method: {method}"
     if poor := {name: score for name, score in report.scores.items() if score.no_better_than_prior}:
         first = next(iter(poor.values()))
-        said = [f"{name} {score.log_loss:.4f} (+/- {score.margin:.4f})" for name, score in poor.items()]
+        said = [f"{name} {score.log_loss:.4f}{_above_prior(score)}" for name, score in poor.items()]
         yield (
             f"{_MARK}no better than always predicting how often each label occurs (log loss "
-            f"{first.prior_log_loss:.4f} on these {first.rows:,} rows; +/-: two standard errors of the "
-            f"difference): {', '.join(said)}. Look at their labels (label_map, a file's columns), the prompt and "
-            "the checkpoint"
+            f"{first.prior_log_loss:.4f} on these {first.rows:,} rows; in brackets the difference with its 95 % "
+            f"interval): {', '.join(said)}. Check the labels (label_map, a file's columns), the prompt and the "
+            "checkpoint"
         )
     # By subject: the same of all members, then the next.
     for notes in zip(*(_notes(report, one) for one in report.members), strict=True):
@@ -163,17 +164,28 @@ def cascade_text(report: RunReport, member: MemberReport) -> str:
         return text
     if not member.has_weight:
         return f"{text}; with weight 0 it makes no difference"
-    better = "lower" if found.difference < 0 else "higher"
-    noise = "" if abs(found.difference) > 2 * found.error else ", which may be chance"
-    error, over_all = f"(+/- {found.error:.4f}, a standard error)", abs(found.difference_over_all)
+    difference, over_all = found.difference, found.difference_over_all
+    better = "lower" if difference.value < 0 else "higher"
+    chance = "" if difference.excludes_zero else ", which may be chance"
     accuracy = ""
     if found.accuracy is not None and found.accuracy_without is not None:
         accuracy = f"; accuracy {found.accuracy:.1%} with it and {found.accuracy_without:.1%} without it"
     return (
         f"{text}; on {plural(found.rows, 'row')} that it gave the ensemble's log loss is {found.log_loss:.4f} "
-        f"with it and {found.log_loss_without:.4f} without it, {abs(found.difference):.4f} {error} "
-        f"{better}{noise}; over all rows {over_all:.4f} (+/- {found.error_over_all:.4f}) {better}{accuracy}"
+        f"with it and {found.log_loss_without:.4f} without it, {_size(difference, better)}{chance}; over all rows "
+        f"{_size(over_all, better)}{accuracy}"
     )
+
+
+def _above_prior(score: Score) -> str:
+    """How far the log loss is above the prior's; empty for a run.json that lacks it."""
+    above = score.above_prior
+    return "" if above is None else f" ({above.value:+.4f}, {above.low:+.4f} to {above.high:+.4f})"
+
+
+def _size(difference: Interval, word: str) -> str:
+    size = difference.size
+    return f"{size.value:.4f} {word} (95 % interval {size.low:.4f} to {size.high:.4f})"
 
 
 def rule_text(number: int, rule: RuleConfig, count: int, rows: int) -> str:

@@ -7,20 +7,48 @@ import pytest
 from scipy import special, stats
 
 from ensemble.common.protocol import Activation
-from ensemble.merging.metrics import Gain, PairedLosses, Score, Scoring, row_losses
+from ensemble.merging.scoring import Gain, Interval, Resamples, Score, Scoring, row_losses
 from tests.cli.reports import report, shown
 
 
-def scored(values: np.ndarray, truth: np.ndarray, activation: Activation = "softmax") -> Score:
-    scoring = Scoring(truth, activation)
+def added_up(
+    values: np.ndarray,
+    truth: np.ndarray,
+    activation: Activation = "softmax",
+    resamples: Resamples | None = None,
+) -> Scoring:
+    scoring = Scoring(truth, activation, resamples)
     for start in range(0, len(truth), 100):  # as the merge does, block by block
         scoring.add(start, values[start : start + 100])
-    found = scoring.score()
-    assert found is not None
-    return found
+    return scoring
 
 
-def test_the_prior_and_the_margin_by_hand() -> None:
+def scored(values: np.ndarray, truth: np.ndarray, activation: Activation = "softmax") -> Score:
+    score = added_up(values, truth, activation).score()
+    assert score is not None
+    return score
+
+
+def gained(
+    truth: np.ndarray, ensemble: np.ndarray, other: np.ndarray, activation: Activation = "softmax"
+) -> Gain:
+    resamples = Resamples(len(truth))
+    ours, theirs = (added_up(values, truth, activation, resamples) for values in (ensemble, other))
+    return ours.gain_over(theirs, "a")
+
+
+def demand_bootstrap(found: Interval | Gain, differences: np.ndarray) -> None:
+    """The interval of a mean by SciPy; both are off by chance, by a small part of its width."""
+    expected = stats.bootstrap(
+        (differences,), np.mean, n_resamples=4_000, method="percentile", random_state=np.random.default_rng(9)
+    ).confidence_interval
+    assert found.low is not None
+    assert found.high is not None
+    width = expected.high - expected.low
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=0.1 * width)
+
+
+def test_the_prior_by_hand() -> None:
     truth = np.array([0, 0, 1, 0])
     values = np.array([[0.8, 0.2], [0.5, 0.5], [0.5, 0.5], [0.9, 0.1]])
     losses = -np.log([0.8, 0.5, 0.5, 0.9])
@@ -30,7 +58,9 @@ def test_the_prior_and_the_margin_by_hand() -> None:
     assert score.accuracy == 0.75  # of equal probabilities the first label is taken
     assert score.rows == 4
     assert score.prior_log_loss == pytest.approx(prior.mean())
-    assert score.margin == pytest.approx(2 * (losses - prior).std(ddof=0) / np.sqrt(3))
+    assert score.above_prior is not None
+    assert score.above_prior.value == pytest.approx((losses - prior).mean())
+    assert score.above_prior.low < score.above_prior.value < score.above_prior.high
 
 
 def informed(truth: np.ndarray, strength: float, chooser: np.random.Generator) -> np.ndarray:
@@ -82,7 +112,9 @@ def test_soft_labels_by_the_formulas() -> None:
     assert score.accuracy == (truth.argmax(axis=1) == values.argmax(axis=1)).mean()
     prior = -np.log(truth.mean(axis=0))
     assert score.prior_log_loss == pytest.approx(truth.mean(axis=0) @ prior)
-    assert score.margin == pytest.approx(2 * (losses - truth @ prior).std() / np.sqrt(349))
+    assert score.above_prior is not None
+    assert score.above_prior.value == pytest.approx((losses - truth @ prior).mean())
+    demand_bootstrap(score.above_prior, losses - truth @ prior)
     assert score.no_better_than_prior
     # By the truth's own entropy no member can get far below the prior here, and one that knows it is not blamed.
     close = np.array([0.5, 0.3, 0.2]) + chooser.normal(scale=0.01, size=(350, 3))
@@ -113,10 +145,10 @@ def test_labels_that_are_not_exclusive_and_regression_by_scikit_learn() -> None:
     assert score.rmse == pytest.approx(by_label.mean())
     assert (score.log_loss, score.accuracy) == (None, None)
     # Of what is no probability the accuracy alone is said, and of labels that have none nothing.
-    assert Scoring(truth, "sigmoid", False).score() is None
-    only = Scoring(np.array([0, 1]), "softmax", False)
+    assert Scoring(truth, "sigmoid", has_loss=False).score() is None
+    only = Scoring(np.array([0, 1]), "softmax", has_loss=False)
     only.add(0, np.array([[1.5, -1.5], [2.0, -2.0]]))
-    assert only.score() == Score(None, 0.5, 2, None, None, False)
+    assert only.score() == Score(None, 0.5, 2, None, False)
 
 
 @pytest.mark.parametrize("activation", ["sigmoid", "none"])
@@ -124,11 +156,6 @@ def test_gains_of_other_values_by_scipy(activation: Activation) -> None:
     chooser = np.random.default_rng(6)
     truth = chooser.random((250, 2))
     ours, theirs = (chooser.random((250, 2)) for _ in range(2))
-    found = PairedLosses(1)
-    for start in (0, 100, 200):
-        rows = slice(start, start + 100)
-        own, other = (row_losses(truth[rows], values[rows], activation) for values in (ours, theirs))
-        found.add(own, [other])
 
     def losses(values: np.ndarray) -> np.ndarray:
         if activation == "none":
@@ -136,51 +163,40 @@ def test_gains_of_other_values_by_scipy(activation: Activation) -> None:
         return np.asarray(-(special.xlogy(truth, values) + special.xlog1py(1 - truth, -values)).mean(axis=1))
 
     differences = losses(theirs) - losses(ours)
-    low, high = stats.norm.interval(0.95, differences.mean(), stats.sem(differences))
-    gain = found.gain(found.best([0]), "a", activation)
+    gain = gained(truth, ours, theirs, activation)
     assert gain.of == ("squared error" if activation == "none" else "log loss")
-    assert (gain.gain, gain.low, gain.high) == pytest.approx((differences.mean(), low, high), rel=1e-9)
-
-
-def paired(truth: np.ndarray, ensemble: np.ndarray, *others: np.ndarray) -> PairedLosses:
-    """Block by block; the others' scoring is a block ahead, as readers are."""
-    scoring, theirs = Scoring(truth), [Scoring(truth) for _ in others]
-    found = PairedLosses(len(others))
-    starts = [*range(0, len(truth), 100)]
-    for start, following in zip(starts, [*starts[1:], None], strict=True):
-        for one, values in zip(theirs, others, strict=True):
-            for ahead in {0, following} if start == 0 else {following}:
-                if ahead is not None and ahead < len(values):
-                    one.add(ahead, values[ahead : ahead + 100])
-        losses = scoring.add(start, ensemble[start : start + 100])
-        found.add(losses, [one.losses(start) for one in theirs])
-    return found
+    assert gain.gain == pytest.approx(differences.mean(), rel=1e-9)
+    demand_bootstrap(gain, differences)
 
 
 @pytest.mark.parametrize("is_soft", [False, True])
-def test_a_gain_and_its_interval_are_those_of_scipy(is_soft: bool) -> None:
+@pytest.mark.parametrize("rows", [350, 30_000])
+def test_a_gain_and_its_interval_are_those_of_scipy(is_soft: bool, rows: int) -> None:
+    """Of many rows, sorted by what is hard about them, too."""
     chooser = np.random.default_rng(4)
-    numbers = chooser.integers(0, 3, 350)
+    numbers = chooser.integers(0, 3, rows)
     members = [informed(numbers, strength, chooser) for strength in (1.0, 1.5)]
+    order = np.argsort(members[0].max(axis=1))
+    numbers, members = numbers[order], [values[order] for values in members]
     ensemble = (members[0] + members[1]) / 2
-    truth = chooser.dirichlet([1, 1, 1], 350) if is_soft else np.eye(3)[numbers]
-    found = paired(truth if is_soft else numbers, ensemble, *members, members[0][:200])
-    losses = [-(truth * np.log(values)).sum(axis=1) for values in (ensemble, *members)]
-    for number, name in enumerate("ab"):
-        differences = losses[number + 1] - losses[0]
+    truth = chooser.dirichlet([1, 1, 1], rows) if is_soft else np.eye(3)[numbers]
+    for values in members:
+        gain = gained(truth if is_soft else numbers, ensemble, values)
+        differences = row_losses(truth, values) - row_losses(truth, ensemble)
+        assert (gain.best_member, gain.rows) == ("a", rows)
+        assert gain.gain == pytest.approx(differences.mean(), rel=1e-9)
+        if rows < 1_000:
+            demand_bootstrap(gain, differences)
         low, high = stats.norm.interval(0.95, differences.mean(), stats.sem(differences))
-        gain = found.gain(number, name)
-        assert (gain.best_member, gain.rows) == (name, 350)
-        assert (gain.gain, gain.low, gain.high) == pytest.approx((differences.mean(), low, high), rel=1e-9)
-    assert np.isnan(found.gain(2, "of fewer rows").gain)
+        assert (gain.low, gain.high) == pytest.approx((low, high), abs=0.1 * (high - low))
 
 
 def test_a_gain_of_one_row_and_of_none() -> None:
     truth, values = np.array([0]), np.array([[0.5, 0.5]])
-    assert paired(truth, values, values).gain(0, "a") == Gain("a", 0.0, None, None, 1)
+    assert gained(truth, values, values) == Gain("a", 0.0, None, None, 1)
     truth, values = np.zeros(250, dtype=np.int64), np.tile([0.3, 0.7], (250, 1))
-    assert paired(truth, values, values).gain(0, "a") == Gain("a", 0.0, 0.0, 0.0, 250)
-    shifted = paired(truth, values, np.tile([0.1, 0.9], (250, 1))).gain(0, "a")
+    assert gained(truth, values, values) == Gain("a", 0.0, 0.0, 0.0, 250)
+    shifted = gained(truth, values, np.tile([0.1, 0.9], (250, 1)))
     assert (shifted.gain, shifted.low, shifted.high) == pytest.approx([np.log(3)] * 3, abs=1e-7)
 
 
@@ -196,12 +212,13 @@ def test_a_tiny_table_does_not_cry_wolf() -> None:
 
 
 def test_what_is_said_of_them() -> None:
-    good, bad = Score(0.4, 0.9, 500, 1.0, 0.02, False), Score(1.2345, 0.3, 500, 1.0986, 0.0512, True)
+    good = Score(0.4, 0.9, 500, 1.0, False, above_prior=Interval(-0.6, -0.7, -0.5))
+    bad = Score(1.2345, 0.3, 500, 1.0986, True, above_prior=Interval(0.1359, 0.0847, 0.1871))
     assert "! " not in "".join(shown("summary", report(scores={"a": good})))
     (text,) = (
         line for line in shown("summary", report(scores={"a": good, "b": bad})) if line.startswith("!")
     )
     assert text.startswith("! no better than always predicting how often each label occurs (log loss 1.0986")
     assert "500 rows" in text
-    assert "b 1.2345 (+/- 0.0512)" in text
+    assert "b 1.2345 (+0.1359, +0.0847 to +0.1871)" in text
     assert "a 0.4" not in text

@@ -1,0 +1,319 @@
+"""Scores of values whose truth is known, with 95 % bootstrap intervals, in NumPy alone so that a run can use them.
+
+``analysis/metrics.py`` has the metrics by name and uses the same resamples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ensemble.common.protocol import Activation
+from ensemble.merging.calibration import EPSILON
+
+LEVEL: Final = 0.95
+RESAMPLES: Final = 1_000
+# More rows than these are resampled in groups.
+MAX_GROUPS: Final = 8_192
+# Share of what can be gained over the prior that counts as no gain at all.
+_NO_GAIN = 0.01
+# Nats; rows that are all alike may seem to be so far from their own mean.
+_ROUNDING = 1e-9
+
+Values: TypeAlias = npt.NDArray[np.float64]
+Truth: TypeAlias = npt.NDArray[np.int64] | npt.NDArray[np.float64]
+RowNumbers: TypeAlias = slice | npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A number, or the difference of two, with its 95 % bootstrap interval; both ends are NaN if it has none."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def excludes_zero(self) -> bool:
+        """Return whether a difference is more than noise."""
+        return self.low > 0 or self.high < 0
+
+    @property
+    def size(self) -> Interval:
+        """The difference without its sign, as in "0.01 worse"."""
+        return self if self.value >= 0 else Interval(-self.value, -self.high, -self.low)
+
+
+class Resamples:
+    """A thousand bootstrap resamples of rows, the same for all that is scored on them: differences are paired.
+
+    Intervals are percentiles (Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, chapter 13). Up to
+    8,192 rows are drawn one by one. More rows are dealt into as many random groups of like size, and groups are
+    drawn: their sums vary as sums over rows do (Wolter, "Introduction to Variance Estimation", 2007, chapter 2).
+    """
+
+    def __init__(self, rows: int, seed: int = 0) -> None:
+        self._generator = np.random.default_rng(seed)
+        self._groups = max(1, min(rows, MAX_GROUPS))
+        self.group_of = np.resize(np.arange(self._groups, dtype=np.uint16), rows)
+        self._generator.shuffle(self.group_of)
+        self.sizes: Values = np.bincount(self.group_of, minlength=self._groups).astype(np.float64)
+
+    @cached_property
+    def _counts(self) -> npt.NDArray[np.uint16]:
+        """How often each group is in each resample, [resamples, groups]."""
+        counts = np.zeros((RESAMPLES, self._groups), np.uint16)
+        for row in counts:
+            row[:] = np.bincount(
+                self._generator.integers(0, self._groups, self._groups), minlength=self._groups
+            )
+        return counts
+
+    def by_group(self, rows: RowNumbers, columns: Values) -> Values:
+        """Sum the columns of these rows, float64 [rows, columns], by group: [groups, columns]."""
+        groups = self.group_of[rows]
+        return np.stack([np.bincount(groups, column, self._groups) for column in columns.T], axis=1)
+
+    def sums(self, by_group: Values) -> Values:
+        """Sum the groups, [groups] or [groups, columns], of each resample: float64 [resamples, ...]."""
+        parts = np.array_split(self._counts, 16)
+        with np.errstate(invalid="ignore"):  # of infinite errors
+            return np.concatenate([part.astype(np.float64) @ by_group for part in parts])
+
+    def interval(self, value: float, resampled: Values) -> Interval:
+        """Return the interval of a value from the resampled ones; those that are not defined are left out."""
+        defined = resampled[np.isfinite(resampled)]
+        if self._groups < 2 or not len(defined):
+            return Interval(value, np.nan, np.nan)
+        low, high = np.quantile(defined, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+        return Interval(value, float(low), float(high))
+
+    @cached_property
+    def _resampled_sizes(self) -> Values:
+        return self.sums(self.sizes)
+
+    def mean(self, sums: Values, counts: Values | None = None) -> Interval:
+        """Return the mean of numbers by their sums and counts in each group, [groups] each; None: of all rows."""
+        resampled_counts = self._resampled_sizes if counts is None else self.sums(counts)
+        whole = (self.sizes if counts is None else counts).sum()
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return self.interval(float(sums.sum() / whole), self.sums(sums) / resampled_counts)
+
+
+@dataclass(frozen=True)
+class Score:
+    """How good a member, or the ensemble, is in ``rows``; None for what says nothing of such values.
+
+    ``log_loss`` is in nats per row, of labels that do not exclude each other the mean over labels. ``accuracy`` is
+    a share of the rows, of exclusive labels alone; ``rmse`` is of regression, of several labels the mean of theirs.
+    ``prior_log_loss`` is that of always predicting the labels' frequencies in these rows, ``above_prior`` the log
+    loss minus it. ``no_better_than_prior``: even the low end of that interval is not below 0 by 1 % of what the
+    truth itself is below the prior (all of it, if the truth holds no probabilities but 0 and 1).
+    """
+
+    log_loss: float | None
+    accuracy: float | None
+    rows: int
+    prior_log_loss: float | None
+    no_better_than_prior: bool
+    rmse: float | None = None
+    above_prior: Interval | None = None
+
+
+@dataclass(frozen=True)
+class Gain:
+    """How much better the ensemble is than its best member on the same rows.
+
+    In nats of log loss per row, or where ``of`` is "squared error" in the mean of that over rows and labels.
+    ``best_member`` has the least loss of those that have all ``rows``; ``gain`` is below 0 if it is better than the
+    ensemble. ``low`` to ``high`` is the paired 95 % interval, None of a single row. It does not know that the best
+    member was chosen on the same rows, nor of weights that were fitted on them.
+    """
+
+    best_member: str
+    gain: float
+    low: float | None
+    high: float | None
+    rows: int
+    of: Literal["log loss", "squared error"] = "log loss"
+
+
+@dataclass(frozen=True)
+class CascadeComparison:
+    """The ensemble with a member and without it, on the rows that the member has.
+
+    Log losses are in nats per row, of labels that do not exclude each other the mean over labels; these have no
+    accuracy. Differences are with the member minus without it: below 0 is a gain.
+    """
+
+    rows: int
+    log_loss: float
+    log_loss_without: float
+    accuracy: float | None
+    accuracy_without: float | None
+    difference: Interval
+    difference_over_all: Interval
+
+
+class Scoring:
+    """Log loss and accuracy of probabilities, or errors of regression, added up block by block.
+
+    Args:
+        truth: label numbers, int64 [rows], of exclusive labels; or float64 [rows, labels]: of these probabilities
+            that sum to 1, of others probabilities, of regression any numbers.
+        activation: what the values are; "none" is regression.
+        resamples: of the rows, shared by all scorings that are compared.
+        has_loss: False for values that are no probabilities; they have an accuracy at most.
+    """
+
+    def __init__(
+        self,
+        truth: Truth,
+        activation: Activation = "softmax",
+        resamples: Resamples | None = None,
+        has_loss: bool = True,
+    ) -> None:
+        self._truth = truth
+        self._activation = activation
+        self._resamples = resamples or Resamples(len(truth))
+        self._has_loss = has_loss
+        self._hits = 0
+        self._squares = np.zeros(truth.shape[-1])  # of errors, [labels]
+        self._losses = np.zeros((len(self._resamples.sizes), 1))
+
+    def add(self, start: int, values: Values) -> None:
+        """Add the rows from ``start`` on, float64 [rows, labels]."""
+        rows = slice(start, start + len(values))
+        truth = self._truth[rows]
+        if self._activation == "softmax":
+            self._hits += int(hits(truth, values).sum())
+        if self._has_loss:
+            losses = row_losses(truth, values, self._activation)
+            self._losses += self._resamples.by_group(rows, losses[:, None])
+        if self._activation == "none":
+            self._squares += np.square(values - truth).sum(axis=0)
+
+    @property
+    def loss(self) -> float:
+        """The sum of all losses."""
+        return float(self._losses.sum())
+
+    def score(self) -> Score | None:
+        """Return the score of all rows, once each was added; None if such values have none."""
+        rows = len(self._truth)
+        accuracy = self._hits / rows if self._activation == "softmax" else None
+        score = Score(None, accuracy, rows, None, no_better_than_prior=False)
+        if not self._has_loss:
+            return None if accuracy is None else score
+        if self._activation == "none":
+            rmse = float(np.sqrt(self._squares / rows).mean())
+            return Score(None, None, rows, None, no_better_than_prior=False, rmse=rmse)
+        prior_losses = self._prior_losses()
+        prior = float(prior_losses.mean())
+        by_group = self._resamples.by_group(slice(None), prior_losses[:, None])
+        above_prior = self._resamples.mean((self._losses - by_group)[:, 0])
+        possible_gain = prior - self._least_loss()
+        is_no_better = possible_gain > _ROUNDING and above_prior.low > -possible_gain * _NO_GAIN
+        return Score(self.loss / rows, accuracy, rows, prior, is_no_better, above_prior=above_prior)
+
+    def gain_over(self, member: Scoring, name: str) -> Gain:
+        """Return how much less the loss is than a member's on the same rows."""
+        gain = self._resamples.mean((member._losses - self._losses)[:, 0])
+        has_interval = not np.isnan(gain.low)
+        return Gain(
+            best_member=name,
+            gain=gain.value,
+            low=gain.low if has_interval else None,
+            high=gain.high if has_interval else None,
+            rows=len(self._truth),
+            of="squared error" if self._activation == "none" else "log loss",
+        )
+
+    def _prior_losses(self) -> Values:
+        """Return the losses of always predicting the labels' frequencies, [rows]."""
+        truth = self._truth
+        shares = (np.bincount(truth) if truth.ndim == 1 else truth.sum(axis=0)) / len(truth)
+        if self._activation == "sigmoid":
+            return row_losses(truth, np.broadcast_to(shares, truth.shape), "sigmoid")
+        losses = -np.log(np.where(shares > 0, shares, 1 / len(truth)))
+        return np.asarray(losses[truth.astype(np.int64)] if truth.ndim == 1 else truth @ losses)
+
+    def _least_loss(self) -> float:
+        """Return the truth's own loss, which is above 0 where it is probabilities."""
+        if self._truth.ndim == 1:
+            return 0.0
+        return float(row_losses(self._truth, self._truth.astype(np.float64), self._activation).mean())
+
+
+class CascadeScoring:
+    """Adds up a ``CascadeComparison`` of probabilities block by block; arguments are as for ``Scoring``."""
+
+    def __init__(self, truth: Truth, activation: Activation, resamples: Resamples) -> None:
+        self._truth = truth
+        self._activation = activation
+        self._resamples = resamples
+        # Rows, losses with and without the member, hits with and without it.
+        self._sums = np.zeros((len(resamples.sizes), 5))
+
+    def add(self, rows: npt.NDArray[np.int64], values: Values, without: Values) -> None:
+        """Add rows of the table with what the ensemble gives to them, float64 [n, labels] each."""
+        truth = self._truth[rows]
+        columns = [
+            np.ones(len(rows)),
+            row_losses(truth, values, self._activation),
+            row_losses(truth, without, self._activation),
+            hits(truth, values),
+            hits(truth, without),
+        ]
+        self._sums += self._resamples.by_group(rows, np.column_stack(columns))
+
+    def result(self) -> CascadeComparison | None:
+        """Return the comparison, or None if there were no rows."""
+        rows, loss, loss_without, right, right_without = self._sums.sum(axis=0).tolist()
+        if not rows:
+            return None
+        is_exclusive = self._activation == "softmax"
+        differences = self._sums[:, 1] - self._sums[:, 2]
+        return CascadeComparison(
+            rows=int(rows),
+            log_loss=loss / rows,
+            log_loss_without=loss_without / rows,
+            accuracy=right / rows if is_exclusive else None,
+            accuracy_without=right_without / rows if is_exclusive else None,
+            difference=self._resamples.mean(differences, self._sums[:, 0]),
+            difference_over_all=self._resamples.mean(differences),
+        )
+
+
+def hits(truth: Truth, values: Values) -> npt.NDArray[np.bool_]:
+    """Return whether the likeliest label is the true one, [rows]; of equal ones the first counts."""
+    labels = truth if truth.ndim == 1 else truth.argmax(axis=1)
+    return np.asarray(values.argmax(axis=1) == labels)
+
+
+def row_losses(truth: Truth, values: Values, activation: Activation = "softmax") -> Values:
+    """Return the log loss of each row in nats, [rows], or in regression the mean of squared errors.
+
+    Exclusive labels: -ln p(true label) of rows scaled to sum to 1, with p clipped to float64's epsilon as
+    scikit-learn does; with probabilities as truth the cross-entropy, -sum(truth * ln p). Others: the mean over
+    labels of -truth * ln p - (1 - truth) * ln(1 - p).
+
+    Args:
+        truth: of these rows, label numbers (exclusive labels), or float64 [rows, labels].
+        values: float64 [rows, labels].
+    """
+    if activation == "none":
+        return np.asarray(np.square(values - truth).mean(axis=1))
+    if activation == "sigmoid":
+        yes = np.clip(values, EPSILON, 1 - EPSILON)
+        return np.asarray(-(truth * np.log(yes) + (1 - truth) * np.log1p(-yes)).mean(axis=1))
+    sums = values.sum(axis=1)
+    if truth.ndim == 1:
+        chosen = values[np.arange(len(truth)), truth.astype(np.int64)]
+        return np.asarray(-np.log(np.clip(chosen / sums, EPSILON, 1 - EPSILON)))
+    shares = np.clip(values / sums[:, None], EPSILON, 1 - EPSILON)
+    return np.asarray(-(truth * np.log(shares)).sum(axis=1))
