@@ -71,10 +71,10 @@ def lay_out_options(root: Path) -> None:
         labels=len(LABELS),
         modules_to_save=["score"],
     )
-    texts = make_texts(180, seed=6)
+    texts = make_texts(1260, seed=6)
     rows = [
         [str(index), *[json.dumps([turn]) for turn in texts[3 * index : 3 * index + 3]], "1", "0", "0"]
-        for index in range(60)
+        for index in range(420)
     ]
     header = ["id", "prompt", "response_a", "response_b", *LABELS]
     _write_csv(root / "input" / COMPETITION / "train.csv", header, rows)

@@ -90,7 +90,7 @@ def test_trials_of_tune_wait_shortly(
     project.write_config(project.config(models=project.config()["models"][1:]))
     prepared = prepare(load([Path("config.yaml")], []))
     member = MemberTrials(prepared, 0, 4, project.folder / "x", 0.02, lambda _: None, owns_process=False)
-    trial = member._run(Trial("float32", {"dtype": "float32"}, workers=1), member._sample.table(), None)
+    trial = member._run(Trial("float32", {"dtype": "float32"}), None)
     assert trial.failure == ""
     assert recorded(recorder) == {code_of("ensemble.worker.__main__"): SHORT}
 

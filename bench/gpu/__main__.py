@@ -41,8 +41,8 @@ from bench.tokenizer import counted, made_up_words
 from ensemble.common.gpus import inventory
 
 DEADLINE_SECONDS = 510.0
-SEVERAL, TIMED = f"several GPUs, {MIDDLE.name}", f"timed budget of {SMALL.name}"
-ON_REQUEST = (SEVERAL, TIMED)  # by --only, as the time does not do for all steps
+SEVERAL = f"several GPUs, {MIDDLE.name}"
+ON_REQUEST = (SEVERAL,)  # by --only, as the time does not do for all steps
 # What the others are held to, so that it is always measured.
 PEAK = "the device's peak"
 _SEED = 21
@@ -53,9 +53,6 @@ _FEWEST_ROWS = 200
 _REHEARSAL_ROWS = 24
 _BUDGETS = (2048, 4096, 8192, 32_768, 65_536)
 _FEW_BUDGETS = (4096, 32_768)
-# What a worker times sizes of batches for (scoring/token_budget.py), with some to spare, and a device on which that
-# is over in a minute; the sizes that it may find.
-_TIMED_TOKENS, _TIMED_FLOPS, _TIMED = 7_700_000, 100e12, (8192, 16_384, 32_768, 65_536)
 
 
 class Measuring:
@@ -120,29 +117,6 @@ class Measuring:
         speeds: list[Speed] = [speed_of(one) for one in report["members"]]
         _show(plain_table([{"rows": rows, **sweep_row(model.name, speeds)}]))
 
-    def timed(self) -> None:
-        """The budget that a worker finds by timing on enough rows, against those it may find."""
-        model = SMALL
-        if not self._place.is_rehearsal and float(self._peak["flops_per_second"]) < _TIMED_FLOPS:
-            raise Skip(
-                f"{_TIMED_TOKENS:,} tokens, from which on sizes are timed, take too long on this device"
-            )
-        path, rows = str(self._place.model(model)), _REHEARSAL_ROWS
-        self._write_table(1000)
-        if not self._place.is_rehearsal:
-            # As the plan counts them: four bytes a token, and 32 for each row.
-            size = (self._place.folder / "rows.csv").stat().st_size / 1000 + 32
-            rows = int(_TIMED_TOKENS * 4 / size)
-            self._write_table(rows)
-        member = {"model_name_or_path": path, "replicas": 1}
-        members = [{"name": "timed", **member}]
-        for budget in _TIMED[:1] if self._place.is_rehearsal else _TIMED:
-            members.append({"name": f"of-{budget}", **member, "max_num_batched_tokens": budget})
-        report = self._place.run("timed", *members, table="rows", rows=rows, devices=self._devices)
-        speeds = [speed_of(one) for one in report["members"]]
-        said = [note for note in report["members"][0]["workers"][0]["notes"] if "timed" in note]
-        _show(plain_table([{"rows": rows, **sweep_row(model.name, speeds)}]), *said)
-
     def several_gpus(self, model: Model) -> None:
         """A member over two GPUs against one, and against a replica in 4 bits on each: what ``plan`` predicts."""
         gpus = [gpu.uuid for gpu in self._place.gpus[:2]]
@@ -188,7 +162,6 @@ def steps(measuring: Measuring, is_rehearsal: bool) -> list[tuple[str, float, Ca
         (f"budgets of {SMALL.name}", 110, lambda: measuring.sweep(SMALL)),
     ]
     found.append((SEVERAL, 150, lambda: measuring.several_gpus(MIDDLE)))
-    found.append((TIMED, 150, measuring.timed))
     if not is_rehearsal:
         found.append((f"budgets of {MIDDLE.name}", 100, lambda: measuring.sweep(MIDDLE)))
         found.append((f"budgets of {GEMMA.name}", 90, lambda: measuring.sweep(GEMMA)))

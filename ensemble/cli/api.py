@@ -32,7 +32,7 @@ from ensemble.common.errors import (
 )
 from ensemble.common.files import output_file
 from ensemble.common.packages import demand_supported
-from ensemble.common.redact import Redactor
+from ensemble.common.redact import RedactedStream, Redactor
 from ensemble.common.text import did_you_mean, quoted
 from ensemble.config import ConfigSource, LoadedConfig, MappingConfig, RunConfig, mapping_config
 from ensemble.pipeline.load import load
@@ -83,7 +83,7 @@ def _alone(loaded: LoadedConfig, quiet: bool) -> Iterator[tuple[IO[str], bool]]:
         raise OutputInUse("a run goes on in this process; wait for it, or start this one in another process")
     try:
         with _told(loaded.redactor):
-            yield cast(IO[str], _Redacted(sys.stdout, loaded.redactor)), quiet or sys.stdout is None
+            yield cast(IO[str], RedactedStream(sys.stdout, loaded.redactor)), quiet or sys.stdout is None
     finally:
         _running.release()
 
@@ -344,7 +344,7 @@ def compare(
     table = None if labels is None else _path(labels, "give the path of a table")
     result = compare_sides(one, two, metrics, table, label_column, id_column, activation)
     if not quiet and sys.stdout is not None:
-        show("compare", result, cast(IO[str], _Redacted(sys.stdout, Redactor(os.environ))))
+        show("compare", result, cast(IO[str], RedactedStream(sys.stdout, Redactor(os.environ))))
     return result
 
 
@@ -662,26 +662,6 @@ def _texts(overrides: Overrides) -> Sequence[str]:
 def _plain(value: Any) -> Any:
     """What is no JSON by itself: paths, and numbers and arrays of numpy."""
     return os.fspath(value) if isinstance(value, os.PathLike) else value.tolist()
-
-
-class _Redacted:
-    """A stream of which the caller keeps the ownership: without secrets, and it never fails."""
-
-    def __init__(self, stream: IO[str], redactor: Redactor) -> None:
-        self._stream = stream
-        self._redactor = redactor
-
-    def write(self, text: str) -> int:
-        with contextlib.suppress(OSError, ValueError):
-            self._stream.write(self._redactor(text))
-        return len(text)
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            self._stream.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 def _frame(path: Path) -> pd.DataFrame:

@@ -134,8 +134,7 @@ class PlainDisplay(QuietDisplay):
                     size = state.plan.request.batch_size
                     amount = plural(ready.token_budget, "token") if size is None else plural(size, "row")
                     batch = f"{amount} a batch"
-                compiled = "compiled" if ready.compiled else ""
-                facts = ", ".join(filter(None, (ready.dtype, attention, compiled, batch)))
+                facts = ", ".join(filter(None, (ready.dtype, attention, batch)))
                 facts = facts or f"on {ready.device}"
                 texts.insert(0, f"{name}: {facts}")
             for text in texts:

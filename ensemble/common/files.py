@@ -22,8 +22,6 @@ TEMPORARY = ".tmp-"
 # it shows a file that was replaced and put back, or written to with its old time restored (POSIX, sys/stat.h).
 # Not the inode: file systems that live in user space may number a file anew while it is the same.
 FileState: TypeAlias = tuple[int, int, int]
-# Of a disk, left to the run's own files by what is kept there only to save time.
-_OWN_FILES_BYTES = 1 << 30
 
 
 class HubFile(NamedTuple):
@@ -137,16 +135,6 @@ def free_bytes(path: Path) -> int | None:
             at = at.parent
         return shutil.disk_usage(at).free
     return None
-
-
-def may_keep(size: int | None, free: int | None) -> bool:
-    """Whether a disk has room for what is kept there only to save time, beside the run's own files.
-
-    Args:
-        size: bytes that it takes; None: not known.
-        free: bytes that are left on the disk; None: not known.
-    """
-    return free is None or (size or 0) + _OWN_FILES_BYTES <= free
 
 
 @contextlib.contextmanager

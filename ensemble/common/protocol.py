@@ -90,12 +90,6 @@ class CommonSpec:
     # Of a member that gets each row in several views: row r of n is numbered r + v * n in view v.  Empty: it gets
     # rows as they are.
     views: tuple[ViewSpec, ...] = ()
-    # That each of its replicas computes, about; 0: not known, or they share no folder.
-    expected_tokens: int = 0
-    # How many tokens a batch may hold, by a digest of the hardware, as earlier workers have found.
-    token_budgets: dict[str, int] = dataclasses.field(default_factory=dict)
-    # Where a load may keep what later loads of the same work can use, made by whoever does; None: nowhere.
-    cache_dir: str | None = None
     # The states (see ``common.files``) in which the member's own files must stay, by absolute path.
     files: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -160,7 +154,6 @@ class Ready:
     max_length: int | None = None  # tokens of a row
     token_budget: int | None = None  # tokens of a batch
     notes: tuple[str, ...] = ()  # sentences for the user
-    compiled: bool = False  # its layers, by torch.compile
 
 
 @dataclass(frozen=True)
@@ -189,8 +182,6 @@ class ChunkDone:
     counters: Counters
     bad_rows: tuple[int, ...] = ()  # rows of the table that cannot be computed; the shard does not hold them
     bad_row_reasons: tuple[str, ...] = ()
-    token_budget: int | None = None  # tokens of a batch from now on, where that is not what it was
-    note: str = ""  # why, for the user
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from operator import is_
-from typing import Any, Final
+from typing import IO, Any, Final
 from urllib.parse import quote
 
 MASK: Final = "***"
@@ -76,12 +76,12 @@ class Redactor:
         if not isinstance(value, list | tuple | Mapping):
             return value
         items = value.values() if isinstance(value, Mapping) else value
-        found = [one if type(one) in _HARMLESS else self.document(one) for one in items]
-        if isinstance(value, list | tuple | dict) and all(map(is_, found, items)):
+        shown = [item if type(item) in _HARMLESS else self.document(item) for item in items]
+        if isinstance(value, list | tuple | dict) and all(map(is_, shown, items)):
             return value
         if isinstance(value, Mapping):
-            return dict(zip(value, found, strict=True))
-        return found if isinstance(value, list) else tuple(found)
+            return dict(zip(value, shown, strict=True))
+        return shown if isinstance(value, list) else tuple(shown)
 
 
 class RedactingFormatter(logging.Formatter):
@@ -95,64 +95,65 @@ class RedactingFormatter(logging.Formatter):
         return self._redactor(super().format(record))
 
 
-def guard_output(redactor: Redactor) -> None:
-    """From now on, what Python prints to standard output and error goes through ``redactor``, and never fails.
+class RedactedStream:
+    """A text stream without secrets, on which writing never fails.
 
-    What cannot be printed is dropped: no terminal or reader (`| head`) any more, a full disk behind a redirection.
-    Characters that the stream's encoding lacks are written as escapes.  So nobody who prints has to care, be it
-    rich, typer, logging or a library in a worker.  What a library in C writes to the descriptors themselves is not
-    redacted, nor a secret printed in pieces.  Called again, it adds a redactor.
-    """
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        # Otherwise it is a notebook's or a test's, with no bytes under it.
-        if isinstance(stream, io.TextIOWrapper):
-            stream.flush()
-            if isinstance(stream.buffer, _Guard):  # which libraries' log handlers may hold
-                stream.buffer.redactors.append(redactor)
-                continue
-            guarded = io.TextIOWrapper(
-                _Guard(stream, redactor),
-                encoding=stream.encoding,
-                errors="backslashreplace",
-                line_buffering=stream.line_buffering,
-                write_through=stream.write_through,
-            )
-            setattr(sys, name, guarded)
-
-
-class _Guard(io.BufferedIOBase):
-    """The bytes under a text stream, so that nobody gets around it by ``.buffer``.
-
-    Dropped where they can go nowhere: EIO, EPIPE, ENOSPC, EBADF; ValueError where somebody closed the stream.
+    What cannot be printed is dropped: the terminal or the reader (`| head`) is gone, a disk behind a redirection is
+    full, or somebody closed the stream.  Nor is a secret redacted that is printed in pieces.
     """
 
-    def __init__(self, stream: io.TextIOWrapper, redactor: Redactor) -> None:
-        self._stream = stream  # kept: it would close its descriptor when nobody holds it any more
-        self._bytes: Any = stream.buffer
+    def __init__(self, stream: IO[str], redactor: Redactor) -> None:
+        self._stream = stream
         self.redactors = [redactor]
-        self.name = getattr(stream, "name", None)
 
-    def write(self, data: Any, /) -> int:
-        content = bytes(data)
-        text = content.decode(self._stream.encoding, "surrogateescape")
+    @property
+    def buffer(self) -> _RedactedBytes:
+        return _RedactedBytes(self)
+
+    def write(self, text: str) -> int:
+        shown = text
         for redact in self.redactors:
-            text = redact(text)
+            shown = redact(shown)
         with contextlib.suppress(OSError, ValueError):
-            self._bytes.write(text.encode(self._stream.encoding, "surrogateescape"))
-        return len(content)
+            self._stream.write(shown)
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
 
     def flush(self) -> None:
         with contextlib.suppress(OSError, ValueError):
-            self._bytes.flush()
+            self._stream.flush()
 
-    def writable(self) -> bool:
-        return True
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
-    def isatty(self) -> bool:
-        with contextlib.suppress(OSError, ValueError):
-            return bool(self._bytes.isatty())
-        return False
 
-    def fileno(self) -> int:
-        return int(self._bytes.fileno())
+class _RedactedBytes:
+    """The bytes under a ``RedactedStream``, which takes them as text."""
+
+    def __init__(self, stream: RedactedStream) -> None:
+        self._stream = stream
+
+    def write(self, data: bytes) -> int:
+        self._stream.write(bytes(data).decode(self._stream.encoding, "surrogateescape"))
+        return len(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def guard_output(redactor: Redactor) -> None:
+    """Redact whatever Python prints to standard output and error from now on, be it by rich, logging or a library.
+
+    Characters that the stream's encoding lacks are written as escapes.  What a library in C writes to the
+    descriptors themselves is not redacted.  Called again, it adds a redactor.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, RedactedStream):  # which libraries' log handlers may hold
+            stream.redactors.append(redactor)
+        elif isinstance(stream, io.TextIOWrapper):  # otherwise it is a notebook's or a test's
+            stream.reconfigure(errors="backslashreplace")
+            setattr(sys, name, RedactedStream(stream, redactor))

@@ -112,18 +112,6 @@ def order_path(shards_dir: Path) -> Path:
     return shards_dir / "order.npy"
 
 
-def token_budget_path(shards_dir: Path, hardware: str) -> Path:
-    """Where it stands how many tokens a member's batches may hold on such hardware, named by a digest."""
-    return shards_dir / f"token_budget.{hardware}.json"
-
-
-def token_budgets(shards_dir: Path) -> dict[str, int]:
-    """Those that stand there, by hardware."""
-    paths = sorted(shards_dir.glob(token_budget_path(Path(), "*").name))
-    found = {path.name.split(".")[1]: read_json(path).get("token_budget") for path in paths}
-    return {key: tokens for key, tokens in found.items() if isinstance(tokens, int) and tokens > 0}
-
-
 def cpu_choice_path(shards_dir: Path) -> Path:
     """Where it stands with how many threads a member's rows are computed on a CPU, and by how many workers."""
     return shards_dir / "cpu.json"

@@ -82,6 +82,7 @@ class StrictConfig(BaseModel):
     # Today's key -> what people type for it from habit, separated by spaces: what is not near today's key, or takes
     # another value as well.
     older_keys: ClassVar[Mapping[str, str]] = {}
+    gone_keys: ClassVar[Mapping[str, str]] = {}  # earlier releases had them; what to do instead
 
     def broken_rules(self, labels: Sequence[str]) -> Iterator[Problem]:
         """Find the constraints between keys that these values break.
@@ -367,7 +368,10 @@ class TuningConfig(StrictConfig):
     rows: Count = Field(examples=[256])  # of the sample
     tolerance: Number = Field(examples=[0.02])  # how far from the reference probabilities might be
     date: Text = Field(examples=["'2026-01-31'"])  # when
-    cores: Count | None = None  # of the CPU, where cpu_workers was measured
+
+    gone_keys: ClassVar[Mapping[str, str]] = {
+        "cores": "tune measures no cpu_workers; remove the line, or run tune again",
+    }
 
 
 class FittingConfig(StrictConfig):

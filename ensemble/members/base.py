@@ -74,8 +74,6 @@ class ResourceRequest:
         max_memory: bytes by the number of a GPU within the lease, or "cpu"; None: left to the plan.
         offload_folder: where weights go that fit nowhere else.
         may_offload: whether weights that do not fit can wait outside of the GPU.
-        load_cache: whether what a load makes of the weights is kept in the run directory, for later loads of the
-            same member; "auto": where one is expected.
     """
 
     num_gpus: int | None = 0
@@ -87,7 +85,6 @@ class ResourceRequest:
     max_memory: Mapping[int | str, int] | None = None
     offload_folder: Path | None = None
     may_offload: bool = False
-    load_cache: bool | Literal["auto"] = False
 
 
 @dataclass(frozen=True)
@@ -170,13 +167,11 @@ class Candidate:
     """Settings that ``tune`` can try: ``name`` says them in a word or two, ``keys`` as the YAML has them.
 
     ``pays_from_seconds`` is what computing the whole table must take without them for a trial to be worth it.
-    ``impossible`` says in a clause why this machine cannot try them, where that is not plain from what it is.
     """
 
     name: str
     keys: Mapping[str, Any]
     pays_from_seconds: float = 0.0
-    impossible: str = ""
 
 
 @dataclass(frozen=True)
@@ -190,7 +185,6 @@ class RanWith:
     dtype: str | None = None
     attention: str | None = None
     token_budget: int | None = None
-    compiled: bool = False
     tokens: int | None = None
 
 

@@ -149,10 +149,6 @@ class MemoryEstimate(ABC):
         """Why it cannot run on any device, key first; empty where it can."""
         return ""
 
-    def is_kept_as_stored(self) -> bool:
-        """Whether a load makes nothing of the weights that could be kept, as of those that are stored quantized."""
-        return False
-
     def smaller(self, capability: Capability | None) -> Iterator[tuple[str, Footprint]]:
         """Keys with values, as the YAML has them, that would make it smaller, and what it then takes on one GPU."""
         return iter(())

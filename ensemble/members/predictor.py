@@ -53,18 +53,12 @@ class Prediction:
         counters: what it took; chunks, rows, bad rows and the whole time are counted by the worker.
         advice: what is probably wrong, and what to do about it, where a row's values are not finite or no
             probabilities; such a row is a bad one, too.
-        token_budget: tokens of a batch from now on, where that is not what it was.
-        note: why, for the user.
-        aside_seconds: of the time it took, what was for finding that, and no other rows will take.
     """
 
     values: npt.NDArray[np.float64]
     bad_rows: Mapping[int, str] = field(default_factory=dict)
     counters: Counters = field(default_factory=Counters)
     advice: str = ""
-    token_budget: int | None = None
-    note: str = ""
-    aside_seconds: float = 0.0
 
 
 class Predictor(ABC):

@@ -200,7 +200,7 @@ def run_warnings(
     """Yield warnings about the run as a whole."""
     config = loaded.config
     if config.tuned_on is not None:
-        yield from _differences_from_tuned(config.tuned_on, devices, config.cpu_workers != "auto")
+        yield from _differences_from_tuned(config.tuned_on, devices)
     if rules is not None and config.limit is None:  # in a trial's rows a rule may well select none
         for number, rows in enumerate(rules.rows):
             if not rows.any():
@@ -234,21 +234,12 @@ def worker_warnings(plan: Plan) -> Iterator[str]:
         )
 
 
-def _differences_from_tuned(tuned: TuningConfig, devices: Sequence[str], sets_workers: bool) -> Iterator[str]:
-    """Yield how this machine differs from the one on which ``tune`` measured.
-
-    Args:
-        sets_workers: whether the config sets the number of workers on a CPU.
-    """
+def _differences_from_tuned(tuned: TuningConfig, devices: Sequence[str]) -> Iterator[str]:
+    """Yield how this machine differs from the one on which ``tune`` measured."""
     advice = "its settings may be slower here, or not as near to float32: run tune again"
     if set(devices) != set(tuned.devices):
         measured, present = (", ".join(dict.fromkeys(names)) for names in (tuned.devices, devices))
         yield f"tuned_on: tune has measured on {measured}, and this is {present}; {advice}"
-    if sets_workers and tuned.cores is not None and tuned.cores != usable_cpus():
-        yield (
-            f"tuned_on: tune has measured cpu_workers on {plural(tuned.cores, 'core')}, and here are "
-            f"{usable_cpus()}; leave cpu_workers out, or run tune again"
-        )
     installed = installed_versions(tuned.versions)
     different = [
         f"{name} {version}, and this is {installed.get(name, 'not installed')}"

@@ -11,7 +11,6 @@ import re
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from ensemble.data.formats import read_contents
 from ensemble.data.input_file import Wanted, without_pandas_index
 from ensemble.data.json_cells import TemplateProblem, parse_json_cell
 from ensemble.data.predictions_csv import file_stem
-from ensemble.data.row_files import FileCells, is_file
 from ensemble.data.table import TableNeeds, read_table
 from ensemble.members.base import Draft
 from ensemble.members.registry import KINDS
@@ -40,9 +38,6 @@ _PROSE = 0.3  # of a column's cells hold a blank between words; names of models 
 # A row may have so many times the tokens that its bytes tell (in Chinese, in code), and special ones; rounded up to
 # a step, and cut where nobody has asked for more.
 _MARGIN, _SPECIAL, _STEP, _MAX_TOKENS = 1.5, 8, 64, 4096
-# Where files are looked for that cells may name: in so many folders beside the table, of the first rows.
-_FOLDERS, _FILE_ROWS = 50, 10
-_SUFFIXES = ("", ".jpg", ".png", ".jpeg", ".webp", ".tif", ".tiff", ".bmp")
 _PLAIN = r"[A-Za-z_./][A-Za-z0-9_./-]*"
 _WORDS = ("null", "true", "false", ".inf", ".nan")
 
@@ -62,16 +57,6 @@ class _Member:
     name: str
     source: str
     draft: Draft
-
-
-@dataclass(frozen=True)
-class _Files:
-    """The column that names files, and where these are; ``folder`` is None where that is the table's."""
-
-    column: str
-    folder: Path | None = None
-    suffix: str = ""
-    are_there: bool = True
 
 
 def write_first_config(
@@ -128,20 +113,17 @@ def first_config(table: Path, sources: Sequence[str], sample: Path | None, outpu
     held = {name: [row[name] for row in rows if row[name] not in (None, "")] for name in others}
     truth = _truth(held, labels)
     is_read = {name: _reading(cells) for name, cells in held.items() if name not in truth}
-    files: _Files | None = None
+    file_column = None
     if any(member.draft.file_keys for member in members):
-        candidates = [name for name, how in is_read.items() if how in ("prose", "text")]
-        files = _find_files(table, id_column, {name: held[name] for name in candidates})
-        is_read.pop(files.column, None)
-        if not files.are_there:
-            guesses.append(f"{quoted(files.column)} is taken for the names of files, which were not found")
+        file_column = next((name for name, how in is_read.items() if how in ("prose", "text")), id_column)
+        is_read.pop(file_column, None)
     texts = _text_columns(table, is_read, guesses)
     if not texts and any(member.draft.reads_text for member in members):
         raise DataError(
             f"{table}: no column of text for the members to read beside {quoted(id_column)}, which is taken for "
             f"the ids; the columns are {listed(names)}"
         )
-    used = [*texts, *truth, *([] if files is None else [files.column])]
+    used = [*texts, *truth, file_column]
     unused = [name for name in others if name not in used]
 
     lines = [f"# yaml-language-server: $schema={place}" for place in _schema_place(output)]
@@ -170,7 +152,7 @@ def first_config(table: Path, sources: Sequence[str], sample: Path | None, outpu
         template = "\n\n".join(f"<{name}>: {{{{ {name}{cell.get(is_read[name], '')} }}}}" for name in texts)
     max_length, length_note = _max_length(table, id_column, texts, len(template)) if texts else (0, "")
     for member in members:
-        lines += _member_lines(member, labels, maps[member.name], files, max_length, guesses)
+        lines += _member_lines(member, labels, maps[member.name], file_column, max_length, guesses)
     if any(member.draft.reads_text for member in members):
         lines += ["", "defaults:  # of all models that do not say otherwise"]
         if is_single:
@@ -227,13 +209,14 @@ def _member_lines(
     member: _Member,
     labels: Sequence[str],
     label_map: Mapping[str, str],
-    files: _Files | None,
+    file_column: str | None,
     max_length: int,
     guesses: list[str],
 ) -> list[str]:
     """A member's YAML; what of it is a guess is added to ``guesses``.
 
     Args:
+        file_column: the column that names the files of members that read files.
         max_length: of all models, in tokens.
     """
     draft = member.draft
@@ -244,11 +227,11 @@ def _member_lines(
         lines += [f"    # GUESS: {draft.guess}.", f"    {key}:"]
         lines += [f"      {_scalar(label)}: {_scalar(text_of(label))}" for label in labels]
         guesses.append(f"{member.name}.{key}: {draft.guess}")
-    if draft.file_keys is not None and files is not None:
-        remark = "" if files.are_there else "  # GUESS: the files that it names were not found"
-        lines += [f"    {draft.file_keys[0]}: {_scalar(files.column)}{remark}"]
-        lines += [f"    {draft.file_keys[1]}: {_scalar(str(files.folder))}"] * (files.folder is not None)
-        lines += [f"    {draft.file_keys[2]}: {_scalar(files.suffix)}"] * bool(files.suffix)
+    if draft.file_keys is not None and file_column is not None:
+        column_key, *place_keys = draft.file_keys
+        guess = f"the column that names the files; {' and '.join(place_keys)} say where they are"
+        lines += [f"    {column_key}: {_scalar(file_column)}  # GUESS: {guess}"]
+        guesses.append(f"{member.name}.{column_key}: {guess}")
     if label_map:
         pairs = ", ".join(f"{_scalar(theirs)}: {_scalar(ours)}" for theirs, ours in label_map.items())
         is_guess = not draft.are_named or (
@@ -484,27 +467,6 @@ def _flow(start: str, items: Sequence[str]) -> list[str]:
         return [line]
     inner = " " * (len(start) - len(start.lstrip()) + 2)
     return [f"{start}[", *(f"{inner}{_scalar(item)}," for item in items), f"{inner[2:]}]"]
-
-
-def _find_files(table: Path, id_column: str, texts: Mapping[str, Sequence[Any]]) -> _Files:
-    """The column whose first cells name files: beside the table, or in a folder there.
-
-    Args:
-        texts: the cells of the columns of text.
-    """
-    with os.scandir(table.parent) as entries:
-        inside = sorted(Path(entry.path) for entry in entries if entry.is_dir())[:_FOLDERS]
-    folders = [None, *inside]
-    # Often the id is the file's name.
-    ids = read_table(table, _needs(id_column, (), _FILE_ROWS)).ids.to_pylist()
-    cells_of = {**texts, id_column: ids}
-    for suffix, folder, (column, cells) in product(_SUFFIXES, folders, cells_of.items()):
-        cells = [cell for cell in cells[:_FILE_ROWS] if isinstance(cell, str)]
-        found = FileCells(column, "", folder or table.parent, suffix)
-        paths = [path for path in map(found.path, cells) if path is not None]
-        if paths and sum(map(is_file, paths)) * 2 > len(paths):
-            return _Files(column, folder, suffix)
-    return _Files(next(iter(texts), id_column), are_there=False)
 
 
 def _scalar(value: object) -> str:

@@ -26,7 +26,6 @@ from ensemble.common.gpus import driver_session
 from ensemble.common.text import duration, gib, plural, shown_path
 from ensemble.config import EnsembleConfig, LoadedConfig
 from ensemble.data.csv_file import write_csv
-from ensemble.data.repeat import repeated
 from ensemble.data.table import InputTable, read_table
 from ensemble.members.registry import member_kind
 from ensemble.pipeline.cascade import expected_shares
@@ -180,21 +179,28 @@ def rehearse(
             lengths_from, replace(prepared.needs, label_column=None, label_columns=(), limit=None)
         )
     rows = prepared.table.rows if rows is None else rows
-    named = {files.column for files in prepared.files.values()}
-    table, _ = repeated(base, rows, prepared.needs.json_columns, config.seed, named)
+    table = _table_of(base, rows, config.seed)
+    source, least = table, min(rows, sample_rows or SAMPLE_ROWS)
+    if rows > base.rows:  # equal rows are computed once, so copies say nothing of a larger table's time
+        source = _different(base, prepared.needs.columns)
+        if source.rows < least:
+            raise ConfigError(
+                f"rehearse: {source.rows:,} different rows are too few for a sample of {least:,} of {rows:,} rows; "
+                "name a table with rows of such lengths, for example --lengths-from train.csv"
+            )
     began = clock()
     whole = for_rows(prepared, loaded, table)
     before += clock() - began
 
     say = make_display().say
-    size = min(rows, sample_rows or SAMPLE_ROWS)
+    size = least
     folder = Path(tempfile.mkdtemp(prefix="ensemble-rehearsal-"))
     keep = False
     try:
         while True:
-            source = "" if lengths_from is None else f" like those of {shown_path(lengths_from)}"
-            say(f"a run of {size:,} of {plural(rows, 'row')}{source}, to measure the speed")
-            sample = _sample(prepared, loaded, table, size, folder / str(size))
+            origin = "" if lengths_from is None else f" like those of {shown_path(lengths_from)}"
+            say(f"a run of {size:,} of {plural(rows, 'row')}{origin}, to measure the speed")
+            sample = _sample(prepared, loaded, source, size, folder / str(size))
             began = clock()
             try:
                 report = run_prepared(sample, make_display(), True, began, clock, owns_process)
@@ -206,13 +212,31 @@ def rehearse(
                 texts = [f"member {one.member} failed: {one.message}" for one in report.failures]
                 raise MembersFailed([*texts, f"the sample's run and its logs are in {folder / str(size)}"])
             computed = sum(worker.predict_seconds for member in report.members for worker in member.workers)
-            if sample_rows is not None or size == rows or computed >= _MIN_SECONDS:
+            if sample_rows is not None or size == source.rows or computed >= _MIN_SECONDS:
                 break
-            size = min(rows, math.ceil(size * _WANTED_SECONDS / max(computed, 0.1)))
+            size = min(source.rows, math.ceil(size * _WANTED_SECONDS / max(computed, 0.1)))
         return _result(whole, sample, report, wall_seconds, before, folder)
     finally:
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _table_of(base: InputTable, rows: int, seed: int) -> InputTable:
+    """Return a table of ``rows`` rows: all of the base's as often as they go in, and some of them once more."""
+    whole, rest = divmod(rows, base.rows)
+    chosen = np.sort(np.random.default_rng(seed).choice(base.rows, rest, replace=False))
+    numbers = np.concatenate([np.tile(np.arange(base.rows), whole), chosen]).astype(np.int64)
+    # Ids of about the length that the base's have; 4 bytes of an id are its offset.
+    width = max(len(str(rows)), round(base.ids.nbytes / base.rows) - 4)
+    ids = pa.chunked_array([pa.array([f"{number:0{width}}" for number in range(rows)], pa.string())])
+    return base.derived(numbers, ids, lambda field, column: column)
+
+
+def _different(table: InputTable, columns: Sequence[str]) -> InputTable:
+    """Return the table without the rows that equal an earlier one in these columns."""
+    _, first = np.unique(table.row_digests(columns), axis=0, return_index=True)
+    numbers = np.sort(first).astype(np.int64)
+    return table.derived(numbers, table.ids.take(pa.array(numbers)), lambda field, column: column)
 
 
 def sample_rows_of(lengths: npt.NDArray[np.int64], size: int) -> npt.NDArray[np.int64]:
@@ -342,12 +366,9 @@ def _sample(
     rows = table.derived(chosen, ids, lambda field, column: column)
     changed = replace(loaded, config=config.model_copy(update=keys))
     made = for_rows(prepared, changed, rows)
-    # What a load of the whole run would keep the sample's keeps, too: it takes time.
-    caches = {one.name: one.load_cache for one in prepared.plan.members}
-    members = tuple(replace(one, load_cache=caches[one.name]) for one in made.plan.members)
     # Launchers end with their run.
     launcher = make_launcher(config.launcher, config.hang_timeout)
-    return replace(made, plan=replace(made.plan, members=members), launcher=launcher)
+    return replace(made, launcher=launcher)
 
 
 def _result(
@@ -425,9 +446,6 @@ def _result(
             ),
             "ensemble": csv_bytes,
             "submission": csv_bytes * (1 + is_copied) if config.submission is not None else 0,
-            "quantized weights": sum(
-                one.load_cache.bytes or 0 for one in plan.members if one.load_cache.is_kept
-            ),
         },
         disk_free_bytes=shutil.disk_usage(place).free,
         output_dir=output_dir,

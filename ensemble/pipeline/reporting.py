@@ -192,10 +192,7 @@ def worker_reports(state: MemberState) -> tuple[WorkerReport, ...]:
         sources = (
             (record, ("replica", "devices", "process", "exit_code", "start_seconds", "load_seconds")),
             (record, ("started_after_seconds", "leased_after_seconds", "life_seconds")),
-            (
-                ready,
-                ("dtype", "attn_implementation", "compiled", "parameters", "max_length", "token_budget"),
-            ),
+            (ready, ("dtype", "attn_implementation", "parameters", "max_length", "token_budget")),
             (record.closed, ("peak_memory_bytes", "peak_gpu_memory_bytes")),
         )
         fields: dict[str, Any] = {

@@ -26,7 +26,7 @@ from ensemble.common.files import (
 )
 from ensemble.common.gpus import Device, driver_session
 from ensemble.common.protocol import ChunkDone, CommonSpec, Start, ViewSpec, WorkerSpec
-from ensemble.common.shards import order_path, token_budgets
+from ensemble.common.shards import order_path
 from ensemble.common.text import duration, plural, shown_path
 from ensemble.config import LoadedConfig
 from ensemble.members.registry import member_kind
@@ -39,7 +39,7 @@ from ensemble.pipeline.reporting import RunState, worker_reports
 from ensemble.pipeline.results import ResultWriter
 from ensemble.pipeline.resume import find_works, refuse_trial, reopen, write_bad_rows
 from ensemble.pipeline.reuse import demand_reusable
-from ensemble.pipeline.run_dir import RunDir, cache_dir, hold, log, logging_to, remove_cache
+from ensemble.pipeline.run_dir import RunDir, hold, log, logging_to, remove_cache
 from ensemble.pipeline.run_report import MERGED, RunReport
 from ensemble.pipeline.signals import Signals, heed_signals
 from ensemble.pipeline.wait_for_gpus import held_texts, wait_for_room
@@ -407,7 +407,7 @@ class _Run(RunState):
             self.cascades.bad_rows(state)
 
     def on_finished(self, state: MemberState) -> None:
-        remove_cache(self.works[state.plan.name].shards_dir)  # there is nothing left to load it for
+        remove_cache(self.works[state.plan.name].shards_dir)
         self._writer.write_predictions(state, worker_reports(state), self.computation(state))
 
     def on_chunk_done(self, state: MemberState, done: ChunkDone) -> None:
@@ -487,9 +487,6 @@ def worker_spec(
         memory_limit = free * member.placement.places // sharing
         if (needed := member.placement.footprint) is not None:
             memory_limit -= needed.context_bytes
-    # What an earlier run has kept is of use, too, where this one would not keep anything.
-    cache, keeps, may_keep = cache_dir(shards_dir), member.load_cache.is_kept, member.request.load_cache
-    shares_folder = prepared.config.launcher == "local"  # others' workers have folders of their own
     common = CommonSpec(
         labels=prepared.config.labels,
         activation=inspected.activation,
@@ -499,9 +496,6 @@ def worker_spec(
         table_path=rundir.resolved(rundir.table),
         order_path=rundir.resolved(order_path(shards_dir)),
         shards_dir=rundir.resolved(shards_dir),
-        expected_tokens=member.replica_tokens if shares_folder else 0,
-        token_budgets=token_budgets(shards_dir),
-        cache_dir=rundir.resolved(cache) if keeps or (may_keep and cache.is_dir()) else None,
         files=dict(files),
     )
     settings = kind.worker_settings(inspected, member.placement, offload_folder)

@@ -199,7 +199,7 @@ class RunDir:
         for path in (*self.work_dir.iterdir(), *self.logs_dir.iterdir()):
             remove_link(path)
         shards = [path for path in self.work_dir.iterdir() if path.is_dir() and not path.is_symlink()]
-        # Of views; and what loads keep.
+        # Of views; and what python members keep.
         shards += [
             path for folder in shards for path in folder.iterdir() if path.is_dir() and not path.is_symlink()
         ]
@@ -212,7 +212,7 @@ class RunDir:
                     leftover.unlink(missing_ok=True)
 
     def remove_caches(self, but: Collection[Path]) -> None:
-        """Remove what loads have kept, except for the work whose shards are in these folders."""
+        """Remove what python members have kept, except for the work whose shards are in these folders."""
         if not self.work_dir.is_symlink() and self.work_dir.is_dir():
             for folder in {*self.work_dir.iterdir()} - {*but}:
                 remove_cache(folder)
@@ -243,7 +243,7 @@ class RunDir:
 
 
 def cache_dir(shards_dir: Path) -> Path:
-    """Where loads of the member whose shards these are keep what later ones can use."""
+    """Return where a python member, whose shards these are, keeps what its workers share."""
     return shards_dir / "cache"
 
 

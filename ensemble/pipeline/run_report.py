@@ -57,7 +57,6 @@ class WorkerReport(Counters):
     device_name: str | None
     dtype: str | None
     attn_implementation: str | None
-    compiled: bool | None = None
     parameters: int | None
     max_length: int | None
     token_budget: int | None

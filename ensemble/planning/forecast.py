@@ -108,7 +108,9 @@ def guessed_speed(
     parameters, size = 0, 0
     if needed is not None:
         weights = needed.weights
-        parameters, size = weights.parameters - weights.embedding_parameters, weights.bytes
+        parameters = weights.parameters - weights.embedding_parameters
+        # Where weights are quantized while they are loaded, the whole checkpoint is read each time.
+        size = max(weights.bytes, needed.mapped_bytes)
     return Speed(
         startup_seconds=(_IMPORT_SECONDS if capability else _CPU_IMPORT_SECONDS)
         + size / _LOAD_BYTES_PER_SECOND,

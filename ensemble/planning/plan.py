@@ -6,7 +6,6 @@ may run is in ``placement``, how long it takes in ``forecast``, its chunks in ``
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ensemble.common.device_trials import Trial
-from ensemble.common.files import free_bytes, may_keep
 from ensemble.common.gpus import Device
 from ensemble.common.host import available_memory_bytes, threads_of, total_memory_bytes, usable_cpus
 from ensemble.common.text import duration, gib, plural
@@ -63,19 +61,6 @@ class CpuChoice:
 
 
 @dataclass(frozen=True)
-class LoadCache:
-    """Whether what a load makes of a member's weights is kept in the run directory for later loads.
-
-    ``bytes`` is what it takes of the disk; None: not known.  ``reason`` says why it is not kept although it could
-    be of use.
-    """
-
-    is_kept: bool
-    bytes: int | None = None
-    reason: str = ""
-
-
-@dataclass(frozen=True)
 class MemberPlan:
     """How one member runs: on ``gpus`` devices per replica (0: the CPU), ``replicas`` at most at a time.
 
@@ -104,7 +89,6 @@ class MemberPlan:
     chunks: tuple[Chunk, ...]
     order: npt.NDArray[np.int64] = field(compare=False, repr=False)
     table_rows: int = 0
-    load_cache: LoadCache = LoadCache(is_kept=False)
     waits_for: tuple[str, ...] = ()
     expected_share: float = 1.0
     advice: str = ""
@@ -136,11 +120,6 @@ class MemberPlan:
     def whole_seconds(self) -> float:
         """Of computing all rows of the table, in all views, on one replica."""
         return self.speed.seconds_per_work * self.work * self.slowdown
-
-    @property
-    def replica_tokens(self) -> int:
-        """Of all rows that are expected, what each replica computes, about."""
-        return int(self.work * self.expected_share / BYTES_PER_TOKEN / max(1, self.replicas))
 
     def rows_at_a_time(self) -> Iterator[int]:
         """Yield how many rows each of its next chunks may have under a time limit.
@@ -184,7 +163,6 @@ class Plan:
     gpus: tuple[Device, ...]
     host: Device | None
     speeds: Mapping[str, Speed]
-    disk_free_bytes: int | None
     hosts: int
     cpus: int
     members: tuple[MemberPlan, ...]
@@ -225,7 +203,6 @@ class Plan:
             gpus,
             host=self.host,
             speeds=self.speeds,
-            disk_free_bytes=self.disk_free_bytes,
             hosts=self.hosts,
             cpus=self.cpus,
             cpu_choices=self.cpu_choices if cpu_choices is None else cpu_choices,
@@ -238,7 +215,6 @@ def make_plan(
     gpus: Sequence[Device],
     host: Device | None = None,
     speeds: Mapping[str, Speed] | None = None,
-    disk_free_bytes: int | None = None,
     hosts: int = 1,
     cpus: int = 1,
     cpu_choices: Mapping[str, CpuChoice] | None = None,
@@ -251,7 +227,6 @@ def make_plan(
         gpus: those that this run may use, with what others hold of them.
         host: the CPU with its memory, of several the one with the least free; None: not known.
         speeds: per member name, as far as an earlier run has measured them.
-        disk_free_bytes: where the run directory is; None: not known.
         hosts: machines whose CPUs take workers.
         cpus: threads of computing that one of these runs at a time.
         cpu_choices: per member name, what the run that goes on chose when it began.
@@ -330,7 +305,6 @@ def make_plan(
         gpus=tuple(gpus),
         host=host,
         speeds=speeds,
-        disk_free_bytes=disk_free_bytes,
         hosts=hosts,
         cpus=cpus,
         members=tuple(members),
@@ -341,7 +315,6 @@ def make_plan(
     if problems:
         return plan
     plan = _beside(_shared(plan))
-    plan = replace(plan, members=_with_caches(plan))
     return replace(plan, members=tuple(replace(one, advice=_advice(plan, one)) for one in plan.members))
 
 
@@ -378,17 +351,12 @@ def plan_run(
         report = trials(gpus[:1], flash_attention=True)[0].report if would_take_it else None
         if report is not None and report.has_flash_attention:
             facts = {**facts, **able}
-    free = free_bytes(config.output_dir)
-    if free is not None:  # what an earlier run keeps needs no more room
-        with contextlib.suppress(OSError):
-            free += sum(one.stat().st_size for one in config.output_dir.glob("work/*/cache/*/*"))
     return make_plan(
         config,
         facts,
         gpus,
         host=host,
         speeds=speeds,
-        disk_free_bytes=free,
         hosts=len(hosts) or 1,
         cpus=1 if hosts else usable_cpus(),
     )
@@ -565,30 +533,3 @@ def _advice(plan: Plan, member: MemberPlan) -> str:
         own_keys = keys if request.num_gpus is None else f"{keys} and num_gpus: 1"
         return f"{what}, and give other numbers; {own_keys} for that"
     return ""
-
-
-def _with_caches(plan: Plan) -> tuple[MemberPlan, ...]:
-    """The members, each with whether its loads keep what they make of the weights.
-
-    It is expected to be loaded again where members take turns under a time limit, which also leaves work to resume,
-    and where replicas join later.  Replicas that start together quantize side by side: one that waited for the
-    other's files would be later.
-    """
-    members, left = [], plan.disk_free_bytes
-    for member in plan.members:
-        asked, needed = member.request.load_cache, member.placement.footprint
-        memory = plan.facts[member.name].memory
-        if memory is not None and memory.is_kept_as_stored():
-            asked = False
-        is_expected = plan.config.time_limit is not None or member.first_replicas < member.replicas
-        if member.needs_worker and (asked is True or (asked == "auto" and is_expected)):
-            size = needed.weights.bytes if needed is not None else None
-            if left is not None and not may_keep(size, left):
-                takes = "" if size is None else f", and its quantized weights would take {gib(size)} of it"
-                cache = LoadCache(False, size, f"the disk of output_dir has {gib(left)} free{takes}")
-            else:
-                cache = LoadCache(True, size)
-                left = None if left is None else left - (size or 0)
-            member = replace(member, load_cache=cache)
-        members.append(member)
-    return tuple(members)

@@ -519,9 +519,6 @@ class RunningWorker:
             self.record.process = self.handle.process  # of one on another machine it is known by now
         elif isinstance(event, Ready):
             self.state.worker_ready(self.record, event)
-        elif isinstance(event, ChunkDone) and (ready := self.record.ready) is not None:
-            tokens, notes = event.token_budget or ready.token_budget, filter(None, (event.note,))
-            self.record.ready = replace(ready, token_budget=tokens, notes=(*ready.notes, *notes))
         elif isinstance(event, Closed):
             self.record.closed = event
 

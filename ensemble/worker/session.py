@@ -195,7 +195,7 @@ class Session:
             try:
                 done = self._write_shard(self._common, command, rows, prediction, self._table_rows)
                 self._heartbeat.end_write()
-                seconds = max(0.0, self._heartbeat.clock() - began - prediction.aside_seconds)
+                seconds = self._heartbeat.clock() - began
                 self._send(replace(done, counters=replace(done.counters, predict_seconds=seconds)))
             except BaseException:  # whatever it is, the main thread must hear of it
                 self.unwritten_chunk = command.chunk

@@ -71,8 +71,6 @@ def write_shard(
         counters=replace(prediction.counters, chunks=1, rows=len(rows), bad_rows=len(bad)),
         bad_rows=tuple(rows[bad_places].tolist()),
         bad_row_reasons=tuple(bad[place] for place in bad_places),
-        token_budget=prediction.token_budget,
-        note=prediction.note,
     )
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ensemble.common.compiler import why_no_compiler
 from ensemble.common.digests import FileDigests
 from ensemble.common.errors import CheckpointError, MergeError
 from ensemble.common.files import file_state
@@ -28,7 +27,6 @@ from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.results import Results, ResultWriter
 from ensemble.pipeline.resume import demand_unchanged, find_works
 from ensemble.pipeline.reuse import write_shards
-from ensemble.pipeline.run import worker_spec
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.scheduling.state import MemberState
 from tests.checkpoints import make_adapter, make_checkpoint
@@ -72,7 +70,6 @@ HARMLESS: dict[str, dict[str, Any]] = {
     "expandable_segments": {"expandable_segments": False},
     "max_split_size_mb": {"max_split_size_mb": 128, "expandable_segments": False},
     "num_gpus": {"num_gpus": 0},
-    "quantized_cache": {"quantized_cache": True},
     "replicas": {"replicas": 2},
     "device_map": {"device_map": "auto"},
     "max_memory": {"max_memory": {"cpu": "8GiB"}},
@@ -117,7 +114,6 @@ HARMLESS_OF_RUN: dict[str, dict[str, Any]] = {
             "rows": 1,
             "tolerance": 0.1,
             "date": "today",
-            "cores": 2,
         }
     },
     "rules": {"rules": [{"when": "{{ id == 'a' }}", "mask": [LABELS[0]]}]},
@@ -383,22 +379,8 @@ def test_the_type_that_auto_means_counts(make: Make) -> None:
         assert member_fingerprint(prepared, spread) == same_as
 
 
-def test_layers_that_cannot_be_compiled_are_those_of_before(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a CPU; of one with a compiler, and of a GPU, they are others."""
-    plain, asked = make(), make({"torch_compile": True})
-    on_gpu = [
-        member_fingerprint(
-            one, dataclasses.replace(member, placement=dataclasses.replace(member.placement, gpus=1))
-        )
-        for one in (plain, asked)
-        for member in one.plan.members
-    ]
-    assert on_gpu[1].changed_from(on_gpu[0]) == ("settings",)
-    assert (first(asked) == first(plain)) == bool(why_no_compiler())
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert first(asked) == first(plain)
+def test_compiled_models_are_others(make: Make) -> None:
+    assert first(make({"torch_compile": True})).changed_from(first(make())) == ("settings",)
 
 
 @pytest.mark.fault(18)
@@ -585,20 +567,3 @@ def test_what_cannot_be_read_is_no_fingerprint(make: Make) -> None:
         {key: value for key, value in good.items() if key != name} for name in ("scheme", "settings", "rows")
     ]
     assert [Fingerprint.from_dict(document) for document in broken] == [None] * len(broken)
-
-
-def test_workers_are_told_how_much_they_compute_and_what_was_found(make: Make, tmp_path: Path) -> None:
-    """Where they share a folder: whether sizes of batches are worth timing; and the sizes on record, everywhere."""
-    (tmp_path / "token_budget.0123456789abcdef.json").write_text('{"token_budget": 32768}', encoding="utf-8")
-    (tmp_path / "token_budget.broken.json").write_text("{", encoding="utf-8")
-    prepared = make()
-    (member, *_) = prepared.plan.members
-    rundir = RunDir(prepared.config.output_dir)
-    for launcher, expected in (("local", member.replica_tokens), ("ray", 0)):
-        config = prepared.config.model_copy(update={"launcher": launcher})
-        loaded = dataclasses.replace(prepared.loaded, config=config)
-        there = dataclasses.replace(prepared, loaded=loaded)
-        told = worker_spec(there, rundir, member, tmp_path, None, {}).common
-        assert told.expected_tokens == expected
-        assert told.token_budgets == {"0123456789abcdef": 32_768}
-    assert member.replica_tokens > 0

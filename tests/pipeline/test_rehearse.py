@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import tempfile
 from dataclasses import replace
@@ -10,15 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 import ensemble
 from ensemble.cli import views
 from ensemble.cli.layout import Page
-from ensemble.data.repeat import repeated, varied
-from ensemble.data.table import InputTable, TableNeeds, read_table
 from ensemble.pipeline.rehearse import (
     MemberRehearsal,
     Rehearsal,
@@ -37,45 +32,6 @@ from tests.project import Project
 ROWS = 4000
 
 pytestmark = pytest.mark.usefixtures("warm")
-
-
-def read(path: Path, json_columns: tuple[str, ...] = ()) -> InputTable:
-    columns = ("text", "turns")
-    return read_table(path, TableNeeds("id", None, (), columns, json_columns, (), None))
-
-
-def test_copies_of_a_text_are_all_different_and_as_long() -> None:
-    for text in ("one two three four five six seven eight nine ten", "word", "größer als\nzwei  Zeilen"):
-        copies = [varied(text, copy) for copy in range(2000)]
-        assert copies[0] == text
-        assert len(set(copies)) == len(copies)
-        assert len({copy[:8] for copy in copies}) > 10, "also where the end is cut off"
-        assert max(map(len, copies)) <= len(text) + 4
-    assert varied("a b c", 1) == "b c a"
-
-
-def test_rows_are_repeated_up_to_any_number(tmp_path: Path) -> None:
-    path = tmp_path / "t.parquet"
-    cells = {
-        "id": ["x", "y", "z"],
-        "text": ["a b c d", None, ""],
-        "turns": ['["first turn", null]', "[]", '[["", "two words"], 3]'],
-        "number": [1, 2, 3],
-    }
-    pq.write_table(pa.table(cells), path)
-    table = read(path, ("turns",))
-    more, copies = repeated(table, 8, ("turns",))
-    rows = more.head(8)
-    assert copies.tolist() == [0, 0, 0, 1, 1, 1, 2, 2]
-    assert len(set(more.ids.to_pylist())) == 8
-    assert rows[:3] == table.head(3)
-    assert [row["text"] for row in rows[3:6]] == ["b c d a", None, ""]
-    assert [json.loads(str(row["turns"])) for row in rows[3:6]] == [
-        ["turn first", None],
-        [],
-        [["", "words two"], 3],
-    ]
-    assert repeated(table, 2)[0].head(2)[0] in table.head(3)
 
 
 def test_a_sample_is_of_all_lengths_and_has_the_longest_row() -> None:
@@ -185,6 +141,19 @@ def test_a_limit_that_is_too_short_is_exit_code_1_and_nothing_of_a_run_is_touche
     assert "would not end within time_limit" in done.stdout
     assert "missing at the limit: gemma 700 of 700 rows, llama 700 of 700 rows" in done.stdout
     assert sorted(project.folder.rglob("*")) == before
+
+
+def test_too_few_different_rows_are_an_error_that_says_where_to_take_others(project: Project) -> None:
+    rows = [["a", "same text", "tie"], ["b", "same text", "tie"], ["c", "another", "tie"]]
+    project.write_csv("few.csv", ["id", "text", "label"], rows)
+    config = project.config()
+    data = {**config["data"], "path": "few.csv"}
+    project.write_config({**config, "data": data, "submission": None})
+    done = project.ensemble("rehearse", "config.yaml", "--rows", "50", "--sample-rows", "3")
+    assert done.returncode == 2, done.stdout + done.stderr
+    said = " ".join(done.stderr.split())
+    assert "2 different rows are too few for a sample of 3 of 50 rows" in said
+    assert "--lengths-from train.csv" in said
 
 
 def test_without_a_limit_it_predicts(project: Project) -> None:

@@ -12,12 +12,10 @@ import pytest
 from ensemble.common.gpus import Device
 from ensemble.config import RunConfig
 from ensemble.members.base import ResourceRequest
-from ensemble.members.footprint import Activation, Footprint, Stage, Weights
-from ensemble.members.huggingface.checkpoint.architecture import read_architecture
 from ensemble.members.huggingface.memory.estimate import CheckpointMemory
 from ensemble.members.seq_cls.parent import SequenceClassification
 from ensemble.members.seq_cls.settings import SequenceClassifierSettings
-from ensemble.planning.chunks import CHUNK_MAX_ROWS, cut_chunks
+from ensemble.planning.chunks import cut_chunks
 from ensemble.planning.placement import MemberFacts
 from ensemble.planning.plan import WORKER_HOST_BYTES, make_plan
 
@@ -127,89 +125,6 @@ def test_replicas_beyond_the_room_are_said_and_capped() -> None:
     assert "models[0].replicas" in made.warnings[0]
 
 
-GIB = 1 << 30
-
-
-def caches(
-    free: int | None, *models: dict[str, Any], devices: int = 2, **keys: Any
-) -> list[tuple[bool, str]]:
-    """For each member whether its loads keep what they make, and why not."""
-    lengths = np.full(5000, 200, dtype=np.int64)
-    known = {}
-    for index, model in enumerate(models):
-        memory = Sized(asked(index, **model), lengths, 2, None, None, max_length=512)
-        known[f"m{index}"] = replace(facts(lengths, **model), name=f"m{index}", memory=memory)
-    made = make_plan(config(*models, **keys), known, gpus(devices), disk_free_bytes=free)
-    return [(member.load_cache.is_kept, member.load_cache.reason) for member in made.members]
-
-
-class Sized(CheckpointMemory):
-    """Of 6 GiB on any device."""
-
-    def footprint(self, *arguments: Any, **keys: Any) -> Footprint:
-        weights = Weights(9 * 10**9, 6 * GIB, GIB >> 3)
-        activation = Activation((Stage(1e4, 0.0),), 0)
-        return Footprint(weights, activation, GIB >> 2, 0, "float16", "nf4", "sdpa", 512)
-
-
-STORED = read_architecture(
-    {
-        **{"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
-        **{"num_attention_heads": 4, "vocab_size": 400, "architectures": ["LlamaForSequenceClassification"]},
-        "quantization_config": {"load_in_4bit": True, "quant_method": "bitsandbytes"},
-    }
-)
-
-
-def test_quantized_weights_are_kept_where_a_later_load_is_expected() -> None:
-    four = {"quantization_config": {"load_in_4bit": True}, "replicas": 1}
-    eight = {"quantization_config": {"load_in_8bit": True}, "replicas": 1}
-    kept, not_kept = (True, ""), (False, "")
-    assert caches(100 * GIB, four) == [not_kept], "loaded once"
-    assert caches(100 * GIB, {**four, "replicas": 2}) == [not_kept], "replicas that start together"
-    assert caches(100 * GIB, four, four, time_limit=3600.0) == [kept, kept]
-    assert caches(None, four, time_limit=3600.0) == [kept]
-    # At the same time, one replica each; the other joins where a GPU is left over.
-    assert caches(100 * GIB, *[{**four, "replicas": "auto"}] * 2) == [kept, kept]
-    always, never = {**four, "quantized_cache": True}, {**four, "quantized_cache": False}
-    assert caches(100 * GIB, always, never, time_limit=3600.0) == [kept, not_kept]
-    others: tuple[dict[str, Any], ...] = (
-        {},
-        eight,
-        {**four, "model_kwargs": {"variant": "x"}},
-        {**four, "device_map": "auto"},
-    )
-    assert caches(100 * GIB, *({**one, "quantized_cache": True} for one in others)) == [not_kept] * 4
-    # Of weights that are stored quantized a load makes nothing that could be kept, whatever the config asks for.
-    lengths = np.full(5000, 200, dtype=np.int64)
-    stored = replace(
-        facts(lengths, **always), memory=Sized(asked(0, **always), lengths, 2, None, STORED, max_length=512)
-    )
-    (member,) = make_plan(config(always, time_limit=3600.0), {"m0": stored}, gpus(2)).members
-    assert not member.load_cache.is_kept
-    (first, second) = caches(10 * GIB, always, always)
-    assert first == kept
-    assert second == (
-        False,
-        "the disk of output_dir has 4.0 GiB free, and its quantized weights would take 6.0 GiB of it",
-    )
-
-
-@pytest.mark.parametrize("seed", range(25))
-def test_chunks_hold_every_row_once_longest_first(seed: int) -> None:
-    generator = np.random.default_rng(seed)
-    rows = int(generator.integers(1, 30_000))
-    lengths = generator.lognormal(5, 1.5, rows).astype(np.int64)
-    order, chunks = cut_chunks(lengths)
-    assert sorted(order.tolist()) == list(range(rows))
-    assert (np.diff(lengths[order]) <= 0).all()
-    assert [chunk.start for chunk in chunks] == [0, *[chunk.stop for chunk in chunks[:-1]]]
-    assert chunks[-1].stop == rows
-    assert all(0 < chunk.stop - chunk.start <= CHUNK_MAX_ROWS for chunk in chunks)
-    assert [chunk.index for chunk in chunks] == list(range(len(chunks)))
-    assert sum(chunk.cost for chunk in chunks) == pytest.approx(1)
-
-
 def test_chunks_of_a_large_table_are_neither_crumbs_nor_mountains() -> None:
     _, chunks = cut_chunks(np.full(1_000_000, 40, dtype=np.int64))
     assert 200 <= len(chunks) <= 300
@@ -242,12 +157,3 @@ def test_rows_that_max_length_cuts_cost_what_it_lets_through() -> None:
     assert sum(chunk.cost for chunk in member.chunks) == pytest.approx(1)
     (whole,) = make_plan(config({}), {"m0": replace(known, lengths=lengths[3:])}, []).members
     assert whole.chunks == cut_chunks(lengths[3:])[1], "where no row is cut nothing changes"
-
-
-def test_the_tokens_that_a_replica_computes() -> None:
-    """Four bytes are a token; a row has 32 beside its text."""
-    lengths = np.full(5000, 368, dtype=np.int64)
-    for devices, share, tokens in ((1, 1.0, 500_000), (2, 1.0, 250_000), (2, 0.5, 125_000)):
-        known = replace(facts(lengths), expected_share=share)
-        (member,) = make_plan(config({}), {"m0": known}, gpus(devices)).members
-        assert member.replica_tokens == tokens

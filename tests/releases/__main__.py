@@ -35,7 +35,7 @@ WHOLE = (
     *(f"tests/worker/test_{name}.py" for name in ("predict", "precision", "float32", "gguf", "offload")),
     *(f"tests/worker/test_{name}.py" for name in ("session", "compute", "repeated", "proof", "warmup")),
     *(f"tests/worker/test_{name}.py" for name in ("causal_lm", "pooled_cls", "image_cls", "cross_encoder")),
-    *(f"tests/worker/test_{name}.py" for name in ("spread", "quantized_cache")),
+    "tests/worker/test_spread.py",
     *(f"tests/test_{name}_members.py" for name in ("causal", "pooled", "image", "python", "csv")),
     *(f"tests/test_{name}.py" for name in ("views", "truncation", "rules", "template", "configs")),
     *(f"tests/test_{name}.py" for name in ("regression_members", "extending_kind", "security", "gpus")),

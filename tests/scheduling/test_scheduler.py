@@ -47,16 +47,6 @@ def test_a_gpu_that_is_left_over_joins_the_member_with_most_to_do() -> None:
     assert long.workers[1].counters.chunks > 0
 
 
-def test_a_worker_that_has_found_another_size_of_batches_is_reported_with_it() -> None:
-    def answer(command: Predict) -> ChunkDone:
-        return replace(computed(command), token_budget=32_768 if not command.chunk else None, note="why")
-
-    (state,) = schedule(plan_of([1], [1], gpus(1)), gpus(1), answer)
-    (record,) = state.workers
-    assert record.ready is not None
-    assert (record.ready.token_budget, record.ready.notes) == (32_768, ("why",))
-
-
 def test_nobody_joins_a_member_that_is_nearly_done() -> None:
     two = gpus(2)
     first, second = schedule(plan_of([2, 1], [1, 1], two), two)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ensemble.members.huggingface.scoring.batching import MemoryLimit, make_batches
+from ensemble.members.huggingface.scoring.batching import MemoryLimit, make_batches, tokens_for_stages
 
 
 def padded(lengths: np.ndarray, batches: list[np.ndarray]) -> int:
@@ -105,3 +105,14 @@ def test_what_is_not_computed_counts_as_memory_and_not_as_work() -> None:
         whole = int(lengths[batch].max()) + 300
         assert len(batch) * whole * (100.0 + 0.1 * whole) <= 1.1 * 10**6
     assert len(make_batches(lengths, 2048, memory=MemoryLimit(10**12, 100.0, 0.1, 300))) < len(batches)
+
+
+@pytest.mark.parametrize(
+    ("rows", "stages", "tokens", "batches"),
+    [(400, 2, 12_800, 16), (400, 4, 6400, 34), (2000, 2, 16_384, 63), (40, 2, 2048, 10), (2, 2, 2048, 1)],
+)
+def test_a_chunk_keeps_several_gpus_busy(rows: int, stages: int, tokens: int, batches: int) -> None:
+    """Eight batches for each of them, unless batches would get too small or too large."""
+    lengths = np.full(rows, 512)
+    assert tokens_for_stages(16_384, stages, int(lengths.sum())) == tokens
+    assert len(make_batches(lengths, tokens)) == batches

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -88,31 +87,6 @@ def test_a_gpu_is_given_passes_before_those_ahead_are_over(
     assert seen == [max(0, number + 1 - queued) for number in range(12)]
     assert queue.finish() == 6.0
     assert len(waited) == 12
-
-
-def test_who_finds_the_tokens_of_a_batch(tmp_path: Path) -> None:
-    """By the first chunk on one GPU, by a chunk's tokens over several, and nobody on a CPU or where it is said."""
-    import torch
-
-    from ensemble.members.huggingface.scoring.member import TextMember
-    from ensemble.members.huggingface.scoring.token_budget import StageBudget, TimedBudget
-
-    def found(device: str, stages: int = 1, **asked: int) -> type:
-        spec: dict[str, Any] = {
-            "token_budget": None,
-            "batch_size": None,
-            "memory_limit_bytes": None,
-            "shards_dir": str(tmp_path),
-        }
-        spec |= {"token_budgets": {}, "expected_tokens": 10**9, **asked}
-        classifier = SimpleNamespace(stages=stages, last_device=torch.device(device))
-        member = SimpleNamespace(_spec=SimpleNamespace(**spec), _classifier=classifier)
-        loaded = SimpleNamespace(token_budget=16_384, memory=None, device_name=device)
-        return type(TextMember._token_budget(cast(Any, member), cast(Any, loaded)))
-
-    assert found("cuda") is TimedBudget
-    assert found("cuda", 2) is StageBudget
-    assert {found("cpu"), found("cuda", token_budget=9), found("cuda", 2, batch_size=8)} == {type(None)}
 
 
 def test_passes_that_fail_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,3 +99,85 @@ def test_weights_that_are_unpacked_before_the_first_pass(tmp_path: Path) -> None
     _run_first_hooks(model)
     assert model.model.layers[0].mlp.up_proj.weight is weight
     assert not model._forward_pre_hooks
+
+
+STORED = {"load_in_4bit": True, "bnb_4bit_compute_dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("stored", "capability", "expected"),
+    [
+        (STORED, (7, 5), "float16"),
+        ({**STORED, "bnb_4bit_compute_dtype": "torch.bfloat16"}, (7, 0), "float16"),
+        (STORED, (8, 0), None),
+        (STORED, (9, 0), None),
+        (STORED, None, None),
+        ({**STORED, "bnb_4bit_compute_dtype": "float32"}, (7, 5), None),
+        ({"load_in_8bit": True, "bnb_4bit_compute_dtype": "bfloat16"}, (7, 5), None),
+        (None, (7, 5), None),
+    ],
+)
+def test_bfloat16_of_stored_layers_is_float16_before_ampere(
+    stored: dict[str, Any] | None, capability: tuple[int, int] | None, expected: str | None
+) -> None:
+    from ensemble.members.huggingface.loading.quantization import compute_notes
+    from ensemble.members.huggingface.spec import choose_compute_dtype
+
+    assert choose_compute_dtype(stored, capability) == expected
+    # Where the config asks for the same, it is obeyed, and said.
+    notes = compute_notes(stored, capability)
+    assert len(notes) == (expected is not None)
+    assert all(
+        "bfloat16 is only emulated" in note and "float16 is what this GPU has" in note for note in notes
+    )
+
+
+def test_bfloat16_that_is_asked_for_is_obeyed_and_noted_before_ampere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ensemble.members.huggingface.loading import quantization
+    from ensemble.members.huggingface.loading.load import load
+    from ensemble.members.huggingface.spec import choose_compute_dtype
+
+    folder = make_checkpoint(tmp_path, "llama", LABELS)
+    monkeypatch.setattr(  # a T4's rules on this CPU
+        quantization, "choose_compute_dtype", lambda settings, _: choose_compute_dtype(settings, (7, 5))
+    )
+    settings = {**FOUR_BITS, "bnb_4bit_compute_dtype": "bfloat16"}
+    loaded = load(worker_spec(folder, quantization_config=settings))
+    assert [note.split(";")[0] for note in loaded.notes if "emulated" in note] == [
+        "bnb_4bit_compute_dtype: bfloat16 is only emulated below compute capability 8.0: slow"
+    ]
+    layer = loaded.model.model.layers[0].mlp.down_proj
+    assert str(layer.compute_dtype) == "torch.bfloat16"
+    quiet = load(worker_spec(folder, quantization_config=FOUR_BITS))
+    assert not [note for note in quiet.notes if "emulated" in note]
+
+
+def test_stored_layers_compute_as_the_plan_says(tmp_path: Path) -> None:
+    import torch
+
+    from ensemble.members.huggingface.loading.load import load
+
+    folder = make_checkpoint(tmp_path / "m", "llama", LABELS)
+    saved = tmp_path / "four bits"
+    quantized(folder, {**FOUR_BITS, "bnb_4bit_compute_dtype": torch.bfloat16}).save_pretrained(saved)
+    make_tokenizer(saved)
+
+    def compute_dtypes(loaded: Any) -> set[torch.dtype]:
+        return {one.compute_dtype for one in loaded.model.modules() if hasattr(one, "compute_dtype")}
+
+    before, after = load(worker_spec(saved)), load(worker_spec(saved, compute_dtype="float16"))
+    assert compute_dtypes(before) == {torch.bfloat16}
+    assert compute_dtypes(after) == {torch.float16}
+    assert before.notes == ()
+    assert [note.split(":")[0] for note in after.notes] == ["4-bit layers compute in float16"]
+    seen = []
+    layer = after.model.model.layers[0].mlp.down_proj
+    layer.register_forward_hook(lambda module, inputs, output: seen.append(module.compute_dtype))
+    tokens = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        in_float16 = after.model(tokens).logits.double().softmax(-1)
+        as_stored = before.model(tokens).logits.double().softmax(-1)
+    assert seen == [torch.float16], "bitsandbytes has not chosen another at the first pass"
+    assert 0 < (in_float16 - as_stored).abs().max() < 0.2

@@ -53,7 +53,7 @@ def tune(
     """Try settings of every member that has any to choose.
 
     Args:
-        rows: of the sample; None: 256, and more where those are done within a moment.
+        rows: of the sample; None: 256.
         tolerance: how far a candidate's probabilities may be from the reference's, in the mean over rows of a
             row's largest difference; and the share of rows whose first label may be another; None: ``TOLERANCE``.
         target: where to write the overlay, as :func:`check_output` gives it; None: nowhere.
@@ -82,7 +82,7 @@ def tune(
         samples = [] if config.submission is None else [config.submission.sample]
         output_file(target, [config.data.path, *samples, *map(Path, prepared.file_states)])
         rundir.demand_free("--write", target)
-    devices = [one.name for one in gpus or prepared.inventory.hosts] or [cpu_products()]
+    devices = [device.name for device in gpus or prepared.inventory.hosts] or [cpu_products()]
     made_on: dict[str, Any] = {
         "devices": sorted(devices),
         "versions": installed_versions(_VERSIONS),
@@ -111,7 +111,7 @@ def tune(
     ]
     tunable = [one for one in members if one.count]
     skipped = tuple(
-        model.name for model in config.models if model.name not in [one.model.name for one in tunable]
+        model.name for model in config.models if model.name not in [member.model.name for member in tunable]
     )
     if not tunable:
         raise ConfigError(
@@ -123,9 +123,9 @@ def tune(
         _begin(folder.root, made_on)
         if busy:
             display.say(f"! {busy}: wait, or run it again later")
-        count = sum(one.count for one in tunable)
-        seconds = [one.expected_seconds() for one in tunable]
-        kept = sum(one.kept for one in tunable)
+        count = sum(member.count for member in tunable)
+        seconds = [member.expected_seconds() for member in tunable]
+        kept = sum(member.kept for member in tunable)
         left = sum(seconds) * max(0, count - kept) / count
         about = f", about {duration(left)}" if all(seconds) and left else ""
         about += f" ({kept} done already)" if kept else ""
@@ -133,25 +133,20 @@ def tune(
             f"{plural(count, 'trial')} at most, each in a fresh worker, of {tunable[0].rows:,} of "
             f"{plural(prepared.table.rows, 'row')}{about}; what is done is kept in {folder.root}"
         )
-        found = [one.tune() for one in tunable]
-        # Also of those that have nothing to try, of which nobody knows.
-        counts = {one.workers_found for one in members}
-        cpu_workers = next(iter(counts)) if len(counts) == 1 else None
+        tunings = [member.tune() for member in tunable]
         tuning = Tuning(
-            members=tuple(found),
+            members=tuple(tunings),
             skipped=skipped,
-            cpu_workers=cpu_workers,
             busy=busy,
-            rows=min(one.rows for one in tunable),
+            rows=min(member.rows for member in tunable),
             tolerance=tolerance,
             seconds=boot_seconds() - began,
             tuned_on=TuningConfig.model_validate(
                 {
                     "versions": made_on["versions"],
-                    "rows": min(one.rows for one in tunable),
+                    "rows": min(member.rows for member in tunable),
                     "devices": [*dict.fromkeys(devices)],
                     "tolerance": tolerance,
-                    "cores": None if cpu_workers is None else made_on["cores"],
                     "date": datetime.now(UTC).date().isoformat(),
                 }
             ),
@@ -186,13 +181,17 @@ def check_output(output: Path, may_replace: bool, sources: Sequence[Path]) -> Pa
 
 def overrides_beside(loaded: LoadedConfig, tuning: Tuning) -> list[str]:
     """The config's overrides that go with the overlay: none of a key that it sets, as overrides come last."""
-    keys_of = {one.name: one.keys for one in tuning.members}
-    taken = ["cpu_workers"] if tuning.cpu_workers is not None else []
+    keys_of = {member.name: member.keys for member in tuning.members}
+    taken: list[str] = []
     for index, model in enumerate(loaded.config.models):
         for key in keys_of.get(model.name, ()):
             taken += [f"models.{index}.{key}", f"models.{model.name}.{key}"]
-    places = {one: path_of(one) for one in loaded.overrides}
-    return [one for one, at in places.items() if not any(f"{at}.".startswith(f"{key}.") for key in taken)]
+    places = {override: path_of(override) for override in loaded.overrides}
+    return [
+        override
+        for override, at in places.items()
+        if not any(f"{at}.".startswith(f"{key}.") for key in taken)
+    ]
 
 
 def _begin(folder: Path, made_on: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -46,14 +46,6 @@ _TOO_SLOW = 2.0
 _MIN_SECONDS = 3.0
 # A further setting is taken where it saves so much of the time: less is noise.
 _WORTH_CHANGING = 0.95
-# Where computing takes this many times as long as starting, a candidate gets a quarter of the rows first.
-_WORTH_STARTING_TWICE = 2.0
-_FEWER = 4
-# What is computed in less than so many seconds says little of a speed: then there are more rows, if nobody says how
-# many there are to be.
-_SHORT_SECONDS = 2.0
-_WANTED_SECONDS = 3.0
-_MAX_ROWS = 2_048
 
 
 class _TooSlow(Exception):
@@ -80,38 +72,8 @@ class _Watching:
     def stop(self) -> None: ...
 
 
-class _Sample:
-    """Rows of every length, and fewer of them.
-
-    Attributes:
-        few: numbers of rows of the sample.
-    """
-
-    def __init__(self, prepared: Prepared, rows: int) -> None:
-        self._table = prepared.table
-        lengths = prepared.table.text_bytes
-        self._chosen = sample_rows_of(lengths, rows)
-        self.few = sample_rows_of(lengths[self._chosen], max(1, len(self._chosen) // _FEWER))
-        self.truth = None if prepared.truth is None else prepared.truth[self._chosen]
-
-    @property
-    def rows(self) -> int:
-        return len(self._chosen)
-
-    def table(self, is_few: bool = False) -> InputTable:
-        """A table of its rows: a new one for each run, which forgets its columns once the workers have them."""
-        chosen = self._chosen[self.few] if is_few else self._chosen
-        ids = self._table.ids.take(pa.array(chosen))
-        return self._table.derived(chosen, ids, lambda _, column: column)
-
-
 class MemberTrials:
-    """One member's trials.
-
-    Attributes:
-        workers_found: how many side by side on a CPU were fastest; None where only one count was tried, or where
-            several compute faster, and only loading as many models takes what they save of this table.
-    """
+    """One member's trials, each over the same sample of rows of every length."""
 
     def __init__(
         self,
@@ -126,15 +88,13 @@ class MemberTrials:
         self._owns_process = owns_process
         self._prepared = prepared
         self._index = index
-        self._may_grow = rows is None
-        self._sample = _Sample(prepared, rows or _ROWS)
+        self._chosen = sample_rows_of(prepared.table.text_bytes, rows or _ROWS)
+        self._truth = None if prepared.truth is None else prepared.truth[self._chosen]
         self._folder = folder
         self._tolerance = tolerance
         self._say = say
-        self._config = prepared.config
         self.model: MemberConfig = prepared.config.models[index]
         self._kind: MemberKind[Any, Any] = member_kind(self.model)
-        self.workers_found: int | None = None
         self._trials: list[Trial] = []
         self._reference: Trial | None = None
         self._best: Trial | None = None
@@ -148,91 +108,73 @@ class MemberTrials:
 
     @property
     def rows(self) -> int:
-        """Of its sample."""
-        return self._sample.rows
+        """Number of rows of the sample."""
+        return len(self._chosen)
 
     @cached_property
     def count(self) -> int:
-        """How many trials there are at most, reference and best again among them; 0: there is nothing to choose."""
+        """How many trials there are at most, the reference again among them; 0: there is nothing to choose."""
         groups = self._kind.candidates(self._prepared.inspected[self.model.name], self._assigned)
         if not any(groups):
             return 0
         precisions, *others = groups
-        further = sum(not one.impossible for group in others for one in group)
-        return len([*self._with_own(precisions)]) + further + len(self._beside({})) + 2
+        return len([*self._with_own(precisions)]) + sum(map(len, others)) + 1
 
     @property
     def kept(self) -> int:
-        """How many of them one that was interrupted has brought to their end."""
-        folders = [path for path in self._folder.glob("*-*") if _is_complete(path)]
-        return len({path.name.rpartition("-")[0] for path in folders})  # a trial of few rows, and then of all
+        """How many trials an interrupted command has finished."""
+        return sum(map(_is_complete, self._folder.glob("*-*")))
 
     def expected_seconds(self) -> float:
         """Of all of them, by the speed of an earlier run or by a guess; 0 where nobody knows."""
-        planned = [one for one in self._prepared.plan.members if one.name == self.model.name]
-        share = self._sample.rows / max(1, self._prepared.table.rows)
-        return sum(self.count * (one.speed.startup_seconds + one.whole_seconds * share) for one in planned)
+        planned = [member for member in self._prepared.plan.members if member.name == self.model.name]
+        share = self.rows / max(1, self._prepared.table.rows)
+        return sum(
+            self.count * (member.speed.startup_seconds + member.whole_seconds * share) for member in planned
+        )
 
     def tune(self) -> MemberTuning:
+        """Try each group of candidates with the best of the groups before it, and then the reference again."""
         name, inspected = self.model.name, self._prepared.inspected[self.model.name]
         (precisions, *_) = self._kind.candidates(inspected, self._assigned)
         for candidate in self._with_own(precisions):
-            self._try(candidate.name, dict(candidate.keys))
-        if (best := self._best) is None:
+            self._try(candidate.name, dict(candidate.keys), is_precision=True)
+        best, reference = self._best, self._reference
+        if best is None or reference is None or reference.seconds is None:
             self._say(f"{name}: nothing that was tried gave a result; its settings stay as they are")
             return MemberTuning(name, tuple(self._trials))
         group = 1
         while group < len(groups := self._kind.candidates(inspected, self._assigned, best.ran_with)):
-            if group == len(groups) - 1:
-                self._side_by_side(best)
-                best = self._best or best
-            before = best
             for candidate in groups[group]:
-                computing = (before.whole_seconds or 0.0) - (before.load_seconds or 0.0)
+                computing = (best.whole_seconds or 0.0) - (best.load_seconds or 0.0)
                 if computing < candidate.pays_from_seconds:
                     self._say(
                         f"{name}: {candidate.name}: not tried, as all rows are computed in "
                         f"{duration(computing)}, and it can pay from {duration(candidate.pays_from_seconds)} on"
                     )
                     continue
-                if candidate.impossible:
-                    self._say(f"{name}: {candidate.name}: not tried: {candidate.impossible}")
-                    continue
-                self._try(
-                    f"{before.name}, {candidate.name}", {**before.keys, **candidate.keys}, before.workers
-                )
+                self._try(f"{best.name}, {candidate.name}", {**best.keys, **candidate.keys})
             best, group = self._best or best, group + 1
-        if len(groups) == 1:  # there is nothing to try behind precisions
-            self._side_by_side(best)
-        best, reference = self._best or best, self._reference
-        assert reference is not None
-        assert reference.seconds is not None
-        last = Trial(f"{reference.name}, again", reference.keys, workers=reference.workers)
-        last = self._run(last, self._sample.table(), None)
-        again, overtaken = None if last.seconds is None else last.seconds / reference.seconds, ""
-        unchosen = MemberTuning(name, tuple(self._trials), reference.name, again=again)
-        if unchosen.has_moved:
-            self.workers_found = None
-            return unchosen
-        if best is not reference and not _cost(best) < _WORTH_CHANGING * _cost(last):
-            # What computed beside the trials may have ended: then the best is faster now as well.
-            now = Trial(f"{best.name}, again", best.keys, workers=best.workers)
-            if not _cost(self._run(now, self._sample.table(), None)) < _WORTH_CHANGING * _cost(last):
-                best, overtaken, self.workers_found = reference, best.name, None
-        keys = self._changes(best.keys)
-        return MemberTuning(name, tuple(self._trials), reference.name, best.name, keys, again, overtaken)
+        last = self._run(Trial(f"{reference.name}, again", reference.keys), None)
+        again = None if last.seconds is None else last.seconds / reference.seconds
+        tuning = MemberTuning(name, tuple(self._trials), reference.name, again=again)
+        if tuning.has_moved:
+            return tuning
+        return replace(tuning, best=best.name, keys=self._changes(best.keys))
 
     def _with_own(self, precisions: Sequence[Candidate]) -> Iterator[Candidate]:
         """The precisions, and behind them the config's own where that is none of them."""
         yield from precisions
-        own = self._identity({})
-        if own is not None and all(self._identity(one.keys) != own for one in precisions):
+        configured = self._identity({})
+        if configured is not None and all(
+            self._identity(candidate.keys) != configured for candidate in precisions
+        ):
             yield Candidate("as configured", {})
 
     def _identity(self, keys: Mapping[str, Any]) -> str | None:
         """What its numbers depend on with these settings; None where they cannot be had."""
         try:
-            prepared = self._made(keys, self._sample.table(), self._folder, 1)
+            prepared = self._made(keys, self._sample(), self._folder)
         except EnsembleError:
             return None
         model, (plan,) = prepared.config.models[0], prepared.plan.members
@@ -244,100 +186,50 @@ class MemberTrials:
         changed = {}
         for key, value in keys.items():
             field_info = type(self.model).model_fields[key]
-            wanted = field_info.get_default(call_default_factory=True) if value is None else value
-            if wanted != getattr(self.model, key):
+            new_value = field_info.get_default(call_default_factory=True) if value is None else value
+            if new_value != getattr(self.model, key):
                 changed[key] = value
-        own = self._identity({})
+        configured = self._identity({})
         for key in list(changed):
             rest = {name: value for name, value in changed.items() if name != key}
-            is_idle = own is not None and key in ("dtype", "quantization_config", "attn_implementation")
+            is_idle = configured is not None and key in (
+                "dtype",
+                "quantization_config",
+                "attn_implementation",
+            )
             if is_idle and self._identity(rest) == self._identity(changed):
                 del changed[key]
         return changed
 
-    def _side_by_side(self, best: Trial) -> None:
-        """Try ever more workers with a part of the cores each, as long as more of them take no longer."""
-        tried: list[Trial] = []
-        for count in self._beside(best.keys):
-            before = self._best or best
-            self._try(f"{best.name}, {count} workers", dict(best.keys), count)
-            tried.append(self._trials[-1])
-            if _cost(tried[-1]) > _cost(before):
-                break
-        if not tried or best.seconds is None:
-            return
-        if self._best is not None and self._best.workers > 1:
-            self.workers_found = self._best.workers
-        elif all(
-            one.rows_per_second is not None  # else it failed, and nobody knows
-            and (one.seconds is None or best.seconds < _WORTH_CHANGING * one.seconds)
-            for one in tried
-        ):
-            self.workers_found = 1  # for a table of any size
+    def _sample(self) -> InputTable:
+        """Return a new table of the sample, as a run forgets its columns once the workers have them."""
+        ids = self._prepared.table.ids.take(pa.array(self._chosen))
+        return self._prepared.table.derived(self._chosen, ids, lambda _, column: column)
 
-    def _beside(self, keys: Mapping[str, Any]) -> Sequence[int]:
-        """Return the numbers of workers that are tried: 2, 4, ... up to what ``cpu_workers: auto`` takes."""
-        if self._on_gpu or self._config.cpu_workers != "auto" or self._kind.request().replicas != "auto":
-            return ()
-        try:
-            plan = self._made(keys, self._sample.table(), self._folder, "auto").plan
-        except EnsembleError:  # it fits nowhere as it is
-            return ()
-        (member,) = plan.members
-        most = min(round(1 / member.cpu_share), len(member.chunks) // 2)
-        return [2**step for step in range(1, most.bit_length())]
-
-    def _try(self, name: str, keys: dict[str, Any], workers: int | None = None) -> None:
-        """Try settings, on a few rows first where that is worth a start of its own.
-
-        Args:
-            workers: None: of a precision, as many as the config says.
-        """
-        asked, is_precision = self._config.cpu_workers, workers is None
-        if workers is None:
-            workers = 0 if self._on_gpu else 1 if asked == "auto" else asked
-        trial = Trial(name, keys, is_precision, workers)
-        sample, best, reference = self._sample, self._best, self._reference
-        if best is not None and reference is not None and best.seconds and reference.seconds:
-            startup = (reference.load_seconds or 0.0) + _MIN_SECONDS
-            rows = len(sample.few)
-            is_alone = workers == best.workers < 2  # several workers would lack chunks
-            if is_alone and reference.seconds > _WORTH_STARTING_TWICE * startup and rows < sample.rows:
-                few = self._run(trial, sample.table(is_few=True), best.seconds * rows / sample.rows)
-                assert reference.values is not None
-                few = self._held(few, reference.values[sample.few], None)
-                if few.failure or few.mean > 2 * self._tolerance:
-                    self._add(replace(few, is_within=False))
-                    return
-        trial = self._run(trial, sample.table(), best.seconds if best is not None else None)
-        if reference is None and self._may_grow and trial.seconds and trial.seconds < _SHORT_SECONDS:
-            rows = min(_MAX_ROWS, int(sample.rows * _WANTED_SECONDS / trial.seconds))
-            self._sample = sample = _Sample(self._prepared, rows)
-            if sample.rows > trial.rows:
-                self._say(
-                    f"{self.model.name}: {name}: done at once, so {plural(sample.rows, 'row')} are taken"
-                )
-                trial = self._run(replace(trial, rows=0, values=None), sample.table(), None)
-        if not trial.failure and reference is None:
-            self._reference = self._best = replace(trial, is_within=True)
-            self._add(self._reference)
-            return
-        if not trial.failure and reference is not None:
-            assert reference.values is not None
-            trial = self._held(trial, reference.values, sample.truth)
-            if trial.is_within and best is not None and _cost(trial) < _WORTH_CHANGING * _cost(best):
+    def _try(self, name: str, keys: dict[str, Any], is_precision: bool = False) -> None:
+        """Run a candidate; the first one that gives a result is the reference."""
+        best, reference = self._best, self._reference
+        trial = self._run(Trial(name, keys, is_precision), None if best is None else best.seconds)
+        if not trial.failure and (best is None or reference is None):
+            trial = replace(trial, is_within=True)
+            self._reference = self._best = trial
+        elif not trial.failure and best is not None and reference is not None:
+            trial = self._compared(trial, reference)
+            if trial.is_within and _cost(trial) < _WORTH_CHANGING * _cost(best):
                 self._best = trial
         self._add(trial)
 
-    def _held(self, trial: Trial, expected: npt.NDArray[np.float64], truth: Truth | None) -> Trial:
-        """A trial with how far it is from the reference."""
-        if trial.values is None:
-            return trial
+    def _compared(self, trial: Trial, reference: Trial) -> Trial:
+        """Return a trial with its distance from the reference."""
+        assert trial.values is not None
+        assert reference.values is not None
         kind = self._prepared.inspected[self.model.name].activation
-        both = np.isfinite(expected).all(axis=1) & np.isfinite(trial.values).all(axis=1)
-        expected, values = expected[both], trial.values[both]
+        both = np.isfinite(reference.values).all(axis=1) & np.isfinite(trial.values).all(axis=1)
+        expected, values = reference.values[both], trial.values[both]
         mean, largest, changed = distances(expected, values, kind)
-        metrics = () if truth is None else tuple(_metric_differences(expected, values, truth[both], kind))
+        metrics: tuple[MetricDifference, ...] = ()
+        if self._truth is not None:
+            metrics = tuple(_metric_differences(expected, values, self._truth[both], kind))
         is_within = mean <= self._tolerance and (kind == "none" or changed <= self._tolerance)
         return replace(
             trial, mean=mean, largest=largest, changed=changed, metrics=metrics, is_within=is_within
@@ -361,7 +253,6 @@ class MemberTrials:
         keys: Mapping[str, Any],
         table: InputTable,
         folder: Path,
-        workers: int | Literal["auto"],
         is_whole: bool = False,
     ) -> Prepared:
         """A run of this member alone, with these keys.
@@ -396,7 +287,7 @@ class MemberTrials:
             "report": False,
             "retries": 0,
             "on_member_failure": "fail",
-            "cpu_workers": workers or 1,
+            "cpu_workers": 1 if self._on_gpu or config.cpu_workers == "auto" else config.cpu_workers,
             "tuned_on": None,
         }
         whole = replace(self._prepared, inspected={model.name: inspected})
@@ -406,24 +297,25 @@ class MemberTrials:
             launcher=make_launcher(config.launcher, config.hang_timeout),
         )
 
-    def _run(self, trial: Trial, table: InputTable, best_seconds: float | None) -> Trial:
+    def _run(self, trial: Trial, best_seconds: float | None) -> Trial:
         """Run a trial; whatever goes wrong with it is in its ``failure``."""
+        table = self._sample()
         slug = "".join(letter if letter.isalnum() else "-" for letter in trial.name)
         folder = self._folder / f"{slug}-{table.rows}"
         limit = None if best_seconds is None else max(_MIN_SECONDS, _TOO_SLOW * best_seconds)
         watching = _Watching(limit)
         trial = replace(trial, rows=table.rows)
         try:
-            prepared = self._made(trial.keys, table, folder, trial.workers)
+            prepared = self._made(trial.keys, table, folder)
             is_done = _is_complete(folder)
             report = run_prepared(
                 prepared, watching, not is_done, boot_seconds(), owns_process=self._owns_process
             )
         except _TooSlow:
-            found = watching.rows_per_second
-            said = f"stopped at {found:.3g} rows/s" if found else "stopped"
+            speed = watching.rows_per_second
+            said = f"stopped at {speed:.3g} rows/s" if speed else "stopped"
             said += ", as it takes more than twice as long as the best so far"
-            return replace(trial, failure=said, rows_per_second=found)
+            return replace(trial, failure=said, rows_per_second=speed)
         except WriteError:
             raise
         except EnsembleError as error:
@@ -448,19 +340,20 @@ class MemberTrials:
         if lacking > allowed:
             return replace(trial, failure=why)
         first = member.workers[0]
-        if getattr(prepared.config.models[0], "torch_compile", False) and not first.compiled:
-            why = next(
-                (note for note in first.notes if note.startswith("torch_compile")), "it was not compiled"
-            )
-            return replace(trial, failure=why)
-        busy = max((one.predict_seconds for one in member.workers), default=0.0)
-        rows, tokens = (sum(getattr(one, name) for one in member.workers) for name in ("rows", "tokens"))
+        busy = max((worker.predict_seconds for worker in member.workers), default=0.0)
+        rows, tokens = (
+            sum(getattr(worker, name) for worker in member.workers) for name in ("rows", "tokens")
+        )
         if not rows or not busy:
             return replace(trial, failure="nothing was measured: its run says of no worker how long it took")
         on_gpu = [
-            one.peak_gpu_memory_bytes for one in member.workers if one.peak_gpu_memory_bytes is not None
+            worker.peak_gpu_memory_bytes
+            for worker in member.workers
+            if worker.peak_gpu_memory_bytes is not None
         ]
-        on_cpu = [one.peak_memory_bytes for one in member.workers if one.peak_memory_bytes is not None]
+        on_cpu = [
+            worker.peak_memory_bytes for worker in member.workers if worker.peak_memory_bytes is not None
+        ]
         seconds, load_seconds = busy * prepared.table.rows / rows, first.load_seconds or 0.0
         work, (whole_work, replicas) = prepared.plan.members[0].work, self._whole(trial, prepared)
         return replace(
@@ -471,9 +364,7 @@ class MemberTrials:
             tokens_per_second=tokens / busy if tokens else None,
             rows_per_second=rows / busy,
             peak_bytes=max(on_gpu or on_cpu, default=None),
-            ran_with=RanWith(
-                first.dtype, first.attn_implementation, first.token_budget, first.compiled or False, tokens
-            ),
+            ran_with=RanWith(first.dtype, first.attn_implementation, first.token_budget, tokens),
             values=values,
             lacking=lacking,
             why_lacking=why,
@@ -484,11 +375,11 @@ class MemberTrials:
 
         Of the sample's rows where the whole table does not fit.
         """
-        planned = tuple(one for one in self._prepared.plan.members if one.name == self.model.name)
+        planned = tuple(member for member in self._prepared.plan.members if member.name == self.model.name)
         if self._on_gpu or not planned:  # other settings may have room for other replicas
             folder = prepared.config.output_dir
             try:
-                made = self._made(trial.keys, self._prepared.table, folder, trial.workers, is_whole=True)
+                made = self._made(trial.keys, self._prepared.table, folder, is_whole=True)
             except EnsembleError:
                 planned = prepared.plan.members
             else:
@@ -551,7 +442,7 @@ def _metric_differences(
     for name in USUAL[activation]:
         metric = METRICS[name]
         try:
-            first, second = (sample.score(metric, one) for one in (expected, values))
+            first, second = sample.score(metric, expected), sample.score(metric, values)
         except DataError:  # such as an AUC of rows that all have one label
             continue
         yield MetricDifference(name, metric.greater_is_better, second.minus(first))

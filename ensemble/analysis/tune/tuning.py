@@ -18,9 +18,6 @@ from ensemble.members.base import RanWith
 
 _NOISY = 1.25  # times as long as the same took before
 _MOVED = 2.0  # times as long, or as short: then speeds say nothing
-_FEW_SECONDS = (
-    1.0  # of computing the sample; so little time says little of a speed, also where nothing disturbs
-)
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,6 @@ class Trial:
         name: in words.
         keys: of the member, as the YAML has them.
         is_precision: whether it is of the first group, which changes numbers most.
-        workers: side by side on a CPU; 0 on GPUs.
         rows: that were computed.
         failure: why there is no result, in a sentence; empty where there is one.
         seconds: of computing the sample's rows; None without a result.
@@ -59,7 +55,6 @@ class Trial:
     name: str
     keys: Mapping[str, Any]
     is_precision: bool = False
-    workers: int = 0
     rows: int = 0
     failure: str = ""
     seconds: float | None = None
@@ -89,8 +84,6 @@ class MemberTuning:
         keys: what is to be changed in the config for it; None: the key is to be left out.
         again: what computing took the reference once all was tried, by what it had taken at first: how far speeds
             may be off here; None where it was not measured.
-        overtaken: the trial that was fastest until the reference was measured again, and took no longer than it;
-            empty where there was none.
     """
 
     name: str
@@ -99,12 +92,11 @@ class MemberTuning:
     best: str = ""
     keys: Mapping[str, Any] = field(default_factory=dict)
     again: float | None = None
-    overtaken: str = ""
 
     @property
     def lost_references(self) -> tuple[str, ...]:
         """What would have been the reference, wider first, if it had given a result."""
-        names = (one.name for one in self.trials)
+        names = (trial.name for trial in self.trials)
         return tuple(takewhile(lambda name: name != self.reference, names)) if self.reference else ()
 
     @property
@@ -117,12 +109,6 @@ class MemberTuning:
         return self.again is not None and not 1 / _MOVED <= self.again <= _MOVED
 
     @property
-    def is_short(self) -> bool:
-        """Whether the sample was computed so fast that nothing but its length may be what is noisy."""
-        seconds = [one.seconds for one in self.trials if one.name == self.reference and one.seconds]
-        return bool(seconds) and seconds[0] < _FEW_SECONDS
-
-    @property
     def is_noisy(self) -> bool:
         """Whether the same took so much longer or less at the end that its speeds say little."""
         return self.again is not None and not 1 / _NOISY <= self.again <= _NOISY
@@ -133,8 +119,6 @@ class Tuning:
     """What was found of all members.
 
     Attributes:
-        cpu_workers: how many workers side by side are fastest for every member; None where that was not measured,
-            or members differ, or it is one for tables of this size alone.
         busy: that other programs computed on this machine before it began, in a sentence; empty where none did.
         seconds: that all of it took.
         tuned_on: the record of it.
@@ -142,7 +126,6 @@ class Tuning:
 
     members: tuple[MemberTuning, ...]
     skipped: tuple[str, ...]
-    cpu_workers: int | None
     busy: str
     rows: int
     tolerance: float
@@ -152,45 +135,29 @@ class Tuning:
     @property
     def has_result(self) -> bool:
         """Say whether settings were chosen for any member."""
-        return any(one.best for one in self.members)
-
-    @property
-    def workers_found(self) -> str:
-        """What was found of workers side by side, in words; empty where nothing was."""
-        if self.cpu_workers is None:
-            return ""
-        cores = plural(self.tuned_on.cores or 0, "core")
-        if self.cpu_workers == 1:
-            return f"every member computes faster with one worker on all {cores} than with several"
-        return f"{self.cpu_workers} side by side on {cores} are the fastest for every member"
+        return any(member.best for member in self.members)
 
     def overlay(self) -> str:
         """The YAML that says it, to be given behind the config's own files."""
-        models = [{"name": one.name, **one.keys} for one in self.members if one.keys]
+        models = [{"name": member.name, **member.keys} for member in self.members if member.keys]
         document: dict[str, Any] = {"models": models} if models else {}
-        if self.cpu_workers is not None:
-            document["cpu_workers"] = self.cpu_workers
         document["tuned_on"] = self.tuned_on.model_dump(mode="json", exclude_none=True)
         lines = [
             f"# By `ensemble tune` on {self.tuned_on.date}: the fastest settings that change a row's",
             f"# probabilities by {self.tolerance:g} or less, in the mean over {plural(self.rows, 'row')}.",
             "# It takes effect as the last of the files in `ensemble run CONFIG THIS_FILE`.",
         ]
-        for one in self.members:
-            how = "nothing tried gave a result" if not one.best else one.best
-            if one.best:
+        for member in self.members:
+            how = "nothing tried gave a result" if not member.best else member.best
+            if member.best:
                 how += (
-                    ", the reference itself" if one.is_reference_best else f", held against {one.reference}"
+                    ", the reference itself"
+                    if member.is_reference_best
+                    else f", held against {member.reference}"
                 )
-            if one.has_moved:
-                how = f"nothing chosen, as the reference took {one.again:.2g} times as long at the end"
-            if one.is_noisy:
-                how += (
-                    "; by rows that took less than a second, so measure with more of them"
-                    if one.is_short
-                    else ("; while something else computed, so measure again")
-                )
-            lines.append(f"# {one.name}: {how}")
-        if self.cpu_workers is not None:
-            lines.append(f"# cpu_workers: {self.workers_found}; leave it out elsewhere")
+            if member.has_moved:
+                how = f"nothing chosen, as the reference took {member.again:.2g} times as long at the end"
+            if member.is_noisy:
+                how += "; while speeds changed, so measure again"
+            lines.append(f"# {member.name}: {how}")
         return "\n".join([*lines, yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=100)])

@@ -141,11 +141,6 @@ def _member_facts(prepared: Prepared, member: MemberPlan) -> Iterator[str]:
         yield f"{stored}, {needed.attention} attention"
         labels = len(prepared.config.labels)
         yield f"rows of up to {plural(needed.width, 'token')}, {plural(labels, 'label')} each"
-    if (cache := member.load_cache).is_kept:
-        size = "" if cache.bytes is None else f" ({gib(cache.bytes)})"
-        yield f"quantized once: its weights are kept in the run directory for later loads{size}"
-    elif cache.reason:
-        yield f"quantized at each load: {cache.reason}"
     yield chunks_text(member)
     if (expected := prepared.shares.get(member.name)) is not None and member.model.when is not None:
         yield f"runs {when_text(member.model.when)}: {expected.share:.0%} of the rows, {expected.why}"

@@ -20,6 +20,7 @@ _HEADERS = [
     "changed",
 ]
 _FASTEST = "<- fastest"
+_REMEDY = "run it again once the machine is quiet, with more --rows if the sample takes less than a second"
 
 
 def view(tuning: Tuning) -> Iterator[str | Table]:
@@ -31,8 +32,6 @@ def view(tuning: Tuning) -> Iterator[str | Table]:
         yield from _member(member, tuning.tolerance)
     for name in tuning.skipped:
         yield f"{name}: has no settings to choose"
-    if tuning.cpu_workers is not None:
-        yield f"cpu_workers: {tuning.cpu_workers}: {tuning.workers_found}"
 
 
 def _member(member: MemberTuning, tolerance: float) -> Iterator[str | Table]:
@@ -40,7 +39,9 @@ def _member(member: MemberTuning, tolerance: float) -> Iterator[str | Table]:
     if member.trials:
         yield Table([name, *_HEADERS[1:], ""], [_cells(trial, member) for trial in member.trials], texts=[""])
     if metrics := [*dict.fromkeys(metric.metric for trial in done for metric in trial.metrics)]:
-        compared = [[one.name, *_differences(one, metrics)] for one in done if one.name != member.reference]
+        compared = [
+            [trial.name, *_differences(trial, metrics)] for trial in done if trial.name != member.reference
+        ]
         yield Table([f"minus {member.reference}", *metrics], compared)
     reasons: dict[str, list[str]] = {}
     for trial in member.trials:
@@ -54,28 +55,23 @@ def _member(member: MemberTuning, tolerance: float) -> Iterator[str | Table]:
         which = " and ".join(lost)
         yield f"! {name}: {which} gave no result, so all is held against {member.reference}"
     yield from (
-        f"! {name}: {one.why_lacking}; nothing above counts them"
-        for one in done
-        if one.name == member.reference and one.why_lacking
+        f"! {name}: {trial.why_lacking}; nothing above counts them"
+        for trial in done
+        if trial.name == member.reference and trial.why_lacking
     )
     if member.has_moved:
         yield (
             f"! {name}: nothing is chosen: at the end the reference, {member.reference}, took {member.again:.2g} "
-            f"times as long as at the start, so the speeds above say nothing; {_remedy(member)}"
+            f"times as long as at the start, so the speeds above say nothing; {_REMEDY}"
         )
         return
     if member.is_noisy:
         yield (
             f"! {name}: {member.reference} took {member.again:.2g} times as long when it was measured again at "
-            f"the end, so the speeds above say little; {_remedy(member)}"
+            f"the end, so the speeds above say little; {_REMEDY}"
         )
-    if member.overtaken:
-        yield (
-            f"! {name}: {member.overtaken} was the fastest until then, but saves nothing of what "
-            f"{member.reference} took at the end, which is kept"
-        )
-    others = [one for one in done if one.is_precision and one.name != member.reference]
-    if others and not any(one.is_within for one in others):
+    others = [trial for trial in done if trial.is_precision and trial.name != member.reference]
+    if others and not any(trial.is_within for trial in others):
         yield (
             f"! {name}: no other precision comes within {tolerance:g} of {member.reference}; it is kept, and a "
             "larger --tolerance is yours to choose"
@@ -85,13 +81,6 @@ def _member(member: MemberTuning, tolerance: float) -> Iterator[str | Table]:
         yield f"{name}: {member.best} is the fastest: {keys}"
     else:
         yield f"{name}: {member.best} is the fastest, and what the config says"
-
-
-def _remedy(member: MemberTuning) -> str:
-    """Say what makes speeds of this member say more."""
-    if member.is_short:
-        return "the sample takes less than a second: give more --rows, where the table has them"
-    return "something else computes here: run it again once the machine is quiet"
 
 
 def _cells(trial: Trial, member: MemberTuning) -> list[str]:
@@ -120,16 +109,20 @@ def _cells(trial: Trial, member: MemberTuning) -> list[str]:
 
 
 def _differences(trial: Trial, metrics: list[str]) -> Iterator[str]:
-    by_name = {one.metric: one.difference for one in trial.metrics}
+    by_name = {metric.metric: metric.difference for metric in trial.metrics}
     for name in metrics:
-        found = by_name.get(name)
-        yield "" if found is None else f"{found.value:+.4f} [{found.low:+.4f}, {found.high:+.4f}]"
+        difference = by_name.get(name)
+        yield (
+            ""
+            if difference is None
+            else f"{difference.value:+.4f} [{difference.low:+.4f}, {difference.high:+.4f}]"
+        )
 
 
 def _yaml(value: object) -> str:
     """A value as people write it in one line."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_yaml(one)}" for key, one in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {_yaml(part)}" for key, part in value.items()) + "}"
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -8,7 +8,6 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
-from ensemble.common.compiler import why_no_compiler
 from ensemble.common.digests import FileDigests, digest_of
 from ensemble.common.files import HubFile, read_json
 from ensemble.data.json_cells import TemplateProblem
@@ -49,7 +48,6 @@ _AS_GIVEN = ("allow_tf32", "merge_adapter", "gguf_file", "trust_remote_code")
 _TEXT_AS_GIVEN = ("prompt_template", "add_special_tokens", "truncation_side")
 # Keys of loading and of memory.
 _CHANGE_NO_NUMBER = (
-    "quantized_cache",
     "expandable_segments",
     "max_split_size_mb",
     "allow_pickle",
@@ -94,7 +92,6 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
             max_memory=model.max_memory,
             offload_folder=model.offload_folder,
             may_offload=is_plain and model.adapter_name_or_path is None,
-            load_cache=model.load_cache,
         )
 
     def sources(self) -> tuple[str, ...]:
@@ -123,8 +120,6 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
 
     def warnings(self, inspected: C) -> Iterator[str]:
         yield from quantization_warnings(self.settings.quantization_config, inspected.quantization)
-        if self.settings.torch_compile and (why := why_no_compiler()):
-            yield f"torch_compile: {why}, so that on a CPU it is computed without"
 
     def packages(self, inspected: C | None) -> Iterator[tuple[str, str]]:
         model = self.settings
@@ -140,7 +135,6 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
     def fingerprint(self, inspected: C, assigned: Assigned) -> Mapping[str, object]:
         model = self.settings
         is_unknown = not inspected.folder.is_dir()  # still on the hub, so that only its name tells
-        compiles = model.torch_compile and (assigned.gpus > 0 or not why_no_compiler())
         return {
             **{key: getattr(model, key) for key in _AS_GIVEN},
             "attn_implementation": assigned.attention,
@@ -150,8 +144,8 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
             "activation": inspected.activation,
             "dtype": assigned.dtype,
             "model_kwargs": without_fetching(model.model_kwargs),
-            # Only where it is asked for and can be: what was made before there was this key stays what it is.
-            **({"torch_compile": True} if compiles else {}),
+            # Only where it is asked for: what was made before there was this key stays what it is.
+            **({"torch_compile": True} if model.torch_compile else {}),
             "source": [model.model_name_or_path, model.revision or "main"] if is_unknown else None,
         }
 
@@ -187,7 +181,7 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
             precisions,
             self._attentions(inspected, on_gpu, ran_with),
             self._budgets(on_gpu, ran_with),
-            () if ran_with.compiled else self._compiled(inspected, assigned.gpus),
+            self._compiled(inspected, assigned.gpus),
         ]
 
     def _attentions(self, inspected: C, on_gpu: bool, ran_with: RanWith) -> Sequence[Candidate]:
@@ -221,10 +215,7 @@ class HuggingFaceMember(MemberKind[S, C], Generic[S, C]):
         is_placed = any(one is not None for one in (model.device_map, model.max_memory, model.offload_folder))
         if is_placed or gpus > 1 or inspected.quantization is not None:
             return ()
-        why = why_no_compiler()
-        if gpus and importlib.util.find_spec("triton") is None:
-            why = "the package triton is not installed"
-        return [Candidate("torch.compile", {"torch_compile": True}, _COMPILING_PAYS_FROM_SECONDS, why)]
+        return [Candidate("torch.compile", {"torch_compile": True}, _COMPILING_PAYS_FROM_SECONDS)]
 
     def _loading(self, inspected: C, assigned: Assigned, offload_folder: Path | None) -> dict[str, Any]:
         """The values of ``CheckpointSettings``."""

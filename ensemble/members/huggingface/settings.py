@@ -57,9 +57,8 @@ class HuggingFaceSettings(MemberConfig):
     max_num_batched_tokens: Count | None = None  # tokens in one forward pass, padding included
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"  # of the weights
     quantization_config: Settings | None = None  # such as {load_in_4bit: true}
-    quantized_cache: bool | Literal["auto"] = "auto"  # 4-bit weights are kept on disk for later loads
     attn_implementation: Text | None = None  # such as sdpa, eager or flash_attention_2
-    torch_compile: bool = False  # the layers, by torch.compile: slower to load, faster to compute
+    torch_compile: bool = False  # by torch.compile: slower to load, faster to compute
     allow_tf32: bool = False  # float32 products in TF32, faster and good to three digits; from Ampere on
     expandable_segments: bool = True  # of torch's allocator on GPUs: fits batches of changing size
     max_split_size_mb: SplitSize | None = None  # of torch's allocator: the older remedy for fragments
@@ -86,20 +85,9 @@ class HuggingFaceSettings(MemberConfig):
         "allow_tf32": "tf32",
         "offload_folder": "offload offload_dir",
     }
-
-    @property
-    def load_cache(self) -> bool | Literal["auto"]:
-        """Whether what a load makes of the weights is kept: of those that bitsandbytes quantizes to 4 bits.
-
-        Not where files, code or layers go ways of their own, nor with 8 bits: nobody has shown that the same comes
-        back.
-        """
-        settings = self.quantization_config or {}
-        has_own_ways = (
-            *(self.trust_remote_code, self.model_kwargs, self.gguf_file),
-            *(self.device_map, self.max_memory, self.offload_folder),
-        )
-        return self.quantized_cache if settings.get("load_in_4bit") and not any(has_own_ways) else False
+    gone_keys: ClassVar[Mapping[str, str]] = {
+        "quantized_cache": "each load quantizes; drop it, or save a 4-bit checkpoint once (docs/members.md)",
+    }
 
     @property
     def computed_as(self) -> str:

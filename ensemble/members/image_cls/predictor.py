@@ -21,7 +21,7 @@ from ensemble.members.huggingface.loading.device_map import input_device, last_d
 from ensemble.members.huggingface.loading.load import load_on_devices
 from ensemble.members.huggingface.loading.spread import Spread
 from ensemble.members.huggingface.scoring.classifier import on_device
-from ensemble.members.huggingface.scoring.compiled import repeated_layers
+from ensemble.members.huggingface.scoring.compiled import compile_model
 from ensemble.members.huggingface.scoring.forward import BatchSizes
 from ensemble.members.huggingface.scoring.member import CheckpointMember
 from ensemble.members.huggingface.scoring.warmup import check_attention
@@ -131,15 +131,13 @@ class ImageClassifierMember(CheckpointMember[ImageSpec, EncodedImages]):
                 logits, loaded.model, loaded.dtype, self._is_exact, self._in_float32
             ):
                 notes.append(skipped)
-        batches = [[0, 0], [0], [0, 0, 0], [0] * 5, [0]]
-        if why := self._compile(repeated_layers(loaded.model), passes, batches):
-            notes.append(why)
+        if spec.torch_compile:
+            compile_model(loaded.model, lambda: [passes(np.array(batch)) for batch in ([0, 0], [0])])
         self._sizes = BatchSizes(loaded.token_budget, spec.batch_size, True, loaded.memory)
         return Ready(
             device=loaded.device_name,
             dtype=loaded.dtype,
             attn_implementation=loaded.attn_implementation,
-            compiled=spec.torch_compile and not why,
             parameters=loaded.parameters,
             notes=tuple(notes),
         )

@@ -91,7 +91,7 @@ class FunctionPredictor(Predictor):
             gpus=common.gpus,
             labels=common.labels,
             kwargs=settings["kwargs"],
-            cache_dir=Path(common.cache_dir or Path(common.shards_dir) / "cache"),
+            cache_dir=Path(common.shards_dir) / "cache",
             seed=common.seed,
             cpu_threads=usable_cpus(),
         )

@@ -3,7 +3,8 @@
 What counts as a module's code is its own file and every module that it imports, itself or through others, and that
 belongs to the same user: whatever lies in the folder of a named file; for a named module, whatever lies beside its
 top-level package, or within that package alone where it is installed among others (site-packages).  Import
-statements are found wherever they stand.  Modules that are imported by names made at run time are not.
+statements are found wherever they stand (``modulefinder``); modules that are imported by names made at run time
+are not.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from importlib.machinery import ModuleSpec
+from functools import cached_property
+from importlib.machinery import ModuleSpec, PathFinder
+from modulefinder import Module, ModuleFinder
 from pathlib import Path
-from typing import TypeAlias
+from typing import IO, Any, TypeAlias, cast
 
 from ensemble.common.errors import CheckpointError
-from ensemble.common.files import FileState, file_state, unreadable
+from ensemble.common.files import unreadable
 from ensemble.common.text import did_you_mean
 
 _Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
+_PACKAGE = 5  # modulefinder's number for a folder that is a package
 _ARGUMENTS = {"predict": ("the frame and the context", 2), "setup": ("the context", 1)}
 
 
@@ -47,24 +50,24 @@ class Source:
 
     @cached_property
     def files(self) -> tuple[Path, ...]:
-        """The files that are its code, its own first; one that cannot be parsed counts without what it imports."""
-        found = dict.fromkeys([self.file, *self._of_module(self.name)])
-        waiting = [(path, self._module(path)) for path in found]
-        while waiting:
-            path, name = waiting.pop()
-            for module in _imported(path, name, file_state(path)):
-                for other in self._of_module(module):
-                    if other not in found:
-                        found[other] = None
-                        waiting.append((other, self._module(other)))
-        return tuple(found)
+        """The files that are its code, its own first; others that cannot be compiled are left out."""
+        finder = _Finder(self.root, self.package)
+        # As in files that are no Python; what was found until then counts.
+        with contextlib.suppress(SyntaxError, ValueError, RecursionError, OSError, ImportError):
+            if self.name == self.file.stem and self.file.suffix == ".py":
+                finder.run_script(str(self.file))
+            else:
+                finder.import_hook(self.name)
+        names = [getattr(module, "__file__", None) for module in finder.modules.values()]
+        code = {Path(file) for file in names if file is not None and file.endswith(".py")}
+        return (self.file, *sorted(code - {self.file}))
 
     @cached_property
     def shadowed(self) -> tuple[str, ...]:
         """Modules in the folder of a file that would not be imported, because installed ones have their names."""
         if self.package or self.file.parent != self.root:
             return ()
-        names = dict.fromkeys(self._module(path).split(".")[0] for path in self.files)
+        names = dict.fromkeys(Path(path.relative_to(self.root).parts[0]).stem for path in self.files)
         return tuple(name for name in names if _is_installed(name, self.root))
 
     def problems(self, function: str, role: str) -> Iterator[str]:
@@ -86,7 +89,7 @@ class Source:
         bound = dict(_bound(tree.body))
         if function not in bound:
             if "*" not in bound and "__getattr__" not in bound:
-                guess = did_you_mean(function, [name for name, one in bound.items() if one is not None])
+                guess = did_you_mean(function, [name for name, node in bound.items() if node is not None])
                 yield f"{role}: {self.file} defines no {function}{guess}"
             return
         node = bound[function]
@@ -96,31 +99,42 @@ class Source:
             yield f"{role}: {function} is a class; give a function, and make instances in setup"
         elif isinstance(node, ast.FunctionDef) and not node.decorator_list:
             words, count = _ARGUMENTS[role]
-            given = node.args
-            most = len(given.posonlyargs) + len(given.args)
-            least = most - len(given.defaults)
-            named = [one for one, value in zip(given.kwonlyargs, given.kw_defaults, strict=True) if not value]
-            if named or least > count or (most < count and given.vararg is None):
+            arguments = node.args
+            most = len(arguments.posonlyargs) + len(arguments.args)
+            least = most - len(arguments.defaults)
+            named = [
+                argument
+                for argument, value in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+                if not value
+            ]
+            if named or least > count or (most < count and arguments.vararg is None):
                 yield f"{role}: {function} is called with {words}; let it take {count} arguments, in this order"
 
-    def _of_module(self, name: str) -> Iterator[Path]:
-        """The files of a module and of the packages around it, as far as they are of this user."""
-        parts = name.split(".")
-        if not parts[0] or (self.package and parts[0] != self.package):
-            return
-        folder = self.root
-        for part in parts:
-            for path in (folder / part / "__init__.py", folder / f"{part}.py"):
-                if path.is_file():
-                    yield path
-                    break
-            folder = folder / part
 
-    def _module(self, path: Path) -> str:
-        if path == self.file:
-            return self.name
-        parts = path.relative_to(self.root).with_suffix("").parts
-        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+class _Finder(ModuleFinder):
+    """Follows imports within a folder; with ``package``, within that package of it alone."""
+
+    def __init__(self, root: Path, package: str) -> None:
+        super().__init__(path=[str(root)])
+        self._package = package
+
+    def find_module(
+        self, name: str, path: Any, parent: Module | None = None
+    ) -> tuple[IO[Any] | None, str | None, tuple[str, str, int]]:
+        if path is None and self._package and name != self._package:
+            raise ImportError(name)
+        folder = next((Path(place, name) for place in path or self.path if Path(place, name).is_dir()), None)
+        spec = PathFinder.find_spec(name, path or self.path)
+        if folder is not None and (spec is None or spec.origin is None):  # a package without __init__.py
+            return None, str(folder), ("", "", _PACKAGE)
+        return super().find_module(name, path, parent)
+
+    def load_package(self, fqname: str, pathname: str) -> Module:
+        if Path(pathname, "__init__.py").is_file():
+            return super().load_package(fqname, pathname)
+        module: Any = self.add_module(fqname)
+        module.__path__ = [pathname]
+        return cast(Module, module)
 
 
 def find_source(module: str, is_file: bool) -> Source:
@@ -156,9 +170,9 @@ def find_source(module: str, is_file: bool) -> Source:
 def _find_spec(module: str) -> ModuleSpec | None:
     """What a worker would import; ``importlib.util.find_spec`` would import the packages around it."""
     # A worker has no folder of the user's on its path that PYTHONPATH does not name.
-    own = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    added = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     here = os.getcwd()  # noqa: PTH109
-    path: list[str] = [one for one in sys.path if one in own or one not in ("", here)]
+    path: list[str] = [place for place in sys.path if place in added or place not in ("", here)]
     spec, name = None, ""
     for part in module.split("."):
         name = f"{name}.{part}" if name else part
@@ -169,7 +183,7 @@ def _find_spec(module: str) -> ModuleSpec | None:
             spec = next(filter(None, (finder.find_spec(name, path) for finder in sys.meta_path)), None)
         if spec is not None and spec.origin is not None:
             path = list(spec.submodule_search_locations or ())
-        elif not (path := [str(Path(one, part)) for one in path if Path(one, part).is_dir()]):
+        elif not (path := [str(Path(place, part)) for place in path if Path(place, part).is_dir()]):
             return None
     return spec
 
@@ -180,26 +194,6 @@ def _is_installed(name: str, folder: Path) -> bool:
         return False
     # The folder may itself be on the path.
     return folder.resolve() not in Path(spec.origin).resolve().parents
-
-
-@lru_cache(maxsize=4_096)  # by the file's state: a check and a run ask several times
-def _imported(path: Path, name: str, state: FileState | None) -> tuple[str, ...]:
-    """The modules that a file imports, and what may be a module in ``from package import it``."""
-    try:
-        tree = ast.parse(path.read_bytes(), str(path))
-    except (OSError, SyntaxError, ValueError, RecursionError):
-        return ()
-    found: list[str] = []
-    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found += (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            above = package[: len(package) - node.level + 1] if node.level else []
-            module = ".".join([*above, *filter(None, [node.module])])
-            found.append(module)
-            found += (f"{module}.{alias.name}" for alias in node.names if module)
-    return tuple(found)
 
 
 def _bound(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt | None]]:

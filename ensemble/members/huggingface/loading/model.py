@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +22,6 @@ from ensemble.members.huggingface.loading.quantization import (
     keep_whole,
     quantization_config,
 )
-from ensemble.members.huggingface.loading.quantized_cache import QuantizedCache
 from ensemble.members.huggingface.spec import (
     BACKBONE,
     CLASSIFIER,
@@ -108,12 +105,6 @@ def load_model(spec: CheckpointSpec, least: Capability | None, notes: list[str])
         "use_safetensors": None if spec.allow_pickle else True,
         "output_loading_info": True,
     }
-    cache = None if spec.cache_dir is None else QuantizedCache(spec, dtype)
-    if cache is not None and (kept := _load_kept(cache, spec, options, notes)) is not None:
-        model, missing = kept
-        notes += compute_notes(spec.quantization_config, least)
-        check_placement(model, spec, on_gpu, notes)
-        return model if adapter is None else attach_adapter(model, adapter, missing, spec, notes)
     try:
         model, info = _from_pretrained(auto_class, spec, **options)
     except (ImportError, ValueError) as error:
@@ -149,8 +140,6 @@ def load_model(spec: CheckpointSpec, least: Capability | None, notes: list[str])
     check_unexpected_keys(spec, info["unexpected_keys"], is_quantized)
     missing = sorted({*info["missing_keys"], *(str(key[0]) for key in info["mismatched_keys"])})
     missing = [key for key in missing if not is_unused(spec, key)]
-    if cache is not None and (adapter is not None or not missing):
-        notes += filter(None, [cache.write(model, missing)])
     if is_quantized and model.hf_quantizer.pre_quantized:
         _set_compute_dtype(model, spec, least, notes)
     else:
@@ -164,36 +153,6 @@ def load_model(spec: CheckpointSpec, least: Capability | None, notes: list[str])
             "adapter"
         )
     return model
-
-
-def _load_kept(
-    cache: QuantizedCache, spec: CheckpointSpec, options: Mapping[str, Any], notes: list[str]
-) -> tuple[Any, list[str]] | None:
-    """The model of the weights that an earlier load has kept, and what its checkpoint lacked; None: there is none.
-
-    Raises:
-        OutOfMemoryError: of torch; the weights as they were would take no less.
-    """
-    if (missing := cache.missing()) is None:
-        return None
-    # Both are in the config that was written with them.
-    options = {key: value for key, value in options.items() if key not in ("config", "quantization_config")}
-    try:
-        model, info = _from_pretrained(
-            getattr(transformers, spec.auto_class), spec, folder=cache.folder, **options
-        )
-        if lost := [
-            key for keys in ("missing_keys", "unexpected_keys", "mismatched_keys") for key in info[keys]
-        ]:
-            raise ValueError(f"its keys are not the model's: {some([*map(str, lost)])}")
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # whatever is wrong with them, the checkpoint is there
-        notes.append(f"kept weights could not be loaded and were quantized anew ({str(error)[:_MAX_REASON]})")
-        cache.discard()
-        return None
-    notes.append("loaded from the quantized weights in the run directory")
-    return model, missing
 
 
 def _set_compute_dtype(model: Any, spec: CheckpointSpec, least: Capability | None, notes: list[str]) -> None:
@@ -211,17 +170,14 @@ def _set_compute_dtype(model: Any, spec: CheckpointSpec, least: Capability | Non
         )
 
 
-def _from_pretrained(kind: Any, spec: CheckpointSpec, folder: Path | None = None, **options: Any) -> Any:
+def _from_pretrained(kind: Any, spec: CheckpointSpec, **options: Any) -> Any:
     """What one of transformers' auto classes makes of the checkpoint; refusals of the attention as they are.
-
-    Args:
-        folder: instead of the checkpoint's own.
 
     Raises:
         ValueError: there are no safetensors, or numbers that no model can have, on which transformers fails in any
             of many ways.
     """
-    name = spec.model_name_or_path if folder is None else str(folder)
+    name = spec.model_name_or_path
     try:
         return kind.from_pretrained(
             name,

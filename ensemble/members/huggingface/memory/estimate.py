@@ -136,9 +136,6 @@ class CheckpointMemory(MemoryEstimate):
         is_capped = self.architecture is not None and self.architecture.soft_capping
         return cap_problem(asked, self.settings.name) if is_capped else ""
 
-    def is_kept_as_stored(self) -> bool:
-        return self.architecture is not None and self.architecture.quantization is not None
-
     def smaller(self, capability: Capability | None) -> Iterator[tuple[str, Footprint]]:
         plain = self.footprint(1, capability)
         if plain is None or plain.quantization or self.settings.merge_adapter:

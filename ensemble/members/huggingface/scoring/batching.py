@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ensemble.members.footprint import BATCHES_PER_STAGE, MIN_STAGE_TOKENS
+
 # A batch that holds this many padded tokens, or a quarter of a smaller budget, may be closed rather than padded
 # further. Measured on 1,500 long-tailed rows: 2.3 % padding at any budget; twice as many tokens gave 3.0 %.
 _FULL_ENOUGH_TOKENS = 1024
@@ -41,6 +43,21 @@ class MemoryLimit:
     def tokens_at(self, width: int) -> int:
         """Padded tokens that fit, in rows of ``width`` tokens."""
         return max(1, int(self.available_bytes / self.cost(1, width)))
+
+
+def tokens_for_stages(token_budget: int, stages: int, chunk_tokens: int) -> int:
+    """Return how many tokens a batch may hold so that a chunk keeps all GPUs of a spread model busy.
+
+    A GPU begins the next batch while those behind it compute this one (``loading.spread``).  Of n batches on p GPUs
+    each stands still for p - 1 of n + p - 1 steps, at the chunk's beginning or its end.
+
+    Args:
+        token_budget: padded tokens that a batch may hold at most.
+        stages: GPUs that a batch passes through.
+        chunk_tokens: tokens of the chunk's rows.
+    """
+    share = chunk_tokens // (BATCHES_PER_STAGE * stages)
+    return max(min(MIN_STAGE_TOKENS, token_budget), min(token_budget, share))
 
 
 def make_batches(

@@ -23,7 +23,6 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from ensemble.common.protocol import Activation
 from ensemble.members.huggingface.loading.device_map import input_device, last_device
 from ensemble.members.huggingface.loading.spread import Spread
-from ensemble.members.huggingface.scoring.compiled import repeated_layers
 from ensemble.members.huggingface.scoring.encode import Encoded
 
 # Of a layer, what works on one position at a time, as the decoders of transformers that look like Llama name it.
@@ -92,11 +91,6 @@ class Classifier:
         self.last_device = last_device(model)
         self._spread = Spread(model)
         self.stages = self._spread.stages
-
-    def layers_of_all_tokens(self) -> list[nn.Module]:
-        """The model's layers but for one that computes the last token only: its hooks change with each pass."""
-        parts = set(self._last_token_parts if Shortcut.LAST_TOKEN_LAYER in self.taken else [])
-        return [layer for layer in repeated_layers(self._model) if parts.isdisjoint(layer.modules())]
 
     def skipped_tokens(self, encoded: Encoded) -> npt.NDArray[np.int64]:
         """Of how many tokens each row's beginning is that a pass without a mask need not compute, [rows]."""

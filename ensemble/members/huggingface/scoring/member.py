@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
-from pathlib import Path
 from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
 from transformers import masking_utils
 
 from ensemble.common.protocol import Counters, Ready
@@ -29,18 +26,13 @@ from ensemble.members.huggingface.loading.float32_retry import (
 from ensemble.members.huggingface.loading.load import Loaded, LoadedModel, load, max_length
 from ensemble.members.huggingface.loading.preload import checkpoint_folder, import_model_class
 from ensemble.members.huggingface.loading.tokenizer import load_tokenizer
+from ensemble.members.huggingface.scoring.batching import tokens_for_stages
 from ensemble.members.huggingface.scoring.classifier import Classifier, Shortcut, probabilities
-from ensemble.members.huggingface.scoring.compiled import (
-    Passes,
-    compile_in_this_process,
-    compile_layers,
-    float32_without_compiled_layers,
-)
+from ensemble.members.huggingface.scoring.compiled import compile_model, in_float32_uncompiled
 from ensemble.members.huggingface.scoring.encode import Encoded, Prompt, Text
 from ensemble.members.huggingface.scoring.forward import BatchSizes, Encoding, Mode, Scorer, compute
-from ensemble.members.huggingface.scoring.token_budget import StageBudget, TimedBudget, TokenBudget
 from ensemble.members.huggingface.scoring.unsupported import told_in_a_sentence
-from ensemble.members.huggingface.scoring.warmup import MAX_CHARACTERS, TEXTS, WarmUp, logits_tolerance
+from ensemble.members.huggingface.scoring.warmup import MAX_CHARACTERS, TEXTS, WarmUp
 from ensemble.members.huggingface.spec import CheckpointSpec, ModelSpec
 from ensemble.members.predictor import Prediction, Predictor, Report
 
@@ -65,9 +57,6 @@ class CheckpointMember(Predictor, Generic[_X, _E]):
         self._encode_rows = encode
         self._starts_in_float32 = False
         self._sizes: BatchSizes
-        self._budget: TokenBudget | None = None
-        if spec.torch_compile:
-            compile_in_this_process()
         import_model_class(spec)
 
     def _values(self, logits: torch.Tensor) -> npt.NDArray[np.float64]:
@@ -93,24 +82,14 @@ class CheckpointMember(Predictor, Generic[_X, _E]):
         # Why its overflows cannot be run again in float32; empty where they can, or where there are none.
         self._why_not_float32 = why_not_float32(loaded.model) if uses_half else ""
         can_retry = uses_half and not self._why_not_float32
-        mode = float32_without_compiled_layers if self._spec.torch_compile else in_float32
+        mode = in_float32_uncompiled if self._spec.torch_compile else in_float32
         self._in_float32: Mode | None = partial(mode, loaded.model) if can_retry else None
         self._is_exact = loaded.dtype == "float32" and self._spec.quantization_config is None
         self._passes = partial(told_in_a_sentence, self._spec, loaded.model, loaded.device_name)
 
-    def _compile(self, layers: list[nn.Module], passes: Passes, batches: Sequence[Sequence[int]]) -> str:
-        """Compile layers, where the config says so; see ``compile_layers``."""
-        if not self._spec.torch_compile:
-            return ""
-        tolerance = logits_tolerance(self._loaded.dtype, self._is_exact)
-        return compile_layers(layers, passes, batches, tolerance, self._loaded.device_name)
-
     def _score(self, scorer: Scorer[_E], encoded: _E, report: Report) -> Prediction:
         """Probabilities of encoded rows, in batches by ``_sizes``."""
         with self._passes():
-            budget = self._budget
-            if budget is not None and not self._starts_in_float32:
-                self._sizes.set_budget(budget.for_chunk(scorer, encoded, lambda: report(0)))
             computed = compute(
                 scorer, encoded, self._sizes, report, self._in_float32, self._starts_in_float32
             )
@@ -138,8 +117,7 @@ class CheckpointMember(Predictor, Generic[_X, _E]):
             )
             advice = f"{tried}, so the checkpoint's weights are damaged, or it cannot compute this row"
         counters = computed.counters + self._more_counters(computed.logits)
-        news = () if budget is None else budget.news()
-        return Prediction(values, bad_rows, counters, advice, *news)
+        return Prediction(values, bad_rows, counters, advice)
 
     def check_device(self) -> None:
         # Kernels run later than they are called, so that an error can show far from its cause.
@@ -225,6 +203,9 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
             self._prompts = self._make_prompts()
             self._warmup = self._prompts[0].encode_texts(self._warmup_texts)
         self._classifier = self._make_classifier(loaded)
+        if spec.torch_compile:
+            # Its hooks are new in each pass, and compiled code would keep the first pass's positions.
+            self._classifier.possible -= {Shortcut.LAST_TOKEN_LAYER}
         notes = [*loaded.notes, *self._tokenizer_notes, *self._notes()]
         self._set_modes(loaded)
         warm_up = WarmUp(
@@ -238,54 +219,35 @@ class TextMember(CheckpointMember[S, Encoded], Generic[S]):
             if skipped := warm_up.check_attention(loaded.model, loaded.dtype):
                 notes.append(skipped)
             bears_padding = warm_up.bears_padding()
-            if bears_padding:
+            if bears_padding and not spec.torch_compile:
                 self._take_shortcuts(1e-4 if warm_up.is_exact else 5e-2)
         if Shortcut.NO_MASK in self._classifier.taken:
             # Without a mask transformers asks the device at each pass whether rows are packed into one; none are.
             masking_utils.find_packed_sequence_indices = lambda position_ids: None
-        layers = self._classifier.layers_of_all_tokens()
-        if why := self._compile(layers, warm_up.logits, warm_up.batches):
-            notes.append(why)
-        elif spec.torch_compile and Shortcut.SHARED_PREFIX in self._classifier.taken:
-            notes.append("torch_compile: tokens behind those that all rows begin with are computed without")
+        if spec.torch_compile:
+            compile_model(loaded.model, warm_up.run)
         if not bears_padding:
             notes.append(
                 "its numbers change with padding, so only rows of equal length share a batch: slower"
             )
         self._sizes = BatchSizes(loaded.token_budget, spec.batch_size, not bears_padding, loaded.memory)
-        self._budget = self._token_budget(loaded) if bears_padding else None
+        has_own_size = spec.token_budget is not None or spec.batch_size is not None
+        self._fills_stages = bears_padding and not has_own_size and self._classifier.stages > 1
         return Ready(
             device=loaded.device_name,
             dtype=loaded.dtype,
             attn_implementation=loaded.attn_implementation,
-            compiled=spec.torch_compile and not why,
             parameters=loaded.parameters,
             max_length=self._max_length,
             token_budget=self._sizes.tokens_at(min(self._max_length, spec.width or self._max_length)),
             notes=tuple(notes),
         )
 
-    def _token_budget(self, loaded: Loaded) -> TokenBudget | None:
-        """What finds the budget of tokens; None where the user has set it, and on a CPU.
-
-        There 2,048 tokens are what is best (docs/log.md).  Over several GPUs the passes of a chunk overlap, so that
-        the time of one by itself tells nothing of them.
-        """
-        spec, classifier = self._spec, self._classifier
-        if spec.token_budget is not None or spec.batch_size is not None:
-            return None
-        if classifier.stages > 1:
-            return StageBudget(loaded.token_budget, classifier.stages)
-        if classifier.last_device.type != "cuda":
-            return None
-        libraries = {name: version(name) for name in ("torch", "transformers")}
-        hardware = {"device": loaded.device_name, **libraries, "memory_limit": spec.memory_limit_bytes}
-        folder = Path(spec.shards_dir)
-        found, expected = spec.token_budgets, spec.expected_tokens
-        return TimedBudget(folder, loaded.token_budget, loaded.memory, hardware, found, expected)
-
     def predict(self, rows: npt.NDArray[np.int64], report: Report) -> Prediction:
         encoded = self._encode_rows(rows, lambda: report(0))
+        if self._fills_stages and not self._starts_in_float32:
+            chunk_tokens, stages = int(encoded.lengths.sum()), self._classifier.stages
+            self._sizes.set_budget(tokens_for_stages(self._loaded.token_budget, stages, chunk_tokens))
         prediction = self._score(self._classifier, encoded, report)
         counters = replace(
             prediction.counters, truncated_rows=encoded.truncated_rows, cut_tokens=encoded.cut_tokens

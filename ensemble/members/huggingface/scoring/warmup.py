@@ -99,22 +99,10 @@ class WarmUp:
             pass  # too tight even for this: the first chunk will say so better
         return True
 
-    @property
-    def batches(self) -> list[list[int]]:
-        """Rows of a few batches: with padding and without, for which some models make no mask, and a single row.
-
-        Each at two widths: ``torch.compile`` takes sizes that are equal by chance, such as those of a text and of
-        a head, for one and the same until it sees others.  The last two have sizes of their own where they can.
-        """
-        lengths = self.encoded.lengths.tolist()
-        width_rows = {length: row for row, length in enumerate(lengths) if length > 1} or {1: 0}
-        rows = [width_rows[width] for width in sorted(width_rows, reverse=True)]
-        forms = [batch for row in rows[:2] for batch in ([row, 0], [row, row], [row])]
-        return [*forms, [rows[0], 1, 0], [1, 0, 1, 1, 0], rows[:3][-1:]]
-
-    def logits(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """A pass over rows as the member's chunks run."""
-        return self._logits(rows)
+    def run(self) -> None:
+        """Run a batch of several rows and one of a single row, for which torch.compile makes code of its own."""
+        self._logits(_BOTH)
+        self._logits(_ALONE)
 
     @property
     def _tolerance(self) -> float:

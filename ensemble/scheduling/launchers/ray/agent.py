@@ -253,15 +253,11 @@ class Agent:
         common = start.command.spec.common
         shards = self._folder / "shards" / str(number)
         files = {paths.get(path, path) for path in common.files}
-        cache = None
-        if common.cache_dir is not None:
-            cache = str(self._folder / "cache" / common.cache_dir.strip("/").replace("/", "_"))
         here = replace(
             common,
             table_path=self.place(common.table_path),
             order_path=self.place(common.order_path),
             shards_dir=str(shards),
-            cache_dir=cache,
             files={path: self._states[path] for path in files if path in self._states},
         )
         settings = with_paths(start.command.spec.settings, paths)
