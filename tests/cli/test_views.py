@@ -17,7 +17,7 @@ from ensemble.common.errors import TimeLimitReached
 from ensemble.merging.scoring import Gain, Score
 from ensemble.pipeline.run_report import RunReport, ViewReport
 from ensemble.pipeline.status import RunStatus
-from ensemble.scheduling.state import Failure
+from ensemble.scheduling.records import Failure
 from tests.cli.reports import member, report, shown, worker
 from tests.page import blocks
 
