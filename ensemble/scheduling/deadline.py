@@ -226,9 +226,8 @@ class Deadline:
             if chunk.view != state.chunks.pending[0].view:
                 break
             start = fitting_start(chunk, per_cost, slowest_ratio, trust * left, min_rows)
-            if (
-                start is None and is_untried
-            ):  # neither a guess nor an earlier run's speed: a few rows tell more
+            if start is None and is_untried:
+                # Neither a guess nor an earlier run's speed stops a member: a few rows tell more.
                 start = max(chunk.start, chunk.stop - min_rows)
             if start is not None:
                 return chunk, start

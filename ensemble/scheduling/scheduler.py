@@ -190,7 +190,10 @@ class Scheduler:
         self._pool.hosts = changes.hosts
 
     def _settle_all(self) -> None:
-        """Settle all members, and tell the run once of each that failed or whose predictions stand."""
+        """Settle all members, and tell the run once of each that failed or whose predictions stand.
+
+        By that another member may get its rows, or have none to compute.
+        """
         is_settled = False
         while not is_settled:
             is_settled = True
@@ -200,9 +203,7 @@ class Scheduler:
                 is_over = state.finished_at is not None and state not in self._finishing.values()
                 if (is_over or state.failure is not None) and state.plan.name not in self._ended:
                     self._ended.add(state.plan.name)
-                    self._run.on_ended(
-                        state
-                    )  # by which another member may get its rows, or have none to compute
+                    self._run.on_ended(state)
                     is_settled = False
 
     def _elapsed(self) -> float:
