@@ -76,12 +76,13 @@ class Cascades:
         """Return whether the rows of a member with ``when`` are selected."""
         return member in self._selections
 
-    def is_complete(self, member: str) -> bool:
-        """Return whether the predictions of a member with ``when`` stand and have all rows that are selected."""
-        work = self._works[member]
-        if not work.is_complete or member not in self._selections:
+    def is_covered(self, member: str) -> bool:
+        """Return whether a member with ``when`` has all rows that are selected for it, in each view."""
+        if member not in self._selections:
             return False
-        return not self._needs_worker[member] or bool(work.is_done[self._selections[member].rows].all())
+        work = self._works[member]
+        is_selected = np.tile(self._selections[member].rows, len(work.parts))
+        return bool(work.has_rows[is_selected].all())
 
     def planned(self, plan: Plan, member: MemberPlan) -> MemberPlan:
         """Return a member with the chunks that are left to do of its selected rows."""
@@ -110,7 +111,8 @@ class Cascades:
             if all(self._is_decided(name) for name in deciders):
                 self._selections[model.name] = self._selection_of(model.when, deciders)
                 selected.append(model.name)
-                if self.is_complete(model.name):
+                is_covered = not self._needs_worker[model.name] or self.is_covered(model.name)
+                if self._works[model.name].is_complete and is_covered:
                     self._ended.add(model.name)
         return selected
 

@@ -298,9 +298,10 @@ class _Run(RunState):
             return replace(member, order=member.order[work.is_done[member.order]])  # its file may lack rows
         if self.cascades is None or not member.waits_for:
             return without_done(member, work.has_rows | work.is_complete, is_timed)
-        if work.is_complete and not self.cascades.is_complete(member.name):
-            kept = plural(int(work.has_rows.sum()), "row")
-            self.say(f"{member.name}: it may need other rows than it has; {kept} are kept")
+        if not self.cascades.is_covered(member.name):
+            if work.is_complete:
+                kept = plural(int(work.has_rows.sum()), "row")
+                self.say(f"{member.name}: it may need other rows than it has; {kept} are kept")
             reopen(self.prepared, self._rundir, work)
         if self.cascades.is_selected(member.name):
             return self.cascades.planned(self.prepared.plan, member)

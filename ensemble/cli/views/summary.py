@@ -216,6 +216,8 @@ def raise_unless_complete(report: RunReport) -> None:
 
 def _reached_text(report: RunReport, member: MemberReport) -> str:
     """How many rows a member has at the end of the time limit, and how many were lost."""
+    if member.cascade is not None and not member.cascade.is_selected:
+        return f"{member.name} none, as `when` has not selected its rows"
     text = f"{member.name} {report.merged_rows.get(member.name, 0):,} of {plural(_rows_of(report, member), 'row')}"
     notes = []
     if member.partial_rows:
