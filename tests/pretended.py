@@ -210,8 +210,6 @@ class PretendedRun:
     def on_finished(self, state: MemberState) -> None:
         self._on_finished(state)
 
-    def on_chunk_done(self, state: MemberState, done: ChunkDone) -> None: ...
-
     def on_ended(self, state: MemberState) -> None: ...
 
 

@@ -151,12 +151,11 @@ def test_nobody_but_its_class_writes_the_state_of_a_member() -> None:
     owner = PACKAGE / "scheduling" / "state.py"
     tree = ast.parse(owner.read_text(encoding="utf-8"))
     (state,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "MemberState"]
-    (init,) = [one for one in state.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"]
-    stored = [
-        one for one in ast.walk(init) if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store)
-    ]
-    fields = {one.attr for one in stored}
-    assert {"pending", "failure", "may_grow"} <= fields
+    fields = set()
+    for node in ast.walk(state):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            fields.add(node.attr)
+    assert {"chunks", "failure", "plan"} <= fields
     for path, _ in modules():
         for node in nodes(path):
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]

@@ -208,8 +208,6 @@ def describe(state: MemberState, short: bool = False) -> str:
     if phase == "done":
         return f"{rows:,}/{rows:,} rows, {speed}, done in {duration(elapsed)}"
     reached = f"{state.rows_done:,}/{rows:,} rows"
-    if state.unknown_rows:
-        reached = f"{state.rows_done:,} of {rows:,} rows so far"
     if phase == "paused":
         return f"{reached}, waiting for its turn"
     if not computed:

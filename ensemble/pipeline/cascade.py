@@ -1,13 +1,13 @@
-"""The rows of members with ``when``, as the members before them get on.
+"""Members with ``when``: which rows they compute, and what share of the table a plan expects.
 
-The rules are in ``planning.cascade``; here is what they are asked about, and who gets what comes of it.
+The rules are in ``planning.cascade``; here are the predictions that they are applied to.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ensemble.common.errors import DataError, EnsembleError
-from ensemble.common.protocol import Activation, ChunkDone
-from ensemble.common.shards import read_shard, shard_table
+from ensemble.common.protocol import Activation
 from ensemble.common.text import plural, shown_path
 from ensemble.config import MemberConfig, RunConfig
 from ensemble.data.ids import ID_COLUMN
@@ -32,284 +31,115 @@ from ensemble.merging.calibration import calibrator
 from ensemble.merging.methods.weighted_mean import scaled, weighted_mean
 from ensemble.pipeline.fingerprint import changed_members, changed_sentence
 from ensemble.pipeline.prepared import Prepared
-from ensemble.pipeline.resume import MemberWork, mean_of_views, values_of
+from ensemble.pipeline.resume import MemberWork, values_of
 from ensemble.pipeline.run_dir import RunDir
-from ensemble.planning.cascade import (
-    COMPUTE,
-    SKIP,
-    UNKNOWN,
-    ExpectedShare,
-    Group,
-    Grouping,
-    closest_first,
-    decide,
-    doubts,
-    row_costs,
-)
-from ensemble.planning.chunks import Chunk
-from ensemble.planning.plan import MemberPlan
-from ensemble.scheduling.state import MemberState
+from ensemble.planning.cascade import ExpectedShare, doubts, select_rows
+from ensemble.planning.plan import MemberPlan, Plan, with_rows, without_done
 
 _Rows = npt.NDArray[np.bool_]
 _Values = npt.NDArray[np.float64]
 
 
-@dataclass
-class _Cascade:
-    """A member with ``when``.
+@dataclass(frozen=True)
+class _Selection:
+    """The rows that a member with ``when`` computes, bool [rows], and how unsure each row is, [rows]."""
 
-    Attributes:
-        before: the members that decide: those with a weight.
-        doubt: of each row, NaN while a value is missing; and what was ``decided`` of it.
-        is_done: rows that need not be computed any more, or are being computed; ``was_done`` before this run.
-        costs: of each row, in shares of the work of the whole table.
-    """
-
-    member: MemberPlan
-    when: Mapping[str, float]
-    before: tuple[str, ...]
+    rows: _Rows
     doubt: _Values
-    decided: npt.NDArray[np.int8]
-    state: MemberState | None = None
-    grouping: Grouping | None = None
-    is_given: bool = False
-    costs: _Values = field(default_factory=lambda: np.zeros(0))
-    is_done: _Rows = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
-    was_done: _Rows = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
-
-    def forget(self) -> None:
-        """Nothing is decided."""
-        self.doubt[:] = np.nan
-        self.decided = np.full(len(self.doubt), UNKNOWN, dtype=np.int8)
-        self.is_given = False
-        self.grouping = self.new_grouping()
-
-    def new_grouping(self) -> Grouping:
-        """Of the table's rows: those to compute are the same in each view."""
-        return Grouping(self.chunks, self.member.order)
-
-    @property
-    def chunks(self) -> list[Chunk]:
-        """Those of the whole table, in one view."""
-        return [chunk for chunk in self.member.chunks if chunk.view == 0]
 
 
 class Cascades:
-    """Those of a run; none where no member has ``when``.
+    """Selects the rows of the members with ``when``: once for each, when all members that decide have ended.
 
     Args:
-        works: by member name; what is done of a member before this run.
+        works: what is done of each member, by name.
     """
 
     def __init__(self, prepared: Prepared, rundir: RunDir, works: Mapping[str, MemberWork]) -> None:
-        config, rows = prepared.config, prepared.table.rows
         self._prepared = prepared
-        self._works = works
         self._rundir = rundir
-        self._cascades: dict[str, _Cascade] = {}
-        self._values: dict[
-            str, _Values
-        ] = {}  # of a member with views the mean, once all of a row's are there
-        self._parts: dict[str, list[_Values]] = {}  # in each view
-        self._has: dict[str, _Rows] = {}
-        self._ended: set[str] = set()
+        self._works = works
+        self._selections: dict[str, _Selection] = {}
         self._left_out: set[str] = set()
-        for number, member in enumerate(prepared.plan.members):
-            if (when := member.model.when) is None:
-                continue
-            unknown = np.full(rows, UNKNOWN, dtype=np.int8)
-            self._cascades[member.name] = _Cascade(
-                member, when, config.deciders(number), np.full(rows, np.nan), unknown
-            )
-        for name in {name for one in self._cascades.values() for name in one.before}:
-            self._read(name)
-            if works[name].is_complete and name not in self._cascades:
-                self._ended.add(name)
-        self._update()
+        self._needs_worker = {member.name: member.needs_worker for member in prepared.plan.members}
+        self._has_when = {model.name for model in prepared.config.models if model.when is not None}
+        self._ended = {
+            name for name, work in works.items() if work.is_complete and name not in self._has_when
+        }
+        self._select()
 
-    def wanted(self, member: str) -> _Rows | None:
-        """The rows that the member is to have by what is known now; None: all."""
-        found = self._cascades.get(member)
-        return None if found is None else found.decided == COMPUTE
+    def rows_of(self, member: str) -> _Rows | None:
+        """Return the rows that the member is to have: none before they are selected; None without ``when``."""
+        if member not in self._has_when:
+            return None
+        if member not in self._selections:
+            return np.zeros(self._prepared.table.rows, dtype=np.bool_)
+        return self._selections[member].rows
 
-    def unknown_rows(self, member: str) -> int:
-        """Of how many rows it is not known yet whether the member is to have them."""
-        found = self._cascades.get(member)
-        return 0 if found is None else int((found.decided == UNKNOWN).sum())
+    def is_selected(self, member: str) -> bool:
+        """Return whether the rows of a member with ``when`` are selected."""
+        return member in self._selections
 
     def is_covered(self, member: str) -> bool:
-        """Whether what is done of a member is all that it is to have."""
-        found = self._cascades.get(member)
-        if found is None:
-            return bool(self._works[member].has_rows.all())
-        wanted = np.tile(found.decided == COMPUTE, len(self._works[member].parts))
-        return bool((found.decided != UNKNOWN).all() and self._works[member].has_rows[wanted].all())
+        """Return whether a member with ``when`` has all rows that are selected for it, in each view."""
+        if member not in self._selections:
+            return False
+        work = self._works[member]
+        is_selected = np.tile(self._selections[member].rows, len(work.parts))
+        return bool(work.has_rows[is_selected].all())
 
-    def begin(self, members: Sequence[MemberPlan], states: Sequence[MemberState]) -> None:
-        """Give members their first rows.
+    def planned(self, plan: Plan, member: MemberPlan) -> MemberPlan:
+        """Return a member with the chunks that are left to do of its selected rows."""
+        selection = self._selections[member.name]
+        member = with_rows(plan, member, selection.rows, selection.doubt)
+        return without_done(member, self._works[member.name].has_rows, is_timed=False)
+
+    def end(self, member: str, is_left_out: bool = False) -> list[str]:
+        """Note that a member has ended, and return the members whose rows are selected by that.
 
         Args:
-            members: as they were planned, with the chunks of the whole table.
-            states: of the same members.
+            is_left_out: the member has failed, and the run goes on without it.
         """
-        for member, state in zip(members, states, strict=True):
-            found = self._cascades.get(member.name)
-            if found is None or not state.plan.waits_for:
+        if is_left_out:
+            self._left_out.add(member)
+        else:
+            self._ended.add(member)
+        return self._select()
+
+    def _select(self) -> list[str]:
+        selected = []
+        for number, model in enumerate(self._prepared.config.models):
+            if model.when is None or model.name in self._selections:
                 continue
-            found.member, found.state, found.is_given = member, state, False
-            found.grouping = found.new_grouping()
-            found.costs = row_costs(member.chunks, member.order)
-            found.was_done = self._works[member.name].has_rows.copy()
-            found.is_done = found.was_done.copy()
-            if member.views > 1 and member.name in self._values:  # it may have been complete, as one mean
-                self._read(member.name)
-        self._update()
+            deciders = [name for name in self._prepared.config.deciders(number) if name not in self._left_out]
+            if all(self._is_decided(name) for name in deciders):
+                self._selections[model.name] = self._selection_of(model.when, deciders)
+                selected.append(model.name)
+                is_covered = not self._needs_worker[model.name] or self.is_covered(model.name)
+                if self._works[model.name].is_complete and is_covered:
+                    self._ended.add(model.name)
+        return selected
 
-    def chunk_done(self, state: MemberState, done: ChunkDone) -> None:
-        """A member's shard stands."""
-        if not self._cascades:
-            return
-        name = state.plan.name
-        table = shard_table(read_shard(self._works[name].shards_dir / done.shard), self._prepared.table.rows)
-        if table is None:  # the member will not get far with it
-            return
-        rows, folder = table.column("row").to_numpy(), done.shard.rpartition("/")[0]
-        folders = [one.shards_dir.name for one in self._works[name].views]
-        view = folders.index(folder) if folder in folders else 0
-        if (own := self._cascades.get(name)) is not None and own.state is not None:
-            own.is_done[rows + view * self._prepared.table.rows] = True
-            own.is_done[list(done.bad_rows)] = True
-        if name in self._values:
-            for label in range(len(self._prepared.config.labels)):
-                self._parts[name][view][rows, label] = table.column(f"p{label}").to_numpy()
-            self._take_bad_rows(name, state.bad_rows)
-            self._average(name, rows)
-            self._update()
+    def _is_decided(self, member: str) -> bool:
+        return member in self._ended and (member not in self._has_when or member in self._selections)
 
-    def bad_rows(self, state: MemberState) -> None:
-        """Rows of a member cannot be computed."""
-        if state.plan.name in self._values:
-            self._take_bad_rows(state.plan.name, state.bad_rows)
-            self._update()
-
-    def ended(self, state: MemberState) -> None:
-        """No row of a member comes any more.
-
-        Those that wait for one that failed go by the others, if its failure lets the run go on; else they wait for
-        the run that has it.
-        """
-        name = state.plan.name
-        if name not in self._values:
-            return
-        if state.failure is None:
-            self._average(name, is_over=True)
-            self._ended.add(name)
-        elif state.failure.is_dropped or self._prepared.config.on_member_failure == "continue":
-            self._left_out.add(name)
-            for one in self._cascades.values():
-                if name not in one.before:
-                    continue
-                one.forget()
-                if one.state is not None:
-                    for chunk in one.state.in_hand.values():
-                        one.is_done[one.state.order[chunk.start : chunk.stop]] = True
-                    one.state.decide_anew(len(one.doubt) * one.member.views)
-        self._update()
-
-    def _read(self, name: str) -> None:
-        """Take what is done of a member that others go by: once complete its mean, before that each view."""
-        work, rows, labels = self._works[name], self._prepared.table.rows, len(self._prepared.config.labels)
-        works = (work,) if work.is_complete else work.parts
-        parts = [values_of(self._rundir, one, labels) for one in works]
-        self._parts[name] = parts
-        self._values[name] = parts[0] if len(parts) == 1 else np.full((rows, labels), np.nan, order="F")
-        self._has[name] = np.zeros(rows, dtype=np.bool_)
-        self._average(name)
-        if not work.is_complete:
-            self._take_bad_rows(name, work.noted_bad_rows)
-
-    def _take_bad_rows(self, name: str, bad_rows: Mapping[int, str]) -> None:
-        """They get equal probabilities, or else the member will fail."""
-        if bad_rows and self._prepared.config.on_bad_row == "uniform":
-            rows = self._prepared.table.rows
-            for row in bad_rows:
-                self._parts[name][row // rows][row % rows] = self._prepared.even_value(name)
-            self._average(name, np.array([row % rows for row in bad_rows]))
-
-    def _average(self, name: str, rows: npt.NDArray[np.int64] | None = None, is_over: bool = False) -> None:
-        """Give rows their mean over the views, where all of these are there, or where no more come."""
-        rows = np.arange(self._prepared.table.rows) if rows is None else rows
-        parts = [one[rows] for one in self._parts[name]]
-        is_there = ~np.isnan(parts).any(axis=2)
-        has = is_there.any(axis=0) if is_over else is_there.all(axis=0)
-        if len(parts) > 1:
-            mean = mean_of_views(parts, self._works[name].weights)
-            self._values[name][rows[has]] = mean[has]
-        self._has[name][rows] = has
-
-    def _update(self) -> None:
-        for one in self._cascades.values():
-            before = [name for name in one.before if name not in self._left_out]
-            is_new = np.isnan(one.doubt)
-            for name in before:
-                is_new &= self._is_known(name)
-            if is_new.any():
-                rows = np.flatnonzero(is_new)
-                ((rule, _),) = one.when.items()
-                is_exclusive = all(self._prepared.inspected[name].activation == "softmax" for name in before)
-                one.doubt[rows] = doubts(rule, self._mean(before, rows), is_exclusive)
-                one.decided = decide(one.when, one.doubt)
-            if one.state is not None:
-                self._grow(one, one.state)
-
-    def _is_known(self, name: str) -> _Rows:
-        """The rows of which it is known what the member gives to them, if anything."""
-        is_known = self._has[name] | (name in self._ended)
-        if (own := self._cascades.get(name)) is not None:
-            return np.asarray((own.decided == SKIP) | ((own.decided == COMPUTE) & is_known))
-        return np.asarray(is_known)
-
-    def _mean(self, names: Sequence[str], rows: npt.NDArray[np.int64]) -> _Values:
-        """The members' weighted mean, [rows, labels]; NaN in a row that no member with a weight has."""
-        config = self._prepared.config
-        models = [model for model in config.models if model.name in names and model.has_weight]
-        if not models:
-            return np.full((len(rows), len(config.labels)), np.nan)
-        values = [self._values[model.name][rows] for model in models]
-        is_present = np.array([self._has[model.name][rows] for model in models])
-        for present, model in zip(is_present, models, strict=True):
-            if (own := self._cascades.get(model.name)) is not None:
-                present &= own.decided[rows] == COMPUTE
+    def _selection_of(self, when: Mapping[str, float], deciders: Collection[str]) -> _Selection:
+        ((rule, _),) = when.items()
+        config, table = self._prepared.config, self._prepared.table
+        models = [model for model in config.models if model.name in deciders]
+        mean = np.full((table.rows, len(config.labels)), np.nan)
         activations = [self._prepared.inspected[model.name].activation for model in models]
-        return _mean(config, models, activations, values, is_present, self._prepared.table.text_bytes[rows])
-
-    def _grow(self, one: _Cascade, state: MemberState) -> None:
-        groups: list[Group] = []
-        unknown = int((one.decided == UNKNOWN).sum())
-        if self._prepared.config.time_limit is not None:
-            if not unknown and not one.is_given:
-                order, max_rows = one.member.order[: len(one.doubt)], one.member.rows_at_a_time()
-                groups = closest_first(one.doubt, one.decided, one.chunks, order, max_rows)
-                one.is_given = True
-        elif one.grouping is not None:
-            groups = one.grouping.take(one.decided)
-        views, rows = one.member.views, len(one.doubt)
-        left = [
-            (Group(group.rows + view * rows, group.cost).without(one.is_done), view)
-            for view in range(views)
-            for group in groups
-        ]
-        wanted = np.tile(one.decided == COMPUTE, views)
-        is_reused = wanted & one.was_done
-        is_idle = np.tile(one.decided == SKIP, views) | is_reused
-        state.grow(
-            [(group.rows, group.cost, view) for group, view in left if len(group.rows)],
-            unknown_rows=unknown * views,
-            rows=int(wanted.sum()),
-            reused_rows=int(is_reused.sum()),
-            idle_cost=float(one.costs[is_idle].sum()) if not is_idle.all() else 1.0,
-            may_grow=not (self._ended | self._left_out).issuperset(one.before),
-        )
+        if models:
+            values = [
+                values_of(self._rundir, self._works[model.name], len(config.labels)) for model in models
+            ]
+            is_present = np.array([~np.isnan(member_values[:, 0]) for member_values in values])
+            for present, model in zip(is_present, models, strict=True):
+                if (rows := self.rows_of(model.name)) is not None:
+                    present &= rows
+            mean = _mean(config, models, activations, values, is_present, table.text_bytes)
+        doubt = doubts(rule, mean, is_exclusive=all(activation == "softmax" for activation in activations))
+        return _Selection(select_rows(when, doubt), doubt)
 
 
 def expected_shares(
@@ -321,7 +151,7 @@ def expected_shares(
     place: str = "",
     is_named: bool = False,
 ) -> dict[str, ExpectedShare]:
-    """For each member with ``when``: by the predictions of the members before it, as far as there are any.
+    """Estimate the share of each member with ``when`` by predictions of the members before it, if there are any.
 
     Args:
         given: values of members that need no worker, [rows, labels], NaN where they lack a row.
@@ -371,9 +201,9 @@ def expected_shares(
             mean = _mean(
                 config, before, activations, of_members, is_present, np.zeros(len(rows), dtype=np.int64)
             )
-            decided = decide(model.when, doubts(rule, mean, set(activations) == {"softmax"}))
+            selected = select_rows(model.when, doubts(rule, mean, set(activations) == {"softmax"}))
             why = f"by the predictions of {plural(len(rows), 'row')} {place}"
-            found[model.name] = ExpectedShare(float((decided == COMPUTE).mean()), why)
+            found[model.name] = ExpectedShare(float(selected.mean()), why)
     return found
 
 

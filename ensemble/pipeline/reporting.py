@@ -33,7 +33,9 @@ from ensemble.pipeline.run_report import (
 )
 from ensemble.planning.forecast import calibrated
 from ensemble.scheduling.device_pool import DevicePool
-from ensemble.scheduling.state import Failure, Gap, MemberState, NodeChange
+from ensemble.scheduling.gaps import Gap
+from ensemble.scheduling.records import Failure, NodeChange
+from ensemble.scheduling.state import MemberState
 
 
 @dataclass
@@ -166,13 +168,14 @@ class RunState:
 
     def _cascade(self, member: str) -> CascadeReport | None:
         model = next(one for one in self.prepared.config.models if one.name == member)
-        if model.when is None or self.cascades is None or (wanted := self.cascades.wanted(member)) is None:
+        if model.when is None or self.cascades is None:
             return None
+        rows = self.cascades.rows_of(member)
         return CascadeReport(
-            dict(model.when),
-            int(wanted.sum()),
-            self.cascades.unknown_rows(member),
-            self.results.comparisons.get(member),
+            when=dict(model.when),
+            rows=0 if rows is None else int(rows.sum()),
+            is_selected=self.cascades.is_selected(member),
+            comparison=self.results.comparisons.get(member),
         )
 
 
@@ -260,7 +263,7 @@ def _member(state: MemberState, work: MemberWork | None) -> MemberReport:
         tokens=counters.tokens,
         padded_tokens=counters.padded_tokens,
         real_token_share=_share(counters.tokens, counters.padded_tokens),
-        lost_rows=state.lost_rows,
+        lost_rows=state.speed_meter.lost_rows,
         bad_rows={
             str(row): reason
             for row, reason in sorted(
@@ -295,7 +298,7 @@ def _seconds_left(prepared: Prepared, members: Sequence[MemberState]) -> float |
         if whole is None:
             return None
         startup = 0.0 if state.running else state.plan.job.startup_seconds
-        left = whole * (1.0 - state.fraction) * (state.plan.expected_share if state.unknown_rows else 1.0)
+        left = whole * (1.0 - state.fraction) * state.plan.expected_share
         jobs.append(replace(state.plan.job, startup_seconds=startup, compute_seconds=left))
     return round(prepared.plan.seconds_of(jobs), 3)
 

@@ -97,8 +97,8 @@ class ResultWriter:
     def __init__(
         self, prepared: Prepared, rundir: RunDir, works: Mapping[str, MemberWork], results: Results
     ) -> None:
-        # The rows that a member is to have; None: all.
-        self.wanted: Callable[[str], npt.NDArray[np.bool_] | None] = lambda name: None
+        # Returns the rows that a member is to have; None: all.
+        self.rows_of: Callable[[str], npt.NDArray[np.bool_] | None] = lambda name: None
         self._prepared = prepared
         self._config = prepared.config
         self._rundir = rundir
@@ -121,7 +121,7 @@ class ResultWriter:
             MergeError: a row is missing, or the checkpoint's files changed since the run began.
         """
         name, whole = state.plan.name, self._works[state.plan.name]
-        wanted = self.wanted(name)
+        wanted = self.rows_of(name)
         if not whole.is_complete:
             demand_unchanged(self._prepared, state.plan.model, whole)
         for view, work in enumerate(() if whole.is_complete else whole.parts):
@@ -285,7 +285,7 @@ class ResultWriter:
             for state, values, activation in zip(members, values_of_members, activations, strict=True):
                 name, is_complete = state.plan.name, self._works[state.plan.name].is_complete
                 place = self._rundir.predictions(name) if is_complete else self._works[name].shards_dir
-                is_of_all = is_complete and self._works[name].is_done.all() and self.wanted(name) is None
+                is_of_all = is_complete and self._works[name].is_done.all() and self.rows_of(name) is None
                 check = RowCheck(str(place), activation, table.ids, may_lack_rows=not is_of_all)
                 model = state.plan.model
                 calibrate = calibrator(model.calibration, activation, self._labels)
@@ -300,7 +300,7 @@ class ResultWriter:
         method = merge_method(config.ensemble, merged_by)
         truth, comparing = self._prepared.truth, dict[int, Without]()
         if truth is not None and method.gives_probabilities:
-            limited = [number for number, name in enumerate(names) if self.wanted(name) is not None]
+            limited = [number for number, name in enumerate(names) if self.rows_of(name) is not None]
             comparing = {
                 number: Without(
                     merge_method(config.ensemble, merged_by),
@@ -320,7 +320,7 @@ class ResultWriter:
             MergeError: its predictions do not fit the table.
         """
         name, work, table = state.plan.name, self._works[state.plan.name], self._prepared.table
-        wanted = self.wanted(name)
+        wanted = self.rows_of(name)
         if work.is_complete:
             is_merged = np.ones(int(work.is_done.sum()), np.bool_) if wanted is None else wanted[work.is_done]
             note_merged_rows(self._rundir.merged_rows(name), is_merged)

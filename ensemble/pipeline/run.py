@@ -25,7 +25,7 @@ from ensemble.common.files import (
     write_text,
 )
 from ensemble.common.gpus import Device, driver_session
-from ensemble.common.protocol import ChunkDone, CommonSpec, Start, ViewSpec, WorkerSpec
+from ensemble.common.protocol import CommonSpec, Start, ViewSpec, WorkerSpec
 from ensemble.common.shards import order_path
 from ensemble.common.text import duration, plural, shown_path
 from ensemble.config import LoadedConfig
@@ -47,9 +47,10 @@ from ensemble.planning.plan import MemberPlan, without_done
 from ensemble.scheduling.deadline import Deadline, reserve_seconds, time_limit_text
 from ensemble.scheduling.device_pool import DevicePool
 from ensemble.scheduling.launchers.base import MemberFiles, WorkerStart
+from ensemble.scheduling.records import Failure
 from ensemble.scheduling.retry import Rules
 from ensemble.scheduling.scheduler import MAX_TURN_SECONDS, Scheduler
-from ensemble.scheduling.state import Failure, MemberState, Phase
+from ensemble.scheduling.state import MemberState, Phase
 
 # How old what ``status`` shows of a running run may be; short enough for people, long enough for slow disks.  With
 # hundreds of workers a report takes a good part of a second: no more than this share of the time, or ten times as
@@ -205,7 +206,7 @@ class _Run(RunState):
                 with atomic_path(rundir.table) as temporary:
                     self.prepared.table.publish(temporary, wants_ids)
                 for member in self.prepared.plan.members:
-                    if member.chunks:
+                    if member.chunks or member.waits_for:
                         work = self.works[member.name]
                         work.make_shards_dir()
                         with (
@@ -277,37 +278,34 @@ class _Run(RunState):
         is_timed = self._config.time_limit is not None
         if self.cascades is None and any(member.waits_for for member in plan.members):
             self.cascades = Cascades(self.prepared, self._rundir, self.works)
-            self._writer.wanted = self.cascades.wanted
-        members = []
-        for member in plan.members:
-            work = self.works[member.name]
-            if member.waits_for and member.needs_worker and self.cascades is not None:
-                if not self.cascades.is_covered(member.name):
-                    if work.is_complete:
-                        kept = plural(int(work.has_rows.sum()), "row")
-                        self.say(f"{member.name}: it may need other rows than it has; {kept} are kept")
-                    reopen(self.prepared, self._rundir, work)
-                if not work.is_complete:
-                    members.append(member)
-                    continue
-            # One that is complete, or given, waits for nobody.
-            is_done = work.has_rows | work.is_complete
-            left = replace(without_done(member, is_done, is_timed), waits_for=())
-            wanted = None if self.cascades is None else self.cascades.wanted(member.name)
-            if member.needs_worker and wanted is not None:
-                left = replace(left, order=left.order[np.tile(wanted, member.views)[left.order]])
-            elif not member.needs_worker and work.is_complete:  # what was made elsewhere may lack rows
-                left = replace(left, order=left.order[work.is_done[left.order]])
-            members.append(left)
-        self.prepared = replace(self.prepared, plan=replace(plan, members=tuple(members)))
+            self._writer.rows_of = self.cascades.rows_of
+        members = tuple(self._what_is_left(member, is_timed) for member in plan.members)
+        self.prepared = replace(self.prepared, plan=replace(plan, members=members))
         self.members = [
             MemberState(member, self.works[member.name].noted_bad_rows, self._watch) for member in members
         ]
-        if self.cascades is not None:
-            self.cascades.begin(members, self.members)
         for state in self.members:
             if (failure := self._not_given.get(state.plan.name)) is not None:
                 state.fail(failure)
+
+    def _what_is_left(self, member: MemberPlan, is_timed: bool) -> MemberPlan:
+        """Return a member with the chunks that are left to do; none while its rows are not selected."""
+        work = self.works[member.name]
+        if not member.needs_worker:
+            member = replace(member, waits_for=())
+            if not work.is_complete:
+                return member
+            return replace(member, order=member.order[work.is_done[member.order]])  # its file may lack rows
+        if self.cascades is None or not member.waits_for:
+            return without_done(member, work.has_rows | work.is_complete, is_timed)
+        if not self.cascades.is_covered(member.name):
+            if work.is_complete:
+                kept = plural(int(work.has_rows.sum()), "row")
+                self.say(f"{member.name}: it may need other rows than it has; {kept} are kept")
+            reopen(self.prepared, self._rundir, work)
+        if self.cascades.is_selected(member.name):
+            return self.cascades.planned(self.prepared.plan, member)
+        return replace(member, chunks=(), order=member.order[:0])
 
     def _first_submission(self) -> float:
         """Under a time limit: a submission of what there is; returns the seconds to keep for the last one."""
@@ -336,8 +334,8 @@ class _Run(RunState):
     def _run_members(self, reserve: float) -> None:
         config, display, prepared = self._config, self._display, self.prepared
         launcher = prepared.launcher
-        files = {one.name: self._files_of(one) for one in prepared.plan.members if one.chunks}
-        launcher.begin(files)
+        working = [member for member in prepared.plan.members if member.chunks or member.waits_for]
+        launcher.begin({member.name: self._files_of(member) for member in working})
         prepared.table.forget_columns()  # the workers have them now
         gpus = [gpu for gpu in prepared.plan.gpus if not gpu.is_held]
         self.pool = DevicePool(
@@ -345,7 +343,10 @@ class _Run(RunState):
         )
         self.pool.hosts = prepared.plan.hosts
         rules = Rules(
-            *(config.retries, config.on_bad_row, config.hang_timeout, config.standby),
+            retries=config.retries,
+            on_bad_row=config.on_bad_row,
+            hang_timeout=config.hang_timeout,
+            standby=config.standby,
             workers_per_gpu=config.max_workers_per_gpu,
             devices=config.devices,
         )
@@ -355,7 +356,7 @@ class _Run(RunState):
             workers = len(gpus) * config.max_workers_per_gpu + max(on_cpu, default=0)
             deadline = Deadline(self.began + config.time_limit - reserve, workers, self.clock)
         scheduler = Scheduler(self.members, self.pool, launcher, self, rules, self._watch, deadline)
-        self.gaps, self.node_changes = scheduler.gaps.found, scheduler.node_changes
+        self.gaps, self.node_changes = scheduler.gaps.measured, scheduler.node_changes
         self._before_seconds = self.clock() - self.began
         try:
             with self._signals.postponed():
@@ -403,20 +404,21 @@ class _Run(RunState):
         for view, one in enumerate(work.parts):
             if own := work.of_view(state.bad_rows, view):
                 write_bad_rows(one, own)
-        if self.cascades is not None:
-            self.cascades.bad_rows(state)
 
     def on_finished(self, state: MemberState) -> None:
         remove_cache(self.works[state.plan.name].shards_dir)
         self._writer.write_predictions(state, worker_reports(state), self.computation(state))
 
-    def on_chunk_done(self, state: MemberState, done: ChunkDone) -> None:
-        if self.cascades is not None:
-            self.cascades.chunk_done(state, done)
-
     def on_ended(self, state: MemberState) -> None:
-        if self.cascades is not None:
-            self.cascades.ended(state)
+        if self.cascades is None:
+            return
+        failure, may_go_on = state.failure, self._config.on_member_failure == "continue"
+        if failure is not None and not failure.is_dropped and not may_go_on:
+            return  # members that wait for it go on in the run that has it
+        selected = self.cascades.end(state.plan.name, is_left_out=failure is not None)
+        for waiting in self.members:
+            if waiting.plan.name in selected and waiting.is_undecided:
+                waiting.begin(self.cascades.planned(self.prepared.plan, waiting.plan))
 
     def on_change(self, members: Sequence[MemberState]) -> None:
         self._display.update(members)

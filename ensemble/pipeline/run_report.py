@@ -25,7 +25,9 @@ from ensemble.merging.scoring import CascadeComparison, Gain, Score
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.planning.forecast import Speed
 from ensemble.scheduling.device_pool import MemoryCurve, Release, TelemetryCurve
-from ensemble.scheduling.state import Failure, FaultRecord, Gap, Phase
+from ensemble.scheduling.gaps import Gap
+from ensemble.scheduling.records import Failure, FaultRecord
+from ensemble.scheduling.state import Phase
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -104,7 +106,7 @@ class ProgressReport:
 
 @dataclass(frozen=True)
 class CascadeReport:
-    """A member with ``when``: the rows that it is to have, and those of which that is not known.
+    """A member with ``when``: how many rows are selected for it, and whether they are selected yet.
 
     ``comparison`` is of the ensemble with it and without it; None where the truth is not known, and where the
     merge gives no probabilities.
@@ -112,7 +114,7 @@ class CascadeReport:
 
     when: dict[str, float]
     rows: int
-    unknown_rows: int
+    is_selected: bool
     comparison: CascadeComparison | None
 
 

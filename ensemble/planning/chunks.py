@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 
 import numpy as np
 import numpy.typing as npt
@@ -23,15 +24,14 @@ FIRST_CHUNK_ROWS = 16
 BYTES_PER_TOKEN = 4.0
 # What a row costs beyond its text, in bytes of text: template, special tokens, bookkeeping.
 ROW_OVERHEAD_BYTES = 32
-_ROWS_AT_A_TIME = 1 << 20
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows ``order[start:stop]`` of a member; ``cost`` is its share of the member's work, relative.
+    """Rows ``order[start:stop]`` of a member; ``cost`` is their share of the member's work.
 
-    ``index`` is its number on the channel, so no two chunks of a member ever have the same.  ``view`` is the number
-    of the view of the rows that it is of.
+    ``index`` is the chunk's number on the channel; no two chunks of a member have the same.  ``view`` is the number
+    of the view that its rows are in.
     """
 
     index: int
@@ -45,30 +45,27 @@ class Chunk:
         return self.stop - self.start
 
     def split(self, numbers: Iterator[int], at: int | None = None) -> tuple[Chunk, Chunk]:
-        """Its rows up to ``at``, or to the middle, and those from there on: longer rows first.
+        """Return the rows before ``at``, or before the middle, and the rows from there on.
 
-        Costs go by rows, which are about equally long within a chunk.
+        Costs are shared by rows, which are about equally long within a chunk.
 
         Args:
             numbers: indices that no chunk of the member has yet.
         """
         at = (self.start + self.stop) // 2 if at is None else at
-        first, second = (
-            replace(
-                self, index=next(numbers), start=start, stop=stop, cost=self.cost * (stop - start) / self.rows
-            )
-            for start, stop in ((self.start, at), (at, self.stop))
-        )
+        cost = self.cost * (at - self.start) / self.rows
+        first = replace(self, index=next(numbers), stop=at, cost=cost)
+        second = replace(self, index=next(numbers), start=at, cost=self.cost - cost)
         return first, second
 
 
 def cut_chunks(
     lengths: npt.NDArray[np.int64], common: npt.NDArray[np.int64] | None = None
 ) -> tuple[npt.NDArray[np.int64], tuple[Chunk, ...]]:
-    """Row order, longest first, and its slices.
+    """Return the row order, longest first, and its slices.
 
-    The cut depends on the table alone, not on devices or replicas, so that any number of them computes the
-    same batches.
+    The cut depends on the rows alone, not on devices or replicas, so any number of replicas computes the same
+    batches.
 
     Args:
         lengths: bytes of text per row, [rows].
@@ -76,83 +73,97 @@ def cut_chunks(
             chunks, [rows]; the costs are still those of ``lengths``.
     """
     ranked = lengths if common is None else common
-    order = _longest_first(ranked)
-    cumulative = _costs_before(ranked, order)
-    own = cumulative if ranked is lengths else _costs_before(lengths, order)
-    total, rows = float(cumulative[-1]), len(order)
+    order = np.argsort(-ranked, kind="stable")
+    return order, _slices(ranked[order], lengths[order])
+
+
+def cut_closest_first(
+    lengths: npt.NDArray[np.int64],
+    common: npt.NDArray[np.int64],
+    doubt: npt.NDArray[np.float64],
+    max_rows: Iterator[int],
+) -> tuple[npt.NDArray[np.int64], tuple[Chunk, ...]]:
+    """Return the row order, the closest calls first, and its slices; each slice has its longest rows first.
+
+    Args:
+        lengths: bytes of text per row, [rows].
+        common: lengths to cut by instead, as for ``cut_chunks``.
+        doubt: how unsure each row is, [rows].
+        max_rows: how many rows each chunk may have.
+    """
+    order = np.argsort(-doubt, kind="stable")
+    chunks = _slices(common[order], lengths[order])
+    chunks = cut_to_rows(chunks, max_rows, count(len(chunks)))
+    for chunk in chunks:
+        rows = order[chunk.start : chunk.stop]
+        order[chunk.start : chunk.stop] = rows[np.argsort(-common[rows], kind="stable")]
+    return order, tuple(replace(chunk, index=number) for number, chunk in enumerate(chunks))
+
+
+def _slices(ranked: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> tuple[Chunk, ...]:
+    """Cut rows into slices of about equal lengths by ``ranked``, with their costs by ``lengths``; both in order."""
+    ranks_before, costs_before = _costs_before(ranked), _costs_before(lengths)
+    total, rows = float(ranks_before[-1]), len(ranked)
     target = min(float(CHUNK_BYTES), max(float(CHUNK_MIN_BYTES), total / CHUNKS_WANTED))
     chunks: list[Chunk] = []
     start = 0
     while start < rows:
-        within = int(np.searchsorted(cumulative, cumulative[start] + target, side="right")) - 1
+        within = int(np.searchsorted(ranks_before, ranks_before[start] + target, side="right")) - 1
         stop = min(max(within, start + 1), start + CHUNK_MAX_ROWS, rows)
-        if total - cumulative[stop] < target / 4 and rows - start <= CHUNK_MAX_ROWS:
+        if total - ranks_before[stop] < target / 4 and rows - start <= CHUNK_MAX_ROWS:
             stop = rows  # no crumb at the end
-        chunks.append(Chunk(len(chunks), start, stop, float(own[stop] - own[start]) / float(own[-1])))
+        cost = float(costs_before[stop] - costs_before[start]) / float(costs_before[-1])
+        chunks.append(Chunk(len(chunks), start, stop, cost))
         start = stop
-    return order, tuple(chunks)
+    return tuple(chunks)
 
 
-def _longest_first(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The rows by length, those of equal length in their order, [rows]."""
-    longest, shortest = int(lengths.max(initial=0)), int(lengths.min(initial=0))
-    shorter_by = np.empty(len(lengths), np.uint16 if longest - shortest < 1 << 16 else np.int64)
-    # NumPy sorts numbers of 16 bits by their digits, in a fraction of the time.
-    np.subtract(longest, lengths, out=shorter_by, casting="unsafe")
-    return np.argsort(shorter_by, kind="stable")
-
-
-def _costs_before(lengths: npt.NDArray[np.int64], order: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """What the rows before each one in the order cost, [rows + 1]; in the memory of the result and little more."""
-    costs = np.zeros(len(order) + 1)
-    for start in range(0, len(order), _ROWS_AT_A_TIME):
-        part = lengths[order[start : start + _ROWS_AT_A_TIME]]
-        costs[1 + start : 1 + start + len(part)] = part + ROW_OVERHEAD_BYTES
-    return np.cumsum(costs, out=costs)
+def _costs_before(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Return what the rows before each row cost, [rows + 1]."""
+    return np.concatenate([[0.0], np.cumsum(lengths + float(ROW_OVERHEAD_BYTES))])
 
 
 def in_views(
-    order: npt.NDArray[np.int64], chunks: Sequence[Chunk], views: int
+    order: npt.NDArray[np.int64], chunks: Sequence[Chunk], views: int, table_rows: int
 ) -> tuple[npt.NDArray[np.int64], tuple[Chunk, ...]]:
-    """The rows and chunks of a member that gets each row in several views: all rows in the first, then in the next.
+    """Return rows and chunks in several views: all rows in the first view, then all in the next.
 
     Rows are numbered through the views: row r of a table of n rows is r + v * n in view v.
 
     Args:
-        order: of the table's rows, [n], and their chunks.
+        order: of rows of the table, with their chunks.
+        table_rows: rows of the table.
     """
-    rows = len(order)
-    if views == 1:  # of a large table the order is not to be there twice
+    if views == 1:
         return order, tuple(chunks)
-    return (
-        np.concatenate([order + view * rows for view in range(views)]),
-        tuple(
-            Chunk(
-                index=chunk.index + view * len(chunks),
-                start=chunk.start + view * rows,
-                stop=chunk.stop + view * rows,
-                cost=chunk.cost / views,
-                view=view,
+    expanded = []
+    for view in range(views):
+        for chunk in chunks:
+            expanded.append(
+                Chunk(
+                    index=chunk.index + view * len(chunks),
+                    start=chunk.start + view * len(order),
+                    stop=chunk.stop + view * len(order),
+                    cost=chunk.cost / views,
+                    view=view,
+                )
             )
-            for view in range(views)
-            for chunk in chunks
-        ),
-    )
+    return np.concatenate([order + view * table_rows for view in range(views)]), tuple(expanded)
 
 
 def common_lengths(lengths: Iterable[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
-    """Lengths by which all members are cut where all are to cover the same rows first, [rows].
+    """Return the lengths by which all members are cut if all are to cover the same rows first, [rows].
 
-    It is the sum of the members' lengths, in which a text that several of them read counts once.  Where all
-    read the same, the cut is what it would be without.
+    It is the sum of the members' lengths, in which a text that several members read counts once.  If all read the
+    same text, the cut is the same as without this.
 
     Args:
         lengths: of each member, bytes of text per row, [rows]; at least one member.
     """
     distinct: list[npt.NDArray[np.int64]] = []
-    for one in lengths:
-        if not any(np.array_equal(one, other) for other in distinct):
-            distinct.append(one)
+    for candidate in lengths:
+        if not any(np.array_equal(candidate, other) for other in distinct):
+            distinct.append(candidate)
     return sum(distinct[1:], distinct[0])
 
 
@@ -162,45 +173,42 @@ def what_is_left(
     is_done: npt.NDArray[np.bool_],
     numbers: Iterator[int],
 ) -> tuple[npt.NDArray[np.int64], tuple[Chunk, ...]]:
-    """The chunks that are still to be computed, and the order of which they are slices.
+    """Return the order with the rows that are done at its end, and the chunks of the others.
 
-    A chunk of which nothing is done stays as it was cut.  Of others the rows that are left move together, behind
-    those that are done, and with what is left of their neighbours as far as that makes no more than a chunk: rows
-    that are done can lie anywhere in a table that has changed.
+    A chunk of which nothing is done keeps its rows and its index.  The rows that are left of other chunks join
+    those of the chunk before as far as that makes no more than a chunk: in a table that has grown, rows that are
+    done can be anywhere.
 
     Args:
         chunks: all of a member's, in order.
-        order: the member's row numbers, in order, [rows].
-        is_done: by row number, [rows].
+        order: the member's row numbers.
+        is_done: by row number.
         numbers: indices that no chunk of the member has yet.
     """
     if not is_done.any():
         return order, tuple(chunks)
     max_cost = max((chunk.cost for chunk in chunks), default=0.0)
-    joined: list[
-        tuple[Chunk, int]
-    ] = []  # slices of the order with their costs that are left, and with their rows
-    for chunk in chunks:
-        one, rows = chunk, int((~is_done[order[chunk.start : chunk.stop]]).sum())
-        if rows < chunk.rows:
-            one = replace(chunk, cost=chunk.cost * rows / chunk.rows)
-            last, others = joined[-1] if joined else (chunk, chunk.rows)
-            cost = last.cost + one.cost
-            is_near = last.view == one.view and others < last.rows
-            if is_near and cost <= max_cost and others + rows <= CHUNK_MAX_ROWS:
-                joined.pop()
-                one, rows = replace(last, stop=chunk.stop, cost=cost), others + rows
-        joined.append((one, rows))
-    order = order.copy()
+    rows_left: list[npt.NDArray[np.int64]] = []
     left: list[Chunk] = []
-    for chunk, rows in joined:
-        if rows == chunk.rows:
-            left.append(chunk)
-        elif rows:
-            slice_ = order[chunk.start : chunk.stop]
-            slice_[:] = slice_[np.argsort(~is_done[slice_], kind="stable")]
-            left.append(replace(chunk, index=next(numbers), start=chunk.stop - rows))
-    return order, tuple(left)
+    start, may_join = 0, False
+    for chunk in chunks:
+        rows = order[chunk.start : chunk.stop]
+        rows = rows[~is_done[rows]]
+        if len(rows) == 0:
+            continue
+        is_whole = len(rows) == chunk.rows
+        cost = chunk.cost * len(rows) / chunk.rows
+        rows_left.append(rows)
+        stop = start + len(rows)
+        last = left[-1] if left else chunk
+        fits = last.cost + cost <= max_cost and last.rows + len(rows) <= CHUNK_MAX_ROWS
+        if may_join and not is_whole and last.view == chunk.view and fits:
+            left[-1] = replace(last, stop=stop, cost=last.cost + cost)
+        else:
+            index = chunk.index if is_whole else next(numbers)
+            left.append(Chunk(index, start, stop, cost, chunk.view))
+        start, may_join = stop, not is_whole
+    return np.concatenate([*rows_left, order[is_done[order]]]), tuple(left)
 
 
 def cut_to_rows(

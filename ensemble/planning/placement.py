@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +23,8 @@ _MAX_ADVISED_GPUS = 8
 class MemberFacts:
     """What the plan must know of a member.
 
-    ``lengths`` has the bytes of text per row, int64 [rows].  ``memory`` is None where nothing is known of it.
-    ``expected_share`` is that of the rows which it will probably compute; less than 1 with ``when``.
+    ``lengths`` has the bytes of text per row, int64 [rows].  ``memory`` is None if nothing is known of it.
+    ``expected_share`` is the share of the rows that it will probably compute; less than 1 with ``when``.
     """
 
     name: str
@@ -40,8 +39,8 @@ class MemberFacts:
 class Fit:
     """A footprint on a device of ``total_bytes`` of which ``room_bytes`` are free to plan with.
 
-    ``verdict``: ``fits``; ``tight``, where the weights fit but perhaps not the longest row beside them; ``short``,
-    where that is so only because others use the device; ``held``, where others leave no room for the weights;
+    ``verdict``: ``fits``; ``tight`` if the weights fit but perhaps not the longest row beside them; ``short`` if
+    that is so only because other programs use the device; ``held`` if they leave no room for the weights;
     ``never``.
     """
 
@@ -54,9 +53,9 @@ class Fit:
 class Placement(Assigned):
     """Where a member may run.
 
-    ``devices`` are UUIDs that it may run on now, in the inventory's order; ``held`` those that would hold it, or
-    hold it better, if others did not use them.  ``fits`` says by UUID ("cpu" for the CPU) how, where its footprint
-    is known.  A worker takes ``places`` of each of its GPUs, of the ``max_workers_per_gpu`` that there are.
+    ``devices`` are UUIDs that it may run on now, in the inventory's order; ``held`` are those that would hold it,
+    or hold it better, if other programs did not use them.  ``fits`` says how, by UUID ("cpu" for the CPU), if its
+    footprint is known.  A worker takes ``places`` of the ``max_workers_per_gpu`` on each of its GPUs.
     """
 
     places: int = 1
@@ -71,23 +70,24 @@ class Placement(Assigned):
 def place(
     config: RunConfig, index: int, facts: MemberFacts, devices: Sequence[Device], host: Device | None
 ) -> Placement:
-    """Where a member runs; what speaks against it is in the placement's ``problems``."""
+    """Return where a member runs; if it cannot, the placement's ``problems`` say why."""
     if not facts.needs_worker:
         return Placement(0)
     request, memory = facts.request, facts.memory
     needed, capability = None, _lowest_capability(devices)
-    named = (*(request.max_memory or {}), *(request.device_map or {}).values())
-    numbers = [one for one in named if isinstance(one, int)]
+    named_devices = (*(request.max_memory or {}), *(request.device_map or {}).values())
+    numbers = [device for device in named_devices if isinstance(device, int)]
     asked = request.num_gpus
     if asked is None:
         asked = max(numbers) + 1 if numbers else min(1, len(devices))
     key = "num_gpus" if request.num_gpus is not None else "max_memory" if request.max_memory else "device_map"
     start = f"models[{index}].{key}: {facts.name} asks for {plural(asked, 'GPU')}, but"
     problem = ""
-    if memory is not None and (found := memory.problem()):
-        problem = f"models[{index}].{found}"
+    memory_problem = "" if memory is None else memory.problem()
+    if memory_problem:
+        problem = f"models[{index}].{memory_problem}"
     elif asked > together(devices):
-        where = "can be used here" if len({one.node for one in devices}) < 2 else "are on any one node"
+        where = "can be used here" if len({device.node for device in devices}) < 2 else "are on any one node"
         problem = (
             f"{start} {plural(together(devices), 'GPU')} {where}; lower it, make more visible "
             "(CUDA_VISIBLE_DEVICES), or set num_gpus: 0 for the CPU"
@@ -103,10 +103,9 @@ def place(
                 f"models[{index}].max_memory: {gib(allowed)} in all, and the weights of {facts.name} take "
                 f"{gib(needed.weights.bytes)}; raise it, or set offload_folder for the rest"
             )
-    # The user has taken placement into their own hands, or lets weights go to the CPU or to disk.
-    decides_itself = any(
-        one is not None for one in (request.device_map, request.max_memory, request.offload_folder)
-    )
+    # The user decides on placement, or lets weights go to the CPU or to disk.
+    placement_keys = (request.device_map, request.max_memory, request.offload_folder)
+    decides_itself = any(value is not None for value in placement_keys)
     if problem:
         placed = Placement(asked, footprint=needed, problems=(problem,))
     elif not asked:
@@ -125,7 +124,7 @@ def place(
     elif needed is None and isinstance(request.gpu_memory, int):
         placed = _by_request(config, index, facts, devices, asked, request.gpu_memory)
     elif needed is None or decides_itself:
-        # Anywhere; but what others hold can be waited for.
+        # Anywhere; but devices that other programs hold can be waited for.
         placed = Placement(
             asked,
             footprint=needed,
@@ -146,56 +145,59 @@ def place(
         return replace(placed, dtype=needed.dtype, attention=needed.attention)
     if memory is None:
         return placed
-    on = placed.gpus, placed.capability
-    dtype = memory.dtype(*on)
-    return replace(placed, dtype=dtype, attention=memory.attention(dtype, *on))
+    dtype = memory.dtype(placed.gpus, placed.capability)
+    attention = memory.attention(dtype, placed.gpus, placed.capability)
+    return replace(placed, dtype=dtype, attention=attention)
 
 
 def chosen_devices(visible: Sequence[Device], wanted: Sequence[int | str] | None) -> tuple[Device, ...]:
-    """The devices that the config's ``devices`` names, by number among the visible ones or by UUID; None: all.
+    """Return the devices that the config's ``devices`` names, by number or by UUID; all if it is None.
 
     Raises:
         DeviceError: there is no such device, or it is named twice; every such entry is listed.
     """
     if wanted is None:
         return tuple(visible)
-    known: dict[int | str, Device] = {device.uuid: device for device in visible}
-    known.update(enumerate(visible))
-    there = ", ".join(f"{number}: {device.uuid}" for number, device in enumerate(visible)) or "no GPU"
+    by_name: dict[int | str, Device] = {device.uuid: device for device in visible}
+    by_name.update(enumerate(visible))
+    listed = ", ".join(f"{number}: {device.uuid}" for number, device in enumerate(visible)) or "no GPU"
     problems: list[str] = []
     chosen: list[Device] = []
     for position, entry in enumerate(wanted):
-        found = known.get(entry)
-        if found is None:
+        device = by_name.get(entry)
+        if device is None:
             what = "GPU has this UUID" if isinstance(entry, str) else "visible GPU has this number"
-            problems.append(f"devices[{position}]: {entry}: no {what}; there are {there}")
-        elif found in chosen:
+            problems.append(f"devices[{position}]: {entry}: no {what}; there are {listed}")
+        elif device in chosen:
             problems.append(f"devices[{position}]: {entry}: named twice; name each GPU once")
         else:
-            chosen.append(found)
+            chosen.append(device)
     if problems:
         raise DeviceError(problems)
     return tuple(chosen)
 
 
 def together(devices: Sequence[Device]) -> int:
-    """How many of these a worker can have: the most that are on one node."""
+    """Return how many of these devices a worker can have: the most that are on one node."""
     return max(Counter(device.node for device in devices).values(), default=0)
 
 
 def rooms(devices: Sequence[Device], gpus: int, workers_per_gpu: int) -> int:
-    """How many workers of so many GPUs each these have room for at a time, each on one node."""
-    return sum(
-        count * workers_per_gpu // gpus for count in Counter(device.node for device in devices).values()
-    )
+    """Return how many workers of so many GPUs each these devices have room for at a time, each on one node."""
+    by_node = Counter(device.node for device in devices)
+    return sum(count * workers_per_gpu // gpus for count in by_node.values())
 
 
 def fitting(
     config: RunConfig, request: ResourceRequest, needed: Footprint, devices: Sequence[Device]
 ) -> list[Device]:
-    """Those of the devices of which one alone holds a replica, with its longest row or the batch that is asked."""
+    """Return the devices that alone hold a replica, with its longest row or the batch that is asked."""
     sharing, tokens = config.max_workers_per_gpu, asked_tokens(request, needed)
-    return [one for one in devices if _fit(needed, one, 1, sharing, tokens, one.used_bytes).verdict == "fits"]
+    able = []
+    for device in devices:
+        if _fit(needed, device, 1, sharing, tokens, device.used_bytes).verdict == "fits":
+            able.append(device)
+    return able
 
 
 def _lowest_capability(devices: Sequence[Device]) -> Capability | None:
@@ -206,17 +208,21 @@ def _lowest_capability(devices: Sequence[Device]) -> Capability | None:
 def _by_request(
     config: RunConfig, index: int, facts: MemberFacts, devices: Sequence[Device], asked: int, size: int
 ) -> Placement:
-    """A member that has said how many bytes it takes of each of its GPUs."""
+    """Place a member whose ``gpu_memory`` says how many bytes it takes of each of its GPUs."""
     sharing = config.max_workers_per_gpu
     fits = {}
-    for one in devices:
-        free = max(0, one.total_bytes - _held_bytes(one))
-        verdict = "fits" if size <= free else "held" if size <= one.total_bytes else "never"
-        fits[one.uuid] = Fit(verdict, 0, free)
-    usable = [one for one in devices if fits[one.uuid].verdict == "fits"]
-    held = [one for one in devices if fits[one.uuid].verdict == "held"]
+    for device in devices:
+        free = max(0, device.total_bytes - _held_bytes(device))
+        verdict = "never"
+        if size <= free:
+            verdict = "fits"
+        elif size <= device.total_bytes:
+            verdict = "held"
+        fits[device.uuid] = Fit(verdict, 0, free)
+    usable = [device for device in devices if fits[device.uuid].verdict == "fits"]
+    held = [device for device in devices if fits[device.uuid].verdict == "held"]
     if len(usable) + len(held) < asked:
-        largest = max(one.total_bytes for one in devices)
+        largest = max(device.total_bytes for device in devices)
         problem = (
             f"models[{index}].gpu_memory: {facts.name} asks for {gib(size)} of {plural(asked, 'GPU')}, but the "
             f"largest GPU has {gib(largest)}"
@@ -225,7 +231,7 @@ def _by_request(
             problem = f"{problem}, and only {plural(len(usable) + len(held), 'GPU')} so much"
         return Placement(asked, fits=fits, problems=(f"{problem}; lower it, or num_gpus",))
     # Of what is free, as others' shares are; the same on all, or a worker's place would depend on its GPU.
-    shares = [max(1, fits[one.uuid].room_bytes // sharing) for one in usable]
+    shares = [max(1, fits[device.uuid].room_bytes // sharing) for device in usable]
     places = max((min(sharing, -(-size // share)) for share in shares), default=1)
     reason = ""
     if sharing > 1:
@@ -233,8 +239,8 @@ def _by_request(
     return Placement(
         asked,
         places=places,
-        devices=tuple(one.uuid for one in usable),
-        held=tuple(one.uuid for one in held),
+        devices=tuple(device.uuid for device in usable),
+        held=tuple(device.uuid for device in held),
         fits=fits,
         reason=reason,
     )
@@ -248,40 +254,35 @@ def _on_gpus(
     asked: int,
     needed: Footprint,
 ) -> Placement:
+    """Place a member of known footprint on as few GPUs as hold a replica."""
     assert facts.memory is not None
     sharing = config.max_workers_per_gpu
-    can_spread = facts.request.num_gpus is None and not any(device.is_slice for device in devices)
-    # The fewest on which a replica fits with its longest row, or else with its weights.
-    for wanted, gpus in product(
-        (("fits",), ("fits", "tight")), range(asked, (together(devices) if can_spread else asked) + 1)
-    ):
-        if (
-            together([one for one in devices if _fit(needed, one, gpus, sharing, None).verdict in wanted])
-            >= gpus
-        ):
-            break
-    else:
-        fits = {one.uuid: _fit(needed, one, asked, sharing, None, _held_bytes(one)) for one in devices}
+    gpus = _fewest_gpus(facts, devices, asked, needed, sharing)
+    if gpus is None:
+        fits = {
+            device.uuid: _fit(needed, device, asked, sharing, None, _held_bytes(device)) for device in devices
+        }
         problem = _too_large_text(config, index, facts, devices, needed)
         return Placement(asked, footprint=needed, fits=fits, problems=(problem,))
-    able = [one for one in devices if _fit(needed, one, gpus, sharing, None).verdict != "never"]
+    able = [device for device in devices if _fit(needed, device, gpus, sharing, None).verdict != "never"]
     # A GPU that cannot hold the member has no say in its type.
     capability = _lowest_capability(able)
     needed = facts.memory.footprint(gpus, capability) or needed
     tokens = asked_tokens(facts.request, needed)
-    fits = {one.uuid: _fit(needed, one, gpus, sharing, tokens, _held_bytes(one)) for one in able}
+    fits = {device.uuid: _fit(needed, device, gpus, sharing, tokens, _held_bytes(device)) for device in able}
 
-    def are(*verdicts: str) -> set[str]:
-        return {uuid for uuid, one in fits.items() if one.verdict in verdicts}
+    def with_verdict(*verdicts: str) -> set[str]:
+        return {uuid for uuid, fit in fits.items() if fit.verdict in verdicts}
 
-    usable, held = are("fits"), are("short", "held")
-    if together([one for one in able if one.uuid in usable]) < gpus:
-        usable = are("fits", "short", "tight")
+    usable, held = with_verdict("fits"), with_verdict("short", "held")
+    if together([device for device in able if device.uuid in usable]) < gpus:
+        usable = with_verdict("fits", "short", "tight")
     warnings = []
-    if small := [one for one in devices if one.uuid not in usable | held]:
-        names = ", ".join(one.title for one in small)
+    small = [device for device in devices if device.uuid not in usable | held]
+    if small:
+        names = ", ".join(device.title for device in small)
         warnings.append(f"{facts.name} does not fit well on {names} and runs elsewhere")
-    tight = [fits[uuid].room_bytes for uuid in fits if uuid in usable & are("tight")]
+    tight = [fits[uuid].room_bytes for uuid in fits if uuid in usable & with_verdict("tight")]
     if tight and tokens is not None:
         # Even so the run is not lost: batches that do not fit run again in halves.
         key = "max_num_batched_tokens" if facts.request.batch_size is None else "batch_size"
@@ -300,7 +301,7 @@ def _on_gpus(
         )
     reason = ""
     if gpus != asked:
-        holds = any(needed.resident_bytes(asked) <= one.total_bytes for one in able)
+        holds = any(needed.resident_bytes(asked) <= device.total_bytes for device in able)
         what = "its longest row is too large beside its weights" if holds else "too large"
         reason = f"{what} for one GPU, so a replica takes {gpus}"
     return Placement(
@@ -315,13 +316,29 @@ def _on_gpus(
     )
 
 
+def _fewest_gpus(
+    facts: MemberFacts, devices: Sequence[Device], asked: int, needed: Footprint, sharing: int
+) -> int | None:
+    """Return the fewest GPUs on which a replica fits with its longest row, or else with its weights; None: none."""
+    can_spread = facts.request.num_gpus is None and not any(device.is_slice for device in devices)
+    most = together(devices) if can_spread else asked
+    for verdicts in (("fits",), ("fits", "tight")):
+        for gpus in range(asked, most + 1):
+            able = [
+                device for device in devices if _fit(needed, device, gpus, sharing, None).verdict in verdicts
+            ]
+            if together(able) >= gpus:
+                return gpus
+    return None
+
+
 def _held_bytes(device: Device) -> int:
-    """What nobody else can have of it now."""
+    """Return how many bytes of a device this run cannot have now."""
     return device.total_bytes if device.is_held else device.used_bytes
 
 
 def asked_tokens(request: ResourceRequest, needed: Footprint) -> int | None:
-    """Padded tokens in the largest batch that the user asks for; None where it is left to the plan."""
+    """Return the padded tokens in the largest batch that the user asks for; None if it is left to the plan."""
     if request.batch_size is not None:
         return request.batch_size * needed.width
     return request.max_num_batched_tokens
@@ -330,15 +347,15 @@ def asked_tokens(request: ResourceRequest, needed: Footprint) -> int | None:
 def _too_large_text(
     config: RunConfig, index: int, facts: MemberFacts, devices: Sequence[Device], needed: Footprint
 ) -> str:
-    """With each key that would help, and what it would change; only what the rules allow for this member."""
+    """Return why no GPU holds a member, with each key that would help and is allowed for this member."""
     assert facts.memory is not None
     capability, sharing = devices[0].compute_capability, config.max_workers_per_gpu
     largest = max(device.total_bytes for device in devices)
     share = largest // sharing
     plain = facts.memory.footprint(1, capability) or needed
-    helps, of_that = [], ""
+    helps, of_each_worker = [], ""
     if sharing > 1:
-        of_that = f", which max_workers_per_gpu: {sharing} makes {gib(share)} each"
+        of_each_worker = f", which max_workers_per_gpu: {sharing} makes {gib(share)} each"
         if plain.resident_bytes(1) < share * sharing:
             helps.append("max_workers_per_gpu: 1 gives it a whole GPU")
     for keys, less in facts.memory.smaller(capability):
@@ -347,8 +364,8 @@ def _too_large_text(
     counts = range((facts.request.num_gpus or 1) + 1, _MAX_ADVISED_GPUS + 1)
     enough = next((count for count in counts if plain.resident_bytes(count) < share), None)
     if enough is not None and not any(device.is_slice for device in devices):
-        there = "" if enough <= len(devices) else f" (this run has {len(devices)})"
-        helps.append(f"num_gpus: {enough} of this size hold it{there}")
+        available = "" if enough <= len(devices) else f" (this run has {len(devices)})"
+        helps.append(f"num_gpus: {enough} of this size hold it{available}")
     if facts.request.may_offload:
         helps.append(
             "max_memory with a cpu entry, or offload_folder, keeps a part of it outside the GPU, slowly"
@@ -356,7 +373,7 @@ def _too_large_text(
     return (
         f"models[{index}] ({facts.name}): its weights take {gib(needed.weights.bytes)} in "
         f"{needed.quantization or needed.dtype}, and {gib(needed.context_bytes)} go to CUDA, but the largest GPU "
-        f"has {gib(largest)}{of_that}; {'; '.join(helps) or 'use a smaller model'}"
+        f"has {gib(largest)}{of_each_worker}; {'; '.join(helps) or 'use a smaller model'}"
     )
 
 
@@ -368,19 +385,19 @@ def _fit(
     asked_tokens: int | None,
     held_bytes: int = 0,
 ) -> Fit:
-    """How ``needed`` fits on ``device``.
+    """Return how ``needed`` fits on ``device``.
 
     Args:
         workers_per_gpu: how many workers share the device.
         asked_tokens: the user's own budget for a batch, padded tokens of the longest rows.
-        held_bytes: what others use of it.
+        held_bytes: what other programs use of it.
     """
     total = device.total_bytes // workers_per_gpu
     free = max(0, device.total_bytes - held_bytes) // workers_per_gpu
     resident = needed.resident_bytes(gpus)
 
     def has_room(size: int) -> bool:
-        """Whether the longest row, or the batch that was asked for, fits beside the weights."""
+        """Return whether the longest row, or the batch that was asked for, fits beside the weights."""
         if asked_tokens is not None:
             return needed.peak_bytes(gpus, asked_tokens) <= size
         return needed.token_budget(gpus, int(size - RESERVE_SHARE * total)) > 0

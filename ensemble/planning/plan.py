@@ -29,6 +29,7 @@ from ensemble.planning.chunks import (
     Chunk,
     common_lengths,
     cut_chunks,
+    cut_closest_first,
     cut_to_rows,
     in_views,
     what_is_left,
@@ -70,11 +71,10 @@ class MemberPlan:
     as max_length lets it through, with what each row costs beyond it.
     ``first_replicas`` start before any later member; the others join where a GPU or a part of the CPU is left over.
     On a CPU each has ``cpu_share`` of the cores, which makes it slower, and ``cpu_threads``; None: as many as its
-    share.  A member that needs
-    no worker has neither replicas nor chunks.  One with ``when`` ``waits_for`` the members with a weight
-    before it: then ``chunks`` are those of the whole table, and which of their rows it computes comes out in the
-    run; the forecast takes ``expected_share`` of them.  ``advice`` is what else could be set, and what it would
-    take.
+    share.  A member that needs no worker has neither replicas nor chunks.  A member with ``when`` ``waits_for`` the
+    members with a weight before it: until its rows are selected (``with_rows``) its chunks are those of the whole
+    table, and the forecast takes ``expected_share`` of them.  ``advice`` is what else could be set, and what it
+    would take.
     """
 
     index: int
@@ -242,7 +242,7 @@ def make_plan(
     warnings: list[str] = []
     problems: list[str] = []
     # By lengths and max_length: members that read the same have one order in memory.
-    cuts: dict[tuple[int, float], tuple[npt.NDArray[np.int64], tuple[Chunk, ...]]] = {}
+    cuts: dict[tuple[int, int], tuple[npt.NDArray[np.int64], tuple[Chunk, ...]]] = {}
     for index, model in enumerate(config.models):
         known, views = facts[model.name], max(1, len(model.counted_views))
         counted = known.lengths
@@ -263,17 +263,13 @@ def make_plan(
                     f"running {replicas}"
                 )
         if known.needs_worker:
-            # Rows that max_length cuts cost no more than others of that length.  Order and cut still go by the
-            # whole text: another cut would mean other batches, and so other last digits, for little less padding.
-            most = math.inf
-            if known.memory is not None:
-                most = int(known.memory.max_length * BYTES_PER_TOKEN)
-            if most < counted.max(initial=0):
-                counted = np.minimum(counted, int(most))
-            key = id(known.lengths), most
+            # Order and cut go by the whole text: another cut would mean other batches, and so other last digits,
+            # for little less padding.
+            counted = _computed_lengths(known)
+            key = id(known.lengths), int(counted.max(initial=0))
             if key not in cuts:
                 cuts[key] = cut_chunks(counted, known.lengths if common is None else common)
-            order, chunks = in_views(*cuts[key], views)
+            order, chunks = in_views(*cuts[key], views, len(counted))
             capability = gpus[0].compute_capability if placement.gpus and gpus else None
             guess = guessed_speed(placement.footprint, capability, placement.gpus, cpus)
             speed = speeds.get(model.name, _UNMEASURED).or_guess(guess)
@@ -291,7 +287,7 @@ def make_plan(
                 if placement.gpus
                 else 1 / (1 if asked == "auto" else max(1, min(asked, len(chunks)))),
                 speed=speed,
-                work=views * float(counted.sum() + ROW_OVERHEAD_BYTES * len(counted)),
+                work=_work_of(counted, views),
                 chunks=chunks,
                 order=order,
                 table_rows=len(known.lengths),
@@ -363,11 +359,12 @@ def plan_run(
 
 
 def without_done(member: MemberPlan, is_done: npt.NDArray[np.bool_], is_timed: bool) -> MemberPlan:
-    """The member with the chunks that are left to do; chunks of which nothing is done stay as they were cut.
+    """Return the member with the chunks that are left to do; chunks of which nothing is done keep their rows.
 
     Under a time limit they are in the order of dispatch: first the longest rows, which show in the first minute
-    whether memory suffices and how fast it goes; then from the shortest up, because that covers the most rows.
-    All rows come in one view before any comes in the next.  Of a member of unknown speed the first ones are small.
+    whether memory suffices and how fast the member is; then from the shortest up, because that covers the most
+    rows.  All rows come in one view before any comes in the next.  If its speed is unknown, the first chunks are
+    small.
 
     Args:
         member: as it was planned, with all of its chunks.
@@ -379,6 +376,40 @@ def without_done(member: MemberPlan, is_done: npt.NDArray[np.bool_], is_timed: b
         left = left[:1] + tuple(sorted(left[1:], key=lambda chunk: (chunk.view, -chunk.start)))
         left = cut_to_rows(left, member.rows_at_a_time(), numbers)
     return replace(member, chunks=left, order=order)
+
+
+def with_rows(
+    plan: Plan, member: MemberPlan, is_selected: npt.NDArray[np.bool_], doubt: npt.NDArray[np.float64]
+) -> MemberPlan:
+    """Return a member with ``when`` once its rows are selected: with the chunks of these rows.
+
+    Under a time limit the closest calls come first, in the order of dispatch.
+
+    Args:
+        is_selected: bool [rows of the table].
+        doubt: how unsure each row is, [rows of the table].
+    """
+    rows = np.flatnonzero(is_selected)
+    facts = plan.facts[member.name]
+    lengths, computed = facts.lengths[rows], _computed_lengths(facts)[rows]
+    if plan.config.time_limit is None:
+        order, chunks = cut_chunks(computed, lengths)
+    else:
+        order, chunks = cut_closest_first(computed, lengths, doubt[rows], member.rows_at_a_time())
+    order, chunks = in_views(rows[order], chunks, member.views, member.table_rows)
+    work = _work_of(computed, member.views)
+    return replace(member, order=order, chunks=chunks, work=work, expected_share=1.0, waits_for=())
+
+
+def _computed_lengths(facts: MemberFacts) -> npt.NDArray[np.int64]:
+    """Return the bytes of each row's text that the member computes: max_length cuts the rest, [rows]."""
+    if facts.memory is None:
+        return facts.lengths
+    return np.minimum(facts.lengths, int(facts.memory.max_length * BYTES_PER_TOKEN))
+
+
+def _work_of(lengths: npt.NDArray[np.int64], views: int) -> float:
+    return views * float(lengths.sum() + ROW_OVERHEAD_BYTES * len(lengths))
 
 
 def _shared(plan: Plan) -> Plan:

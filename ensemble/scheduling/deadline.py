@@ -1,7 +1,4 @@
-"""Under a time limit: whose turn it is, what still fits, and when it is over.
-
-First the arithmetic, then how it meets the members' states and the clock.
-"""
+"""Under a time limit: whose turn it is, what still fits, and when it is over."""
 
 from __future__ import annotations
 
@@ -35,10 +32,10 @@ _TRUST_IN_GUESSES = 0.25
 
 @dataclass(frozen=True)
 class Share:
-    """A member in the race against the clock; a replica on two GPUs takes two device-seconds in a second.
+    """A member's share of the time; a replica on two GPUs takes two device-seconds in a second.
 
     ``seconds_per_member`` are the device-seconds of all its work, done or not; None: not even guessed.
-    ``startup_seconds`` is until a worker of it computes, 0 where one does already.  ``gpus`` are the devices of a
+    ``startup_seconds`` is until a worker of it computes, 0 if one does already.  ``gpus`` are the devices of a
     replica; 0 is the CPU, which counts as one device.
     """
 
@@ -54,54 +51,54 @@ class Share:
 
 
 def reachable_fraction(shares: Sequence[Share], devices: int, seconds_left: float) -> float:
-    """The largest fraction of its work that every member can be brought to, or has reached, in the time left.
+    """Return the largest fraction of their work that all members can be brought to, or have reached, in time.
 
-    All of it together takes at most ``devices * seconds_left`` device-seconds.  Whoever is there already needs
-    neither time nor a start.  A member of unknown speed counts as the slowest of the others, so that they leave it
-    time until it is measured.
+    All of it together takes at most ``devices * seconds_left`` device-seconds.  A member that is there already
+    needs neither time nor a start.  A member of unknown speed counts as the slowest of the others, so that they
+    leave it time until it is measured.
 
     Args:
         devices: how many workers of one device can run at the same time.
 
     Returns:
-        from 0 to 1; 1 where no speed is known and there is time for all to start.
+        from 0 to 1; 1 if no speed is known and there is time for all to start.
     """
     slowest = max(
-        (one.seconds_per_member for one in shares if one.seconds_per_member is not None), default=0.0
+        (share.seconds_per_member for share in shares if share.seconds_per_member is not None), default=0.0
     )
-    climbers = sorted(shares, key=lambda one: one.fraction_done)
-    levels = [min(max(one.fraction_done, 0.0), 1.0) for one in climbers] + [1.0]
+    by_fraction = sorted(shares, key=lambda share: share.fraction_done)
+    fractions = [min(max(share.fraction_done, 0.0), 1.0) for share in by_fraction]
     budget = devices * max(seconds_left, 0.0)
-    rate = 0.0  # device-seconds for a whole member's worth of all who climb
-    # Water rises from the lowest: at each level another member joins those that have to go on.
-    for one, level, following in zip(climbers, levels, levels[1:], strict=False):
-        if level == 1.0 or one.startup_device_seconds > budget:
-            return level
-        budget -= one.startup_device_seconds
-        rate += slowest if one.seconds_per_member is None else one.seconds_per_member
-        needed = rate * (following - level)
+    rate = 0.0  # device-seconds for all the work of the members that go on
+    # From the least fraction up: at each next one another member joins those that go on.
+    for share, fraction, following in zip(by_fraction, fractions, [*fractions[1:], 1.0], strict=False):
+        if fraction == 1.0 or share.startup_device_seconds > budget:
+            return fraction
+        budget -= share.startup_device_seconds
+        rate += slowest if share.seconds_per_member is None else share.seconds_per_member
+        needed = rate * (following - fraction)
         if needed > budget:
-            return min(level + budget / rate, following)
+            return min(fraction + budget / rate, following)
         budget -= needed
     return 1.0
 
 
 def goals(shares: Sequence[Share], devices: int, seconds_left: float) -> dict[str, float]:
-    """The fraction of its work that each member is to go on to, by name; what it has done where it is to stop.
+    """Return the fraction of its work that each member is to go on to, by name; what it has done if it is to stop.
 
-    That is what all can reach.  Members are left behind where they could not compute before the end, and where
-    starting them leaves no time for anybody: those first that take longest to start.
+    That is what all can reach.  Members are left behind if they could not compute before the end, or if starting
+    them leaves no time for any: those first that take longest to start.
     """
-    reached = {one.name: one.fraction_done for one in shares}
-    unfinished = [one for one in shares if one.fraction_done < 1]
-    # Nobody who computes is stopped for one who would use up most of the time to start.
-    times = 2.0 if any(one.startup_seconds == 0 for one in unfinished) else 1.0
-    able = [one for one in unfinished if times * one.startup_seconds < seconds_left]
+    reached = {share.name: share.fraction_done for share in shares}
+    unfinished = [share for share in shares if share.fraction_done < 1]
+    # No worker that computes is stopped for a member that would use up most of the time to start.
+    times = 2.0 if any(share.startup_seconds == 0 for share in unfinished) else 1.0
+    able = [share for share in unfinished if times * share.startup_seconds < seconds_left]
     while able:
         fraction = reachable_fraction(able, devices, seconds_left)
-        if any(one.fraction_done < fraction for one in able):
-            return reached | {one.name: max(fraction, one.fraction_done) for one in able}
-        able.remove(max(able, key=lambda one: one.startup_device_seconds))
+        if any(share.fraction_done < fraction for share in able):
+            return reached | {share.name: max(fraction, share.fraction_done) for share in able}
+        able.remove(max(able, key=lambda share: share.startup_device_seconds))
     return reached
 
 
@@ -112,13 +109,13 @@ def fitting_start(
     seconds_left: float,
     min_rows: int = MIN_ROWS,
 ) -> int | None:
-    """Where the rows of a chunk begin that are done in time, with ``SAFETY`` to spare: they end at ``chunk.stop``.
+    """Return where the last rows of a chunk begin that are done in time, with ``SAFETY`` to spare.
 
-    The chunk is halved until its last rows fit: those are the shortest, and next to those that were done before.
-    None where fewer than ``min_rows`` would fit and that is not the whole chunk.
+    The chunk is halved until its last rows fit: these are the shortest, and next to those that were done before.
+    None if fewer than ``min_rows`` would fit and that is not the whole chunk.
 
     Args:
-        seconds_per_cost: on one replica; None where it is unknown, and then trying is the only way to know.
+        seconds_per_cost: on one replica; None if it is unknown, and then trying is the only way to know.
         slowest_ratio: the most that a chunk of the member took, over what ``seconds_per_cost`` says it takes.
         seconds_left: until work must stop; the time to start a worker, where one has to start, is off already.
     """
@@ -134,7 +131,7 @@ def fitting_start(
 
 
 def reserve_seconds(first_seconds: float, members: int, limit_seconds: float) -> float:
-    """What to keep of the limit for gathering, merging and writing.
+    """Return what to keep of the limit for gathering, merging and writing.
 
     Args:
         first_seconds: what writing ensemble and submission took at the start, with values to fill in; it has
@@ -148,9 +145,9 @@ def reserve_seconds(first_seconds: float, members: int, limit_seconds: float) ->
 
 @dataclass(frozen=True)
 class Deadline:
-    """When all computing must have stopped, and what that leaves time for.
+    """When all computing must have stopped, and what there is time for until then.
 
-    ``at`` is in seconds by ``clock``, which the limit goes by; ``workers`` can compute at a time, on a device each.
+    ``at`` is in seconds by ``clock``; so many ``workers`` can compute at a time, on a device each.
     """
 
     at: float
@@ -168,28 +165,28 @@ class Deadline:
     def may_start(
         self, state: MemberState, members: Sequence[MemberState], beyond_goal: bool = False
     ) -> bool:
-        """Whether it is this member's turn, and a worker of it would get something done in time.
+        """Return whether it is this member's turn, and a worker of it would get something done in time.
 
-        A run ends in no case without having tried: what an earlier run measured may have been a slow moment, such
-        as weights that nobody had read since the machine was started, and a guess is one.  ``beyond_goal`` is that
-        of ``first_fitting``.
+        A run never ends without having tried: what an earlier run measured may have been a slow moment, such as
+        weights that had not been read since the machine was started, and a guess may be wrong.  ``beyond_goal`` is
+        that of ``first_fitting``.
         """
-
-        def pays(one: MemberState) -> bool:
-            startup = _startup_seconds(one, members)
-            return self.first_fitting(one, members, startup, beyond_goal) is not None
-
-        if (is_worth_it := pays(state)) or beyond_goal:
-            return is_worth_it
-        # Nobody was ready yet and there seems to be time for none: then the one that starts fastest.
-        if self.is_over or any(one.running or one.startup_seconds for one in members):
+        if self._pays(state, members, beyond_goal):
+            return True
+        # If no worker was ready yet and there seems to be time for none, the one that starts fastest may try.
+        has_started = any(other.running or other.speed_meter.startup_seconds for other in members)
+        if beyond_goal or has_started or self.is_over:
             return False
-        able = [one for one in _counting(members, self.seconds_left) if one.pending]
-        fastest = min(able, key=lambda one: _startup_seconds(one, members), default=None)
-        return state is fastest and not any(map(pays, able))
+        able = [other for other in _counting(members) if other.chunks.pending]
+        fastest = min(able, key=lambda other: _startup_seconds(other, members), default=None)
+        return state is fastest and not any(self._pays(other, members) for other in able)
+
+    def _pays(self, state: MemberState, members: Sequence[MemberState], beyond_goal: bool = False) -> bool:
+        startup = _startup_seconds(state, members)
+        return self.first_fitting(state, members, startup, beyond_goal) is not None
 
     def takes_most_to_start(self, state: MemberState, members: Sequence[MemberState]) -> bool:
-        """Whether a start of this member would use up most of the time: nobody who computes is stopped for it."""
+        """Return whether a start of this member would use up most of the time: no worker is stopped for it."""
         return 2 * _startup_seconds(state, members) >= self.seconds_left
 
     def first_fitting(
@@ -199,105 +196,111 @@ class Deadline:
         startup_seconds: float = 0.0,
         beyond_goal: bool = False,
     ) -> tuple[Chunk, int] | None:
-        """The member's first pending chunk of which rows can be done in time, and where those begin.
+        """Return the member's first pending chunk of which rows can be done in time, and where these rows begin.
 
-        None where none can, and where it is not the member's turn: its worker is to stop.  Members are brought
-        equally far in their first views; those that have these behind them, in all of their work.
+        None if no chunk can, or if it is not the member's turn: its worker is to stop.  Members are brought equally
+        far in their first views; those whose first view is done, in all of their work.
 
         Args:
             startup_seconds: until the member's worker computes.
-            beyond_goal: although others are not as far, where none of them can use the device.
+            beyond_goal: although other members are not as far, because none of them can use the device.
         """
-        plan, per_cost, now_left = state.plan, state.seconds_per_cost, self.seconds_left
-        counting = _counting(members, self.seconds_left)
-        seconds = _seconds_per_member(counting)
-        is_first = state.has_first_view_pending
-        shares = [
-            Share(
-                name=one.plan.name,
-                fraction_done=one.first_view_fraction if is_first else one.fraction,
-                seconds_per_member=(each := seconds[one.plan.name])
-                and each * max(one.plan.gpus, 1) / (one.plan.views if is_first else 1),
-                startup_seconds=0.0 if one.is_loaded else _startup_seconds(one, counting),
-                gpus=one.plan.gpus,
-            )
-            for one in counting
-            # What is left of others' first views is for devices that this member cannot use, or it would wait.
-            if is_first or not one.has_first_view_pending
-        ]
-        fraction = state.first_view_fraction if is_first else state.fraction
-        goal = goals(shares, self.workers, now_left).get(plan.name)
-        if goal is None or (fraction >= goal and not beyond_goal):
+        left = self.seconds_left - startup_seconds
+        if left <= 0 or not state.chunks.pending:
             return None
-        left, ratio, trust = now_left - startup_seconds, 1.0, 1.0
+        goal = self._goal(state, members)
+        if goal is None:
+            return None
+        if not beyond_goal and state.chunks.fraction(state.chunks.has_first_view) >= goal:
+            return None
+        per_cost, slowest_ratio, trust = state.seconds_per_cost, 1.0, 1.0
         if per_cost is not None:
-            ratio = state.slowest_seconds_per_cost / per_cost
+            slowest_ratio = state.speed_meter.slowest_seconds_per_cost / per_cost
         else:
-            per_cost = _seconds_per_member(members)[plan.name]
-            trust = 1.0 if plan.speed.is_measured else _TRUST_IN_GUESSES
+            per_cost = _seconds_per_member(members)[state.plan.name]
+            trust = 1.0 if state.plan.speed.is_measured else _TRUST_IN_GUESSES
         # Before anything is done: better a single row that surely costs so much than none.
-        is_untried = all(one.seconds_per_cost is None for one in members)
-        min_rows = 1 if plan.speed.is_measured and is_untried else MIN_ROWS
-        for chunk in state.pending.in_first_view() if left > 0 else ():
-            start = fitting_start(chunk, per_cost, ratio, trust * left, min_rows)
-            # No guess and no measurement of earlier stops anybody: a few rows tell more.
+        is_untried = all(other.seconds_per_cost is None for other in members)
+        min_rows = 1 if state.plan.speed.is_measured and is_untried else MIN_ROWS
+        for chunk in state.chunks.pending:
+            if chunk.view != state.chunks.pending[0].view:
+                break
+            start = fitting_start(chunk, per_cost, slowest_ratio, trust * left, min_rows)
             if start is None and is_untried:
+                # Neither a guess nor an earlier run's speed stops a member: a few rows tell more.
                 start = max(chunk.start, chunk.stop - min_rows)
             if start is not None:
                 return chunk, start
         return None
 
+    def _goal(self, state: MemberState, members: Sequence[MemberState]) -> float | None:
+        """Return the fraction of its work, or of its first view, that a member is to reach; None if none."""
+        counting = _counting(members)
+        seconds = _seconds_per_member(counting)
+        is_first_view = state.chunks.has_first_view
+        shares = []
+        for other in counting:
+            # What is left of others' first views is for devices that this member cannot use, or it would wait.
+            if not is_first_view and other.chunks.has_first_view:
+                continue
+            whole_seconds = seconds[other.plan.name]
+            if whole_seconds is not None:
+                whole_seconds *= max(other.plan.gpus, 1) / (other.plan.views if is_first_view else 1)
+            share = Share(
+                name=other.plan.name,
+                fraction_done=other.chunks.fraction(is_first_view),
+                seconds_per_member=whole_seconds,
+                startup_seconds=0.0 if other.is_loaded else _startup_seconds(other, counting),
+                gpus=other.plan.gpus,
+            )
+            shares.append(share)
+        return goals(shares, self.workers, self.seconds_left).get(state.plan.name)
 
-def _counting(members: Sequence[MemberState], seconds_left: float) -> list[MemberState]:
-    """Those who have not failed, without those of weight 0 as long as any other has something to do.
 
-    Members with ``when`` get the time that the others leave, and nothing before they know their rows.
-    """
-    unfailed = [one for one in members if one.failure is None and not one.unknown_rows]
-    counting = [one for one in unfailed if one.plan.model.has_weight]
-    counting = counting if any(not one.finished for one in counting) else unfailed
-    first = [one for one in counting if not one.plan.waits_for]
-    is_at_it = any(
-        one.in_hand or (one.pending and (one.is_loaded or _startup_seconds(one, members) < seconds_left))
-        for one in first
-    )
-    return first if is_at_it else counting
+def _counting(members: Sequence[MemberState]) -> list[MemberState]:
+    """Return the members that share the time: those with weight 0 only once all others have ended."""
+    able = [state for state in members if state.failure is None and not state.is_undecided]
+    weighted = [state for state in able if state.plan.model.has_weight]
+    return weighted if any(not state.finished for state in weighted) else able
 
 
 def _seconds_per_member(members: Sequence[MemberState]) -> dict[str, float | None]:
-    """What all of a member's work takes one replica, by name; None where it is not even guessed."""
-    return calibrated(
-        {one.plan.name: one.plan.whole_seconds for one in members},
-        {one.plan.name: one.seconds_per_cost for one in members if one.seconds_per_cost is not None},
-    )
+    """Return what all of a member's work takes one replica, by name; None if it is not even guessed."""
+    planned = {state.plan.name: state.plan.whole_seconds for state in members}
+    measured = {}
+    for state in members:
+        if state.seconds_per_cost is not None:
+            measured[state.plan.name] = state.seconds_per_cost
+    return calibrated(planned, measured)
 
 
 def _startup_seconds(state: MemberState, members: Sequence[MemberState]) -> float:
-    """What a worker of it takes to start: measured now or by an earlier run, as the others took, or guessed."""
+    """Return what a worker takes to start: measured now or by an earlier run, as the others took, or guessed."""
     measured = state.speed
     if measured.is_startup_measured:
         return measured.startup_seconds
-    return max((one.startup_seconds for one in members), default=0.0) or state.plan.speed.startup_seconds
+    slowest = max((other.speed_meter.startup_seconds for other in members), default=0.0)
+    return slowest or state.plan.speed.startup_seconds
 
 
 def time_limit_text(
     members: Sequence[MemberState], limit_seconds: float, before_seconds: float, kept_seconds: float
 ) -> str:
-    """Why a limit left no time to compute a single row, and what would.
+    """Return why a limit left no time to compute a single row, and what would.
 
     Args:
         before_seconds: until workers could start.
         kept_seconds: for the last submission, see :func:`reserve_seconds`.
     """
-    was_tried = any(one.workers for one in members)
-    what = "new row was kept" if any(one.lost_rows for one in members) else "row was computed"
+    was_tried = any(state.workers for state in members)
+    what = "new row was kept" if any(state.speed_meter.lost_rows for state in members) else "row was computed"
     text = (
         f"no {what}: {before_seconds:.1f} s of time_limit ({limit_seconds:g} s) were over before a "
         f"worker could start, {kept_seconds:.1f} s are kept for the last submission, and the "
         f"{max(limit_seconds - before_seconds - kept_seconds, 0.0):.1f} s between were too short to start one"
         f"{' and compute its first chunk' if was_tried else ''}"
     )
-    speeds = [one.speed for one in members if not one.finished]
+    speeds = [state.speed for state in members if not state.finished]
     known = [speed.startup_seconds for speed in speeds if speed.is_startup_measured]
     if not known:
         return (

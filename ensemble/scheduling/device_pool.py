@@ -1,19 +1,17 @@
-"""Who has which GPU, and proof that a GPU is free again before somebody else gets it.
+"""Which worker has which GPU, and proof that a GPU is free again before another worker gets it.
 
 A driver gives memory back some time after a process has gone.  So a device that comes back is watched until its
 used memory is at the baseline again, which was taken before the first worker; only then is it leased anew.  A
-device that stays full past the time-out is set aside and taken again only where nothing else is left.  What counts
-is the device's memory and not process ids: in a container NVML shows the host's.
+device that stays full past the time-out is set aside and taken again only if nothing else is left.  What counts is
+the device's memory and not process ids: in a container NVML shows the host's.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from bisect import bisect_left, insort
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, count, islice, takewhile
 
 from ensemble.common.gpus import Device, Telemetry, gpu_users
 from ensemble.common.text import gib
@@ -151,20 +149,14 @@ class DevicePool:
         say: Callable[[str], None],
         clock: Callable[[], float],
     ) -> None:
-        self._gpus = tuple(gpus)
+        self._gpus = {gpu.uuid: gpu for gpu in gpus}
         self._workers_per_gpu = workers_per_gpu
-        # By UUID: that are taken; since when they come back; that never came free; where a worker could not start.
-        self._places = dict.fromkeys((gpu.uuid for gpu in gpus), 0)
-        self._releasing: dict[str, float] = {}
-        self._doubtful: set[str] = set()
-        self._suspect: set[str] = set()
+        self._places = dict.fromkeys(self._gpus, 0)  # that are taken
+        self._releasing: dict[str, float] = {}  # since when devices come back
+        self._doubtful: set[str] = set()  # devices that never came free
+        self._suspect: set[str] = set()  # devices on which a worker could not start
         self._timeout_seconds = release_timeout_seconds
-        # Those that are there, with their numbers in the inventory; and sorted, by the places that are taken first,
-        # those of them that are not on their way back.
-        self._numbers = count()
-        self._there = {gpu.uuid: (next(self._numbers), gpu) for gpu in gpus}
-        self._by_use = [self._use_of(gpu.uuid) for gpu in gpus]
-        self.seen = self._gpus  # with those that have come since, and those that have gone
+        self.seen = tuple(gpus)  # with those that have come since, and those that have gone
         self._launcher = launcher
         self._say = say
         self._clock = clock
@@ -172,39 +164,33 @@ class DevicePool:
         self._used = self._sample()
         self.curves = {uuid: MemoryCurve(used) for uuid, used in self._used.items()}
         self._telemetry_at, self._telemetry_due = self._began, self._began + _TELEMETRY_SECONDS
-        self.telemetry = {gpu.uuid: TelemetryCurve() for gpu in self._gpus}
+        self.telemetry = {uuid: TelemetryCurve() for uuid in self._gpus}
         self.releases: list[Release] = []
 
     @property
     def gpus(self) -> tuple[Device, ...]:
-        """Those that are there."""
-        return self._gpus
+        """The devices that have not gone."""
+        return tuple(self._gpus.values())
 
     def change(self, joined: Sequence[Device], lost: Collection[str]) -> None:
-        """Devices have come, and others have gone for good with their nodes."""
-        self._gpus = (*(gpu for gpu in self._gpus if gpu.uuid not in lost), *joined)
-        self.seen = tuple({gpu.uuid: gpu for gpu in (*self.seen, *joined)}.values())
-        self._by_use = [one for one in self._by_use if one[2].uuid not in lost]
+        """Add devices that have come, and remove those that have gone for good with their nodes."""
         for uuid in lost:
             self._releasing.pop(uuid, None)
-            self._there.pop(uuid, None)
+            self._gpus.pop(uuid, None)
+        self.seen = tuple({gpu.uuid: gpu for gpu in (*self.seen, *joined)}.values())
         for gpu in joined:
+            self._gpus[gpu.uuid] = gpu
             self._places.setdefault(gpu.uuid, 0)
-            self._there[gpu.uuid] = next(self._numbers), gpu
-            insort(self._by_use, self._use_of(gpu.uuid))
             self.telemetry[gpu.uuid] = TelemetryCurve()
             self.curves[gpu.uuid] = MemoryCurve(gpu.used_bytes)
 
     def is_releasing(self, among: Collection[str] | None = None) -> bool:
-        """Whether a device is on its way back; of these UUIDs, or of all."""
+        """Return whether a device is on its way back; of these UUIDs, or of all."""
         return any(among is None or uuid in among for uuid in self._releasing)
 
     def is_in_use(self, among: Collection[str]) -> bool:
-        """Whether a worker is on any device of these UUIDs."""
+        """Return whether a worker is on any device of these UUIDs."""
         return any(self._places[uuid] for uuid in among)
-
-    def _use_of(self, uuid: str) -> tuple[int, int, Device]:
-        return self._places[uuid], *self._there[uuid]
 
     def acquire(
         self,
@@ -214,64 +200,55 @@ class DevicePool:
         preferred: Iterable[Sequence[Device]] = (),
         places: int = 1,
     ) -> tuple[Device, ...]:
-        """Lease so many devices: those known to be free first, then those with fewer workers, then in order.
+        """Lease so many devices of one node: those with fewer workers first, then in the inventory's order.
 
         Args:
             allowed: UUIDs.
             places: on each of them, of the ``workers_per_gpu``.
-            is_last_resort: also those whose memory never came free, and those on which a worker could not start.
-            preferred: choices to be made if they can, the first of them that can.
+            is_last_resort: take, after all others, also those whose memory never came free, and those on which a
+                worker could not start.
+            preferred: choices; the first that can be made is made.
 
         Returns:
-            The devices, in the inventory's order; none where there are not so many.
+            The devices, in the inventory's order; none if there are not so many.
         """
-        doubts = self._doubtful | self._suspect
-        most = self._workers_per_gpu - places
-
-        def usable(is_doubtful: bool) -> Iterator[Device]:
-            for _, _, gpu in takewhile(lambda use: use[0] <= most, self._by_use):
-                if gpu.uuid in allowed and (gpu.uuid in doubts) == is_doubtful:
-                    yield gpu
-
-        def is_sound(gpu: Device) -> bool:
-            uuid = gpu.uuid
-            is_free = uuid in self._there and uuid not in self._releasing and self._places[uuid] <= most
-            return is_free and uuid in allowed and uuid not in doubts
-
-        by_use = chain(usable(False), usable(True) if is_last_resort else ())
-        if count == 1:  # the first will do, of hundreds
-            found = list(islice(by_use, 1))
-        else:
-            # All on one node: the one whose devices are the best choice.
-            of_node: dict[str, list[Device]] = {}
-            for gpu in by_use:
-                of_node.setdefault(gpu.node, []).append(gpu)
-            found = next((gpus[:count] for gpus in of_node.values() if len(gpus) >= count), [])
-        if not found:
+        sound: list[tuple[int, int, Device]] = []
+        doubtful: list[tuple[int, int, Device]] = []
+        for number, (uuid, gpu) in enumerate(self._gpus.items()):
+            taken = self._places[uuid]
+            if uuid in allowed and uuid not in self._releasing and taken + places <= self._workers_per_gpu:
+                is_doubtful = uuid in self._doubtful or uuid in self._suspect
+                (doubtful if is_doubtful else sound).append((taken, number, gpu))
+        of_node: dict[str, list[tuple[int, Device]]] = {}
+        for _, number, gpu in [*sorted(sound), *(sorted(doubtful) if is_last_resort else [])]:
+            of_node.setdefault(gpu.node, []).append((number, gpu))
+        choice = next((gpus[:count] for gpus in of_node.values() if len(gpus) >= count), [])
+        if not choice:
             return ()
-        choices = (wanted for wanted in preferred if len(wanted) == count and all(map(is_sound, wanted)))
-        chosen = {gpu.uuid for gpu in next(choices, found)}
-        for uuid in chosen:
-            del self._by_use[bisect_left(self._by_use, self._use_of(uuid))]
-            self._places[uuid] += places
-            insort(self._by_use, self._use_of(uuid))
-        self._doubtful -= chosen
-        return tuple(gpu for _, gpu in sorted(map(self._there.__getitem__, chosen)))
+        numbers = {gpu.uuid: number for _, number, gpu in sound}
+        for wanted in preferred:
+            if len(wanted) == count and all(gpu.uuid in numbers for gpu in wanted):
+                choice = [(numbers[gpu.uuid], gpu) for gpu in wanted]
+                break
+        leased = tuple(gpu for _, gpu in sorted(choice))
+        for gpu in leased:
+            self._places[gpu.uuid] += places
+            self._doubtful.discard(gpu.uuid)
+        return leased
 
     def could_acquire(
         self, count: int, allowed: Collection[str], places: int, returned: Mapping[Device, int]
     ) -> bool:
-        """Whether so many devices could be leased, as by ``acquire``, once ``returned`` places on each are free."""
+        """Return whether so many devices could be leased once ``returned`` places on each are free."""
         able = [
             gpu
-            for gpu in self._gpus
-            if gpu.uuid in allowed
-            and self._places[gpu.uuid] - returned.get(gpu, 0) + places <= self._workers_per_gpu
+            for uuid, gpu in self._gpus.items()
+            if uuid in allowed and self._places[uuid] - returned.get(gpu, 0) + places <= self._workers_per_gpu
         ]
         return len(able) >= count
 
     def release(self, devices: Sequence[Device], places: int = 1, is_suspect: bool = False) -> None:
-        """The worker on these devices has ended; a device is free once its memory says so.
+        """Take the devices of a worker back that has ended; a device is free once its memory says so.
 
         What a worker leaves on a device that others still use cannot be told from theirs: it counts as gone.
 
@@ -281,15 +258,14 @@ class DevicePool:
                 NVML and fail at every start.
         """
         uuids = {gpu.uuid for gpu in devices}
-        (self._suspect.update if is_suspect else self._suspect.difference_update)(uuids)
-        for gpu in devices:
-            if is_there := gpu.uuid in self._there:
-                del self._by_use[bisect_left(self._by_use, self._use_of(gpu.uuid))]
-            self._places[gpu.uuid] -= places
-            if is_there and self._places[gpu.uuid]:
-                insort(self._by_use, self._use_of(gpu.uuid))
-            elif is_there:
-                self._releasing[gpu.uuid] = self._clock()
+        if is_suspect:
+            self._suspect |= uuids
+        else:
+            self._suspect -= uuids
+        for uuid in uuids:
+            self._places[uuid] -= places
+            if uuid in self._gpus and not self._places[uuid]:
+                self._releasing[uuid] = self._clock()
         self._sampled_at = self._telemetry_due = -math.inf  # the next poll looks, whenever it is
 
     def poll(self) -> None:
@@ -313,14 +289,13 @@ class DevicePool:
             if not is_free and used is not None and seconds < self._timeout_seconds:
                 continue
             del self._releasing[uuid]
-            insort(self._by_use, self._use_of(uuid))
             after = round(since - self._began, 3)
             self.releases.append(Release(uuid, round(seconds, 3), used, is_free, after))
             log.info("%s released: %s", uuid, self.releases[-1])
             if is_free:
                 continue
             self._doubtful.add(uuid)
-            _, gpu = self._there[uuid]
+            gpu = self._gpus[uuid]
             what = " no longer answers; it"
             if used is not None:
                 what = (
@@ -339,4 +314,4 @@ class DevicePool:
         return used is not None and used <= baseline + TOLERANCE_BYTES
 
     def _sample(self) -> dict[str, int | None]:
-        return self._launcher.used_memory([gpu.uuid for gpu in self._gpus]) if self._gpus else {}
+        return self._launcher.used_memory([*self._gpus]) if self._gpus else {}

@@ -10,7 +10,9 @@ from typing import Literal, TypeAlias
 
 from ensemble.common.text import plural
 from ensemble.planning.chunks import Chunk
-from ensemble.scheduling.state import Failure, Fault, FaultRecord, MemberState, RunHooks, RunningWorker
+from ensemble.scheduling.records import Failure, Fault, FaultRecord
+from ensemble.scheduling.state import MemberState, RunHooks
+from ensemble.scheduling.worker import RunningWorker
 
 OnBadRow: TypeAlias = Literal["fail", "uniform", "drop_member"]
 # A model that cannot compute these many rows has another fault than its rows.
@@ -31,7 +33,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Rules:
-    """What a config says of faults, and of workers that stand by; the keys are those of the YAML."""
+    """The config's keys about faults and standby workers."""
 
     retries: int
     on_bad_row: OnBadRow
@@ -43,7 +45,7 @@ class Rules:
 
 @dataclass
 class _History:
-    """A member's faults by now; ``split`` are the numbers of chunks that were made of larger ones."""
+    """A member's faults so far; ``split`` has the numbers of chunks that were made of larger ones."""
 
     attempts: Counter[int] = field(default_factory=Counter)
     split: set[int] = field(default_factory=set)
@@ -53,7 +55,7 @@ class _History:
 
 
 class RetryRules:
-    """Decides for all members of a run; ``elapsed`` counts the seconds since its workers could begin."""
+    """Decides what follows from faults; ``elapsed`` returns the seconds since workers could begin."""
 
     def __init__(self, rules: Rules, run: RunHooks, elapsed: Callable[[], float]) -> None:
         self._rules = rules
@@ -62,24 +64,24 @@ class RetryRules:
         self._histories: defaultdict[str, _History] = defaultdict(_History)
 
     def worker_ready(self, state: MemberState) -> None:
-        """A worker has loaded the member: what kept others from it was not lasting."""
+        """Note that a worker has loaded the member: what kept others from it was not lasting."""
         self._histories[state.plan.name].failed_starts = 0
 
     def worker_failed(self, worker: RunningWorker, fault: Fault, others_compute: bool) -> None:
-        """A worker has ended badly, with chunks in its hands or without; others of its member may compute."""
+        """Decide what follows when a worker has ended badly, with chunks in its hands or without."""
         state, history = worker.state, self._histories[worker.state.plan.name]
         if fault.kind == "lost":
             for chunk in worker.chunks:
                 self._record(worker, fault, "again", chunk)
                 worker.drop(chunk)
-                state.put_back(chunk)
+                state.chunks.put_back(chunk)
             if not worker.chunks:
                 log.warning("%s: %s", worker.name, fault.message)
         elif worker.chunks:
             blamed, *others = worker.chunks
             for chunk in others:  # nothing is known against them
                 worker.drop(chunk)
-                state.put_back(chunk)
+                state.chunks.put_back(chunk)
             self.chunk_failed(worker, blamed, fault)
         elif state.finished:  # others did its work: nothing is missing
             log.warning("%s did nothing in the end: %s", worker.name, fault.message)
@@ -96,7 +98,7 @@ class RetryRules:
                 self._record(worker, fault, "another worker")
 
     def chunk_failed(self, worker: RunningWorker, chunk: Chunk, fault: Fault) -> None:
-        """A chunk was not computed: it goes back in front, whole or split in half, or its row is set aside."""
+        """Queue a chunk that was not computed again, whole or in halves, or set its row aside."""
         state = worker.state
         history = self._histories[state.plan.name]
         worker.drop(chunk)
@@ -113,22 +115,22 @@ class RetryRules:
                 times = f"{history.deaths} times while computing"
                 why_failed = f"its workers ended {times}, the last time: {fault.message}"
         if not why_failed and may_repeat:
-            state.put_back(chunk)
+            state.chunks.put_back(chunk)
             self._record(worker, fault, "again", chunk)
         elif not why_failed and not is_row:
-            splits = chunk.split(state.chunk_numbers)
-            history.split |= {one.index for one in splits}
-            state.put_back(*splits)
+            halves = chunk.split(state.chunks.numbers)
+            history.split |= {half.index for half in halves}
+            state.chunks.put_back(*halves)
             self._record(worker, fault, "in halves", chunk)
         elif why_failed := why_failed or self._too_many_bad_rows(state, 1, fault.message):
             self._record(worker, fault, "given up", chunk)
             self.fail(state, why_failed, fault.traceback)
         else:
             self._record(worker, fault, "row set aside", chunk)
-            self._set_aside(state, {int(state.order[chunk.start]): fault.message}, chunk)
+            self._set_aside(state, {int(state.plan.order[chunk.start]): fault.message}, chunk)
 
     def bad_rows(self, worker: RunningWorker, reasons: Mapping[int, str]) -> None:
-        """A worker named rows that it cannot compute: row of the table to reason."""
+        """Set rows aside that a worker cannot compute: row, numbered through the views, to reason."""
         state = worker.state
         self._set_aside(state, reasons)
         if too_many := self._too_many_bad_rows(state, len(reasons), next(iter(reasons.values()))):
@@ -136,7 +138,7 @@ class RetryRules:
             self.fail(state, too_many)
 
     def member_finished(self, state: MemberState) -> None:
-        """All that can be computed is: ``on_bad_row`` says what the rows mean that cannot."""
+        """Fail a member that has computed all its rows if ``on_bad_row`` says so of those it could not compute."""
         if not state.bad_rows or self._rules.on_bad_row == "uniform":
             return
         rows = sorted(state.bad_rows)
@@ -154,7 +156,7 @@ class RetryRules:
         self.fail(state, f"{count} of the table could not be computed: {shown}{more}; {advice}")
 
     def fail(self, state: MemberState, message: str, traceback: str = "") -> None:
-        """The member has failed."""
+        """Fail a member, unless it has failed already."""
         if state.failure is not None:
             return
         log.error("%s failed: %s", state.plan.name, message)
@@ -167,7 +169,7 @@ class RetryRules:
         return min(self._rules.retries, 1) if fault.kind in ("hang", "memory") else self._rules.retries
 
     def _too_many_bad_rows(self, state: MemberState, count: int, reason: str) -> str:
-        """So many rows more cannot be computed: why that is no longer the rows' fault; empty while it may be."""
+        """Count rows that cannot be computed, and return why they are too many; empty if they are not."""
         history = self._histories[state.plan.name]
         history.bad_rows += count
         if history.bad_rows > MAX_BAD_ROWS:
@@ -189,8 +191,18 @@ class RetryRules:
 
     def _record(self, worker: RunningWorker, fault: Fault, remedy: str, chunk: Chunk | None = None) -> None:
         name, rows = worker.state.plan.name, None if chunk is None else (chunk.start, chunk.stop)
-        what = (fault.kind, fault.message, fault.traceback, rows, remedy, round(self._elapsed(), 3))
-        worker.state.note_fault(FaultRecord(name, worker.record.replica, *what))
+        worker.state.note_fault(
+            FaultRecord(
+                member=name,
+                replica=worker.record.replica,
+                kind=fault.kind,
+                message=fault.message,
+                traceback=fault.traceback,
+                rows=rows,
+                remedy=remedy,
+                after_seconds=round(self._elapsed(), 3),
+            )
+        )
         log.warning("%s: %s; %s", worker.name, fault.message, remedy)
         if remedy in _NEXT_STEPS:
             in_hand = "" if chunk is None else f" with {plural(chunk.rows, 'row')} in hand"

@@ -28,27 +28,30 @@ from ensemble.planning.placement import rooms
 from ensemble.scheduling.deadline import Deadline
 from ensemble.scheduling.device_pool import DevicePool
 from ensemble.scheduling.dispatch import Dispatcher
+from ensemble.scheduling.gaps import Gaps
 from ensemble.scheduling.launchers.base import Changes, Handle, Launcher
+from ensemble.scheduling.records import Fault, NodeChange
 from ensemble.scheduling.retry import RetryRules, Rules
 from ensemble.scheduling.standby import Standbys
-from ensemble.scheduling.state import Fault, Gaps, MemberState, NodeChange, RunHooks, RunningWorker
+from ensemble.scheduling.state import MemberState, RunHooks
+from ensemble.scheduling.worker import RunningWorker
 
 TICK_SECONDS = 0.25
-# The run's clock counts no more than this of one turn: nobody hangs, and nobody is late, while this process is
-# stopped.  Turns are longer than a tick where the disk is slow that takes run.json.
+# The run's clock counts no more than this of one turn: no worker hangs or is late while this process is stopped.
+# Turns are longer than a tick if run.json goes to a slow disk.
 MAX_TURN_SECONDS = 4 * TICK_SECONDS
-# To look after all workers, whatever they say, takes some microseconds for each.  With more than a few there are so
-# many seconds for each of them between two looks, up to a second: it is soon gone beside a load of so many models.
-_FEW_WORKERS, _LOOK_SECONDS, _MAX_LOOK_SECONDS = 64, 0.002, 1.0
-# So many workers say something all the time: what comes in such a while is heard in one turn.
+# To check a worker takes some microseconds.  With more than a few workers, so many seconds for each, up to a second
+# in all, are between two checks of all of them: nothing beside the time to load so many models.
+_FEW_WORKERS, _CHECK_SECONDS, _MAX_CHECK_SECONDS = 64, 0.002, 1.0
+# So many workers send events all the time: those that come in such a while are handled in one turn.
 _MANY_WORKERS, _GATHER_SECONDS = 256, 0.02
-# A worker that was told to stop, or has closed its channel, may take this long: freeing a GPU takes a while.
+# A worker that was told to stop, or has closed its channel, has this long to exit: freeing a GPU takes a while.
 EXIT_SECONDS = 30.0
-# One that is asked to drop its work holds nothing that needs longer.
+# A worker that is asked to drop its work holds nothing that needs longer.
 TERMINATE_SECONDS = 5.0
-# What one that hangs gets to write its stacks to its log.
+# A worker that hangs gets this long to write its stacks to its log.
 ABORT_SECONDS = 2.0
-_OF_CHUNK = (Progress, Computed, ChunkFailed)  # events that are of the chunk that it computes
+_OF_CHUNK = (Progress, Computed, ChunkFailed)  # events about the chunk that a worker computes
 log = logging.getLogger(__name__)
 
 
@@ -58,7 +61,7 @@ class Scheduler:
     Args:
         members: in their order, with the chunks that are left to do.
         clock: the run's, which ``members`` and ``pool`` go by as well: a ``Watch`` with ``MAX_TURN_SECONDS``.
-        deadline: when to stop under a time limit; None: there is none.
+        deadline: when to stop under a time limit, if there is one.
     """
 
     def __init__(
@@ -91,8 +94,8 @@ class Scheduler:
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="finishing")
         self._finishing: dict[Future[None], MemberState] = {}
         self._ended: set[str] = set()
-        # When all workers are looked after again, by the run's clock; and whether any has said something since.
-        self._look_at, self._has_heard = -math.inf, False
+        # When all workers are checked next, by the run's clock; and whether any has sent an event since.
+        self._check_at, self._has_events = -math.inf, False
 
     def run(self) -> None:
         """Run every member to its end, good or bad, or to the end of the time.
@@ -100,10 +103,7 @@ class Scheduler:
         No worker outlives this call, however it ends.
         """
         try:
-            for state in self.members:
-                self._settle(state)
-            self._tell_who_ended()
-            self._go_on()
+            self._settle_all()
             self._start_workers()
             while self._workers or self._finishing or self._dispatcher.is_waiting_for_devices():
                 if self._deadline is not None and self._deadline.is_over:
@@ -111,41 +111,47 @@ class Scheduler:
                 if not self._workers and self._finishing:
                     wait(self._finishing, TICK_SECONDS, return_when=FIRST_COMPLETED)
                 else:
-                    if len(self._workers) >= _MANY_WORKERS:
-                        time.sleep(_GATHER_SECONDS)
-                    until_look = max(0.0, self._look_at - self._clock())
-                    at_most = until_look if self._has_heard else TICK_SECONDS
-                    heard, now = self._launcher.wait([*self._by_handle], at_most), self._clock()
-                    self._has_heard |= bool(heard)
-                    for handle in heard:
-                        self._receive(self._by_handle[handle], now)
-                is_to_look = self._clock() >= self._look_at
-                began = self._clock()
-                for worker in list(self._workers) if is_to_look else ():
-                    self._check(worker, began)
+                    self._wait_for_events()
+                now = self._clock()
+                is_to_check = now >= self._check_at
+                if is_to_check:
+                    for worker in list(self._workers):
+                        self._check(worker, now)
                 self._check_finishing()
-                self._tell_who_ended()
-                self._go_on()
-                if not is_to_look:
+                self._settle_all()
+                if not is_to_check:
                     continue
-                if (changes := self._launcher.changes()) is not None:
+                changes = self._launcher.changes()
+                if changes is not None:
                     self._change_places(changes)
                 self._pool.poll()
                 self._start_workers()
                 if self._may_stand_by:
                     self._standbys.update(self.members, self._workers)
-                self._has_heard = False
+                self._has_events = False
                 if len(self._workers) > _FEW_WORKERS:
-                    self._look_at = self._clock() + min(len(self._workers) * _LOOK_SECONDS, _MAX_LOOK_SECONDS)
+                    wait_seconds = min(len(self._workers) * _CHECK_SECONDS, _MAX_CHECK_SECONDS)
+                    self._check_at = self._clock() + wait_seconds
                 self._run.on_change(self.members)
         finally:
             self._end_all()
         self._check_finishing()
 
-    def _change_places(self, changes: Changes) -> None:
-        """Nodes have come or gone: members run on devices like those that they were planned for.
+    def _wait_for_events(self) -> None:
+        if len(self._workers) >= _MANY_WORKERS:
+            time.sleep(_GATHER_SECONDS)
+        until_check = max(0.0, self._check_at - self._clock())
+        at_most = until_check if self._has_events else TICK_SECONDS
+        ready = self._launcher.wait([*self._by_handle], at_most)
+        now = self._clock()
+        self._has_events |= bool(ready)
+        for handle in ready:
+            self._receive(self._by_handle[handle], now)
 
-        Another kind of device is for the next plan: what is computed there may differ in its last digits.
+    def _change_places(self, changes: Changes) -> None:
+        """Move members to the devices of nodes that have come, and from those of nodes that have gone.
+
+        Only to devices like those that they were planned for: on another kind the last digits may differ.
         """
         for text in changes.news:
             self._run.say(text)
@@ -159,23 +165,23 @@ class Scheduler:
         chosen = self._rules.devices
         joined = tuple(gpu for gpu in changes.joined if chosen is None or gpu.uuid in chosen)
         for state in self.members:
-            plan, own = state.plan, set(state.plan.placement.devices)
+            plan = state.plan
             if not plan.needs_worker:
                 continue
-            like = {(gpu.name, gpu.total_bytes) for gpu in self._pool.gpus if gpu.uuid in own}
-            fitting = [gpu.uuid for gpu in joined if (gpu.name, gpu.total_bytes) in like]
+            kinds = {(gpu.name, gpu.total_bytes) for gpu in self._pool.gpus if gpu.uuid in state.devices}
+            fitting = [gpu.uuid for gpu in joined if (gpu.name, gpu.total_bytes) in kinds]
             devices = tuple(uuid for uuid in (*plan.placement.devices, *fitting) if uuid not in changes.lost)
             room = round(changes.hosts / (plan.cpu_share or 1))
             if plan.gpus:
-                there = [gpu for gpu in (*self._pool.gpus, *joined) if gpu.uuid in devices]
-                room = rooms(there, plan.gpus, self._rules.workers_per_gpu // plan.placement.places)
+                gpus = [gpu for gpu in (*self._pool.gpus, *joined) if gpu.uuid in devices]
+                room = rooms(gpus, plan.gpus, self._rules.workers_per_gpu // plan.placement.places)
             asked = plan.request.replicas
             state.move(devices, max(1, room if asked == "auto" else asked))
             if not room and state.failure is None and not state.finished:
                 what = "it can run on"
-                if like and changes.hosts:
-                    kinds = " or ".join(sorted({name for name, _ in like}))
-                    what = f"has a GPU like those that it was planned for ({kinds})"
+                if kinds and changes.hosts:
+                    names = " or ".join(sorted({name for name, _ in kinds}))
+                    what = f"has a GPU like those that it was planned for ({names})"
                 self._retry.fail(
                     state, f"no node of the cluster is left that {what}; run the same command again to go on"
                 )
@@ -183,29 +189,29 @@ class Scheduler:
         self._pool.change(joined, changes.lost)
         self._pool.hosts = changes.hosts
 
-    def _tell_who_ended(self) -> None:
-        """Each member once: those that failed, and those whose predictions stand."""
-        at_it = self._finishing.values()
-        for state in self.members:
-            is_over = state.failure is not None or (state.finished_at is not None and state not in at_it)
-            if is_over and state.plan.name not in self._ended:
-                self._ended.add(state.plan.name)
-                self._run.on_ended(state)
+    def _settle_all(self) -> None:
+        """Settle all members, and tell the run once of each that failed or whose predictions stand.
 
-    def _go_on(self) -> None:
-        """What follows where members have got more to do, or know that no more comes."""
-        for state in self.members:
-            self._settle(state)
-        for worker in self._workers if any(state.plan.waits_for for state in self.members) else ():
-            if worker.is_waiting:
-                self._dispatch(worker)
+        By that another member may get its rows, or have none to compute.
+        """
+        is_settled = False
+        while not is_settled:
+            is_settled = True
+            for state in self.members:
+                self._settle(state)
+            for state in self.members:
+                is_over = state.finished_at is not None and state not in self._finishing.values()
+                if (is_over or state.failure is not None) and state.plan.name not in self._ended:
+                    self._ended.add(state.plan.name)
+                    self._run.on_ended(state)
+                    is_settled = False
 
     def _elapsed(self) -> float:
         return self._clock() - self._began
 
     def _start_workers(self) -> None:
-        while (found := self._dispatcher.next_lease()) is not None:
-            state, devices = found
+        while (lease := self._dispatcher.next_lease()) is not None:
+            state, devices = lease
             try:
                 worker = self._standbys.worker_for(state, devices)
             except OSError as error:
@@ -247,7 +253,7 @@ class Scheduler:
         elif isinstance(event, Computed):
             assert chunk is not None
             worker.writing[event.chunk], worker.chunk = chunk, None
-            # Under a time limit what fits is told by the time of the first chunk, which ChunkDone brings.
+            # Under a time limit the time of the first chunk, which ChunkDone brings, tells what fits.
             if self._deadline is None or state.seconds_per_cost is not None:
                 self._dispatch(worker)
         elif isinstance(event, ChunkDone):
@@ -263,7 +269,6 @@ class Scheduler:
             log.info(text, worker.name, *facts, event.shard)
             if event.bad_rows:
                 self._retry.bad_rows(worker, dict(zip(event.bad_rows, event.bad_row_reasons, strict=True)))
-            self._run.on_chunk_done(state, event)
             self._settle(state)
             if worker.chunk is None and not worker.is_stopping:
                 self._dispatch(worker)
@@ -278,9 +283,6 @@ class Scheduler:
     def _dispatch(self, worker: RunningWorker) -> None:
         """Give the worker its next chunk, or tell it to stop."""
         chunk, now = self._dispatcher.next_chunk(worker), self._clock()
-        worker.is_waiting = chunk is None and self._dispatcher.is_to_wait(worker)
-        if worker.is_waiting:
-            return
         if chunk is None:
             self.gaps.end(worker.name, now)
             worker.is_stopping = True
@@ -293,12 +295,12 @@ class Scheduler:
         self.gaps.begin(worker.name, worker.state.plan.name, worker.record.devices, now)
 
     def _check(self, worker: RunningWorker, now: float) -> None:
-        """End what has exited or had its time; notice what hangs."""
+        """End a worker that has exited or had its time, and abort one that hangs."""
         if worker.handle.has_exited() or now > (worker.exit_by or float("inf")):
             self._receive(worker, now)
             self._end(worker)
         elif worker.exit_by is None and worker.hang_text(now, self._rules.hang_timeout):
-            # What it said while this process was busy, as with a large table, counts.
+            # What it said while this process was busy, for example with a large table, counts.
             self._receive(worker, self._clock())
             text = worker.hang_text(self._clock(), self._rules.hang_timeout)
             if text and worker.exit_by is None:
@@ -307,7 +309,7 @@ class Scheduler:
                 worker.exit_by = self._clock() + ABORT_SECONDS
 
     def _end(self, worker: RunningWorker) -> None:
-        """The worker has ended, or had its time: give its devices back, and see to what it leaves undone."""
+        """Give the devices of a worker back that has ended or had its time, and see to what it leaves undone."""
         self._workers.remove(worker)
         del self._by_handle[worker.handle]
         ended, record, state = worker.handle.close(), worker.record, worker.state
@@ -323,15 +325,16 @@ class Scheduler:
             if fault.kind == "memory":
                 state.limit_replicas()
                 if not worker.devices:
-                    self._pool.max_cpu_workers = max(1, sum(not one.devices for one in self._workers))
-                self._may_stand_by = False  # those that did may be what there was no room for
+                    on_cpu = [other for other in self._workers if not other.devices]
+                    self._pool.max_cpu_workers = max(1, len(on_cpu))
+                self._may_stand_by = False  # standby workers may be what there was no room for
                 self._standbys.end_all()
             others_compute = any(other.state is state and other.is_ready for other in self._workers)
             self._retry.worker_failed(worker, fault, others_compute)
             self._settle(state)
 
     def _settle(self, state: MemberState) -> None:
-        """A member that has failed needs none of its workers; one that has all its chunks is to be finished."""
+        """End the workers of a member that has failed, and finish a member that has all its chunks."""
         if state.failure is not None:
             for worker in self._workers:
                 if worker.state is state and worker.exit_by is None:
@@ -347,7 +350,7 @@ class Scheduler:
         worker.exit_by = self._clock() + TERMINATE_SECONDS
 
     def _check_finishing(self) -> None:
-        for future in [one for one in self._finishing if one.done()]:
+        for future in [future for future in self._finishing if future.done()]:
             state = self._finishing.pop(future)
             try:
                 if not future.cancelled():  # else the run is over; its shards stay for the next one
@@ -366,5 +369,5 @@ class Scheduler:
         for worker in self._workers:
             worker.state.worker_abandoned(worker.record, worker.handle.close().code)
         self._standbys.end_all()
-        # The one that has begun comes to its end; the others can be done by the next run.
+        # The last step that has begun comes to its end; the others can be done by the next run.
         self._finisher.shutdown(wait=True, cancel_futures=True)

@@ -1,8 +1,8 @@
 """Workers that stand by: processes of the next members, begun while others still compute.
 
-One that stands by has its libraries and its tokenizer, but no model, no lease and no CUDA context: it takes memory
-of the host alone.  It is pinned to the devices that will probably come free.
-Nothing depends on it: where it fails, or where other devices come free, a fresh worker does the same.
+A standby worker has its libraries and its tokenizer, but no model, no lease and no CUDA context: it takes only
+memory of the host.  It is pinned to the devices that will probably come free.  Nothing depends on it: if it fails,
+or if other devices come free, a fresh worker does the same.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from ensemble.common.protocol import ProtocolError
 from ensemble.common.text import shown_path
 from ensemble.planning.plan import WORKER_HOST_BYTES
 from ensemble.scheduling.launchers.base import Launcher
-from ensemble.scheduling.state import MemberState, RunHooks, RunningWorker, WorkerRecord
+from ensemble.scheduling.records import WorkerRecord
+from ensemble.scheduling.state import MemberState, RunHooks
+from ensemble.scheduling.worker import RunningWorker
 
 log = logging.getLogger(__name__)
 
 
 class Standbys:
-    """Those of a run; ``elapsed`` counts the seconds since its workers could begin."""
+    """The standby workers of a run; ``elapsed`` returns the seconds since workers could begin."""
 
     def __init__(self, launcher: Launcher, run: RunHooks, elapsed: Callable[[], float]) -> None:
         self._launcher = launcher
@@ -33,12 +35,12 @@ class Standbys:
         self._failed: set[str] = set()
 
     def update(self, members: Sequence[MemberState], running: Sequence[RunningWorker]) -> None:
-        """Hear what those that stand by have said; start others where that will pay."""
+        """Receive what standby workers have said; start others if that will pay."""
         for worker in list(self._workers):
             if not self._is_well(worker):
                 self._failed.add(worker.state.plan.name)
                 self._close(worker, "it did not get as far as standing by")
-            elif not worker.state.has_work or self._missing(worker.state) < 0:
+            elif not worker.state.chunks.pending or self._missing(worker.state) < 0:
                 self._close(worker, "its member needs no more workers")
         for state, devices in self._wanted(members, running):
             # What processes that have just begun will take does not show yet.
@@ -57,11 +59,11 @@ class Standbys:
             log.info("%s stands by for %s", worker.name, [device.uuid for device in devices])
 
     def devices_for(self, state: MemberState) -> Iterator[tuple[Device, ...]]:
-        """What those of a member wait for, the earliest first."""
+        """Return the devices that a member's standby workers wait for, the earliest first."""
         return (worker.devices for worker in self._workers if worker.state is state)
 
     def worker_for(self, state: MemberState, devices: tuple[Device, ...]) -> RunningWorker:
-        """A worker of this member that sees just these devices: one that stands by, or else a fresh one.
+        """Return a worker of this member that sees just these devices: a standby worker, or else a fresh one.
 
         Raises:
             OSError: none could be started.
@@ -74,7 +76,7 @@ class Standbys:
         return self._start(state, devices)
 
     def end_all(self) -> None:
-        """None of them outlives this call."""
+        """End all standby workers."""
         for worker in self._workers:
             worker.handle.terminate()
         for worker in list(self._workers):
@@ -83,20 +85,20 @@ class Standbys:
     def _wanted(
         self, members: Sequence[MemberState], running: Sequence[RunningWorker]
     ) -> Iterator[tuple[MemberState, tuple[Device, ...]]]:
-        """Members whose first workers are to come, with the devices that will probably come free for them first."""
+        """Yield members whose first workers are to come, with the devices that will probably come free first."""
         # Not for the CPU: all of its cores compute, so that nothing is gained there.
         lacking = [
             state
             for state in members
             if state.plan.gpus
-            and state.has_work
+            and state.chunks.pending
             and state.plan.name not in self._failed
             and self._missing(state) > 0
         ]
         if not lacking:
             return
-        # While one still loads, it shall have the disk and the processor to itself; and until all have computed
-        # something nobody knows whose devices come free first.
+        # A worker that loads has the disk and the processor to itself; and until all have computed something it is
+        # not known whose devices come free first.
         if not all(
             worker.is_stopping or (worker.is_ready and worker.state.computed_cost) for worker in running
         ):
@@ -121,7 +123,7 @@ class Standbys:
                 yield state, tuple(sorted(devices, key=lambda device: place[device.uuid]))
 
     def _missing(self, state: MemberState) -> int:
-        """How many of its first workers neither run nor stand by."""
+        """Return how many of a member's first workers neither run nor stand by."""
         first = min(state.plan.first_replicas, state.max_replicas)
         return first - state.running - self._standing[state.plan.name]
 
@@ -146,7 +148,7 @@ class Standbys:
         return RunningWorker(state, handle, record, devices)
 
     def _is_well(self, worker: RunningWorker) -> bool:
-        """Hear what it has said; whether it goes on."""
+        """Receive what a standby worker has said; return whether it goes on."""
         try:
             for event in worker.handle.receive():
                 worker.note(event, 0.0)

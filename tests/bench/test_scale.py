@@ -86,7 +86,7 @@ def calls_of_dispatch(rows: int, workers: int, views: int, is_timed: bool) -> in
     dispatcher, running, [state] = scheduler._dispatcher, scheduler._workers, scheduler.members
     done = 0
     with counting_calls() as calls:
-        while state.pending:
+        while state.chunks.pending:
             for worker in running:
                 if (chunk := dispatcher.next_chunk(worker)) is None:
                     break

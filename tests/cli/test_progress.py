@@ -12,7 +12,8 @@ from ensemble.cli.progress import BarDisplay, PlainDisplay, QuietDisplay, choose
 from ensemble.common.protocol import Progress, Ready
 from ensemble.common.text import duration
 from ensemble.planning.plan import make_plan
-from ensemble.scheduling.state import MemberState, WorkerRecord
+from ensemble.scheduling.records import WorkerRecord
+from ensemble.scheduling.state import MemberState
 from tests.planning.test_plan import config, facts
 
 
@@ -34,7 +35,7 @@ def test_plain_lines_come_with_each_phase_and_every_few_seconds() -> None:
         display.update([state])
     assert file.getvalue().splitlines() == ["m0: starting Python", "m0: starting Python, 6 s"]
     state.predicting_since = 108.0
-    chunk = state.pending.first()
+    chunk = state.chunks.pending[0]
     state.take(chunk)
     state.advance(Progress(chunk=chunk.index, rows=125, tokens=5000, padded_tokens=5100))
     for clock[0] in (108.0, 110.0, 113.5, 114.0, 118.6):
@@ -62,7 +63,7 @@ def test_replicas_that_start_have_numbers() -> None:
     for record in records:
         state.worker_ready(record, Ready(1.0, "cpu", "float32", "sdpa", 1, 128, 2048))
     display.update([state])
-    state.take(state.pending.first())
+    state.take(state.chunks.pending[0])
     display.update([state])
     assert file.getvalue().splitlines() == [
         "m0 replica 0: starting Python",
@@ -79,7 +80,7 @@ def test_time_left_follows_the_work_and_not_the_rows() -> None:
     state = member()
     state.clock = lambda: 10.0
     state.predicting_since = 0.0
-    chunk = state.pending.first()
+    chunk = state.chunks.pending[0]
     state.take(chunk)
     state.advance(Progress(chunk=chunk.index, rows=chunk.rows, tokens=1, padded_tokens=1))
     share = chunk.cost

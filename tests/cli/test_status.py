@@ -21,7 +21,8 @@ from ensemble.pipeline.run_dir import RunDir, hold
 from ensemble.pipeline.run_report import MemoryForecast, ProgressReport, RunReport
 from ensemble.pipeline.status import RunStatus
 from ensemble.scheduling.device_pool import MemoryCurve, Release, TelemetryCurve, TelemetryPoint
-from ensemble.scheduling.state import Failure, FaultRecord, Gap
+from ensemble.scheduling.gaps import Gap
+from ensemble.scheduling.records import Failure, FaultRecord
 from tests.cli import reports
 from tests.cli.reports import member, report, worker
 

@@ -15,7 +15,9 @@ from ensemble.common.gpus import Device, Telemetry
 from ensemble.common.protocol import Ready
 from ensemble.pipeline.run_report import MemberReport
 from ensemble.scheduling.device_pool import TelemetryCurve
-from ensemble.scheduling.state import Gap, MemberState, WorkerRecord
+from ensemble.scheduling.gaps import Gap
+from ensemble.scheduling.records import WorkerRecord
+from ensemble.scheduling.state import MemberState
 from tests.cli import test_progress
 from tests.cli.reports import member, report, worker
 

@@ -15,9 +15,9 @@ from ensemble.cli import views
 from ensemble.cli.views.summary import raise_unless_complete
 from ensemble.common.errors import TimeLimitReached
 from ensemble.merging.scoring import Gain, Score
-from ensemble.pipeline.run_report import RunReport, ViewReport
+from ensemble.pipeline.run_report import CascadeReport, RunReport, ViewReport
 from ensemble.pipeline.status import RunStatus
-from ensemble.scheduling.state import Failure
+from ensemble.scheduling.records import Failure
 from tests.cli.reports import member, report, shown, worker
 from tests.page import blocks
 
@@ -186,3 +186,13 @@ def test_rows_that_a_time_limit_lost() -> None:
         caught.value
     )
     assert f"; at least 1 more row was {lost}, c 1,000 of 1,000 rows; " in str(caught.value)
+
+
+def test_a_member_whose_rows_a_time_limit_left_unselected() -> None:
+    waiting = CascadeReport({"share": 0.5}, 0, False, None)
+    waits = member("b", phase="waiting", status="unfinished", cascade=waiting)
+    made = report(member("a"), waits, status="time_limit", merged_rows={"a": 1000})
+    with pytest.raises(TimeLimitReached, match="b none, as `when` has not selected its rows; 0 rows that"):
+        raise_unless_complete(made)
+    text = " ".join(" ".join(shown("summary", made)).split())
+    assert "b: `when` has not selected its rows yet: the members before it have not ended" in text

@@ -143,7 +143,7 @@ class Repeated:
         for state in members:
             done = self._is_done[state.plan.name]
             done[:] = True
-            for chunk in (*state.pending, *state.in_hand.values()):
+            for chunk in (*state.chunks.pending, *state.chunks.in_hand.values()):
                 done[state.plan.order[chunk.start : chunk.stop]] = False
         computed_as = {state.plan.name: state.plan.model.computed_as for state in members}
         found = [

@@ -117,7 +117,7 @@ def test_the_least_certain_share_and_what_it_gained(project: Project, plain: tup
     wanted[np.argsort(margins(gemma), kind="stable")[:21]] = True
     check(project, plain, wanted)
     (_, member) = project.run_json()["members"]
-    assert (member["cascade"]["rows"], member["cascade"]["unknown_rows"]) == (21, 0)
+    assert (member["cascade"]["rows"], member["cascade"]["is_selected"]) == (21, True)
     truth = np.array([LABELS.index(label) for label in project.truth])[wanted]
 
     def losses(values: _Values) -> _Values:
@@ -389,4 +389,4 @@ def test_members_without_a_weight_hold_nobody_up(project: Project) -> None:
     assert done.returncode == 1
     found = {one["name"]: one for one in project.run_json()["members"]}
     assert (found["zero"]["status"], found["llama"]["status"]) == ("failed", "complete")
-    assert (found["llama"]["rows"], found["llama"]["cascade"]["unknown_rows"]) == (18, 0)
+    assert (found["llama"]["rows"], found["llama"]["cascade"]["rows"]) == (18, 18)

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from itertools import chain, pairwise, repeat
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import entropy
 
-from ensemble.planning.cascade import (
-    COMPUTE,
-    SKIP,
-    UNKNOWN,
-    Grouping,
-    closest_first,
-    decide,
-    doubts,
-    row_costs,
-    when_text,
-)
-from ensemble.planning.chunks import CHUNK_MAX_ROWS, cut_chunks
+from ensemble.planning.cascade import doubts, select_rows, when_text
+from ensemble.planning.chunks import CHUNK_MAX_ROWS, cut_closest_first
+from ensemble.planning.forecast import Speed
+from ensemble.planning.plan import MemberPlan, make_plan, with_rows, without_done
+from tests.planning.test_plan import config, facts
 from tests.sampling import tries
 
 
@@ -44,74 +39,87 @@ def test_doubts_of_independent_labels() -> None:
     np.testing.assert_allclose(doubts("margin_below", mean[:, :1], True), [-0.8, -1.0, -0.6])
 
 
-def test_rules_decide_as_soon_as_they_can() -> None:
-    doubt = np.array([-0.3, np.nan, -0.29, np.inf, -0.9])
-    assert decide({"margin_below": 0.3}, doubt).tolist() == [SKIP, UNKNOWN, COMPUTE, COMPUTE, SKIP]
-    assert decide({"entropy_above": 0.0}, -doubt).tolist()[:3] == [COMPUTE, UNKNOWN, COMPUTE]
-    assert set(decide({"share": 0.4}, doubt).tolist()) == {UNKNOWN}
+def test_rules_select_rows() -> None:
+    doubt = np.array([-0.3, -0.3, -0.29, np.inf, -0.9])
+    assert select_rows({"margin_below": 0.3}, doubt).tolist() == [False, False, True, True, False]
+    assert select_rows({"entropy_above": 0.3}, -doubt[:3]).tolist() == [False, False, False]
     doubt[1] = -0.29
-    assert decide({"share": 0.4}, doubt).tolist() == [SKIP, COMPUTE, SKIP, COMPUTE, SKIP]
-    assert decide({"share": 1.0}, doubt).tolist() == [COMPUTE] * 5
-    assert int((decide({"share": 0.07}, np.arange(100.0)) == COMPUTE).sum()) == 7
+    assert select_rows({"share": 0.4}, doubt).tolist() == [False, True, False, True, False]
+    assert select_rows({"share": 1.0}, doubt).all()
+    assert select_rows({"share": 0.07}, np.arange(100.0)).sum() == 7
     doubt[:4] = np.inf
-    assert int((decide({"share": 0.2}, doubt) == COMPUTE).sum()) == 4, "rows that nobody has are all computed"
+    assert select_rows({"share": 0.2}, doubt).sum() == 4, "rows that nobody has are all computed"
     assert when_text({"share": 0.07}).startswith("only on the 7 % of the rows")
+
+
+VIEWS: list[dict[str, Any]] = [
+    {"name": "as_is"},
+    {"name": "asked", "prompt_template": "{{ text }}?"},
+]
+
+
+def planned(
+    lengths: npt.NDArray[np.int64],
+    is_selected: npt.NDArray[np.bool_],
+    doubt: npt.NDArray[np.float64],
+    views: int = 1,
+    **keys: Any,
+) -> MemberPlan:
+    member_keys: dict[str, Any] = {}
+    if views > 1:
+        member_keys = {"text_column": None, "prompt_template": "{{ text }}", "views": VIEWS[:views]}
+    speeds = {"m0": Speed(1.0, 1e-6, is_measured=True)}
+    plan = make_plan(config(member_keys, **keys), {"m0": facts(lengths, **member_keys)}, [], speeds=speeds)
+    return with_rows(plan, plan.members[0], is_selected, doubt)
 
 
 @tries(60)
 @given(
-    st.lists(st.integers(1, 9000), min_size=1, max_size=80),
-    st.integers(0, 2**32 - 1),
-    st.lists(st.integers(0, 80), max_size=6),
+    st.lists(st.tuples(st.integers(1, 9000), st.booleans()), min_size=1, max_size=80),
+    st.integers(1, 2),
+    st.sampled_from([{}, {"time_limit": 100.0}]),
 )
-def test_groups_do_not_depend_on_when_rows_become_known(rows: list[int], seed: int, steps: list[int]) -> None:
-    generator = np.random.default_rng(seed)
-    order, chunks = cut_chunks(np.array(rows) * 100)
-    final = generator.choice([SKIP, COMPUTE], len(rows)).astype(np.int8)
-    at_once = Grouping(chunks, order).take(final)
-    step_by_step, grouping = [], Grouping(chunks, order)
-    came = generator.permutation(len(rows))
-    for count in [*sorted(steps), len(rows)]:
-        known = np.full(len(rows), UNKNOWN, dtype=np.int8)
-        known[came[:count]] = final[came[:count]]
-        step_by_step += grouping.take(known)
-    assert [one.rows.tolist() for one in step_by_step] == [one.rows.tolist() for one in at_once]
-    there = np.concatenate([np.zeros(0, dtype=np.int64), *(one.rows for one in at_once)])
-    assert sorted(there.tolist()) == np.flatnonzero(final == COMPUTE).tolist(), "each of them, and once"
-    assert there.tolist() == [row for row in order.tolist() if final[row] == COMPUTE], "the longest first"
-    costs = row_costs(chunks, order)
-    assert costs.sum() == pytest.approx(1)
-    for one in at_once:
-        assert one.cost == pytest.approx(costs[one.rows].sum())
+def test_selected_rows_are_cut_like_those_of_any_member(
+    rows: list[tuple[int, bool]], views: int, keys: dict[str, Any]
+) -> None:
+    lengths = np.array([100 * length for length, _ in rows])
+    is_selected = np.array([selected for _, selected in rows])
+    member = planned(lengths, is_selected, np.linspace(-1.0, 0.0, len(rows)), views, **keys)
+    numbers = np.flatnonzero(is_selected)
+    expected = np.concatenate([numbers + view * len(rows) for view in range(views)])
+    computed = [row for chunk in member.chunks for row in member.order[chunk.start : chunk.stop].tolist()]
+    assert sorted(computed) == expected.tolist(), "each of them in each view, and once"
+    assert [chunk.index for chunk in member.chunks] == [*range(len(member.chunks))]
+    assert sum(chunk.cost for chunk in member.chunks) == pytest.approx(float(len(numbers) > 0))
+    assert member.work == pytest.approx(views * (lengths[is_selected] + 32).sum())
+    assert not member.waits_for
+    for chunk in member.chunks:
+        places = member.order[chunk.start : chunk.stop]
+        assert set(places // len(rows)) == {chunk.view}
+        assert (np.diff(lengths[places % len(rows)]) <= 0).all(), "the longest first"
+    is_done = np.zeros(views * len(rows), dtype=np.bool_)
+    is_done[expected[::2]] = True
+    left = without_done(member, is_done, is_timed=False)
+    still = [row for chunk in left.chunks for row in left.order[chunk.start : chunk.stop].tolist()]
+    assert sorted(still) == expected[1::2].tolist()
 
 
-def test_the_closest_calls_come_first() -> None:
+def test_under_a_time_limit_the_closest_calls_come_first() -> None:
     generator = np.random.default_rng(0)
     lengths = generator.integers(100, 40_000, 500)
-    order, chunks = cut_chunks(lengths)
     doubt = -generator.random(500)
-    decided = decide({"share": 0.5}, doubt)
-    groups = closest_first(doubt, decided, chunks, order, repeat(CHUNK_MAX_ROWS))
-    assert len(groups) > 4
-    assert (
-        sorted(np.concatenate([one.rows for one in groups]).tolist()) == np.flatnonzero(decided == 1).tolist()
-    )
-    for one, following in pairwise(groups):
-        assert doubt[one.rows].min() >= doubt[following.rows].max()
-    for one in groups:
-        assert (np.diff(lengths[one.rows]) <= 0).all(), "the longest first"
-        assert one.cost <= max(chunk.cost for chunk in chunks) * (1 + 1e-6)
-    left = groups[0].without(np.isin(np.arange(500), groups[0].rows[:3]))
-    assert left.rows.tolist() == groups[0].rows[3:].tolist()
-    assert closest_first(doubt, decided, (), order, repeat(CHUNK_MAX_ROWS)) == []
+    is_selected = select_rows({"share": 0.5}, doubt)
+    member = planned(lengths, is_selected, doubt, time_limit=100.0)
+    assert len(member.chunks) > 4
+    for chunk, following in pairwise(member.chunks):
+        first, second = (member.order[part.start : part.stop] for part in (chunk, following))
+        assert doubt[first].min() >= doubt[second].max()
+    assert max(chunk.rows for chunk in member.chunks) <= CHUNK_MAX_ROWS
 
 
-def test_the_first_groups_of_a_member_of_unknown_speed_are_small() -> None:
-    order, chunks = cut_chunks(np.full(1000, 100))
-    doubt = np.linspace(-1.0, 0.0, 1000)
-    decided = np.full(1000, COMPUTE, dtype=np.int8)
-    groups = closest_first(
-        doubt, decided, chunks, order, chain.from_iterable(repeat(16 * 2**step, 2) for step in range(9))
-    )
-    assert [len(group.rows) for group in groups] == [16, 16, 32, 32, 64, 64, 128, 128, 256, 256, 8]
-    assert sum(group.cost for group in groups) == pytest.approx(1)
+def test_the_first_chunks_of_a_member_of_unknown_speed_are_small() -> None:
+    max_rows = chain.from_iterable(repeat(16 * 2**step, 2) for step in range(9))
+    lengths = np.full(1000, 100)
+    _, chunks = cut_closest_first(lengths, lengths, np.linspace(-1.0, 0.0, 1000), max_rows)
+    assert [chunk.rows for chunk in chunks][:6] == [16, 16, 32, 32, 64, 64]
+    assert sum(chunk.cost for chunk in chunks) == pytest.approx(1)

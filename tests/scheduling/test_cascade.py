@@ -1,9 +1,8 @@
-"""Members whose chunks become known while others run: who starts when, and that nobody waits for ever."""
+"""Members whose rows are selected when others have ended: who starts when, and that nobody waits for ever."""
 
 from __future__ import annotations
 
-import base64
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,139 +11,118 @@ import pytest
 from ensemble.common.clock import Watch
 from ensemble.common.gpus import Device
 from ensemble.common.protocol import ChunkDone, Failed, Predict
-from ensemble.planning.plan import Plan
+from ensemble.planning.plan import MemberPlan, Plan, with_rows
 from ensemble.scheduling.deadline import Deadline
 from ensemble.scheduling.device_pool import DevicePool
 from ensemble.scheduling.retry import Rules
 from ensemble.scheduling.scheduler import MAX_TURN_SECONDS, Scheduler
 from ensemble.scheduling.state import MemberState
 from tests.planning.test_plan import gpus
-from tests.pretended import Answer, Launched, PretendedLauncher, PretendedRun, computed, plan_of, used
+from tests.pretended import Answer, PretendedLauncher, PretendedRun, computed, plan_of, used
 
 
-class Growing(PretendedRun):
-    """The last member gets a chunk with each one that the first has done, or all of them at its end.
+class Selecting(PretendedRun):
+    """The last member gets its rows when all others have ended: the first ones of the table.
 
     Args:
-        at_once: all at the end of the first.
-        share: of the first one's chunks.
+        share: of the rows.
     """
 
-    def __init__(self, members: Sequence[MemberState], at_once: bool = False, share: float = 1.0) -> None:
+    def __init__(self, plan: Plan, members: Sequence[MemberState], share: float = 1.0) -> None:
         super().__init__()
-        self.first, self.last = members[0], members[-1]
-        self._at_once = at_once
-        self._wanted = round(share * len(self.first.plan.chunks))
-        self._done = self._given = 0
-        self.log: list[str] = []
-
-    def on_chunk_done(self, state: MemberState, done: ChunkDone) -> None:
-        self.log.append(state.plan.name)
-        if state is self.first:
-            self._done += 1
-            self._tell(may_grow=True)
+        self._plan, self._share = plan, share
+        self._members = members
+        self._ended: list[str] = []
+        self.ended_then: list[str] = []
 
     def on_ended(self, state: MemberState) -> None:
-        if state is self.first:
-            self._done = len(self.first.plan.chunks)
-            self._tell(may_grow=False)
-
-    def _tell(self, may_grow: bool) -> None:
-        total = len(self.first.plan.chunks)
-        unknown = total - self._done
-        known = self._wanted if not unknown else 0 if self._at_once else min(self._done, self._wanted)
-        new, self._given = range(self._given, known), known
-        groups = [(np.array([number]), 1 / total, 0) for number in new]
-        self.last.grow(groups, unknown, known, 0, (self._done - known) / total, may_grow)
+        self._ended.append(state.plan.name)
+        *others, last = self._members
+        if last.is_undecided and {other.plan.name for other in others} <= {*self._ended}:
+            rows = last.plan.table_rows
+            is_selected = np.arange(rows) < round(self._share * rows)
+            self.ended_then = [*self._ended]
+            last.begin(with_rows(self._plan, last.plan, is_selected, np.zeros(rows)))
 
 
-def cascade_of(chunks: Sequence[int], first: Sequence[int], devices: Sequence[Device]) -> Plan:
-    """The last member waits for those before it."""
-    made = plan_of(chunks, first, devices)
-    names = tuple(member.name for member in made.members[:-1])
-    members = (*made.members[:-1], replace(made.members[-1], waits_for=names))
-    return replace(made, members=members)
+def undecided(member: MemberPlan, deciders: Sequence[str]) -> MemberPlan:
+    """The member as a run has it until its rows are selected."""
+    return replace(member, waits_for=tuple(deciders), chunks=(), order=member.order[:0])
 
 
 def run(
-    plan: Plan,
+    chunks: Sequence[int],
     devices: Sequence[Device],
     answer: Answer = computed,
-    at_once: bool = False,
     share: float = 1.0,
     deadline: Deadline | None = None,
-    on_launch: Callable[[Launched], None] = lambda launched: None,
-) -> tuple[list[MemberState], Growing]:
-    members = [MemberState(member) for member in plan.members]
-    hooks, clock = Growing(members, at_once, share), Watch(MAX_TURN_SECONDS)
-    launcher = PretendedLauncher(answer, (), on_launch)
+) -> tuple[list[MemberState], Selecting]:
+    """Run members with so many rows of a chunk each, of which the last one waits for the others."""
+    plan = plan_of(chunks, [1] * len(chunks), devices)
+    *others, last = plan.members
+    plans = [*others, undecided(last, [member.name for member in others])]
+    members = [MemberState(member) for member in plans]
+    hooks, clock = Selecting(plan, members, share), Watch(MAX_TURN_SECONDS)
+    launcher = PretendedLauncher(answer)
     pool = DevicePool(devices, 1, 60.0, launcher, hooks.say, clock)
     Scheduler(members, pool, launcher, hooks, Rules(2, "fail", 60.0), clock, deadline).run()
     return members, hooks
 
 
-@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("count", [0, 1, 2])
-def test_it_does_all_that_it_gets_and_ends(count: int, at_once: bool) -> None:
-    devices = gpus(count)
-    (first, last), _ = run(cascade_of([6, 6], [1, 1], devices), devices, at_once=at_once, share=0.5)
+def test_it_does_all_that_it_gets_and_ends(count: int) -> None:
+    (first, last), hooks = run([6, 6], gpus(count), share=0.5)
     assert first.finished
     assert last.finished
-    wanted = round(0.5 * len(first.plan.chunks))
-    assert (last.counters.chunks, last.rows) == (wanted, wanted)
-    assert last.fraction == pytest.approx(1.0)
+    assert hooks.ended_then == ["m0"]
+    assert (last.counters.rows, last.rows) == (3, 3)
+    assert last.fraction == 1.0
     assert len(last.workers) == 1
-
-
-def test_on_a_device_of_its_own_it_computes_row_by_row() -> None:
-    two = gpus(2)
-    given: list[list[int]] = []
-
-    def on_launch(launched: Launched) -> None:
-        if launched.member == "m1":
-            told = launched.worker.send
-
-            def send(command: object) -> None:
-                if isinstance(command, Predict):
-                    assert command.rows is not None
-                    given.append(np.frombuffer(base64.b64decode(command.rows), "<i4").tolist())
-                told(command)  # type: ignore[arg-type]
-
-            launched.worker.send = send  # type: ignore[method-assign]
-            launched.worker.chunk_seconds /= 10
-
-    (first, last), hooks = run(cascade_of([12, 12], [1, 1], two), two, on_launch=on_launch)
-    assert len(last.workers) == 1, "it waits for more, and is not started anew"
-    assert "m1" in hooks.log[: hooks.log.index("m0", 6)], "before the first has ended"
-    assert given == [[number] for number in range(len(first.plan.chunks))], "rows travel with the commands"
-    assert used(first) == [("GPU-0",)]
+    assert last.workers[0].leased_after_seconds >= first.workers[0].leased_after_seconds
 
 
 def test_nobody_waits_on_a_device_that_another_member_wants() -> None:
-    two = gpus(2)
-    made = cascade_of([12, 4, 12], [1, 1, 1], two)
-    (first, other, last), _ = run(made, two, share=0.3)
+    (first, other, last), _ = run([12, 4, 12], gpus(2), share=0.3)
     assert first.finished
     assert other.finished
     assert last.finished
+    assert used(first)[0] != used(other)[0], "side by side"
     assert other.workers[0].leased_after_seconds < last.workers[0].leased_after_seconds
 
 
 def test_it_waits_for_nobody_who_has_failed_and_the_run_ends() -> None:
-    def answer(command: Predict) -> object:
-        return (
-            Failed("WriteError", "no space", "", command.chunk) if command.rows is None else computed(command)
-        )
+    calls: list[int] = []
 
-    (first, last), _ = run(cascade_of([6, 6], [1, 1], gpus(1)), gpus(1), answer, share=0.5)
+    def answer(command: Predict) -> object:
+        calls.append(command.chunk)
+        if len(calls) == 1:
+            return Failed("WriteError", "no space", "", command.chunk)
+        return computed(command)
+
+    (first, last), _ = run([6, 6], gpus(1), answer, share=0.5)
     assert first.failure is not None
     assert last.finished, "what its hooks gave it then"
+    assert last.counters.rows == 3
 
 
 def test_with_nothing_to_do_no_worker_is_started() -> None:
-    (_, last), _ = run(cascade_of([6, 6], [1, 1], []), [], share=0.0)
+    (_, last), _ = run([6, 6], [], share=0.0)
     assert last.finished
+    assert last.finished_at is not None
     assert last.workers == []
+
+
+def test_a_member_whose_rows_are_never_selected_is_not_finished() -> None:
+    def answer(command: Predict) -> object:
+        return Failed("WriteError", "no space", "", command.chunk)
+
+    plan = plan_of([6, 6], [1, 1], [])
+    members = [MemberState(plan.members[0]), MemberState(undecided(plan.members[1], ["m0"]))]
+    hooks, clock, launcher = PretendedRun(), Watch(MAX_TURN_SECONDS), PretendedLauncher(answer)
+    pool = DevicePool([], 1, 60.0, launcher, hooks.say, clock)
+    Scheduler(members, pool, launcher, hooks, Rules(2, "fail", 60.0), clock).run()
+    assert not members[1].finished
+    assert (members[1].phase, members[1].fraction, members[1].rows) == ("waiting", 0.0, 0)
 
 
 def test_under_a_time_limit_it_gets_the_time_that_is_left() -> None:
@@ -155,11 +133,10 @@ def test_under_a_time_limit_it_gets_the_time_that_is_left() -> None:
         given.append(command.chunk)
         return computed(command, chunk)
 
-    made = cascade_of([60, 60], [1, 1], [])
-    total = len(made.members[0].chunks)
+    plan = plan_of([60, 60], [1, 1], [])
+    total = len(plan.members[0].chunks)
     keeper = Deadline(1.5 * total * chunk, 1, lambda: len(given) * chunk)
-    (first, last), hooks = run(made, [], answer, at_once=True, deadline=keeper)
+    (first, last), _ = run([60, 60], [], answer, deadline=keeper)
     assert first.finished
-    assert hooks.log[:total] == ["m0"] * total
     assert total / 4 < last.counters.chunks < total
     assert last.failure is None

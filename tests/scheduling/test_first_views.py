@@ -83,7 +83,7 @@ class SimulatedWorker(Handle):
             self.due.append((run.now + how.startup_seconds, ready))
         elif isinstance(command, Predict):
             state = run.members[self._member]
-            chunk = state.in_hand[command.chunk]
+            chunk = state.chunks.in_hand[command.chunk]
             seconds = chunk.cost * how.views * how.seconds
             self.due += [
                 (run.now + seconds, Computed(command.chunk)),
@@ -137,7 +137,9 @@ class SimulatedLauncher(Launcher):
         return handles
 
     def note(self, member: int, chunk: Chunk, devices: tuple[str, ...], seconds: float) -> None:
-        waiting = [n for n, one in enumerate(self.members) if any(not other.view for other in one.pending)]
+        waiting = [
+            n for n, one in enumerate(self.members) if any(not other.view for other in one.chunks.pending)
+        ]
         running = [n for n, one in enumerate(self.members) if one.running]
         self.given.append(Given(member, chunk, devices, seconds, self.limit - self.now, waiting, running))
 
@@ -155,7 +157,8 @@ class Outcome:
         """How much of a view each member has, 0 for one that has no such view."""
         found = []
         for state in self.members:
-            left = sum(one.cost for one in (*state.pending, *state.in_hand.values()) if one.view == view)
+            chunks = (*state.chunks.pending, *state.chunks.in_hand.values())
+            left = sum(chunk.cost for chunk in chunks if chunk.view == view)
             found.append(1 - left * state.plan.views if view < state.plan.views else 0.0)
         return found
 
@@ -230,7 +233,7 @@ def left_idle(how: Sequence[Simulated], outcome: Outcome, devices: Sequence[Devi
             ]
             enough = 2 * how[number].startup_seconds + enough_seconds(state, how[number])
             is_able = device in (state.plan.placement.devices or ("cpu",))
-            if state.pending and is_able and min(last, default=outcome.limit) > enough:
+            if state.chunks.pending and is_able and min(last, default=outcome.limit) > enough:
                 found.append((device, number))
     return found
 

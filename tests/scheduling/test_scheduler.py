@@ -236,7 +236,7 @@ def test_under_a_time_limit_members_cover_the_same_rows_first() -> None:
     assert min(first.fraction, second.fraction) > 0.1
     assert abs(first.fraction - second.fraction) < 0.35
     done = [
-        {chunk.start for chunk in state.plan.chunks} - {chunk.start for chunk in state.pending}
+        {chunk.start for chunk in state.plan.chunks} - {chunk.start for chunk in state.chunks.pending}
         for state in (first, second)
     ]
     assert 0 in done[0] & done[1], "the longest rows come first, because they show whether memory suffices"
@@ -332,8 +332,8 @@ def test_a_small_first_chunk_does_not_say_how_slow_the_others_are() -> None:
     state = MemberState(without_done(plan, np.zeros(200, dtype=np.bool_), is_timed=True))
     slowest = []
     for seconds in (8.0, 1.6, 3.2, 8.8):
-        chunk = state.take(state.pending.first())
+        chunk = state.take(state.chunks.pending[0])
         state.complete(chunk, computed(state.command_of(chunk), seconds))
-        state.drop(chunk)
-        slowest.append(round(state.slowest_seconds_per_cost, 3))
+        state.chunks.drop(chunk)
+        slowest.append(round(state.speed_meter.slowest_seconds_per_cost, 3))
     assert slowest == [100.0, 10.0, 10.0, 20.0]

@@ -14,8 +14,9 @@ import pytest
 from ensemble.common.protocol import Predict
 from ensemble.planning.plan import WORKER_HOST_BYTES, make_plan
 from ensemble.scheduling.deadline import Deadline
+from ensemble.scheduling.gaps import Gap, Gaps
 from ensemble.scheduling.scheduler import Scheduler
-from ensemble.scheduling.state import Gap, Gaps, MemberState
+from ensemble.scheduling.state import MemberState
 from tests.planning.test_plan import config, facts, gpus
 from tests.pretended import Launched, PretendedLauncher, PretendedWorker, computed, plan_of, schedule, used
 
@@ -236,7 +237,7 @@ def test_gaps_are_between_members_on_the_same_device() -> None:
     gaps.end("w3", 13.0)
     gaps.end("w7", 14.0)  # one that never computed
     gaps.begin("w4", "b", ["G0", "G1"], 16.5)
-    assert gaps.found == [Gap("G0", "a", "b", 3.5), Gap("G1", "a", "b", 5.5)]
+    assert gaps.measured == [Gap("G0", "a", "b", 3.5), Gap("G1", "a", "b", 5.5)]
 
 
 def test_a_device_on_which_another_computes_has_no_gap() -> None:
@@ -245,13 +246,13 @@ def test_a_device_on_which_another_computes_has_no_gap() -> None:
     gaps.begin("w2", "b", ["G0"], 2.0)
     gaps.end("w1", 3.0)
     gaps.begin("w3", "c", ["G0"], 4.0)
-    assert not gaps.found
+    assert not gaps.measured
 
 
 def test_the_gaps_of_a_run_are_measured() -> None:
     one = gpus(1)
     schedulers: list[Scheduler] = []
     schedule(plan_of([4, 4], [1, 1], one), one, on_begin=schedulers.append)
-    (gap,) = schedulers[0].gaps.found
+    (gap,) = schedulers[0].gaps.measured
     assert (gap.device, gap.after, gap.before) == ("GPU-0", "m0", "m1")
     assert gap.seconds > 0

@@ -17,7 +17,7 @@ from ensemble.merging.scoring import Interval, Score
 from ensemble.pipeline.results import ENSEMBLE_ROW
 from ensemble.pipeline.run_report import MemberReport, NodeReport, RunReport
 from ensemble.scheduling.device_pool import TelemetryCurve
-from ensemble.scheduling.state import Failure
+from ensemble.scheduling.records import Failure
 
 _HEADERS = "member,rows,seconds,tokens/s,rows/s,real tokens,peak memory,log loss,accuracy,RMSE".split(",")
 _SHOWN_GAPS = 4
@@ -156,10 +156,10 @@ def cascade_text(report: RunReport, member: MemberReport) -> str:
     """What a member with ``when`` saw, and what that cost or gained."""
     if (own := member.cascade) is None:
         return ""
+    if not own.is_selected:
+        return f"{member.name}: `when` has not selected its rows yet: the members before it have not ended"
     share = f" ({100 * own.rows / report.rows:.1f} %)" if report.rows else ""
     text = f"{member.name}: `when` selected {own.rows:,} of {plural(report.rows, 'row')}{share}"
-    if own.unknown_rows:
-        text += f", {own.unknown_rows:,} more are not decided"
     if (found := own.comparison) is None:
         return text
     if not member.has_weight:
@@ -216,6 +216,8 @@ def raise_unless_complete(report: RunReport) -> None:
 
 def _reached_text(report: RunReport, member: MemberReport) -> str:
     """How many rows a member has at the end of the time limit, and how many were lost."""
+    if member.cascade is not None and not member.cascade.is_selected:
+        return f"{member.name} none, as `when` has not selected its rows"
     text = f"{member.name} {report.merged_rows.get(member.name, 0):,} of {plural(_rows_of(report, member), 'row')}"
     notes = []
     if member.partial_rows:

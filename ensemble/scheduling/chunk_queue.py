@@ -1,0 +1,102 @@
+"""The chunks of a member on their way: pending, in workers' hands, done."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from itertools import count
+
+from ensemble.common.protocol import Progress
+from ensemble.planning.chunks import Chunk
+
+
+class ChunkQueue:
+    """Chunks in the order of dispatch; those of a view come before those of the next.
+
+    Args:
+        chunks: what is left to do.
+        views: of each row.
+
+    Attributes:
+        in_hand: chunks that workers have, by number; ``progress`` is how far they are.
+        numbers: indices that no chunk of the member has yet.
+        done_cost: what this run has done, as a share of all the member's work.
+    """
+
+    def __init__(self, chunks: Iterable[Chunk], views: int) -> None:
+        self.pending = deque(chunks)
+        self.in_hand: dict[int, Chunk] = {}
+        self.progress: dict[int, Progress] = {}
+        self.numbers = count(1 + max((chunk.index for chunk in self.pending), default=-1))
+        self.done_cost = 0.0
+        self._views = views
+        self._is_abandoned = False
+        # By view: the share of all the work that is done, by this run or before.
+        self._done_costs = [1 / views] * views
+        for chunk in self.pending:
+            self._done_costs[chunk.view] -= chunk.cost
+
+    def take(self, chunk: Chunk, start: int | None = None) -> Chunk:
+        """Move a pending chunk, or its rows from ``start`` on, to those in workers' hands."""
+        place = self.pending.index(chunk)
+        if start is None or start == chunk.start:
+            del self.pending[place]
+        else:
+            self.pending[place], chunk = chunk.split(self.numbers, start)
+        self.in_hand[chunk.index] = chunk
+        return chunk
+
+    def put_back(self, *chunks: Chunk) -> None:
+        """Make these the next chunks of their view."""
+        for chunk in reversed(chunks):
+            place = 0
+            for earlier in self.pending:
+                if earlier.view >= chunk.view:
+                    break
+                place += 1
+            self.pending.insert(place, chunk)
+
+    def drop(self, chunk: Chunk) -> None:
+        """Note that no worker has this chunk any more."""
+        self.in_hand.pop(chunk.index, None)
+        self.progress.pop(chunk.index, None)
+
+    def add_done(self, chunk: Chunk) -> None:
+        """Count a chunk as done."""
+        self.done_cost += chunk.cost
+        self._done_costs[chunk.view] += chunk.cost
+
+    def abandon(self) -> None:
+        """Drop all pending chunks."""
+        self.pending.clear()
+        self._is_abandoned = True
+
+    @property
+    def has_first_view(self) -> bool:
+        """Whether rows in the first view are pending; a member without views has only this one."""
+        return bool(self.pending) and self.pending[0].view == 0
+
+    @property
+    def computed_cost(self) -> float:
+        """The share of the member's work that this run has done, with the progress of chunks in hand."""
+        cost = self.done_cost
+        for number, progress in self.progress.items():
+            chunk = self.in_hand[number]
+            cost += chunk.cost * progress.rows / chunk.rows
+        return cost
+
+    def fraction(self, only_first_view: bool = False) -> float:
+        """Return the share of the work that is done, by cost and not by rows: long rows come first."""
+        if only_first_view:
+            is_left, cost, whole = self.has_first_view, self._done_costs[0], 1 / self._views
+        else:
+            is_left, cost, whole = bool(self.pending), sum(self._done_costs), 1.0
+        for number, chunk in self.in_hand.items():
+            if only_first_view and chunk.view > 0:
+                continue
+            is_left = True
+            if number in self.progress:
+                cost += chunk.cost * self.progress[number].rows / chunk.rows
+        if not is_left and not self._is_abandoned:
+            return 1.0  # whatever rounding makes of the sum
+        return min(1.0, max(0.0, cost / whole))
