@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ensemble.analysis.compare import Comparison
     from ensemble.analysis.fit import FitReport
     from ensemble.analysis.tune.tuning import Tuning
-    from ensemble.cli.api import (
+    from ensemble.api import (
         Preview,
         Run,
         compare,
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
         tune,
         validate,
     )
+    from ensemble.commands.rehearse import Rehearsal
+    from ensemble.commands.status import RunStatus
     from ensemble.common.errors import (
         CheckpointError,
         ConfigError,
@@ -46,9 +48,7 @@ if TYPE_CHECKING:
         TimeLimitReached,
         WriteError,
     )
-    from ensemble.pipeline.rehearse import Rehearsal
     from ensemble.pipeline.run_report import RunReport
-    from ensemble.pipeline.status import RunStatus
 
 __version__ = "0.1.0"
 __all__ = [
@@ -83,13 +83,13 @@ __all__ = [
     "tune",
     "validate",
 ]
-# Of what is neither an error nor one of the functions and their results, which are in cli.api.
+# Of what is neither an error nor one of the functions and their results, which are in api.py.
 _MODULES = {
     "Comparison": "ensemble.analysis.compare",
     "FitReport": "ensemble.analysis.fit",
-    "Rehearsal": "ensemble.pipeline.rehearse",
+    "Rehearsal": "ensemble.commands.rehearse",
     "RunReport": "ensemble.pipeline.run_report",
-    "RunStatus": "ensemble.pipeline.status",
+    "RunStatus": "ensemble.commands.status",
     "Tuning": "ensemble.analysis.tune.tuning",
 }
 
@@ -98,7 +98,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(_MODULES.get(name, "ensemble.common.errors"))
-    return getattr(module if hasattr(module, name) else import_module("ensemble.cli.api"), name)
+    return getattr(module if hasattr(module, name) else import_module("ensemble.api"), name)
 
 
 def __dir__() -> list[str]:

@@ -304,7 +304,7 @@ def run(
 @app.command()
 def status(run_dir: RunDirArgument, as_json: JsonOption = False) -> None:
     """Show how far the run in RUN_DIR is, or how it ended."""
-    from ensemble.pipeline.status import RunStatus
+    from ensemble.commands.status import RunStatus
 
     with problems_as_json(as_json):
         found = RunStatus.of(run_dir)
@@ -321,7 +321,7 @@ def report(run_dir: RunDirArgument, output: PageOption = None) -> None:
     A run writes its report at its end, unless its config says report: false. This command writes it again.
     """
     with _prepared_process(for_analysis=True):
-        from ensemble.cli.api import write_report
+        from ensemble.api import write_report
 
     page, problems = write_report(run_dir, output)
     for problem in problems:
@@ -382,7 +382,7 @@ def init(
 ) -> None:
     """Write a first config for TABLE and MODELS, and validate it. Guesses columns, labels and lengths."""
     with _prepared_process():
-        from ensemble.pipeline.init import write_first_config
+        from ensemble.commands.init import write_first_config
     made = write_first_config(table, models, sample, output, force)
     page = Page.of(sys.stdout)
     for line in (f"{output}: written, to be looked at", *(f"guess: {guess}" for guess in made.guesses)):
@@ -410,8 +410,8 @@ def rehearse(
     """
     loaded = _load(config, sets, None)
     from ensemble.cli.progress import choose_display
+    from ensemble.commands.rehearse import rehearse as rehearse_config
     from ensemble.common.host import process_age_seconds
-    from ensemble.pipeline.rehearse import rehearse as rehearse_config
 
     result = rehearse_config(
         loaded,
@@ -489,7 +489,7 @@ def merge(
     merge method.
     """
     with _prepared_process():
-        from ensemble.pipeline.merge_files import merge_files
+        from ensemble.commands.merge_files import merge_files
         from ensemble.pipeline.signals import heed_signals
     if wrong := [one for one in weight if "=" not in one]:
         raise typer.BadParameter(f"--weight {wrong[0]}: write it like NAME=0.5")
@@ -587,15 +587,16 @@ def fit(
 @app.command()
 def doctor(sets: SetOption, config: OptionalConfigArgument = None, quiet: ProblemsOption = False) -> None:
     """Check whether runs can start on this machine. Checks Python, packages, GPUs, torch, memory, disk, the hub."""
-    from ensemble.cli.doctor import examine
+    from ensemble.cli.views.doctor import finding_lines
+    from ensemble.commands.doctor import examine
 
     if sets and not config:
         raise typer.BadParameter("--set changes a CONFIG; name one")
     problems, page = 0, Page.of(sys.stdout)
     for finding in examine(config or (), sets):
         problems += finding.mark == "problem"
-        for line in finding.lines(page) if finding.mark == "problem" or not quiet else ():
-            print(line)
+        if finding.mark == "problem" or not quiet:
+            print(*finding_lines(finding, page), sep="\n")
     if not quiet:
         print(f"{plural(problems, 'problem')} to fix: no run can start" if problems else "A run can start.")
     if problems:

@@ -14,8 +14,8 @@ from ensemble.common.redact import Redactor
 
 # Only for types: a problem with the config shall be told at once.
 if TYPE_CHECKING:
+    from ensemble.commands.status import RunStatus
     from ensemble.pipeline.prepared import Prepared
-    from ensemble.pipeline.status import RunStatus
     from ensemble.planning.plan import MemberPlan
 
 

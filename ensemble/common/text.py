@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 
+NO_BREAK = "\xa0"  # a space at which no line ends
 _MAX_COMPARED = 1_000
 # Where Kaggle's notebooks have their inputs.
 _KAGGLE_MOUNT = Path("/kaggle/input")

@@ -73,20 +73,12 @@ def nodes_table(nodes: Sequence[Node]) -> Table:
             str(one.cpus),
             gib(one.available_bytes),
             "" if one.free_disk_bytes is None else gib(one.free_disk_bytes),
-            models_text(one),
+            one.models_text,
         ]
         for one in nodes
     ]
     headers = ("node", "GPUs", "free of GPUs", "CPUs", "free memory", "free disk", "models")
     return Table(headers, cells, texts=["models"])
-
-
-def models_text(node: Node) -> str:
-    """What a node has of the members' models, such as ``llama there, gemma missing``."""
-    kinds = set(node.models.values())
-    if len(kinds) == 1 and len(node.models) > 1:
-        return f"all {kinds.pop()}"
-    return ", ".join(f"{name} {what}" for name, what in node.models.items())
 
 
 def least_fit(member: MemberPlan) -> Fit | None:

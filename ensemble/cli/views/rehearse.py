@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ensemble.cli.layout import Table
+from ensemble.commands.rehearse import MemberRehearsal, Rehearsal
 from ensemble.common.text import duration, gib, plural, rate, shown_path
-from ensemble.pipeline.rehearse import MemberRehearsal, Rehearsal
 
 _HEADERS = (
     "member,replicas,start-up,computing,rows/s,host memory,GPU memory,GPU forecast,usable,rows at limit"

@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from ensemble.cli.layout import NO_BREAK, Page
-from ensemble.cli.views.plan import models_text
 from ensemble.common.device_trials import CPU, Report, Trial, run_trials
 from ensemble.common.errors import DeviceError, EnsembleError
 from ensemble.common.files import cannot_write, unwritable_reason
@@ -37,7 +35,7 @@ from ensemble.common.gpus import (
 from ensemble.common.host import available_memory_bytes, own_groups, total_memory_bytes
 from ensemble.common.packages import ANALYSIS, MODULES, Requirement, installed_versions, own_requirements
 from ensemble.common.python_process import keep_pandas_out
-from ensemble.common.text import gib, plural
+from ensemble.common.text import NO_BREAK, gib, plural
 from ensemble.config import RunConfig
 from ensemble.members.huggingface.checkpoint.hub import hub_can_be_reached
 from ensemble.pipeline.load import load
@@ -46,8 +44,6 @@ from ensemble.pipeline.prepared import Prepared
 from ensemble.planning.placement import chosen_devices
 from ensemble.scheduling.launchers.base import Launcher, Node, make_launcher
 
-_WIDTH = 100  # at most: longer lines read badly
-_INDENT = " " * 9
 # Importing torch and transformers takes a worker to 0.4 GiB before it has a model.
 _MEMORY_NEEDED, _MEMORY_WANTED = 512 << 20, 2 << 30
 _DISK_NEEDED, _DISK_WANTED = 50 << 20, 1 << 30
@@ -82,12 +78,6 @@ class Finding:
         if size < wanted:
             return cls("problem", text, advice[0]) if size < needed else cls("note", text, advice[-1])
         return cls("ok", text)
-
-    def lines(self, page: Page) -> list[str]:
-        """As it is printed: at most 100 columns, the advice on lines of its own."""
-        page = replace(page, width=min(page.width or _WIDTH, _WIDTH))
-        shown = page.wrapped(self.text, f"{self.mark:<{len(_INDENT)}}")
-        return [*shown, *page.wrapped(self.advice, f"{_INDENT}-> ")] if self.advice else shown
 
 
 def examine(paths: Sequence[Path] = (), overrides: Sequence[str] = ()) -> Iterator[Finding]:
@@ -287,7 +277,7 @@ def _of_nodes(launcher: Launcher, nodes: Sequence[Node], imports: Sequence[str])
         if node.models:
             kinds = set(node.models.values())
             mark: Mark = "ok" if kinds <= {"there", "on the hub", "sent"} else "note"
-            yield Finding(mark, f"node {node.name}: models: {models_text(node)}")
+            yield Finding(mark, f"node {node.name}: models: {node.models_text}")
         yield from (Finding.of_sentence("problem", text, "look at the node") for text in node.problems)
         yield from trial_findings([one for one in trials if one.device.node == node.name], None)
 

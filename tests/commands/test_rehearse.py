@@ -14,7 +14,7 @@ import pytest
 import ensemble
 from ensemble.cli import views
 from ensemble.cli.layout import Page
-from ensemble.pipeline.rehearse import (
+from ensemble.commands.rehearse import (
     MemberRehearsal,
     Rehearsal,
     forecast_seconds,
@@ -22,6 +22,8 @@ from ensemble.pipeline.rehearse import (
     sample_rows_of,
     with_speeds,
 )
+from ensemble.data.repeat import repeated, varied
+from ensemble.data.table import InputTable, TableNeeds, read_table
 from ensemble.planning.forecast import Speed
 from ensemble.planning.plan import Plan, make_plan
 from tests.faults.inject import Fault, Injected

@@ -244,14 +244,14 @@ def ensemble_state() -> Any:
     [1e-05, "1e-05", 2**70, 0.1, "\x07\U0001f600", "null", "two\nlines", "ä: #", [1, "a"], {"a": None}, True],
 )
 def test_values_of_overrides_arrive_as_they_are(value: object, project: Project) -> None:
-    from ensemble.cli.api import _load
+    from ensemble.api import _load
 
     loaded = _load(project.folder / "config.yaml", {"models.gemma.model_kwargs": {"x": value}})
     assert loaded.config.models[0].model_dump()["model_kwargs"] == {"x": value}
 
 
 def test_values_may_be_numpys_and_pandas(project: Project) -> None:
-    from ensemble.cli.api import _load
+    from ensemble.api import _load
 
     values = {
         "a": np.float64(0.1),

@@ -22,6 +22,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal, SupportsIndex, TypeAlias, ca
 
 from ensemble.cli.layout import Page
 from ensemble.cli.views import lines, show
+from ensemble.commands.status import RunStatus
 from ensemble.common.errors import (
     ConfigError,
     DataError,
@@ -39,7 +40,6 @@ from ensemble.pipeline.load import load
 from ensemble.pipeline.report_page import is_report
 from ensemble.pipeline.run_dir import RunDir, holder
 from ensemble.pipeline.run_report import RunReport
-from ensemble.pipeline.status import RunStatus
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from ensemble.analysis.compare import Comparison
     from ensemble.analysis.fit import FitReport
     from ensemble.analysis.tune.tuning import Tuning
+    from ensemble.commands.rehearse import Rehearsal
     from ensemble.pipeline.prepared import Prepared
-    from ensemble.pipeline.rehearse import Rehearsal
     from ensemble.planning.plan import Plan
 
 # The path of a YAML file, or a dict in its place.
@@ -179,7 +179,7 @@ def rehearse(
         EnsembleError: as the command fails.
     """
     from ensemble.cli.progress import choose_display
-    from ensemble.pipeline.rehearse import rehearse as rehearse_config
+    from ensemble.commands.rehearse import rehearse as rehearse_config
 
     rows, sample = _count("rows", rows), _count("sample", sample)
     loaded = _load(config, overrides)
@@ -376,7 +376,7 @@ def merge(
     Raises:
         EnsembleError: with every problem found; nothing is written then.
     """
-    from ensemble.pipeline.merge_files import merge_files
+    from ensemble.commands.merge_files import merge_files
 
     demand_supported()
     advice = "give the path of a CSV"
