@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from ensemble.analysis.fit import FitReport
     from ensemble.analysis.tune.tuning import Tuning
     from ensemble.api import (
-        Preview,
-        Run,
         compare,
         fit,
         merge,
@@ -34,6 +32,7 @@ if TYPE_CHECKING:
         tune,
         validate,
     )
+    from ensemble.cli.notebook import Preview, Run
     from ensemble.commands.rehearse import Rehearsal
     from ensemble.commands.status import RunStatus
     from ensemble.common.errors import (
@@ -84,11 +83,15 @@ __all__ = [
     "tune",
     "validate",
 ]
-# Of what is neither an error nor one of the functions and their results, which are in api.py.
+_FUNCTIONS = ("compare", "fit", "merge", "open_run", "plan", "rehearse", "report", "run", "tune", "validate")
+# Where the results of the functions are; all other names are errors.
 _MODULES = {
+    **dict.fromkeys(_FUNCTIONS, "ensemble.api"),
     "Comparison": "ensemble.analysis.compare",
     "FitReport": "ensemble.analysis.fit",
+    "Preview": "ensemble.cli.notebook",
     "Rehearsal": "ensemble.commands.rehearse",
+    "Run": "ensemble.cli.notebook",
     "RunReport": "ensemble.pipeline.run_report",
     "RunStatus": "ensemble.commands.status",
     "Tuning": "ensemble.analysis.tune.tuning",
@@ -98,8 +101,7 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = import_module(_MODULES.get(name, "ensemble.common.errors"))
-    return getattr(module if hasattr(module, name) else import_module("ensemble.api"), name)
+    return getattr(import_module(_MODULES.get(name, "ensemble.common.errors")), name)
 
 
 def __dir__() -> list[str]:

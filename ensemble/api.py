@@ -1,8 +1,10 @@
 """The Python API: what the commands do, as functions for notebooks and scripts.
 
-They run in somebody else's process and leave nothing changed there: no module is kept out or loaded in a special
-way, no stream is replaced, and handlers of signals and loggers are put back.  Like the command line they tell no
-secrets.
+The functions leave nothing changed in the caller's process: no module is kept out or loaded in a special way, no
+stream is replaced, and handlers of signals and loggers are put back.  Errors and printed text hold no secrets.
+
+The command line calls the same functions, and takes the help of its commands and options from their docstrings
+(``cli/help.py``): paragraphs before ``Args`` describe the command, ``Args`` its options.
 """
 
 from __future__ import annotations
@@ -11,81 +13,56 @@ import contextlib
 import json
 import operator
 import os
+import shlex
 import signal
 import sys
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, SupportsIndex, TypeAlias, cast
 
-from ensemble.cli.layout import Page
-from ensemble.cli.views import lines, show
-from ensemble.commands.status import RunStatus
-from ensemble.common.errors import (
-    ConfigError,
-    DataError,
-    EnsembleError,
-    Interrupted,
-    OutputError,
-    OutputInUse,
-)
+from ensemble.cli.views import show
+from ensemble.common.errors import ConfigError, DataError, Interrupted, OutputError, OutputInUse
 from ensemble.common.files import output_file
 from ensemble.common.packages import demand_supported
-from ensemble.common.redact import RedactedStream, Redactor
-from ensemble.common.text import did_you_mean, quoted
-from ensemble.config import ConfigSource, LoadedConfig, MappingConfig, RunConfig, mapping_config
-from ensemble.pipeline.load import load
-from ensemble.pipeline.report_page import is_report
-from ensemble.pipeline.run_dir import RunDir, holder
-from ensemble.pipeline.run_report import RunReport
+from ensemble.common.python_process import keep_pandas_out, one_thread_for_numpy
+from ensemble.common.redact import RedactedStream, Redactor, guard_output, redacted_errors
+from ensemble.common.text import quoted
 
+# What imports numpy or pyarrow is imported when it is used: --help and a typo in a key shall answer at once.
 if TYPE_CHECKING:
-    import pandas as pd
-
     from ensemble.analysis.compare import Comparison
     from ensemble.analysis.fit import FitReport
     from ensemble.analysis.tune.tuning import Tuning
+    from ensemble.cli.notebook import Preview, Run
+    from ensemble.commands.merge_files import Merged
     from ensemble.commands.rehearse import Rehearsal
-    from ensemble.pipeline.prepared import Prepared
-    from ensemble.planning.plan import Plan
+    from ensemble.common.protocol import Activation
+    from ensemble.config import ConfigSource, LoadedConfig
 
+FilePath: TypeAlias = str | os.PathLike[str]
 # The path of a YAML file, or a dict in its place.
-ConfigFile: TypeAlias = str | os.PathLike[str] | Mapping[str, object]
+ConfigFile: TypeAlias = FilePath | Mapping[str, object]
 # One or several, of which later ones override earlier ones.
 ConfigFiles: TypeAlias = ConfigFile | Sequence[ConfigFile]
 # {"models.gemma2.weight": 0.5} or ["models.gemma2.weight=0.5"], as --set takes them.
 Overrides: TypeAlias = Mapping[str, object] | Sequence[str]
-# One at a time: they share the log, the display, the signals and, above all, the GPUs.
+
+# One run at a time: runs share the log, the display, the signals and, above all, the GPUs.
 _running = threading.Lock()
+# Whether this process is the command line's own.
+_is_command = False
 
 
-@contextlib.contextmanager
-def _told(redactor: Redactor | None = None) -> Iterator[None]:
-    """Errors without secrets, those of the environment at least, and a signal's own effect once all is in order."""
-    try:
-        yield
-    except EnsembleError as error:
-        error.problems = tuple(map(redactor or Redactor(os.environ), error.problems))
-        error.args = ("\n".join(error.problems),)
-        raise
-    except Interrupted as stopped:
-        # The caller's own handler is back: Python's raises KeyboardInterrupt for SIGINT.
-        signal.raise_signal(stopped.exit_code - 128)
-        raise
+def own_process() -> None:
+    """Treat this process as the command line's own, which nobody else uses and which ends with the command.
 
-
-@contextlib.contextmanager
-def _alone(loaded: LoadedConfig, quiet: bool) -> Iterator[tuple[IO[str], bool]]:
-    """The only run of this process: where it writes, and whether it is quiet, as without a terminal."""
-    if not _running.acquire(blocking=False):
-        raise OutputInUse("a run goes on in this process; wait for it, or start this one in another process")
-    try:
-        with _told(loaded.redactor):
-            yield cast(IO[str], RedactedStream(sys.stdout, loaded.redactor)), quiet or sys.stdout is None
-    finally:
-        _running.release()
+    Then output is guarded for good, a second signal ends the process, pandas is kept out of pyarrow, and the time
+    limit of a run counts from the start of the process.
+    """
+    global _is_command
+    _is_command = True
 
 
 def run(
@@ -93,36 +70,47 @@ def run(
     overrides: Overrides | None = None,
     *,
     fresh: bool = False,
-    reuse: str | os.PathLike[str] | None = None,
+    reuse: FilePath | None = None,
     quiet: bool = False,
+    verbose: bool = False,
 ) -> Run:
-    """Run a config as ``ensemble run`` does; what an earlier run in its ``output_dir`` has done is kept.
+    """Run every model of CONFIG and merge the probabilities.
 
-    Ctrl-C, or a notebook's interrupt, ends the run in order and then raises ``KeyboardInterrupt``.  In a thread
-    other than the main one no signal is heeded.
+    Work that an earlier run in the same output_dir has done is kept: the same command resumes where it stopped.
 
     Args:
-        config: the path of a YAML file, a dict that says what such a file would (``{"data": ..., "models": ...}``;
-            relative paths start at the working directory), or several of these, such as ``["config.yaml",
-            "weights.yaml"]``: later ones override earlier ones.
-        overrides: ``{"models.gemma2.weight": 0.5}``, or texts as ``--set`` takes them; they come last.
-        fresh: start over, whatever an earlier run did.
-        reuse: the ``output_dir`` of another run: rows that it computed in the same way are not computed again.
-        quiet: print nothing.
+        config: YAML file of the run; later files override earlier ones.
+        overrides: Override a key, for example models.gemma2.weight=0.5.
+        fresh: Start over; do not resume an earlier run.
+        reuse: Another run, whose rows need not be computed again.
+        quiet: Print nothing but errors.
+        verbose: Also print what the log records.
+
+    Note:
+        ``config`` may be a dict that says what such a file would (``{"data": ..., "models": ...}``; relative paths
+        start at the working directory), or a list such as ``["config.yaml", "weights.yaml"]``.  ``overrides`` is
+        ``{"models.gemma2.weight": 0.5}``, or texts in the form of ``--set``.
+
+        Ctrl-C, or a notebook's interrupt, ends the run in order and then raises ``KeyboardInterrupt``.  In a thread
+        other than the main one no signal is handled.
 
     Raises:
-        EnsembleError: as the command fails.  After ``TimeLimitReached`` ensemble and submission are complete, and
-            ``open_run`` opens them.
+        EnsembleError: if the command would fail.  After ``TimeLimitReached`` ensemble and submission are complete,
+            and ``open_run`` opens them.
     """
-    from ensemble.cli.progress import choose_display
-    from ensemble.cli.views.summary import raise_unless_complete
-    from ensemble.pipeline.run import run as run_config
-
     loaded = _load(config, overrides)
     other = None if reuse is None else _path(reuse, "give the output_dir of another run")
-    with _alone(loaded, quiet) as (stream, quiet):
+    with _exclusive_run(loaded, quiet) as (stream, quiet):
+        from ensemble.cli.notebook import Run
+        from ensemble.cli.progress import choose_display, log_shown
+        from ensemble.common.host import process_age_seconds
+        from ensemble.pipeline.ending import raise_unless_complete
+        from ensemble.pipeline.run import run as run_config
+
         display = choose_display(stream, quiet)
-        report = run_config(loaded, display, fresh, owns_process=False, reuse=other)
+        elapsed = process_age_seconds() if _is_command else 0.0
+        with log_shown(display) if verbose else contextlib.nullcontext():
+            report = run_config(loaded, display, fresh, elapsed, owns_process=_is_command, reuse=other)
         if not quiet:
             show("summary", report, stream)
         raise_unless_complete(report)
@@ -130,7 +118,10 @@ def run(
 
 
 def validate(config: ConfigFiles, overrides: Overrides | None = None) -> Preview:
-    """Check a config as ``ensemble validate`` does, without loading a model.
+    """Check CONFIG without loading a model. Checks keys, paths, columns, ids, labels, templates and devices.
+
+    Args:
+        config, overrides: as for ``run``.
 
     Raises:
         EnsembleError: with every problem found.
@@ -139,15 +130,16 @@ def validate(config: ConfigFiles, overrides: Overrides | None = None) -> Preview
 
 
 def plan(
-    config: ConfigFiles,
-    overrides: Overrides | None = None,
-    *,
-    predictions_from: str | os.PathLike[str] | None = None,
+    config: ConfigFiles, overrides: Overrides | None = None, *, predictions_from: FilePath | None = None
 ) -> Preview:
-    """What a config would take, as ``ensemble plan`` shows it; what fits nowhere is in its ``problems``.
+    """Show the memory, devices and time that CONFIG would take. Also shows which GPUs each model fits on.
 
     Args:
-        predictions_from: the directory of a run whose predictions tell what members with ``when`` would compute.
+        config, overrides: as for ``run``.
+        predictions_from: Run whose predictions tell how many rows `when` selects.
+
+    Note:
+        Why models fit nowhere is in the result's ``problems``.
 
     Raises:
         EnsembleError: with every other problem found.
@@ -161,32 +153,43 @@ def rehearse(
     overrides: Overrides | None = None,
     *,
     rows: int | None = None,
-    lengths_from: str | os.PathLike[str] | None = None,
+    lengths_from: FilePath | None = None,
     sample: int | None = None,
     quiet: bool = False,
 ) -> Rehearsal:
-    """What a config would take with ``rows`` rows, by a run of a sample, as ``ensemble rehearse`` shows it.
+    """Run a sample of CONFIG's table and estimate the whole run.
 
-    Why a run would not end as it should is in the result's ``problems``.
+    The estimate covers time, memory and disk for --rows rows. Files of real runs are not touched. The exit code is
+    1 if the run would exceed its time_limit or the free disk space.
 
     Args:
-        rows: of the whole; None: as many as the table has.
-        lengths_from: a table, such as train.csv, whose rows are taken instead.
-        sample: rows to compute; None: what takes long enough to know the speed.
-        quiet: print nothing.
+        config, overrides, quiet: as for ``run``.
+        rows: Rows of the whole run (default: those of the table).
+        lengths_from: Table to take the rows from, for example train.csv.
+        sample: Rows to compute (default: enough to measure the speed).
+
+    Note:
+        Why a run would not end as it should is in the result's ``problems``.
 
     Raises:
-        EnsembleError: as the command fails.
+        EnsembleError: if the command would fail.
     """
-    from ensemble.cli.progress import choose_display
-    from ensemble.commands.rehearse import rehearse as rehearse_config
-
     rows, sample = _count("rows", rows), _count("sample", sample)
     loaded = _load(config, overrides)
     table = None if lengths_from is None else _path(lengths_from, "give the path of a table")
-    with _alone(loaded, quiet) as (stream, quiet):
+    with _exclusive_run(loaded, quiet) as (stream, quiet):
+        from ensemble.cli.progress import choose_display
+        from ensemble.commands.rehearse import rehearse as rehearse_config
+        from ensemble.common.host import process_age_seconds
+
         result = rehearse_config(
-            loaded, lambda: choose_display(stream, quiet), rows, table, sample, owns_process=False
+            loaded,
+            lambda: choose_display(stream, quiet),
+            rows,
+            table,
+            sample,
+            process_age_seconds() if _is_command else 0.0,
+            owns_process=_is_command,
         )
         if not quiet:
             show("rehearse", result, stream)
@@ -199,101 +202,115 @@ def tune(
     *,
     rows: int | None = None,
     tolerance: float | None = None,
-    write: str | os.PathLike[str] | None = None,
+    write: FilePath | None = None,
     force: bool = False,
     quiet: bool = False,
 ) -> Tuning:
-    """Find each member's fastest settings on this machine that keep its probabilities, as ``ensemble tune`` does.
+    """Find each model's fastest settings on this machine.
+
+    Measures precision, quantization, attention, batch size and parallel workers on a sample, each in a fresh
+    worker, and keeps settings that do not change the probabilities by more than --tolerance. The same command
+    resumes an interrupted tuning. Then: ensemble run CONFIG YAML, with the file that --write wrote.
 
     Args:
-        rows: of the sample that every candidate computes; None: 256, and more where those are done at once.
-        tolerance: how far its probabilities may be from the reference's: the mean over rows of a row's largest
-            difference, and the share of rows whose first label may be another; None: 0.02.
-        write: where to write the overlay, if settings were chosen for any member; None: nowhere.
-        force: replace a file that is there.
-        quiet: print nothing.
+        config, overrides, quiet: as for ``run``.
+        rows: Rows of the sample (default: 256, or more if those take too little time).
+        tolerance: Largest allowed difference from float32's probabilities: the mean over rows of each row's largest
+            difference (default: 0.02).
+        write: File for the settings found, for `run CONFIG YAML`.
+        force: Replace an existing file.
 
     Raises:
-        EnsembleError: as the command fails.
+        EnsembleError: if the command would fail.
     """
-    from ensemble.analysis.tune.command import check_output
-    from ensemble.analysis.tune.command import tune as tune_config
-    from ensemble.cli.progress import choose_display
-
     rows = _count("rows", rows)
     loaded = _load(config, overrides)
-    with _told(loaded.redactor):
+    with imports():
+        from ensemble.analysis.tune.command import check_output, overrides_beside
+        from ensemble.analysis.tune.command import tune as tune_config
+        from ensemble.cli.progress import choose_display
+
+    with redacted_errors(loaded.redactor):
         file = None if write is None else _path(write, "give the path of a YAML file to write")
         target = None if file is None else check_output(file, force, loaded.paths)
-    with _alone(loaded, quiet) as (stream, quiet):
+    with _exclusive_run(loaded, quiet) as (stream, quiet):
         result = tune_config(
-            loaded, choose_display(stream, quiet), rows, tolerance, target, owns_process=False
+            loaded, choose_display(stream, quiet), rows, tolerance, target, owns_process=_is_command
         )
         if not quiet:
             show("tune", result, stream)
+            if file is not None and result.has_result:
+                sets = [text for override in overrides_beside(loaded, result) for text in ("--set", override)]
+                command = shlex.join(map(str, [*loaded.paths, file, *sets]))
+                print(f"{file}: written; run it as `ensemble run {command}`", file=stream)
     return result
 
 
 def fit(
-    sources: ConfigFiles | Mapping[str, str | os.PathLike[str]],
+    sources: ConfigFiles | Mapping[str, FilePath],
     overrides: Overrides | None = None,
     *,
-    labels: str | os.PathLike[str] | None = None,
+    labels: FilePath | None = None,
     label_column: str | None = None,
     id_column: str | None = None,
     metric: str = "log_loss",
     method: Literal["simplex", "greedy", "stacking"] | None = None,
     calibration: Literal["none", "temperature", "vector"] = "none",
     merge_method: Literal["mean", "geometric_mean"] | None = None,
-    activation: Literal["softmax", "sigmoid", "none"] | None = None,
+    activation: Activation | None = None,
     folds: int = 5,
     seed: int = 0,
     partial: bool = False,
-    output: str | os.PathLike[str] | None = None,
+    output: FilePath | None = None,
     force: bool = False,
     quiet: bool = False,
 ) -> FitReport:
-    """Fit members' weights and calibrations to true labels, as ``ensemble fit`` does.
+    """Fit weights and calibrations to true labels.
+
+    Writes weights.yaml, and reports on held-out rows whether the weights beat equal weights. The run of CONFIG must
+    be complete, and its table must have the labels. Then: ensemble run CONFIG weights.yaml, which merges again.
 
     Args:
-        sources: a config whose run is complete (a path or a dict with the key ``models``; of several, later ones
-            override earlier ones), or CSVs of predictions, perhaps by the names that they are to have, for which
-            ``labels`` names the table of the truth.
-        labels: a table with the true labels; None: the table of the config.
-        label_column: its column of them; None: "label", or what the config names.
-        id_column: of ``labels`` and of the CSVs; None: ``id``, or the first.
-        method: None: "simplex" for log loss, "greedy" for other metrics.
-        merge_method: what the weights of CSVs are for, None: the mean; a config has its own.
-        activation: what the values of CSVs are; None: as for ``compare``.
-        partial: whether CSVs may lack rows that others have; fitted is to the rows that all have.
-        output: where to write the overlay; None: nowhere.
-        force: replace a file that is there.
-        quiet: print nothing.
+        sources: YAML files of a run (later files override earlier ones), or CSVs of members' predictions.
+        overrides, quiet: as for ``run``.
+        labels, label_column: as for ``compare``.
+        id_column, activation, partial: as for ``merge``.
+        metric: Metric to optimize.
+        method: Weights that minimize log loss (simplex), greedy selection for any metric, or a logistic regression
+            (default: simplex for log_loss, greedy for other metrics).
+        calibration: Calibration of each member: one temperature, or a scale and bias per label (vector).
+        merge_method: Merge method that the weights of CSVs are for (default: mean); a CONFIG names its own.
+        folds: Number of cross-validation folds.
+        seed: Random seed for the folds.
+        output: File to write.
+        force: Replace an existing file.
+
+    Note:
+        A dict without the key ``models`` holds the CSVs by the names that they are to have.  Without ``output``
+        nothing is written.
 
     Raises:
-        EnsembleError: as the command fails.
+        EnsembleError: if the command would fail.
     """
-    demand_supported(for_analysis=True)
-    from ensemble.analysis.fit import Options
-    from ensemble.analysis.weights_file import TruthFile, check_output, fit_sources, write_weights
+    with imports(for_analysis=True):
+        from ensemble.analysis.fit import Options
+        from ensemble.analysis.weights_file import TruthFile, check_output, fit_sources, write_weights
 
-    with _told():
+    with redacted_errors():
         paths = _fit_sources(sources)
         if not paths:
             raise ConfigError("sources: the list is empty; give the path of a config or of CSVs")
-        known = None if labels is None else _path(labels, "give the path of a table")
-        target = None if output is None else _path(output, "give the path of a file to write")
-        if target is not None:
-            files = [path for path in paths if isinstance(path, Path)]
-            target = check_output(target, force, files, known)
-        # merge_method is here to be checked; a config's own takes its place.
-        options = Options(metric, method, calibration, folds, seed, merge_method or "mean")
-        truth = TruthFile(known, label_column, id_column)
+        table = None if labels is None else _path(labels, "give the path of a table")
+        file = None if output is None else _path(output, "give the path of a file to write")
+        target = None
+        if file is not None:
+            target = check_output(file, force, [path for path in paths if isinstance(path, Path)], table)
         report, text = fit_sources(
             paths,
             lambda configs: _load(configs, overrides),
-            truth,
-            options,
+            TruthFile(table, label_column, id_column),
+            # merge_method is here to be checked; a config's own takes its place.
+            Options(metric, method, calibration, folds, seed, merge_method or "mean"),
             merge_method,
             activation,
             bool(overrides),
@@ -302,108 +319,166 @@ def fit(
         )
         if target is not None:
             write_weights(target, text)
-    if not quiet and sys.stdout is not None:
-        show("fit", report, sys.stdout)
+    stream = sys.stdout
+    if not quiet and stream is not None:
+        show("fit", report, stream)
+        if file is not None:
+            print(f"{file}: written", file=stream)
     return report
 
 
-@_told()
+@redacted_errors()
 def compare(
-    first: str | os.PathLike[str],
-    second: str | os.PathLike[str],
+    first: FilePath,
+    second: FilePath,
     metrics: Sequence[str] = (),
     *,
-    labels: str | os.PathLike[str] | None = None,
+    labels: FilePath | None = None,
     label_column: str | None = None,
     id_column: str | None = None,
-    activation: Literal["softmax", "sigmoid", "none"] | None = None,
+    activation: Activation | None = None,
     quiet: bool = False,
 ) -> Comparison:
-    """Two runs, or two CSVs of predictions, side by side, as ``ensemble compare`` shows them.
+    """Compare two runs, or two CSVs of predictions.
+
+    Shows settings, rows whose prediction changed, metrics, time and memory. Metrics need the true labels, from the
+    table of a run or --labels; differences have paired confidence intervals.
 
     Args:
-        first, second: the ``output_dir`` of a run, or a CSV.
-        metrics: by name, such as "log_loss" or "map@3"; empty: the usual ones.
-        labels: a table with the true labels; None: the table of a run.
-        label_column: its column of them, None: "label", or of a run's own table what its config names; where it
-            is not there, a column per label is read.
-        id_column: of the CSVs; None: ``id``, or the first.
-        activation: what the values of the CSVs are; None: those of the run that they are held against, else
-            probabilities that sum to 1, and of one label probabilities where all are from 0 to 1, or any numbers.
-        quiet: print nothing.
+        first: The output_dir of a run, or a CSV of predictions.
+        second: The run or CSV to compare with, for the same rows.
+        metrics: log_loss, accuracy, macro_f1, auc, brier, ece, quadratic_kappa, map@K or rmse; repeatable.
+        labels: Table with the true labels, if the run's table has none.
+        label_column: Column of the true labels (default: label, or a column per label).
+        id_column, activation: as for ``merge``.
+        quiet: Print nothing but errors.
+
+    Note:
+        Without ``activation``, CSVs have that of the run that they are compared with; else they hold probabilities
+        that sum to 1, or, of one label, probabilities if all are from 0 to 1.
 
     Raises:
-        DataError: as the command fails.
+        DataError: if the command would fail.
     """
-    demand_supported(for_analysis=True)
-    from ensemble.analysis.compare import compare as compare_sides
+    with imports(for_analysis=True):
+        from ensemble.analysis.compare import compare as compare_sides
 
     if isinstance(metrics, str):
         raise ConfigError(f"metrics: give a list of names, such as [{quoted(metrics)}]")
-    one, two = (_path(path, "give the output_dir of a run, or a CSV") for path in (first, second))
+    advice = "give the output_dir of a run, or a CSV"
+    left, right = _path(first, advice), _path(second, advice)
     table = None if labels is None else _path(labels, "give the path of a table")
-    result = compare_sides(one, two, metrics, table, label_column, id_column, activation)
+    result = compare_sides(left, right, metrics, table, label_column, id_column, activation)
     if not quiet and sys.stdout is not None:
         show("compare", result, cast(IO[str], RedactedStream(sys.stdout, Redactor(os.environ))))
     return result
 
 
-@_told()
 def merge(
-    files: Sequence[str | os.PathLike[str]] | Mapping[str, str | os.PathLike[str]],
-    output: str | os.PathLike[str],
+    files: Sequence[FilePath] | Mapping[str, FilePath],
+    output: FilePath,
     overrides: Overrides | None = None,
     *,
     method: str | None = None,
-    weights: Mapping[str, object] | str | os.PathLike[str] | None = None,
+    weights: Mapping[str, object] | FilePath | None = None,
     id_column: str | None = None,
     labels: Sequence[str] = (),
-    activation: Literal["softmax", "sigmoid", "none"] | None = None,
+    activation: Activation | None = None,
     partial: bool = False,
 ) -> Path:
-    """Merge CSVs of predictions as ``ensemble merge`` does, joined by id; returns the path that was written.
+    """Merge CSVs of predictions into one, without a config.
+
+    Rows are joined by id, and written in the order of the first file. --set ensemble.power=2 sets a key of the
+    merge method.
 
     Args:
-        files: paths, or paths by the names that the files are to have.
-        overrides: such as ``{"ensemble.power": 2}``.
-        method: of merging; None: that of ``weights``, or the mean.
-        weights: of each file by its name, or the path of a YAML file with weights and calibration.
-        id_column: of the files; None: ``id``, or the first.
-        labels: the columns to merge; all but the ids if there are none.
-        activation: "softmax" (the default), "sigmoid" or "none": what the values are.
-        partial: whether files may lack rows that others have.
+        files: Predictions: an id and a column per label (default name: the file's, without its ending).
+        output: File to write.
+        overrides: Override a key, for example ensemble.power=2.
+        method: mean (the default), median, vote, ...
+        weights: Weights and calibration, as fit writes them.
+        id_column: Column of the ids (default: id, else the first column).
+        labels: Label column to merge (default: all).
+        activation: Values of the CSVs: probabilities that sum to 1 (softmax), one per label (sigmoid), or any
+            numbers.
+        partial: Files may lack rows that others have.
+
+    Note:
+        ``files`` may be a dict of paths by name, ``weights`` a dict of weights by name.  Returns the path that was
+        written.
 
     Raises:
         EnsembleError: with every problem found; nothing is written then.
     """
-    from ensemble.commands.merge_files import merge_files
-
-    demand_supported()
-    advice = "give the path of a CSV"
-    if isinstance(labels, str):
-        raise ConfigError(f"labels: give a list of names, such as [{quoted(labels)}]")
-    by_name = dict(text.split("=", 1) for text in _texts(weights)) if isinstance(weights, Mapping) else {}
-    keys = {"partial": partial} | ({} if activation is None else {"activation": activation})
-    sets = [*([] if method is None else [f"ensemble.method={method}"]), *_texts(overrides or {})]
-    return merge_files(
-        [*map(str, _files(files, advice))],
-        _path(output, advice),
-        sets,
-        None if weights is None or isinstance(weights, Mapping) else _path(weights, advice),
-        by_name,
-        id_column,
-        labels,
-        keys,
+    by_name: Mapping[str, object] = {}
+    if isinstance(weights, Mapping):
+        by_name, weights = weights, None
+    return merged(
+        files,
+        output,
+        overrides,
+        method=method,
+        weights=weights,
+        by_name=dict(text.split("=", 1) for text in _texts(by_name)),
+        id_column=id_column,
+        labels=labels,
+        activation=activation,
+        partial=partial,
     ).path
 
 
-@_told()
-def open_run(path: str | os.PathLike[str]) -> Run:
+@redacted_errors()
+def merged(
+    files: Sequence[FilePath] | Mapping[str, FilePath],
+    output: FilePath,
+    overrides: Overrides | None,
+    *,
+    method: str | None,
+    weights: FilePath | None,
+    by_name: Mapping[str, str],
+    id_column: str | None,
+    labels: Sequence[str],
+    activation: Activation | None,
+    partial: bool,
+) -> Merged:
+    """Do what ``merge`` does, with weights from a file and by name, and return what was written."""
+    with imports():
+        from ensemble.commands.merge_files import merge_files
+        from ensemble.pipeline.signals import heed_signals
+
+    advice = "give the path of a CSV"
+    if isinstance(labels, str):
+        raise ConfigError(f"labels: give a list of names, such as [{quoted(labels)}]")
+    sets = [*_texts(overrides or {})]
+    if method is not None:
+        sets.insert(0, f"ensemble.method={method}")
+    keys: dict[str, object] = {"partial": partial}
+    if activation is not None:
+        keys["activation"] = activation
+    # No signal leaves a temporary file.
+    with _signals_passed_on("run the same command again"), heed_signals(_is_command):
+        return merge_files(
+            [*map(str, _files(files, advice))],
+            _path(output, advice),
+            sets,
+            None if weights is None else _path(weights, advice),
+            by_name,
+            id_column,
+            labels,
+            keys,
+        )
+
+
+@redacted_errors()
+def open_run(path: FilePath) -> Run:
     """Open the ``output_dir`` of a run, whether it goes on or has ended.
 
     Raises:
         DataError: no run has ever been there.
     """
+    from ensemble.cli.notebook import Run
+    from ensemble.pipeline.run_dir import RunDir, holder
+
     folder = _path(path, "give the output_dir of a run")
     rundir = RunDir(folder)
     if not rundir.run_json.exists() and holder(rundir) is None:
@@ -411,234 +486,177 @@ def open_run(path: str | os.PathLike[str]) -> Run:
     return Run(folder)
 
 
-def report(path: str | os.PathLike[str], output: str | os.PathLike[str] | None = None) -> Path:
-    """Write the report of a run, as ``ensemble report`` does; returns the HTML file.
+def report(path: FilePath, output: FilePath | None = None) -> Path:
+    """Write the report of the run in RUN_DIR as one HTML file.
+
+    A run writes its report at its end, unless its config says report: false. This command writes it again.
 
     Args:
-        path: the ``output_dir`` of the run.
-        output: where to write it; None: ``report.html`` in there.
+        path: The output_dir of a run.
+        output: File to write (default: RUN_DIR/report.html).
 
     Raises:
         DataError: there is no run.json that can be read.
         OutputError: something is there that is no report.
         WriteError: the file cannot be written.
     """
-    with _told():
-        page, problems = write_report(
-            _path(path, "give the output_dir of a run"),
-            None if output is None else _path(output, "give the path of an HTML file"),
-        )
+    page, problems = write_report(path, output)
     if problems:
         warnings.warn("; ".join(problems), stacklevel=2)
     return page
 
 
-def write_report(run_dir: Path, output: Path | None) -> tuple[Path, list[str]]:
-    """The page that was written, and what could not be shown in it."""
-    demand_supported(for_analysis=True)
-    from ensemble.analysis.report.page import write_report as write
+@redacted_errors()
+def write_report(path: FilePath, output: FilePath | None) -> tuple[Path, list[str]]:
+    """Do what ``report`` does, and return the page and what could not be shown in it."""
+    with imports(for_analysis=True):
+        from ensemble.analysis.report.page import write_report as write
+        from ensemble.pipeline.report_page import is_report
+        from ensemble.pipeline.run_dir import RunDir
 
+    run_dir = _path(path, "give the output_dir of a run")
     if output is None:
         page = RunDir(run_dir).report_page
         if page.is_dir():
             raise OutputError(f"{page} is a folder; remove it, or name a file with --output")
         return page, write(run_dir, page)  # a link there was not named by anybody, and is not followed
-    target = output_file(output)
+    page = _path(output, "give the path of an HTML file")
+    target = output_file(page)
     if target.exists() and not is_report(target):
-        raise OutputError(f"{output}: is there already and is no report; choose another name")
-    return output, write(run_dir, target)
+        raise OutputError(f"{page}: is there already and is no report; choose another name")
+    return page, write(run_dir, target)
 
 
-class _Shown:
-    """Shows a notebook what is printed, and completes to public names."""
+@contextlib.contextmanager
+def imports(for_analysis: bool = False) -> Iterator[None]:
+    """Check the packages' versions before numpy and pyarrow are imported within.
 
-    def _repr_html_(self) -> str:
-        return f'<pre style="white-space: pre-wrap">{escape(repr(self))}</pre>'
+    In a process of the command line numpy gets one thread, and pyarrow does without pandas.
 
-    def __dir__(self) -> list[str]:
-        return [name for name in super().__dir__() if not name.startswith("_")]
-
-
-class Run(_Shown):
-    """A run's directory, read anew at each look.  Printed, it is what ``ensemble status`` shows."""
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path).absolute()
-        self._rundir = RunDir(self.path)
-
-    @property
-    @_told()
-    def report(self) -> RunReport:
-        """What run.json says.
-
-        Raises:
-            DataError: it is not there yet, is damaged, or was written by another version.
-        """
-        return RunReport.read(self._rundir.run_json)
-
-    @property
-    @_told()
-    def status(self) -> RunStatus:
-        """How far it is, or how it ended.
-
-        Raises:
-            DataError: as for ``report``.
-        """
-        return RunStatus.of(self.path)
-
-    @property
-    def members(self) -> tuple[str, ...]:
-        """The names of those whose predictions are complete."""
-        try:
-            members = self.report.members
-        except DataError:  # files of an earlier run, perhaps with other settings
-            return ()
-        complete = (one.name for one in members if one.status == "complete")
-        return tuple(name for name in complete if self._rundir.predictions(name).exists())
-
-    @_told()
-    def predictions(self, member: str) -> pd.DataFrame:
-        """A member's probabilities: a column per label, rows in the table's order, ids as text in the index.
-
-        Raises:
-            DataError: they are not complete or were changed since, or there is no such member.
-        """
-        if member not in self.members:
-            raise DataError(
-                f"{self.path}: no predictions of {quoted(str(member))}"
-                f"{did_you_mean(str(member), self.members)}; complete are: {', '.join(self.members) or 'none'}"
-            )
-        return _frame(self._rundir.predictions(member))
-
-    @property
-    @_told()
-    def ensemble(self) -> pd.DataFrame:
-        """The merged probabilities, as ``predictions`` has a member's.
-
-        Raises:
-            DataError: nothing has been merged.
-        """
-        if not self._rundir.ensemble.exists():
-            raise DataError(f"{self.path}: there is no ensemble.csv; its run has merged nothing yet")
-        return _frame(self._rundir.ensemble)
-
-    @property
-    @_told()
-    def scores(self) -> pd.DataFrame:
-        """Metrics of the ensemble and its members by the true labels, with 95 % bootstrap intervals.
-
-        The columns are ``member``, ``metric``, ``value`` and ``interval``, which is (low, high).
-
-        Raises:
-            DataError: the true labels are not known, or the run is not complete.
-        """
-        demand_supported(for_analysis=True)
-        import pandas as pd
-
-        from ensemble.analysis.compare import compare as compare_sides
-
-        result = compare_sides(self.path, self.path)
-        if not result.metrics:
-            raise DataError(result.remarks or [f"{self.path}: its config names no true labels"])
-        rows = [
-            (one.name, one.metric, one.first.value, (one.first.low, one.first.high)) for one in result.metrics
-        ]
-        return pd.DataFrame(rows, columns=["member", "metric", "value", "interval"])
-
-    def __repr__(self) -> str:
-        try:
-            return Redactor(os.environ)("\n".join(lines("status", self.status, Page())))
-        except DataError as error:  # a notebook shows it all the same
-            return str(error)
-
-
-class Preview(_Shown):
-    """A run that has been checked and planned and not started.  Printed, it is what the command shows.
-
-    Attributes:
-        config: with all defaults.
-        plan: where each member would run, and how long all would take.
-        problems: why members fit nowhere, or not on some node of a cluster, a sentence each; empty where all fit.
+    Raises:
+        ConfigError: a package is too old.
     """
+    demand_supported(for_analysis)
+    if not _is_command:
+        yield
+        return
+    if for_analysis:
+        os.environ["MPLBACKEND"] = "svg"  # what the user has set may be unknown here, or need a screen
+    with one_thread_for_numpy():
+        yield
+        keep_pandas_out()  # with pyarrow, which imports numpy
 
-    def __init__(self, view: str, prepared: Prepared) -> None:
-        self._view = view
-        self._prepared = prepared
-        self.config: RunConfig = prepared.config
-        self.plan: Plan = prepared.plan
-        of_nodes = (text for node in prepared.nodes for text in node.problems)
-        self.problems: tuple[str, ...] = (*prepared.plan.problems, *of_nodes)
 
-    def __repr__(self) -> str:
-        redactor = self._prepared.loaded.redactor
-        return redactor("\n".join(lines(self._view, self._prepared, Page())))
+@contextlib.contextmanager
+def _exclusive_run(loaded: LoadedConfig, quiet: bool) -> Iterator[tuple[IO[str], bool]]:
+    """Hold this process for one run; give the stream to print to, and whether to print nothing.
+
+    Raises:
+        OutputInUse: another run goes on in this process.
+    """
+    if not _running.acquire(blocking=False):
+        raise OutputInUse("a run goes on in this process; wait for it, or start this one in another process")
+    try:
+        with redacted_errors(loaded.redactor), _signals_passed_on():
+            yield cast(IO[str], RedactedStream(sys.stdout, loaded.redactor)), quiet or sys.stdout is None
+    finally:
+        _running.release()
+
+
+@contextlib.contextmanager
+def _signals_passed_on(advice: str = "") -> Iterator[None]:
+    """Give a signal that stopped the work within to the caller's own handler, which is back by then.
+
+    Args:
+        advice: what the command line says of it, in place of its usual words.
+    """
+    try:
+        yield
+    except Interrupted as stopped:
+        number = stopped.exit_code - 128
+        if _is_command:
+            raise Interrupted(number, advice) if advice else stopped from None
+        signal.raise_signal(number)  # Python's own handler raises KeyboardInterrupt for SIGINT
+        raise
 
 
 def _preview(
-    view: str, config: ConfigFiles, overrides: Overrides | None, predictions_in: Path | None = None
+    view: Literal["validate", "plan"],
+    config: ConfigFiles,
+    overrides: Overrides | None,
+    predictions_in: Path | None = None,
 ) -> Preview:
-    from ensemble.pipeline.prepare import prepare
-
     loaded = _load(config, overrides)
-    with _told(loaded.redactor):
+    with redacted_errors(loaded.redactor):
+        from ensemble.cli.notebook import Preview
+        from ensemble.pipeline.prepare import prepare
+
         return Preview(view, prepare(loaded, view == "validate", predictions_in))
 
 
 def _load(config: object, overrides: Overrides | None) -> LoadedConfig:
-    demand_supported()
-    with _told():
-        listed = config if isinstance(config, Sequence) and not isinstance(config, str | bytes) else [config]
-        if not listed:
+    with imports(), redacted_errors():
+        from ensemble.pipeline.load import load
+
+        sources = [_source(source, "give the path of a YAML file, or a dict") for source in _listed(config)]
+        if not sources:
             raise ConfigError("config: the list is empty; give the path of a YAML file")
-        sources = [_source(one, "give the path of a YAML file, or a dict") for one in listed]
-        return load(sources, () if overrides is None else _texts(overrides))
+        loaded = load(sources, () if overrides is None else _texts(overrides))
+        if _is_command:
+            guard_output(loaded.redactor)  # now that the config's own secrets are known
+        return loaded
 
 
-def _source(given: object, advice: str) -> ConfigSource:
-    """The path of a YAML file, or a mapping in its place."""
-    if isinstance(given, MappingConfig):
-        return given
-    return mapping_config(given) if isinstance(given, Mapping) else _path(given, advice)
+def _listed(value: object) -> Sequence[object]:
+    """Return a sequence as it is, and anything else as the only item of one."""
+    return value if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value]
 
 
-def _count(name: str, given: object) -> int | None:
-    """A whole number of at least 1, whatever its type is; None as it is."""
-    if given is None:
+def _source(value: object, advice: str) -> ConfigSource:
+    """Return the path of a YAML file, or a mapping in its place."""
+    from ensemble.config import MappingConfig, mapping_config
+
+    if isinstance(value, MappingConfig):
+        return value
+    return mapping_config(value) if isinstance(value, Mapping) else _path(value, advice)
+
+
+def _fit_sources(value: object) -> list[ConfigSource]:
+    """Return configs or CSVs; a mapping without the key ``models`` holds paths by their names."""
+    advice = "give the path of a config or of a CSV"
+    if isinstance(value, Mapping) and "models" not in value:
+        return [*_files(value, advice)]
+    return [_source(source, advice) for source in _listed(value)]
+
+
+def _files(value: object, advice: str) -> list[Path]:
+    """Return a path, several, or paths by their names, which become ``NAME=path``."""
+    if isinstance(value, Mapping):
+        return [Path(f"{name}={_path(path, advice)}") for name, path in value.items()]
+    return [_path(path, advice) for path in _listed(value)]
+
+
+def _path(value: object, advice: str) -> Path:
+    if not isinstance(value, str | os.PathLike):
+        raise ConfigError(f"{quoted(repr(value))} is no path; {advice}")
+    return Path(value)
+
+
+def _count(name: str, value: object) -> int | None:
+    """Return a whole number of at least 1, whatever its type is; None as it is."""
+    if value is None:
         return None
     try:
-        count = 0 if isinstance(given, bool) else operator.index(cast(SupportsIndex, given))
+        count = 0 if isinstance(value, bool) else operator.index(cast(SupportsIndex, value))
     except TypeError:
         count = 0
     if count < 1:
-        raise ConfigError(f"{name}: give a whole number of at least 1, not {quoted(str(given))}")
+        raise ConfigError(f"{name}: give a whole number of at least 1, not {quoted(str(value))}")
     return count
 
 
-def _fit_sources(given: object) -> list[ConfigSource]:
-    """Configs or CSVs; a mapping without the key ``models`` holds paths by their names."""
-    advice = "give the path of a config or of a CSV"
-    if isinstance(given, Mapping) and "models" not in given:
-        return [*_files(given, advice)]
-    listed = given if isinstance(given, Sequence) and not isinstance(given, str | bytes) else [given]
-    return [_source(one, advice) for one in listed]
-
-
-def _files(given: object, advice: str) -> list[Path]:
-    """A path, several, or paths by their names, which become ``NAME=path``."""
-    if isinstance(given, Mapping):
-        return [Path(f"{name}={_path(path, advice)}") for name, path in given.items()]
-    if isinstance(given, Sequence) and not isinstance(given, str | bytes):
-        return [_path(path, advice) for path in given]
-    return [_path(given, advice)]
-
-
-def _path(given: object, advice: str) -> Path:
-    if not isinstance(given, str | os.PathLike):
-        raise ConfigError(f"{quoted(repr(given))} is no path; {advice}")
-    return Path(given)
-
-
 def _texts(overrides: Overrides) -> Sequence[str]:
+    """Return overrides in the form of ``--set``."""
     if not isinstance(overrides, Mapping):
         is_list = isinstance(overrides, Sequence) and not isinstance(overrides, str)
         if is_list and all(isinstance(text, str) for text in overrides):
@@ -660,15 +678,5 @@ def _texts(overrides: Overrides) -> Sequence[str]:
 
 
 def _plain(value: Any) -> Any:
-    """What is no JSON by itself: paths, and numbers and arrays of numpy."""
+    """Return what JSON can hold of a path, or of a number or an array of numpy."""
     return os.fspath(value) if isinstance(value, os.PathLike) else value.tolist()
-
-
-def _frame(path: Path) -> pd.DataFrame:
-    import pandas as pd
-
-    from ensemble.pipeline.prediction_files import read_as_written
-
-    file = read_as_written(path)
-    index = pd.Index(file.ids.to_pandas(), name=file.id_column)
-    return pd.DataFrame(file.values, columns=list(file.labels), index=index)

@@ -33,6 +33,11 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{ending}"
 
 
+def were(count: int) -> str:
+    """Return the verb for a count: ``was`` for one, else ``were``."""
+    return "was" if count == 1 else "were"
+
+
 def rate(per_second: float) -> str:
     """A speed, with a digit behind the point below 1,000."""
     return f"{per_second:,.1f}" if per_second < 1_000 else f"{per_second:,.0f}"

@@ -12,10 +12,10 @@ from types import ModuleType
 import pytest
 
 from ensemble.cli import views
-from ensemble.cli.views.summary import raise_unless_complete
 from ensemble.commands.status import RunStatus
 from ensemble.common.errors import TimeLimitReached
 from ensemble.merging.scoring import Gain, Score
+from ensemble.pipeline.ending import raise_unless_complete
 from ensemble.pipeline.run_report import RunReport, ViewReport
 from ensemble.scheduling.state import Failure
 from tests.cli.reports import member, report, shown, worker

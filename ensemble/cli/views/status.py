@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ensemble.cli.layout import Table
-from ensemble.cli.views.summary import against_best, failure_text, fitted_text, node_text
+from ensemble.cli.views.summary import against_best, fitted_text, node_text
 from ensemble.commands.status import RunStatus
 from ensemble.common.errors import RESUMES
 from ensemble.common.gpus import device_names
 from ensemble.common.text import duration, plural, rate
+from ensemble.pipeline.ending import failure_text
 from ensemble.pipeline.run_report import MERGED, RunReport
 
 _HEADERS = ("member", "state", "rows done", "of", "share", "tokens/s", "rows/s", "time", "left")
