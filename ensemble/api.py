@@ -208,13 +208,12 @@ def tune(
 ) -> Tuning:
     """Find each model's fastest settings on this machine.
 
-    Measures precision, quantization, attention, batch size and parallel workers on a sample, each in a fresh
-    worker, and keeps settings that do not change the probabilities by more than --tolerance. The same command
+    Measures precision, quantization, attention and batch size on a sample, each in a fresh worker, and keeps settings that do not change the probabilities by more than --tolerance. The same command
     resumes an interrupted tuning. Then: ensemble run CONFIG YAML, with the file that --write wrote.
 
     Args:
         config, overrides, quiet: as for ``run``.
-        rows: Rows of the sample (default: 256, or more if those take too little time).
+        rows: Rows of the sample (default: 256).
         tolerance: Largest allowed difference from float32's probabilities: the mean over rows of each row's largest
             difference (default: 0.02).
         write: File for the settings found, for `run CONFIG YAML`.
@@ -374,6 +373,7 @@ def compare(
     return result
 
 
+@redacted_errors()
 def merge(
     files: Sequence[FilePath] | Mapping[str, FilePath],
     output: FilePath,
@@ -638,7 +638,7 @@ def _files(value: object, advice: str) -> list[Path]:
 
 def _path(value: object, advice: str) -> Path:
     if not isinstance(value, str | os.PathLike):
-        raise ConfigError(f"{quoted(repr(value))} is no path; {advice}")
+        raise ConfigError(f"{quoted(repr(value))} is not a path; {advice}")
     return Path(value)
 
 
@@ -667,7 +667,9 @@ def _texts(overrides: Overrides) -> Sequence[str]:
     texts = []
     for key, value in overrides.items():
         if not isinstance(key, str) or "=" in key:
-            raise ConfigError(f"overrides: {quoted(repr(key))} is no key; write it like models.gemma2.weight")
+            raise ConfigError(
+                f"overrides: {quoted(repr(key))} is not a key; write it like models.gemma2.weight"
+            )
         try:
             texts.append(f"{key}={json.dumps(value, ensure_ascii=False, default=_plain)}")  # YAML takes JSON
         except (TypeError, ValueError, AttributeError, RecursionError):

@@ -149,14 +149,12 @@ def init(
         from ensemble.commands.init import write_first_config
     first = write_first_config(table, models, sample, output, force)
     page = Page.of(sys.stdout)
-    for line in (f"{output}: written, to be looked at", *(f"guess: {guess}" for guess in first.guesses)):
+    for line in (f"{output}: written; look through it", *(f"guess: {guess}" for guess in first.guesses)):
         print(*page.wrapped(line, later="  "), sep="\n")
     try:
         _show_preview(api.validate([output]))
     except EnsembleError as error:
-        advice = (
-            f"{output} does not pass validate yet; change it by what is said here, then validate it again"
-        )
+        advice = f"{output} does not pass validate yet; fix these problems, then validate it again"
         raise type(error)([advice, *error.problems]) from error
 
 
@@ -354,7 +352,7 @@ def main() -> NoReturn:
         # Typer would change how the shell completes "python".
         if "-completion" in "".join(sys.argv[1:2]) and Path(sys.argv[0]).name == "__main__.py":
             raise ConfigError(
-                "shells complete the command `ensemble`, which pip installs; run it with this option"
+                "shell completion is for the command `ensemble`, which pip installs; use this option with it"
             )
         app()
     except EnsembleError as error:

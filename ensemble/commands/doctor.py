@@ -81,12 +81,12 @@ class Finding:
 
 
 def examine(paths: Sequence[Path] = (), overrides: Sequence[str] = ()) -> Iterator[Finding]:
-    """Look at this machine, in the light of a config where one is given; findings come as they are made."""
-    said = set()
+    """Look at this machine, for a config if one is given; yield findings as they are made."""
+    yielded = set()
     for finding in _findings(paths, overrides):
         # What ``validate`` finds wrong with a directory or a mask, the checks of this machine find as well.
-        if (finding.mark, finding.text) not in said:
-            said.add((finding.mark, finding.text))
+        if (finding.mark, finding.text) not in yielded:
+            yielded.add((finding.mark, finding.text))
             yield finding
 
 
@@ -103,8 +103,8 @@ def _findings(paths: Sequence[Path], overrides: Sequence[str]) -> Iterator[Findi
             keep_pandas_out()
             prepared = prepare(loaded)
             of_devices = prepared.inventory.warnings  # which come with the devices
-            told = [text for text in prepared.warnings if text not in of_devices]
-            yield from (Finding("note", text) for text in (*told, *prepared.plan.warnings))
+            notes = [text for text in prepared.warnings if text not in of_devices]
+            yield from (Finding("note", text) for text in (*notes, *prepared.plan.warnings))
         except EnsembleError as error:
             advice = "fix the config, or what it names"
             yield from (Finding.of_sentence("problem", text, advice) for text in error.problems)
@@ -153,7 +153,7 @@ def package_findings(requirements: Iterable[Requirement], needed: Mapping[str, s
     those that are not there.
     """
     good = []
-    installed = installed_versions([one.name for one in requirements])
+    installed = installed_versions([requirement.name for requirement in requirements])
     for requirement in requirements:
         name, version = requirement.name, installed.get(requirement.name)
         is_needed = name in needed or not (requirement.extra or name in ANALYSIS)
@@ -253,7 +253,7 @@ def _imports(needed: Mapping[str, str]) -> list[str]:
 
 def _of_nodes(launcher: Launcher, nodes: Sequence[Node], imports: Sequence[str]) -> Iterator[Finding]:
     """A block for each node of a cluster: what it has, whether models are there, and torch on its devices."""
-    devices = [one for node in nodes for one in node.gpus or [replace(CPU, node=node.name)]]
+    devices = [device for node in nodes for device in node.gpus or [replace(CPU, node=node.name)]]
     trials = launcher.trials(devices, imports)
     for node in nodes:
         versions = ", ".join(f"{name}{NO_BREAK}{version}" for name, version in node.versions.items())
@@ -279,29 +279,29 @@ def _of_nodes(launcher: Launcher, nodes: Sequence[Node], imports: Sequence[str])
             mark: Mark = "ok" if kinds <= {"there", "on the hub", "sent"} else "note"
             yield Finding(mark, f"node {node.name}: models: {node.models_text}")
         yield from (Finding.of_sentence("problem", text, "look at the node") for text in node.problems)
-        yield from trial_findings([one for one in trials if one.device.node == node.name], None)
+        yield from trial_findings([trial for trial in trials if trial.device.node == node.name], None)
 
 
 def inventory_findings(
-    found: Inventory, driver_cuda: Version | None, needs_gpu: bool = True
+    machine: Inventory, driver_cuda: Version | None, needs_gpu: bool = True
 ) -> Iterator[Finding]:
     """The driver and the GPUs; where ``needs_gpu``, a mask that names none of them keeps the run from starting."""
-    if found.driver_version is not None:
+    if machine.driver_version is not None:
         cuda = f", CUDA up to {_dotted(driver_cuda)}" if driver_cuda else ""
-        yield Finding("ok", f"NVIDIA driver {found.driver_version}{cuda}")
-    if found.mask_problem:
-        yield Finding.of_sentence("problem" if needs_gpu else "note", found.mask_problem, _MASK_ADVICE)
-    elif found.note:
+        yield Finding("ok", f"NVIDIA driver {machine.driver_version}{cuda}")
+    if machine.mask_problem:
+        yield Finding.of_sentence("problem" if needs_gpu else "note", machine.mask_problem, _MASK_ADVICE)
+    elif machine.note:
         missing = "to use GPUs install NVIDIA's driver (in a container: --gpus all)"
         advice = (
-            f"big models are very slow there; {missing}" if found.driver_version is None else _MASK_ADVICE
+            f"big models are very slow there; {missing}" if machine.driver_version is None else _MASK_ADVICE
         )
-        yield Finding("note", found.note, advice)
-    for warning in found.warnings:
+        yield Finding("note", machine.note, advice)
+    for warning in machine.warnings:
         is_mask = warning.startswith("CUDA_VISIBLE_DEVICES")
         advice = _MASK_ADVICE if is_mask else "look at nvidia-smi; a restart may help"
         yield Finding("note", warning, advice)
-    for gpu in found.gpus:
+    for gpu in machine.gpus:
         capability = f", capability {_dotted(gpu.compute_capability)}" if gpu.compute_capability else ""
         used = f"{gib(gpu.used_bytes)} of {gib(gpu.total_bytes)} used"
         text = f"{gpu.title}{capability}, {used}"

@@ -14,10 +14,10 @@ _HEADERS = (
 
 
 def view(rehearsal: Rehearsal) -> Iterator[str | Table]:
-    """A table of the members, and a sentence each on time, memory and disk; then one for each problem."""
+    """Show a table of the members, a sentence each on time, memory and disk, and each problem."""
     rows = rehearsal.rows
     yield f"by a run of {rehearsal.sample_rows:,} of {plural(rows, 'row')}:"
-    yield Table(_HEADERS, [_cells(one) for one in rehearsal.members])
+    yield Table(_HEADERS, [_cells(member) for member in rehearsal.members])
     yield from rehearsal.assumed
     seconds, limit = rehearsal.seconds, rehearsal.time_limit_seconds
     of_limit = ""
