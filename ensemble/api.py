@@ -208,8 +208,9 @@ def tune(
 ) -> Tuning:
     """Find each model's fastest settings on this machine.
 
-    Measures precision, quantization, attention and batch size on a sample, each in a fresh worker, and keeps settings that do not change the probabilities by more than --tolerance. The same command
-    resumes an interrupted tuning. Then: ensemble run CONFIG YAML, with the file that --write wrote.
+    Measures precision, quantization, attention and batch size on a sample, each in a fresh worker, and keeps
+    settings that do not change the probabilities by more than --tolerance. The same command resumes an
+    interrupted tuning. Then: ensemble run CONFIG YAML, with the file that --write wrote.
 
     Args:
         config, overrides, quiet: as for ``run``.

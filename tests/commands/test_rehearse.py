@@ -22,8 +22,6 @@ from ensemble.commands.rehearse import (
     sample_rows_of,
     with_speeds,
 )
-from ensemble.data.repeat import repeated, varied
-from ensemble.data.table import InputTable, TableNeeds, read_table
 from ensemble.planning.forecast import Speed
 from ensemble.planning.plan import Plan, make_plan
 from tests.faults.inject import Fault, Injected
