@@ -14,13 +14,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ensemble.common.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from ensemble.analysis.compare import Comparison
     from ensemble.analysis.fit import FitReport
     from ensemble.analysis.tune.tuning import Tuning
-    from ensemble.cli.api import (
-        Preview,
-        Run,
+    from ensemble.api import (
         compare,
         fit,
         merge,
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
         tune,
         validate,
     )
+    from ensemble.cli.notebook import Preview, Run
+    from ensemble.commands.rehearse import Rehearsal
+    from ensemble.commands.status import RunStatus
     from ensemble.common.errors import (
         CheckpointError,
         ConfigError,
@@ -46,11 +49,8 @@ if TYPE_CHECKING:
         TimeLimitReached,
         WriteError,
     )
-    from ensemble.pipeline.rehearse import Rehearsal
     from ensemble.pipeline.run_report import RunReport
-    from ensemble.pipeline.status import RunStatus
 
-__version__ = "0.1.0"
 __all__ = [
     "CheckpointError",
     "Comparison",
@@ -83,13 +83,17 @@ __all__ = [
     "tune",
     "validate",
 ]
-# Of what is neither an error nor one of the functions and their results, which are in cli.api.
+_FUNCTIONS = ("compare", "fit", "merge", "open_run", "plan", "rehearse", "report", "run", "tune", "validate")
+# Where the results of the functions are; all other names are errors.
 _MODULES = {
+    **dict.fromkeys(_FUNCTIONS, "ensemble.api"),
     "Comparison": "ensemble.analysis.compare",
     "FitReport": "ensemble.analysis.fit",
-    "Rehearsal": "ensemble.pipeline.rehearse",
+    "Preview": "ensemble.cli.notebook",
+    "Rehearsal": "ensemble.commands.rehearse",
+    "Run": "ensemble.cli.notebook",
     "RunReport": "ensemble.pipeline.run_report",
-    "RunStatus": "ensemble.pipeline.status",
+    "RunStatus": "ensemble.commands.status",
     "Tuning": "ensemble.analysis.tune.tuning",
 }
 
@@ -97,8 +101,7 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = import_module(_MODULES.get(name, "ensemble.common.errors"))
-    return getattr(module if hasattr(module, name) else import_module("ensemble.cli.api"), name)
+    return getattr(import_module(_MODULES.get(name, "ensemble.common.errors")), name)
 
 
 def __dir__() -> list[str]:

@@ -54,12 +54,12 @@ def changed_files() -> Iterator[str]:
 
 def problems_of(source: Path, tag: str) -> Iterator[str]:
     """What keeps the sources from being released under a tag."""
-    module = (source / "ensemble/__init__.py").read_text(encoding="utf-8")
+    module = (source / "ensemble/common/version.py").read_text(encoding="utf-8")
     version = re.findall(r'^__version__ = "(.+)"$', module, re.MULTILINE)[0]
     if tag != f"v{version}":
         yield (
-            f"the tag {tag} is not v{version}, of ensemble.__version__; set __version__ in ensemble/__init__.py, "
-            f"or release v{version}"
+            f"the tag {tag} is not v{version}, of ensemble.__version__; set __version__ in "
+            f"ensemble/common/version.py, or release v{version}"
         )
     if PLACEHOLDER in home(source):
         yield (

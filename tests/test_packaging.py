@@ -92,6 +92,21 @@ def test_the_wheel_works_in_an_empty_folder(built: Path, project: Project, tmp_p
     )
     assert Path(where.stdout.strip()).is_relative_to(site)
     assert ensemble(empty, "--version").startswith("ensemble ")
+    program = (
+        "import sys; from importlib.metadata import distributions; "
+        f"(installed,) = distributions(path=[{str(site)!r}]); "
+        "(command,) = installed.entry_points.select(group='console_scripts', name='ensemble'); "
+        "sys.argv = ['ensemble', '--version']; command.load()()"
+    )
+    command = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=empty,
+        env={**os.environ, "PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+    )
+    assert command.stdout.startswith("ensemble "), command.stderr
     assert "All checks passed" in ensemble(project.folder, "validate", "config.yaml")
 
 

@@ -82,7 +82,7 @@ def test_a_tag_other_than_the_version_is_refused(checkout: Path) -> None:
     assert done.returncode == 2
     assert done.stderr == (
         f"error: the tag v99.0 is not v{__version__}, of ensemble.__version__; set __version__ in "
-        f"ensemble/__init__.py, or release v{__version__}\n"
+        f"ensemble/common/version.py, or release v{__version__}\n"
     )
     assert not (checkout / "dist").exists()
 

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ensemble.common.errors import EnsembleError
@@ -14,17 +14,17 @@ from ensemble.common.redact import Redactor
 
 # Only for types: a problem with the config shall be told at once.
 if TYPE_CHECKING:
-    from ensemble.pipeline.prepared import Prepared
-    from ensemble.pipeline.status import RunStatus
+    from ensemble.cli.notebook import Preview
+    from ensemble.commands.status import RunStatus
     from ensemble.planning.plan import MemberPlan
 
 
-def print_json(document: dict[str, Any], redactor: Redactor | None = None) -> None:
-    """Print an object as JSON without secrets; a number that JSON has not becomes null."""
+def print_json(document: dict[str, Any]) -> None:
+    """Print an object as JSON without secrets of the environment; a number that JSON lacks becomes null."""
     from pydantic_core import to_json
 
     plain = json.loads(to_json(document, inf_nan_mode="null"))
-    sys.stdout.write(json.dumps((redactor or Redactor(os.environ)).document(plain), indent=2) + "\n")
+    sys.stdout.write(json.dumps(Redactor(os.environ).document(plain), indent=2) + "\n")
 
 
 @contextlib.contextmanager
@@ -52,11 +52,16 @@ def status_json(status: RunStatus) -> dict[str, Any]:
     return facts
 
 
-def plan_json(prepared: Prepared, problems: Sequence[str] = ()) -> dict[str, Any]:
-    """A config that was checked and planned; ``problems`` say why members cannot run."""
-    config, plan = prepared.config, prepared.plan
+def plan_json(preview: Preview) -> dict[str, Any]:
+    """Describe a config that was checked and planned.
+
+    The secrets of the config are left to ``guard_output``.
+    """
+    from ensemble.cli.notebook import prepared_of
+
+    prepared, config, plan = prepared_of(preview), preview.config, preview.plan
     return {
-        "problems": problems,
+        "problems": preview.problems,
         "warnings": [*prepared.table.remarks, *prepared.warnings, *plan.warnings],
         "output_dir": config.output_dir.absolute(),
         "table": config.data.path.absolute(),

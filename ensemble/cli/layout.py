@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import IO
 
+from ensemble.common.text import NO_BREAK
+
 # Tables in files, where nothing says how wide the reader's window is.
 FILE_WIDTH = 120
-NO_BREAK = "\xa0"  # a space at which no line ends
 _TERMINAL_WIDTH = 80  # of one that does not say
 _GAP = "  "
 _WORTH_A_LINE = 2  # columns of room that a header of several words must save to take two lines

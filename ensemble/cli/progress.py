@@ -33,7 +33,7 @@ _NOTEBOOK_VARIABLES = ("JPY_PARENT_PID", "KAGGLE_KERNEL_RUN_TYPE", "COLAB_RELEAS
 
 
 def choose_display(file: IO[str], quiet: bool) -> Display:
-    """The display that suits where the output goes."""
+    """Return the display that suits where the output goes."""
     if quiet:
         return QuietDisplay()
     if file.isatty() and os.environ.keys().isdisjoint(_NOTEBOOK_VARIABLES):
@@ -69,7 +69,7 @@ class QuietDisplay:
 
 
 class PlainDisplay(QuietDisplay):
-    """A line when a member or a replica comes to another phase, and one every few seconds in between."""
+    """Print a line when a member or a replica comes to another phase, and one every few seconds in between."""
 
     def __init__(self, file: IO[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._file = file
@@ -77,7 +77,7 @@ class PlainDisplay(QuietDisplay):
         self._last: dict[str, float] = {}
         self._phases: dict[str, tuple[Phase, float]] = {}  # of members and replicas, and since when
         self._noted: set[str] = set()
-        self._heard: Counter[str] = Counter()  # how many workers of each member have been noted
+        self._noted_workers: Counter[str] = Counter()  # by member, how many
 
     def say(self, text: str) -> None:
         for line in Page.of(self._file).wrapped(text, later="  "):
@@ -92,8 +92,8 @@ class PlainDisplay(QuietDisplay):
             has_numbers = 1 < state.plan.replicas <= _NUMBERED_REPLICAS
             for record in state.workers if has_numbers else ():
                 if record.ready is None and record.life_seconds is None and record.exit_code is None:
-                    own_phase: Phase = "starting" if record.start_seconds is None else "loading"
-                    self._say_phase(f"{name} replica {record.replica}", own_phase, _BEFORE[own_phase])
+                    replica_phase: Phase = "starting" if record.start_seconds is None else "loading"
+                    self._say_phase(f"{name} replica {record.replica}", replica_phase, _BEFORE[replica_phase])
             if has_numbers and phase in _BEFORE:
                 continue
             first_text = ""
@@ -121,8 +121,8 @@ class PlainDisplay(QuietDisplay):
     def _note(self, state: MemberState) -> None:
         """Say once what a member computes with, and what its workers have to tell of it."""
         name = state.plan.name
-        heard, self._heard[name] = self._heard[name], len(state.readies)
-        for ready in state.readies[heard:]:
+        count, self._noted_workers[name] = self._noted_workers[name], len(state.readies)
+        for ready in state.readies[count:]:
             texts = [f"{name}: {note}" for note in ready.notes if f"{name}: {note}" not in self._noted]
             self._noted.update(texts)
             if name not in self._noted:  # its other workers have the same, but perhaps less memory
@@ -189,7 +189,7 @@ class BarDisplay(PlainDisplay):
 
 
 def describe(state: MemberState, short: bool = False) -> str:
-    """What a member is doing, in a phrase."""
+    """Say in a phrase what a member is doing."""
     phase = state.phase
     if phase in _BEFORE:
         return _BEFORE[phase]
@@ -218,8 +218,8 @@ def describe(state: MemberState, short: bool = False) -> str:
 
 
 def _nodes_of(state: MemberState) -> str:
-    """The nodes of a cluster on which a member's workers run; empty where there is no cluster."""
-    running = [one.node for one in state.workers if one.node and one.life_seconds is None]
+    """Return the nodes of a cluster on which a member's workers run; empty where there is no cluster."""
+    running = [worker.node for worker in state.workers if worker.node and worker.life_seconds is None]
     nodes = Counter(running)
     if len(nodes) > _SHOWN_NODES:
         return f", {plural(len(running), 'worker')} on {len(nodes)} nodes"

@@ -12,12 +12,15 @@ import dataclasses
 import io
 import json
 import logging
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from operator import is_
 from typing import IO, Any, Final
 from urllib.parse import quote
+
+from ensemble.common.errors import EnsembleError
 
 MASK: Final = "***"
 # Shorter values are words that stand everywhere, such as "true" or "/tmp".
@@ -93,6 +96,17 @@ class RedactingFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return self._redactor(super().format(record))
+
+
+@contextlib.contextmanager
+def redacted_errors(redactor: Redactor | None = None) -> Iterator[None]:
+    """Keep secrets out of the errors raised within: those of ``redactor``, or else those of the environment."""
+    try:
+        yield
+    except EnsembleError as error:
+        error.problems = tuple(map(redactor or Redactor(os.environ), error.problems))
+        error.args = ("\n".join(error.problems),)
+        raise
 
 
 class RedactedStream:

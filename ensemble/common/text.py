@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 
+NO_BREAK = "\xa0"  # a space at which no line ends
 _MAX_COMPARED = 1_000
 # Where Kaggle's notebooks have their inputs.
 _KAGGLE_MOUNT = Path("/kaggle/input")
@@ -30,6 +31,11 @@ def plural(count: int, noun: str) -> str:
     """``1 row``, ``1,200 rows``; the noun takes an s, and a batch or a match an es."""
     ending = "" if count == 1 else "es" if noun.endswith("ch") else "s"
     return f"{count:,} {noun}{ending}"
+
+
+def were(count: int) -> str:
+    """Return the verb for a count: ``was`` for one, else ``were``."""
+    return "was" if count == 1 else "were"
 
 
 def rate(per_second: float) -> str:

@@ -10,9 +10,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ensemble import __version__
 from ensemble.common.gpus import Device
 from ensemble.common.host import cpu_name
+from ensemble.common.version import __version__
 from ensemble.pipeline.cascade import Cascades
 from ensemble.pipeline.prepared import Prepared
 from ensemble.pipeline.results import Results, predictions_title

@@ -32,11 +32,11 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import IO, TextIO
 
-from ensemble import __version__
 from ensemble.common.errors import OutputError, OutputInUse, WriteError
 from ensemble.common.files import TEMPORARY, cannot_write, create_empty, open_log, remove_link
 from ensemble.common.redact import RedactingFormatter, Redactor
 from ensemble.common.shards import read_shard
+from ensemble.common.version import __version__
 
 _LOCK_ATTEMPTS = 5
 log = logging.getLogger("ensemble")

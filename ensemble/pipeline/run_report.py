@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 from urllib.parse import quote
 
-from ensemble import __version__
 from ensemble.common.errors import DataError
 from ensemble.common.files import unreadable, write_text
 from ensemble.common.gpus import Device
 from ensemble.common.protocol import Activation, Counters
 from ensemble.common.redact import MASK
 from ensemble.common.text import duration, plural
+from ensemble.common.version import __version__
 from ensemble.config.schema import RuleConfig
 from ensemble.config.values import AnyWeight, weight_numbers
 from ensemble.merging.scoring import CascadeComparison, Gain, Score

@@ -136,14 +136,14 @@ def test_settings_that_change_probabilities_or_labels_are_refused_however_fast(
     project.write_config({**config, "models": models[:1], "output_dir": "runs/crash"}, "crash.yaml")
     tuning = ensemble.tune("crash.yaml", rows=6, quiet=True)
     (crashed,) = tuning.members
-    assert "! far: float32 gave no result, so all is held against bfloat16" in lines(tuning)
+    assert "! far: float32 gave no result, so all is compared with bfloat16" in lines(tuning)
     rows = sum(bool(one.failure) and not one.rows_per_second for one in crashed.trials)
     assert lines(tuning).count("no result") == 1 + rows, "and the sentence of the reference"
     assert "far: float32: " in lines(tuning), "and why"
     assert "no such luck" in crashed.trials[0].failure
     assert crashed.reference == "bfloat16", "the widest that gave a result"
 
-    told = "gave no result, so all is held against"
+    told = "gave no result, so all is compared with"
     measured = MemberTrials._measured
 
     def planted(self: MemberTrials, trial: Trial, *others: Any) -> Trial:

@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import typer
 import yaml
 
+from ensemble.cli.app import app
 from tests.checkpoints import reference
 from tests.project import LABELS, Project
 from tests.sampling import one_in
@@ -313,6 +315,15 @@ def test_other_kinds_of_tables(kind: str, project: Project) -> None:
     expected = reference(project.models / "llama", project.texts[:40], max_length=128)
     got = np.array([[float(cell) for cell in row[1:]] for row in rows])
     np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+def test_every_option_is_described() -> None:
+    group = typer.main.get_group(app)
+    assert len(group.commands) > 10
+    for name, command in group.commands.items():
+        assert command.help, name
+        for parameter in command.params:
+            assert getattr(parameter, "help", None), f"{name}: {parameter.name}"
 
 
 def test_version_and_help(project: Project) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from ensemble import __version__
+from ensemble.commands.status import RunStatus
 from ensemble.common.errors import DataError
 from ensemble.common.gpus import Device
 from ensemble.common.shards import shard_name
@@ -19,7 +20,6 @@ from ensemble.pipeline.fingerprint import Fingerprint
 from ensemble.pipeline.resume import find_work, write_manifest
 from ensemble.pipeline.run_dir import RunDir, hold
 from ensemble.pipeline.run_report import MemoryForecast, ProgressReport, RunReport
-from ensemble.pipeline.status import RunStatus
 from ensemble.scheduling.device_pool import MemoryCurve, Release, TelemetryCurve, TelemetryPoint
 from ensemble.scheduling.gaps import Gap
 from ensemble.scheduling.records import Failure, FaultRecord

@@ -12,11 +12,11 @@ from types import ModuleType
 import pytest
 
 from ensemble.cli import views
-from ensemble.cli.views.summary import raise_unless_complete
+from ensemble.commands.status import RunStatus
 from ensemble.common.errors import TimeLimitReached
 from ensemble.merging.scoring import Gain, Score
+from ensemble.pipeline.ending import raise_unless_complete
 from ensemble.pipeline.run_report import CascadeReport, RunReport, ViewReport
-from ensemble.pipeline.status import RunStatus
 from ensemble.scheduling.records import Failure
 from tests.cli.reports import member, report, shown, worker
 from tests.page import blocks

@@ -45,7 +45,7 @@ WHOLE = (
     *(
         "tests/planning/test_image_memory.py",
         "tests/properties/test_truncation.py",
-        "tests/pipeline/test_init.py",
+        "tests/commands/test_init.py",
     ),
 )
 # Shown in the table.

@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from ensemble.analysis.metrics import METRICS, USUAL, Bootstrap
 from ensemble.analysis.tune.tuning import MemberTuning, MetricDifference, Trial
+from ensemble.commands.rehearse import sample_rows_of
 from ensemble.common.clock import boot_seconds
 from ensemble.common.digests import digest_of
 from ensemble.common.errors import ConfigError, DataError, EnsembleError, WriteError
@@ -33,7 +34,6 @@ from ensemble.pipeline.load import load
 from ensemble.pipeline.prediction_files import read_as_written
 from ensemble.pipeline.prepare import for_rows
 from ensemble.pipeline.prepared import Prepared
-from ensemble.pipeline.rehearse import sample_rows_of
 from ensemble.pipeline.run import run_prepared
 from ensemble.pipeline.run_dir import RunDir
 from ensemble.pipeline.run_report import MemberReport, RunReport

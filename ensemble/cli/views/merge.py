@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ensemble.cli.layout import Table
+from ensemble.commands.merge_files import Merged
 from ensemble.common.text import plural, shown_path
 from ensemble.config.values import weight_text
-from ensemble.pipeline.merge_files import Merged
 
 
 def view(merged: Merged) -> Iterator[str | Table]:

@@ -27,8 +27,11 @@ _VERDICTS = {
 
 
 def view(prepared: Prepared) -> Iterator[str | Table]:
-    """The table and the devices; what one replica of each member takes, with a full batch of the longest rows, of
-    each of its devices; where it runs and why, its chunks and its time; then the whole run."""
+    """Show the table, the devices, each member and the whole run.
+
+    Of a member: what one replica takes of each of its devices with a full batch of the longest rows, where it runs
+    and why, its chunks and its time.
+    """
     plan, gpus, host = prepared.plan, prepared.plan.gpus, prepared.plan.host
     yield f"{shown_path(prepared.config.data.path)}: {plural(prepared.table.rows, 'row')}"
     yield prepared.inventory.note
@@ -42,10 +45,12 @@ def view(prepared: Prepared) -> Iterator[str | Table]:
         yield nodes_table(prepared.nodes)
     yield from prepared.warnings
     yield from held_texts(gpus)
-    if host is not None and any(one.needs_worker and not one.gpus for one in plan.members):
+    if host is not None and any(member.needs_worker and not member.gpus for member in plan.members):
         yield f"CPU: {gib(host.total_bytes - host.used_bytes)} of {gib(host.total_bytes)} memory free"
-    if any(one.needs_worker for one in plan.members):
-        yield Table(_HEADERS, [[one.name, *_memory_cells(one)] for one in plan.members], texts=["fit"])
+    if any(member.needs_worker for member in plan.members):
+        yield Table(
+            _HEADERS, [[member.name, *_memory_cells(member)] for member in plan.members], texts=["fit"]
+        )
     else:
         yield "no member needs a worker: nothing is loaded, and a run merges what was made elsewhere"
     for member in plan.members:
@@ -64,40 +69,32 @@ def view(prepared: Prepared) -> Iterator[str | Table]:
 
 
 def nodes_table(nodes: Sequence[Node]) -> Table:
-    """What each node of a cluster has, and whether it has the members' models."""
+    """Return a table of what each node of a cluster has, and whether it has the members' models."""
     cells = [
         [
-            one.name,
-            str(len(one.gpus)),
-            gib(sum(gpu.total_bytes - gpu.used_bytes for gpu in one.gpus)) if one.gpus else "",
-            str(one.cpus),
-            gib(one.available_bytes),
-            "" if one.free_disk_bytes is None else gib(one.free_disk_bytes),
-            models_text(one),
+            node.name,
+            str(len(node.gpus)),
+            gib(sum(gpu.total_bytes - gpu.used_bytes for gpu in node.gpus)) if node.gpus else "",
+            str(node.cpus),
+            gib(node.available_bytes),
+            "" if node.free_disk_bytes is None else gib(node.free_disk_bytes),
+            node.models_text,
         ]
-        for one in nodes
+        for node in nodes
     ]
     headers = ("node", "GPUs", "free of GPUs", "CPUs", "free memory", "free disk", "models")
     return Table(headers, cells, texts=["models"])
 
 
-def models_text(node: Node) -> str:
-    """What a node has of the members' models, such as ``llama there, gemma missing``."""
-    kinds = set(node.models.values())
-    if len(kinds) == 1 and len(node.models) > 1:
-        return f"all {kinds.pop()}"
-    return ", ".join(f"{name} {what}" for name, what in node.models.items())
-
-
 def least_fit(member: MemberPlan) -> Fit | None:
-    """How a member fits on the device with the least room, of those that it runs on."""
+    """Return how a member fits on the device with the least room, of those that it runs on."""
     fits = member.placement.fits
     usable = [fits[uuid] for uuid in member.placement.devices if uuid in fits]
     return min(usable or fits.values(), key=lambda fit: fit.room_bytes, default=None)
 
 
 def batch_tokens(fit: Fit | None, width: int) -> int:
-    """Tokens of a full batch of the longest rows, which have ``width``."""
+    """Return the tokens of a full batch of the longest rows, which have ``width``."""
     return max(fit.token_budget if fit is not None else 0, width)
 
 
@@ -107,11 +104,11 @@ def _memory_cells(member: MemberPlan) -> list[str]:
         return ["", "none"]
     if needed is None and not isinstance(member.request.gpu_memory, int):
         return ["", "not known"]
-    found = least_fit(member)
-    last = ["", ""] if found is None else [gib(found.room_bytes), _VERDICTS[found.verdict]]
+    fit = least_fit(member)
+    last = ["", ""] if fit is None else [gib(fit.room_bytes), _VERDICTS[fit.verdict]]
     if needed is None:
         return [*[""] * 6, gib(int(member.request.gpu_memory or 0)), *last]
-    tokens = batch_tokens(found, needed.width)
+    tokens = batch_tokens(fit, needed.width)
     per_token, per_pair = needed.activation.line(needed.width)
     return [
         _count(needed.weights.parameters),
@@ -153,7 +150,7 @@ def _member_facts(prepared: Prepared, member: MemberPlan) -> Iterator[str]:
 
 
 def chunks_text(member: MemberPlan) -> str:
-    """How many chunks a member's work is, such as ``6 chunks of 2 views``."""
+    """Say how many chunks a member's work is, such as ``6 chunks of 2 views``."""
     views = len(member.model.counted_views)
     return plural(len(member.chunks), "chunk") + (f" of {plural(views, 'view')}" if views else "")
 
@@ -162,29 +159,29 @@ def _where(prepared: Prepared, member: MemberPlan) -> str:
     replicas = plural(member.replicas, "replica")
     if not member.gpus:
         cores = threads_of(prepared.plan.cpus, member.cpu_share)
-        own = f", with {plural(cores, 'core')} of {prepared.plan.cpus}" if cores < prepared.plan.cpus else ""
+        part = f", with {plural(cores, 'core')} of {prepared.plan.cpus}" if cores < prepared.plan.cpus else ""
         cpu = (
             f"the CPUs of {plural(len(nodes), 'node')}" if (nodes := prepared.inventory.hosts) else "the CPU"
         )
-        return (f"{replicas} " if member.replicas > 1 else "") + f"on {cpu}{own}"
+        return (f"{replicas} " if member.replicas > 1 else "") + f"on {cpu}{part}"
     numbers = {gpu.uuid: (gpu.node, str(number)) for number, gpu in enumerate(prepared.plan.gpus)}
     of_node: dict[str, list[str]] = {}
     for node, number in (numbers[uuid] for uuid in member.placement.devices):
         of_node.setdefault(node, []).append(number)
-    there = [number for numbers in of_node.values() for number in numbers]
+    used = [number for numbers in of_node.values() for number in numbers]
     shown = [", ".join(numbers) + (f" on {node}" if node else "") for node, numbers in of_node.items()]
-    where = f"GPU{'s' if len(there) > 1 else ''} {'; '.join(shown)}"
+    where = f"GPU{'s' if len(used) > 1 else ''} {'; '.join(shown)}"
     if len(of_node) > _SHOWN_NODES:
-        where = f"{plural(len(there), 'GPU')} of {plural(len(of_node), 'node')}"
-    if member.gpus > 1 and len(there) == member.gpus:
+        where = f"{plural(len(used), 'GPU')} of {plural(len(of_node), 'node')}"
+    if member.gpus > 1 and len(used) == member.gpus:
         return f"1 replica over {where}"
-    if member.gpus == member.replicas == 1 and len(there) > 1:
+    if member.gpus == member.replicas == 1 and len(used) > 1:
         return (
-            f"1 replica on GPU {' or '.join(there)}" if len(of_node) == 1 else f"1 replica on one of {where}"
+            f"1 replica on GPU {' or '.join(used)}" if len(of_node) == 1 else f"1 replica on one of {where}"
         )
     spread = f" over {member.gpus} GPUs each" if member.gpus > 1 else ""
     later = "" if member.first_replicas == member.replicas else ", all but the first when GPUs are left over"
-    return f"{replicas}{spread} on {where}{later}" if there else "no GPU has room now"
+    return f"{replicas}{spread} on {where}{later}" if used else "no GPU has room now"
 
 
 def _count(parameters: int) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ensemble.cli.layout import Table
+from ensemble.commands.rehearse import MemberRehearsal, Rehearsal
 from ensemble.common.text import duration, gib, plural, rate, shown_path
-from ensemble.pipeline.rehearse import MemberRehearsal, Rehearsal
 
 _HEADERS = (
     "member,replicas,start-up,computing,rows/s,host memory,GPU memory,GPU forecast,usable,rows at limit"
@@ -14,10 +14,10 @@ _HEADERS = (
 
 
 def view(rehearsal: Rehearsal) -> Iterator[str | Table]:
-    """A table of the members, and a sentence each on time, memory and disk; then one for each problem."""
+    """Show a table of the members, a sentence each on time, memory and disk, and each problem."""
     rows = rehearsal.rows
     yield f"by a run of {rehearsal.sample_rows:,} of {plural(rows, 'row')}:"
-    yield Table(_HEADERS, [_cells(one) for one in rehearsal.members])
+    yield Table(_HEADERS, [_cells(member) for member in rehearsal.members])
     yield from rehearsal.assumed
     seconds, limit = rehearsal.seconds, rehearsal.time_limit_seconds
     of_limit = ""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ensemble.cli.layout import Table
-from ensemble.cli.views.summary import against_best, failure_text, fitted_text, node_text
+from ensemble.cli.views.summary import against_best, fitted_text, node_text
+from ensemble.commands.status import RunStatus
 from ensemble.common.errors import RESUMES
 from ensemble.common.gpus import device_names
 from ensemble.common.text import duration, plural, rate
+from ensemble.pipeline.ending import failure_text
 from ensemble.pipeline.run_report import MERGED, RunReport
-from ensemble.pipeline.status import RunStatus
 
 _HEADERS = ("member", "state", "rows done", "of", "share", "tokens/s", "rows/s", "time", "left")
 _ENDINGS = {
@@ -23,16 +24,18 @@ _ENDINGS = {
 
 
 def _nodes(report: RunReport) -> Table:
-    """Each node of a cluster: whether it is there, and which workers have which of its devices."""
+    """Return a table of nodes: whether each is there, and which workers have which of its devices."""
     names = device_names(report.devices)
-    home = {one.uuid: one.node for one in report.devices if one.is_gpu}
+    home = {device.uuid: device.node for device in report.devices if device.is_gpu}
     workers: dict[str, list[str]] = {}
     for member in report.members:
-        for one in member.workers_now:
-            if one.life_seconds is None and one.exit_code is None:
-                devices = [names.get(device, "CPU").partition(" on ")[0] for device in one.devices]
-                place = home.get(one.devices[0]) or one.devices[0].removeprefix("cpu on ")
-                workers.setdefault(place, []).append(f"{member.name}-{one.replica} on {', '.join(devices)}")
+        for worker in member.workers_now:
+            if worker.life_seconds is None and worker.exit_code is None:
+                devices = [names.get(device, "CPU").partition(" on ")[0] for device in worker.devices]
+                place = home.get(worker.devices[0]) or worker.devices[0].removeprefix("cpu on ")
+                workers.setdefault(place, []).append(
+                    f"{member.name}-{worker.replica} on {', '.join(devices)}"
+                )
     rows = []
     for node in report.nodes:
         gpus = sum(gpu.node == node.name for gpu in report.devices if gpu.is_gpu)
@@ -42,24 +45,24 @@ def _nodes(report: RunReport) -> Table:
 
 
 def view(status: RunStatus) -> Iterator[str | Table]:
-    """A table of the members, where there is one yet, and how the run stands or ended."""
+    """Show a table of the members, once there is a report, and how the run stands or ended."""
     report = status.report
     if report is None:
         yield f"{status.folder}: {status.holder} is about to start a run here"
         return
     cells = [
         (
-            one.name,
-            one.state,
-            f"{one.rows_done:,}",
-            f"{one.rows:,}",
-            f"{one.rows_done / one.rows:.0%}" if one.rows else "",
-            "" if one.tokens_per_second is None else f"{one.tokens_per_second:,.0f}",
-            "" if one.rows_per_second is None else rate(one.rows_per_second),
-            "" if one.seconds is None else duration(one.seconds),
-            "" if one.seconds_left is None else duration(one.seconds_left),
+            member.name,
+            member.state,
+            f"{member.rows_done:,}",
+            f"{member.rows:,}",
+            f"{member.rows_done / member.rows:.0%}" if member.rows else "",
+            "" if member.tokens_per_second is None else f"{member.tokens_per_second:,.0f}",
+            "" if member.rows_per_second is None else rate(member.rows_per_second),
+            "" if member.seconds is None else duration(member.seconds),
+            "" if member.seconds_left is None else duration(member.seconds_left),
         )
-        for one in status.members
+        for member in status.members
     ]
     yield Table(_HEADERS, cells, texts=["state"])
     if status.holder is not None and report.nodes:

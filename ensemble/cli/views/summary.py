@@ -6,18 +6,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ensemble.cli.layout import Table
-from ensemble.common.errors import RESUMES, EnsembleError, MembersFailed, TimeLimitReached
+from ensemble.common.errors import EnsembleError
 from ensemble.common.gpus import Device
-from ensemble.common.text import duration, plural, rate, shown_path
+from ensemble.common.text import duration, plural, rate, shown_path, were
 from ensemble.config.schema import RuleConfig
 from ensemble.config.values import weight_text
 from ensemble.merging.methods import METHODS
 from ensemble.merging.methods.base import MergeMethod
 from ensemble.merging.scoring import Interval, Score
+from ensemble.pipeline.ending import failure_text, rows_of
 from ensemble.pipeline.results import ENSEMBLE_ROW
 from ensemble.pipeline.run_report import MemberReport, NodeReport, RunReport
 from ensemble.scheduling.device_pool import TelemetryCurve
-from ensemble.scheduling.records import Failure
 
 _HEADERS = "member,rows,seconds,tokens/s,rows/s,real tokens,peak memory,log loss,accuracy,RMSE".split(",")
 _SHOWN_GAPS = 4
@@ -146,12 +146,6 @@ def node_text(node: NodeReport) -> str:
     return f"node {node.name} {' and '.join(parts)}" if parts else ""
 
 
-def failure_text(failure: Failure) -> str:
-    """One failed member in a sentence: why, and where to read on."""
-    log = f"; its log: {failure.log_path}" if failure.log_path else ""
-    return f"member {failure.member} failed: {failure.message}{log}"
-
-
 def cascade_text(report: RunReport, member: MemberReport) -> str:
     """What a member with ``when`` saw, and what that cost or gained."""
     if (own := member.cascade) is None:
@@ -195,46 +189,6 @@ def rule_text(number: int, rule: RuleConfig, count: int, rows: int) -> str:
     return f"rules[{number}]: {rule.action} in {count:,} of {plural(rows, 'row')}, by {when}"
 
 
-def raise_unless_complete(report: RunReport) -> None:
-    """Say as an error that a run has merged nothing, or not all.
-
-    Raises:
-        MembersFailed: members failed that nothing may be merged without.
-        TimeLimitReached: its time was over before it had computed every row.
-    """
-    if report.status == "time_limit":
-        parts = [_reached_text(report, one) for one in report.members]
-        filled = report.filled_rows
-        coverage = (
-            f"stopped at time_limit: {', '.join(parts)}; {plural(filled, 'row')} that no member reached "
-            f"{_were(filled)} filled in. Ensemble and submission are complete files; {RESUMES}"
-        )
-        raise TimeLimitReached([coverage, *filter(None, [report.explanation])])
-    if report.status != "complete":
-        raise MembersFailed([failure_text(failure) for failure in report.failures])
-
-
-def _reached_text(report: RunReport, member: MemberReport) -> str:
-    """How many rows a member has at the end of the time limit, and how many were lost."""
-    if member.cascade is not None and not member.cascade.is_selected:
-        return f"{member.name} none, as `when` has not selected its rows"
-    text = f"{member.name} {report.merged_rows.get(member.name, 0):,} of {plural(_rows_of(report, member), 'row')}"
-    notes = []
-    if member.partial_rows:
-        notes.append(f"{member.partial_rows:,} of them in some of its views only")
-    if member.lost_rows:
-        rows = plural(member.lost_rows, "more row")
-        notes.append(
-            f"at least {rows} {_were(member.lost_rows)} computed, but lost: the limit ended their chunk"
-        )
-    return f"{text} ({'; '.join(notes)})" if notes else text
-
-
-def _rows_of(report: RunReport, member: MemberReport) -> int:
-    """The rows that a member is to have, as far as that is known."""
-    return report.rows if member.cascade is None else member.cascade.rows
-
-
 def _row(report: RunReport, name: str, cells: Sequence[str] = ()) -> list[str]:
     row = [name, *cells]
     if (score := report.scores.get(name)) is not None:
@@ -256,7 +210,7 @@ def _cells(report: RunReport, member: MemberReport) -> list[str]:
         # What the merge found may be more than a worker had time to tell.
         return [f"{max(rows, report.merged_rows.get(member.name, 0)):,}", "unfinished"]
     if not workers:
-        own = report.merged_rows.get(member.name, _rows_of(report, member))
+        own = report.merged_rows.get(member.name, rows_of(report, member))
         rows = own * max(1, len(member.views))  # counted as those that workers have computed
         return [f"{rows:,}", "reused" if member.replicas else "given"]  # to no worker at all
     seconds, counters = member.progress.seconds or 0.0, member.counters
@@ -280,12 +234,12 @@ def _notes(report: RunReport, member: MemberReport) -> list[str]:
     cut = repeated = halved = overflowed = in_float32 = uncomputed = elsewhere = once = partly = ""
     if count := counters.truncated_rows:
         length = max(one.max_length for one in workers if one.max_length is not None)
-        cut = f"{count:,} of {of_rows} {_were(count)} cut at max_length {length:,}"
+        cut = f"{count:,} of {of_rows} {were(count)} cut at max_length {length:,}"
         if counters.cut_tokens:
             cut += f", by {plural(round(counters.cut_tokens / count), 'token')}{' on average' * (count > 1)}"
     if count := counters.repeated_rows:
         repeat = "repeats another row's text" if count == 1 else "repeat another row's text"
-        repeated = f"{count:,} of {of_rows} {repeat} and {_were(count)} not computed again"
+        repeated = f"{count:,} of {of_rows} {repeat} and {were(count)} not computed again"
     if count := counters.oom_events:
         halved = (
             f"{plural(count, 'batch')} ran out of memory and ran again in halves; "
@@ -296,10 +250,10 @@ def _notes(report: RunReport, member: MemberReport) -> list[str]:
         # A quantized model may compute in another type than its other weights have.
         dtype = types.pop() if len(types) == 1 and types <= {"float16", "bfloat16"} else "half precision"
         rows = plural(count, "row")
-        overflowed = f"{rows} overflowed {dtype} and {_were(count)} computed again in float32"
+        overflowed = f"{rows} overflowed {dtype} and {were(count)} computed again in float32"
     if count := counters.float32_rows:
         in_float32 = (
-            f"{plural(count, 'row')} {_were(count)} computed in float32 at once, as most of a chunk had "
+            f"{plural(count, 'row')} {were(count)} computed in float32 at once, as most of a chunk had "
             "overflowed half precision"
         )
     if (computed := counters.rows - counters.bad_rows) and counters.other_mass:
@@ -323,7 +277,7 @@ def _notes(report: RunReport, member: MemberReport) -> list[str]:
         had = ", ".join(f"{name} {one.rows or 0:,}" for name, one in member.views.items())
         partly = (
             f"{plural(lacking, 'row')} lack{'s' if lacking == 1 else ''} some of {len(member.views)} views and "
-            f"{_were(lacking)} averaged over the others ({had} rows)"
+            f"{were(lacking)} averaged over the others ({had} rows)"
         )
     told = (cut, repeated, halved, overflowed, in_float32, elsewhere, once, uncomputed, partly)
     return [f"{member.name}: {text}" if text else "" for text in told]
@@ -346,7 +300,3 @@ def _throttled(device: Device, curve: TelemetryCurve) -> str:
         f"{duration(curve.seconds)} ({', '.join(f'{cause} {duration(each)}' for cause, each in causes)})"
         f"{clock}; {advice}"
     )
-
-
-def _were(count: int) -> str:
-    return "was" if count == 1 else "were"

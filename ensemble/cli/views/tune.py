@@ -53,7 +53,7 @@ def _member(member: MemberTuning, tolerance: float) -> Iterator[str | Table]:
         return
     if lost := member.lost_references:
         which = " and ".join(lost)
-        yield f"! {name}: {which} gave no result, so all is held against {member.reference}"
+        yield f"! {name}: {which} gave no result, so all is compared with {member.reference}"
     yield from (
         f"! {name}: {trial.why_lacking}; nothing above counts them"
         for trial in done
@@ -111,18 +111,14 @@ def _cells(trial: Trial, member: MemberTuning) -> list[str]:
 def _differences(trial: Trial, metrics: list[str]) -> Iterator[str]:
     by_name = {metric.metric: metric.difference for metric in trial.metrics}
     for name in metrics:
-        difference = by_name.get(name)
-        yield (
-            ""
-            if difference is None
-            else f"{difference.value:+.4f} [{difference.low:+.4f}, {difference.high:+.4f}]"
-        )
+        gain = by_name.get(name)
+        yield "" if gain is None else f"{gain.value:+.4f} [{gain.low:+.4f}, {gain.high:+.4f}]"
 
 
 def _yaml(value: object) -> str:
-    """A value as people write it in one line."""
+    """Return a value as people write it in one line."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_yaml(part)}" for key, part in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {_yaml(item)}" for key, item in value.items()) + "}"
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -18,7 +18,7 @@ _SHOWN_DIFFERENCE, _SHOWN_BEFORE = 80, 20  # of either prompt, and of what both 
 
 
 def view(prepared: Prepared) -> Iterator[str | Table]:
-    """The table, the devices, and per member its checkpoint, its weight and its first row's text."""
+    """Show the table, the devices, and of each member its checkpoint, its weight and its first prompt."""
     config, table = prepared.config, prepared.table
     yield f"{shown_path(config.data.path)}: {plural(table.rows, 'row')}, ids in {config.data.id_column!r}"
     yield from (*table.remarks, prepared.inventory.note, *prepared.warnings)
@@ -41,7 +41,7 @@ def view(prepared: Prepared) -> Iterator[str | Table]:
         first_prompt = ""
         for title in (
             member.name,
-            *(f"{member.name} (view {one.name})" for one in member.model.counted_views),
+            *(f"{member.name} (view {view.name})" for view in member.model.counted_views),
         ):
             if title not in prepared.previews:
                 continue

@@ -107,6 +107,14 @@ class Node:
     models: Mapping[str, str]
     problems: tuple[str, ...] = ()
 
+    @property
+    def models_text(self) -> str:
+        """Say what the node has of the members' models, such as ``llama there, gemma missing``."""
+        states = set(self.models.values())
+        if len(states) == 1 and len(self.models) > 1:
+            return f"all {states.pop()}"
+        return ", ".join(f"{member} {state}" for member, state in self.models.items())
+
 
 @dataclass(frozen=True)
 class Exit:

@@ -14,7 +14,7 @@ import pytest
 import ensemble
 from ensemble.cli import views
 from ensemble.cli.layout import Page
-from ensemble.pipeline.rehearse import (
+from ensemble.commands.rehearse import (
     MemberRehearsal,
     Rehearsal,
     forecast_seconds,

@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from ensemble.commands.init import _scalar, first_config
 from ensemble.common.errors import DataError
-from ensemble.pipeline.init import _scalar, first_config
 from ensemble.pipeline.load import load
 from tests.checkpoints import make_adapter, make_base, make_checkpoint, make_language_model
 from tests.project import Project

@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from ensemble.cli.layout import NO_BREAK, Page
-from ensemble.cli.views.plan import models_text
 from ensemble.common.device_trials import CPU, Report, Trial, run_trials
 from ensemble.common.errors import DeviceError, EnsembleError
 from ensemble.common.files import cannot_write, unwritable_reason
@@ -37,7 +35,7 @@ from ensemble.common.gpus import (
 from ensemble.common.host import available_memory_bytes, own_groups, total_memory_bytes
 from ensemble.common.packages import ANALYSIS, MODULES, Requirement, installed_versions, own_requirements
 from ensemble.common.python_process import keep_pandas_out
-from ensemble.common.text import gib, plural
+from ensemble.common.text import NO_BREAK, gib, plural
 from ensemble.config import RunConfig
 from ensemble.members.huggingface.checkpoint.hub import hub_can_be_reached
 from ensemble.pipeline.load import load
@@ -46,8 +44,6 @@ from ensemble.pipeline.prepared import Prepared
 from ensemble.planning.placement import chosen_devices
 from ensemble.scheduling.launchers.base import Launcher, Node, make_launcher
 
-_WIDTH = 100  # at most: longer lines read badly
-_INDENT = " " * 9
 # Importing torch and transformers takes a worker to 0.4 GiB before it has a model.
 _MEMORY_NEEDED, _MEMORY_WANTED = 512 << 20, 2 << 30
 _DISK_NEEDED, _DISK_WANTED = 50 << 20, 1 << 30
@@ -83,20 +79,14 @@ class Finding:
             return cls("problem", text, advice[0]) if size < needed else cls("note", text, advice[-1])
         return cls("ok", text)
 
-    def lines(self, page: Page) -> list[str]:
-        """As it is printed: at most 100 columns, the advice on lines of its own."""
-        page = replace(page, width=min(page.width or _WIDTH, _WIDTH))
-        shown = page.wrapped(self.text, f"{self.mark:<{len(_INDENT)}}")
-        return [*shown, *page.wrapped(self.advice, f"{_INDENT}-> ")] if self.advice else shown
-
 
 def examine(paths: Sequence[Path] = (), overrides: Sequence[str] = ()) -> Iterator[Finding]:
-    """Look at this machine, in the light of a config where one is given; findings come as they are made."""
-    said = set()
+    """Look at this machine, for a config if one is given; yield findings as they are made."""
+    yielded = set()
     for finding in _findings(paths, overrides):
         # What ``validate`` finds wrong with a directory or a mask, the checks of this machine find as well.
-        if (finding.mark, finding.text) not in said:
-            said.add((finding.mark, finding.text))
+        if (finding.mark, finding.text) not in yielded:
+            yielded.add((finding.mark, finding.text))
             yield finding
 
 
@@ -113,8 +103,8 @@ def _findings(paths: Sequence[Path], overrides: Sequence[str]) -> Iterator[Findi
             keep_pandas_out()
             prepared = prepare(loaded)
             of_devices = prepared.inventory.warnings  # which come with the devices
-            told = [text for text in prepared.warnings if text not in of_devices]
-            yield from (Finding("note", text) for text in (*told, *prepared.plan.warnings))
+            notes = [text for text in prepared.warnings if text not in of_devices]
+            yield from (Finding("note", text) for text in (*notes, *prepared.plan.warnings))
         except EnsembleError as error:
             advice = "fix the config, or what it names"
             yield from (Finding.of_sentence("problem", text, advice) for text in error.problems)
@@ -163,7 +153,7 @@ def package_findings(requirements: Iterable[Requirement], needed: Mapping[str, s
     those that are not there.
     """
     good = []
-    installed = installed_versions([one.name for one in requirements])
+    installed = installed_versions([requirement.name for requirement in requirements])
     for requirement in requirements:
         name, version = requirement.name, installed.get(requirement.name)
         is_needed = name in needed or not (requirement.extra or name in ANALYSIS)
@@ -263,7 +253,7 @@ def _imports(needed: Mapping[str, str]) -> list[str]:
 
 def _of_nodes(launcher: Launcher, nodes: Sequence[Node], imports: Sequence[str]) -> Iterator[Finding]:
     """A block for each node of a cluster: what it has, whether models are there, and torch on its devices."""
-    devices = [one for node in nodes for one in node.gpus or [replace(CPU, node=node.name)]]
+    devices = [device for node in nodes for device in node.gpus or [replace(CPU, node=node.name)]]
     trials = launcher.trials(devices, imports)
     for node in nodes:
         versions = ", ".join(f"{name}{NO_BREAK}{version}" for name, version in node.versions.items())
@@ -287,31 +277,31 @@ def _of_nodes(launcher: Launcher, nodes: Sequence[Node], imports: Sequence[str])
         if node.models:
             kinds = set(node.models.values())
             mark: Mark = "ok" if kinds <= {"there", "on the hub", "sent"} else "note"
-            yield Finding(mark, f"node {node.name}: models: {models_text(node)}")
+            yield Finding(mark, f"node {node.name}: models: {node.models_text}")
         yield from (Finding.of_sentence("problem", text, "look at the node") for text in node.problems)
-        yield from trial_findings([one for one in trials if one.device.node == node.name], None)
+        yield from trial_findings([trial for trial in trials if trial.device.node == node.name], None)
 
 
 def inventory_findings(
-    found: Inventory, driver_cuda: Version | None, needs_gpu: bool = True
+    machine: Inventory, driver_cuda: Version | None, needs_gpu: bool = True
 ) -> Iterator[Finding]:
     """The driver and the GPUs; where ``needs_gpu``, a mask that names none of them keeps the run from starting."""
-    if found.driver_version is not None:
+    if machine.driver_version is not None:
         cuda = f", CUDA up to {_dotted(driver_cuda)}" if driver_cuda else ""
-        yield Finding("ok", f"NVIDIA driver {found.driver_version}{cuda}")
-    if found.mask_problem:
-        yield Finding.of_sentence("problem" if needs_gpu else "note", found.mask_problem, _MASK_ADVICE)
-    elif found.note:
+        yield Finding("ok", f"NVIDIA driver {machine.driver_version}{cuda}")
+    if machine.mask_problem:
+        yield Finding.of_sentence("problem" if needs_gpu else "note", machine.mask_problem, _MASK_ADVICE)
+    elif machine.note:
         missing = "to use GPUs install NVIDIA's driver (in a container: --gpus all)"
         advice = (
-            f"big models are very slow there; {missing}" if found.driver_version is None else _MASK_ADVICE
+            f"big models are very slow there; {missing}" if machine.driver_version is None else _MASK_ADVICE
         )
-        yield Finding("note", found.note, advice)
-    for warning in found.warnings:
+        yield Finding("note", machine.note, advice)
+    for warning in machine.warnings:
         is_mask = warning.startswith("CUDA_VISIBLE_DEVICES")
         advice = _MASK_ADVICE if is_mask else "look at nvidia-smi; a restart may help"
         yield Finding("note", warning, advice)
-    for gpu in found.gpus:
+    for gpu in machine.gpus:
         capability = f", capability {_dotted(gpu.compute_capability)}" if gpu.compute_capability else ""
         used = f"{gib(gpu.used_bytes)} of {gib(gpu.total_bytes)} used"
         text = f"{gpu.title}{capability}, {used}"

@@ -19,8 +19,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ensemble.cli import doctor
-from ensemble.cli.doctor import (
+from ensemble.cli.layout import Page
+from ensemble.cli.views.doctor import finding_lines
+from ensemble.commands import doctor
+from ensemble.commands.doctor import (
     Finding,
     disk_findings,
     examine,
@@ -29,7 +31,6 @@ from ensemble.cli.doctor import (
     package_findings,
     trial_findings,
 )
-from ensemble.cli.layout import Page
 from ensemble.common.device_trials import CPU, Report, Trial, run_trials
 from ensemble.common.gpus import Device, Inventory
 from ensemble.common.host import Groups
@@ -610,7 +611,7 @@ def test_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_lines_are_broken_and_advice_stands_below() -> None:
-    long = Finding("note", "word " * 30, "do " * 40).lines(Page())
+    long = finding_lines(Finding("note", "word " * 30, "do " * 40), Page())
     assert all(len(line) <= 100 for line in long)
     assert long[0].startswith("note     word")
     assert next(line for line in long if "->" in line).startswith("         -> do")

@@ -74,7 +74,7 @@ def test_it_imports_nothing_until_it_is_used(tmp_path: Path) -> None:
         env={"PYTHONPATH": str(ROOT)},
         check=True,
     )
-    assert done.stdout.strip() == "{'ensemble'} []"
+    assert done.stdout.strip() == "{'ensemble'} ['ensemble.common', 'ensemble.common.version']"
 
 
 def test_its_names() -> None:
@@ -184,8 +184,8 @@ ENDLESS.append(ENDLESS)
         *((value, "give a mapping or a list") for value in ("limit=1", 5, 0, [5], [None], iter(["limit=1"]))),
         *(({"limit": value}, "limit holds .*; give numbers") for value in (object(), b"5", {5}, ENDLESS, 1j)),
         ({"limit": {(1, 2): 3}}, "limit holds .*; give numbers"),
-        ({5: 1}, "overrides: '5' is no key"),
-        ({"limit=5, fill": 1}, "is no key"),
+        ({5: 1}, "overrides: '5' is not a key"),
+        ({"limit=5, fill": 1}, "is not a key"),
     ],
 )
 def test_odd_overrides_are_refused(overrides: Any, words: str, project: Project) -> None:
@@ -204,9 +204,9 @@ def test_odd_numbers_of_rows_are_refused(odd: Any, project: Project) -> None:
 def test_odd_paths_and_names_are_refused(tmp_path: Path) -> None:
     odd: Any
     for odd in (None, 5, b"config.yaml", [[]]):
-        with pytest.raises(ensemble.ConfigError, match="is no path; give the path of a YAML file"):
+        with pytest.raises(ensemble.ConfigError, match="is not a path; give the path of a YAML file"):
             ensemble.validate(odd)
-        with pytest.raises(ensemble.ConfigError, match="is no path; give the output_dir of a run"):
+        with pytest.raises(ensemble.ConfigError, match="is not a path; give the output_dir of a run"):
             ensemble.open_run(odd)
     (tmp_path / "run.json").write_text("{}")
     for odd in (None, 0, ["gemma"]):
@@ -244,14 +244,14 @@ def ensemble_state() -> Any:
     [1e-05, "1e-05", 2**70, 0.1, "\x07\U0001f600", "null", "two\nlines", "ä: #", [1, "a"], {"a": None}, True],
 )
 def test_values_of_overrides_arrive_as_they_are(value: object, project: Project) -> None:
-    from ensemble.cli.api import _load
+    from ensemble.api import _load
 
     loaded = _load(project.folder / "config.yaml", {"models.gemma.model_kwargs": {"x": value}})
     assert loaded.config.models[0].model_dump()["model_kwargs"] == {"x": value}
 
 
 def test_values_may_be_numpys_and_pandas(project: Project) -> None:
-    from ensemble.cli.api import _load
+    from ensemble.api import _load
 
     values = {
         "a": np.float64(0.1),
@@ -291,7 +291,7 @@ def test_what_would_be_is_shown_as_the_commands_show_it(project: Project, monkey
     assert [one.weight for one in both.config.models] == [2, 3]
     with pytest.raises(ensemble.ConfigError, match="the list is empty"):
         ensemble.validate([])
-    with pytest.raises(ensemble.ConfigError, match="'3' is no path"):
+    with pytest.raises(ensemble.ConfigError, match="'3' is not a path"):
         ensemble.validate(["config.yaml", 3])  # type: ignore[list-item]
 
 

@@ -1,0 +1,685 @@
+"""The Python API: what the commands do, as functions for notebooks and scripts.
+
+The functions leave nothing changed in the caller's process: no module is kept out or loaded in a special way, no
+stream is replaced, and handlers of signals and loggers are put back.  Errors and printed text hold no secrets.
+
+The command line calls the same functions, and takes the help of its commands and options from their docstrings
+(``cli/help.py``): paragraphs before ``Args`` describe the command, ``Args`` its options.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import operator
+import os
+import shlex
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Literal, SupportsIndex, TypeAlias, cast
+
+from ensemble.cli.views import show
+from ensemble.common.errors import ConfigError, DataError, Interrupted, OutputError, OutputInUse
+from ensemble.common.files import output_file
+from ensemble.common.packages import demand_supported
+from ensemble.common.python_process import keep_pandas_out, one_thread_for_numpy
+from ensemble.common.redact import RedactedStream, Redactor, guard_output, redacted_errors
+from ensemble.common.text import quoted
+
+# What imports numpy or pyarrow is imported when it is used: --help and a typo in a key shall answer at once.
+if TYPE_CHECKING:
+    from ensemble.analysis.compare import Comparison
+    from ensemble.analysis.fit import FitReport
+    from ensemble.analysis.tune.tuning import Tuning
+    from ensemble.cli.notebook import Preview, Run
+    from ensemble.commands.merge_files import Merged
+    from ensemble.commands.rehearse import Rehearsal
+    from ensemble.common.protocol import Activation
+    from ensemble.config import ConfigSource, LoadedConfig
+
+FilePath: TypeAlias = str | os.PathLike[str]
+# The path of a YAML file, or a dict in its place.
+ConfigFile: TypeAlias = FilePath | Mapping[str, object]
+# One or several, of which later ones override earlier ones.
+ConfigFiles: TypeAlias = ConfigFile | Sequence[ConfigFile]
+# {"models.gemma2.weight": 0.5} or ["models.gemma2.weight=0.5"], as --set takes them.
+Overrides: TypeAlias = Mapping[str, object] | Sequence[str]
+
+# One run at a time: runs share the log, the display, the signals and, above all, the GPUs.
+_running = threading.Lock()
+# Whether this process is the command line's own.
+_is_command = False
+
+
+def own_process() -> None:
+    """Treat this process as the command line's own, which nobody else uses and which ends with the command.
+
+    Then output is guarded for good, a second signal ends the process, pandas is kept out of pyarrow, and the time
+    limit of a run counts from the start of the process.
+    """
+    global _is_command
+    _is_command = True
+
+
+def run(
+    config: ConfigFiles,
+    overrides: Overrides | None = None,
+    *,
+    fresh: bool = False,
+    reuse: FilePath | None = None,
+    quiet: bool = False,
+    verbose: bool = False,
+) -> Run:
+    """Run every model of CONFIG and merge the probabilities.
+
+    Work that an earlier run in the same output_dir has done is kept: the same command resumes where it stopped.
+
+    Args:
+        config: YAML file of the run; later files override earlier ones.
+        overrides: Override a key, for example models.gemma2.weight=0.5.
+        fresh: Start over; do not resume an earlier run.
+        reuse: Another run, whose rows need not be computed again.
+        quiet: Print nothing but errors.
+        verbose: Also print what the log records.
+
+    Note:
+        ``config`` may be a dict that says what such a file would (``{"data": ..., "models": ...}``; relative paths
+        start at the working directory), or a list such as ``["config.yaml", "weights.yaml"]``.  ``overrides`` is
+        ``{"models.gemma2.weight": 0.5}``, or texts in the form of ``--set``.
+
+        Ctrl-C, or a notebook's interrupt, ends the run in order and then raises ``KeyboardInterrupt``.  In a thread
+        other than the main one no signal is handled.
+
+    Raises:
+        EnsembleError: if the command would fail.  After ``TimeLimitReached`` ensemble and submission are complete,
+            and ``open_run`` opens them.
+    """
+    loaded = _load(config, overrides)
+    other = None if reuse is None else _path(reuse, "give the output_dir of another run")
+    with _exclusive_run(loaded, quiet) as (stream, quiet):
+        from ensemble.cli.notebook import Run
+        from ensemble.cli.progress import choose_display, log_shown
+        from ensemble.common.host import process_age_seconds
+        from ensemble.pipeline.ending import raise_unless_complete
+        from ensemble.pipeline.run import run as run_config
+
+        display = choose_display(stream, quiet)
+        elapsed = process_age_seconds() if _is_command else 0.0
+        with log_shown(display) if verbose else contextlib.nullcontext():
+            report = run_config(loaded, display, fresh, elapsed, owns_process=_is_command, reuse=other)
+        if not quiet:
+            show("summary", report, stream)
+        raise_unless_complete(report)
+    return Run(loaded.config.output_dir)
+
+
+def validate(config: ConfigFiles, overrides: Overrides | None = None) -> Preview:
+    """Check CONFIG without loading a model. Checks keys, paths, columns, ids, labels, templates and devices.
+
+    Args:
+        config, overrides: as for ``run``.
+
+    Raises:
+        EnsembleError: with every problem found.
+    """
+    return _preview("validate", config, overrides)
+
+
+def plan(
+    config: ConfigFiles, overrides: Overrides | None = None, *, predictions_from: FilePath | None = None
+) -> Preview:
+    """Show the memory, devices and time that CONFIG would take. Also shows which GPUs each model fits on.
+
+    Args:
+        config, overrides: as for ``run``.
+        predictions_from: Run whose predictions tell how many rows `when` selects.
+
+    Note:
+        Why models fit nowhere is in the result's ``problems``.
+
+    Raises:
+        EnsembleError: with every other problem found.
+    """
+    folder = None if predictions_from is None else _path(predictions_from, "give the output_dir of a run")
+    return _preview("plan", config, overrides, folder)
+
+
+def rehearse(
+    config: ConfigFiles,
+    overrides: Overrides | None = None,
+    *,
+    rows: int | None = None,
+    lengths_from: FilePath | None = None,
+    sample: int | None = None,
+    quiet: bool = False,
+) -> Rehearsal:
+    """Run a sample of CONFIG's table and estimate the whole run.
+
+    The estimate covers time, memory and disk for --rows rows. Files of real runs are not touched. The exit code is
+    1 if the run would exceed its time_limit or the free disk space.
+
+    Args:
+        config, overrides, quiet: as for ``run``.
+        rows: Rows of the whole run (default: those of the table).
+        lengths_from: Table to take the rows from, for example train.csv.
+        sample: Rows to compute (default: enough to measure the speed).
+
+    Note:
+        Why a run would not end as it should is in the result's ``problems``.
+
+    Raises:
+        EnsembleError: if the command would fail.
+    """
+    rows, sample = _count("rows", rows), _count("sample", sample)
+    loaded = _load(config, overrides)
+    table = None if lengths_from is None else _path(lengths_from, "give the path of a table")
+    with _exclusive_run(loaded, quiet) as (stream, quiet):
+        from ensemble.cli.progress import choose_display
+        from ensemble.commands.rehearse import rehearse as rehearse_config
+        from ensemble.common.host import process_age_seconds
+
+        result = rehearse_config(
+            loaded,
+            lambda: choose_display(stream, quiet),
+            rows,
+            table,
+            sample,
+            process_age_seconds() if _is_command else 0.0,
+            owns_process=_is_command,
+        )
+        if not quiet:
+            show("rehearse", result, stream)
+    return result
+
+
+def tune(
+    config: ConfigFiles,
+    overrides: Overrides | None = None,
+    *,
+    rows: int | None = None,
+    tolerance: float | None = None,
+    write: FilePath | None = None,
+    force: bool = False,
+    quiet: bool = False,
+) -> Tuning:
+    """Find each model's fastest settings on this machine.
+
+    Measures precision, quantization, attention and batch size on a sample, each in a fresh worker, and keeps
+    settings that do not change the probabilities by more than --tolerance. The same command resumes an
+    interrupted tuning. Then: ensemble run CONFIG YAML, with the file that --write wrote.
+
+    Args:
+        config, overrides, quiet: as for ``run``.
+        rows: Rows of the sample (default: 256).
+        tolerance: Largest allowed difference from float32's probabilities: the mean over rows of each row's largest
+            difference (default: 0.02).
+        write: File for the settings found, for `run CONFIG YAML`.
+        force: Replace an existing file.
+
+    Raises:
+        EnsembleError: if the command would fail.
+    """
+    rows = _count("rows", rows)
+    loaded = _load(config, overrides)
+    with imports():
+        from ensemble.analysis.tune.command import check_output, overrides_beside
+        from ensemble.analysis.tune.command import tune as tune_config
+        from ensemble.cli.progress import choose_display
+
+    with redacted_errors(loaded.redactor):
+        file = None if write is None else _path(write, "give the path of a YAML file to write")
+        target = None if file is None else check_output(file, force, loaded.paths)
+    with _exclusive_run(loaded, quiet) as (stream, quiet):
+        result = tune_config(
+            loaded, choose_display(stream, quiet), rows, tolerance, target, owns_process=_is_command
+        )
+        if not quiet:
+            show("tune", result, stream)
+            if file is not None and result.has_result:
+                sets = [text for override in overrides_beside(loaded, result) for text in ("--set", override)]
+                command = shlex.join(map(str, [*loaded.paths, file, *sets]))
+                print(f"{file}: written; run it as `ensemble run {command}`", file=stream)
+    return result
+
+
+def fit(
+    sources: ConfigFiles | Mapping[str, FilePath],
+    overrides: Overrides | None = None,
+    *,
+    labels: FilePath | None = None,
+    label_column: str | None = None,
+    id_column: str | None = None,
+    metric: str = "log_loss",
+    method: Literal["simplex", "greedy", "stacking"] | None = None,
+    calibration: Literal["none", "temperature", "vector"] = "none",
+    merge_method: Literal["mean", "geometric_mean"] | None = None,
+    activation: Activation | None = None,
+    folds: int = 5,
+    seed: int = 0,
+    partial: bool = False,
+    output: FilePath | None = None,
+    force: bool = False,
+    quiet: bool = False,
+) -> FitReport:
+    """Fit weights and calibrations to true labels.
+
+    Writes weights.yaml, and reports on held-out rows whether the weights beat equal weights. The run of CONFIG must
+    be complete, and its table must have the labels. Then: ensemble run CONFIG weights.yaml, which merges again.
+
+    Args:
+        sources: YAML files of a run (later files override earlier ones), or CSVs of members' predictions.
+        overrides, quiet: as for ``run``.
+        labels, label_column: as for ``compare``.
+        id_column, activation, partial: as for ``merge``.
+        metric: Metric to optimize.
+        method: Weights that minimize log loss (simplex), greedy selection for any metric, or a logistic regression
+            (default: simplex for log_loss, greedy for other metrics).
+        calibration: Calibration of each member: one temperature, or a scale and bias per label (vector).
+        merge_method: Merge method that the weights of CSVs are for (default: mean); a CONFIG names its own.
+        folds: Number of cross-validation folds.
+        seed: Random seed for the folds.
+        output: File to write.
+        force: Replace an existing file.
+
+    Note:
+        A dict without the key ``models`` holds the CSVs by the names that they are to have.  Without ``output``
+        nothing is written.
+
+    Raises:
+        EnsembleError: if the command would fail.
+    """
+    with imports(for_analysis=True):
+        from ensemble.analysis.fit import Options
+        from ensemble.analysis.weights_file import TruthFile, check_output, fit_sources, write_weights
+
+    with redacted_errors():
+        paths = _fit_sources(sources)
+        if not paths:
+            raise ConfigError("sources: the list is empty; give the path of a config or of CSVs")
+        table = None if labels is None else _path(labels, "give the path of a table")
+        file = None if output is None else _path(output, "give the path of a file to write")
+        target = None
+        if file is not None:
+            target = check_output(file, force, [path for path in paths if isinstance(path, Path)], table)
+        report, text = fit_sources(
+            paths,
+            lambda configs: _load(configs, overrides),
+            TruthFile(table, label_column, id_column),
+            # merge_method is here to be checked; a config's own takes its place.
+            Options(metric, method, calibration, folds, seed, merge_method or "mean"),
+            merge_method,
+            activation,
+            bool(overrides),
+            partial,
+            target,
+        )
+        if target is not None:
+            write_weights(target, text)
+    stream = sys.stdout
+    if not quiet and stream is not None:
+        show("fit", report, stream)
+        if file is not None:
+            print(f"{file}: written", file=stream)
+    return report
+
+
+@redacted_errors()
+def compare(
+    first: FilePath,
+    second: FilePath,
+    metrics: Sequence[str] = (),
+    *,
+    labels: FilePath | None = None,
+    label_column: str | None = None,
+    id_column: str | None = None,
+    activation: Activation | None = None,
+    quiet: bool = False,
+) -> Comparison:
+    """Compare two runs, or two CSVs of predictions.
+
+    Shows settings, rows whose prediction changed, metrics, time and memory. Metrics need the true labels, from the
+    table of a run or --labels; differences have paired confidence intervals.
+
+    Args:
+        first: The output_dir of a run, or a CSV of predictions.
+        second: The run or CSV to compare with, for the same rows.
+        metrics: log_loss, accuracy, macro_f1, auc, brier, ece, quadratic_kappa, map@K or rmse; repeatable.
+        labels: Table with the true labels, if the run's table has none.
+        label_column: Column of the true labels (default: label, or a column per label).
+        id_column, activation: as for ``merge``.
+        quiet: Print nothing but errors.
+
+    Note:
+        Without ``activation``, CSVs have that of the run that they are compared with; else they hold probabilities
+        that sum to 1, or, of one label, probabilities if all are from 0 to 1.
+
+    Raises:
+        DataError: if the command would fail.
+    """
+    with imports(for_analysis=True):
+        from ensemble.analysis.compare import compare as compare_sides
+
+    if isinstance(metrics, str):
+        raise ConfigError(f"metrics: give a list of names, such as [{quoted(metrics)}]")
+    advice = "give the output_dir of a run, or a CSV"
+    left, right = _path(first, advice), _path(second, advice)
+    table = None if labels is None else _path(labels, "give the path of a table")
+    result = compare_sides(left, right, metrics, table, label_column, id_column, activation)
+    if not quiet and sys.stdout is not None:
+        show("compare", result, cast(IO[str], RedactedStream(sys.stdout, Redactor(os.environ))))
+    return result
+
+
+@redacted_errors()
+def merge(
+    files: Sequence[FilePath] | Mapping[str, FilePath],
+    output: FilePath,
+    overrides: Overrides | None = None,
+    *,
+    method: str | None = None,
+    weights: Mapping[str, object] | FilePath | None = None,
+    id_column: str | None = None,
+    labels: Sequence[str] = (),
+    activation: Activation | None = None,
+    partial: bool = False,
+) -> Path:
+    """Merge CSVs of predictions into one, without a config.
+
+    Rows are joined by id, and written in the order of the first file. --set ensemble.power=2 sets a key of the
+    merge method.
+
+    Args:
+        files: Predictions: an id and a column per label (default name: the file's, without its ending).
+        output: File to write.
+        overrides: Override a key, for example ensemble.power=2.
+        method: mean (the default), median, vote, ...
+        weights: Weights and calibration, as fit writes them.
+        id_column: Column of the ids (default: id, else the first column).
+        labels: Label column to merge (default: all).
+        activation: Values of the CSVs: probabilities that sum to 1 (softmax), one per label (sigmoid), or any
+            numbers.
+        partial: Files may lack rows that others have.
+
+    Note:
+        ``files`` may be a dict of paths by name, ``weights`` a dict of weights by name.  Returns the path that was
+        written.
+
+    Raises:
+        EnsembleError: with every problem found; nothing is written then.
+    """
+    by_name: Mapping[str, object] = {}
+    if isinstance(weights, Mapping):
+        by_name, weights = weights, None
+    return merged(
+        files,
+        output,
+        overrides,
+        method=method,
+        weights=weights,
+        by_name=dict(text.split("=", 1) for text in _texts(by_name)),
+        id_column=id_column,
+        labels=labels,
+        activation=activation,
+        partial=partial,
+    ).path
+
+
+@redacted_errors()
+def merged(
+    files: Sequence[FilePath] | Mapping[str, FilePath],
+    output: FilePath,
+    overrides: Overrides | None,
+    *,
+    method: str | None,
+    weights: FilePath | None,
+    by_name: Mapping[str, str],
+    id_column: str | None,
+    labels: Sequence[str],
+    activation: Activation | None,
+    partial: bool,
+) -> Merged:
+    """Do what ``merge`` does, with weights from a file and by name, and return what was written."""
+    with imports():
+        from ensemble.commands.merge_files import merge_files
+        from ensemble.pipeline.signals import heed_signals
+
+    advice = "give the path of a CSV"
+    if isinstance(labels, str):
+        raise ConfigError(f"labels: give a list of names, such as [{quoted(labels)}]")
+    sets = [*_texts(overrides or {})]
+    if method is not None:
+        sets.insert(0, f"ensemble.method={method}")
+    keys: dict[str, object] = {"partial": partial}
+    if activation is not None:
+        keys["activation"] = activation
+    # No signal leaves a temporary file.
+    with _signals_passed_on("run the same command again"), heed_signals(_is_command):
+        return merge_files(
+            [*map(str, _files(files, advice))],
+            _path(output, advice),
+            sets,
+            None if weights is None else _path(weights, advice),
+            by_name,
+            id_column,
+            labels,
+            keys,
+        )
+
+
+@redacted_errors()
+def open_run(path: FilePath) -> Run:
+    """Open the ``output_dir`` of a run, whether it goes on or has ended.
+
+    Raises:
+        DataError: no run has ever been there.
+    """
+    from ensemble.cli.notebook import Run
+    from ensemble.pipeline.run_dir import RunDir, holder
+
+    folder = _path(path, "give the output_dir of a run")
+    rundir = RunDir(folder)
+    if not rundir.run_json.exists() and holder(rundir) is None:
+        raise DataError(f"{path}: there is no run.json; name the output_dir of a run")
+    return Run(folder)
+
+
+def report(path: FilePath, output: FilePath | None = None) -> Path:
+    """Write the report of the run in RUN_DIR as one HTML file.
+
+    A run writes its report at its end, unless its config says report: false. This command writes it again.
+
+    Args:
+        path: The output_dir of a run.
+        output: File to write (default: RUN_DIR/report.html).
+
+    Raises:
+        DataError: there is no run.json that can be read.
+        OutputError: something is there that is no report.
+        WriteError: the file cannot be written.
+    """
+    page, problems = write_report(path, output)
+    if problems:
+        warnings.warn("; ".join(problems), stacklevel=2)
+    return page
+
+
+@redacted_errors()
+def write_report(path: FilePath, output: FilePath | None) -> tuple[Path, list[str]]:
+    """Do what ``report`` does, and return the page and what could not be shown in it."""
+    with imports(for_analysis=True):
+        from ensemble.analysis.report.page import write_report as write
+        from ensemble.pipeline.report_page import is_report
+        from ensemble.pipeline.run_dir import RunDir
+
+    run_dir = _path(path, "give the output_dir of a run")
+    if output is None:
+        page = RunDir(run_dir).report_page
+        if page.is_dir():
+            raise OutputError(f"{page} is a folder; remove it, or name a file with --output")
+        return page, write(run_dir, page)  # a link there was not named by anybody, and is not followed
+    page = _path(output, "give the path of an HTML file")
+    target = output_file(page)
+    if target.exists() and not is_report(target):
+        raise OutputError(f"{page}: is there already and is no report; choose another name")
+    return page, write(run_dir, target)
+
+
+@contextlib.contextmanager
+def imports(for_analysis: bool = False) -> Iterator[None]:
+    """Check the packages' versions before numpy and pyarrow are imported within.
+
+    In a process of the command line numpy gets one thread, and pyarrow does without pandas.
+
+    Raises:
+        ConfigError: a package is too old.
+    """
+    demand_supported(for_analysis)
+    if not _is_command:
+        yield
+        return
+    if for_analysis:
+        os.environ["MPLBACKEND"] = "svg"  # what the user has set may be unknown here, or need a screen
+    with one_thread_for_numpy():
+        yield
+        keep_pandas_out()  # with pyarrow, which imports numpy
+
+
+@contextlib.contextmanager
+def _exclusive_run(loaded: LoadedConfig, quiet: bool) -> Iterator[tuple[IO[str], bool]]:
+    """Hold this process for one run; give the stream to print to, and whether to print nothing.
+
+    Raises:
+        OutputInUse: another run goes on in this process.
+    """
+    if not _running.acquire(blocking=False):
+        raise OutputInUse("a run goes on in this process; wait for it, or start this one in another process")
+    try:
+        with redacted_errors(loaded.redactor), _signals_passed_on():
+            yield cast(IO[str], RedactedStream(sys.stdout, loaded.redactor)), quiet or sys.stdout is None
+    finally:
+        _running.release()
+
+
+@contextlib.contextmanager
+def _signals_passed_on(advice: str = "") -> Iterator[None]:
+    """Give a signal that stopped the work within to the caller's own handler, which is back by then.
+
+    Args:
+        advice: what the command line says of it, in place of its usual words.
+    """
+    try:
+        yield
+    except Interrupted as stopped:
+        number = stopped.exit_code - 128
+        if _is_command:
+            raise Interrupted(number, advice) if advice else stopped from None
+        signal.raise_signal(number)  # Python's own handler raises KeyboardInterrupt for SIGINT
+        raise
+
+
+def _preview(
+    view: Literal["validate", "plan"],
+    config: ConfigFiles,
+    overrides: Overrides | None,
+    predictions_in: Path | None = None,
+) -> Preview:
+    loaded = _load(config, overrides)
+    with redacted_errors(loaded.redactor):
+        from ensemble.cli.notebook import Preview
+        from ensemble.pipeline.prepare import prepare
+
+        return Preview(view, prepare(loaded, view == "validate", predictions_in))
+
+
+def _load(config: object, overrides: Overrides | None) -> LoadedConfig:
+    with imports(), redacted_errors():
+        from ensemble.pipeline.load import load
+
+        sources = [_source(source, "give the path of a YAML file, or a dict") for source in _listed(config)]
+        if not sources:
+            raise ConfigError("config: the list is empty; give the path of a YAML file")
+        loaded = load(sources, () if overrides is None else _texts(overrides))
+        if _is_command:
+            guard_output(loaded.redactor)  # now that the config's own secrets are known
+        return loaded
+
+
+def _listed(value: object) -> Sequence[object]:
+    """Return a sequence as it is, and anything else as the only item of one."""
+    return value if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value]
+
+
+def _source(value: object, advice: str) -> ConfigSource:
+    """Return the path of a YAML file, or a mapping in its place."""
+    from ensemble.config import MappingConfig, mapping_config
+
+    if isinstance(value, MappingConfig):
+        return value
+    return mapping_config(value) if isinstance(value, Mapping) else _path(value, advice)
+
+
+def _fit_sources(value: object) -> list[ConfigSource]:
+    """Return configs or CSVs; a mapping without the key ``models`` holds paths by their names."""
+    advice = "give the path of a config or of a CSV"
+    if isinstance(value, Mapping) and "models" not in value:
+        return [*_files(value, advice)]
+    return [_source(source, advice) for source in _listed(value)]
+
+
+def _files(value: object, advice: str) -> list[Path]:
+    """Return a path, several, or paths by their names, which become ``NAME=path``."""
+    if isinstance(value, Mapping):
+        return [Path(f"{name}={_path(path, advice)}") for name, path in value.items()]
+    return [_path(path, advice) for path in _listed(value)]
+
+
+def _path(value: object, advice: str) -> Path:
+    if not isinstance(value, str | os.PathLike):
+        raise ConfigError(f"{quoted(repr(value))} is not a path; {advice}")
+    return Path(value)
+
+
+def _count(name: str, value: object) -> int | None:
+    """Return a whole number of at least 1, whatever its type is; None as it is."""
+    if value is None:
+        return None
+    try:
+        count = 0 if isinstance(value, bool) else operator.index(cast(SupportsIndex, value))
+    except TypeError:
+        count = 0
+    if count < 1:
+        raise ConfigError(f"{name}: give a whole number of at least 1, not {quoted(str(value))}")
+    return count
+
+
+def _texts(overrides: Overrides) -> Sequence[str]:
+    """Return overrides in the form of ``--set``."""
+    if not isinstance(overrides, Mapping):
+        is_list = isinstance(overrides, Sequence) and not isinstance(overrides, str)
+        if is_list and all(isinstance(text, str) for text in overrides):
+            return overrides
+        raise ConfigError(
+            'overrides: give a mapping or a list of texts, such as {"limit": 100} or ["limit=100"]'
+        )
+    texts = []
+    for key, value in overrides.items():
+        if not isinstance(key, str) or "=" in key:
+            raise ConfigError(
+                f"overrides: {quoted(repr(key))} is not a key; write it like models.gemma2.weight"
+            )
+        try:
+            texts.append(f"{key}={json.dumps(value, ensure_ascii=False, default=_plain)}")  # YAML takes JSON
+        except (TypeError, ValueError, AttributeError, RecursionError):
+            raise ConfigError(
+                f"overrides: {key} holds {quoted(repr(value))}; give numbers, texts, lists and mappings"
+            ) from None
+    return texts
+
+
+def _plain(value: Any) -> Any:
+    """Return what JSON can hold of a path, or of a number or an array of numpy."""
+    return os.fspath(value) if isinstance(value, os.PathLike) else value.tolist()

@@ -1,0 +1,170 @@
+"""What the Python API gives to notebooks: a run's directory, and a config that was checked and planned."""
+
+from __future__ import annotations
+
+import os
+from html import escape
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from ensemble.cli.layout import Page
+from ensemble.cli.views import lines, show
+from ensemble.commands.status import RunStatus
+from ensemble.common.errors import DataError
+from ensemble.common.packages import demand_supported
+from ensemble.common.redact import Redactor, redacted_errors
+from ensemble.common.text import did_you_mean, quoted
+from ensemble.config import RunConfig
+from ensemble.pipeline.prepared import Prepared
+from ensemble.pipeline.run_dir import RunDir
+from ensemble.pipeline.run_report import RunReport
+from ensemble.planning.plan import Plan
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+class _Shown:
+    """Shows a notebook what is printed, and completes to public names."""
+
+    def _repr_html_(self) -> str:
+        return f'<pre style="white-space: pre-wrap">{escape(repr(self))}</pre>'
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if not name.startswith("_")]
+
+
+class Run(_Shown):
+    """A run's directory, read anew at each look.  Printed, it is what ``ensemble status`` shows."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).absolute()
+        self._rundir = RunDir(self.path)
+
+    @property
+    @redacted_errors()
+    def report(self) -> RunReport:
+        """Return what run.json says.
+
+        Raises:
+            DataError: it is not there yet, is damaged, or was written by another version.
+        """
+        return RunReport.read(self._rundir.run_json)
+
+    @property
+    @redacted_errors()
+    def status(self) -> RunStatus:
+        """Return how far the run is, or how it ended.
+
+        Raises:
+            DataError: as for ``report``.
+        """
+        return RunStatus.of(self.path)
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Return the names of the members whose predictions are complete."""
+        try:
+            members = self.report.members
+        except DataError:  # files of an earlier run, perhaps with other settings
+            return ()
+        complete = (member.name for member in members if member.status == "complete")
+        return tuple(name for name in complete if self._rundir.predictions(name).exists())
+
+    @redacted_errors()
+    def predictions(self, member: str) -> pd.DataFrame:
+        """Return a member's probabilities: a column per label, rows in table order, ids as text in the index.
+
+        Raises:
+            DataError: they are not complete or were changed since, or there is no such member.
+        """
+        if member not in self.members:
+            raise DataError(
+                f"{self.path}: no predictions of {quoted(str(member))}"
+                f"{did_you_mean(str(member), self.members)}; complete are: {', '.join(self.members) or 'none'}"
+            )
+        return _frame(self._rundir.predictions(member))
+
+    @property
+    @redacted_errors()
+    def ensemble(self) -> pd.DataFrame:
+        """Return the merged probabilities, in the form of ``predictions``.
+
+        Raises:
+            DataError: nothing has been merged.
+        """
+        if not self._rundir.ensemble.exists():
+            raise DataError(f"{self.path}: there is no ensemble.csv; its run has merged nothing yet")
+        return _frame(self._rundir.ensemble)
+
+    @property
+    @redacted_errors()
+    def scores(self) -> pd.DataFrame:
+        """Return metrics of the ensemble and its members by the true labels, with 95 % bootstrap intervals.
+
+        The columns are ``member``, ``metric``, ``value`` and ``interval``, which is (low, high).
+
+        Raises:
+            DataError: the true labels are not known, or the run is not complete.
+        """
+        demand_supported(for_analysis=True)
+        import pandas as pd
+
+        from ensemble.analysis.compare import compare
+
+        result = compare(self.path, self.path)
+        if not result.metrics:
+            raise DataError(result.remarks or [f"{self.path}: its config names no true labels"])
+        rows = [
+            (metric.name, metric.metric, metric.first.value, (metric.first.low, metric.first.high))
+            for metric in result.metrics
+        ]
+        return pd.DataFrame(rows, columns=["member", "metric", "value", "interval"])
+
+    def __repr__(self) -> str:
+        try:
+            return Redactor(os.environ)("\n".join(lines("status", self.status, Page())))
+        except DataError as error:  # a notebook shows it all the same
+            return str(error)
+
+
+class Preview(_Shown):
+    """A config that was checked and planned.  Printed, it is what ``validate`` or ``plan`` shows.
+
+    Attributes:
+        config: with all defaults.
+        plan: where each member would run, and how long the run would take.
+        problems: why members fit nowhere, or not on some node of a cluster, a sentence each; empty if all fit.
+    """
+
+    def __init__(self, view: str, prepared: Prepared) -> None:
+        self._view = view
+        self._prepared = prepared
+        self.config: RunConfig = prepared.config
+        self.plan: Plan = prepared.plan
+        of_nodes = (text for node in prepared.nodes for text in node.problems)
+        self.problems: tuple[str, ...] = (*prepared.plan.problems, *of_nodes)
+
+    def __repr__(self) -> str:
+        redactor = self._prepared.loaded.redactor
+        return redactor("\n".join(lines(self._view, self._prepared, Page())))
+
+
+def prepared_of(preview: Preview) -> Prepared:
+    """Return everything that the checks found, for those who print it."""
+    return preview._prepared
+
+
+def show_preview(preview: Preview, file: IO[str]) -> None:
+    """Print a preview as it fits where it goes."""
+    show(preview._view, preview._prepared, file)
+
+
+def _frame(path: Path) -> pd.DataFrame:
+    import pandas as pd
+
+    from ensemble.pipeline.prediction_files import read_as_written
+
+    file = read_as_written(path)
+    index = pd.Index(file.ids.to_pandas(), name=file.id_column)
+    return pd.DataFrame(file.values, columns=list(file.labels), index=index)
