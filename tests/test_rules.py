@@ -434,7 +434,7 @@ def test_merge_of_files_alone_has_no_rows_for_rules(project: Project) -> None:
 
 
 def test_the_conditions_of_the_documentation_are_true_for_what_stands_beside_them() -> None:
-    page = (ROOT / "docs/running.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/merging.md").read_text(encoding="utf-8")
     section = page.partition("### Rules for some rows")[2].partition("\n#")[0]
     found = [one.replace("\\|", "|") for one in re.findall(r'"(\{[{%].*?[}%]\})"', section)]
     table = {
