@@ -57,7 +57,7 @@ from ensemble.pipeline.load import load
 from ensemble.pipeline.prepare import prepare
 prepared = prepare(load([Path(sys.argv[1])], [f"output_dir={sys.argv[2]}"]))
 member = MemberTrials(prepared, 0, 2_000, Path(sys.argv[2]), 0.02, print, owns_process=True)
-trial = member._run(Trial("float32", {"dtype": "float32"}, workers=1), member._sample.table(), None)
+trial = member._run(Trial("float32", {"dtype": "float32"}), None)
 print(trial.failure or trial.seconds)
 """
 _REPORT = """

@@ -225,9 +225,14 @@ def compare(
         raise DataError(problems)
     ours, theirs = sources[first], sources[second]
     remarks = [f"{source.name}: {text}" for source in (ours, theirs) for text in source.predictions.remarks]
+    for source in (ours, theirs):
+        if source.report is not None and source.report.fitted_on is not None:
+            remarks.append(f"{source.name}: the ensemble was {source.report.fitted_on.text}")
     settings = None
     if ours.report is not None and theirs.report is not None:
-        settings = tuple(changed_settings(run_settings(ours.report), run_settings(theirs.report)))
+        changed_keys = changed_settings(run_settings(ours.report), run_settings(theirs.report))
+        # A record of what fit did; a remark says what it means.
+        settings = tuple(setting for setting in changed_keys if not setting.key.startswith("fitted_on"))
     result = Comparison(
         first=_side(ours), second=_side(theirs), rows=0, settings=settings, changes=(), metrics=(), remarks=()
     )

@@ -52,6 +52,8 @@ def test_equal_weights_are_held_against_fitted_ones(first: Project) -> None:
     assert not (first.folder / "runs/second/work").exists()
     compared = _words(first.ensemble("compare", "runs/first", "runs/second"))
     assert re.search(rf"models\.gemma\.weight\W+0\.6\W+{re.escape(str(fitted['gemma']))}", compared)
+    assert "! runs/second: the ensemble was fitted on these 300 rows; held-out log loss: " in compared
+    assert "fitted_on" not in compared
     found = ensemble.compare(first.folder / "runs/first", first.folder / "runs/second", quiet=True)
     assert [change.changed for change in found.changes if change.name != "ensemble"] == [0, 0]
     assert "log_loss" in {metric.metric for metric in found.metrics if metric.name == "ensemble"}
