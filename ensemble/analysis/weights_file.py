@@ -24,7 +24,6 @@ from ensemble.merging.scoring import Interval
 from ensemble.pipeline.fingerprint import changed_members, changed_sentence
 from ensemble.pipeline.prediction_files import path_of
 from ensemble.pipeline.run_dir import RunDir
-from ensemble.pipeline.run_report import RunReport
 
 # The methods of a config for which weights can be fitted.  The mean of logits is the geometric mean of sigmoid
 # members, and for others it is not.
@@ -155,7 +154,7 @@ def fit_run(loaded: LoadedConfig, truth: TruthFile, options: Options) -> tuple[F
     """Fit what a config's run has left in its ``output_dir``, for the config's merge method.
 
     Raises:
-        EnsembleError: the run is not complete or of another table, or its method has no weights to fit; see
+        EnsembleError: the run is not complete, or its method has no weights to fit; see
             ``read_run``, ``fit``.
     """
     config = loaded.config
@@ -180,12 +179,6 @@ def fit_run(loaded: LoadedConfig, truth: TruthFile, options: Options) -> tuple[F
     if changed := changed_members(config, names, config.output_dir):
         raise DataError(
             f"{config.output_dir}: {changed_sentence(changed)}; run the config with these settings first, then fit"
-        )
-    table = RunReport.read(rundir.run_json).table
-    if table != str(config.data.path.absolute()):
-        raise DataError(
-            f"{config.output_dir}: its predictions are of the rows of {table}, and data.path is "
-            f"{config.data.path}; run the config first, then fit"
         )
     members = {name: predictions.members[name] for name in names}
     run_rules = () if predictions.rules is None else predictions.rules.rules

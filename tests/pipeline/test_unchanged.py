@@ -188,13 +188,6 @@ def test_fit_and_plan_want_predictions_by_the_settings_of_the_config(project: Pr
     assert "there are no predictions of gemma" in _said(project, "plan", "config.yaml", code=0)
 
 
-def test_fit_takes_no_predictions_of_another_table(csv_run: Project) -> None:
-    table = csv_run.folder / "test.csv"
-    (csv_run.folder / "other.csv").write_bytes(table.read_bytes())
-    said = _said(csv_run, "fit", "config.yaml", "--set", "data.path=other.csv")
-    assert f"runs/first: its predictions are of the rows of {table}, and data.path is other.csv; run" in said
-
-
 def test_settings_of_a_run_that_was_stopped_are_not_those_of_earlier_predictions(csv_run: Project) -> None:
     """It has written its own into run.json, and has computed nothing."""
     path = csv_run.folder / "runs/first/run.json"
