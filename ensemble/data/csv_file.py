@@ -38,6 +38,8 @@ from ensemble.data.input_file import (
 _BLOCK_BYTES = (1 << 19, 1 << 24, 1 << 29)
 # What pyarrow says then, of a row and of the header.
 _ROW_TOO_LONG = ("straddles two block boundaries", "cannot infer number of columns")
+# Read of a header's file beyond its block, so that the block is not the last one.
+_MORE_BYTES = 1 << 16
 _WRITE_ROWS = 65_536
 _SHOWN = 3
 _UTF8_ADVICE = "convert the file to UTF-8 first, for example with: iconv -f WINDOWS-1252 -t UTF-8"
@@ -61,20 +63,23 @@ def read_header(path: Path) -> tuple[str, ...]:
         DataError: see :func:`open_input`; also a header that is not UTF-8, or that names a column twice.
     """
     for block_bytes in _BLOCK_BYTES:
-        with open_input(path) as stream:
-            try:
-                with pa_csv.open_csv(
-                    _WithEnd(stream, f"\n{_END}\n".encode()),
-                    pa_csv.ReadOptions(block_size=block_bytes, use_threads=False),
-                    pa_csv.ParseOptions(
-                        delimiter=_delimiter(path),
-                        newlines_in_values=True,
-                        invalid_row_handler=lambda row: "skip",
-                    ),
-                ) as reader:
-                    names = tuple(reader.schema.names)
-            except pa.ArrowInvalid:  # the header does not end in this block
-                continue
+        with open_input(path) as file:
+            stream = _WithEnd(file, f"\n{_END}\n".encode())
+            # In memory: of a file Arrow reads the next block in a thread of its own, and Python may end meanwhile.
+            content = stream.read(block_bytes) + stream.read(_MORE_BYTES)
+        try:
+            with pa_csv.open_csv(
+                pa.BufferReader(content),
+                pa_csv.ReadOptions(block_size=block_bytes, use_threads=False),
+                pa_csv.ParseOptions(
+                    delimiter=_delimiter(path),
+                    newlines_in_values=True,
+                    invalid_row_handler=lambda row: "skip",
+                ),
+            ) as reader:
+                names = tuple(reader.schema.names)
+        except pa.ArrowInvalid:  # the header does not end in this block
+            continue
         if names == (_END,):
             raise DataError(f"{path}: the file holds only blank lines")
         if any(_NOT_UTF8 in name for name in names):
