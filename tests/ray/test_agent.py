@@ -52,7 +52,7 @@ def test_files_arrive_in_any_order_of_their_pieces(tmp_path: Path, agent: Agent)
     random.Random(1).shuffle(made)
     assert [agent.write(pack) for pack in made] == [""] * len(made)
     for path in copies:
-        assert Path(agent.place(path)).read_bytes() == Path(path).read_bytes()
+        assert Path(agent.local_path(path)).read_bytes() == Path(path).read_bytes()
 
 
 def test_a_file_that_changes_while_it_is_sent(tmp_path: Path, agent: Agent) -> None:
@@ -74,13 +74,13 @@ def test_what_a_node_has_stands_beside_what_is_sent(tmp_path: Path, agent: Agent
     assert names == {"a": "another", "empty": "missing"}
     large = str(tmp_path / "here" / "large")
     assert agent.link([large]) == agent.link([large]) == ""
-    assert Path(agent.place(large)).read_bytes() == Path(large).read_bytes()
+    assert Path(agent.local_path(large)).read_bytes() == Path(large).read_bytes()
 
 
 def test_no_path_leads_out_of_its_folder(agent: Agent) -> None:
     root = os.path.realpath(agent.facts().folder)
     for path in ("/a/../../../etc/passwd", "/etc/passwd", "//etc/passwd"):
-        assert os.path.realpath(agent.place(path)) == f"{root}/files/etc/passwd"
+        assert os.path.realpath(agent.local_path(path)) == f"{root}/files/etc/passwd"
 
 
 def test_only_texts_that_stand_for_files_are_changed() -> None:

@@ -1,7 +1,7 @@
-"""What runs on each node of a cluster: it starts workers there, and passes on what they say.
+"""The agent on each node of a cluster: it starts workers there and passes on their events.
 
-A worker is the same fresh, pinned process as on one machine, started by the same launcher; it ends with its agent,
-and the agent with the run that has started it.  Nothing here needs Ray: it is made an actor where it is started.
+A worker is the same fresh, pinned process as on one machine, started by the same launcher.  It ends with its agent,
+and the agent ends with the run that has started it.  Nothing here imports Ray: the launcher makes an actor of it.
 """
 
 from __future__ import annotations
@@ -31,43 +31,52 @@ from ensemble.scheduling.launchers.base import Exit, WorkerStart
 from ensemble.scheduling.launchers.local import LocalLauncher, LocalWorker
 from ensemble.scheduling.launchers.ray.copies import Copy, Piece, copies_of, copy_of, with_paths
 
-# What must be the same on all nodes: numbers depend on them, and messages.
+# Packages whose versions must be the same on all nodes: numbers and messages depend on them.
 SAME_PACKAGES = ("ensemble-runner", "torch", "transformers", "tokenizers")
-# How often it looks at the memory of its host and devices.
-_LOOK_SECONDS = 0.25
+# How often the memory of the host and the devices is read.
+_MEMORY_SECONDS = 0.25
 _LOG_BYTES = 1 << 16
 _HUB_SECONDS = 5.0
 _WATCH_SECONDS = 0.5
-# Ray ends an agent when its run is over; where it has not by then, its head is not there.
+# Ray ends an agent when its run is over; if it has not by then, its head has gone.
 _LEAVE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What a node says of itself; ``versions`` are those of Python and of ``SAME_PACKAGES``, by name."""
+    """What a node says of itself.
+
+    Attributes:
+        folder: everything that the run has there is in it.
+        versions: of Python and of ``SAME_PACKAGES``, by name.
+        inventory: the devices that Ray has given to the agent.
+        gpus_of_others: GPUs that Ray has given to others.
+        total_bytes, used_bytes: of the host's memory.
+        free_disk_bytes: where ``folder`` is; None: not known.
+    """
 
     host: str
-    folder: str  # of all that the run has there
+    folder: str
     versions: Mapping[str, str]
-    inventory: Inventory  # what Ray has given to the agent
-    held: tuple[Device, ...]  # GPUs that Ray has given to others
+    inventory: Inventory
+    gpus_of_others: tuple[Device, ...]
     cpus: int
-    total_bytes: int  # of the host's memory
+    total_bytes: int
     used_bytes: int
-    free_disk_bytes: int | None  # where ``folder`` is
+    free_disk_bytes: int | None
 
 
 @dataclass
 class Batch:
-    """What has happened on a node since the last one.
+    """What has happened on a node since the last batch; workers are named by their numbers.
 
     Attributes:
-        events: of workers, by their numbers, in order.
-        pids: of their processes, by their numbers.
-        broken: what is wrong with what a worker said, by its number.
-        shards: the files that ``ChunkDone`` speaks of, by worker and name.
-        logs: what they have printed, by their numbers.
-        exits: of those that have ended by themselves or were closed.
+        events: of workers, in order.
+        broken: why a worker's events cannot be read.
+        pids: of workers' processes.
+        shards: the files that ``ChunkDone`` names, by worker and name.
+        logs: what workers have printed.
+        exited: workers that have ended.
         used_bytes, telemetry: of its devices, by UUID.
         available_bytes: of the host's memory.
     """
@@ -85,7 +94,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a worker ended, and what it had printed that nobody has read."""
+    """How a worker ended, and what it had printed that was not passed on."""
 
     exit: Exit
     printed: bytes
@@ -97,14 +106,14 @@ class _Worker:
     log: Path
     shards: Path
     printed: int = 0  # bytes of its log that were passed on
-    is_known: bool = False  # its process number was passed on
+    is_pid_sent: bool = False
 
 
 class Agent:
-    """One for each node and run.
+    """Starts and watches a run's workers on one node.
 
     Args:
-        environment: variables of the run's own process that workers shall have here, too; None: unset.
+        environment: variables of the run's own process that workers here get, too; None: unset.
         gpu_count: how many GPUs Ray knows of this node.
     """
 
@@ -117,16 +126,19 @@ class Agent:
         self._folder = Path(tempfile.mkdtemp(prefix="ensemble-node-"))
         self._launcher = LocalLauncher({})
         self._inventory = gpus.inventory()
-        own = {gpu.uuid for gpu in self._inventory.gpus}
-        others = [gpu for gpu in _gpus_of_ray(gpu_count) if gpu.uuid not in own]
-        self._held = tuple(replace(gpu, is_held=True) for gpu in others[: max(0, gpu_count - len(own))])
+        uuids = {gpu.uuid for gpu in self._inventory.gpus}
+        others = [gpu for gpu in _gpus_of_ray(gpu_count) if gpu.uuid not in uuids]
+        others = others[: max(0, gpu_count - len(uuids))]
+        self._gpus_of_others = tuple(replace(gpu, is_held=True) for gpu in others)
         self._workers: dict[int, _Worker] = {}
         self._lock = threading.RLock()
         self._states: dict[str, FileState] = {}
-        self._unwritten: dict[str, int] = {}  # bytes of each file that has begun to come
-        self._stillborn: dict[int, str] = {}  # workers that could not be started, and why
-        self._looked_at = 0.0
-        self._forgotten_at = math.inf
+        self._unwritten: dict[
+            str, int
+        ] = {}  # bytes that are left to come, of each file that has begun to come
+        self._not_started: dict[int, str] = {}  # why workers could not be started
+        self._memory_read_at = 0.0
+        self._forgotten_at = math.inf  # when the run has lost this node, unless it polls before
         self._is_over = threading.Event()
         _remove_after_this_process(self._folder)
         threading.Thread(target=self._end_with_node, args=(os.getppid(),), daemon=True).start()
@@ -138,7 +150,7 @@ class Agent:
             folder=str(self._folder),
             versions=versions(),
             inventory=self._inventory,
-            held=self._held,
+            gpus_of_others=self._gpus_of_others,
             cpus=len(os.sched_getaffinity(0)),
             total_bytes=total,
             used_bytes=max(0, total - available),
@@ -149,44 +161,51 @@ class Agent:
         """Try torch on these devices of the node."""
         return run_trials(devices, imports, host.available_memory_bytes(), flash_attention=flash_attention)
 
-    def pulse(self) -> None:
-        """Nothing; that it is answered says that this node is there."""
+    def ping(self) -> None:
+        """Do nothing: the answer says that this node is there."""
 
     # Files.
 
-    def place(self, path: str) -> str:
-        """Where a file of the run's machine is to lie here."""
+    def local_path(self, path: str) -> str:
+        """Return where a file of the run's machine is to be on this node."""
         # Without "..", which could lead out of the folder.
         return str(self._folder / "files" / os.path.normpath(path).lstrip("/"))
 
     def check(self, copies: Mapping[str, Copy]) -> dict[str, str]:
-        """Which of these files are not here as they are there, by their path there: "missing", or "another"."""
+        """Return which of these files of the run's machine this node does not have in the same path, and why.
+
+        Why is "missing", "another" (its content is another) or "unreadable".
+        """
         states = {path: file_state(path) for path in copies}
-        own, unread = dict[str, Copy](), set[str]()
+        node_copies: dict[str, Copy] = {}
+        unreadable: set[str] = set()
         try:
-            own = copies_of(copies)
-        except OSError:  # one that nobody may read; which one
+            node_copies = copies_of(copies)
+        except OSError:  # find out which files cannot be read
             for path in copies:
                 try:
-                    own |= copies_of([path])
+                    node_copies |= copies_of([path])
                 except OSError:
-                    unread.add(path)
-        found = {}
+                    unreadable.add(path)
+        reasons = {}
         for path, expected in copies.items():
-            if path not in own:
-                found[path] = "unreadable" if path in unread else "missing"
-            elif own[path] != expected:
-                found[path] = "another"
-            elif (state := states[path]) is not None:
+            state = states[path]
+            if path in unreadable:
+                reasons[path] = "unreadable"
+            elif path not in node_copies:
+                reasons[path] = "missing"
+            elif node_copies[path] != expected:
+                reasons[path] = "another"
+            elif state is not None:
                 self._states[path] = state
-        return found
+        return reasons
 
-    def lacks(self, files: Collection[HubFile]) -> dict[HubFile, str]:
-        """Which of these are not in this node's cache of the hub, and do not come from there; why."""
-        # Not before the variables of this process are those that the workers will have.
+    def missing_hub_files(self, files: Collection[HubFile]) -> dict[HubFile, str]:
+        """Download files of the hub that are not in this node's cache; return those that fail, and why."""
+        # Imported once the variables of this process are those that the workers will have.
         from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
-        found = {}
+        reasons = {}
         for file in files:
             folder, name, revision = file
             if isinstance(try_to_load_from_cache(folder, name, revision=revision), str):
@@ -194,17 +213,14 @@ class Agent:
             try:
                 hf_hub_download(folder, name, revision=revision, etag_timeout=_HUB_SECONDS)
             except Exception as error:  # the hub's errors share no base; each of them means "not to be had"
-                found[file] = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:200]
-        return found
+                first_line = (str(error).strip().splitlines() or [""])[0]
+                reasons[file] = f"{type(error).__name__}: {first_line}"[:200]
+        return reasons
 
     def write(self, pieces: Sequence[Piece]) -> str:
-        """Write parts of files of the run's machine, in any order.
-
-        Returns:
-            What went wrong; empty where nothing did.
-        """
+        """Write parts of files of the run's machine, in any order; return what went wrong, or nothing ("")."""
         for piece in pieces:
-            target = Path(self.place(piece.path))
+            target = Path(self.local_path(piece.path))
             try:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 with os.fdopen(os.open(target, os.O_CREAT | os.O_RDWR, 0o600), "r+b") as file:
@@ -215,24 +231,25 @@ class Agent:
                     self._unwritten[piece.path] = left
                 if left:
                     continue
-                state, found = file_state(target), copy_of(target)
+                state = file_state(target)
+                written = copy_of(target)
             except OSError as error:
                 free = free_bytes(self._folder)
-                left_there = f", {gib(free)} free" if free is not None else ""
-                return f"{self._folder} cannot take {piece.path} ({error.strerror or error}{left_there})"
-            if found != piece.whole or state is None:
+                free_text = f", {gib(free)} free" if free is not None else ""
+                return f"{self._folder} cannot take {piece.path} ({error.strerror or error}{free_text})"
+            if written != piece.whole or state is None:
                 return f"{piece.path} is not in {self._folder} as it was when the run began"
             self._states[str(target)] = state
         return ""
 
     def link(self, paths: Sequence[str]) -> str:
-        """Let files that are here as they are there stand beside those that were written; what went wrong."""
+        """Link files that this node has already beside those that were written; return what went wrong, or ""."""
         for path in paths:
-            target = Path(self.place(path))
+            target = Path(self.local_path(path))
             try:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.symlink_to(path)
-            except FileExistsError:  # of another member
+            except FileExistsError:  # another member has the same file
                 pass
             except OSError as error:
                 return f"{self._folder} cannot take {path} ({error.strerror or error})"
@@ -243,29 +260,29 @@ class Agent:
     # Workers.
 
     def start(self, number: int, start: WorkerStart, paths: Mapping[str, str], search: Sequence[str]) -> None:
-        """Start a worker; one that cannot be started says so as others do that fail.
+        """Start a worker; that it could not be started is an event of the worker's, like other failures.
 
         Args:
-            start: as the run's machine has it, with the paths there.
-            paths: those of its texts that are paths of the run's machine, and what they are here.
-            search: folders here in which its modules are, too.
+            start: with the paths of the run's machine.
+            paths: texts in ``start`` that are paths of the run's machine, and their paths here.
+            search: folders here that hold more modules of the worker.
         """
         common = start.command.spec.common
         shards = self._folder / "shards" / str(number)
         files = {paths.get(path, path) for path in common.files}
-        here = replace(
+        local_common = replace(
             common,
-            table_path=self.place(common.table_path),
-            order_path=self.place(common.order_path),
+            table_path=self.local_path(common.table_path),
+            order_path=self.local_path(common.order_path),
             shards_dir=str(shards),
             files={path: self._states[path] for path in files if path in self._states},
         )
         settings = with_paths(start.command.spec.settings, paths)
-        spec = WorkerSpec(here, start.command.spec.kind, settings)
+        spec = WorkerSpec(local_common, start.command.spec.kind, settings)
         environment = dict(start.environment)
         if search:
-            known = python_environment().get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, (known, *search)))
+            folders = python_environment().get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, (folders, *search)))
         log = self._folder / f"worker-{number}.log"
         command = replace(start.command, spec=spec)
         try:
@@ -273,31 +290,32 @@ class Agent:
             process = self._launcher.start(replace(start, command=command, environment=environment, log=log))
         except OSError as error:
             with self._lock:
-                self._stillborn[number] = f"it could not be started on its node ({error})"
+                self._not_started[number] = f"it could not be started on its node ({error})"
             return
         with self._lock:
             self._workers[number] = _Worker(process, log, shards)
 
     def send(self, number: int, command: Command) -> None:
         with self._lock:
-            if (worker := self._workers.get(number)) is not None:
-                worker.process.send(command)
+            if number in self._workers:
+                self._workers[number].process.send(command)
 
     def terminate(self, number: int) -> None:
         with self._lock:
-            if (worker := self._workers.get(number)) is not None:
-                worker.process.terminate()
+            if number in self._workers:
+                self._workers[number].process.terminate()
 
     def abort(self, number: int) -> None:
         with self._lock:
-            if (worker := self._workers.get(number)) is not None:
-                worker.process.abort()
+            if number in self._workers:
+                self._workers[number].process.abort()
 
     def close(self, number: int) -> Ended:
         """End what still runs of a worker, with all that it started."""
         with self._lock:
-            if (worker := self._workers.pop(number, None)) is None:
-                return Ended(Exit(1, "could not be started"), b"")
+            worker = self._workers.pop(number, None)
+        if worker is None:
+            return Ended(Exit(1, "could not be started"), b"")
         exit_ = worker.process.close()
         printed = self._printed(worker)
         shutil.rmtree(worker.shards, ignore_errors=True)
@@ -305,10 +323,10 @@ class Agent:
         return Ended(exit_, printed)
 
     def poll(self, seconds: float, forgotten_seconds: float) -> Batch:
-        """What has happened; waits so long for something to happen.
+        """Wait up to ``seconds`` for something to happen, and return what has happened.
 
         Args:
-            forgotten_seconds: if nobody asks again within them, the run has lost this node, or has ended.
+            forgotten_seconds: after which the run has lost this node, or has ended, unless it polls again.
         """
         self._forgotten_at = math.inf
         try:
@@ -320,37 +338,41 @@ class Agent:
         batch = Batch()
         with self._lock:
             workers = dict(self._workers)
-            stillborn, self._stillborn = self._stillborn, {}
-        for number, text in stillborn.items():
+            not_started, self._not_started = self._not_started, {}
+        for number, text in not_started.items():
             batch.events.append((number, Failed("OSError", text, "", can_retry=True)))
             batch.exited.add(number)
         handles = {worker.process: number for number, worker in workers.items() if worker.process.is_open}
-        if stillborn:
+        if not_started:
             seconds = 0.0
         if handles:
-            self._launcher.wait([*handles], seconds)
+            self._launcher.wait(list(handles), seconds)
         else:
             time.sleep(seconds)
         for number, worker in workers.items():
             with self._lock:
                 if number in self._workers:
-                    self._hear(number, worker, batch)
-        uuids = [device.uuid for device in (*self._inventory.gpus, *self._held)]
+                    self._receive(number, worker, batch)
+        uuids = [device.uuid for device in (*self._inventory.gpus, *self._gpus_of_others)]
         now = time.monotonic()
-        if now - self._looked_at >= _LOOK_SECONDS:
-            self._looked_at = now
-            batch.used_bytes, batch.telemetry = gpus.used_memory(uuids), gpus.telemetry(uuids)
+        if now - self._memory_read_at >= _MEMORY_SECONDS:
+            self._memory_read_at = now
+            batch.used_bytes = gpus.used_memory(uuids)
+            batch.telemetry = gpus.telemetry(uuids)
             batch.available_bytes = host.available_memory_bytes()
         return batch
 
-    def _hear(self, number: int, worker: _Worker, batch: Batch) -> None:
-        if not worker.is_known:
-            worker.is_known, batch.pids[number] = True, worker.process.pid
+    def _receive(self, number: int, worker: _Worker, batch: Batch) -> None:
+        """Add to a batch what has happened to a worker."""
+        if not worker.is_pid_sent:
+            worker.is_pid_sent = True
+            batch.pids[number] = worker.process.pid
         has_exited = worker.process.has_exited()
         try:
             events = worker.process.receive()
         except ProtocolError as error:
-            events, batch.broken[number] = [], str(error)
+            events = []
+            batch.broken[number] = str(error)
         for event in events:
             if isinstance(event, ChunkDone):
                 shard = worker.shards / event.shard
@@ -360,12 +382,14 @@ class Agent:
                 except OSError as error:
                     batch.broken[number] = f"{shard} cannot be read ({error.strerror})"
             batch.events.append((number, event))
-        if text := self._printed(worker):
-            batch.logs.append((number, text))
+        printed = self._printed(worker)
+        if printed:
+            batch.logs.append((number, printed))
         if has_exited:
             batch.exited.add(number)
 
     def _printed(self, worker: _Worker) -> bytes:
+        """Return what a worker has printed since the last call, up to a limit."""
         with contextlib.suppress(OSError), worker.log.open("rb") as file:
             file.seek(worker.printed)
             text = file.read(_LOG_BYTES)
@@ -374,7 +398,7 @@ class Agent:
         return b""
 
     def _end_with_node(self, raylet: int) -> None:
-        """End with the process that has started this one, which Ray leaves to itself where that was killed."""
+        """End with the raylet that has started this process: Ray does not end it if the raylet was killed."""
         while os.getppid() == raylet and time.monotonic() < self._forgotten_at:
             if self._is_over.wait(_WATCH_SECONDS):
                 time.sleep(_LEAVE_SECONDS)
@@ -383,40 +407,41 @@ class Agent:
         os._exit(1)
 
     def end(self) -> None:
-        """The run is over: nothing of it stays on this node."""
+        """End all workers, and remove everything that the run has on this node."""
         with self._lock:
             for number in list(self._workers):
                 self.close(number)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def leave(self) -> None:
-        """The same; and this process ends by itself if Ray does not end it."""
+        """Do the same, and end this process soon if Ray does not."""
         self.end()
         self._is_over.set()
 
 
 class Holder:
-    """Has a GPU of which the agent could not have been given: it is kept for the run as long as this lives."""
+    """Keeps a GPU for the run that another run had when the agent started, as long as this actor lives."""
 
     def uuids(self) -> tuple[str, ...]:
         return tuple(gpu.uuid for gpu in gpus.inventory().gpus)
 
 
 def _gpus_of_ray(count: int) -> tuple[Device, ...]:
-    """The GPUs of this node that Ray knows, whoever has them: as many of those that the raylet sees."""
+    """Return the GPUs of this node that Ray manages, whoever has them: the first that the raylet sees."""
     visible = {}
     with contextlib.suppress(OSError):
         pairs = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
         variables = dict(pair.decode(errors="replace").partition("=")[::2] for pair in pairs)
-        visible = {name: variables[name] for name in ("CUDA_VISIBLE_DEVICES",) if name in variables}
+        if "CUDA_VISIBLE_DEVICES" in variables:
+            visible["CUDA_VISIBLE_DEVICES"] = variables["CUDA_VISIBLE_DEVICES"]
     return gpus.inventory(visible).gpus[:count]
 
 
 def _remove_after_this_process(folder: Path) -> None:
-    """Have a folder removed once this process has ended, however it does: Ray ends it without a word."""
-    read_end, _ = os.pipe()  # the other one closes with this process
-    # Not its child, which Ray may end as well; and once more for what workers still wrote that were about to end.
-    # Where the agent itself has removed it, they have all ended.
+    """Have a folder removed once this process has ended, in whatever way: Ray can kill it."""
+    read_end, _ = os.pipe()  # the write end closes with this process
+    # In the background, as Ray may end children of this process, too; and twice, as workers that are about to end
+    # may still write.  If the agent itself has removed the folder, all workers have ended.
     script = (
         "exec 3<&0 >/dev/null 2>&1; "
         '(read -r line <&3; [ -e "$1" ] || exit 0; sleep 1; rm -rf -- "$1"; sleep 5; rm -rf -- "$1") &'
@@ -428,9 +453,9 @@ def _remove_after_this_process(folder: Path) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Those of Python and of ``SAME_PACKAGES`` here, by name."""
-    found = {"python": platform.python_version()}
+    """Return the versions of Python and of ``SAME_PACKAGES`` here, by name."""
+    installed = {"python": platform.python_version()}
     for name in SAME_PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            installed[name] = importlib.metadata.version(name)
+    return installed

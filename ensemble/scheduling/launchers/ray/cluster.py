@@ -1,4 +1,4 @@
-"""The connection to a Ray cluster: found or said to be missing within seconds, and quiet."""
+"""The connection to a Ray cluster: made quietly, or refused within seconds."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ from ray.exceptions import RayError
 from ensemble.common.errors import DeviceError
 
 _ANSWER_SECONDS = 5.0
-# HTTP/2 (RFC 9113, 3.4), which gRPC is: a client begins with this and a SETTINGS frame, here an empty one; so does
-# the server, with the frame alone.
+# gRPC is HTTP/2 (RFC 9113, 3.4): a client begins with this preface and a SETTINGS frame, here an empty one; the
+# server begins with a SETTINGS frame.
 _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-_TYPE_AT, _SETTINGS = 3, 4  # in the frame
+# Where the type of a frame is, and the type SETTINGS.
+_TYPE_AT = 3
+_SETTINGS_TYPE = 4
 _ADVICE = (
     "start one with ray start --head, or name another (launcher: {ray: {address: HOST:PORT}}, or RAY_ADDRESS)"
 )
-ray: Any = ray_module  # its types are of many versions
+ray: Any = ray_module  # its types differ between versions
 
 
 def address_problem(address: str) -> str:
-    """What is wrong with how an address is written; empty where nothing is."""
+    """Return what is wrong with how an address is written; empty where nothing is."""
     if address.startswith("ray://"):
         return (
             f"{address} is for Ray's client, which is not used here; give the cluster's own address, such as "
@@ -43,36 +45,39 @@ def address_problem(address: str) -> str:
 
 
 def connect(address: str, namespace: str) -> bool:
-    """Connect this process to the cluster at an address, unless it is connected to one; whether it was not.
+    """Connect this process to the cluster at an address, unless it is connected to one.
+
+    Returns:
+        Whether this call has connected it.
 
     Raises:
-        DeviceError: there is none, or this machine cannot take part in it.
+        DeviceError: there is no cluster, or this machine cannot take part in it.
     """
     where = f"at {address}" if address != "auto" else "on this machine (address: auto)"
     try:
         if ray.is_initialized():
-            found = str(ray.get_runtime_context().gcs_address)
+            head = str(ray.get_runtime_context().gcs_address)
         else:
-            found = _found_address() if address == "auto" else address
-        reason = silence(found, _ANSWER_SECONDS)
-    except OSError:  # Ray's own of no cluster is a ConnectionError
-        found, reason = "", "none is running"
+            head = _found_address() if address == "auto" else address
+        reason = silence(head, _ANSWER_SECONDS)
+    except OSError:  # where there is no cluster, Ray raises a ConnectionError
+        head, reason = "", "none is running"
     if reason:
-        at = f"{found}: " if address == "auto" and found else ""
+        at = f"{head}: " if address == "auto" and head else ""
         raise DeviceError(f"launcher.ray: no Ray cluster {where} ({at}{reason}); {_ADVICE}")
     if ray.is_initialized():
         return False
     try:
         with _own_handlers():
-            # As it was given: of "auto" alone Ray itself sees whether the cluster wants a token.
+            # Not the address that was found: for "auto" alone Ray sees whether the cluster wants a token.
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace=namespace)
     except (RayError, OSError, RuntimeError, ValueError, AssertionError, SystemExit) as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise DeviceError(
-            f"launcher.ray: the Ray cluster {where} cannot be used from here ({first}); this machine must be a "
-            f"node of it (ray start --address={found}), with the same versions of Ray and Python"
+            f"launcher.ray: the Ray cluster {where} cannot be used from here ({first_line}); this machine must be "
+            f"a node of it (ray start --address={head}), with the same versions of Ray and Python"
         ) from error
-    # What Ray would print of workers that died, in between of ours: there is no public switch for it.
+    # Ray would print lines about workers that died among those of this program: there is no public switch for it.
     with contextlib.suppress(Exception):
         worker: Any = importlib.import_module("ray._private.worker")
         worker._worker_logs_enabled = False
@@ -80,30 +85,36 @@ def connect(address: str, namespace: str) -> bool:
 
 
 def silence(address: str, seconds: float) -> str:
-    """Why nothing that may be a cluster's head answers at an address within so long; empty where it does.
+    """Return why no cluster's head answers at an address within so long; empty where one may.
 
-    Ray itself asks for half a minute and more, and says so in lines of its own; one that is stopped, for good.
+    Ray itself would wait half a minute and more and print lines of its own; for a stopped head it waits forever.
     """
     host, _, port = address.rpartition(":")
     frame = b""
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), seconds) as line:
+        with socket.create_connection((host.strip("[]"), int(port)), seconds) as connection:
             if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
                 return ""
-            line.sendall(_GREETING)
-            while len(frame) <= _TYPE_AT and (some := line.recv(_TYPE_AT + 1)):
-                frame += some
+            connection.sendall(_GREETING)
+            while len(frame) <= _TYPE_AT:
+                received = connection.recv(_TYPE_AT + 1)
+                if not received:
+                    break
+                frame += received
     except (OSError, ValueError) as error:
         return getattr(error, "strerror", None) or "no answer"
-    return "" if frame[_TYPE_AT:] == bytes((_SETTINGS,)) else "what answers there is not Ray"
+    return "" if frame[_TYPE_AT:] == bytes((_SETTINGS_TYPE,)) else "what answers there is not Ray"
 
 
 def has_raylet_ended() -> bool:
-    """Whether the raylet that connects this process to the cluster has ended: nothing listens at its socket."""
+    """Return whether the raylet that connects this process to the cluster has ended.
+
+    Nothing listens at its socket then.
+    """
     try:
         worker: Any = importlib.import_module("ray._private.worker")
-        with socket.socket(socket.AF_UNIX) as line:
-            line.connect(str(worker.global_worker.node.raylet_socket_name))
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(worker.global_worker.node.raylet_socket_name))
     except (ConnectionRefusedError, FileNotFoundError):
         return True
     except (AttributeError, OSError):  # another release of Ray may name it otherwise: not known
@@ -112,15 +123,15 @@ def has_raylet_ended() -> bool:
 
 
 def _found_address() -> str:
-    """That of the cluster of this machine; raises ConnectionError where there is none."""
-    # Where it ended with a power cut, Ray finds the one that was, and there is no public way to ask which.
+    """Return the address of this machine's cluster; raises ConnectionError where there is none."""
+    # After a power cut Ray finds the cluster that was, and there is no public way to ask which.
     services: Any = importlib.import_module("ray._private.services")
     return str(services.get_ray_address_from_environment("auto", None))
 
 
 @contextlib.contextmanager
 def _own_handlers() -> Iterator[None]:
-    """Signals are this process's own matter: Ray handles SIGTERM with an exit code of its own."""
+    """Keep this process's handler of SIGTERM: Ray sets one that ends it with another exit code."""
     handler = signal.getsignal(signal.SIGTERM)
     try:
         yield

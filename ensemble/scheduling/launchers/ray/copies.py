@@ -1,4 +1,4 @@
-"""Files that nodes need: what tells one copy from another, and which of a member's strings are paths of them."""
+"""Files that nodes need: how copies are compared, and which of a member's texts are paths of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Of a larger file so many samples of this size tell it from another.
+# A larger file is compared by so many samples of this size.
 _SAMPLE_BYTES = 1 << 20
 _SAMPLES = 16
 _THREADS = 8
@@ -37,8 +37,8 @@ class Piece:
 
 
 def copy_of(path: str | Path) -> Copy:
-    """Raises OSError where it cannot be read."""
-    found = hashlib.blake2b(digest_size=32)
+    """Return what a file holds; raises OSError where it cannot be read."""
+    digest = hashlib.blake2b(digest_size=32)
     with open(path, "rb") as file:  # noqa: PTH123  takes text as it is
         size = os.fstat(file.fileno()).st_size
         if size <= _SAMPLES * _SAMPLE_BYTES:
@@ -49,44 +49,45 @@ def copy_of(path: str | Path) -> Copy:
             length = _SAMPLE_BYTES
         for start in starts:
             file.seek(start)
-            found.update(file.read(length))
-    return Copy(size, found.hexdigest())
+            digest.update(file.read(length))
+    return Copy(size, digest.hexdigest())
 
 
 def copies_of(paths: Iterable[str]) -> dict[str, Copy]:
-    """What these files hold, by path, each once; without those that are not there.
+    """Return what these files hold, by path, without files that do not exist.
 
     Raises:
-        OSError: one is there and cannot be read.
+        OSError: a file exists and cannot be read.
     """
 
-    def there(path: str) -> Copy | None:
+    def copy_if_exists(path: str) -> Copy | None:
         return copy_of(path) if os.path.isfile(path) else None  # noqa: PTH113
 
-    names = [*dict.fromkeys(paths)]
+    names = list(dict.fromkeys(paths))
     with ThreadPoolExecutor(_THREADS) as pool:  # hashlib lets other threads run while it hashes
-        found = zip(names, pool.map(there, names), strict=True)
-        return {path: copy for path, copy in found if copy is not None}
+        copies = zip(names, pool.map(copy_if_exists, names), strict=True)
+        return {path: copy for path, copy in copies if copy is not None}
 
 
-def packs(copies: Mapping[str, Copy], most_bytes: int) -> Iterator[list[Piece]]:
-    """All that these files hold, about so many bytes at a time: a part of a large one, or many small ones.
+def packs(copies: Mapping[str, Copy], max_bytes: int) -> Iterator[list[Piece]]:
+    """Yield all that these files hold, about ``max_bytes`` at a time: parts of large files, or many small ones.
 
     Raises:
-        OSError: one cannot be read.
+        OSError: a file cannot be read.
     """
-    pack, room = list[Piece](), most_bytes
+    pack: list[Piece] = []
+    left_bytes = max_bytes
     for path, whole in copies.items():
         offset = 0
         with open(path, "rb") as file:  # noqa: PTH123  takes text as it is
             while True:
-                data = file.read(min(room, whole.size - offset))
+                data = file.read(min(left_bytes, whole.size - offset))
                 pack.append(Piece(path, offset, data, whole))
                 offset += len(data)
-                room -= len(data) + _FILE_BYTES
-                if room <= 0:
+                left_bytes -= len(data) + _FILE_BYTES
+                if left_bytes <= 0:
                     yield pack
-                    pack, room = [], most_bytes
+                    pack, left_bytes = [], max_bytes
                 if offset == whole.size:
                     break
                 if not data:
@@ -96,9 +97,9 @@ def packs(copies: Mapping[str, Copy], most_bytes: int) -> Iterator[list[Piece]]:
 
 
 def files_of(source: str) -> Iterator[Path]:
-    """The files that a member's source is made of, by absolute path: its own, or all those below it.
+    """Yield the files of a member's source by absolute path: the file itself, or all files below a folder.
 
-    Not those below folders that are hidden, such as .git and .cache.
+    Hidden folders, such as .git and .cache, are left out.
     """
     path = Path(source).absolute()
     if path.is_file():
@@ -107,19 +108,22 @@ def files_of(source: str) -> Iterator[Path]:
         for folder, folders, names in os.walk(path, followlinks=True):
             folders[:] = sorted(name for name in folders if not name.startswith("."))
             for name in sorted(names):
-                if (file := Path(folder, name)).is_file():
+                file = Path(folder, name)
+                if file.is_file():
                     yield file
 
 
 def with_paths(value: Any, paths: Mapping[str, str]) -> Any:
-    """The same value with other paths, wherever one of these texts stands by itself.
+    """Return the value with these texts replaced wherever one stands by itself.
 
-    In lists only texts with a slash: there are columns that are called as some file is.
+    In lists only texts with a slash are replaced: a column can have the name of a file.
     """
     if isinstance(value, str):
         return paths.get(value, value)
     if isinstance(value, Mapping):
         return {key: with_paths(item, paths) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [one if isinstance(one, str) and "/" not in one else with_paths(one, paths) for one in value]
+        return [
+            item if isinstance(item, str) and "/" not in item else with_paths(item, paths) for item in value
+        ]
     return value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ray.exceptions import GetTimeoutError, RayActorError
 
@@ -12,31 +12,33 @@ from ensemble.common.gpus import Device, Telemetry
 from ensemble.scheduling.launchers.ray.agent import NodeFacts, versions
 from ensemble.scheduling.launchers.ray.copies import Copy
 
-if TYPE_CHECKING:
-    from ensemble.scheduling.launchers.ray.worker import RayWorker
-
 
 @dataclass(eq=False)
 class ClusterNode:
     """A node that takes part.
 
-    ``own_copies`` are the members whose files the run has brought there; ``known`` is what it has said of members'
-    sources, as these were then: they are looked at once, not those that rows name.
+    Attributes:
+        poll: the object reference of the agent's next batch; None: it was not asked for.
+        polled_at: when it was asked for, by the launcher's watch.
+        uuids_of_others: GPUs of the node that Ray has given to others.
+        holders: actors that wait for these GPUs, by the references of what they will answer.
+        supplied_members: members whose files the run has sent to the node.
+        checked_files: what is wrong with each file of members' sources there, or nothing (""), as checked once.
+        why_lost: empty while the node is there.
     """
 
     name: str
     agent: Any
     facts: NodeFacts
-    poll: Any = None  # the object reference of what it will say next
-    asked_at: float = 0.0  # for it, by the launcher's watch
-    workers: dict[int, RayWorker] = field(default_factory=dict)
+    poll: Any = None
+    polled_at: float = 0.0
     used_bytes: Mapping[str, int | None] = field(default_factory=dict)
     telemetry: Mapping[str, Telemetry | None] = field(default_factory=dict)
     available_bytes: int | None = None
-    held: set[str] = field(default_factory=set)  # GPUs of it that others have, by UUID
-    holders: dict[Any, Any] = field(default_factory=dict)  # that wait for these, by what they will answer
-    own_copies: set[str] = field(default_factory=set)
-    known: dict[tuple[str, Copy], str] = field(default_factory=dict)
+    uuids_of_others: set[str] = field(default_factory=set)
+    holders: dict[Any, Any] = field(default_factory=dict)
+    supplied_members: set[str] = field(default_factory=set)
+    checked_files: dict[tuple[str, Copy], str] = field(default_factory=dict)
     why_lost: str = ""
 
     @property
@@ -47,22 +49,19 @@ class ClusterNode:
     def cpu(self) -> Device:
         return Device("cpu", "CPU", None, self.facts.total_bytes, self.facts.used_bytes, self.name)
 
-    @property
-    def cpu_workers(self) -> int:
-        return sum(not worker.devices for worker in self.workers.values())
-
     def call_files(self, name: str, argument: Any) -> Any:
+        """Call a method of the agent that handles files, and return the reference of its result."""
         return getattr(self.agent, name).options(concurrency_group="files").remote(argument)
 
 
 def version_problems(nodes: Iterable[ClusterNode]) -> Iterator[str]:
-    """What speaks against nodes with other versions than this machine's."""
-    own = versions()
+    """Yield what speaks against nodes with other versions than this machine's."""
+    required = versions()
     for node in nodes:
-        for name, version in own.items():
-            found = node.facts.versions.get(name)
-            if found is None or (name != "python" and found != version):
-                what = f"has {name} {found}" if found else f"has no {name}"
+        for name, version in required.items():
+            node_version = node.facts.versions.get(name)
+            if node_version is None or (name != "python" and node_version != version):
+                what = f"has {name} {node_version}" if node_version else f"has no {name}"
                 yield (
                     f"launcher.ray: {node.label} {what}, and this machine {version}; install the same everywhere, "
                     "or let launcher.ray.runtime_env do it"
@@ -70,7 +69,7 @@ def version_problems(nodes: Iterable[ClusterNode]) -> Iterator[str]:
 
 
 def in_short(error: BaseException) -> str:
-    """What has happened to a node, by Ray's error, in a few words."""
+    """Return what has happened to a node, by Ray's error, in a few words."""
     if isinstance(error, RayActorError):
         return "its agent has died"
     if isinstance(error, GetTimeoutError):

@@ -1,4 +1,4 @@
-"""Which files nodes lack, what speaks against that, and how they get them."""
+"""Which files nodes lack, why members cannot run there, and how nodes get files."""
 
 from __future__ import annotations
 
@@ -21,40 +21,55 @@ from ensemble.scheduling.launchers.ray.nodes import ClusterNode
 # Files go to nodes in packs of this size, so many of them at the same time.
 _PACK_BYTES = 16 << 20
 _PACKS_AHEAD = 4
-# Of files that rows name, looked for on nodes at a time.
-_CHECKED = 20_000
+# How many files nodes check at a time: rows can name very many.
+_CHECKED_AT_A_TIME = 20_000
 _MAKE_ROOM = (
     "make room there, or name a larger disk (launcher: {ray: {runtime_env: {env_vars: {TMPDIR: ...}}}})"
 )
-# Takes what each node was asked; gives each answer as it comes, or why there is none.
-Answers: TypeAlias = Callable[[Mapping[ClusterNode, Any]], Iterator[tuple[ClusterNode, Any, str]]]
+# A node, its answer, and why there is none.
+Answer: TypeAlias = tuple[ClusterNode, Any, str]
+# Takes the reference of each node's answer; yields answers as they come.
+Answers: TypeAlias = Callable[[Mapping[ClusterNode, Any]], Iterator[Answer]]
 
 
 @dataclass
 class Supplied:
-    """How nodes got their files: what some cannot have, and why some do not answer any more."""
+    """How nodes got their files.
+
+    Attributes:
+        problems: why a node cannot have all of its files.
+        silent: why a node does not answer any more.
+    """
 
     problems: dict[ClusterNode, list[str]] = field(default_factory=dict)
     silent: dict[ClusterNode, str] = field(default_factory=dict)
 
-    def of(self, node: ClusterNode) -> list[str]:
-        return [*self.problems.get(node, ()), *([self.silent[node]] if node in self.silent else ())]
+    def add_problem(self, node: ClusterNode, problem: str) -> None:
+        self.problems.setdefault(node, []).append(problem)
 
-    def well(self, nodes: Iterable[ClusterNode]) -> list[ClusterNode]:
+    def problems_of(self, node: ClusterNode) -> list[str]:
+        problems = list(self.problems.get(node, ()))
+        if node in self.silent:
+            problems.append(self.silent[node])
+        return problems
+
+    def usable(self, nodes: Iterable[ClusterNode]) -> list[ClusterNode]:
+        """Return the nodes that answer and have no problem."""
         return [node for node in nodes if node not in self.silent and node not in self.problems]
 
-    def heard(self, answers: Iterable[tuple[ClusterNode, Any, str]]) -> Iterator[tuple[ClusterNode, Any]]:
+    def answered(self, answers: Iterable[Answer]) -> Iterator[tuple[ClusterNode, Any]]:
+        """Yield the answers; note nodes that do not answer."""
         for node, answer, why in answers:
             if why:
                 self.silent[node] = why
             else:
                 yield node, answer
 
-    def take(self, answers: Iterable[tuple[ClusterNode, Any, str]]) -> None:
-        """What nodes answer to files that they get."""
-        for node, problem in self.heard(answers):
+    def note_written(self, answers: Iterable[Answer]) -> None:
+        """Note the problems that nodes have with files that they were sent."""
+        for node, problem in self.answered(answers):
             if problem and node not in self.problems:
-                self.problems[node] = [f"{node.label}: {problem}; {_MAKE_ROOM}"]
+                self.add_problem(node, f"{node.label}: {problem}; {_MAKE_ROOM}")
 
 
 class Supply:
@@ -74,109 +89,121 @@ class Supply:
         self._tables: Mapping[str, Copy] = {}
 
     def read(self, members: Mapping[str, MemberFiles]) -> None:
-        """Look at the files of these members, and no others from now on.
+        """Read the files of these members, which are the only ones from now on.
 
         Raises:
             CheckpointError: one cannot be read.
         """
         self.members = members
+        tables = []
+        for member in members.values():
+            tables += [member.spec.common.table_path, member.spec.common.order_path]
         try:
-            self._copies = {name: copies_of(_files_of(one)) for name, one in members.items()}
-            common = [one.spec.common for one in members.values()]
-            self._tables = copies_of(path for one in common for path in (one.table_path, one.order_path))
+            self._copies = {name: copies_of(_files_of(member)) for name, member in members.items()}
+            self._tables = copies_of(tables)
         except OSError as error:
             raise CheckpointError(unreadable(error.filename or "", error)) from error
 
     def lacking(self, nodes: Sequence[ClusterNode], supplied: Supplied) -> dict[ClusterNode, dict[str, str]]:
-        """What speaks against members on nodes that cannot have something of the hub, by their names."""
-        wanted = sorted({one for files in self.hub_files.values() for one in files}, key=repr)
-        asked = {node: node.call_files("lacks", wanted) for node in nodes if wanted}
-        return {
-            node: {
-                name: f"{name}: {one.folder} is not in the hub's cache on {node.label}, and does not come from the "
-                f"hub there ({lacks[one]}); run hf download {one.folder} there, or name a folder"
-                for name, files in self.hub_files.items()
-                for one in files
-                if one in lacks
-            }
-            for node, lacks in supplied.heard(self._answers(asked))
-        }
+        """Return by node why members cannot run there that need something of the hub, by their names."""
+        hub_files = sorted({file for files in self.hub_files.values() for file in files}, key=repr)
+        requests = {}
+        if hub_files:
+            requests = {node: node.call_files("missing_hub_files", hub_files) for node in nodes}
+        problems: dict[ClusterNode, dict[str, str]] = {}
+        for node, missing in supplied.answered(self._answers(requests)):
+            problems[node] = {}
+            for name, files in self.hub_files.items():
+                for file in files:
+                    if file in missing:
+                        problems[node][name] = (
+                            f"{name}: {file.folder} is not in the hub's cache on {node.label}, and does not come "
+                            f"from the hub there ({missing[file]}); run hf download {file.folder} there, or name "
+                            "a folder"
+                        )
+        return problems
 
     def unfit(
         self, copies: Mapping[str, Copy], nodes: Sequence[ClusterNode], supplied: Supplied
     ) -> dict[ClusterNode, dict[str, str]]:
-        """Which of these files nodes have not as they are here."""
-        found: dict[ClusterNode, dict[str, str]] = {node: {} for node in nodes}
-        for start in range(0, len(copies), _CHECKED):
-            some, asked = dict(islice(copies.items(), start, start + _CHECKED)), dict[ClusterNode, Any]()
-            reference = ray.put(some)
-            for node in supplied.well(nodes):
-                if some.items() <= node.known.keys():
-                    found[node] |= {
-                        path: what for path, copy in some.items() if (what := node.known[path, copy])
-                    }
+        """Return by node which of these files it does not have as they are here, and why (see ``Agent.check``)."""
+        unfit: dict[ClusterNode, dict[str, str]] = {node: {} for node in nodes}
+        for start in range(0, len(copies), _CHECKED_AT_A_TIME):
+            part = dict(islice(copies.items(), start, start + _CHECKED_AT_A_TIME))
+            reference = ray.put(part)
+            requests: dict[ClusterNode, Any] = {}
+            for node in supplied.usable(nodes):
+                if part.items() <= node.checked_files.keys():
+                    reasons = {path: node.checked_files[path, copy] for path, copy in part.items()}
+                    unfit[node] |= {path: reason for path, reason in reasons.items() if reason}
                 else:
-                    asked[node] = node.call_files("check", reference)
-            for node, unfit in supplied.heard(self._answers(asked)):
-                found[node] |= unfit
-        return {node: found[node] for node in supplied.well(nodes)}
+                    requests[node] = node.call_files("check", reference)
+            for node, reasons in supplied.answered(self._answers(requests)):
+                unfit[node] |= reasons
+        return {node: unfit[node] for node in supplied.usable(nodes)}
 
-    def give(self, nodes: Sequence[ClusterNode], is_late: bool = False) -> Supplied:
-        """Give nodes all that their workers will read, side by side.
+    def deliver(self, nodes: Sequence[ClusterNode], is_late: bool = False) -> Supplied:
+        """Send nodes all that their workers will read, side by side.
 
         Args:
-            is_late: some may go without; else nothing is sent where one cannot have all.
+            is_late: some nodes may go without; else nothing is sent where one cannot have all.
         """
-        supplied, wanted = Supplied(), dict[str, list[ClusterNode]]()
-        wanted |= {path: [*nodes] for path in self._tables}
-        whole = dict(self._tables)
-        for name, copies in self._copies.items():
-            found = self.unfit(copies, supplied.well(nodes), supplied)
-            for node in supplied.well(found):
-                if problem := self.problem(name, node, found[node]):
-                    supplied.problems.setdefault(node, []).append(problem)
-                elif missing := found[node]:
-                    node.own_copies.add(name)
-                    for path in missing:
-                        if node not in wanted.setdefault(path, []):
-                            wanted[path].append(node)
-                    whole |= {path: copies[path] for path in missing}
-                    if there := [path for path in copies if path not in missing]:
-                        supplied.take(self._answers({node: node.call_files("link", there)}))
+        supplied = Supplied()
+        copies = dict(self._tables)
+        receivers: dict[str, list[ClusterNode]] = {path: list(nodes) for path in self._tables}
+        for name, member_copies in self._copies.items():
+            unfit = self.unfit(member_copies, supplied.usable(nodes), supplied)
+            for node in supplied.usable(unfit):
+                missing = unfit[node]
+                problem = self.problem(name, node, missing)
+                if problem:
+                    supplied.add_problem(node, problem)
+                    continue
+                if not missing:
+                    continue
+                node.supplied_members.add(name)
+                for path in missing:
+                    copies[path] = member_copies[path]
+                    if node not in receivers.setdefault(path, []):
+                        receivers[path].append(node)
+                present = [path for path in member_copies if path not in missing]
+                if present:
+                    supplied.note_written(self._answers({node: node.call_files("link", present)}))
         for node in nodes:
-            size = sum(whole[path].size for path, takers in wanted.items() if node in takers)
+            size = sum(copies[path].size for path, takers in receivers.items() if node in takers)
             free = node.facts.free_disk_bytes
             if free is not None and size > free:
-                supplied.problems.setdefault(node, []).append(
+                text = (
                     f"{node.label}: {gib(size)} of files are to go to {node.facts.folder}, where {gib(free)} are "
                     f"free; {_MAKE_ROOM}"
                 )
+                supplied.add_problem(node, text)
         if is_late or not supplied.problems:
-            self._ship(whole, wanted, supplied)
+            self._ship(copies, receivers, supplied)
         return supplied
 
-    def problem(self, name: str, node: ClusterNode, found: Mapping[str, str]) -> str:
-        """What speaks against a member on a node that has not all of its files as they are here."""
+    def problem(self, name: str, node: ClusterNode, unfit: Mapping[str, str]) -> str:
+        """Return why a member cannot run on a node that lacks these of its files; empty if it gets them."""
         first: dict[str, str] = {}
-        for path, what in found.items():
-            first.setdefault(what, path)
-        if path := first.get("another", ""):
+        for path, reason in unfit.items():
+            first.setdefault(reason, path)
+        if "another" in first:
             return (
-                f"{name}: {path} on {node.label} is not the file that is here; copy it again, or remove it there "
-                "and set launcher: {ray: {ship_models: true}}"
+                f"{name}: {first['another']} on {node.label} is not the file that is here; copy it again, or "
+                "remove it there and set launcher: {ray: {ship_models: true}}"
             )
-        if path := first.get("unreadable", ""):
-            return f"{name}: {path} on {node.label} cannot be read; allow it there"
-        if not (path := first.get("missing", "")):
+        if "unreadable" in first:
+            return f"{name}: {first['unreadable']} on {node.label} cannot be read; allow it there"
+        if "missing" not in first:
             return ""
         if not self.ships_models:
             return (
-                f"{name}: {path} is not on {node.label}; copy the folder to the same path there, or set launcher: "
-                "{ray: {ship_models: true}}"
+                f"{name}: {first['missing']} is not on {node.label}; copy the folder to the same path there, or "
+                "set launcher: {ray: {ship_models: true}}"
             )
         member = self.members[name]
         folders = [Path(source).absolute() for source in (*member.sources, member.row_folder) if source]
-        for path in found:
+        for path in unfit:
             if not any(Path(path).is_relative_to(folder) for folder in folders):
                 return (
                     f"{name}: {path}, which a row names, is not on {node.label}, and ship_models sends only files "
@@ -185,11 +212,14 @@ class Supply:
         return ""
 
     def _ship(
-        self, copies: Mapping[str, Copy], wanted: Mapping[str, Sequence[ClusterNode]], supplied: Supplied
+        self,
+        copies: Mapping[str, Copy],
+        receivers: Mapping[str, Sequence[ClusterNode]],
+        supplied: Supplied,
     ) -> None:
-        """Send files to the nodes that want them: what several want goes into the object store once."""
+        """Send files to nodes; a file for several nodes goes into the object store once."""
         groups: dict[tuple[ClusterNode, ...], dict[str, Copy]] = {}
-        for path, nodes in wanted.items():
+        for path, nodes in receivers.items():
             groups.setdefault(tuple(nodes), {})[path] = copies[path]
         under_way: deque[dict[ClusterNode, Any]] = deque()
 
@@ -198,15 +228,15 @@ class Supply:
                 for pack in packs(files, _PACK_BYTES):
                     reference = ray.put(pack)
                     under_way.append(
-                        {one: one.call_files("write", reference) for one in supplied.well(nodes)}
+                        {node: node.call_files("write", reference) for node in supplied.usable(nodes)}
                     )
                     del reference  # it is freed when the last of them has it
                     if len(under_way) >= _PACKS_AHEAD:
-                        supplied.take(self._answers(under_way.popleft()))
+                        supplied.note_written(self._answers(under_way.popleft()))
         except OSError as error:
             raise CheckpointError(f"a file changed while it was sent to nodes: {error}") from error
         while under_way:
-            supplied.take(self._answers(under_way.popleft()))
+            supplied.note_written(self._answers(under_way.popleft()))
 
 
 def _files_of(member: MemberFiles) -> Iterator[str]:
@@ -216,14 +246,16 @@ def _files_of(member: MemberFiles) -> Iterator[str]:
 
 
 def paths_of(member: MemberFiles, root: str) -> dict[str, str]:
-    """What a member's texts become that are paths of this machine, on a node.
+    """Return the texts of a member that are paths of this machine, with their paths on a node.
 
     Args:
-        root: the folder there that stands for this machine's; empty: the same paths.
+        root: the folder on the node that stands for this machine's root; empty: the paths are the same.
     """
     names = [str(file) for source in member.sources for file in files_of(source)]
     names += [source for source in member.sources if Path(source).exists()]
-    paths = {member.row_folder: root + os.path.abspath(member.row_folder)} if member.row_folder else {}  # noqa: PTH100
+    paths = {}
+    if member.row_folder:
+        paths[member.row_folder] = root + os.path.abspath(member.row_folder)  # noqa: PTH100
     for name in names:
         absolute = os.path.abspath(name)  # noqa: PTH100  also without ".."
         paths |= dict.fromkeys((name, absolute, os.path.relpath(absolute)), root + absolute)
@@ -231,8 +263,8 @@ def paths_of(member: MemberFiles, root: str) -> dict[str, str]:
 
 
 def import_folders(member: MemberFiles, root: str) -> list[str]:
-    """Of the folders that PYTHONPATH names here, those that hold a member's files; on a node."""
+    """Return the folders of this machine's PYTHONPATH that hold a member's files, by their paths on a node."""
     files = [Path(source).absolute() for source in member.sources if Path(source).is_file()]
-    named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    folders = [os.path.abspath(folder) for folder in named if folder]  # noqa: PTH100
-    return [root + one for one in folders if any(file.is_relative_to(one) for file in files)]
+    entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    folders = [os.path.abspath(entry) for entry in entries if entry]  # noqa: PTH100
+    return [root + folder for folder in folders if any(file.is_relative_to(folder) for file in files)]

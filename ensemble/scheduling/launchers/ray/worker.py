@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from ray.exceptions import RayError
+from typing import Any
 
 from ensemble.common.files import open_log
 from ensemble.common.protocol import Command, Event, ProtocolError
 from ensemble.scheduling.launchers.base import Exit, Handle, WorkerStart
-from ensemble.scheduling.launchers.ray.agent import Ended
-from ensemble.scheduling.launchers.ray.cluster import ray
-from ensemble.scheduling.launchers.ray.nodes import ClusterNode, in_short
-
-if TYPE_CHECKING:
-    from ensemble.scheduling.launchers.ray.launcher import RayLauncher
-
-# A node answers within these, unless it is lost.
-_ANSWER_SECONDS = 30.0
+from ensemble.scheduling.launchers.ray.nodes import ClusterNode
 
 
 class RayWorker(Handle):
-    """A worker on a node."""
+    """A worker on a node.
 
-    def __init__(self, number: int, node: ClusterNode, start: WorkerStart, launcher: RayLauncher) -> None:
+    Args:
+        close: ends the worker on its node, and returns how it ended.
+    """
+
+    def __init__(
+        self, number: int, node: ClusterNode, start: WorkerStart, close: Callable[[RayWorker], Exit]
+    ) -> None:
         self.number = number
         self.node = node
         self.on_node = node.name
@@ -36,9 +33,10 @@ class RayWorker(Handle):
         self.problem = ""
         self.shards_dir = Path(start.command.spec.common.shards_dir)
         self._log = start.log
-        self._launcher = launcher
+        self._close = close
 
     def call(self, name: str, *arguments: Any) -> Any:
+        """Call a method of the node's agent with the worker's number, and return the reference of its result."""
         method = getattr(self.node.agent, name).options(concurrency_group="commands")
         return method.remote(self.number, *arguments)
 
@@ -54,7 +52,7 @@ class RayWorker(Handle):
         if self.exited and not events:
             self.is_open = False
         if self.problem and not events:
-            self.problem, problem = "", self.problem
+            problem, self.problem = self.problem, ""
             raise ProtocolError(problem)
         return events
 
@@ -74,20 +72,10 @@ class RayWorker(Handle):
                 self.call(name, *arguments)
 
     def print(self, text: bytes) -> None:
+        """Append what the worker has printed to its log on this machine."""
         with contextlib.suppress(OSError), open_log(self._log) as file:
             file.write(text)
 
     def close(self) -> Exit:
-        self.node.workers.pop(self.number, None)
         self.is_open = False
-        # It counts as hung, by the same time, because its node does not respond.
-        self._launcher.check_silence(self.node)
-        if self.node.why_lost:
-            return Exit(-9, f"ended when {self.node.label} {self.node.why_lost}", is_lost=True)
-        try:
-            ended: Ended = ray.get(self.call("close"), timeout=_ANSWER_SECONDS)
-        except (RayError, OSError) as error:
-            self._launcher.lose(self.node, in_short(error))
-            return self.close()
-        self.print(ended.printed)
-        return ended.exit
+        return self._close(self)
